@@ -1,0 +1,53 @@
+# Everything is run from .venv, which is made on first use and brought up to date when its recipe changes.
+# Words for the tool that is called: make test ARGS='-k layout'
+
+SHELL := bash
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+# Says when .venv was made. It holds the seconds that took until `make test` has told them, and then nothing.
+STAMP := .venv/stamp
+CHECKS := check-format check-lint check-types check-imports check-spelling
+
+.PHONY: help train test check sizes clean $(CHECKS)
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+train: $(STAMP)  ## train the tiny recipe: two processes on this machine's CPU
+	$(BIN)/shoal train recipes/tiny.yaml $(ARGS)
+
+test: $(STAMP)  ## run all tests; ARGS goes to pytest
+	@seconds=$$(cat $(STAMP)); : > $(STAMP); ENVIRONMENT_SECONDS=$$seconds $(BIN)/pytest $(ARGS)
+
+check: $(CHECKS)  ## run all static checks (-k: go on after one fails)
+
+check-format: $(STAMP)  ## is everything formatted? mend with: .venv/bin/ruff format
+	$(BIN)/ruff format --check
+
+check-lint: $(STAMP)  ## lint; mend some of it with: .venv/bin/ruff check --fix
+	$(BIN)/ruff check
+
+check-types: $(STAMP)  ## check the package's types
+	$(BIN)/mypy
+
+check-imports: $(STAMP)  ## does every module import only from below?
+	$(BIN)/lint-imports --no-logo
+
+check-spelling: $(STAMP)  ## look for misspelt words
+	$(BIN)/codespell
+
+sizes:  ## report the numbers worth watching: lengths, nesting, annotations, cycles
+	$(PYTHON) tools/check_sizes.py $(ARGS)
+
+clean:  ## remove the environment, caches and build outputs; runs/ stays
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist src/*.egg-info
+	find src tests tools -name __pycache__ -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	@echo "making .venv from $^; about a minute ..."
+	@start=$$(date +%s) && \
+	$(PYTHON) -m venv .venv && \
+	$(BIN)/pip install -qq --constraint constraints.txt --editable '.[dev]' && \
+	echo $$(( $$(date +%s) - start )) > $@

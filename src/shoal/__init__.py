@@ -1,0 +1,39 @@
+"""shoal trains any PyTorch model on whatever machines there are: plans, verifies, trains, survives, shows.
+
+The door is lazy: `import shoal` costs nothing, and torch is loaded when the first name that needs it is used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shoal.blueprint.description import Description as Description
+    from shoal.blueprint.layout import Layout as Layout
+    from shoal.blueprint.plan import Plan as Plan
+    from shoal.blueprint.recipe import Recipe as Recipe
+    from shoal.errors import ShoalError as ShoalError
+    from shoal.train.run import Run as Run
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Description": "shoal.blueprint.description",
+    "Layout": "shoal.blueprint.layout",
+    "Plan": "shoal.blueprint.plan",
+    "Recipe": "shoal.blueprint.recipe",
+    "Run": "shoal.train.run",
+    "ShoalError": "shoal.errors",
+}
+__all__ = [*_HOMES, "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shoal' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,87 @@
+"""What a person did that cannot work: every problem at once, each with the rule, both values and the fix to type.
+
+A `ShoalError` never shows a traceback; the command line prints it and exits with `exit_code`. What cannot happen is an
+`assert`, and what breaks inside a worker is a `RunFailed` that carries the first rank's traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+BAD_INPUT = 2
+RUN_FAILED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong, and what to type instead."""
+
+    what: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what}\n    fix: {self.fix}" if self.fix else self.what
+
+
+class ShoalError(ValueError):
+    """One or more problems that the person at the keyboard can mend.
+
+    >>> print(ShoalError("batch 10 is not divisible by 4 ranks", fix="--data.batch 12"))
+    batch 10 is not divisible by 4 ranks
+        fix: --data.batch 12
+    """
+
+    exit_code = BAD_INPUT
+
+    def __init__(self, *problems: Problem | str, fix: str = "", title: str = "") -> None:
+        self.problems = tuple(p if isinstance(p, Problem) else Problem(p, fix) for p in problems)
+        self.title = title
+        super().__init__(self._text())
+
+    def _text(self) -> str:
+        if len(self.problems) == 1 and not self.title:
+            return str(self.problems[0])
+        count = f"{len(self.problems)} problem{'s' if len(self.problems) != 1 else ''}"
+        head = f"{count} in {self.title}" if self.title else count
+        return "\n".join([head, *("  " + str(p).replace("\n", "\n  ") for p in self.problems)])
+
+    def __reduce__(self) -> tuple[object, ...]:  # keyword arguments do not survive pickling by default
+        return _rebuild, (type(self), self.problems, self.title)
+
+
+def _rebuild(kind: type[ShoalError], problems: tuple[Problem, ...], title: str) -> ShoalError:
+    return kind(*problems, title=title)
+
+
+class RunFailed(ShoalError):
+    """A worker died or raised; the text is what the first one to fail had to say."""
+
+    exit_code = RUN_FAILED
+
+
+def raise_if(problems: Iterable[Problem], title: str = "") -> None:
+    """Raise one `ShoalError` with all of them, or do nothing."""
+    if found := tuple(problems):
+        raise ShoalError(*found, title=title)
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that a mistyped one was most likely meant to be.
+
+    >>> nearest("weigth_decay", ["lr", "weight_decay"])
+    'weight_decay'
+    """
+    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return match[0] if match else None
+
+
+def listed(words: Iterable[object]) -> str:
+    """`a, b or c`.
+
+    >>> listed([1, 2, 4])
+    '1, 2 or 4'
+    """
+    *front, last = [str(word) for word in words]
+    return f"{', '.join(front)} or {last}" if front else last

@@ -1,0 +1,59 @@
+"""What all tests share: the order of their parts, the skip without a GPU, and how long each part took."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+import pytest
+
+FIRST_PARTS = ["unit", "dist"]  # seconds first, then processes, then everything that is built on both
+
+
+def part_of(node_id: str) -> str:
+    """`tests/unit/test_plan.py::test_x` → `unit`; `tests/test_readme.py::test_x` → `readme`."""
+    folder_or_file = PurePosixPath(node_id.partition("::")[0]).parts[1:2] or ("other",)
+    return folder_or_file[0].removeprefix("test_").removesuffix(".py")
+
+
+def place(item: pytest.Item) -> int:
+    """Where an item's part stands in the order; parts that are not named come last."""
+    part = part_of(item.nodeid)
+    return FIRST_PARTS.index(part) if part in FIRST_PARTS else len(FIRST_PARTS)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=place)  # stable: within a part the order stays
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu and not has_gpu():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def has_gpu() -> bool:
+    import torch  # two seconds, which a run of unit tests alone need not spend
+
+    return torch.cuda.is_available()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.section("time by part")
+    if seconds := os.environ.get("ENVIRONMENT_SECONDS"):  # set by `make test` when it has just made the environment
+        terminalreporter.line(f"{'environment':<16} {'':>10} {float(seconds):8.1f} s")
+    for part, num_tests, seconds_spent in time_by_part(terminalreporter):
+        terminalreporter.line(f"{part:<16} {num_tests:>4} tests {seconds_spent:8.1f} s")
+
+
+def time_by_part(terminalreporter: pytest.TerminalReporter) -> Iterator[tuple[str, int, float]]:
+    """Each part with the number of its tests and the seconds that their set-up, call and tear-down took."""
+    seconds: dict[str, float] = defaultdict(float)
+    tests: dict[str, set[str]] = defaultdict(set)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[part_of(report.nodeid)] += report.duration
+                tests[part_of(report.nodeid)].add(report.nodeid)
+    for part in seconds:
+        yield part, len(tests[part]), seconds[part]
