@@ -1,0 +1,71 @@
+"""How long: `1000step`, `2epoch`, `1e9tok`, `10min`. One spelling for every length, so that none is ambiguous."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from shoal.errors import ShoalError, listed
+
+SECONDS = {"sec": 1.0, "min": 60.0, "h": 3600.0}
+UNITS = ("step", "epoch", "tok", "sample", *SECONDS)
+_SPELLINGS = {
+    **{unit: unit for unit in UNITS},
+    **{unit + "s": unit for unit in ("step", "epoch", "sample", "min")},
+    **{"token": "tok", "tokens": "tok", "ep": "epoch", "ba": "step", "s": "sec", "hour": "h", "hours": "h"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Duration:
+    """A number of steps, epochs, tokens or samples, or a length of time.
+
+    >>> Duration.parse("1e9tok")
+    Duration(amount=1000000000.0, unit='tok')
+    >>> str(Duration.parse("2 epochs"))
+    '2epoch'
+    """
+
+    amount: float
+    unit: str
+
+    @classmethod
+    def parse(cls, text: str | int) -> Duration:
+        """Read `100step`; a bare number counts steps."""
+        match = re.fullmatch(r"\s*([0-9_.]+(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z]*)\s*", str(text))
+        unit = _SPELLINGS.get(match[2] or "step") if match else None
+        try:
+            amount = float(match[1]) if match else math.nan
+        except ValueError:  # 1.2.3step
+            amount = math.nan
+        if unit is None or math.isnan(amount):
+            raise ShoalError(
+                f"{text!r} is not a duration",
+                fix=f"a number and a unit ({listed(UNITS)}), such as 1000step, 2epoch, 1e9tok or 10min",
+            )
+        return cls(amount, unit)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.amount:g}{self.unit}" if self.amount < 1e6 or self.amount % 1 else f"{self.amount:.0f}{self.unit}"
+        )
+
+    @property
+    def seconds(self) -> float | None:
+        """Its length if it is a length of time; None if it counts work."""
+        return self.amount * SECONDS[self.unit] if self.unit in SECONDS else None
+
+    def steps(self, *, batch: int, samples_per_epoch: int, tokens_per_sample: int) -> int | None:
+        """The optimizer steps that reach it, rounded up; None for a length of time, which only a clock can tell.
+
+        >>> Duration.parse("2epoch").steps(batch=8, samples_per_epoch=100, tokens_per_sample=1)
+        25
+        """
+        samples = {
+            "step": self.amount * batch,
+            "sample": self.amount,
+            "epoch": self.amount * samples_per_epoch,
+            "tok": self.amount / tokens_per_sample,
+        }.get(self.unit)
+        return None if samples is None else math.ceil(samples / batch)

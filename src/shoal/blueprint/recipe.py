@@ -1,0 +1,228 @@
+"""The recipe: everything a run is made of, as data. One YAML file says it; the command line can say any key again.
+
+Every field is documented below its default; the command line, its help and the JSON schema are derived from here, so
+this file is the only place where a setting is named.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
+
+from shoal.blueprint.duration import Duration
+from shoal.blueprint.plan import Plan
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+DurationField = Annotated[
+    Duration,
+    BeforeValidator(lambda value: value if isinstance(value, Duration) else Duration.parse(value)),
+    PlainSerializer(str),
+    WithJsonSchema({"type": ["string", "integer"], "examples": ["1000step", "2epoch", "1e9tok", "10min"]}),
+]
+PlanField = Annotated[
+    Plan,
+    BeforeValidator(lambda value: Plan.of(value)),
+    PlainSerializer(str),
+    WithJsonSchema({"type": ["string", "object"], "examples": ["auto", "dp_replicate=2 zero=0 mb=4"]}),
+]
+
+
+class Section(BaseModel):
+    """A part of a recipe: frozen, and no key that is not known."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+
+
+class ModelSection(Section):
+    """The model. Keys beside these two are handed to it by name: `num_layers: 4`, `hidden: 256`."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
+
+    name: str = "llama"
+    """`llama`, `resnet` or `mlp`; or `path/to/file.py:function`, which is called and returns an `nn.Module`."""
+
+    preset: str | None = None
+    """A named size, for example `tiny` or `llama3-8b`. None: the model's own defaults."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the model's builder is called with."""
+        preset = {} if self.preset is None else {"preset": self.preset}
+        return {**preset, **(self.model_extra or {})}
+
+
+class DataSection(Section):
+    """What is trained on, and how it is cut into samples."""
+
+    source: str = "python"
+    """`python`: the source of Python's own standard library, which every machine has. `synthetic`: made up on the spot.
+    `hf:NAME`: a Hugging Face dataset. Else a path: a text file or a folder of them, `.jsonl`, token shards (`.bin`,
+    `.npy`, or a folder of those), or a folder with one folder of images per class."""
+
+    format: Literal["auto", "text", "jsonl", "tokens", "images"] = "auto"
+    """What a path holds. auto: told from its ending."""
+
+    tokenizer: str = "bytes"
+    """`bytes`: every byte is a token. Else a Hugging Face `tokenizer.json` (needs the extra `hf`)."""
+
+    sequence: PositiveInt = 256
+    """Tokens per sample."""
+
+    batch: PositiveInt = 32
+    """Samples per optimizer step, over all ranks and microbatches. It stays the same when the world changes."""
+
+    documents: bool = False
+    """True: several documents packed into one sample neither see each other nor predict each other's first token."""
+
+    validation: Fraction = 0.01
+    """The part of the samples that is held out for evaluation."""
+
+    text_field: str = "text"
+    """The key that holds the text in JSONL or in a Hugging Face dataset."""
+
+    token_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
+    """How tokens are stored in a `.bin` file, which does not say so itself."""
+
+    end_token: Annotated[int, Field(ge=0)] | None = None
+    """The token id that ends a document in token shards; `documents` needs it there. Text has its own."""
+
+    image_size: PositiveInt = 32
+    """Height and width that images are scaled to."""
+
+    synthetic_samples: PositiveInt = 4096
+    """How many samples `synthetic` makes up."""
+
+    synthetic_kind: Literal["tokens", "images"] = "tokens"
+    """What `synthetic` makes up."""
+
+    vocabulary: PositiveInt = 256
+    """Number of different tokens that `synthetic` draws from, or classes of its images."""
+
+    workers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    """Processes that prepare batches beside the training process. 0: a thread does. auto: the first batches are timed,
+    and processes are started only if one thread could not keep up."""
+
+    prefetch: PositiveInt = 2
+    """Batches prepared ahead, per worker."""
+
+
+class OptimSection(Section):
+    """The optimizer, its learning rate over time, and what is done to gradients before it sees them."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    """The optimizer."""
+
+    lr: Annotated[float, Field(gt=0)] = 3e-4
+    """Peak learning rate."""
+
+    weight_decay: NotNegative = 0.1
+    """Decoupled weight decay (adamw) or L2 penalty (sgd) of every parameter with at least two dimensions."""
+
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """Decay of the first and second moment (adamw)."""
+
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the denominator (adamw)."""
+
+    momentum: Fraction = 0.9
+    """Momentum (sgd)."""
+
+    implementation: Literal["auto", "fused", "foreach", "loop"] = "auto"
+    """How the update is computed; the arithmetic is the same. auto: fused where torch has it for this device."""
+
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """The learning rate after warm-up, over the rest of the run."""
+
+    warmup: DurationField = Duration(0, "step")
+    """How long the learning rate rises linearly from zero."""
+
+    final_lr: Fraction = 0.1
+    """Where the schedule ends, as a fraction of `lr`. constant ignores it."""
+
+    scale_lr_from_batch: PositiveInt | None = None
+    """The batch that `lr` was tuned for; the linear scaling rule multiplies `lr` by batch / this. None: leave `lr`."""
+
+    clip: Annotated[float, Field(gt=0)] | None = 1.0
+    """The largest global gradient norm; larger ones are scaled down to it. None: no clipping."""
+
+    loss_scale: Annotated[float, Field(gt=0)] = 65536.0
+    """The first loss scale under fp16; it halves on overflow and doubles after `loss_scale_window` good steps."""
+
+    loss_scale_window: PositiveInt = 2000
+    """Steps without overflow before the loss scale is doubled."""
+
+
+class LaunchSection(Section):
+    """The processes of a run on this machine. Under torchrun, Slurm or mpirun theirs are used, and none is started."""
+
+    nproc: PositiveInt | None = None
+    """Processes to start here. None: one per GPU, or a single one without."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where tensors live. auto: cuda if there is one."""
+
+    threads: PositiveInt | None = None
+    """CPU threads per process. None: the cores of this machine shared out evenly."""
+
+    timeout: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds that a rank waits for the others in one collective before it gives up."""
+
+
+class RunSection(Section):
+    """The run: how long, how often, where to."""
+
+    name: str = "run"
+    """Names the run directory and the run in a tracker."""
+
+    dir: str | None = None
+    """The run directory. None: the first of `runs/NAME`, `runs/NAME-2`, ... that is free."""
+
+    overwrite: bool = False
+    """True: an earlier run in `dir` is removed first."""
+
+    duration: DurationField = Duration(200, "step")
+    """How long to train: `1000step`, `2epoch`, `1e9tok`, `10min`."""
+
+    seed: int = 0
+    """Decides the initial weights, the order of the samples and all randomness in the model."""
+
+    log_every: PositiveInt = 1
+    """Steps between two lines in metrics.jsonl."""
+
+    evaluate_every: DurationField = Duration(0, "step")
+    """How often to evaluate on the held-out samples, beside once at the end. 0step: only then."""
+
+    per_rank_metrics: bool = False
+    """True: every rank also writes its own metrics (`metrics.rank3.jsonl`)."""
+
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
+    """Where metrics go beside metrics.jsonl; each needs the extra of its name."""
+
+    on_nan: Literal["stop", "skip", "ignore"] = "stop"
+    """When the gradient is not finite: end the run, drop this step's update, or carry on. The first two say which rank
+    and microbatch it came from."""
+
+    deterministic: bool = False
+    """True: the same bits again on the same layout, also on CUDA. Slower there."""
+
+    fast_dev_run: bool = False
+    """True: three steps and a short evaluation, nothing kept. To see whether everything fits together."""
+
+    bucket_mb: Annotated[float, Field(gt=0)] = 25.0
+    """Size in MB of the buckets in which gradients are reduced over `dp_replicate`."""
+
+
+class Recipe(Section):
+    """Model + data + optimizer + plan + run. See docs/recipes for complete ones."""
+
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    optim: OptimSection = OptimSection()
+    plan: PlanField = Plan()
+    """The parallel layout: words such as `dp_replicate=2 mb=4 bf16`, or the same as keys, or `auto`."""
+    launch: LaunchSection = LaunchSection()
+    run: RunSection = RunSection()

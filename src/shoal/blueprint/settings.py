@@ -1,0 +1,191 @@
+"""From a YAML file and the words of a command line to a `Recipe`, or to the list of everything that is wrong with them.
+
+The file and the overrides become one tree before anything is checked, so there is a single place where a value is
+judged, and a person sees all problems at once, wherever they typed them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from shoal.blueprint.plan import Plan
+from shoal.blueprint.recipe import Recipe
+from shoal.errors import Problem, ShoalError, nearest
+
+Tree = dict[str, Any]
+
+# What people who come from other systems will type first.
+ELSEWHERE = {
+    "learning_rate": "optim.lr",
+    "max_grad_norm": "optim.clip",
+    "gradient_clip_val": "optim.clip",
+    "lr_scheduler_type": "optim.schedule",
+    "warmup_steps": "optim.warmup",
+    "train_batch_size": "data.batch",
+    "global_batch_size": "data.batch",
+    "batch_size": "data.batch",
+    "per_device_train_batch_size": "plan.mb",
+    "micro_batch_size": "plan.mb",
+    "gradient_accumulation_steps": "plan.mb (data.batch / ranks / mb microbatches are accumulated)",
+    "mixed_precision": "plan.precision",
+    "max_steps": "run.duration",
+    "max_duration": "run.duration",
+    "num_train_epochs": "run.duration (2epoch)",
+    "epochs": "run.duration (2epoch)",
+    "steps": "run.duration",
+    "output_dir": "run.dir",
+    "report_to": "run.trackers",
+    "logging_steps": "run.log_every",
+    "full_determinism": "run.deterministic",
+    "num_processes": "launch.nproc",
+    "seq_len": "data.sequence",
+    "max_length": "data.sequence",
+    "tensor_parallel_degree": "plan.tp",
+    "pipeline_parallel_degree": "plan.pp",
+    "context_parallel_degree": "plan.cp",
+    "data_parallel_shard_degree": "plan.dp_shard",
+    "data_parallel_replicate_degree": "plan.dp_replicate",
+}
+
+
+def load_recipe(path: Path | None, overrides: Iterable[tuple[str, str]] = ()) -> Recipe:
+    """The recipe in the file (None: all defaults) with `("optim.lr", "3e-4")` and the like laid over it."""
+    tree = {} if path is None else read_yaml(path)
+    problems: list[Problem] = []
+    for key, text in overrides:
+        try:
+            put(tree, key, parse_value(key, text))
+        except ShoalError as error:
+            problems += error.problems
+    return build_recipe(tree, title=str(path) if path else "the settings", problems=problems)
+
+
+def read_yaml(path: Path) -> Tree:
+    """The mapping in a YAML (or JSON) file."""
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        known = sorted(str(p) for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+        near = nearest(str(path), known)
+        raise ShoalError(
+            f"there is no recipe {str(path)!r}",
+            fix=f"did you mean {near}?" if near else "give the path of a YAML file, or none to use the defaults",
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ShoalError(
+            f"the recipe {str(path)!r} cannot be read: {error}", fix="give the path of a YAML file"
+        ) from None
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ShoalError(f"{path} is not valid YAML: {error}", fix="mend the line that it names") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ShoalError(
+            f"{path} holds a {type(tree).__name__}, not a mapping", fix="start with a section, for example `model:`"
+        )
+    return tree
+
+
+def parse_value(key: str, text: str) -> Any:
+    """A value as typed on the command line: YAML, and `None` as Python's users write it."""
+    if text == "None":
+        return None
+    if key == "plan":
+        return text
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def put(tree: Tree, key: str, value: Any) -> None:
+    """Set `a.b.c` in a nested mapping; a plan that was given as words is opened into keys first."""
+    *sections, last = key.replace("-", "_").split(".")
+    for section in sections:
+        below = tree.get(section)
+        if section == "plan":
+            below = Plan.of(below).to_mapping() if below is not None else {}
+        elif not isinstance(below, dict):
+            below = {}
+        tree[section] = below
+        tree = below
+    tree[last] = value
+
+
+def build_recipe(tree: Tree, *, title: str, problems: Iterable[Problem] = ()) -> Recipe:
+    """Check a whole tree; everything that is wrong with it comes in one `ShoalError`."""
+    found = list(problems)
+    try:
+        recipe = Recipe.model_validate(copy.deepcopy(tree))
+    except ValidationError as error:
+        for each in error.errors():
+            found += _problems_of(each)
+    if found:
+        raise ShoalError(*found, title=title)
+    return recipe
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The recipe with every value spelled out, as YAML that loads again to an equal one."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
+
+
+def difference(old: Tree, new: Tree) -> list[str]:
+    """One line for each key whose value differs: `optim.lr: 0.001 → 0.002`."""
+    flat_old, flat_new = dict(flatten(old)), dict(flatten(new))
+    keys = [*flat_old, *(key for key in flat_new if key not in flat_old)]
+    pairs = [(key, flat_old.get(key), flat_new.get(key)) for key in keys]
+    return [f"{key}: {before} → {after}" for key, before, after in pairs if before != after]
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """`{"a": {"b": 1}}` → `("a.b", 1)`."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def known_keys() -> dict[str, str]:
+    """Every dotted key of a recipe, with its documentation."""
+    keys: dict[str, str] = {}
+    for section, info in Recipe.model_fields.items():
+        kind = info.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            keys |= {f"{section}.{name}": field.description or "" for name, field in kind.model_fields.items()}
+        else:
+            keys[section] = info.description or ""
+    return keys | {f"plan.{field.name}": "" for field in fields(Plan)}
+
+
+def unknown_key(key: str) -> Problem:
+    """The message for a key that no recipe has."""
+    last = key.rpartition(".")[2]
+    known = known_keys()
+    by_last = {name.rpartition(".")[2]: name for name in known}
+    match = ELSEWHERE.get(last) or nearest(key, known) or by_last.get(nearest(last, by_last) or "")
+    fix = f"did you mean {match}?" if match else "`shoal train --help` lists all keys"
+    return Problem(f"unknown key {key!r}", fix)
+
+
+def _problems_of(error: Any) -> Iterator[Problem]:
+    key = ".".join(str(part) for part in error["loc"] if isinstance(part, str) and part.isidentifier())
+    cause = error.get("ctx", {}).get("error")
+    if error["type"] == "extra_forbidden":
+        yield unknown_key(key)
+    elif isinstance(cause, ShoalError):
+        yield from (Problem(f"{key}: {problem.what}", problem.fix) for problem in cause.problems)
+    else:
+        message = error["msg"][0].lower() + error["msg"][1:]
+        about = known_keys().get(key, "").splitlines()
+        yield Problem(f"{key}: {message}, but it is {error['input']!r}", f"{key} is: {about[0]}" if about else "")

@@ -1,0 +1,106 @@
+"""A recipe from YAML and the command line: merged, checked once, all problems at once, nearest names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shoal.blueprint.recipe import Recipe
+from shoal.blueprint.settings import build_recipe, difference, dump_recipe, known_keys, load_recipe
+from shoal.errors import ShoalError
+
+
+def write(path: Path, text: str) -> Path:
+    file = path / "recipe.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_defaults_are_a_recipe() -> None:
+    recipe = load_recipe(None)
+    assert recipe == Recipe()
+    assert recipe.model.name == "llama"
+
+
+def test_yaml_and_overrides_become_one(tmp_path: Path) -> None:
+    file = write(tmp_path, "optim: {lr: 1e-3, schedule: linear}\nplan: dp_replicate=2 mb=4\nmodel: {preset: tiny}\n")
+    recipe = load_recipe(
+        file, [("optim.lr", "3e-4"), ("plan.mb", "8"), ("model.num-layers", "2"), ("run.duration", "2epoch")]
+    )
+    assert recipe.optim.lr == 3e-4
+    assert recipe.optim.schedule == "linear"
+    assert (recipe.plan.dp_replicate, recipe.plan.mb) == (2, 8)
+    assert recipe.model.arguments == {"preset": "tiny", "num_layers": 2}
+    assert str(recipe.run.duration) == "2epoch"
+
+
+def test_plan_as_words_replaces_plan_as_keys(tmp_path: Path) -> None:
+    file = write(tmp_path, "plan: {dp_replicate: 2, mb: 4}\n")
+    assert load_recipe(file, [("plan", "bf16 mb=1")]).plan == Recipe.model_validate({"plan": "bf16 mb=1"}).plan
+
+
+def test_none_is_spelled_as_in_python_and_yaml() -> None:
+    assert load_recipe(None, [("optim.clip", "None")]).optim.clip is None
+    assert load_recipe(None, [("optim.clip", "null")]).optim.clip is None
+
+
+def test_lists_are_yaml() -> None:
+    assert load_recipe(None, [("optim.betas", "[0.8, 0.9]")]).optim.betas == (0.8, 0.9)
+
+
+def test_all_problems_come_at_once_with_the_nearest_names(tmp_path: Path) -> None:
+    file = write(tmp_path, "optim: {learning_rate: 1, weigth_decay: 0.1, lr: -1}\nplan: tp=0\ndta: {}\n")
+    with pytest.raises(ShoalError) as caught:
+        load_recipe(file, [("run.duration", "12 parsecs"), ("plam.mb", "4")])
+    text = str(caught.value)
+    assert "did you mean optim.lr?" in text
+    assert "did you mean optim.weight_decay?" in text
+    assert "optim.lr: input should be greater than 0, but it is -1" in text
+    assert "'12 parsecs' is not a duration" in text
+    assert "tp" in text
+    assert "unknown key 'dta'" in text
+    assert "unknown key 'plam'" in text
+    assert len(caught.value.problems) == 7
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("max_grad_norm", "optim.clip"),
+        ("gradient_accumulation_steps", "plan.mb"),
+        ("tensor_parallel_degree", "plan.tp"),
+    ],
+)
+def test_names_of_other_systems_are_understood(theirs: str, ours: str) -> None:
+    with pytest.raises(ShoalError, match=ours):
+        load_recipe(None, [(theirs, "1")])
+
+
+def test_a_dumped_recipe_loads_to_itself() -> None:
+    recipe = load_recipe(
+        None, [("plan", "dp_replicate=2 bf16"), ("model.hidden", "64"), ("run.evaluate-every", "1epoch")]
+    )
+    assert build_recipe(yaml.safe_load(dump_recipe(recipe)), title="dump") == recipe
+
+
+def test_no_such_recipe_names_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text("")
+    with pytest.raises(ShoalError, match=r"tiny\.yaml"):
+        load_recipe(tmp_path / "tinny.yaml")
+
+
+@pytest.mark.parametrize(("text", "message"), [("a: [", "is not valid YAML"), ("- a\n", "holds a list, not a mapping")])
+def test_what_is_not_a_recipe_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ShoalError, match=message):
+        load_recipe(write(tmp_path, text))
+
+
+def test_every_key_is_documented() -> None:
+    undocumented = [key for key, about in known_keys().items() if not about and not key.startswith("plan.")]
+    assert undocumented == []
+
+
+def test_difference_names_each_key() -> None:
+    assert difference({"a": {"b": 1, "c": 2}}, {"a": {"b": 3, "c": 2}}) == ["a.b: 1 → 3"]
