@@ -1,0 +1,77 @@
+"""A batch is any nest of mappings, tuples and lists of tensors of the same length. How to cut and move one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import ShoalError
+
+IGNORE = -100  # a label that does not count; torch's own default
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    """The same nest with the function applied to every tensor in it; anything else stays as it is."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        return {name: map_tensors(function, value) for name, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_tensors(function, value) for value in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(map_tensors(function, value) for value in batch)
+    return batch
+
+
+def length(batch: Any) -> int:
+    """The number of samples: the first dimension that all tensors share."""
+    lengths: set[int] = set()
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.ndim:
+            lengths.add(tensor.shape[0])
+        return tensor
+
+    map_tensors(note, batch)
+    if len(lengths) != 1:
+        found = f"tensors of lengths {sorted(lengths)}" if lengths else f"no tensor in a {type(batch).__name__}"
+        raise ShoalError(
+            f"a batch needs one number of samples, but there are {found}",
+            fix="let the first dimension of every tensor in a batch be the samples",
+        )
+    return lengths.pop()
+
+
+def rows(batch: Any, start: int, stop: int) -> Any:
+    """Samples `start` to `stop`, without a copy."""
+    return map_tensors(lambda tensor: tensor[start:stop] if tensor.ndim else tensor, batch)
+
+
+def parts(batch: Any, size: int | None) -> list[Any]:
+    """The batch in parts of `size` samples, the last one smaller if need be; None: in one part."""
+    if size is None:
+        return [batch]
+    count = length(batch)
+    return [rows(batch, start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch on a device; from pinned memory the copy does not hold up the host."""
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+
+def weight_of(batch: Any) -> int:
+    """How many things of a batch count: labels that are not `IGNORE` if it has labels, else samples.
+
+    >>> weight_of({"tokens": torch.zeros(2, 3), "labels": torch.tensor([[1, 2, -100], [4, -100, -100]])})
+    3
+    """
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        labels = batch[1]
+    if isinstance(labels, Tensor) and not labels.is_floating_point():
+        return int((labels != IGNORE).sum())
+    return length(batch)

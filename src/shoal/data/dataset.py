@@ -1,0 +1,77 @@
+"""What a dataset is to the rest of shoal: a number of samples, and a way to get any of them as one batch.
+
+torch's `Dataset` hands out single samples that a `collate_fn` must glue together again. Here a whole batch is asked for
+at once, which for tokens is one gather instead of a Python loop. Any object with these five members will do.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shoal.errors import ShoalError
+
+Batch = dict[str, torch.Tensor]
+Ids = npt.NDArray[np.int64]
+
+
+class Dataset(Protocol):
+    """Samples numbered from 0."""
+
+    tokens_per_sample: int
+    """1 where a sample is not made of tokens."""
+
+    vocabulary: int | None
+    """The number of different token ids, or of classes; None: not known without reading everything."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, ids: Ids) -> Batch:
+        """These samples, in this order, stacked along dim 0."""
+
+    def describe(self) -> str:
+        """One line for a person: where it is from and how much it is."""
+
+
+class Part:
+    """A run of consecutive samples of another dataset, as a dataset of its own."""
+
+    def __init__(self, whole: Dataset, start: int, stop: int, description: str) -> None:
+        self.whole, self.start, self.stop = whole, start, stop
+        self.tokens_per_sample = whole.tokens_per_sample
+        self.vocabulary = whole.vocabulary
+        self._description = description
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def batch(self, ids: Ids) -> Batch:
+        """These samples, counted from the start of the part."""
+        return self.whole.batch(ids + self.start)
+
+    def describe(self) -> str:
+        """What it was said to be, and its size."""
+        return f"{self._description}; {len(self):,} samples"
+
+
+def num_held_out(num_samples: int, fraction: float) -> int:
+    """How many of the last samples are kept for evaluation: none if the fraction is 0, else at least one.
+
+    >>> num_held_out(1000, 0.01), num_held_out(7, 0.01), num_held_out(7, 0.0)
+    (10, 1, 0)
+    """
+    return max(1, round(fraction * num_samples)) if fraction > 0 else 0
+
+
+def split_last(whole: Dataset, fraction: float, description: str) -> tuple[Part, Part]:
+    """The first samples for training, the last ones held out."""
+    cut = len(whole) - num_held_out(len(whole), fraction)
+    if cut < 1:
+        raise ShoalError(
+            f"holding out {fraction:g} of {len(whole)} samples leaves none to train on ({description})",
+            fix="--data.validation 0, or more samples",
+        )
+    return Part(whole, 0, cut, description), Part(whole, cut, len(whole), f"held out of {description}")

@@ -1,0 +1,98 @@
+"""A user's own `DataLoader`, dealt out over the ranks: `batch_size` is the global batch, each rank takes its share.
+
+torch gives `DistributedSampler`, which pads the last batch with samples seen twice, wants `set_epoch` to be called, and
+changes the global batch with the number of ranks. Here the global batches are those of one process: the same samples in
+the same order on any number of ranks, each once per epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+
+from shoal.data.batch import length, rows
+from shoal.data.hashing import hashed
+from shoal.data.order import sample_ids, share
+from shoal.errors import ShoalError
+
+
+class DealtLoader:
+    """One rank's share of every global batch of a loader; iterate once per epoch, each epoch is shuffled anew."""
+
+    def __init__(self, loader: DataLoader[Any], *, seed: int, coordinate: int, degree: int) -> None:
+        if isinstance(loader.sampler, DistributedSampler):
+            raise ShoalError(
+                "this DataLoader has a DistributedSampler: it is already dealt out over ranks",
+                fix="pass the plain DataLoader(dataset, batch_size=GLOBAL, shuffle=True)",
+            )
+        self.loader, self.seed, self.coordinate, self.degree = loader, seed, coordinate, degree
+        self.epoch = 0
+        self.counts = True
+        """False while the batch at hand stands in for none: a ragged last batch had no sample for this rank."""
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        torch.manual_seed(
+            int(hashed(self.seed, self.epoch)[0])
+        )  # samplers and collates that draw, draw the same everywhere
+        batches = self._by_index() if _can_be_indexed(self.loader) else self._by_slicing()
+        self.epoch += 1
+        yield from batches
+
+    def _by_index(self) -> Iterator[Any]:
+        """Load only this rank's samples."""
+        size = len(self.loader.dataset)  # type: ignore[arg-type]
+        shuffled = isinstance(self.loader.sampler, RandomSampler)
+        order = sample_ids(self.seed, size, self.epoch * size, size) if shuffled else np.arange(size)
+        batch_size = self.loader.batch_size
+        assert batch_size is not None
+        stops = range(batch_size, size + (0 if self.loader.drop_last else batch_size), batch_size)
+        batches = [order[stop - batch_size : min(stop, size)] for stop in stops]
+        mine = [batch[share(len(batch), self.coordinate, self.degree)] for batch in batches]
+        # A rank must take part in every step; where there is no sample for it, it computes one that counts for nothing.
+        filled = [ids if len(ids) else batch[:1] for ids, batch in zip(mine, batches, strict=True)]
+        for ids, batch in zip(mine, _with_batches(self.loader, filled), strict=True):
+            self.counts = len(ids) > 0
+            yield batch
+
+    def _by_slicing(self) -> Iterator[Any]:
+        """Load everything, keep this rank's rows: for streams and for samplers of the user's own."""
+        for batch in self.loader:
+            mine = share(length(batch), self.coordinate, self.degree)
+            self.counts = mine.stop > mine.start
+            yield rows(batch, mine.start, mine.stop) if self.counts else rows(batch, 0, 1)
+
+
+def _can_be_indexed(loader: DataLoader[Any]) -> bool:
+    plain = (
+        isinstance(loader.sampler, RandomSampler)
+        and not loader.sampler.replacement
+        and loader.sampler._num_samples is None
+    )
+    return (
+        not isinstance(loader.dataset, IterableDataset)
+        and loader.batch_size is not None
+        and (plain or isinstance(loader.sampler, SequentialSampler))
+    )
+
+
+def _with_batches(loader: DataLoader[Any], batches: list[np.ndarray[Any, Any]]) -> DataLoader[Any]:
+    """The same loader over other index lists."""
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=[ids.tolist() for ids in batches],
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+    )

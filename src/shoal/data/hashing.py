@@ -1,0 +1,44 @@
+"""Randomness without state: a number that looks random and depends on its arguments alone.
+
+numpy's generators are sequences: to know the millionth number one must have drawn the others, or have kept a generator
+per sample. A hash needs neither, so any rank can compute any sample at any time.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+U64 = npt.NDArray[np.uint64]
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FIRST = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND = np.uint64(0x94D049BB133111EB)
+
+
+def mix(values: U64) -> U64:
+    """A bijection of 64-bit numbers in which every input bit moves every output bit (the finaliser of SplitMix64)."""
+    mixed = values ^ (values >> np.uint64(30))
+    mixed *= _FIRST
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= _SECOND
+    mixed ^= mixed >> np.uint64(31)
+    return mixed
+
+
+def hashed(*parts: int | npt.NDArray[np.integer]) -> U64:
+    """64 random-looking bits for the parts taken together; arrays broadcast against each other.
+
+    >>> hashed(1, 2).tolist() == hashed(1, 2).tolist() != hashed(2, 1).tolist()
+    True
+    """
+    state = np.zeros(1, dtype=np.uint64)  # never a scalar: numpy warns when a scalar wraps around, and here it must
+    for part in parts:
+        number = np.array([part % 2**64], dtype=np.uint64) if isinstance(part, int) else part.astype(np.uint64)
+        state = mix((state ^ number) + _GOLDEN)
+    return state
+
+
+def unit_interval(bits: U64) -> npt.NDArray[np.float64]:
+    """The same bits as numbers in [0, 1)."""
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -1,0 +1,187 @@
+"""Batches in time: each step's share of the global batch, prepared ahead of the rank that asks for it.
+
+torch's `DataLoader` knows how to run worker processes, and is used for that. It does not know where it is: its position
+is that of its workers, which have run ahead, so it cannot be resumed; it starts processes even where a thread would do;
+and it draws a number from the global generator, which changes the model's randomness. A `Loader` has one integer for a
+place, the samples that the *consumer* has taken over all ranks, and what prepares the batches is a pure function of it:
+
+    consumer     position ──▶ p      p+b     p+2b            Loader(..., position=p) continues here, on any degree
+    prefetched                        ▒▒▒▒    ▒▒▒▒            made ahead, not counted, made again after a restart
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from shoal.data.dataset import Batch, Dataset
+from shoal.data.order import sample_ids, share
+from shoal.data.prefetch import Prefetch, Processes, Thread
+from shoal.errors import ShoalError
+
+SLOW_BATCH = 0.010
+"""Seconds that a batch may take before `auto` starts processes, which cost a few milliseconds per batch themselves."""
+
+MOST_PROCESSES = 4
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank sees of the stream, as a function of the position. Frozen, so workers can hold a copy."""
+
+    dataset: Dataset
+    seed: int
+    batch: int
+    coordinate: int
+    degree: int
+
+    def __getitem__(self, position: int) -> Batch:
+        """This rank's part of the global batch that starts at `position`."""
+        part = share(self.batch, self.coordinate, self.degree)
+        ids = sample_ids(self.seed, len(self.dataset), position + part.start, part.stop - part.start)
+        return self.dataset.batch(ids)
+
+
+class Loader:
+    """An endless iterator over this rank's share of every step's global batch.
+
+    `workers` is the number of processes that prepare batches; 0 means one thread of this process; `auto` times the
+    first two batches and writes what it found and chose into `decision`. The batches are the same in all three cases.
+    `pin` puts them into page-locked memory, from which a GPU copies faster; without CUDA it does nothing.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        seed: int,
+        batch: int,
+        coordinate: int = 0,
+        degree: int = 1,
+        position: int = 0,
+        workers: int | Literal["auto"] = "auto",
+        prefetch: int = 2,
+        pin: bool = False,
+    ) -> None:
+        _verify(dataset, batch=batch, coordinate=coordinate, degree=degree, position=position)
+        self._share = Share(dataset, seed, batch, coordinate, degree)
+        self._position = position
+        self._workers = workers
+        self._prefetch = prefetch
+        self._pin = pin and torch.cuda.is_available()
+        self._timed: deque[Batch] = deque()  # made while deciding, handed out first
+        self._source: Prefetch | None = None
+        self._stop: weakref.finalize[[], Loader] | None = None
+        self._closed = False
+        self.decision = ""
+        """What prepares the batches and why; empty before the first batch."""
+        self.seconds_waited = 0.0
+        """How long the consumer has waited for batches so far."""
+
+    @property
+    def position(self) -> int:
+        """The samples that all ranks together have taken so far. Batches that only wait to be taken do not count."""
+        return self._position
+
+    @property
+    def epoch(self) -> float:
+        """How often the whole dataset has been seen, as a fraction."""
+        return self._position / len(self._share.dataset)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._closed:
+            raise RuntimeError("this Loader is closed; make a new one with position=loader.position")
+        began = time.perf_counter()
+        try:
+            batch = self._take()
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self.seconds_waited += time.perf_counter() - began
+        self._position += self._share.batch
+        return batch
+
+    def close(self) -> None:
+        """End the thread or the processes. Happens by itself when the Loader is no longer used or has raised."""
+        self._closed = True
+        self._timed.clear()
+        self._source = None
+        if self._stop is not None:
+            self._stop()
+
+    def _take(self) -> Batch:
+        if self._source is None:
+            self._start()
+        assert self._source is not None
+        return self._timed.popleft() if self._timed else self._source.take()
+
+    def _start(self) -> None:
+        workers = self._decide()
+        position = self._position + len(self._timed) * self._share.batch
+        positions = range(position, 2**62, self._share.batch)
+        source = (
+            Processes(self._share, positions, workers=workers, prefetch=self._prefetch, pin=self._pin)
+            if workers
+            else Thread(self._share, positions, prefetch=self._prefetch, pin=self._pin)
+        )
+        self._source = source
+        self._stop = weakref.finalize(self, source.stop)
+
+    def _decide(self) -> int:
+        if self._workers != "auto":
+            self.decision = f"{_named(self._workers)}, as asked"
+            return self._workers
+        seconds = []
+        for number in range(2):
+            began = time.perf_counter()
+            batch = self._share[self._position + number * self._share.batch]
+            seconds.append(time.perf_counter() - began)
+            self._timed.append({key: value.pin_memory() for key, value in batch.items()} if self._pin else batch)
+        fastest = min(seconds)  # the first batch also pays for cold caches and imports
+        workers = min(MOST_PROCESSES, os.cpu_count() or 1) if fastest > SLOW_BATCH else 0
+        self.decision = (
+            f"{_named(workers)}: a batch took {fastest * 1e3:.1f} ms in process"
+            f" (measured; processes above {SLOW_BATCH * 1e3:.0f} ms)"
+        )
+        return workers
+
+
+def evaluation_batches(dataset: Dataset, *, batch: int, coordinate: int = 0, degree: int = 1) -> Iterator[Batch]:
+    """This rank's share of every sample exactly once, in order, never padded; the last batch is what is left.
+
+    Where a batch has fewer samples than there are ranks, some ranks get none of it and go on to the next, so ranks may
+    see different numbers of batches.
+    """
+    for start in range(0, len(dataset), batch):
+        part = share(min(batch, len(dataset) - start), coordinate, degree)
+        if part.stop > part.start:
+            yield dataset.batch(np.arange(start + part.start, start + part.stop, dtype=np.int64))
+
+
+def _named(workers: int) -> str:
+    return f"{workers} process{'es' if workers > 1 else ''}" if workers else "one thread"
+
+
+def _verify(dataset: Dataset, *, batch: int, coordinate: int, degree: int, position: int) -> None:
+    if len(dataset) == 0:
+        raise ShoalError("the dataset has 0 samples, and a Loader never ends", fix="a dataset with at least one sample")
+    if batch < degree:
+        raise ShoalError(
+            f"a batch of {batch} samples cannot give each of {degree} data-parallel ranks one",
+            fix=f"--data.batch {degree}",
+        )
+    if position < 0:
+        raise ShoalError(f"position {position} is before the first sample", fix="position=0")
+    share(batch, coordinate, degree)  # says so if there is no such coordinate

@@ -1,0 +1,89 @@
+"""Which sample stands where: the order as a pure function, so that no rank, worker or checkpoint has to remember it.
+
+torch's `DistributedSampler` holds a permutation of the whole dataset on every rank, pads the last batch with repeats,
+and cuts the order by the number of ranks; resumed on another number it shows some samples twice and others never. Here
+the samples of a run are one endless stream. Position k of it is in epoch `k // size`, and a keyed permutation of that
+epoch says which sample lies there. A run's place in the data is therefore one integer, whatever the world.
+
+    seed 0, size 5, batch 4, 2 ranks
+    epoch      ├──────── 0 ───────┤├──────── 1 ───────┤├── 2 ──
+    position     0   1   2   3   4   5   6   7   8   9  10  11
+    sample       1   2   0   4   3   1   3   0   4   2   0   3
+    step       └───── 0 ─────┘ └───── 1 ─────┘ └───── 2 ─────┘      a step may span two epochs
+    rank         0   0   1   1   0   0   1   1   0   0   1   1
+
+The permutation is a Feistel network over a grid of `rows × columns >= size` cells: add to the row a hash of the column,
+to the column a hash of the row, and so on. Each round can be undone, so all of them are a bijection of the cells. A
+value that falls on one of the few cells beyond `size` is sent through again until it does not ("cycle walking"), which
+keeps it a bijection of [0, size). Nothing is stored, and one access costs as much among 10 samples as among 10**12.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from shoal.data.hashing import U64, hashed, mix
+from shoal.errors import ShoalError
+
+ROUNDS = 8  # 4 make a Feistel network pseudo-random in theory; 8 leave room for grids of a few cells
+
+
+def sample_ids(seed: int, size: int, start: int, count: int) -> npt.NDArray[np.int64]:
+    """The samples at positions start, start + 1, ..., start + count - 1 of the stream.
+
+    Within an epoch every sample comes exactly once; the range may begin and end anywhere.
+
+    >>> sorted(sample_ids(seed=0, size=5, start=5, count=5).tolist())
+    [0, 1, 2, 3, 4]
+    """
+    if size < 1 or start < 0 or count < 0:
+        raise ShoalError(
+            f"no order over {size} samples from position {start} for {count}",
+            fix="a dataset with at least one sample, and a position and a count that are not negative",
+        )
+    positions = start + np.arange(count, dtype=np.int64)
+    epochs, offsets = np.divmod(positions, size)
+    first_epoch, last_epoch = start // size, (start + max(count, 1) - 1) // size
+    keys = hashed(seed, np.arange(first_epoch, last_epoch + 1), np.arange(ROUNDS)[:, None])  # rounds × epochs
+    keys_of_each = keys[:, epochs - first_epoch]  # rounds × positions
+    return _permuted(offsets.astype(np.uint64), keys_of_each, size).astype(np.int64)
+
+
+def share(batch: int, coordinate: int, degree: int) -> slice:
+    """The part of a global batch that data coordinate `coordinate` of `degree` takes.
+
+    Parts are contiguous and disjoint, together they are the batch, and their sizes differ by at most one.
+
+    >>> [share(10, coordinate, 4) for coordinate in range(4)]
+    [slice(0, 2, None), slice(2, 5, None), slice(5, 7, None), slice(7, 10, None)]
+    """
+    if not 0 <= coordinate < degree:
+        raise ShoalError(
+            f"data coordinate {coordinate} is not one of {degree}", fix=f"a coordinate from 0 to {degree - 1}"
+        )
+    return slice(batch * coordinate // degree, batch * (coordinate + 1) // degree)
+
+
+def _permuted(values: U64, keys: U64, size: int) -> U64:
+    columns = math.isqrt(size - 1) + 1
+    rows = -(-size // columns)
+    values = _feistel(values, keys, rows, columns)
+    while (outside := np.flatnonzero(values >= size)).size:
+        values[outside] = _feistel(values[outside], keys[:, outside], rows, columns)
+    return values
+
+
+def _feistel(values: U64, keys: U64, rows: int, columns: int) -> U64:
+    row, column = np.divmod(values, np.uint64(columns))
+    for number in range(0, ROUNDS, 2):
+        row = (row + _bits(column, keys[number])) % np.uint64(rows)
+        column = (column + _bits(row, keys[number + 1])) % np.uint64(columns)
+    return row * np.uint64(columns) + column
+
+
+def _bits(half: U64, key: U64) -> U64:
+    """56 random bits: few enough that adding a row or a column cannot wrap around, which would not be undoable."""
+    return mix(half ^ key) >> np.uint64(8)

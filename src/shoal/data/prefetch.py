@@ -1,0 +1,115 @@
+"""Making batches ahead of their use: by one thread, or by worker processes. Both are told what to make by position.
+
+A thread starts at once and hands batches over without a copy, which is enough for tokens. Processes have their own
+interpreter lock and can use more cores, which is for batches that are work to make, such as images to be decoded.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+import threading
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+import torch
+from torch.utils.data import DataLoader
+
+from shoal.data.dataset import Batch
+
+
+class Batches(Protocol):
+    """Any batch by its position."""
+
+    def __getitem__(self, position: int) -> Batch: ...
+
+
+class Prefetch(Protocol):
+    """Something that prepares batches and can be stopped."""
+
+    def take(self) -> Batch:
+        """The next batch, or what went wrong while it was made."""
+
+    def stop(self) -> None:
+        """End threads and processes; a second time does nothing."""
+
+
+class Thread:
+    """One thread that keeps at most `prefetch` batches ready."""
+
+    def __init__(self, batches: Batches, positions: Iterable[int], *, prefetch: int, pin: bool) -> None:
+        self._ready: queue.SimpleQueue[Batch | BaseException] = queue.SimpleQueue()
+        self._room = threading.Semaphore(prefetch)
+        self._stopping = threading.Event()
+        work = (batches, positions, pin, self._ready, self._room, self._stopping)
+        self._thread = threading.Thread(target=_fill, args=work, name="shoal-prefetch", daemon=True)
+        self._thread.start()
+
+    def take(self) -> Batch:
+        """Wait for a batch and make room for another."""
+        made = self._ready.get()
+        if isinstance(made, BaseException):
+            raise made  # its traceback still shows where in the thread it was raised
+        self._room.release()
+        return made
+
+    def stop(self) -> None:
+        """Wake the thread up and wait until it has gone, which takes as long as the batch that it is making."""
+        self._stopping.set()
+        self._room.release()
+        if self._thread is not threading.current_thread():  # garbage collection may happen on any thread
+            self._thread.join()
+
+
+def _fill(
+    batches: Batches,
+    positions: Iterable[int],
+    pin: bool,
+    ready: queue.SimpleQueue[Batch | BaseException],
+    room: threading.Semaphore,
+    stopping: threading.Event,
+) -> None:
+    """The thread. It knows no Loader, so that a forgotten Loader can be collected while it runs."""
+    try:
+        for position in positions:
+            room.acquire()
+            if stopping.is_set():
+                return
+            batch = batches[position]
+            ready.put({key: value.pin_memory() for key, value in batch.items()} if pin else batch)
+    except BaseException as error:  # whatever it is, the consumer must hear of it and not wait for ever
+        ready.put(error)
+
+
+class Processes:
+    """Worker processes of torch's `DataLoader`, whose sampler is our positions; a worker makes whole batches."""
+
+    def __init__(self, batches: Batches, positions: range, *, workers: int, prefetch: int, pin: bool) -> None:
+        fork = "fork" in multiprocessing.get_all_start_methods()  # then workers share the dataset instead of copying it
+        loader: DataLoader[Batch] = DataLoader(
+            batches,  # type: ignore[arg-type]  # a map from index to sample is all that is asked of it
+            sampler=positions,
+            batch_size=None,
+            num_workers=workers,
+            prefetch_factor=prefetch,
+            pin_memory=pin,
+            multiprocessing_context="fork" if fork else None,
+            generator=torch.Generator(),  # else it draws from the global one, and the model's randomness changes
+        )
+        with warnings.catch_warnings():  # Python 3.12 warns of forks beside threads; workers touch neither
+            warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
+            self._iterator: Iterator[Batch] | None = iter(loader)
+
+    def take(self) -> Batch:
+        """The next batch; an exception of a worker carries that worker's traceback in its text."""
+        assert self._iterator is not None
+        try:
+            return next(self._iterator)
+        except Exception as error:
+            failure = error.with_traceback(None)  # its frames, all of them torch's, would keep the workers alive
+        raise failure
+
+    def stop(self) -> None:
+        """Let go of the iterator, which is the public way to end its processes."""
+        self._iterator = None
