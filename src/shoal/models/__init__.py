@@ -1,0 +1,8 @@
+"""The models that come with shoal, by name. Strings only: nothing here is imported until a recipe asks for it, and
+`path/to/file.py:function` of the user's own has the same rights."""
+
+BUILDERS = {
+    "llama": "shoal.models.llama:build",
+    "resnet": "shoal.models.resnet:build",
+    "mlp": "shoal.models.mlp:build",
+}

@@ -1,0 +1,212 @@
+"""The Llama 3 family: a decoder with rotary positions, grouped-query attention and a gated feed-forward.
+
+Modules are named, and rotary pairs are chosen, as in Llama checkpoints on Hugging Face, so that weights mean the same
+here and there. This is single-device code that any layout can cut: the number of heads is read off the tensors (a
+tensor-parallel rank sees fewer), rotary angles are computed from the positions at hand (a context-parallel rank brings
+its own) and nothing lives in a buffer, so construction on the meta device leaves nothing to be filled but parameters.
+
+Shapes: B batch, T tokens, D model dim, N heads, K key/value heads, H head dim, F feed-forward, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.blueprint.description import Description, Split
+from shoal.errors import ShoalError
+from shoal.models.construct import configure, undrawn
+from shoal.models.llama_config import PRESETS, LlamaConfig
+
+__all__ = ["PRESETS", "Llama", "LlamaConfig", "build"]
+
+SPLITS = {
+    "model.embed_tokens": Split.VOCABULARY,
+    "model.layers.*.input_layernorm": Split.SEQUENCE,
+    "model.layers.*.self_attn.q_proj": Split.COLUMN,
+    "model.layers.*.self_attn.k_proj": Split.COLUMN,
+    "model.layers.*.self_attn.v_proj": Split.COLUMN,
+    "model.layers.*.self_attn.o_proj": Split.ROW,
+    "model.layers.*.post_attention_layernorm": Split.SEQUENCE,
+    "model.layers.*.mlp.gate_proj": Split.COLUMN,
+    "model.layers.*.mlp.up_proj": Split.COLUMN,
+    "model.layers.*.mlp.down_proj": Split.ROW,
+    "model.norm": Split.SEQUENCE,
+    "lm_head": Split.VOCABULARY,
+}
+
+
+def build(**arguments: Any) -> Llama:
+    """A Llama from `preset` and any field of `LlamaConfig`; its parameters hold nothing until they are initialised."""
+    return Llama(configure("llama", PRESETS, LlamaConfig(), arguments))
+
+
+class Llama(nn.Module):
+    """Tokens to logits."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        self.lm_head = undrawn(nn.Linear, config.hidden, config.vocabulary, bias=False)
+        if config.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, tokens: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        """tokens_BT → logits_BTV.
+
+        documents_BT numbers the document of each token: a token sees only its own, and positions count from the start
+        of it. positions_BT overrules the positions; without either they count from the start of the sequence.
+        """
+        logits_BTV: Tensor = self.lm_head(self.model(tokens, documents, positions))
+        return logits_BTV
+
+    def describe(self) -> Description:
+        """Its anatomy, for the planner and for every parallelism."""
+        return Description(
+            blocks=tuple(f"model.layers.{i}" for i in range(self.config.num_layers)),
+            before_blocks=("model.embed_tokens",),
+            after_blocks=("model.norm", "lm_head"),
+            splits=SPLITS,
+            tied=(("model.embed_tokens.weight", "lm_head.weight"),) if self.config.tied else (),
+            num_heads=self.config.num_heads,
+            num_kv_heads=self.config.num_kv_heads,
+            num_outputs=self.config.vocabulary,
+            training_flops=self.config.training_flops,
+        )
+
+    def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+        """Norms are one, matrices normal; those that write to the residual stream smaller, so that depth adds no
+        variance."""
+        if parameter.dim() == 1:
+            nn.init.ones_(parameter)
+            return
+        writes_to_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+        depth = (2 * self.config.num_layers) ** -0.5 if writes_to_residual else 1.0
+        nn.init.normal_(parameter, std=self.config.init_std * depth, generator=generator)
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks and the last norm."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = undrawn(nn.Embedding, config.vocabulary, config.hidden)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
+
+    def forward(self, tokens: Tensor, documents: Tensor | None, positions: Tensor | None) -> Tensor:
+        """tokens_BT → x_BTD. A later pipeline stage has no embedding, and its `tokens` are x_BTD."""
+        num_tokens = tokens.shape[1]
+        if num_tokens > self.config.max_sequence:
+            raise ShoalError(
+                f"a sequence of {num_tokens} tokens is longer than the model's max_sequence={self.config.max_sequence}",
+                fix=f"max_sequence: {num_tokens} for the model, or sequence: {self.config.max_sequence} for the data",
+            )
+        mask_BTT = None if documents is None else same_document(documents)
+        if positions is None:
+            everyone = torch.arange(num_tokens, device=tokens.device)[None]
+            positions = everyone if mask_BTT is None else mask_BTT.sum(-1) - 1  # how many of my document came before me
+        x_BTD = self.embed_tokens(tokens)
+        angles_BTH = rotary_angles(positions, self.config, torch.promote_types(x_BTD.dtype, torch.float32))
+        rotary = (angles_BTH.cos(), angles_BTH.sin())
+        for layer in self.layers:
+            x_BTD = layer(x_BTD, rotary, mask_BTT)
+        normed_BTD: Tensor = self.norm(x_BTD)
+        return normed_BTD
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each on a normed copy of the residual stream."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
+        self.mlp = FeedForward(config)
+
+    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], mask_BTT: Tensor | None) -> Tensor:
+        """x_BTD → x_BTD."""
+        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), rotary, mask_BTT)
+        update_BTD: Tensor = self.mlp(self.post_attention_layernorm(x_BTD))
+        return x_BTD + update_BTD
+
+
+class Attention(nn.Module):
+    """Causal attention in which several query heads share one key/value head."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.head_dim = config.dim_of_head
+        self.q_proj = undrawn(nn.Linear, config.hidden, config.num_heads * self.head_dim, bias=False)
+        self.k_proj = undrawn(nn.Linear, config.hidden, config.num_kv_heads * self.head_dim, bias=False)
+        self.v_proj = undrawn(nn.Linear, config.hidden, config.num_kv_heads * self.head_dim, bias=False)
+        self.o_proj = undrawn(nn.Linear, config.num_heads * self.head_dim, config.hidden, bias=False)
+
+    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], mask_BTT: Tensor | None) -> Tensor:
+        """x_BTD → x_BTD; without a mask, every token sees itself and all before it."""
+        q_BNTH = rotated(self._heads(self.q_proj(x_BTD)), *rotary)
+        k_BKTH = rotated(self._heads(self.k_proj(x_BTD)), *rotary)
+        v_BKTH = self._heads(self.v_proj(x_BTD))
+        y_BNTH = attended(q_BNTH, k_BKTH, v_BKTH, mask_BTT)
+        out_BTD: Tensor = self.o_proj(y_BNTH.transpose(1, 2).flatten(2))
+        return out_BTD
+
+    def _heads(self, x: Tensor) -> Tensor:
+        heads: Tensor = x.unflatten(-1, (-1, self.head_dim))  # -1: as many heads as this rank holds
+        return heads.transpose(1, 2)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: one projection gates the other."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate_proj = undrawn(nn.Linear, config.hidden, config.ffn, bias=False)
+        self.up_proj = undrawn(nn.Linear, config.hidden, config.ffn, bias=False)
+        self.down_proj = undrawn(nn.Linear, config.ffn, config.hidden, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """x_BTD → x_BTD."""
+        gated_BTF = F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD)
+        y_BTD: Tensor = self.down_proj(gated_BTF)
+        return y_BTD
+
+
+def attended(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask_BTT: Tensor | None) -> Tensor:
+    """Softmax attention of every query head to the key/value head that it shares with its neighbours."""
+    if q_BNTH.is_cuda and q_BNTH.dtype == torch.float32:
+        # torch's float32 kernel for CUDA knows no shared heads; asked for them, torch writes down all T x T scores.
+        num_sharers = q_BNTH.shape[1] // k_BKTH.shape[1]
+        k_BKTH, v_BKTH = (x.repeat_interleave(num_sharers, dim=1) for x in (k_BKTH, v_BKTH))
+    mask_B1TT = None if mask_BTT is None else mask_BTT[:, None]
+    return F.scaled_dot_product_attention(
+        q_BNTH, k_BKTH, v_BKTH, attn_mask=mask_B1TT, is_causal=mask_BTT is None, enable_gqa=True
+    )
+
+
+def same_document(documents_BT: Tensor) -> Tensor:
+    """mask_BTT: whether the token of a row may see the token of a column, which is not later and in the same
+    document."""
+    num_tokens = documents_BT.shape[1]
+    causal_TT = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=documents_BT.device).tril()
+    return (documents_BT[:, :, None] == documents_BT[:, None, :]) & causal_TT
+
+
+def rotary_angles(positions_BT: Tensor, config: LlamaConfig, dtype: torch.dtype) -> Tensor:
+    """angles_BTH for the first half of the head dim: position / theta^(2i/H) at i. Never below float32: in bfloat16
+    positions past 256 are no longer told apart."""
+    exponents_H = torch.arange(0, config.dim_of_head, 2, dtype=dtype, device=positions_BT.device) / config.dim_of_head
+    return positions_BT[:, :, None].to(dtype) / config.rope_theta**exponents_H
+
+
+def rotated(x_BNTH: Tensor, cos_BTH: Tensor, sin_BTH: Tensor) -> Tensor:
+    """Each pair (i, i + H/2) of every head turned by its angle, computed in the precision of the angles."""
+    cos, sin = cos_BTH[:, None], sin_BTH[:, None]
+    first, second = x_BNTH.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_BNTH.dtype)

@@ -1,0 +1,111 @@
+"""The numbers of a Llama: what may be set, which combinations cannot be, the published sizes, and what a step of it
+costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal.errors import Problem, listed, raise_if
+from shoal.models.construct import not_positive
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LlamaConfig:
+    """The size of a Llama. The defaults are the preset `tiny`."""
+
+    vocabulary: int = 264
+    """Number of different tokens; 264 is every byte and room for eight special ones."""
+
+    hidden: int = 128
+    """Features of the residual stream."""
+
+    num_layers: int = 4
+    """Blocks, each one attention and one feed-forward."""
+
+    num_heads: int = 4
+    """Query heads per block."""
+
+    num_kv_heads: int = 2
+    """Key/value heads per block; each serves num_heads / num_kv_heads query heads."""
+
+    head_dim: int | None = None
+    """Features per head. None: hidden / num_heads."""
+
+    ffn: int = 384
+    """Features inside the feed-forward."""
+
+    max_sequence: int = 8192
+    """The longest sequence it accepts. It costs nothing: no tensor has this size."""
+
+    rope_theta: float = 500_000.0
+    """Base of the rotary wavelengths, the longest of which is about 2 pi times this."""
+
+    norm_eps: float = 1e-5
+    """Added to the mean square in every norm."""
+
+    tied: bool = False
+    """True: the output head is the embedding, transposed."""
+
+    init_std: float = 0.02
+    """Standard deviation of the initial matrices; those that end a branch get it divided by sqrt(2 * num_layers)."""
+
+    def __post_init__(self) -> None:
+        counts = ("vocabulary", "hidden", "num_layers", "num_heads", "num_kv_heads", "ffn", "max_sequence")
+        problems = not_positive(self, *counts, "rope_theta", "norm_eps", "init_std")
+        problems += [] if self.head_dim is None else not_positive(self, "head_dim")
+        raise_if(problems or self._mismatches(), title="model 'llama'")
+
+    def _mismatches(self) -> list[Problem]:
+        """What does not divide what; asked only of positive numbers."""
+        problems = []
+        if self.head_dim is None and self.hidden % self.num_heads:
+            fix = f"num_heads: {listed(_divisors(self.hidden))}, or set head_dim"
+            problems.append(Problem(f"hidden={self.hidden} is not divisible by num_heads={self.num_heads}", fix))
+        elif self.dim_of_head % 2:
+            why = f"the head dim is {self.dim_of_head}, but rotary positions turn pairs of features"
+            problems.append(Problem(why, f"head_dim: {self.dim_of_head + 1}"))
+        if self.num_heads % self.num_kv_heads:
+            what = f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}"
+            problems.append(Problem(what, f"num_kv_heads: {listed(_divisors(self.num_heads))}"))
+        return problems
+
+    @property
+    def dim_of_head(self) -> int:
+        """Features per head, also where `head_dim` leaves it open."""
+        return self.hidden // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def num_parameters(self) -> int:
+        """All of them; a tied embedding counts once."""
+        attention = 2 * self.hidden * self.dim_of_head * (self.num_heads + self.num_kv_heads)
+        block = attention + 3 * self.hidden * self.ffn + 2 * self.hidden
+        embeddings = (1 if self.tied else 2) * self.vocabulary * self.hidden
+        return self.num_layers * block + self.hidden + embeddings
+
+    def training_flops(self, shape: tuple[int, ...]) -> float:
+        """For a batch of shape (batch, tokens): 6 per token and parameter, and 12 per token, layer, attention feature
+        and token of the sequence. Attention counts as if it were not causal, which is how MFU is published; looking up
+        an embedding is free, multiplying by a tied one is not."""
+        batch, num_tokens = shape[:2]
+        looked_up = 0 if self.tied else self.vocabulary * self.hidden
+        attention = 12 * self.num_layers * self.num_heads * self.dim_of_head * num_tokens
+        return float(batch * num_tokens * (6 * (self.num_parameters - looked_up) + attention))
+
+
+def _divisors(number: int) -> list[int]:
+    """Every divisor up to 128, which is more heads than any preset has."""
+    return [divisor for divisor in range(1, min(number, 128) + 1) if number % divisor == 0]
+
+
+PRESETS = {
+    "tiny": LlamaConfig(),
+    "small": LlamaConfig(hidden=384, num_layers=8, num_heads=6, num_kv_heads=2, ffn=1024),
+    "llama3-1b": LlamaConfig(
+        vocabulary=128256, hidden=2048, num_layers=16, num_heads=32, num_kv_heads=8, ffn=8192, tied=True
+    ),
+    "llama3-8b": LlamaConfig(vocabulary=128256, hidden=4096, num_layers=32, num_heads=32, num_kv_heads=8, ffn=14336),
+    "llama3-70b": LlamaConfig(vocabulary=128256, hidden=8192, num_layers=80, num_heads=64, num_kv_heads=8, ffn=28672),
+    "llama3-405b": LlamaConfig(
+        vocabulary=128256, hidden=16384, num_layers=126, num_heads=128, num_kv_heads=8, ffn=53248
+    ),
+}

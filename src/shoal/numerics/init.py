@@ -1,0 +1,175 @@
+"""Initial values that depend on (seed, name of the parameter) and on nothing else.
+
+torch draws a model's weights from one global stream in the order in which layers are made: a model that is cut in two,
+built on another device or in another precision starts elsewhere. Here every parameter has a stream of its own, keyed by
+its full name, is drawn in float32 on the CPU, and is then copied to where and what it is. So all layouts start equal,
+bit for bit, and adding a layer changes no other. (On one kind of CPU: torch computes normal draws with other
+instructions on x86 than on ARM, and some end in another last bit.)
+
+What is drawn is the business of the model. The nearest enclosing module with a method
+
+    init_parameter(name: str, parameter: Tensor, generator: torch.Generator) -> None
+
+fills each parameter inside it, given its name as seen from there. Without one, the layer that owns the parameter has a
+law of its own in torch, `reset_parameters()`. Buffers, such as the statistics of batch norm, always come from the
+latter. What has no law at all keeps its value.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import Problem, raise_if
+
+
+def key(seed: int, *names: str | int) -> int:
+    """64 bits that depend on the seed and the names alone, the same in every process and version of Python.
+
+    >>> key(0, "model.norm.weight") == key(0, "model.norm.weight") != key(1, "model.norm.weight")
+    True
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for part in (seed, *names):
+        text = str(part).encode()
+        digest.update(len(text).to_bytes(8, "little") + text)  # with its length: ("ab", "c") is not ("a", "bc")
+    return int.from_bytes(digest.digest(), "little")
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, seed: int) -> None:
+    """Fill every parameter that has a law, in place, and every buffer of torch's own layers.
+
+    A model built on the meta device is given memory first, with `materialise`. Parameters that are one tensor are
+    filled once, under the first of their names; a part of a model that holds only the second of them draws the same
+    values if its `describe()` names the pair.
+    """
+    raise_if(_still_on_meta(model))
+    first_name = _first_names(model)
+    filled: set[Tensor] = set()
+    for owner in _owners(model):
+        parameters = {name: p for name, p in owner.parameters.items() if p not in filled}
+        if owner.author is not None:
+            for name, parameter in parameters.items():
+                full_name = owner.prefix + name
+                parameter.copy_(_drawn(owner, first_name.get(full_name, full_name), parameter.shape, seed))
+        filled.update(parameters.values())
+        left_to_layer = {**owner.buffers, **(parameters if owner.author is None else {})}
+        if left_to_layer and owner.has_reset:
+            fresh = _reset_copy(owner.module, key(seed, owner.prefix.removesuffix(".")))
+            for name, tensor in left_to_layer.items():
+                tensor.copy_(getattr(fresh, name))
+
+
+@torch.no_grad()
+def materialise(model: nn.Module, device: torch.device | str) -> None:
+    """Memory on `device` for everything that is on the meta device; the rest is moved there.
+
+    torch's `to_empty` also forgets values that were there, makes two parameters of one that is shared, and is silent
+    about what nothing will ever fill: that is a `ShoalError` here.
+    """
+    raise_if(_without_law(model))
+    moved: dict[Tensor, Tensor] = {}
+    for owner in _owners(model):
+        for name, tensor in {**owner.parameters, **owner.buffers}.items():
+            if tensor not in moved:
+                there = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+                is_parameter = isinstance(tensor, nn.Parameter) and there is not tensor
+                moved[tensor] = nn.Parameter(there, requires_grad=tensor.requires_grad) if is_parameter else there
+            setattr(owner.module, name, moved[tensor])
+
+
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """A module with the tensors that it holds itself, and the enclosing module that knows how to fill them."""
+
+    prefix: str  # of the full names: "" or "model.norm."
+    module: nn.Module
+    author: Any  # the nearest module with init_parameter; None: nobody
+    author_prefix: str
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        return dict(self.module.named_parameters(recurse=False, remove_duplicate=False))
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        return dict(self.module.named_buffers(recurse=False, remove_duplicate=False))
+
+    @property
+    def has_reset(self) -> bool:
+        return callable(getattr(self.module, "reset_parameters", None))
+
+
+def _owners(model: nn.Module) -> Iterator[_Owner]:
+    """In the order of `named_parameters`, so that the first name of a shared tensor is the one torch also reports."""
+    authors: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        if callable(getattr(module, "init_parameter", None)):
+            authors[prefix] = module
+        author_prefix = max((p for p in authors if prefix.startswith(p)), key=len, default="")
+        yield _Owner(prefix, module, authors.get(author_prefix), author_prefix)
+
+
+def _drawn(owner: _Owner, full_name: str, shape: torch.Size, seed: int) -> Tensor:
+    value = torch.empty(shape, dtype=torch.float32, device="cpu")
+    generator = torch.Generator(device="cpu").manual_seed(key(seed, full_name))
+    owner.author.init_parameter(full_name.removeprefix(owner.author_prefix), value, generator)
+    return value
+
+
+def _reset_copy(module: nn.Module, seed: int) -> Any:
+    """A copy of the module on the CPU, its parameters in float32, that has run its own `reset_parameters`.
+
+    Such a law knows only torch's global stream, which is put back afterwards. It is seeded by hand because
+    `torch.manual_seed` would also reseed every GPU.
+    """
+    memo: dict[int, Any] = {id(p): _float32_on_cpu(p) for p in module.parameters()}
+    memo |= {id(b): b.to("cpu", copy=True) for b in module.buffers()}
+    fresh: Any = copy.deepcopy(module, memo)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(seed)
+        fresh.reset_parameters()
+    return fresh
+
+
+def _float32_on_cpu(parameter: nn.Parameter) -> nn.Parameter:
+    dtype = torch.float32 if parameter.is_floating_point() else parameter.dtype
+    return nn.Parameter(parameter.detach().to("cpu", dtype, copy=True), requires_grad=parameter.requires_grad)
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """Second name of a tied parameter → first name."""
+    describe = getattr(model, "describe", None)
+    return {second: first for first, second in describe().tied} if callable(describe) else {}
+
+
+def _still_on_meta(model: nn.Module) -> list[Problem]:
+    names = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
+    if not names:
+        return []
+    some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    what = f"{len(names)} tensors are on the meta device, where they hold nothing: {some}"
+    return [Problem(what, "materialise(model, device) first")]
+
+
+def _without_law(model: nn.Module) -> list[Problem]:
+    """Every tensor on the meta device that `initialise` would leave as the memory happened to be."""
+    problems = []
+    for owner in _owners(model):
+        kind = type(owner.module).__name__
+        if not owner.has_reset:
+            parameters = {} if owner.author is not None else owner.parameters
+            for name, tensor in {**parameters, **owner.buffers}.items():
+                if tensor.is_meta:
+                    what = f"{owner.prefix}{name} is on the meta device, and {kind} does not say how to fill it"
+                    fix = f"give {kind} a method reset_parameters(), or build the model outside of torch.device('meta')"
+                    problems.append(Problem(what, fix))
+    return problems
