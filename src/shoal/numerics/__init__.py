@@ -1,0 +1,1 @@
+"""Rules that make every layout start and step alike."""

@@ -1,0 +1,68 @@
+"""Gradients between the last backward and the optimizer: their global norm, clipping, and the loss scale of fp16.
+
+One number decides everything here: the norm over all gradients of all parameters, after they were reduced. Every rank
+has the same one, so clipping, "this step overflowed" and "this is NaN" are the same decision on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+
+
+def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """The gradients that exist, in the order of the parameters."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def global_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The 2-norm over all of them as one vector."""
+    return get_total_norm(gradients) if gradients else torch.zeros(())
+
+
+def clip_coefficient(norm: Tensor, largest: float) -> Tensor:
+    """What gradients are multiplied by so that their norm is at most `largest`; as `clip_grad_norm_` computes it."""
+    return torch.clamp(largest / (norm + 1e-6), max=1.0)
+
+
+def scale_(gradients: list[Tensor], factor: Tensor) -> None:
+    """Multiply all of them in place, in one kernel where the device has it."""
+    if gradients:
+        torch._foreach_mul_(gradients, factor)
+
+
+@dataclass
+class LossScale:
+    """The dynamic loss scale of fp16: halved on overflow, doubled after `window` good steps. Scale 1, window 0: never.
+
+    Its state is two numbers, both the same on every rank because they follow from the global norm alone.
+    """
+
+    scale: float = 1.0
+    window: int = 0
+    good_steps: int = 0
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether there is anything to adapt."""
+        return self.window > 0
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether halving no longer helps: what overflows at scale 1 is not an overflow but a NaN."""
+        return self.scale <= 1.0
+
+    def succeeded(self) -> None:
+        """A step with finite gradients was made."""
+        if self.is_dynamic:
+            self.good_steps += 1
+            if self.good_steps >= self.window:
+                self.scale, self.good_steps = self.scale * 2.0, 0
+
+    def overflowed(self) -> None:
+        """A step was dropped."""
+        self.scale, self.good_steps = max(self.scale / 2.0, 1.0), 0

@@ -1,0 +1,51 @@
+"""What each precision of a plan means for weights, for arithmetic and for the loss.
+
+word   weights, optimizer   forward and backward     loss scale
+fp64   float64              float64                  1
+fp32   float32              float32                  1
+bf16   float32              autocast to bfloat16     1
+fp16   float32              autocast to float16      dynamic
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from shoal.errors import ShoalError, listed
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The dtypes of a run. `compute_dtype` differs from `weight_dtype` only under autocast."""
+
+    name: str
+    weight_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    scales_loss: bool = False
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[object]:
+        """The context in which a forward runs."""
+        if self.compute_dtype == self.weight_dtype:
+            return nullcontext()
+        return torch.autocast(device.type, dtype=self.compute_dtype)
+
+
+PRECISIONS = {
+    policy.name: policy
+    for policy in (
+        Precision("fp64", torch.float64, torch.float64),
+        Precision("fp32", torch.float32, torch.float32),
+        Precision("bf16", torch.float32, torch.bfloat16),
+        Precision("fp16", torch.float32, torch.float16, scales_loss=True),
+    )
+}
+
+
+def precision_of(name: str) -> Precision:
+    """The policy of a plan's precision word."""
+    if name not in PRECISIONS:
+        raise ShoalError(f"precision {name!r} cannot be trained in yet", fix=f"--plan.precision {listed(PRECISIONS)}")
+    return PRECISIONS[name]
