@@ -1,0 +1,60 @@
+"""The command line: `shoal VERB ...`. One table of verbs, one short file for each; nothing here imports torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from shoal import __version__
+from shoal.errors import BAD_INPUT, ShoalError, nearest
+
+VERBS = {
+    "train": "train a recipe on this machine, or as one rank under torchrun, Slurm or mpirun",
+    "schema": "print the JSON schema of a recipe, for editors",
+}
+
+HELP = """\
+usage: shoal VERB [options]
+
+shoal trains any PyTorch model on whatever machines you have.
+
+{verbs}
+
+`shoal VERB --help` lists the options of a verb. Every verb takes --json: one JSON object on stdout, nothing else.
+exit codes: 0 done, 1 the answer is no, 2 bad input, 3 the run failed
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb; returns the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    verb = words[0] if words else "--help"
+    if verb in ("-h", "--help", "help"):
+        width = max(map(len, VERBS))
+        print(HELP.format(verbs="\n".join(f"  {name:<{width}}  {about}" for name, about in VERBS.items())), end="")
+        return 0
+    if verb in ("-V", "--version", "version"):
+        print(f"shoal {__version__}")
+        return 0
+    try:
+        if verb not in VERBS:
+            near = nearest(verb, VERBS)
+            raise ShoalError(f"there is no verb {verb!r}", fix=f"shoal {near}" if near else "shoal --help lists them")
+        code: int = import_module(f"shoal.cli.{verb}").main(words[1:])
+        return code
+    except ShoalError as error:
+        _report(error, as_json="--json" in words)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _report(error: ShoalError, *, as_json: bool) -> None:
+    if as_json:
+        problems = [{"what": problem.what, "fix": problem.fix} for problem in error.problems]
+        print(json.dumps({"error": {"title": error.title, "problems": problems}, "exit_code": error.exit_code}))
+    kind = "bad input" if error.exit_code == BAD_INPUT else "the run failed"
+    print(f"shoal: {kind}: {error}", file=sys.stderr)

@@ -1,0 +1,83 @@
+"""The words of a command line, sorted: a verb's own options, and settings of the recipe (`--optim.lr 3e-4`).
+
+A verb's options are a dataclass that tyro parses. Settings are not typed here at all: they join the YAML file and are
+judged with it (`shoal.blueprint.settings`), so that all problems come at once. tyro draws the help of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import field, fields, make_dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import tyro
+
+from shoal.blueprint.duration import Duration
+from shoal.blueprint.recipe import Recipe
+from shoal.blueprint.settings import load_recipe
+from shoal.errors import Problem, raise_if
+
+Options = TypeVar("Options")
+
+# Settings that are typed so often that they have a short name.
+SHORT = {"nproc": "launch.nproc", "device": "launch.device", "plan": "plan"}
+
+
+def parse(kind: type[Options], arguments: Sequence[str], *, prog: str) -> tuple[Options, Recipe]:
+    """A verb's options and the recipe, from `[RECIPE] [--option ...] [--section.key value ...]`."""
+    if "--help" in arguments or "-h" in arguments:
+        _print_help(kind, prog)
+    own, overrides = _sort(list(arguments), own={field.name for field in fields(kind)})  # type: ignore[arg-type]
+    options, rest = tyro.cli(
+        kind, args=own, prog=prog, return_unknown_args=True, config=(tyro.conf.FlagCreatePairsOff,)
+    )
+    raise_if(Problem(f"what is {word!r}?", "one recipe at most, and settings as --section.key value") for word in rest)
+    path: Path | None = getattr(options, "recipe", None)
+    return options, load_recipe(path, overrides)
+
+
+def _sort(words: list[str], own: set[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """Words for the verb, and settings: one value each, in YAML (`--optim.betas '[0.9, 0.99]'`), or is true."""
+    others: list[str] = []
+    overrides: list[tuple[str, str]] = []
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or name.replace("-", "_") in own:
+            others.append(word)
+            continue
+        if not equals:
+            value = words.pop(0) if words and not words[0].startswith("--") else "true"
+        overrides.append((SHORT.get(name, name), value))
+    return others, overrides
+
+
+def _print_help(kind: type[Any], prog: str) -> None:
+    """The verb's options and every key of a recipe, with defaults; ends the process, as --help does."""
+    settings = Annotated[Recipe, tyro.conf.arg(name="")]
+    both = make_dataclass(
+        kind.__name__, [("settings", settings, field(default_factory=Recipe))], bases=(kind,), frozen=True, kw_only=True
+    )
+    both.__doc__ = kind.__doc__
+    shown = (tyro.conf.FlagConversionOff,)
+    tyro.cli(both, args=["--help"], prog=prog, config=shown, registry=_durations_are_words())
+
+
+def _durations_are_words() -> tyro.constructors.ConstructorRegistry:
+    """tyro would take a duration apart into its fields."""
+    registry = tyro.constructors.ConstructorRegistry()
+
+    @registry.primitive_rule
+    def duration(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
+        if info.type is not Duration:
+            return None
+        return tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="DURATION",
+            instance_from_str=lambda words: Duration.parse(words[0]),
+            is_instance=lambda value: isinstance(value, Duration),
+            str_from_instance=lambda value: [str(value)],
+        )
+
+    return registry

@@ -1,0 +1,133 @@
+"""Metrics of a run: one JSON object per line, always; trackers beside it when asked for.
+
+Every sink takes the same flat record `{"step": 3, "loss": 5.1, ...}`. The keys are documented in docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from shoal.errors import ShoalError
+
+Record = Mapping[str, Any]
+
+
+class Sink(Protocol):
+    """Somewhere that records go."""
+
+    def write(self, record: Record) -> None:
+        """Take one record."""
+
+    def close(self) -> None:
+        """Everything taken so far is durable afterwards."""
+
+
+class JsonLines:
+    """A file with one JSON object per line; each line is there as soon as it is written."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1)
+
+    def write(self, record: Record) -> None:
+        """Append one line. NaN and infinity, which JSON has no words for, become strings."""
+        self._file.write(json.dumps({name: _jsonable(value) for name, value in record.items()}) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoard:
+    """Event files in the run directory."""
+
+    def __init__(self, directory: Path, name: str, settings: Record) -> None:
+        require("tensorboard", extra="tensorboard")
+        self._writer = import_module("torch.utils.tensorboard").SummaryWriter(str(directory))
+
+    def write(self, record: Record) -> None:
+        """Every number as a scalar."""
+        for name, value in numbers(record).items():
+            self._writer.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run in W&B; offline and online are its own settings (WANDB_MODE)."""
+
+    def __init__(self, directory: Path, name: str, settings: Record) -> None:
+        self._run = require("wandb", extra="wandb").init(dir=str(directory), name=name, config=dict(settings))
+
+    def write(self, record: Record) -> None:
+        """Every number, at its step."""
+        self._run.log(numbers(record), step=record["step"])
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+class MLflow:
+    """A run in MLflow; the tracking server is its own setting (MLFLOW_TRACKING_URI)."""
+
+    def __init__(self, directory: Path, name: str, settings: Record) -> None:
+        self._mlflow = require("mlflow", extra="mlflow")
+        self._mlflow.start_run(run_name=name)
+        self._mlflow.log_dict(dict(settings), "recipe.json")
+
+    def write(self, record: Record) -> None:
+        """Every number, at its step."""
+        self._mlflow.log_metrics(numbers(record), step=record["step"])
+
+    def close(self) -> None:
+        """End the run."""
+        self._mlflow.end_run()
+
+
+TRACKERS: dict[str, Callable[[Path, str, Record], Sink]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "mlflow": MLflow,
+}
+
+
+TRACKER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+
+
+def require(package: str, *, extra: str) -> Any:
+    """Import an optional package, or say how to get it."""
+    try:
+        return import_module(package)
+    except ImportError:
+        raise ShoalError(
+            f"the tracker {extra} needs the package {package}, which is not installed",
+            fix=f"pip install 'shoal[{extra}]'",
+        ) from None
+
+
+def numbers(record: Record) -> dict[str, float]:
+    """The entries of a record that are numbers, but for the step itself."""
+    return {n: v for n, v in record.items() if isinstance(v, int | float) and not isinstance(v, bool) and n != "step"}
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Measured: the largest allocation on the device so far; on a CPU, the largest resident size of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss counts bytes there and KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def _jsonable(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

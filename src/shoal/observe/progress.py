@@ -1,0 +1,122 @@
+"""The line that a person watches: live on a terminal, an occasional plain line in a log file, nothing when quiet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
+from rich.text import Text
+
+_PLAIN_EVERY = 10.0  # seconds between two lines in a log file
+
+
+class ProgressLine(Protocol):
+    """Shows how far a run is. `done` goes from 0 to 1."""
+
+    def show(self, record: Mapping[str, Any], done: float) -> None:
+        """A step was made."""
+
+    def say(self, text: str) -> None:
+        """Something that a person should read."""
+
+    def close(self) -> None:
+        """The run is over."""
+
+
+class Quiet:
+    """Says nothing but what must be said."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def show(self, record: Mapping[str, Any], done: float) -> None:
+        """Nothing."""
+
+    def say(self, text: str) -> None:
+        """On its own line."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class Plain(Quiet):
+    """One line every ten seconds, for output that is not a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        self._start = self._last = time.monotonic()
+
+    def show(self, record: Mapping[str, Any], done: float) -> None:
+        """A line, if the last one is long enough ago or this is the first or the last step."""
+        now = time.monotonic()
+        if record["step"] == 1 or done >= 1.0 or now - self._last >= _PLAIN_EVERY:
+            self._last = now
+            self.say(f"{done:4.0%}  {status(record)}{time_left(now - self._start, done)}")
+
+
+class Live(Quiet):
+    """A bar that is redrawn in place."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        self._start = time.monotonic()
+        self._progress = Progress(
+            BarColumn(bar_width=24), TextColumn("{task.percentage:>3.0f}%"), _Status(), console=console, transient=True
+        )
+        self._task = self._progress.add_task("", total=1.0, status="")
+        self._progress.start()
+
+    def show(self, record: Mapping[str, Any], done: float) -> None:
+        """Redraw."""
+        left = time_left(time.monotonic() - self._start, done)
+        self._progress.update(self._task, completed=done, status=status(record) + left)
+
+    def close(self) -> None:
+        """Take the bar away; the table that follows says the rest."""
+        self._progress.stop()
+
+
+class _Status(ProgressColumn):
+    def render(self, task: Any) -> Text:
+        return Text(task.fields["status"])
+
+
+def progress_line(console: Console, *, quiet: bool) -> ProgressLine:
+    """The right one for where the output goes."""
+    if quiet:
+        return Quiet(console)
+    return Live(console) if console.is_terminal else Plain(console)
+
+
+def status(record: Mapping[str, Any]) -> str:
+    """`step 12  loss 4.2113  18.3k tok/s  MFU 41.2%  1.31 GiB`."""
+    words = [f"step {record['step']}", f"loss {record['loss']:.4f}", f"{human(record['tokens_per_s'])} tok/s"]
+    if record.get("mfu") is not None:
+        words.append(f"MFU {record['mfu']:.1%}")
+    words.append(f"{record['memory_gib']:.2f} GiB")
+    return "  ".join(words)
+
+
+def time_left(elapsed: float, done: float) -> str:
+    """`  1:05 left`, once there is something to reckon with."""
+    if not 0.0 < done < 1.0:
+        return ""
+    minutes, seconds = divmod(round(elapsed * (1.0 - done) / done), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"  {hours}:{minutes:02}:{seconds:02} left" if hours else f"  {minutes}:{seconds:02} left"
+
+
+def human(number: float) -> str:
+    """Three digits and a letter.
+
+    >>> human(18312), human(1.5e9), human(42)
+    ('18.3k', '1.5G', '42')
+    """
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.3g}"

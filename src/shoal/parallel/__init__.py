@@ -1,0 +1,1 @@
+"""Parallelism: one file for each axis, strangers to each other, and `compose`, which states their order."""

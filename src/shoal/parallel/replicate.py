@@ -1,0 +1,59 @@
+"""`dp_replicate`: every rank holds the whole model and sees its own samples; gradients are averaged once per step.
+
+torch gives `DistributedDataParallel`. It averages over ranks and synchronises at every backward. The loss law wants a
+sum over the *global* batch, and accumulation wants one synchronisation per step: `shoal.train.run` scales the loss of
+each microbatch for the first, `synchronised` below does the second.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def replicate(module: nn.Module, *, device: torch.device, degree: int, bucket_mb: float) -> nn.Module:
+    """The module with its gradients averaged over all ranks; with one rank, or nothing to train, the module itself."""
+    if degree == 1 or not any(parameter.requires_grad for parameter in module.parameters()):
+        return module
+    return DistributedDataParallel(
+        module,
+        device_ids=[device] if device.type == "cuda" else None,
+        bucket_cap_mb=bucket_mb,
+        gradient_as_bucket_view=True,  # no second copy of the gradients
+        **_buffers_stay_local(),
+    )
+
+
+def _buffers_stay_local() -> dict[str, Any]:
+    """No collective for buffers in every forward: `average_buffers` makes them equal when they are used.
+
+    torch 2.13 has a new word for it, and the same word does not exist in 2.11.
+    """
+    words = inspect.signature(DistributedDataParallel).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in words else "broadcast_buffers": False}
+
+
+@contextmanager
+def synchronised(module: nn.Module, is_last: bool) -> Iterator[None]:
+    """Forward and backward inside synchronise gradients only if this microbatch is the step's last."""
+    if is_last or not isinstance(module, DistributedDataParallel):
+        yield
+    else:
+        with module.no_sync():
+            yield
+
+
+def average_buffers(module: nn.Module, *, degree: int) -> None:
+    """Make running statistics (batch norm) the mean over the ranks, each of which saw other samples."""
+    if degree > 1:
+        for buffer in module.buffers():
+            if buffer.is_floating_point():
+                dist.all_reduce(buffer)
+                buffer /= degree

@@ -1,0 +1,95 @@
+"""From a name to a model: shoal's own and a user's `file.py:function` are found and called the same way."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from shoal.blueprint.description import Description
+from shoal.blueprint.recipe import ModelSection
+from shoal.errors import ShoalError, listed, nearest
+
+
+def build_model(section: ModelSection) -> nn.Module:
+    """Call the builder that the section names, with the section's other keys as arguments."""
+    builder = find_builder(section.name)
+    arguments = section.arguments
+    _check_arguments(section.name, builder, arguments)
+    model = builder(**arguments)
+    if not isinstance(model, nn.Module):
+        raise ShoalError(
+            f"{section.name} returned a {type(model).__name__}, not an nn.Module",
+            fix="return the model from that function",
+        )
+    return model
+
+
+def describe(model: nn.Module) -> Description:
+    """What the model says about itself; a model that says nothing has an empty description."""
+    method = getattr(model, "describe", None)
+    description = method() if callable(method) else None
+    return description if isinstance(description, Description) else Description()
+
+
+def find_builder(name: str) -> Callable[..., Any]:
+    """`llama` → shoal's own builder; `path/to/file.py:function` → that function."""
+    builders: dict[str, str] = importlib.import_module("shoal.models").BUILDERS
+    if name in builders:
+        module_name, _, function = builders[name].partition(":")
+        return _function_of(importlib.import_module(module_name), function, name)
+    path, colon, function = name.rpartition(":")
+    if not colon or not path.endswith(".py"):
+        near = nearest(name, builders)
+        raise ShoalError(
+            f"there is no model {name!r}",
+            fix=(f"did you mean {near}? Else " if near else "")
+            + f"--model.name {listed(builders)}, or path/to/file.py:function",
+        )
+    return _function_of(_load_file(Path(path)), function, name)
+
+
+def _load_file(path: Path) -> Any:
+    if not path.is_file():
+        raise ShoalError(
+            f"there is no file {str(path)!r} to take the model from", fix="--model.name path/to/file.py:function"
+        )
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses and pickling look a module up by name
+    sys.path.insert(0, str(path.parent.resolve()))  # as `python path/to/file.py` would
+    spec.loader.exec_module(module)
+    return module
+
+
+def _function_of(module: Any, function: str, name: str) -> Callable[..., Any]:
+    found = getattr(module, function, None)
+    if not callable(found):
+        names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+        near = nearest(function, names)
+        raise ShoalError(
+            f"{name!r}: that file has no function {function!r}", fix=f"did you mean {near}?" if near else "define it"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def _check_arguments(name: str, builder: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    """Refuse a key that a user's function does not take; shoal's own builders check theirs by themselves."""
+    signature = inspect.signature(builder)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
+        return
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        takes = ", ".join(signature.parameters) or "nothing"
+        raise ShoalError(
+            f"{name}: {error}; it takes {takes}", fix="keys under `model:` are the function's arguments"
+        ) from None

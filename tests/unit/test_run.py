@@ -1,0 +1,258 @@
+"""`Run` in a world of one, against a loop in plain torch: the loss law, accumulation, clipping, fp16, NaN, misuse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from shoal.errors import RunFailed, ShoalError
+from shoal.numerics.gradients import LossScale
+from shoal.train.run import Run
+
+
+@pytest.fixture
+def make_run() -> Iterator[Any]:
+    runs: list[Run] = []
+
+    def make(*arguments: Any, **options: Any) -> Run:
+        runs.append(Run(*arguments, device="cpu", **options))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.close()
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double()
+
+
+def ragged_batch(seed: int, size: int = 8) -> tuple[Tensor, Tensor]:
+    """Labels of which some do not count, unevenly over the microbatches; the first two samples have none at all."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(size, 3, 6, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, 5, (size, 3), generator=generator)
+    labels[torch.rand(size, 3, generator=generator) < 0.4] = -100
+    labels[:2] = -100
+    return inputs, labels
+
+
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], clip: float) -> float:
+    """What one process without microbatches does."""
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=-100)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+    return loss.item()
+
+
+def assert_same_weights(ours: nn.Module, theirs: nn.Module, tolerance: float = 1e-13) -> None:
+    for (name, mine), (other, reference) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        assert name == other
+        torch.testing.assert_close(mine, reference, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("plan", ["fp64", "fp64 mb=8", "fp64 mb=4", "fp64 mb=3", "fp64 mb=1"])
+def test_microbatches_change_nothing_even_when_ragged(make_run: Any, plan: str) -> None:
+    ours, theirs = network(), network()
+    run = make_run(plan, clip=0.1)
+    run.prepare(ours, torch.optim.AdamW(ours.parameters(), lr=0.05))
+    reference = torch.optim.AdamW(theirs.parameters(), lr=0.05)
+    for seed in range(5):
+        loss = run.step(ragged_batch(seed))
+        assert float(loss) == pytest.approx(plain_step(theirs, reference, ragged_batch(seed), 0.1), rel=1e-13)
+    assert_same_weights(ours, theirs)
+
+
+def test_a_loop_of_ones_own_computes_the_same(make_run: Any) -> None:
+    ours, theirs = network(), network()
+    run = make_run("fp64 mb=4", clip=0.1)
+    run.prepare(ours, torch.optim.SGD(ours.parameters(), lr=0.1))
+    reference = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    for seed in range(3):
+        for inputs, labels in run.microbatches(ragged_batch(seed)):
+            run.backward(F.cross_entropy(run.model(inputs).flatten(0, 1), labels.flatten(), ignore_index=-100))
+        loss = run.update().loss
+        assert float(loss) == pytest.approx(plain_step(theirs, reference, ragged_batch(seed), 0.1), rel=1e-13)
+    assert_same_weights(ours, theirs)
+
+
+def test_a_loss_of_ones_own_is_a_mean_over_samples(make_run: Any) -> None:
+    ours, theirs = network(), network()
+    run = make_run("fp64 mb=3", loss=lambda model, batch: model(batch["x"]).square().mean())
+    run.prepare(ours, torch.optim.SGD(ours.parameters(), lr=0.1))
+    data = torch.randn(8, 6, dtype=torch.float64)
+    loss = run.step({"x": data})
+    expected = theirs(data).square().mean()
+    expected.backward()
+    torch.optim.SGD(theirs.parameters(), lr=0.1).step()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-13, atol=0)
+    assert_same_weights(ours, theirs)
+
+
+def test_prepare_returns_what_it_got_in_that_order(make_run: Any) -> None:
+    run = make_run()
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.zeros(4, 6), torch.zeros(4, dtype=torch.long)), batch_size=2)
+    again, prepared, dealt = run.prepare(optimizer, model, loader)
+    assert again is optimizer
+    assert prepared is model is run.model is run.module
+    assert len(dealt) == 2
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_batches_of_a_loader_train(make_run: Any) -> None:
+    run = make_run("fp32 mb=2")
+    torch.manual_seed(1)
+    inputs = torch.randn(32, 6)
+    data = DataLoader(TensorDataset(inputs, (inputs[:, 0] > 0).long()), batch_size=8, shuffle=True)
+    model = network()
+    model, _, loader = run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05), data)
+    losses = [float(run.step(batch)) for _ in range(10) for batch in run.batches(loader)]
+    assert len(losses) == 40
+    assert losses[-1] < 0.2 < losses[0]
+
+
+def test_fp16_overflow_drops_the_step_and_halves_the_scale(make_run: Any) -> None:
+    run = make_run("fp16", loss_scale=LossScale(2.0**30, 3))
+    model = network()
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    before = [parameter.clone() for parameter in model.parameters()]
+    batch = ragged_batch(0)[0].float(), ragged_batch(0)[1]
+    run.step(batch)
+    assert run.report is not None
+    assert run.report.was_skipped
+    assert not run.report.note
+    assert run.loss_scale.scale == 2.0**29
+    for old, new in zip(before, model.parameters(), strict=True):
+        assert torch.equal(old, new)
+    while run.report.was_skipped:
+        run.step(batch)
+    assert any(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_the_loss_scale_changes_nothing_but_the_scale(make_run: Any) -> None:
+    """A scale is a power of two, so float32 arithmetic with and without it gives the same bits."""
+    models = []
+    for scale in (1.0, 2.0**10):
+        run = make_run("fp32", clip=0.05)
+        run.loss_scale = LossScale(scale)
+        model = network()
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        run.step((ragged_batch(0)[0].float(), ragged_batch(0)[1]))
+        models.append(model)
+    assert_same_weights(*models, tolerance=0)
+
+
+def poisoned() -> tuple[Tensor, Tensor]:
+    inputs, labels = ragged_batch(0)
+    labels[5] = 1
+    inputs[5] = torch.nan
+    return inputs, labels
+
+
+def test_nan_stops_the_run_and_names_the_place(make_run: Any) -> None:
+    run = make_run("fp64 mb=2")
+    model = network()
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(RunFailed, match="step 0: the loss is not finite on rank 0, microbatch 2"):
+        run.step(poisoned())
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_nan_can_be_skipped(make_run: Any) -> None:
+    run = make_run("fp64 mb=2", on_nan="skip")
+    model = network()
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    run.step(poisoned())
+    assert run.report is not None
+    assert run.report.was_skipped
+    assert "microbatch 2" in run.report.note
+    run.step(ragged_batch(1))
+    assert not run.report.was_skipped
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_nan_can_be_ignored(make_run: Any) -> None:
+    run = make_run("fp64", on_nan="ignore")
+    model = network()
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    run.step(poisoned())
+    assert any(parameter.isnan().any() for parameter in model.parameters())
+
+
+class Overflowing(torch.autograd.Function):
+    """A finite loss with a gradient that is not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * torch.inf
+
+
+def test_a_gradient_that_is_not_finite_is_named(make_run: Any) -> None:
+    run = make_run("fp64", loss=lambda model, batch: Overflowing.apply(model(batch["x"])).square().mean())
+    model = network()
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(RunFailed, match=r"every loss is finite, but the gradient of 0\.weight"):
+        run.step({"x": torch.ones(2, 6, dtype=torch.float64)})
+
+
+def test_evaluation_is_the_mean_over_everything_and_changes_nothing(make_run: Any) -> None:
+    run = make_run("fp64")
+    model = nn.Sequential(nn.Dropout(0.9), *network())
+    run.prepare(model)
+    batches = [ragged_batch(seed) for seed in range(3)]
+    inputs, labels = torch.cat([b[0] for b in batches]), torch.cat([b[1] for b in batches])
+    expected = F.cross_entropy(network()(inputs).flatten(0, 1), labels.flatten(), ignore_index=-100)
+    assert run.evaluate(batches) == pytest.approx(expected.item(), rel=1e-13)
+    assert model.training
+
+
+def test_randomness_belongs_to_the_step_not_to_the_past(make_run: Any) -> None:
+    def losses(skipped: int) -> list[float]:
+        run = make_run("fp64", seed=3)
+        model = nn.Sequential(nn.Dropout(0.5), *network())
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        torch.rand(skipped)
+        return [float(run.step(ragged_batch(0))) for _ in range(3)]
+
+    first = losses(0)
+    assert first == losses(17)
+    assert len(set(first)) == 3  # each step draws its own
+
+
+@pytest.mark.parametrize(
+    ("misuse", "message"),
+    [
+        (lambda run: run.step(ragged_batch(0)), "no model yet"),
+        (lambda run: run.prepare(42), "cannot place a int"),
+        (lambda run: (run.prepare(network()), run.update()), "update\\(\\) without a backward"),
+        (lambda run: (run.prepare(network()), run.step({"x": torch.ones(2, 6)})), "no labels"),
+        (
+            lambda run: (run.prepare(network()), run.step((torch.ones(2, 6).double(), torch.full((2,), -100)))),
+            "not one label of this global batch counts",
+        ),
+    ],
+)
+def test_misuse_gets_one_clear_message(make_run: Any, misuse: Any, message: str) -> None:
+    with pytest.raises(ShoalError, match=message):
+        misuse(make_run("fp64"))
+
+
+def test_a_plan_that_cannot_be_run_yet_is_refused(make_run: Any) -> None:
+    with pytest.raises(ShoalError, match="zero=3 cannot be run"):
+        make_run("zero=3")
