@@ -1,0 +1,229 @@
+"""A rank's place in the world and its way to talk to the others.
+
+torch has one global process group: it must be told rank, size, address and backend, it needs a port even for one
+process, and whoever made it must destroy it. A `World` is that knowledge as one value that is passed on. It picks the
+device, makes the group (or adopts the one that is there), and offers the few exchanges that are about control, not
+tensors. Those always travel as CPU tensors over gloo, so that they never wait behind a GPU's stream. One rank runs the
+same lines: it has a group without a port, and its exchanges are the identity.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from shoal.comm.environment import Placement
+from shoal.errors import ShoalError, listed
+
+T = TypeVar("T")
+Op = Literal["sum", "max", "min"]
+
+ALONE = Placement(rank=0, world_size=1, local_rank=0, local_world_size=1)
+DEVICES = ("auto", "cpu", "cuda")
+BOTH_BACKENDS = "cpu:gloo,cuda:nccl"
+_CLOSED: list[dist.ProcessGroup] = []
+"""Groups that were destroyed, kept from being deallocated. Whoever drops the last reference to a gloo group joins its
+threads. When that is DDP's reducer, it does so holding Python's lock, for which a thread that has just finished a
+collective may be waiting: a deadlock (torch 2.13, at the end of a run). With this reference, it never is the last."""
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+@dataclass(frozen=True, slots=True)
+class HostReduction:
+    """A reduction on its way; `wait` returns the reduced values, the same on every rank."""
+
+    values: torch.Tensor
+    work: dist.Work | None
+
+    def wait(self) -> list[float]:
+        """The reduced values, as soon as every rank has handed in its own."""
+        if self.work is not None:
+            self.work.wait()
+        return self.values.tolist()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """All ranks of a run, seen from one of them. Made by `World.start`; as a context manager it closes itself."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+    control_group: dist.ProcessGroup
+    """A group over all ranks that takes CPU tensors."""
+    is_owner: bool
+    """True: this world made the process group, and destroys it."""
+
+    @classmethod
+    def start(
+        cls,
+        placement: Placement | None,
+        *,
+        device: str = "auto",
+        backend: str | None = None,
+        timeout: float = 600.0,
+        store: dist.Store | None = None,
+        threads: int | None = None,
+    ) -> World:
+        """Take this process's place (None: alone), with the others reached through `store` or through rank 0's address.
+
+        `timeout` is how many seconds a rank waits for the others in one collective. `threads` None: an even share of
+        the cores. `backend` None: gloo for CPU tensors and NCCL for CUDA tensors; `gloo` serves both without NCCL.
+        """
+        is_owner = not dist.is_initialized()
+        place = (placement or ALONE) if is_owner else _adopted_place(placement)
+        num_cuda = 0 if device == "cpu" else torch.cuda.device_count()  # to count them may start CUDA
+        chosen = pick_device(device, place, backend=backend, num_cuda=num_cuda)
+        backend = backend or (BOTH_BACKENDS if chosen.type == "cuda" else "gloo")
+        if chosen.type == "cuda":
+            torch.cuda.set_device(chosen)
+        torch.set_num_threads(threads or max(1, _num_cores() // place.local_world_size))
+        if is_owner:
+            _make_group(place, backend=backend, timeout=timedelta(seconds=timeout), store=store)
+        world = cls(
+            rank=place.rank,
+            size=place.world_size,
+            local_rank=place.local_rank,
+            local_size=place.local_world_size,
+            device=chosen,
+            control_group=_cpu_group(timedelta(seconds=timeout)),
+            is_owner=is_owner,
+        )
+        if is_owner:
+            world.barrier()  # else a rank that is done early could leave while others are still connecting to it
+        return world
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank speaks for all: prints, and writes what is written once."""
+        return self.rank == 0
+
+    def all_reduce_host(self, values: Sequence[float], op: Op = "sum") -> HostReduction:
+        """Begin to reduce a few numbers over all ranks, in float64 and on the CPU. Counts are exact up to 2**53."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        if self.size == 1:
+            return HostReduction(tensor, None)
+        return HostReduction(tensor, dist.all_reduce(tensor, _OPS[op], group=self.control_group, async_op=True))
+
+    def all_gather_object(self, value: T) -> list[T]:
+        """One value of every rank, by rank. It travels as a pickle, since the ranks of one run trust each other."""
+        if self.size == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value, group=self.control_group)
+        return gathered
+
+    def barrier(self) -> None:
+        """Return when every rank has come here. On the CPU only: it does not wait for a GPU."""
+        self.all_reduce_host([0.0]).wait()
+
+    def close(self) -> None:
+        """Destroy what `start` made; leave what it found. A second call does nothing."""
+        if self.is_owner and dist.is_initialized():
+            dist.destroy_process_group()
+            if self.size > 1:
+                _CLOSED.append(self.control_group)
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # A rank that fails leaves its group to the end of the process: closing would cut the connections before the
+        # failure is written down, and NCCL would wait for peers that do not come.
+        if kind is None or self.size == 1:
+            self.close()
+
+
+def pick_device(name: str, place: Placement, *, backend: str | None, num_cuda: int) -> torch.device:
+    """The device of this rank: its own GPU if there are any, else the CPU."""
+    if name not in DEVICES:
+        raise ShoalError(f"device {name!r} is not known", fix=f"--launch.device {listed(DEVICES)}")
+    if name == "cpu" or (name == "auto" and num_cuda == 0):
+        return torch.device("cpu")
+    if num_cuda == 0:
+        raise ShoalError("device cuda was asked for, but this machine has no CUDA device", fix="--launch.device cpu")
+    if place.local_world_size > num_cuda and backend != "gloo":
+        raise ShoalError(
+            f"{place.local_world_size} ranks on this machine, but {num_cuda} CUDA devices, and NCCL needs one for each",
+            fix=f"--launch.nproc {num_cuda}, or --launch.device cpu",
+        )
+    return torch.device("cuda", place.local_rank % num_cuda)
+
+
+def _adopted_place(placement: Placement | None) -> Placement:
+    """Our place in a group that someone else made. Without a placement all ranks are taken to be on one machine."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if placement is None:
+        return Placement(rank=rank, world_size=size, local_rank=rank, local_world_size=size)
+    if (placement.rank, placement.world_size) != (rank, size):
+        raise ShoalError(
+            f"the process group that is there says rank {rank} of {size},"
+            f" but {placement.source} says rank {placement.rank} of {placement.world_size}",
+            fix="call torch.distributed.destroy_process_group() first, or let shoal make the group",
+        )
+    return placement
+
+
+def _make_group(place: Placement, *, backend: str, timeout: timedelta, store: dist.Store | None) -> None:
+    settings: dict[str, Any] = {}
+    if place.world_size == 1:
+        settings["store"] = dist.HashStore()  # in memory: no port, nobody to wait for
+    elif store is not None:
+        settings["store"] = store
+    elif place.master_addr is None or place.master_port is None:
+        raise ShoalError(
+            f"{place.world_size} ranks have no way to meet: neither a store nor the address of rank 0 was given",
+            fix="start with `shoal train`, torchrun, srun or mpirun; or export MASTER_ADDR and MASTER_PORT",
+        )
+    else:  # torch also knows from its own variables whether torchrun's agent already serves this address
+        settings["init_method"] = f"tcp://{_bracketed(place.master_addr)}:{place.master_port}"
+    try:
+        dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, timeout=timeout, **settings)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        if "init_method" in settings:
+            raise _meeting_failed(place, str(error)) from error
+        raise
+
+
+def _meeting_failed(place: Placement, text: str) -> ShoalError:
+    if "EADDRINUSE" in text:
+        return ShoalError(
+            f"port {place.master_port} on this host is taken, and rank 0 has to listen there",
+            fix="export MASTER_PORT=<a free port> on every rank; or torchrun --master-port 0",
+        )
+    return ShoalError(
+        f"rank {place.rank} of {place.world_size} did not meet the others at {place.master_addr}:{place.master_port},"
+        f" where rank 0 should listen: {text.splitlines()[0]}",
+        fix="see that all ranks were started, and that MASTER_ADDR is an address of rank 0's host that all can reach",
+    )
+
+
+def _cpu_group(timeout: timedelta) -> dist.ProcessGroup:
+    """The group of all ranks if it takes CPU tensors; else, beside a group of NCCL alone, one of gloo."""
+    world = dist.group.WORLD
+    assert world is not None
+    group: dist.ProcessGroup = world
+    if "cpu:" not in dist.get_backend_config():  # it says `cpu:gloo,cuda:nccl`
+        group = dist.new_group(backend="gloo", timeout=timeout)
+    return group
+
+
+def _bracketed(address: str) -> str:
+    """IPv6 addresses need brackets in a URL."""
+    return f"[{address}]" if ":" in address else address
+
+
+def _num_cores() -> int:
+    """The cores that this process may use, which in a container are fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
