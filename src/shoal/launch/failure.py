@@ -1,0 +1,149 @@
+"""Which worker failed first, and what to say about it.
+
+When one rank dies, the others lose their connection to it and fail too, within milliseconds and often with a louder
+text. Only the cause is worth a person's time. So every worker writes down what happened and when, and a failure that
+can only be the echo of another (a lost peer, a timeout) never wins over one that explains itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import re
+import signal
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from shoal.errors import RunFailed, ShoalError
+
+HEAD_START = 2.0  # seconds: a sudden death is seen by the parent later than by its peers, whose connections break
+SHORT_OF_MEMORY = 0.9  # of the host's memory in use
+_ECHO = re.compile(r"connection (closed|reset|refused|was likely closed)|broken pipe|timed out", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """What happened to one worker."""
+
+    rank: int
+    at: float
+    """When, on the clock that all processes of this machine share."""
+    what: str
+    details: str = ""
+    """The traceback, where there is one."""
+    is_echo: bool = False
+    """True: most likely the consequence of another worker's failure."""
+    is_sudden: bool = False
+    """True: the worker ended without a word, so `at` is when the parent saw it."""
+
+
+def first_failure(failures: Iterable[Failure]) -> Failure:
+    """The failure that explains the others."""
+    return min(failures, key=lambda failure: (failure.is_echo, failure.at - HEAD_START * failure.is_sudden))
+
+
+def failure_of(rank: int, error: BaseException) -> Failure:
+    """An exception that was just caught in the main function of a worker."""
+    at = time.monotonic()
+    trace = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of that main function
+    return Failure(
+        rank=rank,
+        at=at,
+        what="".join(traceback.format_exception_only(error)).strip() or type(error).__name__,
+        details="".join(traceback.format_exception(type(error), error, trace)).rstrip(),
+        is_echo=isinstance(error, RuntimeError) and bool(_ECHO.search(str(error))),
+    )
+
+
+def write_failure(directory: Path, failure: Failure, error: BaseException) -> None:
+    """Called by a worker: leave the story where `read_failure` finds it, whole or not at all."""
+    if isinstance(error, ShoalError):
+        with contextlib.suppress(Exception):  # one that cannot be pickled is told like any other
+            _error_path(directory, failure.rank).write_bytes(pickle.dumps(error))
+    part = _failure_path(directory, failure.rank).with_suffix(".part")
+    part.write_text(json.dumps(asdict(failure)))
+    part.replace(_failure_path(directory, failure.rank))
+
+
+def read_failure(directory: Path, rank: int) -> Failure | None:
+    """What the worker wrote, if it did."""
+    try:
+        return Failure(**json.loads(_failure_path(directory, rank).read_text()))
+    except FileNotFoundError:
+        return None
+
+
+def sudden_end(rank: int, exit_code: int, memory: Memory) -> Failure:
+    """A worker that ended before its function did and left nothing behind."""
+    if exit_code >= 0:
+        what = f"ended with exit code {exit_code} before its function returned"
+    else:
+        what = f"was killed by signal {-exit_code} ({_signal_name(-exit_code)})"
+    if exit_code == -signal.SIGKILL:
+        what += memory.verdict()
+    return Failure(rank=rank, at=time.monotonic(), what=what, is_sudden=True)
+
+
+def as_exception(failure: Failure, *, directory: Path, num_workers: int) -> ShoalError:
+    """The person's own mistake as the worker raised it; anything else as a `RunFailed` with the worker's traceback."""
+    with contextlib.suppress(FileNotFoundError):
+        error = pickle.loads(_error_path(directory, failure.rank).read_bytes())
+        assert isinstance(error, ShoalError)
+        return error
+    who = f"rank {failure.rank} of {num_workers}"
+    if failure.is_sudden:
+        return RunFailed(f"{who} {failure.what}")
+    return RunFailed(f"{who} failed: {failure.what}\n{failure.details}")
+
+
+@dataclass(slots=True)
+class Memory:
+    """The memory of this host in the last seconds, since a process that the kernel killed for it has given it back."""
+
+    total: int = 0
+    recent: tuple[int, ...] = ()
+    oom_kills_before: int | None = None
+
+    def look(self) -> None:
+        """Take note of the memory in use now."""
+        if self.oom_kills_before is None:
+            self.oom_kills_before = _counter("/proc/vmstat", "oom_kill")
+        available = _counter("/proc/meminfo", "MemAvailable:") * 1024
+        self.total = _counter("/proc/meminfo", "MemTotal:") * 1024
+        self.recent = (*self.recent[-24:], self.total - available)
+
+    def verdict(self) -> str:
+        """Whether the host was short of memory, as the end of a sentence; empty if it was not."""
+        used = max(self.recent, default=0)
+        numbers = f"host memory in use was {used / 2**30:.1f} of {self.total / 2**30:.1f} GiB"
+        if self.oom_kills_before is not None and _counter("/proc/vmstat", "oom_kill") > self.oom_kills_before:
+            return f": the kernel ran out of memory for it; {numbers}"
+        return f"; {numbers}: it likely ran out" if used > SHORT_OF_MEMORY * self.total > 0 else ""
+
+
+def _counter(path: str, name: str) -> int:
+    """A number from one of the kernel's tables; 0 where there is none."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.split()[0] == name), 0)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return "unnamed"
+
+
+def _failure_path(directory: Path, rank: int) -> Path:
+    return directory / f"failure-{rank}.json"
+
+
+def _error_path(directory: Path, rank: int) -> Path:
+    return directory / f"error-{rank}.pickle"
