@@ -1,0 +1,67 @@
+"""What every result file says beside its numbers: hardware, versions, date, command."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def hardware() -> str:
+    """`NVIDIA H200`, or the CPU with its number of cores."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{_cpu_name()}, {cores} cores"
+
+
+def heading(title: str, question: str) -> str:
+    """The top of a result file."""
+    return "\n".join(
+        [
+            f"# {title}",
+            "",
+            question,
+            "",
+            f"- hardware: {hardware()}",
+            f"- software: Python {platform.python_version()}, torch {torch.__version__}, commit {_commit()}",
+            f"- date: {time.strftime('%Y-%m-%d')}",
+            f"- command: `python {shlex.join(sys.argv)}`",
+            "",
+        ]
+    )
+
+
+def table(rows: list[dict[str, str]]) -> str:
+    """A Markdown table of rows with the same keys."""
+    names = list(rows[0])
+    lines = [names, ["---"] * len(names), *([row[name] for name in names] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def write(theme: str, text: str) -> Path:
+    """Keep a result; a new date is a new file, and an old one is never changed by another day."""
+    kind = hardware().lower().split(",")[0].replace(" ", "-")
+    path = RESULTS / f"{theme}_{kind}_{time.strftime('%Y-%m-%d')}.md"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text + "\n")
+    return path
+
+
+def _commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
+
+
+def _cpu_name() -> str:
+    found = subprocess.run(["lscpu"], capture_output=True, text=True, check=False).stdout.splitlines()
+    names = [line.partition(":")[2].strip() for line in found if line.startswith("Model name")]
+    return names[0] if names else platform.machine()
