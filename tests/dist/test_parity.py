@@ -175,3 +175,22 @@ def nan_on_rank_one(world: World) -> str:
 def test_nan_names_rank_and_microbatch_on_every_rank(pool: Pool) -> None:
     for text in pool.run(nan_on_rank_one, 2):
         assert "rank 1, microbatch 2" in text
+
+
+def collectives_per_step(world: World, plan: str) -> int:
+    """All-reduces that one step makes, as the profiler of torch counts them."""
+    run = Run(plan, world=world)
+    torch.manual_seed(0)
+    model = nn.Linear(6, 5)
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = torch.randn(4, 6, dtype=torch.float64), torch.tensor([0, 1, 2, 3])
+    run.step(batch)  # the first backward also arranges the buckets
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run.step(batch)
+    return sum(event.count for event in profile.key_averages() if event.key == "gloo:all_reduce")
+
+
+def test_gradients_are_synchronised_once_per_step(pool: Pool) -> None:
+    """One for the number of labels, one for the loss, one for the only bucket of gradients; accumulation adds none."""
+    for plan in ("fp64 mb=4", "fp64 mb=1"):
+        assert pool.run(collectives_per_step, 2, plan) == [3, 3], plan

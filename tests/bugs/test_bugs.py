@@ -1,0 +1,43 @@
+"""Bugs that were seen once and must not come back. Each test opens with its story."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shoal.comm.environment import Placement
+from shoal.comm.world import World
+from shoal.launch.local import launch
+from shoal.train.run import Run
+
+
+def close_right_after_a_collective(placement: Placement, store: dist.Store, times: int) -> int:
+    sys.setswitchinterval(100)  # a thread that wants Python's lock waits until it is let go, as on a busy machine
+    for number in range(times):
+        _train_and_close(
+            placement, dist.PrefixStore(str(number), store)
+        )  # the model dies after the group was destroyed
+    return times
+
+
+def _train_and_close(placement: Placement, store: dist.Store) -> None:
+    with Run("fp32", world=World.start(placement, device="cpu", store=store)) as run:
+        model = nn.Linear(4, 4)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        run.step((torch.ones(2, 4), torch.zeros(2, dtype=torch.long)))
+        run.world.all_gather_object(run.world.rank)
+
+
+@pytest.mark.timeout(60)
+def test_a_run_ends_when_its_last_act_is_a_collective() -> None:
+    """torch 2.13, gloo: a run of two ranks made all its steps, gathered its summary and then hung for ever.
+
+    DDP's reducer dropped the last reference to the process group while it held Python's lock, and the group's destructor
+    waited for a thread that needed the lock to let go of the last collective's tensor. Without the reference that
+    `World.close` keeps, this hangs within a few rounds.
+    """
+    assert launch(close_right_after_a_collective, (30,), nproc=2) == [30, 30]
