@@ -13,6 +13,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
+from itertools import count
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -176,24 +178,34 @@ def _adopted_place(placement: Placement | None) -> Placement:
 
 
 def _make_group(place: Placement, *, backend: str, timeout: timedelta, store: dist.Store | None) -> None:
-    settings: dict[str, Any] = {}
     if place.world_size == 1:
-        settings["store"] = dist.HashStore()  # in memory: no port, nobody to wait for
-    elif store is not None:
-        settings["store"] = store
-    elif place.master_addr is None or place.master_port is None:
+        store = dist.HashStore()  # in memory: no port, nobody to wait for
+    elif store is None:
+        try:
+            # A prefix of its own for each world, so that a second one never reads what the first one wrote.
+            store = dist.PrefixStore(f"world {next(_WORLDS)}", _meeting_place(place, timeout))
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            raise _meeting_failed(place, str(error)) from error
+    dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, timeout=timeout, store=store)
+
+
+_WORLDS = count()
+
+
+@cache
+def _meeting_place(place: Placement, timeout: timedelta) -> dist.Store:
+    """The store at rank 0's address. It is kept: rank 0 can listen only once, and later worlds meet there again."""
+    if place.master_addr is None or place.master_port is None:
         raise ShoalError(
             f"{place.world_size} ranks have no way to meet: neither a store nor the address of rank 0 was given",
             fix="start with `shoal train`, torchrun, srun or mpirun; or export MASTER_ADDR and MASTER_PORT",
         )
-    else:  # torch also knows from its own variables whether torchrun's agent already serves this address
-        settings["init_method"] = f"tcp://{_bracketed(place.master_addr)}:{place.master_port}"
-    try:
-        dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, timeout=timeout, **settings)
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        if "init_method" in settings:
-            raise _meeting_failed(place, str(error)) from error
-        raise
+    # torch knows from variables of its own whether torchrun's agent already serves this address.
+    url = f"tcp://{_bracketed(place.master_addr)}:{place.master_port}"
+    meeting: tuple[dist.Store, int, int] = next(
+        dist.rendezvous(url, rank=place.rank, world_size=place.world_size, timeout=timeout)
+    )
+    return meeting[0]
 
 
 def _meeting_failed(place: Placement, text: str) -> ShoalError:
