@@ -38,22 +38,18 @@ class DealtLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        torch.manual_seed(
-            int(hashed(self.seed, self.epoch)[0])
-        )  # samplers and collates that draw, draw the same everywhere
-        batches = self._by_index() if _can_be_indexed(self.loader) else self._by_slicing()
-        self.epoch += 1
-        yield from batches
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        torch.manual_seed(int(hashed(self.seed, epoch)[0]))  # samplers and collates that draw, draw alike everywhere
+        yield from self._by_index(epoch) if _can_be_indexed(self.loader) else self._by_slicing()
 
-    def _by_index(self) -> Iterator[Any]:
+    def _by_index(self, epoch: int) -> Iterator[Any]:
         """Load only this rank's samples."""
         size = len(self.loader.dataset)  # type: ignore[arg-type]
         shuffled = isinstance(self.loader.sampler, RandomSampler)
-        order = sample_ids(self.seed, size, self.epoch * size, size) if shuffled else np.arange(size)
+        order = sample_ids(self.seed, size, epoch * size, size) if shuffled else np.arange(size)
         batch_size = self.loader.batch_size
         assert batch_size is not None
-        stops = range(batch_size, size + (0 if self.loader.drop_last else batch_size), batch_size)
-        batches = [order[stop - batch_size : min(stop, size)] for stop in stops]
+        batches = [order[start : start + batch_size] for start in range(0, size, batch_size)][: len(self.loader)]
         mine = [batch[share(len(batch), self.coordinate, self.degree)] for batch in batches]
         # A rank must take part in every step; where there is no sample for it, it computes one that counts for nothing.
         filled = [ids if len(ids) else batch[:1] for ids, batch in zip(mine, batches, strict=True)]
@@ -70,16 +66,12 @@ class DealtLoader:
 
 
 def _can_be_indexed(loader: DataLoader[Any]) -> bool:
-    plain = (
-        isinstance(loader.sampler, RandomSampler)
-        and not loader.sampler.replacement
-        and loader.sampler._num_samples is None
-    )
-    return (
-        not isinstance(loader.dataset, IterableDataset)
-        and loader.batch_size is not None
-        and (plain or isinstance(loader.sampler, SequentialSampler))
-    )
+    """Whether its order is ours to decide: every sample once, shuffled or not."""
+    if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
+        return False
+    if isinstance(loader.sampler, RandomSampler):
+        return not loader.sampler.replacement and loader.sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
+    return isinstance(loader.sampler, SequentialSampler)
 
 
 def _with_batches(loader: DataLoader[Any], batches: list[np.ndarray[Any, Any]]) -> DataLoader[Any]:

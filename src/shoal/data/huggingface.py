@@ -1,4 +1,4 @@
-"""Documents from a Hugging Face dataset: `hf:NAME`, `hf:NAME:CONFIG`, or `hf:/path` that `save_to_disk` wrote."""
+"""Documents from a Hugging Face dataset: `hf:NAME`, `hf:NAME:CONFIG`, or `hf:/path` of one on disk."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from shoal.data.text import Corpus
 from shoal.errors import ShoalError, nearest
 
 SPLIT = "train"
+_SAVED = ("state.json", "dataset_dict.json")  # what `save_to_disk` writes; other folders hold plain files
 
 
 def hugging_face(source: str, field: str) -> Corpus:
@@ -32,18 +33,23 @@ def hugging_face(source: str, field: str) -> Corpus:
 def _load(datasets: Any, name: str) -> Any:
     """One table of rows. The package raises errors of many kinds (network, names, configs), whose text is kept."""
     try:
-        if Path(name).expanduser().exists():
-            loaded = datasets.load_from_disk(str(Path(name).expanduser()))
+        folder = Path(name).expanduser()
+        if any((folder / mark).exists() for mark in _SAVED):
+            loaded = datasets.load_from_disk(str(folder))
+        elif folder.exists():
+            loaded = datasets.load_dataset(str(folder), split=SPLIT)
         else:
-            name_and_config = name.split(":", maxsplit=1)
-            loaded = datasets.load_dataset(*name_and_config, split=SPLIT)
+            loaded = datasets.load_dataset(*name.split(":", maxsplit=1), split=SPLIT)
     except Exception as error:
         raise ShoalError(
             f"the dataset {name!r} cannot be opened: {type(error).__name__}: {error}",
-            fix="--data.source hf:NAME, hf:NAME:CONFIG, or hf:PATH of a dataset saved with save_to_disk",
+            fix="--data.source hf:NAME, hf:NAME:CONFIG, or hf:PATH of a folder",
         ) from error
     if isinstance(loaded, dict):
         if SPLIT not in loaded:
-            raise ShoalError(f"{name} has no split {SPLIT!r}, only {', '.join(loaded)}", fix=f"hf:{name}/SPLIT")
+            raise ShoalError(
+                f"{name} has no split {SPLIT!r}, only {', '.join(loaded)}",
+                fix=f"hf:{name}/{next(iter(loaded))}, the folder of a split",
+            )
         return loaded[SPLIT]
     return loaded

@@ -1,0 +1,147 @@
+"""A user's DataLoader over ranks: the global batches of one process, each sample once, ragged ends, own samplers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from shoal.data.deal import DealtLoader
+from shoal.data.order import sample_ids
+from shoal.errors import ShoalError
+
+NUMBERS = TensorDataset(torch.arange(10))
+
+
+def dealt(loader: DataLoader[Any], degree: int, seed: int = 3) -> list[DealtLoader]:
+    return [DealtLoader(loader, seed=seed, coordinate=rank, degree=degree) for rank in range(degree)]
+
+
+def epoch_of(ranks: list[DealtLoader]) -> list[list[list[int]]]:
+    """Per step and rank, the samples that count."""
+    per_rank = [[counted(batch, rank) for batch in rank] for rank in ranks]
+    return [list(step) for step in zip(*per_rank, strict=True)]  # strict: every rank takes part in every step
+
+
+def counted(batch: Any, rank: DealtLoader) -> list[int]:
+    (numbers,) = batch if not isinstance(batch, Tensor) else (batch,)
+    assert len(numbers) > 0  # also a rank that has nothing to add must compute something
+    return numbers.tolist() if rank.counts else []
+
+
+def global_batches(steps: list[list[list[int]]]) -> list[list[int]]:
+    return [[*chain(*step)] for step in steps]
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 4])
+def test_in_order(degree: int) -> None:
+    steps = epoch_of(dealt(DataLoader(NUMBERS, batch_size=4), degree))
+    assert global_batches(steps) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_shares_are_as_equal_as_can_be() -> None:
+    assert epoch_of(dealt(DataLoader(NUMBERS, batch_size=4), 2)) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8], [9]]]
+    last = epoch_of(dealt(DataLoader(NUMBERS, batch_size=4), 4))[-1]
+    assert sorted(map(len, last)) == [0, 0, 1, 1]  # two ranks have nothing to add, and say so
+
+
+@pytest.mark.parametrize(("size", "steps"), [(10, 2), (8, 2), (7, 1), (12, 3)])
+def test_drop_last_drops_what_is_not_full_and_nothing_else(size: int, steps: int) -> None:
+    loader = DataLoader(TensorDataset(torch.arange(size)), batch_size=4, drop_last=True)
+    ranks = dealt(loader, 2)
+    expected = [list(range(start, start + 4)) for start in range(0, steps * 4, 4)]
+    assert global_batches(epoch_of(ranks)) == expected
+    assert len(ranks[0]) == steps
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_shuffled_by_seed_and_epoch_alone(degree: int) -> None:
+    ranks = dealt(DataLoader(NUMBERS, batch_size=4, shuffle=True), degree)
+    for epoch in range(3):
+        order = sample_ids(3, 10, epoch * 10, 10).tolist()  # the first epoch is number 0
+        assert sorted(order) == list(range(10))
+        torch.manual_seed(epoch)  # nothing that happened before matters
+        assert [*chain(*global_batches(epoch_of(ranks)))] == order
+    assert ranks[0].epoch == 3
+
+
+def test_another_seed_is_another_order() -> None:
+    loader = DataLoader(NUMBERS, batch_size=10, shuffle=True)
+    assert epoch_of(dealt(loader, 1, seed=3)) != epoch_of(dealt(loader, 1, seed=4))
+
+
+def test_only_the_share_is_loaded() -> None:
+    class Counting(Dataset[int]):
+        loaded: list[int]
+
+        def __init__(self) -> None:
+            self.loaded = []
+
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> int:
+            self.loaded.append(index)
+            return index
+
+    numbers = Counting()
+    list(dealt(DataLoader(numbers, batch_size=4), 2)[1])
+    assert numbers.loaded == [2, 3, 6, 7]
+
+
+def test_an_own_sampler_draws_the_same_on_every_rank() -> None:
+    sampler = WeightedRandomSampler([1.0] * 10, num_samples=12)
+    ranks = dealt(DataLoader(NUMBERS, batch_size=4, sampler=sampler), 2)
+    shares, again = epoch_of(ranks), epoch_of(ranks)
+    (alone,) = dealt(DataLoader(NUMBERS, batch_size=4, sampler=sampler), 1)
+    assert global_batches(shares) == global_batches(epoch_of([alone]))
+    assert shares != again
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sampler": RandomSampler(NUMBERS, num_samples=6), "batch_size": 4},
+        {"sampler": RandomSampler(NUMBERS, replacement=True, num_samples=6), "batch_size": 4},
+        {"batch_sampler": BatchSampler(SequentialSampler(NUMBERS), batch_size=3, drop_last=False)},
+    ],
+    ids=["some", "with replacement", "batch sampler"],
+)
+def test_samplers_that_are_cut_after_loading(options: dict[str, Any]) -> None:
+    ranks, (alone,) = dealt(DataLoader(NUMBERS, **options), 2), dealt(DataLoader(NUMBERS, **options), 1)
+    assert global_batches(epoch_of(ranks)) == global_batches(epoch_of([alone]))
+
+
+def test_a_stream() -> None:
+    class Stream(IterableDataset[Tensor]):
+        def __iter__(self) -> Iterator[Tensor]:
+            return iter(torch.arange(5))
+
+    steps = epoch_of(dealt(DataLoader(Stream(), batch_size=4), 2))
+    assert global_batches(steps) == [[0, 1, 2, 3], [4]]
+
+
+def test_a_collate_function_stays() -> None:
+    loader = DataLoader(NUMBERS, batch_size=4, collate_fn=lambda rows: torch.stack([row[0] for row in rows]) * 10)
+    assert global_batches(epoch_of(dealt(loader, 2)))[0] == [0, 10, 20, 30]
+
+
+def test_a_sampler_that_already_deals_is_refused() -> None:
+    loader = DataLoader(NUMBERS, sampler=DistributedSampler(NUMBERS, num_replicas=2, rank=0))
+    with pytest.raises(ShoalError, match=r"already dealt out.*\n.*batch_size=GLOBAL"):
+        dealt(loader, 2)
