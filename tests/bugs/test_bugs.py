@@ -36,8 +36,8 @@ def _train_and_close(placement: Placement, store: dist.Store) -> None:
 def test_a_run_ends_when_its_last_act_is_a_collective() -> None:
     """torch 2.13, gloo: a run of two ranks made all its steps, gathered its summary and then hung for ever.
 
-    DDP's reducer dropped the last reference to the process group while it held Python's lock, and the group's destructor
-    waited for a thread that needed the lock to let go of the last collective's tensor. Without the reference that
-    `World.close` keeps, this hangs within a few rounds.
+    DDP's reducer dropped the last reference to the process group while it held Python's lock, and the group's
+    destructor waited for a thread that needed the lock to let go of the last collective's tensor. Without the reference
+    that `World.close` keeps, this hangs within a few rounds.
     """
     assert launch(close_right_after_a_collective, (30,), nproc=2) == [30, 30]

@@ -21,7 +21,6 @@ from shoal.comm.world import World
 from shoal.data.loading import Loader
 from shoal.data.open import open_datasets
 from shoal.data.order import sample_ids
-from shoal.numerics.gradients import LossScale
 from shoal.numerics.init import initialise
 from shoal.numerics.optim import build_optimizer, set_lr
 from shoal.numerics.schedule import lr_factor
@@ -139,7 +138,7 @@ def test_a_rank_without_a_label_still_takes_the_same_step(pool: Pool) -> None:
 
 def overflow(world: World) -> tuple[list[float], list[bool], float]:
     """One rank's microbatch overflows in fp16; the decision must be everyone's."""
-    run = Run("fp16", world=world, loss_scale=LossScale(2.0**16, 100))
+    run = Run("fp16", world=world, loss_scale=2.0**16, loss_scale_window=100)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 4))
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -85,6 +85,21 @@ def test_a_loop_of_ones_own_computes_the_same(make_run: Any) -> None:
     assert_same_weights(ours, theirs)
 
 
+@pytest.mark.parametrize("plan", ["fp64 mb=2", "fp64 mb=1"])
+def test_a_microbatch_in_which_nothing_counts_counts_for_nothing(make_run: Any, plan: str) -> None:
+    """Its mean is 0 / 0. The first two samples of a ragged batch have no label that counts."""
+    ours, theirs = network(), network()
+
+    def mean(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=-100)
+
+    run = make_run(plan, clip=0.1, loss=mean)
+    run.prepare(ours, torch.optim.SGD(ours.parameters(), lr=0.1))
+    expected = plain_step(theirs, torch.optim.SGD(theirs.parameters(), lr=0.1), ragged_batch(0), 0.1)
+    assert float(run.step(ragged_batch(0))) == pytest.approx(expected, rel=1e-13)
+    assert_same_weights(ours, theirs)
+
+
 def test_a_loss_of_ones_own_is_a_mean_over_samples(make_run: Any) -> None:
     ours, theirs = network(), network()
     run = make_run("fp64 mb=3", loss=lambda model, batch: model(batch["x"]).square().mean())
@@ -123,7 +138,7 @@ def test_batches_of_a_loader_train(make_run: Any) -> None:
 
 
 def test_fp16_overflow_drops_the_step_and_halves_the_scale(make_run: Any) -> None:
-    run = make_run("fp16", loss_scale=LossScale(2.0**30, 3))
+    run = make_run("fp16", loss_scale=2.0**30, loss_scale_window=3)
     model = network()
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     before = [parameter.clone() for parameter in model.parameters()]

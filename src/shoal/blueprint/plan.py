@@ -146,6 +146,16 @@ class Plan:
         words = [str(value) if key in bare else f"{key}={value}" for key, value in self.to_mapping().items()]
         return " ".join(words) or "auto"
 
+    def brief(self) -> str:
+        """The words of a resolved plan that change anything: those that `resolve` would say anyway are left out.
+
+        >>> Plan.parse("mb=4").resolve(2).brief()
+        'dp_replicate=2 zero=0 mb=4'
+        """
+        said = self.to_mapping()
+        plain = {key for key in (*DEGREES, "v") if said.get(key) == 1}
+        return str(Plan.of({key: value for key, value in said.items() if key not in plain}))
+
     @property
     def is_resolved(self) -> bool:
         """True if nothing is left open; then there is a `layout`."""

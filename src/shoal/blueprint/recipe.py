@@ -12,10 +12,21 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 
 from shoal.blueprint.duration import Duration
 from shoal.blueprint.plan import Plan
+from shoal.errors import ShoalError
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
+
+def _not_bool(value: Any) -> Any:
+    """Python counts True as 1; a person who writes `lr: true` does not."""
+    if isinstance(value, bool):
+        raise ShoalError("a number is wanted", fix="a number")
+    return value
+
+
+Number = BeforeValidator(_not_bool)
+PositiveInt = Annotated[int, Number, Field(gt=0)]
+PositiveFloat = Annotated[float, Number, Field(gt=0)]
+NotNegative = Annotated[float, Number, Field(ge=0)]
+Fraction = Annotated[float, Number, Field(ge=0, le=1)]
 
 DurationField = Annotated[
     Duration,
@@ -78,7 +89,7 @@ class DataSection(Section):
     documents: bool = False
     """True: several documents packed into one sample neither see each other nor predict each other's first token."""
 
-    validation: Fraction = 0.01
+    validation: Annotated[float, Number, Field(ge=0, lt=1)] = 0.01
     """The part of the samples that is held out for evaluation."""
 
     text_field: str = "text"
@@ -116,7 +127,7 @@ class OptimSection(Section):
     name: Literal["adamw", "sgd"] = "adamw"
     """The optimizer."""
 
-    lr: Annotated[float, Field(gt=0)] = 3e-4
+    lr: PositiveFloat = 3e-4
     """Peak learning rate."""
 
     weight_decay: NotNegative = 0.1
@@ -125,7 +136,7 @@ class OptimSection(Section):
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Decay of the first and second moment (adamw)."""
 
-    eps: Annotated[float, Field(gt=0)] = 1e-8
+    eps: PositiveFloat = 1e-8
     """Added to the denominator (adamw)."""
 
     momentum: Fraction = 0.9
@@ -146,10 +157,10 @@ class OptimSection(Section):
     scale_lr_from_batch: PositiveInt | None = None
     """The batch that `lr` was tuned for; the linear scaling rule multiplies `lr` by batch / this. None: leave `lr`."""
 
-    clip: Annotated[float, Field(gt=0)] | None = 1.0
+    clip: PositiveFloat | None = 1.0
     """The largest global gradient norm; larger ones are scaled down to it. None: no clipping."""
 
-    loss_scale: Annotated[float, Field(gt=0)] = 65536.0
+    loss_scale: PositiveFloat = 65536.0
     """The first loss scale under fp16; it halves on overflow and doubles after `loss_scale_window` good steps."""
 
     loss_scale_window: PositiveInt = 2000
@@ -168,7 +179,7 @@ class LaunchSection(Section):
     threads: PositiveInt | None = None
     """CPU threads per process. None: the cores of this machine shared out evenly."""
 
-    timeout: Annotated[float, Field(gt=0)] = 600.0
+    timeout: PositiveFloat = 600.0
     """Seconds that a rank waits for the others in one collective before it gives up."""
 
 
@@ -212,7 +223,7 @@ class RunSection(Section):
     fast_dev_run: bool = False
     """True: three steps and a short evaluation, nothing kept. To see whether everything fits together."""
 
-    bucket_mb: Annotated[float, Field(gt=0)] = 25.0
+    bucket_mb: PositiveFloat = 25.0
     """Size in MB of the buckets in which gradients are reduced over `dp_replicate`."""
 
 

@@ -72,8 +72,8 @@ def read_yaml(path: Path) -> Tree:
     try:
         text = path.read_text()
     except FileNotFoundError:
-        known = sorted(str(p) for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
-        near = nearest(str(path), known)
+        names = {file.stem: file for file in path.parent.glob("*.yaml")} if path.parent.is_dir() else {}
+        near = names.get(nearest(path.stem, names) or "")
         raise ShoalError(
             f"there is no recipe {str(path)!r}",
             fix=f"did you mean {near}?" if near else "give the path of a YAML file, or none to use the defaults",
@@ -188,4 +188,9 @@ def _problems_of(error: Any) -> Iterator[Problem]:
     else:
         message = error["msg"][0].lower() + error["msg"][1:]
         about = known_keys().get(key, "").splitlines()
-        yield Problem(f"{key}: {message}, but it is {error['input']!r}", f"{key} is: {about[0]}" if about else "")
+        fix = f"{key} is: {about[0]}" if about else f"keys of the section {key}, such as {_first_key(key)}"
+        yield Problem(f"{key}: {message}, but it is {error['input']!r}", fix)
+
+
+def _first_key(section: str) -> str:
+    return next((key for key in known_keys() if key.startswith(f"{section}.")), section)

@@ -25,6 +25,7 @@ import yaml
 from shoal.blueprint.recipe import Recipe
 from shoal.blueprint.settings import difference, dump_recipe
 from shoal.errors import ShoalError
+from shoal.observe.metrics import jsonable
 
 # Settings that decide where and how a run is shown, not what it computes: they may differ between two of the same.
 _INCIDENTAL = ("run.dir", "run.overwrite")
@@ -56,7 +57,7 @@ class RunDirectory:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Say how the run ended."""
-        (self.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        (self.path / "summary.json").write_text(json.dumps(jsonable(summary), indent=2) + "\n")
 
 
 def environment() -> dict[str, Any]:

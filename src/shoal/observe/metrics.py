@@ -38,8 +38,8 @@ class JsonLines:
         self._file = path.open("a", buffering=1)
 
     def write(self, record: Record) -> None:
-        """Append one line. NaN and infinity, which JSON has no words for, become strings."""
-        self._file.write(json.dumps({name: _jsonable(value) for name, value in record.items()}) + "\n")
+        """Append one line."""
+        self._file.write(json.dumps(jsonable(record)) + "\n")
 
     def close(self) -> None:
         """Close the file."""
@@ -129,5 +129,10 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-def _jsonable(value: Any) -> Any:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+def jsonable(record: Record) -> dict[str, Any]:
+    """The record with NaN and infinity, which JSON has no words for, as strings.
+
+    >>> jsonable({"step": 1, "loss": float("nan")})
+    {'step': 1, 'loss': 'nan'}
+    """
+    return {n: str(v) if isinstance(v, float) and not math.isfinite(v) else v for n, v in record.items()}

@@ -29,8 +29,8 @@ class ProgressLine(Protocol):
 class Quiet:
     """Says nothing but what must be said."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, console: Console, unit: str = "tok") -> None:
+        self._console, self._unit = console, unit
 
     def show(self, record: Mapping[str, Any], done: float) -> None:
         """Nothing."""
@@ -46,8 +46,8 @@ class Quiet:
 class Plain(Quiet):
     """One line every ten seconds, for output that is not a terminal."""
 
-    def __init__(self, console: Console) -> None:
-        super().__init__(console)
+    def __init__(self, console: Console, unit: str = "tok") -> None:
+        super().__init__(console, unit)
         self._start = self._last = time.monotonic()
 
     def show(self, record: Mapping[str, Any], done: float) -> None:
@@ -55,14 +55,14 @@ class Plain(Quiet):
         now = time.monotonic()
         if record["step"] == 1 or done >= 1.0 or now - self._last >= _PLAIN_EVERY:
             self._last = now
-            self.say(f"{done:4.0%}  {status(record)}{time_left(now - self._start, done)}")
+            self.say(f"{done:4.0%}  {status(record, self._unit)}{time_left(now - self._start, done)}")
 
 
 class Live(Quiet):
     """A bar that is redrawn in place."""
 
-    def __init__(self, console: Console) -> None:
-        super().__init__(console)
+    def __init__(self, console: Console, unit: str = "tok") -> None:
+        super().__init__(console, unit)
         self._start = time.monotonic()
         self._progress = Progress(
             BarColumn(bar_width=24), TextColumn("{task.percentage:>3.0f}%"), _Status(), console=console, transient=True
@@ -73,7 +73,7 @@ class Live(Quiet):
     def show(self, record: Mapping[str, Any], done: float) -> None:
         """Redraw."""
         left = time_left(time.monotonic() - self._start, done)
-        self._progress.update(self._task, completed=done, status=status(record) + left)
+        self._progress.update(self._task, completed=done, status=status(record, self._unit) + left)
 
     def close(self) -> None:
         """Take the bar away; the table that follows says the rest."""
@@ -85,16 +85,16 @@ class _Status(ProgressColumn):
         return Text(task.fields["status"])
 
 
-def progress_line(console: Console, *, quiet: bool) -> ProgressLine:
-    """The right one for where the output goes."""
+def progress_line(console: Console, *, quiet: bool, unit: str = "tok") -> ProgressLine:
+    """The right one for where the output goes. `unit` is what is counted per second: `tok` or `sample`."""
     if quiet:
         return Quiet(console)
-    return Live(console) if console.is_terminal else Plain(console)
+    return Live(console, unit) if console.is_terminal else Plain(console, unit)
 
 
-def status(record: Mapping[str, Any]) -> str:
+def status(record: Mapping[str, Any], unit: str = "tok") -> str:
     """`step 12  loss 4.2113  18.3k tok/s  MFU 41.2%  1.31 GiB`."""
-    words = [f"step {record['step']}", f"loss {record['loss']:.4f}", f"{human(record['tokens_per_s'])} tok/s"]
+    words = [f"step {record['step']}", f"loss {record['loss']:.4f}", f"{human(record['tokens_per_s'])} {unit}/s"]
     if record.get("mfu") is not None:
         words.append(f"MFU {record['mfu']:.1%}")
     words.append(f"{record['memory_gib']:.2f} GiB")

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ def build_model(section: ModelSection) -> nn.Module:
     model = builder(**arguments)
     if not isinstance(model, nn.Module):
         raise ShoalError(
-            f"{section.name} returned a {type(model).__name__}, not an nn.Module",
+            f"{section.name} returned {type(model).__name__}, not an nn.Module",
             fix="return the model from that function",
         )
     return model
@@ -65,9 +66,23 @@ def _load_file(path: Path) -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # dataclasses and pickling look a module up by name
-    sys.path.insert(0, str(path.parent.resolve()))  # as `python path/to/file.py` would
-    spec.loader.exec_module(module)
+    folder = str(path.parent.resolve())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # as `python path/to/file.py` would
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ShoalError(
+            f"{str(path)!r} cannot be loaded: {type(error).__name__}: {error}{_place_of(error, path)}",
+            fix=f"python {path} must run without an error",
+        ) from error
     return module
+
+
+def _place_of(error: Exception, path: Path) -> str:
+    """The last line of the file that led to the error; a SyntaxError says it itself."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path.absolute())]
+    return f" (line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
 
 
 def _function_of(module: Any, function: str, name: str) -> Callable[..., Any]:
@@ -76,7 +91,8 @@ def _function_of(module: Any, function: str, name: str) -> Callable[..., Any]:
         names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         near = nearest(function, names)
         raise ShoalError(
-            f"{name!r}: that file has no function {function!r}", fix=f"did you mean {near}?" if near else "define it"
+            f"{name!r}: that file has no function {function!r}",
+            fix=f"did you mean {near}?" if near else f"def {function}(): ... in that file, which returns the model",
         )
     return found  # type: ignore[no-any-return]
 
@@ -89,7 +105,8 @@ def _check_arguments(name: str, builder: Callable[..., Any], arguments: dict[str
     try:
         signature.bind(**arguments)
     except TypeError as error:
-        takes = ", ".join(signature.parameters) or "nothing"
+        takes = ", ".join(signature.parameters)
         raise ShoalError(
-            f"{name}: {error}; it takes {takes}", fix="keys under `model:` are the function's arguments"
+            f"{name} cannot be called with the keys under `model:`: {error}",
+            fix=f"keys that it takes: {takes}" if takes else "leave them out: it takes no argument",
         ) from None

@@ -35,15 +35,31 @@ def check(recipe: Recipe, world_size: int) -> Job:
     for tracker in recipe.run.trackers:
         require(TRACKER_PACKAGES[tracker], extra=tracker)
     training, held_out = open_datasets(recipe.data, recipe.run.seed)
-    with torch.device("meta"):
-        model = build_model(recipe.model)
-    raise_if(_misfits(recipe, model, training), title=recipe.model.name)
-    return Job(recipe.model_copy(update={"plan": plan}), training, held_out)
+    raise_if(_misfits(recipe, _built_without_memory(recipe), training), title=recipe.model.name)
+    job = Job(recipe.model_copy(update={"plan": plan}), training, held_out)
+    raise_if(_odd_clocks(job), title="the settings")
+    steps_of(job)
+    return job
 
 
-def _misfits(recipe: Recipe, model: nn.Module, data: Dataset) -> list[Problem]:
+def _built_without_memory(recipe: Recipe) -> nn.Module | None:
+    """The model with shapes and without values, or None where a user's function cannot build it so.
+
+    Code that looks at values while it builds (`torch.linspace(...).tolist()`) is right, and fails on the meta device.
+    If it is wrong, the first rank to run it says so.
+    """
+    try:
+        with torch.device("meta"):
+            return build_model(recipe.model)
+    except ShoalError:
+        raise
+    except Exception:
+        return None
+
+
+def _misfits(recipe: Recipe, model: nn.Module | None, data: Dataset) -> list[Problem]:
     """Where the model and the data do not fit together."""
-    outputs = describe(model).num_outputs
+    outputs = describe(model).num_outputs if model is not None else None
     if outputs is None or data.vocabulary is None or data.vocabulary <= outputs:
         return []
     return [
@@ -52,6 +68,19 @@ def _misfits(recipe: Recipe, model: nn.Module, data: Dataset) -> list[Problem]:
             f"--model.vocabulary (or --model.num_classes) {data.vocabulary}, or other data",
         )
     ]
+
+
+def _odd_clocks(job: Job) -> list[Problem]:
+    """Lengths in seconds beside lengths in steps: neither can be turned into the other before the run."""
+    optim, run = job.recipe.optim, job.recipe.run
+    problems = []
+    if run.evaluate_every.seconds is not None:
+        what = f"run.evaluate_every {run.evaluate_every} is a length of time, and evaluations are counted in steps"
+        problems.append(Problem(what, "--run.evaluate_every 100step"))
+    if optim.warmup.seconds and run.duration.seconds is None and not run.fast_dev_run:
+        what = f"optim.warmup {optim.warmup} is a length of time, and a run of {run.duration} is not"
+        problems.append(Problem(what, "--optim.warmup 20step, or a --run.duration in min"))
+    return problems
 
 
 def steps_of(job: Job) -> int | None:

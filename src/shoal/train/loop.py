@@ -14,13 +14,15 @@ from typing import Any
 from rich.console import Console
 from torch.distributed import Store
 
+from shoal.blueprint.recipe import Recipe
 from shoal.comm.environment import Placement
 from shoal.comm.world import World
 from shoal.data.loading import Loader, evaluation_batches
-from shoal.numerics.gradients import LossScale
+from shoal.errors import ShoalError
 from shoal.numerics.init import initialise
 from shoal.numerics.optim import build_optimizer, set_lr
 from shoal.numerics.schedule import lr_factor, scaled_lr
+from shoal.observe.directory import RunDirectory
 from shoal.observe.progress import ProgressLine, Quiet, progress_line
 from shoal.train.build import build_model, describe
 from shoal.train.job import Job, steps_of, units
@@ -29,9 +31,9 @@ from shoal.train.run import Run
 
 
 def train(
-    placement: Placement | None, store: Store | None, job: Job, directory: Path | None, quiet: bool, began: float
+    placement: Placement | None, store: Store | None, job: Job, keep: bool, quiet: bool, began: float
 ) -> dict[str, Any]:
-    """Train on this rank; returns the summary of the run, which is the same on every rank but for its memory."""
+    """Train on this rank; returns the summary of the run, the same on every rank. `keep`: in a run directory."""
     recipe = job.recipe
     launch, optim, settings = recipe.launch, recipe.optim, recipe.run
     world = World.start(placement, device=launch.device, timeout=launch.timeout, store=store, threads=launch.threads)
@@ -41,19 +43,21 @@ def train(
         clip=optim.clip,
         on_nan=settings.on_nan,
         deterministic=settings.deterministic,
-        loss_scale=LossScale(optim.loss_scale, optim.loss_scale_window),
+        loss_scale=optim.loss_scale,
+        loss_scale_window=optim.loss_scale_window,
         bucket_mb=settings.bucket_mb,
         world=world,
     ) as run:
         console = Console(stderr=True)
-        line = progress_line(console, quiet=quiet) if world.is_main else Quiet(Console(quiet=True))
+        unit = "tok" if job.training.tokens_per_sample > 1 else "sample"
+        line = progress_line(console, quiet=quiet, unit=unit) if world.is_main else Quiet(Console(quiet=True))
         model = build_model(recipe.model)
         description = describe(model)
         initialise(model, settings.seed)
         run.prepare(model.to(world.device))
         lr = scaled_lr(optim.lr, batch=recipe.data.batch, tuned_for_batch=optim.scale_lr_from_batch)
         run.prepare(build_optimizer(run.module.parameters(), optim, lr=lr))
-        directory = world.all_gather_object(directory)[0]
+        directory = _claim_directory(world, recipe) if keep else None
         meter = Meter(run, job, description, directory, began=began)
         if not quiet:
             line.say(_headline(run, job, lr))
@@ -69,36 +73,52 @@ def train(
         )
         try:
             with _asked_to_stop() as asked:
-                _steps(run, job, loader, meter, line, asked)
-            meter.evaluated(_evaluate(run, job))
+                was_stopped = _steps(run, job, loader, meter, line, asked)
+            if not was_stopped:  # whoever asked for the end does not want to wait for an evaluation
+                meter.evaluated(_evaluate(run, job))
         finally:
             line.close()
             loader.close()
             meter.close()
-        return meter.summary(was_stopped=bool(asked))
+        return meter.summary(was_stopped=was_stopped)
 
 
-def _steps(run: Run, job: Job, loader: Loader, meter: Meter, line: ProgressLine, asked: list[int]) -> None:
-    """Optimizer steps until the duration is reached, or until any rank was asked to stop."""
-    settings, optim = job.recipe.run, job.recipe.optim
-    num_steps, seconds = steps_of(job), settings.duration.seconds
+def _claim_directory(world: World, recipe: Recipe) -> Path:
+    """Made by the main rank, now that all have met and nothing can be wrong any more; refused on all ranks alike."""
+    outcome: Path | ShoalError | None = None
+    if world.is_main:
+        try:
+            outcome = RunDirectory.claim(recipe).path
+        except ShoalError as error:
+            outcome = error
+    outcome = world.all_gather_object(outcome)[0]
+    if isinstance(outcome, ShoalError):
+        raise outcome
+    assert outcome is not None
+    return outcome
+
+
+def _steps(run: Run, job: Job, loader: Loader, meter: Meter, line: ProgressLine, asked: list[int]) -> bool:
+    """Optimizer steps until the duration is reached, or until any rank was asked to stop: then True, on every rank."""
+    settings = job.recipe.run
+    num_steps, seconds = steps_of(job), settings.duration.seconds or 0.0
     evaluate_every = settings.evaluate_every.steps(**units(job))
-    warmup = _warmup_part(job, num_steps)
     start = time.monotonic()
     elapsed = 0.0
     for batch in run.batches(loader):
-        done = (run.steps_done + 1) / num_steps if num_steps else min(elapsed / (seconds or 1.0), 1.0)
-        set_lr(run.optimizer, lr_factor(optim.schedule, done, warmup=warmup, final=optim.final_lr))
+        done = (run.steps_done + 1) / num_steps if num_steps else min(elapsed / seconds, 1.0)
+        set_lr(run.optimizer, _lr_factor(job, run.steps_done + 1, done))
         run.step(batch)
         meter.stepped(loader, line, done)
         # One clock, rank 0's, and one answer to "was anyone asked to stop": both travel with the step's token count.
         elapsed = run.agreed.get("seconds", 0.0)
-        is_over = run.steps_done >= num_steps if num_steps else elapsed >= (seconds or 0.0)
+        is_over = run.steps_done >= num_steps if num_steps else elapsed >= seconds
         if is_over or run.agreed.get("stop", 0.0):
-            return
+            return not is_over
         run.signals = {"stop": float(bool(asked)), "seconds": time.monotonic() - start if run.world.is_main else 0.0}
         if evaluate_every and run.steps_done % evaluate_every == 0:
             meter.evaluated(_evaluate(run, job))
+    raise AssertionError("a Loader never ends")
 
 
 def _evaluate(run: Run, job: Job) -> float | None:
@@ -110,13 +130,18 @@ def _evaluate(run: Run, job: Job) -> float | None:
     return run.evaluate(itertools.islice(batches, 2) if job.recipe.run.fast_dev_run else batches)
 
 
-def _warmup_part(job: Job, num_steps: int | None) -> float:
-    """Warm-up as a part of the run, in steps or in seconds as the run itself is."""
-    warmup, duration = job.recipe.optim.warmup, job.recipe.run.duration
-    if num_steps:
-        steps = warmup.steps(**units(job))
-        return min((steps if steps is not None else 0) / num_steps, 1.0)
-    return min((warmup.seconds or 0.0) / (duration.seconds or 1.0), 1.0)
+def _lr_factor(job: Job, step: int, done: float) -> float:
+    """The learning rate of a step, counted from 1, as a part of its peak; `done` is how far the run is after it."""
+    optim, duration, num_steps = job.recipe.optim, job.recipe.run.duration, steps_of(job)
+    warmup_steps = optim.warmup.steps(**units(job))
+    if num_steps is not None:
+        part, ramp = min((warmup_steps or 0) / num_steps, 1.0), 1.0
+    elif warmup_steps is None:
+        part, ramp = min((optim.warmup.seconds or 0.0) / (duration.seconds or 1.0), 1.0), 1.0
+    else:  # steps within a run by the clock: which part of it they will be is not known, so they come on top
+        part, ramp = 0.0, min(step / warmup_steps, 1.0) if warmup_steps else 1.0
+    # The clock stands at zero in the first step, which is not to be wasted on a learning rate of zero.
+    return ramp * lr_factor(optim.schedule, max(done, 1e-3), warmup=part, final=optim.final_lr)
 
 
 @contextmanager
@@ -140,17 +165,24 @@ def _asked_to_stop() -> Iterator[list[int]]:
 def _headline(run: Run, job: Job, lr: float) -> str:
     recipe = job.recipe
     parameters = sum(parameter.numel() for parameter in run.module.parameters())
-    microbatches = run.plan.num_microbatches(recipe.data.batch)
+    model = " ".join(filter(None, (recipe.model.name, recipe.model.preset)))
     lines = [
-        f"model  {recipe.model.name} {recipe.model.preset or ''}: {parameters:,} parameters, {run.plan.precision}",
+        f"model  {model}: {parameters:,} parameters, {run.plan.precision}",
         f"data   {job.training.describe()}",
-        f"plan   {run.plan.layout.draw()}",
-        f"step   {recipe.data.batch} samples = {run.degree} data ranks x {microbatches} microbatches"
-        f" x {run.plan.microbatch_size(recipe.data.batch)}",
+        f"plan   {run.plan.brief()}",
+        f"step   {recipe.data.batch} samples = {_counted(run.degree, 'rank')}"
+        f" x {_counted(run.plan.num_microbatches(recipe.data.batch), 'microbatch', 'es')}"
+        f" x {_counted(run.plan.microbatch_size(recipe.data.batch), 'sample')}",
     ]
     if recipe.optim.scale_lr_from_batch:
         lines.append(
             f"lr     {recipe.optim.lr:g} x {recipe.data.batch} / {recipe.optim.scale_lr_from_batch} = {lr:g}"
             " (linear scaling rule)"
         )
+    if run.world.size > 1:
+        lines += [" " * 7 + line for line in run.plan.layout.draw(devices_per_node=run.world.local_size).splitlines()]
     return "\n".join(lines)
+
+
+def _counted(number: int, thing: str, plural: str = "s") -> str:
+    return f"{number} {thing}{'' if number == 1 else plural}"

@@ -85,6 +85,7 @@ class Meter:
         step_seconds = statistics.median(record["step_seconds"] for record in settled)
         return {
             "steps": self.run.steps_done,
+            "samples": self.run.steps_done * self.job.recipe.data.batch,
             "tokens": self.run.steps_done * self.tokens_per_step,
             "loss_first": self.records[0]["loss"],
             "loss_last": statistics.fmean(record["loss"] for record in self.records[-10:]),

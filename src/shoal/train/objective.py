@@ -58,7 +58,12 @@ class MeanOf:
 
     def loss_sum(self, model: nn.Module, batch: Any) -> Tensor:
         """The mean times what it is a mean over."""
-        return self.function(model, batch) * self.weight(batch)
+        return sum_from_mean(self.function(model, batch), self.weight(batch))
+
+
+def sum_from_mean(mean: Tensor, weight: float) -> Tensor:
+    """The sum whose mean over `weight` things this is. The mean over nothing is NaN, and counts for nothing."""
+    return mean * weight if weight else mean.nan_to_num(0.0) * 0.0
 
 
 def _logits_and_labels(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:

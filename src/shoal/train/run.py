@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal
@@ -38,7 +39,7 @@ from shoal.numerics.gradients import LossScale, clip_coefficient, global_norm, g
 from shoal.numerics.precision import precision_of
 from shoal.parallel.compose import compose, refuse_unbuilt
 from shoal.parallel.replicate import average_buffers, synchronised
-from shoal.train.objective import CrossEntropy, LossFunction, MeanOf, Objective
+from shoal.train.objective import CrossEntropy, LossFunction, MeanOf, Objective, sum_from_mean
 
 OnNan = Literal["stop", "skip", "ignore"]
 
@@ -65,6 +66,7 @@ class _OpenStep:
     microbatches: list[Any]
     weights: list[float]
     agreed: HostReduction
+    signals: tuple[str, ...] = ()
     sums: list[Tensor] = field(default_factory=list)
     index: int = -1
 
@@ -93,7 +95,8 @@ class Run:
         on_nan: OnNan = "stop",
         device: str = "auto",
         deterministic: bool = False,
-        loss_scale: LossScale | None = None,
+        loss_scale: float = 65536.0,
+        loss_scale_window: int = 2000,
         bucket_mb: float = 25.0,
         timeout: float = 600.0,
         world: World | None = None,
@@ -105,7 +108,7 @@ class Run:
         self.plan = asked.resolve(self.world.size)
         refuse_unbuilt(self.plan)
         self.precision = precision_of(self.plan.precision)
-        self.loss_scale = (loss_scale or LossScale(65536.0, 2000)) if self.precision.scales_loss else LossScale()
+        self.loss_scale = LossScale(loss_scale, loss_scale_window) if self.precision.scales_loss else LossScale()
         self.objective = _objective(loss)
         self.seed, self.clip, self.on_nan, self.bucket_mb = seed, clip, on_nan, bucket_mb
         self.coordinate = self.plan.layout.data_coordinate(self.world.rank)
@@ -126,6 +129,11 @@ class Run:
     def device(self) -> torch.device:
         """Where this rank's tensors live."""
         return self.world.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank speaks for all."""
+        return self.world.is_main
 
     @property
     def model(self) -> nn.Module:
@@ -183,7 +191,7 @@ class Run:
     def step(self, batch: Any) -> Tensor:
         """Forward, backward and update over this rank's share of a global batch; returns the global loss."""
         for microbatch in self.microbatches(batch):
-            with self.precision.autocast(self.device):
+            with self.autocast():
                 loss_sum = self.objective.loss_sum(self.model, microbatch)
             self._backward(loss_sum)
         return self.update().loss
@@ -200,11 +208,15 @@ class Run:
             with synchronised(self.model, is_last=index == last):
                 yield microbatch
 
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context in which a forward computes in the plan's precision; `step` enters it by itself."""
+        return self.precision.autocast(self.device)
+
     def backward(self, loss: Tensor) -> None:
         """Backward of a loss that is the *mean* over the microbatch (or the batch, without accumulation) at hand."""
         if self._step is None:  # a loop that does not use `batches`: every rank's mean counts the same
-            self._step = _OpenStep(None, [None], [1.0], self._agree(1.0))
-        self._backward(loss * self._step.weight)
+            self._step = _OpenStep(None, [None], [1.0], self._agree(1.0), tuple(self.signals))
+        self._backward(sum_from_mean(loss, self._step.weight))
 
     def update(self) -> StepReport:
         """Clip, apply the optimizer and forget the gradients; or drop the step if the gradient is not finite."""
@@ -234,7 +246,7 @@ class Run:
         weights = [float(self.objective.weight(part)) if counts else 0.0 for part in cut]
         agreed = self._agree(sum(weights))
         on_device = to_device(batch, self.device)
-        self._step = _OpenStep(on_device, parts(on_device, self.plan.mb), weights, agreed)
+        self._step = _OpenStep(on_device, parts(on_device, self.plan.mb), weights, agreed, tuple(self.signals))
         return self._step
 
     def _agree(self, weight: float) -> HostReduction:
@@ -245,7 +257,7 @@ class Run:
         step = self._step
         assert step is not None
         total, *signals = step.agreed.wait()
-        self.agreed = dict(zip(self.signals, signals, strict=True))
+        self.agreed = dict(zip(step.signals, signals, strict=True))
         if total == 0:
             raise ShoalError(
                 "not one label of this global batch counts: all are -100", fix="mask less, or enlarge --data.batch"
@@ -295,7 +307,7 @@ class Run:
         try:
             for batch in batches:
                 weight += self.objective.weight(batch)
-                with self.precision.autocast(self.device):
+                with self.autocast():
                     total += self.objective.loss_sum(self.module, to_device(batch, self.device))
         finally:
             self.module.train(was_training)

@@ -1,0 +1,206 @@
+"""What a run shows of itself: the directory, the sinks, the line for a person."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+
+from shoal.blueprint.settings import build_recipe
+from shoal.errors import ShoalError
+from shoal.observe import progress
+from shoal.observe.directory import RunDirectory
+from shoal.observe.metrics import TRACKER_PACKAGES, TRACKERS, JsonLines, numbers, peak_memory_gib, require
+from shoal.observe.progress import Live, Plain, Quiet, human, progress_line, status, time_left
+
+RECORD = {"step": 3, "loss": 5.125, "tokens_per_s": 18312.0, "mfu": None, "memory_gib": 1.3, "skipped": False}
+
+
+# ---- the run directory -----------------------------------------------------------------------------------------------
+
+
+def recipe(**run: Any) -> Any:
+    return build_recipe({"run": run}, title="test")
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_first_free_name_is_taken() -> None:
+    assert [RunDirectory.claim(recipe(name="a")).path for _ in range(3)] == [
+        Path("runs/a"),
+        Path("runs/a-2"),
+        Path("runs/a-3"),
+    ]
+
+
+def test_an_empty_folder_may_be_used() -> None:
+    Path("mine").mkdir()
+    assert RunDirectory.claim(recipe(dir="mine")).path == Path("mine")
+    assert yaml.safe_load(Path("mine/recipe.yaml").read_text())["run"]["dir"] == "mine"
+
+
+def test_the_difference_to_the_earlier_run_is_told() -> None:
+    RunDirectory.claim(recipe(dir="mine", seed=1))
+    before = Path("mine/recipe.yaml").read_bytes()
+    with pytest.raises(ShoalError, match=r"another recipe: run.seed: 1 → 2; nothing was touched"):
+        RunDirectory.claim(recipe(dir="mine", seed=2))
+    with pytest.raises(ShoalError, match="a run of this recipe; nothing was touched"):
+        RunDirectory.claim(recipe(dir="./mine", seed=1))
+    assert Path("mine/recipe.yaml").read_bytes() == before
+
+
+def test_overwrite_removes_a_run_and_nothing_else() -> None:
+    RunDirectory.claim(recipe(dir="mine"))
+    Path("mine/metrics.jsonl").write_text("old")
+    RunDirectory.claim(recipe(dir="mine", overwrite=True))
+    assert not Path("mine/metrics.jsonl").exists()
+    Path("other").mkdir()
+    Path("other/notes.txt").write_text("precious")
+    with pytest.raises(ShoalError, match="holds no run of shoal"):
+        RunDirectory.claim(recipe(dir="other", overwrite=True))
+    assert Path("other/notes.txt").read_text() == "precious"
+
+
+def test_a_summary_is_json_whatever_the_loss() -> None:
+    directory = RunDirectory.claim(recipe(dir="mine"))
+    directory.write_summary({"steps": 2, "loss_last": float("nan"), "mfu": None})
+    assert json.loads(Path("mine/summary.json").read_text()) == {"steps": 2, "loss_last": "nan", "mfu": None}
+
+
+# ---- sinks -----------------------------------------------------------------------------------------------------------
+
+
+def test_json_lines_are_there_at_once_and_are_json() -> None:
+    sink = JsonLines(Path("metrics.jsonl"))
+    sink.write({"step": 1, "loss": float("inf")})
+    assert json.loads(Path("metrics.jsonl").read_text()) == {"step": 1, "loss": "inf"}
+    sink.write({"step": 2, "loss": 1.5})
+    sink.close()
+    assert len(Path("metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_numbers_are_what_a_tracker_can_plot() -> None:
+    assert numbers({**RECORD, "note": "x"}) == {"loss": 5.125, "tokens_per_s": 18312.0, "memory_gib": 1.3}
+
+
+def test_every_tracker_has_a_package_and_is_asked_for_by_name() -> None:
+    assert set(TRACKERS) == set(TRACKER_PACKAGES)
+    with pytest.raises(ShoalError, match=r"shoal\[wandb\]"):
+        require("surely_not_there", extra="wandb")
+
+
+class Recorder(types.ModuleType):
+    """Stands in for a tracker's package and keeps the calls."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def call(*args: Any, **options: Any) -> Recorder:
+            self.calls.append((name, args, options))
+            return self
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("tracker", "expected"),
+    [
+        ("wandb", ["init", "log", "finish"]),
+        ("mlflow", ["start_run", "log_dict", "log_metrics", "end_run"]),
+    ],
+)
+def test_trackers_get_numbers_at_their_step(
+    tracker: str, expected: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    package = Recorder(tracker)
+    monkeypatch.setitem(sys.modules, tracker, package)
+    sink = TRACKERS[tracker](tmp_path, "a run", {"optim": {"lr": 1}})
+    sink.write(RECORD)
+    sink.close()
+    assert [name for name, _, _ in package.calls] == expected
+    assert package.calls[-2][1:] == ((numbers(RECORD),), {"step": 3})
+    assert any("a run" in options.values() for _, _, options in package.calls)
+
+
+def test_memory_is_measured() -> None:
+    before = peak_memory_gib(torch.device("cpu"))
+    held = torch.ones(2**28, dtype=torch.uint8)  # a quarter GiB
+    assert held.sum() == 2**28
+    assert 0.05 < before < 100
+    assert peak_memory_gib(torch.device("cpu")) >= before
+
+
+# ---- the line for a person -------------------------------------------------------------------------------------------
+
+
+def console(*, terminal: bool) -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, force_terminal=terminal, width=100, _environ={}), out
+
+
+def test_the_line_fits_where_it_goes() -> None:
+    assert isinstance(progress_line(console(terminal=False)[0], quiet=False), Plain)
+    assert type(progress_line(console(terminal=True)[0], quiet=True)) is Quiet
+    live = progress_line(console(terminal=True)[0], quiet=False)
+    assert isinstance(live, Live)
+    live.close()
+
+
+def test_a_log_file_gets_few_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    target, out = console(terminal=False)
+    line = Plain(target)
+    for step in range(1, 101):
+        now += 1.0
+        line.show({**RECORD, "step": step}, step / 100)
+    line.say("a [note] that is long: " + "x" * 200)
+    lines = out.getvalue().splitlines()
+    steps = [text.split()[2] for text in lines[:-1]]
+    assert steps == ["1", "11", "21", "31", "41", "51", "61", "71", "81", "91", "100"]
+    assert lines[5] == " 51%  step 51  loss 5.1250  18.3k tok/s  1.30 GiB  0:49 left"
+    assert lines[-1] == "a [note] that is long: " + "x" * 200  # not wrapped, and brackets are no markup
+    assert "\x1b" not in out.getvalue()
+
+
+def test_a_bar_is_redrawn_and_taken_away() -> None:
+    target, out = console(terminal=True)
+    line = Live(target)
+    line.show(RECORD, 0.5)
+    line.say("dropped: step 3")
+    line.close()
+    assert "step 3  loss 5.1250" in out.getvalue()
+    assert "dropped: step 3" in out.getvalue()
+    assert "\x1b[" in out.getvalue()
+
+
+def test_quiet_shows_nothing_but_what_must_be_said() -> None:
+    target, out = console(terminal=False)
+    line = Quiet(target)
+    line.show(RECORD, 0.5)
+    line.say("dropped: step 3")
+    line.close()
+    assert out.getvalue() == "dropped: step 3\n"
+
+
+def test_words() -> None:
+    assert status({**RECORD, "mfu": 0.412}) == "step 3  loss 5.1250  18.3k tok/s  MFU 41.2%  1.30 GiB"
+    assert [time_left(10.0, done) for done in (0.0, 0.5, 1.0)] == ["", "  0:10 left", ""]
+    assert time_left(3600.0, 0.25) == "  3:00:00 left"
+    assert [human(number) for number in (999, 1000, 2.5e6, 3e12)] == ["999", "1k", "2.5M", "3T"]
