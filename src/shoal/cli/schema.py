@@ -10,8 +10,11 @@ from shoal.errors import ShoalError
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the schema."""
-    if unknown := [word for word in arguments if word not in ("--json", "-h", "--help")]:
+    """Print the schema, which is JSON with and without --json."""
+    if "--help" in arguments or "-h" in arguments:
+        print(f"usage: shoal schema > recipe.schema.json\n\n{__doc__}", end="")
+        return 0
+    if unknown := [word for word in arguments if word != "--json"]:
         raise ShoalError(f"schema takes no {unknown[0]!r}", fix="shoal schema > recipe.schema.json")
     print(json.dumps(Recipe.model_json_schema(), indent=2))
     return 0

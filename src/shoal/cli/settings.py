@@ -28,7 +28,7 @@ def parse(kind: type[Options], arguments: Sequence[str], *, prog: str) -> tuple[
     """A verb's options and the recipe, from `[RECIPE] [--option ...] [--section.key value ...]`."""
     if "--help" in arguments or "-h" in arguments:
         _print_help(kind, prog)
-    own, overrides = _sort(list(arguments), own={field.name for field in fields(kind)})  # type: ignore[arg-type]
+    own, overrides = _sort(list(arguments), own={each.name: each.type for each in fields(kind)})  # type: ignore[arg-type]
     options, rest = tyro.cli(
         kind, args=own, prog=prog, return_unknown_args=True, config=(tyro.conf.FlagCreatePairsOff,)
     )
@@ -37,20 +37,45 @@ def parse(kind: type[Options], arguments: Sequence[str], *, prog: str) -> tuple[
     return options, load_recipe(path, overrides)
 
 
-def _sort(words: list[str], own: set[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Words for the verb, and settings: one value each, in YAML (`--optim.betas '[0.9, 0.99]'`), or is true."""
+def _sort(words: list[str], own: dict[str, Any]) -> tuple[list[str], list[tuple[str, str]]]:
+    """Words for the verb, and settings: one value each, in YAML (`--optim.betas '[0.9, 0.99]'`)."""
     others: list[str] = []
     overrides: list[tuple[str, str]] = []
+    problems: list[Problem] = []
     while words:
         word = words.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or name.replace("-", "_") in own:
+        if not word.startswith("--"):
             others.append(word)
-            continue
-        if not equals:
-            value = words.pop(0) if words and not words[0].startswith("--") else "true"
-        overrides.append((SHORT.get(name, name), value))
+            problems += [_not_an_option(word)] if word.startswith("-") else []
+        elif (option := name.replace("-", "_")) in own:
+            others.append(word)
+            problems += [Problem(f"--{name} takes no value", f"--{name}")] if equals and own[option] == "bool" else []
+        else:
+            name = SHORT.get(name, name)
+            if not equals and words and not words[0].startswith("--"):
+                equals, value = "=", words.pop(0)
+            problems += [] if equals or _may_stand_alone(name) else [_without_value(name)]
+            overrides.append((name, value if equals else "true"))
+    raise_if(problems, title="the command line")
     return others, overrides
+
+
+def _may_stand_alone(name: str) -> bool:
+    """Whether `--run.deterministic` alone means true: it does for what can be true, and for what is not known here."""
+    section, _, key = name.replace("-", "_").partition(".")
+    if section not in Recipe.model_fields:
+        return True  # the recipe says what it thinks of this name
+    known = getattr(Recipe.model_fields[section].annotation, "model_fields", {})
+    return section != "plan" and bool(key) and (key not in known or known[key].annotation is bool)
+
+
+def _without_value(name: str) -> Problem:
+    return Problem(f"--{name} has no value", f"--{name} VALUE")
+
+
+def _not_an_option(word: str) -> Problem:
+    return Problem(f"what is {word!r}?", f"-{word}, if that is an option; `--help` lists all of them")
 
 
 def _print_help(kind: type[Any], prog: str) -> None:

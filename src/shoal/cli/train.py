@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from shoal.blueprint.plan import Plan
 from shoal.blueprint.settings import dump_recipe
 from shoal.cli.settings import parse
+from shoal.comm.environment import Placement, read_environment
+from shoal.errors import RunFailed, ShoalError
 
 if TYPE_CHECKING:
     from shoal.train.job import Job
@@ -43,34 +46,49 @@ def main(arguments: Sequence[str]) -> int:
     """Train; 0 when the run reached its end, 130 when it was asked to stop before."""
     began = time.time()
     options, recipe = parse(Train, arguments, prog="shoal train")
+    placement = read_environment(os.environ)
+    is_main = placement is None or placement.rank == 0
 
     # torch is loaded from here on: once, in the process that the workers are forked from.
-    from shoal.comm.environment import read_environment
     from shoal.launch.local import default_nproc, launch
-    from shoal.observe.directory import RunDirectory
     from shoal.train.job import check
     from shoal.train.loop import train
 
-    placement = read_environment(os.environ)
-    is_main = placement is None or placement.rank == 0
     world_size = placement.world_size if placement else recipe.launch.nproc or default_nproc(recipe.launch.device)
-    job = check(recipe, world_size)
+    try:
+        job = check(recipe, world_size)
+    except ShoalError as error:
+        if is_main:
+            raise
+        return error.exit_code  # every rank finds the same; one says it
     if options.dry_run:
         if is_main:
             _show_plan(job, options)
         return 0
-    keeps = is_main and not recipe.run.fast_dev_run
-    directory = RunDirectory.claim(job.recipe) if keeps else None
-    arguments_of_train = (job, directory.path if directory else None, options.quiet or options.json, began)
+    arguments_of_train = (job, not recipe.run.fast_dev_run, options.quiet or options.json, began)
     if placement or world_size == 1:
-        summary = train(placement, None, *arguments_of_train)
+        summary = _train_here(train, placement, arguments_of_train)
     else:
         summary = launch(train, arguments_of_train, nproc=world_size)[0]
-    if directory:
-        directory.write_summary(summary)
     if is_main:
-        _show_summary(summary, options)
+        _keep_and_show(summary, options)
     return 130 if summary["was_stopped"] else 0
+
+
+def _train_here(
+    train: Callable[..., dict[str, Any]], placement: Placement | None, arguments: tuple[Any, ...]
+) -> dict[str, Any]:
+    """Be a worker in this process. What breaks in it is told as `launch` tells it of the workers that it starts."""
+    from shoal.launch.failure import failure_of
+
+    try:
+        return train(placement, None, *arguments)
+    except ShoalError:
+        raise
+    except Exception as error:
+        rank, size = (placement.rank, placement.world_size) if placement else (0, 1)
+        failure = failure_of(rank, error)
+        raise RunFailed(f"rank {rank} of {size} failed: {failure.what}\n{failure.details}") from error
 
 
 def _show_plan(job: Job, options: Train) -> None:
@@ -81,9 +99,14 @@ def _show_plan(job: Job, options: Train) -> None:
         print(dump_recipe(job.recipe) + "\n" + layout.draw())
 
 
-def _show_summary(summary: dict[str, Any], options: Train) -> None:
+def _keep_and_show(summary: dict[str, Any], options: Train) -> None:
+    from shoal.observe.directory import RunDirectory
+    from shoal.observe.metrics import jsonable
+
+    if summary["directory"]:
+        RunDirectory(Path(summary["directory"])).write_summary(summary)
     if options.json:
-        print(json.dumps(summary))
+        print(json.dumps(jsonable(summary)))
         return
     from rich.console import Console
     from rich.table import Table
@@ -96,14 +119,16 @@ def _show_summary(summary: dict[str, Any], options: Train) -> None:
 
 def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """The summary in words; every figure says how it was come by."""
+    ranks = f"{summary['ranks']} rank{'s' if summary['ranks'] > 1 else ''}"
+    unit = "tokens" if summary["tokens"] > summary["samples"] else "samples"
     rows = [
-        ("steps", f"{summary['steps']:,} ({summary['tokens']:,} tokens)"),
+        ("steps", f"{summary['steps']:,} ({summary['tokens']:,} {unit})"),
         ("loss", f"{summary['loss_first']:.4f} at the first step, {summary['loss_last']:.4f} over the last ten"),
         ("held-out loss", "no held-out samples" if summary["eval_loss"] is None else f"{summary['eval_loss']:.4f}"),
-        ("plan", f"{summary['plan']} on {summary['ranks']} rank{'s' if summary['ranks'] > 1 else ''}"),
+        ("plan", f"{Plan.parse(summary['plan']).brief()} on {ranks}"),
         (
             "speed, measured",
-            f"{summary['tokens_per_s']:,.0f} tokens/s, {summary['step_seconds_median'] * 1e3:.1f} ms a step",
+            f"{summary['tokens_per_s']:,.0f} {unit}/s, {summary['step_seconds_median'] * 1e3:.1f} ms a step",
         ),
         ("waiting for data", f"{summary['data_wait_part']:.1%} of the time, measured"),
         ("memory, measured", f"{summary['memory_gib_max']:.2f} GiB peak on the fullest rank"),

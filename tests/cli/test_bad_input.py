@@ -1,0 +1,218 @@
+"""What a person can get wrong: exit code 2, every problem with its fix on stderr, nothing started, nothing touched."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shoal.cli import main
+from tests.cli.test_train import MADE_UP, SMALL, run
+
+FILES = {
+    "empty.txt": "",
+    "short.txt": "hello",
+    "typos.yaml": "optim: {learning_rate: 1, weigth_decay: 0}\nspeed: 9\n",
+    "list.yaml": "- model\n",
+    "broken.yaml": "model: [1\n",
+    "tiny.yaml": "run: {name: tiny}\n",
+    "own.py": "def build(width=3): return 3\n",
+    "syntax.py": "def build(:\n",
+    "imports.py": "import surely_not_there\n",
+    "divides.py": "x = 0\n1 / x\n",
+    "taken/notes.txt": "mine",
+}
+
+# words → what must be said of them, and what must be in the fix
+CASES = {
+    "no such verb": ("trian", "there is no verb 'trian'", "shoal train"),
+    "no such recipe": ("train tinny.yaml", "there is no recipe 'tinny.yaml'", "tiny.yaml"),
+    "two recipes": ("train tiny.yaml other.yaml", "what is 'other.yaml'?", "one recipe at most"),
+    "one dash": ("train -quiet", "what is '-quiet'?", "--quiet"),
+    "a flag with a value": ("train --json=yes", "--json takes no value", "--json"),
+    "a setting without a value": ("train --optim.lr --quiet", "--optim.lr has no value", "--optim.lr VALUE"),
+    "recipe is a folder": ("train taken", "'taken' cannot be read", "a YAML file"),
+    "recipe is a list": ("train list.yaml", "holds a list, not a mapping", "model:"),
+    "recipe is no YAML": ("train broken.yaml", "broken.yaml is not valid YAML", "mend the line"),
+    "unknown keys in YAML": ("train typos.yaml", "3 problems in typos.yaml", "optim.weight_decay"),
+    "unknown key": ("train --optim.lrr 3", "unknown key 'optim.lrr'", "optim.lr"),
+    "a key of other systems": ("train --learning-rate 3", "unknown key 'learning_rate'", "optim.lr"),
+    "lr -1": ("train --optim.lr -1", "optim.lr: input should be greater than 0, but it is -1", "optim.lr"),
+    "lr is a word": ("train --optim.lr=fast", "it is 'fast'", "optim.lr"),
+    "batch 0": ("train --data.batch 0", "data.batch: input should be greater than 0, but it is 0", "data.batch"),
+    "nproc 0": ("train --nproc 0", "launch.nproc: input should be greater than 0, but it is 0", "launch.nproc"),
+    "tp=0": ("train --plan tp=0", "tp=0 is not a whole number of at least 1", "tp=1"),
+    "two at once": ("train --optim.lr -1 --data.batch 0", "2 problems in the settings", "data.batch"),
+    "no such plan word": ("train --plan tpp=2", "no key 'tpp'", "tp"),
+    "no such unit": ("train --run.duration 3furlong", "'3furlong' is not a duration", "1000step"),
+    "no step": ("train --run.duration 0step", "a run of 0step makes no step", "--run.duration 100step"),
+    "evaluation by the clock": ("train --run.evaluate_every 2min", "a length of time", "--run.evaluate_every 100step"),
+    "warm-up by another clock": ("train --optim.warmup 9sec", "optim.warmup 9sec is a length of time", "--optim.warmup 20step"),
+    "batch over ranks": ("train --data.batch 10 --nproc 4", "batch 10 is not divisible by", "--data.batch 8 or 12"),
+    "batch over mb": ("train --data.batch 10 --plan mb=3 --nproc 2", "by mb=3 x dp_replicate=2", "--plan.mb 1 or 5"),
+    "plan of 3 on 2": ("train --plan dp_replicate=3 --nproc 2", "not the number of ranks, 2", "start 3 ranks"),
+    "tp=2 is not built": ("train --plan tp=2 --nproc 2", "tp=2 cannot be run by this version", "leave it out"),
+    "zero=3 is not built": ("train --plan zero=3 --nproc 2", "zero=3 cannot be run by this version", "leave it out"),
+    "fp8 is not built": ("train --plan fp8", "fp8 cannot be run by this version", "leave it out"),
+    "no such data": ("train --data.source shrot.txt", "no such file or folder", "short.txt"),
+    "empty corpus": ("train --data.source empty.txt", "empty.txt is empty", "with text in it"),
+    "corpus too short": ("train --data.source short.txt", "take 514 tokens", "--data.sequence 2"),
+    "no tokenizer there": ("train --data.tokenizer missing.json", "missing.json", "data.tokenizer"),
+    "no such model": ("train --model.name lama", "there is no model 'lama'", "llama"),
+    "no such preset": ("train --model.preset tinny", "there is no preset 'tinny'", "tiny"),
+    "no such argument": ("train --model.num_layerz 2", "there is no setting 'num_layerz'", "num_layers"),
+    "vocabulary too small": ("train --model.vocabulary 100", "the data has 257 different labels", "257"),
+    "no such file of a model": ("train --model.name new.py:build", "there is no file 'new.py'", "file.py:function"),
+    "no such function": ("train --model.name own.py:biuld", "that file has no function 'biuld'", "build"),
+    "not a function's argument": ("train --model.name own.py:build --model.depth 2", "'depth'", "width"),
+    "returns no model": ("train --model.name own.py:build", "returned int, not an nn.Module", "return the model"),
+    "file has a typo": ("train --model.name syntax.py:build", "SyntaxError", "python syntax.py"),
+    "file imports too much": ("train --model.name imports.py:build", "'surely_not_there'", "python imports.py"),
+    "file raises": ("train --model.name divides.py:build", "division by zero (line 2: 1 / x)", "python divides.py"),
+    "no such device": ("train --device tpu", "'auto', 'cpu' or 'cuda', but it is 'tpu'", "launch.device"),
+    "directory is a file": ("train --run.dir short.txt", "the run directory 'short.txt' is a file", "--run.dir"),
+    "directory under a file": ("train --run.dir short.txt/run", "cannot be written: Not a directory", "--run.dir"),
+    "directory on a read-only system": ("train --run.dir /proc/run", "'/proc/run' cannot be written", "--run.dir"),
+    "directory is taken": ("train --run.dir taken", "'taken' is not empty and holds no run", "--run.dir SOMEWHERE"),
+    "words for schema": ("schema please", "schema takes no 'please'", "shoal schema"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def refused(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Refused:
+    """Checks everything that all refusals have in common; returns the message."""
+
+    def refuse(*words: str, what: str, fix: str) -> str:
+        monkeypatch.setattr("shoal.train.loop._steps", lambda *_: pytest.fail("it trains"))
+        before = contents(folder)
+        assert main(words) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("shoal: bad input: ")
+        assert what in err
+        assert fix in err[err.index("fix: ") :]
+        assert "Traceback" not in err
+        assert main([*words, "--json"]) == 2
+        out, err_again = capsys.readouterr()
+        assert err_again == err
+        error = json.loads(out)
+        assert error["exit_code"] == 2
+        assert all(problem["what"] and problem["fix"] for problem in error["error"]["problems"])
+        assert contents(folder) == before
+        return err
+
+    return refuse
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file, but what Python itself keeps of a user's model."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    return {str(path): path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refused(case: str, refused: Refused) -> None:
+    words, what, fix = CASES[case]
+    refused(*words.split(), what=what, fix=fix)
+
+
+@pytest.mark.parametrize(
+    ("package", "words", "extra"),
+    [
+        ("wandb", "--run.trackers [wandb]", "shoal[wandb]"),
+        ("mlflow", "--run.trackers [mlflow]", "shoal[mlflow]"),
+        ("tensorboard", "--run.trackers [tensorboard]", "shoal[tensorboard]"),
+        ("tokenizers", "--data.tokenizer tokenizer.json", "shoal[hf]"),
+        ("datasets", "--data.source hf:wikitext", "shoal[hf]"),
+    ],
+)
+def test_a_package_that_is_not_installed(
+    package: str, words: str, extra: str, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)  # as Python marks what cannot be imported
+    refused("train", *words.split(), what=f"needs the package {package}, which is not installed", fix=extra)
+
+
+def test_no_such_device_here(refused: Refused) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has one")
+    refused("train", *MADE_UP, "--device", "cuda", "--nproc", "1", what="no CUDA device", fix="--launch.device cpu")
+
+
+@pytest.fixture
+def earlier(folder: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    assert main(["train", *SMALL, *MADE_UP, "--nproc", "1", "--run.dir", "earlier", "--quiet"]) == 0
+    capsys.readouterr()
+    return folder / "earlier"
+
+
+def test_a_run_is_never_written_over(earlier: Path, refused: Refused) -> None:
+    again = ["train", *SMALL, *MADE_UP, "--nproc", "1", "--run.dir", "earlier"]
+    refused(*again, what="'earlier' already holds a run of this recipe; nothing was touched", fix="--run.overwrite")
+    other = "the run of another recipe: optim.lr: 0.0003 → 0.001; nothing was touched"
+    refused(*again, "--optim.lr", "1e-3", what=other, fix="--run.dir SOMEWHERE_ELSE")
+
+
+def test_a_run_is_removed_when_asked(earlier: Path, folder: Path) -> None:
+    again = ["train", *SMALL, *MADE_UP, "--nproc", "1", "--quiet", "--run.overwrite"]
+    assert main([*again, "--run.dir", "earlier", "--run.duration", "1step"]) == 0
+    assert len((earlier / "metrics.jsonl").read_text().splitlines()) == 1
+    assert main([*again, "--run.dir", "taken"]) == 2  # but nothing that is not a run
+    assert (folder / "taken" / "notes.txt").read_text() == "mine"
+
+
+# ---- with real processes ---------------------------------------------------------------------------------------------
+
+
+def test_a_port_that_is_taken(folder: Path) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = str(holder.getsockname()[1])
+        place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+        env = {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        ended = run("train", *SMALL, *MADE_UP, "--json", cwd=folder, env=env)
+    assert ended.code == 2
+    assert f"shoal: bad input: port {port} on this host is taken" in ended.err
+    assert "MASTER_PORT" in ended.json["error"]["problems"][0]["fix"]
+    assert "Traceback" not in ended.err
+    assert not (folder / "runs").exists()
+
+
+def test_workers_that_refuse_leave_no_process_and_no_trace(folder: Path) -> None:
+    before = contents(folder)
+    ended = run("train", *SMALL, *MADE_UP, "--nproc", "2", "--run.dir", "taken", cwd=folder)
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.splitlines() == [
+        "shoal: bad input: 'taken' is not empty and holds no run of shoal; nothing was touched",
+        "    fix: --run.dir SOMEWHERE_ELSE",
+    ]
+    assert contents(folder) == before
+
+
+def test_an_unknown_key_in_a_process(folder: Path) -> None:
+    ended = run("train", "tiny.yaml", "--optim.lrr", "1", cwd=folder)
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.splitlines() == [
+        "shoal: bad input: 1 problem in tiny.yaml",
+        "  unknown key 'optim.lrr'",
+        "      fix: did you mean optim.lr?",
+    ]

@@ -1,0 +1,80 @@
+"""Help, version and schema: fast, complete, and without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import shoal
+from shoal.blueprint.settings import known_keys
+from shoal.cli import HELP, VERBS, main
+
+ROOT = Path(__file__).parents[2]
+COMMAND = Path(sys.executable).with_name("shoal")  # the script that pip installs
+
+
+def test_help_is_fast() -> None:
+    seconds = []
+    for _ in range(5):
+        began = time.perf_counter()
+        done = subprocess.run([COMMAND, "--help"], capture_output=True, text=True, check=True)
+        seconds.append(time.perf_counter() - began)
+    assert all(verb in done.stdout for verb in VERBS)
+    assert min(seconds) < 0.5
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import shoal.blueprint",
+        "from shoal.cli import main; main(['--help'])",
+        "from shoal.cli import main; main(['schema'])",
+        "from shoal.cli import main; main(['train', '--optim.lrr', '1'])",
+    ],
+)
+def test_torch_stays_away(code: str) -> None:
+    after = f"import sys; {code}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", after], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
+def test_help_lists_the_verbs(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert all(f"  {verb}  " in out for verb in VERBS)
+    assert HELP.splitlines()[0] in out
+
+
+@pytest.mark.parametrize("word", ["--version", "-V", "version"])
+def test_version(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([word]) == 0
+    assert capsys.readouterr().out == f"shoal {shoal.__version__}\n"
+
+
+def test_help_of_train_lists_every_key(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    assert main(["train", "--help"]) == 0
+    out = capsys.readouterr().out.replace("_", "-")
+    listed = [key for key in known_keys() if not key.startswith("plan.")]  # which are words of --plan
+    assert [key for key in listed if f"--{key.replace('_', '-')} " not in out] == []
+    assert all(option in out for option in ("--json", "--quiet", "--dry-run", "--nproc", "--device"))
+
+
+def test_help_of_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema", "--help"]) == 0
+    assert "shoal schema > recipe.schema.json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["schema"], ["schema", "--json"]])
+def test_schema_is_the_one_in_docs(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
+    schema = json.loads(capsys.readouterr().out)
+    stored = json.loads((ROOT / "docs" / "recipe.schema.json").read_text())
+    assert schema == stored, "the recipe has changed: shoal schema > docs/recipe.schema.json"
+    assert set(schema["properties"]) == {"model", "data", "optim", "plan", "launch", "run"}
+    assert schema["$defs"]["OptimSection"]["properties"]["lr"]["description"] == "Peak learning rate."

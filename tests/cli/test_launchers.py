@@ -1,0 +1,82 @@
+"""The same recipe under every launcher: shoal's own, torchrun, Slurm, Open MPI. The same losses, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_train import MADE_UP, SHOAL, SMALL, Command, Ended, losses, run
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+WORDS = ["train", *SMALL, *MADE_UP, "--run.dir", "run", "--json", "--data.workers", "0"]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of `shoal train --nproc 2`."""
+    folder = tmp_path_factory.mktemp("reference")
+    assert run(*WORDS, "--nproc", "2", cwd=folder).code == 0
+    return losses(folder / "run")
+
+
+def test_torchrun(reference: list[float], tmp_path: Path) -> None:
+    words = [*TORCHRUN, "--nproc-per-node", "2", "--master-port", str(free_port()), "-m", "shoal", *WORDS]
+    ended = Command.start(words, cwd=tmp_path).ended()
+    assert ended.code == 0, ended.err
+    assert ended.json["ranks"] == 2  # printed by rank 0 alone
+    assert losses(tmp_path / "run") == reference
+    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == ended.json
+
+
+def test_slurm(reference: list[float], tmp_path: Path) -> None:
+    job = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NODEID": "0"}
+    job |= {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": str(free_port())}
+    places = [{**job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+    assert_same(together(places, tmp_path), tmp_path, reference)
+
+
+def test_open_mpi(reference: list[float], tmp_path: Path) -> None:
+    job = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_PORT": str(free_port())}
+    ranks = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+    places = [job | dict.fromkeys(ranks, str(rank)) for rank in range(2)]
+    assert_same(together(places, tmp_path), tmp_path, reference)
+
+
+def test_all_ranks_refuse_what_rank_0_cannot_have(tmp_path: Path) -> None:
+    """Else the others would wait for it until their time is out."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for ended in together([{**job, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)], tmp_path):
+        assert ended.code == 2
+        assert ended.err.startswith("shoal: bad input: 'run' is not empty and holds no run of shoal")
+
+
+def test_a_variable_that_is_missing(tmp_path: Path) -> None:
+    ended = run(*WORDS, cwd=tmp_path, env={"RANK": "0", "WORLD_SIZE": "2"})
+    assert ended.code == 2
+    assert "MASTER_ADDR is not set, though RANK=0 and WORLD_SIZE=2 is" in ended.err
+    assert len(ended.json["error"]["problems"]) == 4  # LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT
+
+
+def together(places: list[dict[str, str]], folder: Path) -> list[Ended]:
+    commands = [Command.start([*SHOAL, *WORDS], cwd=folder, env=place) for place in places]
+    return [command.ended() for command in commands]
+
+
+def assert_same(ranks: list[Ended], folder: Path, reference: list[float]) -> None:
+    assert [ended.code for ended in ranks] == [0, 0], ranks[0].err + ranks[1].err
+    assert ranks[0].json["ranks"] == 2
+    assert ranks[1].out == ""
+    assert losses(folder / "run") == reference
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
