@@ -1,0 +1,56 @@
+"""Every example runs as a person would start it, and prints the same losses on one process and on two."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+# float32 is rounded in another order on two ranks, and the losses have four digits; half precision rounds in the third.
+TOLERANCE = {"04_mixed_precision.py": 5e-3}
+
+
+def start(command: list[str]) -> subprocess.Popen[str]:
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def output_of(process: subprocess.Popen[str]) -> str:
+    stdout, stderr = process.communicate(timeout=90)
+    assert process.returncode == 0, stderr[-3000:]
+    return stdout
+
+
+def losses_in(text: str) -> list[float]:
+    """Every number with four digits behind the point, in order.
+
+    >>> losses_in("mb=2  losses 1.6713 0.0000")
+    [1.6713, 0.0]
+    """
+    return [float(number) for number in re.findall(r"\d+\.\d{4}\b", text)]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_one_process_and_two_print_the_same_losses(path: Path) -> None:
+    # At the same time, because most of it is loading torch.
+    with start([sys.executable, str(path)]) as one, start([*TORCHRUN, str(path)]) as two:
+        alone, both = output_of(one), output_of(two)
+    assert len(alone.splitlines()) == len(both.splitlines()), both  # one rank speaks for all
+    expected = losses_in(alone)
+    assert len(expected) >= 3
+    assert losses_in(both) == pytest.approx(expected, abs=TOLERANCE.get(path.name, 2e-4))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_it_says_how_to_start_it(path: Path) -> None:
+    text = path.read_text()
+    for start in ("python", "torchrun --nproc-per-node 2"):
+        assert f"    {start} examples/{path.name}" in text.partition('"""\n\n')[0]
