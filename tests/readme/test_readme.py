@@ -1,0 +1,239 @@
+"""What README and docs say is true: every command runs, every block of Python too, every link and file is there."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.blueprint.duration import UNITS, Duration
+from tests.readme.fork_host import ROOT, Ran, run_commands
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"(?<![\w/.-])(?:src|tests|recipes|docs|examples|benchmarks|tools)/[\w./-]*\w")
+
+# Data that is made up on the spot, short samples, three steps: a command is proven, not a training.
+QUICK = ["--data.source", "synthetic", "--data.sequence", "32"]
+FAST = [*QUICK, "--run.fast_dev_run", "true"]
+
+# Commands that this machine cannot run, by the comment that says so, and what is done instead: all that comes before
+# the first process is started, on the number of ranks that the command would have.
+NEEDS: dict[str, tuple[str, list[str]]] = {
+    "needs a GPU": ("CI has none", ["--dry-run"]),
+    "needs two nodes": ("CI has one machine", ["--dry-run", "--nproc", "16"]),
+    "needs Slurm": ("CI has no cluster", ["--dry-run", "--nproc", "16"]),
+}
+WRONG = "train recipes/tiny.yaml --optim.learning_rate 1e-3 --data.batch -1"
+
+
+@dataclass(frozen=True)
+class Block:
+    page: Path
+    language: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Command:
+    text: str
+    comment: str
+    page: str
+
+    def __str__(self) -> str:
+        return f"{self.page}: {self.text}"
+
+    @property
+    def words(self) -> list[str]:
+        """For the verb: without the launcher before it and a redirection behind it."""
+        words = shlex.split(self.text.partition(" > ")[0])
+        words = words[words.index("shoal") + 1 :]
+        needs = next((instead for mark, (_, instead) in NEEDS.items() if mark in self.comment), [])
+        if words[0] == "train":
+            words += needs + (QUICK if "--dry-run" in [*words, *needs] else FAST)
+        return words
+
+
+def blocks_of(page: Path) -> list[Block]:
+    return [Block(page, language, text) for language, text in FENCE.findall(page.read_text())]
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+
+
+def commands() -> list[Command]:
+    found: dict[str, Command] = {}
+    for block in BLOCKS:
+        for line in block.text.splitlines() if block.language == "bash" else ():
+            text, _, comment = line.partition("  #" if "  #" in line else "    #")
+            if text.strip():
+                found.setdefault(text.strip(), Command(text.strip(), comment.strip(), block.page.name))
+    return list(found.values())
+
+
+COMMANDS = commands()
+OF_SHOAL = [c for c in COMMANDS if "shoal" in shlex.split(c.text)]
+OTHERS = [c for c in COMMANDS if c not in OF_SHOAL]
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run") / "kept"
+
+
+@pytest.fixture(scope="module")
+def ran(kept: Path) -> dict[str, Ran]:
+    """All commands of all pages; and two more, the wrong one and one whose run directory is looked at."""
+    todo = {command.text: command.words for command in OF_SHOAL}
+    todo["wrong"] = shlex.split(WRONG)
+    short = ["--run.duration", "1step", "--data.synthetic_samples", "64", "--run.dir", str(kept), "--json"]
+    todo["kept"] = ["train", "recipes/resnet-synthetic.yaml", *short]
+    return dict(zip(todo, run_commands(list(todo.values())), strict=True))
+
+
+@pytest.mark.parametrize("command", OF_SHOAL, ids=str)
+def test_a_command_runs(command: Command, ran: dict[str, Ran]) -> None:
+    outcome = ran[command.text]
+    assert outcome.code == 0, outcome.stderr
+    if " > " in command.text:  # the file is what the command would write
+        file = ROOT / command.text.partition(" > ")[2]
+        assert file.read_text() == outcome.stdout, f"out of date: {command.text}"
+
+
+@pytest.mark.parametrize("command", OTHERS, ids=str)
+def test_another_command_runs(command: Command) -> None:
+    """A target of make is only asked for; an example has a test of its own."""
+    words = shlex.split(command.text)
+    assert words[0] in ("make", "python"), f"who runs {words[0]}?"
+    if words[0] == "make":
+        asked = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert asked.returncode == 0, asked.stderr
+    else:
+        assert (ROOT / words[1]).parent.name == "examples"
+        assert (ROOT / words[1]).is_file()
+
+
+def test_torchrun_starts_it_for_real() -> None:
+    command = next(c for c in OF_SHOAL if c.text.startswith("torchrun") and not c.comment)
+    before = shlex.split(command.text)[1 : shlex.split(command.text).index("shoal") + 1]
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", *before, *command.words, "--json"]
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    outcome = subprocess.run(words, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=90, check=False)
+    assert outcome.returncode == 0, outcome.stderr[-3000:]
+    assert json.loads(outcome.stdout)["ranks"] == 2  # and nothing else was printed
+
+
+def test_what_cannot_run_here_says_so() -> None:
+    for command in OF_SHOAL:
+        is_elsewhere = (
+            re.match(r"srun|torchrun --nnodes", command.text) or "gpu" in command.text or "cuda" in command.text
+        )
+        assert bool(is_elsewhere) == any(mark in command.comment for mark in NEEDS), command
+
+
+def test_mistakes_come_in_one_list_as_shown(ran: dict[str, Ran]) -> None:
+    assert ran["wrong"].code == 2
+    shown = next(block.text for block in BLOCKS if block.text.startswith("shoal: bad input"))
+    assert shown == ran["wrong"].stderr
+    assert WRONG in " ".join((ROOT / "docs" / "recipes.md").read_text().split())
+
+
+def test_python_prints_what_is_shown() -> None:
+    number = 0
+    for block, following in zip(BLOCKS, [*BLOCKS[1:], None], strict=True):
+        if block.language == "python":
+            number += 1
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                exec(compile(block.text, block.page.name, "exec"), {})
+            assert following is not None
+            assert following.language == "text"
+            assert printed.getvalue() == following.text
+    assert number
+
+
+def test_the_diff_gives_the_losses_that_it_had_before() -> None:
+    """The loop before and after, on the same samples in the same order."""
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    [diff] = [block.text for block in BLOCKS if block.language == "diff"]
+    generator = torch.Generator().manual_seed(0)
+    dataset = TensorDataset(torch.randn(96, 6, generator=generator), torch.randint(0, 4, (96,), generator=generator))
+
+    def classifier() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Linear(6, 4)
+
+    def in_order(dataset: Any, *, batch_size: int, shuffle: bool) -> DataLoader[Any]:
+        return DataLoader(dataset, batch_size=batch_size)
+
+    losses = []
+    for sign in "-+":
+        names = {"torch": torch, "F": F, "DataLoader": in_order, "Classifier": classifier, "dataset": dataset}
+        code = "\n".join(line[1:] for line in diff.splitlines() if line[0] in (" ", sign))
+        exec(compile(code, f"README.md ({sign})", "exec"), names)
+        losses.append(names["loss"].item())  # type: ignore[attr-defined]
+        if sign == "+":
+            names["run"].close()  # type: ignore[attr-defined]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_and_files_exist(page: Path) -> None:
+    text = page.read_text()
+    headings = {re.sub(r"[^\w -]", "", line.lstrip("# ")).lower().replace(" ", "-") for line in text.splitlines()}
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = link.partition("#")
+        if not link.startswith("http"):
+            assert (page.parent / path).exists(), f"{page.name}: {link}"
+            assert not anchor or path or anchor in headings, f"{page.name}: {link}"
+    for name in FILE.findall(re.sub(r"\]\([^)]*\)", "]", text)):
+        if "x" not in Path(name).stem.split("_"):  # tests/unit/test_x.py stands for any
+            assert (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    seen, todo = set(), [ROOT / "README.md"]
+    while todo:
+        page = todo.pop().resolve()
+        if page not in seen and page.suffix == ".md":
+            seen.add(page)
+            links = re.findall(r"\]\(([^)#\s]+)\)", page.read_text())
+            todo += [page.parent / link for link in links if not link.startswith("http")]
+    assert set(PAGES) <= seen
+
+
+def test_the_tour_counts_lines() -> None:
+    rows = re.findall(r"\| \[.*?\]\((.*?)\) \| (\d+) \|", (ROOT / "docs" / "tour.md").read_text())
+    assert len(rows) == 8
+    for link, said in rows:
+        counted = len((ROOT / "docs" / link).read_text().splitlines())
+        assert abs(counted - int(said)) <= counted / 10, f"{link} has {counted} lines, docs/tour.md says {said}"
+
+
+def test_every_metric_is_documented_and_no_other(ran: dict[str, Ran], kept: Path) -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    of_steps, of_summary = page.split("## summary.json")
+    assert ran["kept"].code == 0, ran["kept"].stderr
+    records = [json.loads(line) for line in (kept / "metrics.jsonl").read_text().splitlines()]
+    assert {key for record in records for key in record} == set(re.findall(r"^\| `(\w+)`", of_steps, re.MULTILINE))
+    summary = json.loads(ran["kept"].stdout)
+    assert list(summary) == re.findall(r"^\| `(\w+)`", of_summary, re.MULTILINE)
+
+
+def test_every_duration_is_documented() -> None:
+    table = (ROOT / "docs" / "recipes.md").read_text().split("## Durations")[1].split("## In your editor")[0]
+    spelled = re.findall(r"`([\de.]+[a-z]*)`", table)
+    assert {Duration.parse(text).unit for text in spelled} == set(UNITS)

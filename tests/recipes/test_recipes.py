@@ -1,0 +1,60 @@
+"""Every shipped recipe is parsed and checked for its own number of ranks; those for the CPU are trained two steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shoal.blueprint.recipe import Recipe
+from shoal.blueprint.settings import load_recipe
+from tests.readme.fork_host import ROOT, Ran, run_commands
+
+PATHS = sorted((ROOT / "recipes").glob("*.yaml"))
+ON_CPU = [path for path in PATHS if load_recipe(path).launch.device == "cpu"]
+# Less of everything that costs time and does not decide whether a recipe works.
+SHORTER = ["--run.duration", "2step", "--data.validation", "0.0005", "--data.sequence", "64", "--json"]
+
+
+@pytest.fixture(params=PATHS, ids=lambda path: path.stem)
+def path(request: pytest.FixtureRequest) -> Path:
+    chosen: Path = request.param
+    return chosen
+
+
+def test_it_fits_together(path: Path) -> None:
+    from shoal.train.job import check, steps_of  # torch: two seconds, which parsing need not spend
+
+    recipe = load_recipe(path)
+    assert recipe.launch.nproc is not None, "a shipped recipe says how many ranks it is for"
+    job = check(recipe, recipe.launch.nproc)
+    assert job.recipe.plan.is_resolved
+    assert (steps_of(job) or 0) > 0
+
+
+def test_it_says_what_it_is_for(path: Path) -> None:
+    first, *rest = path.read_text().splitlines()
+    assert first.startswith("# ")
+    assert "# yaml-language-server: $schema=../docs/recipe.schema.json" in rest
+    assert load_recipe(path).run.name != Recipe().run.name
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Ran]:
+    folder = tmp_path_factory.mktemp("runs")
+    commands = [["train", str(path), *SHORTER, "--run.dir", str(folder / path.stem)] for path in ON_CPU]
+    return dict(zip(ON_CPU, run_commands(commands), strict=True))
+
+
+@pytest.mark.parametrize("path", ON_CPU, ids=lambda path: path.stem)
+def test_it_trains_on_a_cpu(path: Path, runs: dict[Path, Ran]) -> None:
+    ran = runs[path]
+    assert ran.code == 0, ran.stderr
+    summary = json.loads(ran.stdout)
+    recipe = load_recipe(path)
+    assert summary["steps"] == 2
+    assert summary["ranks"] == recipe.launch.nproc
+    assert 0.0 < summary["loss_first"] < 10.0
+    assert summary["eval_loss"] is not None
+    assert (Path(summary["directory"]) / "summary.json").is_file()
