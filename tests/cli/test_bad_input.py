@@ -51,7 +51,11 @@ CASES = {
     "no such unit": ("train --run.duration 3furlong", "'3furlong' is not a duration", "1000step"),
     "no step": ("train --run.duration 0step", "a run of 0step makes no step", "--run.duration 100step"),
     "evaluation by the clock": ("train --run.evaluate_every 2min", "a length of time", "--run.evaluate_every 100step"),
-    "warm-up by another clock": ("train --optim.warmup 9sec", "optim.warmup 9sec is a length of time", "--optim.warmup 20step"),
+    "warm-up by another clock": (
+        "train --optim.warmup 9sec",
+        "optim.warmup 9sec is a length of time",
+        "--optim.warmup 20step",
+    ),
     "batch over ranks": ("train --data.batch 10 --nproc 4", "batch 10 is not divisible by", "--data.batch 8 or 12"),
     "batch over mb": ("train --data.batch 10 --plan mb=3 --nproc 2", "by mb=3 x dp_replicate=2", "--plan.mb 1 or 5"),
     "plan of 3 on 2": ("train --plan dp_replicate=3 --nproc 2", "not the number of ranks, 2", "start 3 ranks"),

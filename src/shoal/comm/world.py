@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.environment import Placement
+from shoal.comm.interface import interface_towards
 from shoal.errors import ShoalError, listed
 
 T = TypeVar("T")
@@ -90,6 +91,7 @@ class World:
             torch.cuda.set_device(chosen)
         torch.set_num_threads(threads or max(1, _num_cores() // place.local_world_size))
         if is_owner:
+            _choose_interface(place)
             _make_group(place, backend=backend, timeout=timedelta(seconds=timeout), store=store)
         world = cls(
             rank=place.rank,
@@ -175,6 +177,14 @@ def _adopted_place(placement: Placement | None) -> Placement:
             fix="call torch.distributed.destroy_process_group() first, or let shoal make the group",
         )
     return placement
+
+
+def _choose_interface(place: Placement) -> None:
+    """Tell gloo where to listen when there are other hosts, unless a person has."""
+    if place.local_world_size < place.world_size and place.master_addr is not None:
+        interface = interface_towards(place.master_addr)
+        if interface is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def _make_group(place: Placement, *, backend: str, timeout: timedelta, store: dist.Store | None) -> None:

@@ -1,0 +1,91 @@
+"""Two hosts with a network between them (namespaces of the kernel): torchrun on each, one run over both."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SETTINGS = """
+    --model.num_layers 1 --model.hidden 32 --model.ffn 48 --data.sequence 32 --data.batch 4 --data.validation 0
+    --run.duration 3step --plan fp64 --device cpu --launch.threads 1 --json
+"""
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[tuple[str, str]]]:
+    """Names and addresses of two hosts that reach each other over a cable."""
+    names = ["shoal-test-0", "shoal-test-1"]
+    if shutil.which("ip") is None:
+        pytest.skip("needs the program ip (package iproute2)")
+    try:
+        for name in names:
+            ip("netns", "add", name)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"needs the right to make network namespaces: {error.stderr.decode().strip()}")
+    try:
+        ip("link", "add", "cable0", "netns", names[0], "type", "veth", "peer", "name", "cable1", "netns", names[1])
+        for number, name in enumerate(names):
+            ip("-n", name, "address", "add", f"10.77.0.{number + 1}/24", "dev", f"cable{number}")
+            ip("-n", name, "link", "set", f"cable{number}", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield [(name, f"10.77.0.{number + 1}") for number, name in enumerate(names)]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+def train(directory: Path, words: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        words, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def losses(file: Path) -> list[float]:
+    records: list[dict[str, Any]] = [json.loads(line) for line in file.read_text().splitlines()]
+    return [record["loss"] for record in records]
+
+
+def test_two_hosts_compute_what_one_does(hosts: list[tuple[str, str]], tmp_path: Path) -> None:
+    runs = []
+    for number, (name, _) in enumerate(hosts):
+        torchrun = f"-m torch.distributed.run --nnodes 2 --nproc-per-node 1 --node-rank {number} --master-port 29577"
+        command = [
+            sys.executable,
+            *torchrun.split(),
+            "--master-addr",
+            hosts[0][1],
+            "-m",
+            "shoal",
+            "train",
+            *SETTINGS.split(),
+        ]
+        command = ["ip", "netns", "exec", name, *command, "--run.dir", str(tmp_path / "two")]
+        runs.append(train(tmp_path, command))
+    alone = train(
+        tmp_path, [sys.executable, "-m", "shoal", "train", *SETTINGS.split(), "--run.dir", str(tmp_path / "one")]
+    )
+    try:
+        for run in (*runs, alone):
+            _, text = run.communicate(timeout=60)
+            assert run.returncode == 0, text
+    finally:
+        for run in runs:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)
+    assert losses(tmp_path / "two" / "metrics.jsonl") == pytest.approx(
+        losses(tmp_path / "one" / "metrics.jsonl"), rel=1e-12
+    )
