@@ -223,7 +223,8 @@ class Run:
         step = self._step
         if step is None or not step.sums:
             raise ShoalError("update() without a backward", fix="call run.backward(loss) first, or run.step(batch)")
-        loss = self._reduced_loss(step)
+        loss = torch.stack(step.sums).sum()
+        reduction = dist.all_reduce(loss, async_op=True) if self.degree > 1 else None  # travels during the update
         gradients = gradients_of(self.module.parameters())
         norm = global_norm(gradients) / self.loss_scale.scale
         is_finite = (self.on_nan == "ignore" and not self.loss_scale.is_dynamic) or bool(torch.isfinite(norm))
@@ -235,6 +236,8 @@ class Run:
         else:
             note = self._judge_nonfinite(step)
         self.optimizer.zero_grad(set_to_none=True)
+        if reduction is not None:
+            reduction.wait()
         self.steps_done += 1
         self._step = None
         self.report = StepReport(loss, norm, was_skipped=not is_finite, note=note)
@@ -264,12 +267,6 @@ class Run:
             )
         step.sums.append(loss_sum.detach() / total)
         (loss_sum * (self.degree / total * self.loss_scale.scale)).backward()
-
-    def _reduced_loss(self, step: _OpenStep) -> Tensor:
-        loss = torch.stack(step.sums).sum()
-        if self.degree > 1:
-            dist.all_reduce(loss)
-        return loss
 
     def _scale_gradients(self, gradients: list[Tensor], norm: Tensor) -> None:
         """Undo the loss scale and clip, in one pass over the gradients."""
