@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 BAD_INPUT = 2
 RUN_FAILED = 3
@@ -75,6 +77,17 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     """
     match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return match[0] if match else None
+
+
+def needs(module: str, *, what: str, extra: str, package: str = "") -> Any:
+    """Import a package that is not always there, or say what needs it and how to get it."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ShoalError(
+            f"{what} needs the package {package or module}, which is not installed ({error})",
+            fix=f"pip install 'shoal[{extra}]'",
+        ) from error
 
 
 def listed(words: Iterable[object]) -> str:

@@ -21,7 +21,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from shoal.data.deal import DealtLoader
+from shoal.data.deal import DealtLoader, Share
 from shoal.data.order import sample_ids
 from shoal.errors import ShoalError
 
@@ -34,14 +34,14 @@ def dealt(loader: DataLoader[Any], degree: int, seed: int = 3) -> list[DealtLoad
 
 def epoch_of(ranks: list[DealtLoader]) -> list[list[list[int]]]:
     """Per step and rank, the samples that count."""
-    per_rank = [[counted(batch, rank) for batch in rank] for rank in ranks]
+    per_rank = [[counted(share) for share in rank.shares()] for rank in ranks]
     return [list(step) for step in zip(*per_rank, strict=True)]  # strict: every rank takes part in every step
 
 
-def counted(batch: Any, rank: DealtLoader) -> list[int]:
-    (numbers,) = batch if not isinstance(batch, Tensor) else (batch,)
+def counted(share: Share) -> list[int]:
+    (numbers,) = share.batch if not isinstance(share.batch, Tensor) else (share.batch,)
     assert len(numbers) > 0  # also a rank that has nothing to add must compute something
-    return numbers.tolist() if rank.counts else []
+    return numbers.tolist() if share.counts else []
 
 
 def global_batches(steps: list[list[list[int]]]) -> list[list[int]]:
@@ -145,3 +145,27 @@ def test_a_sampler_that_already_deals_is_refused() -> None:
     loader = DataLoader(NUMBERS, sampler=DistributedSampler(NUMBERS, num_replicas=2, rank=0))
     with pytest.raises(ShoalError, match=r"already dealt out.*\n.*batch_size=GLOBAL"):
         dealt(loader, 2)
+
+
+def test_taken_directly_every_sample_comes_once_and_none_stands_in() -> None:
+    ranks = dealt(DataLoader(NUMBERS, batch_size=4), 4)
+    taken = [[number for (batch,) in rank for number in batch.tolist()] for rank in ranks]
+    assert sorted(chain(*taken)) == list(range(10))
+    assert not any(rank.is_iterated_directly for rank in ranks)
+
+
+class Noisy(Dataset[Any]):
+    """Samples that are augmented when they are read."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.rand(())
+
+
+def test_every_rank_augments_in_its_own_way() -> None:
+    first, second = (
+        [share.batch.tolist() for share in rank.shares()] for rank in dealt(DataLoader(Noisy(), batch_size=4), 2)
+    )
+    assert first != second

@@ -32,8 +32,10 @@ def test_cosine_is_a_cosine() -> None:
     assert lr_factor("cosine", 0.25) == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
 
 
-def test_warmup_over_the_whole_run_does_not_divide_by_zero() -> None:
-    assert lr_factor("linear", 1.0, warmup=1.0, final=0.3) == pytest.approx(0.3)
+@pytest.mark.parametrize("warmup", [1.0, 2.0])
+def test_warmup_over_the_whole_run_and_longer_only_rises(warmup: float) -> None:
+    factors = [lr_factor("linear", done, warmup=warmup, final=0.3) for done in (0.25, 0.5, 1.0)]
+    assert factors == pytest.approx([0.25 / warmup, 0.5 / warmup, 1.0 / warmup])
 
 
 def test_linear_scaling_rule() -> None:
@@ -134,8 +136,12 @@ def test_nothing_to_train_is_refused() -> None:
     ("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
 )
 def test_precision_decides_what_a_matmul_computes_in(name: str, dtype: torch.dtype) -> None:
-    with precision_of(name).autocast(torch.device("cpu")):
-        assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype == dtype
+    seen = []
+    model = nn.Sequential(nn.Linear(2, 2), nn.Identity())
+    model[1].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    precision_of(name).install(model, torch.device("cpu"))
+    assert model(torch.ones(1, 2)).dtype == torch.float32
+    assert seen == [dtype]
     assert PRECISIONS[name].scales_loss == (name == "fp16")
 
 

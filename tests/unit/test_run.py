@@ -255,6 +255,10 @@ def test_randomness_belongs_to_the_step_not_to_the_past(make_run: Any) -> None:
     [
         (lambda run: run.step(ragged_batch(0)), "no model yet"),
         (lambda run: run.prepare(42), "cannot place a int"),
+        (lambda run: run.prepare(network(), network()), "a model already"),
+        (lambda run: [run.prepare(torch.optim.SGD(network().parameters())) for _ in range(2)], "an? optimizer already"),
+        (lambda run: run.prepare(nn.Linear(2, 2, device="meta")), "meta device"),
+        (lambda run: (run.prepare(network()), run.step((torch.ones(2, 6), torch.ones(2)))), "whole numbers as labels"),
         (lambda run: (run.prepare(network()), run.update()), "update\\(\\) without a backward"),
         (lambda run: (run.prepare(network()), run.step({"x": torch.ones(2, 6)})), "no labels"),
         (
@@ -266,6 +270,103 @@ def test_randomness_belongs_to_the_step_not_to_the_past(make_run: Any) -> None:
 def test_misuse_gets_one_clear_message(make_run: Any, misuse: Any, message: str) -> None:
     with pytest.raises(ShoalError, match=message):
         misuse(make_run("fp64"))
+
+
+def test_floating_inputs_take_the_dtype_of_the_weights(make_run: Any) -> None:
+    run = make_run("fp64")
+    model = network()
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    run.step((ragged_batch(0)[0].float(), ragged_batch(0)[1]))
+
+
+def test_a_loop_of_ones_own_computes_in_the_precision_of_the_plan(make_run: Any) -> None:
+    run = make_run("bf16")
+    model = nn.Sequential(nn.Linear(6, 5), nn.Identity())
+    seen = []
+    model[1].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    prepared = run.prepare(model)
+    assert prepared(torch.ones(2, 6)).dtype == torch.float32
+    assert seen == [torch.bfloat16]
+
+
+def test_backward_twice_without_update_is_refused(make_run: Any) -> None:
+    """The habit of other systems, whose accumulation is a counter; here the next batch would be scaled wrongly."""
+    run = make_run("fp64")
+    model = network()
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batches = run.batches([ragged_batch(0), ragged_batch(1)])
+    inputs, labels = next(batches)
+    run.backward(F.cross_entropy(run.model(inputs).flatten(0, 1), labels.flatten(), ignore_index=-100))
+    with pytest.raises(ShoalError, match="backward without update"):
+        next(batches)
+
+
+def test_a_batch_that_was_taken_apart_is_still_the_same_step(make_run: Any) -> None:
+    ours, theirs = network(), network()
+    run = make_run("fp64 mb=3", clip=0.1)
+    run.prepare(ours, torch.optim.SGD(ours.parameters(), lr=0.1))
+    expected = plain_step(theirs, torch.optim.SGD(theirs.parameters(), lr=0.1), ragged_batch(0), 0.1)
+    for inputs, labels in run.batches([ragged_batch(0)]):
+        assert float(run.step((inputs, labels))) == pytest.approx(expected, rel=1e-13)
+    assert_same_weights(ours, theirs)
+
+
+def test_parameters_without_an_optimizer_do_not_pile_up(make_run: Any) -> None:
+    run = make_run("fp64")
+    model = network()
+    run.prepare(model, torch.optim.SGD(model[2].parameters(), lr=0.0))
+    norms = []
+    for _ in range(3):
+        run.step(ragged_batch(0))
+        assert run.report is not None
+        norms.append(float(run.report.grad_norm))
+    assert norms[0] == norms[1] == norms[2]
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_nan_under_fp16_is_no_overflow(make_run: Any) -> None:
+    run = make_run("fp16 mb=2")
+    model = network()
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(RunFailed, match="rank 0, microbatch 2"):
+        run.step(poisoned())
+    assert run.loss_scale.scale == 65536.0
+
+
+def test_evaluation_leaves_frozen_parts_frozen(make_run: Any) -> None:
+    run = make_run("fp64")
+    model = nn.Sequential(nn.BatchNorm1d(3), *network())
+    model[0].eval()
+    run.prepare(model)
+    run.evaluate([ragged_batch(0)])
+    assert [module.training for module in model] == [False, True, True, True]
+
+
+class Output:
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+class WithOutput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = network()
+
+    def forward(self, inputs: Tensor) -> Output:
+        return Output(self.network(inputs))
+
+
+def test_logits_may_be_an_attribute(make_run: Any) -> None:
+    run = make_run("fp64")
+    model = WithOutput()
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert torch.isfinite(run.step(ragged_batch(0)))
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, nn.CrossEntropyLoss()])
+def test_a_criterion_is_no_loss_of_a_model_and_a_batch(loss: Any) -> None:
+    with pytest.raises(ShoalError, match=r"called as loss\(model, batch\)"):
+        Run(loss=loss, device="cpu")
 
 
 def test_a_plan_that_cannot_be_run_yet_is_refused(make_run: Any) -> None:

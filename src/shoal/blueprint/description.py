@@ -55,6 +55,9 @@ class Description:
     num_outputs: int | None = None
     """How many different labels the model can tell apart: its vocabulary or its classes. None: not known."""
 
+    max_tokens: int | None = None
+    """The longest sequence that it takes. None: any."""
+
     training_flops: Callable[[tuple[int, ...]], float] | None = None
     """Floating-point operations of forward and backward, nothing recomputed, for one batch. Its argument is the shape
     of the first argument of `forward`, batch first: (batch, tokens) of a language model, (batch, channels, height,

@@ -58,9 +58,13 @@ def parts(batch: Any, size: int | None) -> list[Any]:
     return [rows(batch, start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch on a device; from pinned memory the copy does not hold up the host."""
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+def to_device(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """The batch on a device, floating-point parts as `dtype`; from pinned memory without holding up the host."""
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype, non_blocking=True)
+
+    return map_tensors(move, batch)
 
 
 def weight_of(batch: Any) -> int:

@@ -8,6 +8,7 @@ the same order on any number of ranks, each once per epoch.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,17 @@ from shoal.data.batch import length, rows
 from shoal.data.hashing import hashed
 from shoal.data.order import sample_ids, share
 from shoal.errors import ShoalError
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank computes of one global batch."""
+
+    batch: Any
+    counts: bool
+    """False: there was no sample for this rank, and one of another's stands in."""
+    offset: int
+    """The place of its first sample in the global batch."""
 
 
 class DealtLoader:
@@ -31,38 +43,49 @@ class DealtLoader:
             )
         self.loader, self.seed, self.coordinate, self.degree = loader, seed, coordinate, degree
         self.epoch = 0
-        self.counts = True
-        """False while the batch at hand stands in for none: a ragged last batch had no sample for this rank."""
+        self.is_iterated_directly = False
+        """True inside of `for batch in loader`, where ranks may get different numbers of batches."""
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        epoch, self.epoch = self.epoch, self.epoch + 1
-        torch.manual_seed(int(hashed(self.seed, epoch)[0]))  # samplers and collates that draw, draw alike everywhere
-        yield from self._by_index(epoch) if _can_be_indexed(self.loader) else self._by_slicing()
+        """Every sample of this rank's once, for a validation of one's own. A training loop uses `Run.batches`."""
+        self.is_iterated_directly = True
+        try:
+            yield from (share.batch for share in self.shares() if share.counts)
+        finally:
+            self.is_iterated_directly = False
 
-    def _by_index(self, epoch: int) -> Iterator[Any]:
+    def shares(self) -> Iterator[Share]:
+        """This rank's share of every batch; as many on every rank, stand-ins among them."""
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        return self._by_index(epoch) if _can_be_indexed(self.loader) else self._by_slicing(epoch)
+
+    def _by_index(self, epoch: int) -> Iterator[Share]:
         """Load only this rank's samples."""
+        torch.manual_seed(int(hashed(self.seed, epoch, self.coordinate)[0]))  # each rank augments in its own way
         size = len(self.loader.dataset)  # type: ignore[arg-type]
         shuffled = isinstance(self.loader.sampler, RandomSampler)
         order = sample_ids(self.seed, size, epoch * size, size) if shuffled else np.arange(size)
         batch_size = self.loader.batch_size
         assert batch_size is not None
         batches = [order[start : start + batch_size] for start in range(0, size, batch_size)][: len(self.loader)]
-        mine = [batch[share(len(batch), self.coordinate, self.degree)] for batch in batches]
+        places = [share(len(batch), self.coordinate, self.degree) for batch in batches]
+        mine = [batch[place] for batch, place in zip(batches, places, strict=True)]
         # A rank must take part in every step; where there is no sample for it, it computes one that counts for nothing.
         filled = [ids if len(ids) else batch[:1] for ids, batch in zip(mine, batches, strict=True)]
-        for ids, batch in zip(mine, _with_batches(self.loader, filled), strict=True):
-            self.counts = len(ids) > 0
-            yield batch
+        for place, batch in zip(places, _with_batches(self.loader, filled), strict=True):
+            yield Share(batch, counts=place.stop > place.start, offset=place.start)
 
-    def _by_slicing(self) -> Iterator[Any]:
+    def _by_slicing(self, epoch: int) -> Iterator[Share]:
         """Load everything, keep this rank's rows: for streams and for samplers of the user's own."""
+        torch.manual_seed(int(hashed(self.seed, epoch)[0]))  # what draws, draws alike on every rank
         for batch in self.loader:
-            mine = share(length(batch), self.coordinate, self.degree)
-            self.counts = mine.stop > mine.start
-            yield rows(batch, mine.start, mine.stop) if self.counts else rows(batch, 0, 1)
+            place = share(length(batch), self.coordinate, self.degree)
+            counts = place.stop > place.start
+            mine = rows(batch, place.start, place.stop) if counts else rows(batch, 0, 1)
+            yield Share(mine, counts=counts, offset=place.start)
 
 
 def _can_be_indexed(loader: DataLoader[Any]) -> bool:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from shoal.data.extras import needs
 from shoal.data.files import megabytes
 from shoal.data.text import Corpus
-from shoal.errors import ShoalError, nearest
+from shoal.errors import ShoalError, nearest, needs
 
 SPLIT = "train"
 _SAVED = ("state.json", "dataset_dict.json")  # what `save_to_disk` writes; other folders hold plain files
@@ -16,7 +15,7 @@ _SAVED = ("state.json", "dataset_dict.json")  # what `save_to_disk` writes; othe
 
 def hugging_face(source: str, field: str) -> Corpus:
     """The column `field` of the training split; one document per row."""
-    datasets = needs("datasets", setting=f"data.source {source}", extra="hf")
+    datasets = needs("datasets", what=f"data.source {source}", extra="hf")
     table = _load(datasets, source.removeprefix("hf:"))
     columns = [str(name) for name in table.column_names]
     if field not in columns:

@@ -9,10 +9,9 @@ import numpy as np
 import torch
 
 from shoal.data.dataset import Batch, Ids
-from shoal.data.extras import needs
 from shoal.data.files import IMAGE_ENDINGS, files_under
 from shoal.data.order import sample_ids
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, needs
 
 LISTING_SEED = 0  # the same for every run, so that the held-out images are the same whatever the run's seed
 
@@ -62,7 +61,7 @@ class ImageFolder:
 
 class _Pillow:
     def __init__(self) -> None:
-        needs("PIL.Image", setting="a folder of images", package="Pillow", extra="images")
+        needs("PIL.Image", what="a folder of images", package="Pillow", extra="images")
 
     def decode(self, file: Path, size: int) -> Any:
         from PIL import Image, UnidentifiedImageError

@@ -10,10 +10,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from shoal.data.extras import needs
 from shoal.data.files import existing
 from shoal.data.packing import Tokens
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, needs
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
 DOCUMENTS_AT_ONCE = 1024  # bounds the memory of encodings, which are far larger than their ids
@@ -50,7 +49,7 @@ class HuggingFaceTokenizer:
     """A `tokenizer.json`. Where it has no end token that we know of, one id is added behind its last."""
 
     def __init__(self, path: str) -> None:
-        tokenizers = needs("tokenizers", setting="data.tokenizer", extra="hf")
+        tokenizers = needs("tokenizers", what="data.tokenizer", extra="hf")
         file = existing(path, words=["bytes"], setting="data.tokenizer")
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(file))

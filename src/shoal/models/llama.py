@@ -75,6 +75,7 @@ class Llama(nn.Module):
             num_heads=self.config.num_heads,
             num_kv_heads=self.config.num_kv_heads,
             num_outputs=self.config.vocabulary,
+            max_tokens=self.config.max_sequence,
             training_flops=self.config.training_flops,
         )
 

@@ -42,6 +42,11 @@ def key(seed: int, *names: str | int) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
+def has_law(model: nn.Module) -> bool:
+    """Whether any part of the model says how its parameters start; else their values are its builder's business."""
+    return any(callable(getattr(module, "init_parameter", None)) for module in model.modules())
+
+
 @torch.no_grad()
 def initialise(model: nn.Module, seed: int) -> None:
     """Fill every parameter that has a law, in place, and every buffer of torch's own layers.

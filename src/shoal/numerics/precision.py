@@ -9,10 +9,13 @@ fp16   float32              autocast to float16      dynamic
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import functools
+import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from shoal.errors import ShoalError, listed
 
@@ -26,11 +29,21 @@ class Precision:
     compute_dtype: torch.dtype
     scales_loss: bool = False
 
-    def autocast(self, device: torch.device) -> AbstractContextManager[object]:
-        """The context in which a forward runs."""
+    def install(self, module: nn.Module, device: torch.device) -> None:
+        """Let every forward of the module compute in this precision and return float32, whoever calls it."""
         if self.compute_dtype == self.weight_dtype:
-            return nullcontext()
-        return torch.autocast(device.type, dtype=self.compute_dtype)
+            return
+        if device.type == "cpu":  # a CPU without such arithmetic takes a slower way, and torch says so at length
+            warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
+        forward = module.forward
+
+        @functools.wraps(forward)
+        def in_lower_precision(*arguments: Any, **options: Any) -> Any:
+            with torch.autocast(device.type, dtype=self.compute_dtype):
+                output = forward(*arguments, **options)
+            return output.float() if isinstance(output, Tensor) and output.is_floating_point() else output
+
+        module.forward = in_lower_precision
 
 
 PRECISIONS = {

@@ -26,7 +26,7 @@ def lr_factor(kind: str, progress: float, *, warmup: float = 0.0, final: float =
         return progress / warmup
     if kind == "constant":
         return 1.0
-    decayed = min((progress - warmup) / (1.0 - warmup), 1.0) if warmup < 1.0 else 1.0
+    decayed = min((progress - warmup) / (1.0 - warmup), 1.0) if warmup < 1.0 else 0.0  # no time left to decay
     shape = (1.0 + math.cos(math.pi * decayed)) / 2.0 if kind == "cosine" else 1.0 - decayed
     return final + (1.0 - final) * shape
 

@@ -28,6 +28,7 @@ def refuse_unbuilt(plan: Plan) -> None:
     )
 
 
-def compose(module: nn.Module, plan: Plan, *, device: torch.device, bucket_mb: float) -> nn.Module:
+def compose(module: nn.Module, plan: Plan, *, device: torch.device, bucket_mb: float, find_unused: bool) -> nn.Module:
     """Lay a module that is already on its device over the ranks of a resolved plan."""
-    return replicate(module, device=device, degree=plan.layout.dp_replicate, bucket_mb=bucket_mb)
+    degree = plan.layout.dp_replicate
+    return replicate(module, device=device, degree=degree, bucket_mb=bucket_mb, find_unused=find_unused)

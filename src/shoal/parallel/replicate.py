@@ -17,8 +17,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shoal.errors import ShoalError
 
-def replicate(module: nn.Module, *, device: torch.device, degree: int, bucket_mb: float) -> nn.Module:
+
+def replicate(
+    module: nn.Module, *, device: torch.device, degree: int, bucket_mb: float, find_unused: bool
+) -> nn.Module:
     """The module with its gradients averaged over all ranks; with one rank, or nothing to train, the module itself."""
     if degree == 1 or not any(parameter.requires_grad for parameter in module.parameters()):
         return module
@@ -26,6 +30,7 @@ def replicate(module: nn.Module, *, device: torch.device, degree: int, bucket_mb
         module,
         device_ids=[device] if device.type == "cuda" else None,
         bucket_cap_mb=bucket_mb,
+        find_unused_parameters=find_unused,
         gradient_as_bucket_view=True,  # no second copy of the gradients
         **_buffers_stay_local(),
     )
@@ -50,10 +55,22 @@ def synchronised(module: nn.Module, is_last: bool) -> Iterator[None]:
             yield
 
 
+def explain_unused(error: RuntimeError) -> None:
+    """torch's words about parameters without a gradient name an argument that a user of shoal cannot reach."""
+    if "find_unused_parameters" in str(error):
+        raise ShoalError(
+            "some parameters had no part in the loss of the last step, and the ranks wait for their gradients",
+            fix="find_unused=True (--run.find_unused true), or requires_grad_(False) for what is never used",
+        ) from error
+
+
 def average_buffers(module: nn.Module, *, degree: int) -> None:
-    """Make running statistics (batch norm) the mean over the ranks, each of which saw other samples."""
+    """Make the running statistics of batch norm the mean over the ranks, each of which saw other samples.
+
+    Other buffers (masks, tables) are constants that every rank has made for itself, and stay as they are.
+    """
     if degree > 1:
-        for buffer in module.buffers():
-            if buffer.is_floating_point():
-                dist.all_reduce(buffer)
+        for name, buffer in module.named_buffers():
+            if name.rpartition(".")[2] in ("running_mean", "running_var"):
                 buffer /= degree
+                dist.all_reduce(buffer)

@@ -23,7 +23,10 @@ def build_model(section: ModelSection) -> nn.Module:
     builder = find_builder(section.name)
     arguments = section.arguments
     _check_arguments(section.name, builder, arguments)
-    model = builder(**arguments)
+    try:
+        model = builder(**arguments)
+    except SystemExit as ended:
+        raise ShoalError(f"{section.name} ended the program: sys.exit({ended.code})", fix="return the model") from None
     if not isinstance(model, nn.Module):
         raise ShoalError(
             f"{section.name} returned {type(model).__name__}, not an nn.Module",

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from shoal.blueprint.description import Description
+from shoal.blueprint.plan import Plan
 from shoal.blueprint.recipe import Recipe
 from shoal.data.dataset import Dataset
 from shoal.data.open import open_datasets
-from shoal.errors import Problem, ShoalError, raise_if
+from shoal.errors import Problem, ShoalError, needs, raise_if
 from shoal.numerics.precision import precision_of
-from shoal.observe.metrics import TRACKER_PACKAGES, require
 from shoal.parallel.compose import refuse_unbuilt
 from shoal.train.build import build_model, describe
+
+T = TypeVar("T")
+FAST_DEV_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -28,18 +34,41 @@ class Job:
 
 def check(recipe: Recipe, world_size: int) -> Job:
     """Find what is wrong with a recipe on this many ranks, without starting or writing anything."""
+    found = Findings()
+    plan = found.of(_runnable_plan, recipe, world_size)
+    for tracker in recipe.run.trackers:
+        found.of(needs, tracker, what=f"the tracker {tracker}", extra=tracker)
+    model = found.of(_built_without_memory, recipe)
+    datasets = found.of(open_datasets, recipe.data, recipe.run.seed)
+    if datasets is not None:
+        found.problems += _misfits(recipe, model, datasets[0]) + _odd_lengths(recipe, datasets[0])
+    raise_if(found.problems)
+    assert plan is not None
+    assert datasets is not None
+    return Job(recipe.model_copy(update={"plan": plan}), *datasets)
+
+
+@dataclass
+class Findings:
+    """What several checks found wrong, each of which raises on its own."""
+
+    problems: list[Problem] = field(default_factory=list)
+
+    def of(self, function: Callable[..., T], *arguments: Any, **options: Any) -> T | None:
+        """What the function returns, or None and its problems kept."""
+        try:
+            return function(*arguments, **options)
+        except ShoalError as error:
+            self.problems += error.problems
+            return None
+
+
+def _runnable_plan(recipe: Recipe, world_size: int) -> Plan:
     plan = recipe.plan.resolve(world_size)
     refuse_unbuilt(plan)
     precision_of(plan.precision)
     plan.num_microbatches(recipe.data.batch)
-    for tracker in recipe.run.trackers:
-        require(TRACKER_PACKAGES[tracker], extra=tracker)
-    training, held_out = open_datasets(recipe.data, recipe.run.seed)
-    raise_if(_misfits(recipe, _built_without_memory(recipe), training), title=recipe.model.name)
-    job = Job(recipe.model_copy(update={"plan": plan}), training, held_out)
-    raise_if(_odd_clocks(job), title="the settings")
-    steps_of(job)
-    return job
+    return plan
 
 
 def _built_without_memory(recipe: Recipe) -> nn.Module | None:
@@ -59,21 +88,32 @@ def _built_without_memory(recipe: Recipe) -> nn.Module | None:
 
 def _misfits(recipe: Recipe, model: nn.Module | None, data: Dataset) -> list[Problem]:
     """Where the model and the data do not fit together."""
-    outputs = describe(model).num_outputs if model is not None else None
-    if outputs is None or data.vocabulary is None or data.vocabulary <= outputs:
-        return []
-    return [
-        Problem(
-            f"the data has {data.vocabulary} different labels, but the model can tell only {outputs} apart",
-            f"--model.vocabulary (or --model.num_classes) {data.vocabulary}, or other data",
-        )
-    ]
-
-
-def _odd_clocks(job: Job) -> list[Problem]:
-    """Lengths in seconds beside lengths in steps: neither can be turned into the other before the run."""
-    optim, run = job.recipe.optim, job.recipe.run
+    description = describe(model) if model is not None else Description()
     problems = []
+    if data.vocabulary is not None and data.vocabulary > (description.num_outputs or data.vocabulary):
+        problems.append(
+            Problem(
+                f"the data has {data.vocabulary} different labels, but the model can tell only"
+                f" {description.num_outputs} apart",
+                f"--model.vocabulary (or --model.num_classes) {data.vocabulary}, or other data",
+            )
+        )
+    if description.max_tokens is not None and data.tokens_per_sample > description.max_tokens:
+        problems.append(
+            Problem(
+                f"a sample has {data.tokens_per_sample} tokens, but the model takes at most {description.max_tokens}",
+                f"--data.sequence {description.max_tokens}, or --model.max_sequence {data.tokens_per_sample}",
+            )
+        )
+    return problems
+
+
+def _odd_lengths(recipe: Recipe, data: Dataset) -> list[Problem]:
+    """Runs of no length, and lengths in seconds beside lengths in steps: neither can be turned into the other."""
+    optim, run = recipe.optim, recipe.run
+    problems = []
+    if run.duration.seconds == 0 or run.duration.steps(**units(recipe, data)) == 0:
+        problems.append(Problem(f"a run of {run.duration} makes no step", "--run.duration 100step"))
     if run.evaluate_every.seconds is not None:
         what = f"run.evaluate_every {run.evaluate_every} is a length of time, and evaluations are counted in steps"
         problems.append(Problem(what, "--run.evaluate_every 100step"))
@@ -87,19 +127,13 @@ def steps_of(job: Job) -> int | None:
     """The optimizer steps of the run; None when only the clock can tell."""
     if job.recipe.run.fast_dev_run:
         return FAST_DEV_STEPS
-    steps = job.recipe.run.duration.steps(**units(job))
-    if steps == 0:
-        raise ShoalError(f"a run of {job.recipe.run.duration} makes no step", fix="--run.duration 100step")
-    return steps
+    return job.recipe.run.duration.steps(**units(job.recipe, job.training))
 
 
-FAST_DEV_STEPS = 3
-
-
-def units(job: Job) -> dict[str, int]:
+def units(recipe: Recipe, data: Dataset) -> dict[str, int]:
     """What turns epochs and tokens into steps."""
     return {
-        "batch": job.recipe.data.batch,
-        "samples_per_epoch": len(job.training),
-        "tokens_per_sample": job.training.tokens_per_sample,
+        "batch": recipe.data.batch,
+        "samples_per_epoch": len(data),
+        "tokens_per_sample": data.tokens_per_sample,
     }

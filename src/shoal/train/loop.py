@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from rich.console import Console
 from torch.distributed import Store
 
@@ -19,7 +20,7 @@ from shoal.comm.environment import Placement
 from shoal.comm.world import World
 from shoal.data.loading import Loader, evaluation_batches
 from shoal.errors import ShoalError
-from shoal.numerics.init import initialise
+from shoal.numerics.init import has_law, initialise
 from shoal.numerics.optim import build_optimizer, set_lr
 from shoal.numerics.schedule import lr_factor, scaled_lr
 from shoal.observe.directory import RunDirectory
@@ -46,21 +47,23 @@ def train(
         loss_scale=optim.loss_scale,
         loss_scale_window=optim.loss_scale_window,
         bucket_mb=settings.bucket_mb,
+        find_unused=settings.find_unused,
         world=world,
     ) as run:
         console = Console(stderr=True)
         unit = "tok" if job.training.tokens_per_sample > 1 else "sample"
         line = progress_line(console, quiet=quiet, unit=unit) if world.is_main else Quiet(Console(quiet=True))
+        torch.manual_seed(settings.seed)  # for a model that draws its own values when it is built
         model = build_model(recipe.model)
         description = describe(model)
-        initialise(model, settings.seed)
-        run.prepare(model.to(world.device))
+        if has_law(model):
+            initialise(model, settings.seed)
+        run.prepare(model)
         lr = scaled_lr(optim.lr, batch=recipe.data.batch, tuned_for_batch=optim.scale_lr_from_batch)
         run.prepare(build_optimizer(run.module.parameters(), optim, lr=lr))
         directory = _claim_directory(world, recipe) if keep else None
         meter = Meter(run, job, description, directory, began=began)
-        if not quiet:
-            line.say(_headline(run, job, lr))
+        line.note(_headline(run, job, lr))
         loader = Loader(
             job.training,
             seed=settings.seed,
@@ -102,9 +105,9 @@ def _steps(run: Run, job: Job, loader: Loader, meter: Meter, line: ProgressLine,
     """Optimizer steps until the duration is reached, or until any rank was asked to stop: then True, on every rank."""
     settings = job.recipe.run
     num_steps, seconds = steps_of(job), settings.duration.seconds or 0.0
-    evaluate_every = settings.evaluate_every.steps(**units(job))
+    evaluate_every = settings.evaluate_every.steps(**units(job.recipe, job.training))
     start = time.monotonic()
-    elapsed = 0.0
+    elapsed, was_told = 0.0, False
     for batch in run.batches(loader):
         done = (run.steps_done + 1) / num_steps if num_steps else min(elapsed / seconds, 1.0)
         set_lr(run.optimizer, _lr_factor(job, run.steps_done + 1, done))
@@ -116,8 +119,13 @@ def _steps(run: Run, job: Job, loader: Loader, meter: Meter, line: ProgressLine,
         if is_over or run.agreed.get("stop", 0.0):
             return not is_over
         run.signals = {"stop": float(bool(asked)), "seconds": time.monotonic() - start if run.world.is_main else 0.0}
+        if asked and not was_told:
+            was_told = True
+            line.say("stopping after the next step; Ctrl-C again ends at once")
         if evaluate_every and run.steps_done % evaluate_every == 0:
             meter.evaluated(_evaluate(run, job))
+            if meter.eval_loss is not None:
+                line.note(f"step {run.steps_done}: held-out loss {meter.eval_loss:.4f}")
     raise AssertionError("a Loader never ends")
 
 
@@ -133,15 +141,16 @@ def _evaluate(run: Run, job: Job) -> float | None:
 def _lr_factor(job: Job, step: int, done: float) -> float:
     """The learning rate of a step, counted from 1, as a part of its peak; `done` is how far the run is after it."""
     optim, duration, num_steps = job.recipe.optim, job.recipe.run.duration, steps_of(job)
-    warmup_steps = optim.warmup.steps(**units(job))
+    warmup_steps = optim.warmup.steps(**units(job.recipe, job.training))
     if num_steps is not None:
-        part, ramp = min((warmup_steps or 0) / num_steps, 1.0), 1.0
-    elif warmup_steps is None:
-        part, ramp = min((optim.warmup.seconds or 0.0) / (duration.seconds or 1.0), 1.0), 1.0
-    else:  # steps within a run by the clock: which part of it they will be is not known, so they come on top
-        part, ramp = 0.0, min(step / warmup_steps, 1.0) if warmup_steps else 1.0
-    # The clock stands at zero in the first step, which is not to be wasted on a learning rate of zero.
-    return ramp * lr_factor(optim.schedule, max(done, 1e-3), warmup=part, final=optim.final_lr)
+        return lr_factor(optim.schedule, done, warmup=(warmup_steps or 0) / num_steps, final=optim.final_lr)
+    done = max(done, 1e-3)  # the clock stands at zero in the first step, which is not to be wasted on a rate of zero
+    if warmup_steps is None:
+        part = (optim.warmup.seconds or 0.0) / (duration.seconds or 1.0)
+        return lr_factor(optim.schedule, done, warmup=part, final=optim.final_lr)
+    # Steps within a run by the clock: which part of it they will be is not known, so they come on top.
+    ramp = min(step / warmup_steps, 1.0) if warmup_steps else 1.0
+    return ramp * lr_factor(optim.schedule, done, final=optim.final_lr)
 
 
 @contextmanager

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
+from array import array
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +32,16 @@ class Meter:
         self.tokens_per_step = job.recipe.data.batch * job.training.tokens_per_sample
         self.flops_per_step = _flops_per_step(job, description)
         self.peak = _peak(run)
-        self.records: list[Record] = []
+        self.loss_first: float | None = None
+        self.last_losses: deque[float] = deque(maxlen=10)
+        self.step_seconds, self.data_seconds = array("d"), array("d")
         self.eval_loss: float | None = None
         self.num_skipped = 0
         self.waited = 0.0
         self.start = self.last = time.perf_counter()
         self.setup_seconds = time.time() - began
         self.first_step_seconds: float | None = None
+        self.seconds_training = 0.0
 
     def stepped(self, loader: Loader, line: ProgressLine, done: float) -> None:
         """A step was made: measure it, keep it, show it."""
@@ -64,7 +69,11 @@ class Meter:
             "loss_scale": self.run.loss_scale.scale,
             "skipped": report.was_skipped,
         }
-        self.records.append(record)
+        self.loss_first = loss if self.loss_first is None else self.loss_first
+        self.last_losses.append(loss)
+        self.step_seconds.append(seconds)
+        self.data_seconds.append(waited)
+        self.seconds_training = now - self.start
         if self.run.steps_done % self.job.recipe.run.log_every == 0:
             self._write(record)
         if report.note:
@@ -81,14 +90,14 @@ class Meter:
     def summary(self, *, was_stopped: bool) -> Record:
         """How the run went. Times are measured; every rank must call it together."""
         memory = self.run.world.all_gather_object(peak_memory_gib(self.run.device))
-        settled = self.records[len(self.records) // 5 :]  # the first steps pay for allocation and compilation
-        step_seconds = statistics.median(record["step_seconds"] for record in settled)
+        settled = len(self.step_seconds) // 5  # the first steps pay for allocation and compilation
+        step_seconds = statistics.median(self.step_seconds[settled:])
         return {
             "steps": self.run.steps_done,
             "samples": self.run.steps_done * self.job.recipe.data.batch,
             "tokens": self.run.steps_done * self.tokens_per_step,
-            "loss_first": self.records[0]["loss"],
-            "loss_last": statistics.fmean(record["loss"] for record in self.records[-10:]),
+            "loss_first": self.loss_first,
+            "loss_last": statistics.fmean(self.last_losses),
             "eval_loss": self.eval_loss,
             "skipped_steps": self.num_skipped,
             "was_stopped": was_stopped,
@@ -98,10 +107,10 @@ class Meter:
             "step_seconds_median": step_seconds,
             "tokens_per_s": self.tokens_per_step / step_seconds,
             "mfu": self._mfu(step_seconds),
-            "data_wait_part": sum(r["data_seconds"] for r in settled) / sum(r["step_seconds"] for r in settled),
+            "data_wait_part": sum(self.data_seconds[settled:]) / sum(self.step_seconds[settled:]),
             "memory_gib_max": max(memory),
             "seconds_to_first_step": self.first_step_seconds,
-            "seconds_training": self.last - self.start,
+            "seconds_training": self.seconds_training,
             "directory": str(self.directory) if self.directory else None,
         }
 

@@ -25,8 +25,8 @@ class Objective(Protocol):
     def weight(self, batch: Any) -> int:
         """How many things of this batch count. Reads the data only."""
 
-    def loss_sum(self, model: nn.Module, batch: Any) -> Tensor:
-        """The loss, summed over them."""
+    def loss_sum(self, model: nn.Module, batch: Any, weight: float) -> Tensor:
+        """The loss, summed over them. `weight` is their number, or 0 where a batch only stands in for none."""
 
 
 class CrossEntropy:
@@ -39,11 +39,12 @@ class CrossEntropy:
         """The number of labels that count."""
         return weight_of(batch)
 
-    def loss_sum(self, model: nn.Module, batch: Any) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Any, weight: float) -> Tensor:
         """Cross-entropy in at least float32, summed over the labels that count."""
         logits, labels = _logits_and_labels(model, batch)
         wide = logits if logits.dtype.itemsize >= 4 else logits.float()
-        return F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+        total = F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+        return total if weight else total * 0.0
 
 
 class MeanOf:
@@ -56,9 +57,24 @@ class MeanOf:
         """Valid labels if the batch has `labels`, else samples."""
         return weight_of(batch)
 
-    def loss_sum(self, model: nn.Module, batch: Any) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Any, weight: float) -> Tensor:
         """The mean times what it is a mean over."""
-        return sum_from_mean(self.function(model, batch), self.weight(batch))
+        return sum_from_mean(self.function(model, batch), weight)
+
+
+def objective_of(loss: LossFunction | Objective | None) -> Objective:
+    """What `Run(loss=...)` means."""
+    if loss is None:
+        return CrossEntropy()
+    if not callable(loss):
+        return loss
+    if isinstance(loss, nn.Module) or (getattr(loss, "__module__", None) or "").startswith("torch."):
+        name = type(loss).__name__ if isinstance(loss, nn.Module) else loss.__name__
+        raise ShoalError(
+            f"{name} compares predictions with labels, but a loss is called as loss(model, batch)",
+            fix=f"loss=lambda model, batch: {name}(model(batch[0]), batch[1]), or whatever your batches look like",
+        )
+    return MeanOf(loss)
 
 
 def sum_from_mean(mean: Tensor, weight: float) -> Tensor:
@@ -68,11 +84,27 @@ def sum_from_mean(mean: Tensor, weight: float) -> Tensor:
 
 def _logits_and_labels(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     if isinstance(batch, Mapping) and "labels" in batch:
-        return model(**{name: value for name, value in batch.items() if name != "labels"}), batch["labels"]
-    if isinstance(batch, tuple | list) and len(batch) == 2:
-        inputs, labels = batch
-        return model(inputs), labels
-    raise ShoalError(
+        output, labels = model(**{name: value for name, value in batch.items() if name != "labels"}), batch["labels"]
+    elif isinstance(batch, tuple | list) and len(batch) == 2:
+        output, labels = model(batch[0]), batch[1]
+    else:
+        raise _no_labels(batch)
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor) or labels.is_floating_point():
+        raise ShoalError(
+            f"cross-entropy, the loss of a run unless another is given, takes logits and whole numbers as labels, not"
+            f" {_kind(logits)} and {_kind(labels)}",
+            fix="Run(loss=lambda model, batch: ...), the mean over a batch",
+        )
+    return logits, labels
+
+
+def _kind(value: Any) -> str:
+    return f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def _no_labels(batch: Any) -> ShoalError:
+    return ShoalError(
         f"this batch (a {type(batch).__name__} of {length(batch)} samples) has no labels that cross-entropy could use",
         fix="give batches as {..., 'labels': ...} or (inputs, labels), or say Run(loss=lambda model, batch: ...)",
     )

@@ -15,9 +15,7 @@ One step, four microbatches, two ranks (s: loss sum, w: how many tokens count, W
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal
 
@@ -29,8 +27,8 @@ from torch.utils.data import DataLoader
 
 from shoal.blueprint.plan import Plan
 from shoal.comm.environment import read_environment
-from shoal.comm.world import HostReduction, World
-from shoal.data.batch import parts, to_device
+from shoal.comm.world import World
+from shoal.data.batch import length, parts, to_device
 from shoal.data.deal import DealtLoader
 from shoal.data.hashing import hashed
 from shoal.errors import RunFailed, ShoalError
@@ -38,51 +36,29 @@ from shoal.numerics.determinism import make_deterministic
 from shoal.numerics.gradients import LossScale, clip_coefficient, global_norm, gradients_of, scale_
 from shoal.numerics.precision import precision_of
 from shoal.parallel.compose import compose, refuse_unbuilt
-from shoal.parallel.replicate import average_buffers, synchronised
-from shoal.train.objective import CrossEntropy, LossFunction, MeanOf, Objective, sum_from_mean
+from shoal.parallel.replicate import average_buffers, explain_unused, synchronised
+from shoal.train.objective import LossFunction, Objective, objective_of, sum_from_mean
+from shoal.train.step import OpenStep, StepReport
 
 OnNan = Literal["stop", "skip", "ignore"]
 
 
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """What is known of a step once it is made."""
-
-    loss: Tensor
-    """The loss of the global batch; a number on the device, not yet read."""
-    grad_norm: Tensor
-    """The global norm before clipping."""
-    was_skipped: bool
-    """Whether the update was dropped because a gradient was not finite."""
-    note: str = ""
-    """Why, in words; empty for an ordinary fp16 overflow."""
-
-
-@dataclass(slots=True)
-class _OpenStep:
-    """A batch whose step has begun: its microbatches, what each weighs, and the sum over all ranks on its way."""
-
-    batch: Any
-    microbatches: list[Any]
-    weights: list[float]
-    agreed: HostReduction
-    signals: tuple[str, ...] = ()
-    sums: list[Tensor] = field(default_factory=list)
-    index: int = -1
-
-    @property
-    def weight(self) -> float:
-        """What the microbatch at hand weighs; outside of `microbatches`, all of them."""
-        return sum(self.weights) if self.index < 0 else self.weights[self.index]
-
-
 class Run:
-    """A rank's part in a training run.
+    """A rank's part in a training run. docs/run.md shows loops of one's own, validation and saving.
 
-    >>> run = shoal.Run(plan="bf16 mb=4")  # doctest: +SKIP
-    >>> model, optimizer, loader = run.prepare(model, optimizer, loader)  # doctest: +SKIP
-    >>> for batch in run.batches(loader):
-    ...     loss = run.step(batch)  # doctest: +SKIP
+    plan            words such as "bf16 mb=4", or a Plan; the ranks are found under python, torchrun, srun and mpirun
+    loss            loss(model, batch), the mean over a microbatch; None: cross-entropy of model(inputs) and labels
+    seed            decides the order of the samples and all randomness in the model
+    clip            the largest global gradient norm; None: no clipping
+    on_nan          stop the run, skip the update, or ignore it, when a gradient is not finite
+    device          auto, cpu or cuda
+    deterministic   the same bits again on the same layout
+    loss_scale      the first loss scale under fp16, and after how many good steps it is doubled (loss_scale_window)
+    bucket_mb       size of the buckets in which gradients are reduced
+    find_unused     parameters may be without a gradient in some steps
+    timeout         seconds that a rank waits for the others in one collective
+    threads         CPU threads of this process; None: an even share of the cores
+    world           the ranks, if someone else has gathered them
     """
 
     def __init__(
@@ -98,19 +74,23 @@ class Run:
         loss_scale: float = 65536.0,
         loss_scale_window: int = 2000,
         bucket_mb: float = 25.0,
+        find_unused: bool = False,
         timeout: float = 600.0,
+        threads: int | None = None,
         world: World | None = None,
     ) -> None:
         if deterministic:
             make_deterministic()
         asked = Plan.of(plan)
-        self.world = world or World.start(read_environment(os.environ), device=device, timeout=timeout)
+        self.objective = objective_of(loss)
+        place = read_environment(os.environ)
+        self.world = world or World.start(place, device=device, timeout=timeout, threads=threads)
         self.plan = asked.resolve(self.world.size)
         refuse_unbuilt(self.plan)
         self.precision = precision_of(self.plan.precision)
         self.loss_scale = LossScale(loss_scale, loss_scale_window) if self.precision.scales_loss else LossScale()
-        self.objective = _objective(loss)
-        self.seed, self.clip, self.on_nan, self.bucket_mb = seed, clip, on_nan, bucket_mb
+        self.seed, self.clip, self.on_nan = seed, clip, on_nan
+        self.bucket_mb, self.find_unused = bucket_mb, find_unused
         self.coordinate = self.plan.layout.data_coordinate(self.world.rank)
         self.degree = self.plan.layout.data_degree
         self.steps_done = 0
@@ -121,7 +101,8 @@ class Run:
         """What is known of the last step."""
         self._model: nn.Module | None = None
         self._optimizer: Optimizer | None = None
-        self._step: _OpenStep | None = None
+        self._loaders: list[DealtLoader] = []
+        self._step: OpenStep | None = None
 
     # ---- what a loop prepares --------------------------------------------------------------------------------------
 
@@ -167,75 +148,94 @@ class Run:
 
     def _prepare(self, thing: Any) -> Any:
         if isinstance(thing, nn.Module):
-            placed = thing.to(self.device, self.precision.weight_dtype)
-            self._model = compose(placed, self.plan, device=self.device, bucket_mb=self.bucket_mb)
-            return self._model
+            return self._prepare_model(thing)
         if isinstance(thing, Optimizer):
+            _refuse_second("optimizer", self._optimizer)
             self._optimizer = thing
             return thing
         if isinstance(thing, DataLoader):
-            return DealtLoader(thing, seed=self.seed, coordinate=self.coordinate, degree=self.degree)
+            self._loaders.append(DealtLoader(thing, seed=self.seed, coordinate=self.coordinate, degree=self.degree))
+            return self._loaders[-1]
         raise ShoalError(
             f"prepare cannot place a {type(thing).__name__}",
             fix="give it an nn.Module, a torch Optimizer or a DataLoader; keep the rest as it is",
         )
 
+    def _prepare_model(self, model: nn.Module) -> nn.Module:
+        _refuse_second("model", self._model)
+        if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+            raise ShoalError(
+                "this model has tensors on the meta device, which hold no values",
+                fix="shoal.numerics.init.materialise(model, run.device), then fill them; or build it on the CPU",
+            )
+        placed = model.to(self.device, self.precision.weight_dtype)
+        self.precision.install(placed, self.device)
+        self._model = compose(
+            placed, self.plan, device=self.device, bucket_mb=self.bucket_mb, find_unused=self.find_unused
+        )
+        return self._model
+
     # ---- one step --------------------------------------------------------------------------------------------------
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """This rank's share of each global batch, on the device."""
-        for batch in loader:
-            counts = getattr(loader, "counts", True)
-            yield self._open(batch, counts=counts).batch
+        """This rank's share of each global batch, on the device. Every rank gets as many, so all take every step."""
+        if isinstance(loader, DealtLoader):
+            for share in loader.shares():
+                yield self._open(share.batch, counts=share.counts, offset=share.offset).batch
+        else:
+            for batch in loader:
+                yield self._open(batch).batch
 
     def step(self, batch: Any) -> Tensor:
         """Forward, backward and update over this rank's share of a global batch; returns the global loss."""
         for microbatch in self.microbatches(batch):
-            with self.autocast():
-                loss_sum = self.objective.loss_sum(self.model, microbatch)
+            assert self._step is not None
+            try:
+                loss_sum = self.objective.loss_sum(self.model, microbatch, self._step.weight)
+            except RuntimeError as error:
+                explain_unused(error)
+                raise
             self._backward(loss_sum)
         return self.update().loss
 
     def microbatches(self, batch: Any) -> Iterator[Any]:
         """The batch in parts of `mb` samples; gradients are synchronised in the backward of the last one only."""
-        step = self._step if self._step is not None and self._step.batch is batch else self._open(batch)
+        step = self._opened(batch)
         last = len(step.microbatches) - 1
         for index, microbatch in enumerate(step.microbatches):
             step.index = index
             # Randomness in the model belongs to the samples, not to the rank that happens to compute them.
-            place = self.coordinate * len(step.microbatches) + index
-            torch.manual_seed(int(hashed(self.seed, self.steps_done, place)[0]))
+            self._seed(self.steps_done, step.offset + index * (self.plan.mb or 0))
             with synchronised(self.model, is_last=index == last):
                 yield microbatch
-
-    def autocast(self) -> AbstractContextManager[object]:
-        """The context in which a forward computes in the plan's precision; `step` enters it by itself."""
-        return self.precision.autocast(self.device)
 
     def backward(self, loss: Tensor) -> None:
         """Backward of a loss that is the *mean* over the microbatch (or the batch, without accumulation) at hand."""
         if self._step is None:  # a loop that does not use `batches`: every rank's mean counts the same
-            self._step = _OpenStep(None, [None], [1.0], self._agree(1.0), tuple(self.signals))
+            self._step = self._new_step(None, [None], [1.0], counts=True, offset=0)
         self._backward(sum_from_mean(loss, self._step.weight))
 
     def update(self) -> StepReport:
         """Clip, apply the optimizer and forget the gradients; or drop the step if the gradient is not finite."""
         step = self._step
-        if step is None or not step.sums:
+        if step is None or not step.has_begun:
             raise ShoalError("update() without a backward", fix="call run.backward(loss) first, or run.step(batch)")
         loss = torch.stack(step.sums).sum()
         reduction = dist.all_reduce(loss, async_op=True) if self.degree > 1 else None  # travels during the update
-        gradients = gradients_of(self.module.parameters())
+        gradients = gradients_of(p for group in self.optimizer.param_groups for p in group["params"])
         norm = global_norm(gradients) / self.loss_scale.scale
         is_finite = (self.on_nan == "ignore" and not self.loss_scale.is_dynamic) or bool(torch.isfinite(norm))
+        if reduction is not None and not is_finite:
+            reduction.wait()
         note = ""
         if is_finite:
             self._scale_gradients(gradients, norm)
             self.optimizer.step()
             self.loss_scale.succeeded()
         else:
-            note = self._judge_nonfinite(step)
+            note = self._judge_nonfinite(step, loss)
         self.optimizer.zero_grad(set_to_none=True)
+        self.module.zero_grad(set_to_none=True)  # of parameters that no optimizer has, too
         if reduction is not None:
             reduction.wait()
         self.steps_done += 1
@@ -243,17 +243,55 @@ class Run:
         self.report = StepReport(loss, norm, was_skipped=not is_finite, note=note)
         return self.report
 
-    def _open(self, batch: Any, *, counts: bool = True) -> _OpenStep:
+    def _opened(self, batch: Any) -> OpenStep:
+        """The step of this batch: the one that `batches` has opened, or a new one."""
+        step = self._step
+        if step is None or step.has_begun:
+            if self.degree > 1 and any(loader.is_iterated_directly for loader in self._loaders):
+                raise ShoalError(
+                    "this loop takes batches from the loader itself; where the last batch has fewer samples than there"
+                    " are ranks, some ranks would take a step less and the others wait for ever",
+                    fix="for batch in run.batches(loader): ...",
+                )
+            return self._open(batch)
+        if step.batch is batch:
+            return step
+        self._step = None  # taken apart and put together again, or changed: it is still that step's share
+        return self._open(batch, counts=step.counts, offset=step.offset)
+
+    def _open(self, batch: Any, *, counts: bool = True, offset: int | None = None) -> OpenStep:
         """[1] Cut the batch into microbatches and send off how much this rank's share weighs."""
-        cut = parts(batch, self.plan.mb)
-        weights = [float(self.objective.weight(part)) if counts else 0.0 for part in cut]
-        agreed = self._agree(sum(weights))
-        on_device = to_device(batch, self.device)
-        self._step = _OpenStep(on_device, parts(on_device, self.plan.mb), weights, agreed, tuple(self.signals))
+        if self._step is not None and self._step.has_begun:
+            raise ShoalError(
+                "the batch before this one was not finished: backward without update()",
+                fix="run.update() after each batch; to accumulate, say mb= in the plan and loop over run.microbatches",
+            )
+        weights = [float(self.objective.weight(part)) if counts else 0.0 for part in parts(batch, self.plan.mb)]
+        offset = self.coordinate * length(batch) if offset is None else offset
+        on_device = to_device(batch, self.device, self.precision.weight_dtype)
+        self._step = self._new_step(on_device, parts(on_device, self.plan.mb), weights, counts=counts, offset=offset)
         return self._step
 
-    def _agree(self, weight: float) -> HostReduction:
-        return self.world.all_reduce_host([weight, *self.signals.values()])
+    def _new_step(
+        self, batch: Any, microbatches: list[Any], weights: list[float], *, counts: bool, offset: int
+    ) -> OpenStep:
+        agreed = self.world.all_reduce_host([sum(weights), *self.signals.values()])
+        return OpenStep(
+            batch=batch,
+            microbatches=microbatches,
+            weights=weights,
+            agreed=agreed,
+            signals=tuple(self.signals),
+            counts=counts,
+            offset=offset,
+        )
+
+    def _seed(self, *place: int) -> None:
+        """Not torch.manual_seed, which formats a stack trace for devices that are not there: half a millisecond."""
+        number = int(hashed(self.seed, *place)[0])
+        torch.default_generator.manual_seed(number)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(number)
 
     def _backward(self, loss_sum: Tensor) -> None:
         """[2] Backward of this microbatch's part of the global loss."""
@@ -275,9 +313,12 @@ class Run:
         elif self.loss_scale.scale != 1.0:
             scale_(gradients, torch.ones_like(norm) / self.loss_scale.scale)
 
-    def _judge_nonfinite(self, step: _OpenStep) -> str:
-        """[4] Every rank is here together, because the norm is the same number everywhere."""
-        if self.loss_scale.is_dynamic and not self.loss_scale.is_exhausted:
+    def _judge_nonfinite(self, step: OpenStep, loss: Tensor) -> str:
+        """[4] Every rank is here together, because the norm is the same number everywhere, and so is the loss.
+
+        A gradient that overflows is what the loss scale is for. It cannot cure a loss that is not finite itself.
+        """
+        if self.loss_scale.is_dynamic and not self.loss_scale.is_exhausted and bool(torch.isfinite(loss)):
             self.loss_scale.overflowed()
             return ""
         mine = [(self.world.rank, index) for index, loss in enumerate(step.sums) if not bool(torch.isfinite(loss))]
@@ -298,18 +339,24 @@ class Run:
     def evaluate(self, batches: Iterable[Any]) -> float:
         """The mean loss over batches that are dealt out over the ranks, each sample once; weights do not change."""
         average_buffers(self.module, degree=self.degree)
-        was_training = self.module.training
+        modes = {module: module.training for module in self.module.modules()}
         self.module.eval()
         total, weight = torch.zeros((), dtype=torch.float64, device=self.device), 0.0
         try:
             for batch in batches:
-                weight += self.objective.weight(batch)
-                with self.autocast():
-                    total += self.objective.loss_sum(self.module, to_device(batch, self.device))
+                batch_weight = self.objective.weight(batch)
+                on_device = to_device(batch, self.device, self.precision.weight_dtype)
+                total += self.objective.loss_sum(self.module, on_device, batch_weight)
+                weight += batch_weight
         finally:
-            self.module.train(was_training)
-        total_sum, total_weight = self.world.all_reduce_host([float(total), weight]).wait()
+            for module, was_training in modes.items():
+                module.training = was_training
+        total_sum, total_weight = self.sum(float(total), weight)
         return total_sum / total_weight if total_weight else float("nan")
+
+    def sum(self, *numbers: float) -> list[float]:
+        """Each number summed over all ranks, for a validation of one's own; every rank must call it."""
+        return self.world.all_reduce_host(numbers).wait()
 
     def close(self) -> None:
         """Leave the world, if this run entered it."""
@@ -324,9 +371,9 @@ class Run:
         self.world.__exit__(kind, error, trace)
 
 
-def _objective(loss: LossFunction | Objective | None) -> Objective:
-    if loss is None:
-        return CrossEntropy()
-    if isinstance(loss, Callable) and not hasattr(loss, "loss_sum"):  # type: ignore[arg-type]
-        return MeanOf(loss)
-    return loss  # type: ignore[return-value]
+def _refuse_second(kind: str, first: object) -> None:
+    if first is not None:
+        raise ShoalError(
+            f"this run has a {kind} already, and a run has one: it clips, scales and synchronises that one only",
+            fix=f"one Run for each {kind}, sharing the ranks: Run(..., world=run.world); or one nn.Module around both",
+        )

@@ -1,0 +1,54 @@
+"""One step in the making, and what is known of it afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from shoal.comm.world import HostReduction
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What is known of a step once it is made."""
+
+    loss: Tensor
+    """The loss of the global batch; a number on the device, not yet read."""
+    grad_norm: Tensor
+    """The global norm before clipping."""
+    was_skipped: bool
+    """Whether the update was dropped because a gradient was not finite."""
+    note: str = ""
+    """Why, in words; empty for an ordinary fp16 overflow."""
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenStep:
+    """A batch whose step has begun: its microbatches, what each weighs, and the sum over all ranks on its way.
+
+    The weights are decided here, once, and nothing else counts: a stand-in for no sample at all weighs nothing,
+    whatever its labels say.
+    """
+
+    batch: Any
+    microbatches: list[Any]
+    weights: list[float]
+    agreed: HostReduction
+    signals: tuple[str, ...]
+    counts: bool
+    offset: int
+    """The place of this rank's first sample in the global batch."""
+    sums: list[Tensor] = field(default_factory=list)
+    index: int = -1
+
+    @property
+    def weight(self) -> float:
+        """What the microbatch at hand weighs; outside of `microbatches`, all of them."""
+        return sum(self.weights) if self.index < 0 else self.weights[self.index]
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything was added to the gradients."""
+        return bool(self.sums)

@@ -1,0 +1,78 @@
+"""The loop's own decisions: the learning rate of each step, whose initial weights count."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.blueprint.settings import build_recipe
+from shoal.train.job import Job, check
+from shoal.train.loop import _lr_factor, train
+
+
+def job(**sections: Any) -> Job:
+    data = {"source": "synthetic", "sequence": 16, "batch": 4, "validation": 0, "workers": 0}
+    model = {"preset": "tiny", "num_layers": 1, "hidden": 32, "ffn": 48}
+    tree = {"model": model, "data": data, "launch": {"device": "cpu", "threads": 1}, **sections}
+    return check(build_recipe(tree, title="test"), 1)
+
+
+def factors(steps: list[int], **sections: Any) -> list[float]:
+    a_job = job(**sections)
+    num_steps = a_job.recipe.run.duration.steps(batch=4, samples_per_epoch=1, tokens_per_sample=1)
+    return [_lr_factor(a_job, step, step / num_steps if num_steps else 0.0) for step in steps]
+
+
+def test_a_long_run_warms_up_step_by_step() -> None:
+    """Once the first thousandth of a run was clamped, and a short warm-up in a long run was skipped."""
+    found = factors([1, 10, 1000, 1_000_000], run={"duration": "1e6step"}, optim={"warmup": "1000step"})
+    assert found == pytest.approx([0.001, 0.01, 1.0, 0.1])
+
+
+def test_a_warm_up_longer_than_the_run_only_rises() -> None:
+    found = factors([1, 50, 100], run={"duration": "100step"}, optim={"warmup": "200step"})
+    assert found == pytest.approx([1 / 200, 50 / 200, 100 / 200])
+
+
+def test_steps_warm_up_a_run_by_the_clock() -> None:
+    found = factors([1, 5, 10, 11], run={"duration": "10min"}, optim={"warmup": "10step", "schedule": "constant"})
+    assert found == pytest.approx([0.1, 0.5, 1.0, 1.0])
+
+
+def test_the_first_step_by_the_clock_is_not_wasted() -> None:
+    assert factors([1], run={"duration": "10min"}, optim={"warmup": "1min"})[0] > 0
+
+
+def test_the_learning_rate_in_the_metrics_is_the_schedule(tmp_path: Path) -> None:
+    sections = {"run": {"duration": "8step", "dir": str(tmp_path / "run")}, "optim": {"lr": 0.01, "warmup": "2step"}}
+    train(None, None, job(**sections), True, True, 0.0)
+    rates = [json.loads(line)["lr"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    expected = [0.005, 0.01, *(0.01 * (0.1 + 0.9 * (1 + math.cos(math.pi * k / 6)) / 2) for k in range(1, 7))]
+    assert rates == pytest.approx(expected)
+
+
+MODEL = """
+import torch
+from torch import nn
+
+class Zeroed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(256, 8), nn.Linear(8, 256)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, tokens):
+        return self.head(self.embedding(tokens))
+"""
+
+
+def test_a_users_model_starts_with_its_own_weights(tmp_path: Path) -> None:
+    """A head of zeros gives every token the same chance; pretrained weights would be lost in the same way."""
+    (tmp_path / "zeroed.py").write_text(MODEL)
+    summary = train(None, None, job(model=f"{tmp_path}/zeroed.py:Zeroed", run={"duration": "1step"}), False, True, 0.0)
+    assert summary["loss_first"] == pytest.approx(math.log(256), rel=1e-6)
