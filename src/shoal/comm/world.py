@@ -10,6 +10,7 @@ same lines: it has a group without a port, and its exchanges are the identity.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -133,9 +134,12 @@ class World:
     def close(self) -> None:
         """Destroy what `start` made; leave what it found. A second call does nothing."""
         if self.is_owner and dist.is_initialized():
-            dist.destroy_process_group()
             if self.size > 1:
+                # gloo's threads take Python's lock to let go of the last collective's tensors. One that does so while
+                # Python is shutting down takes the process with it ("terminate called without an active exception").
+                time.sleep(0.05)
                 _CLOSED.append(self.control_group)
+            dist.destroy_process_group()
 
     def __enter__(self) -> World:
         return self
@@ -156,7 +160,10 @@ def pick_device(name: str, place: Placement, *, backend: str | None, num_cuda: i
     if name == "cpu" or (name == "auto" and num_cuda == 0):
         return torch.device("cpu")
     if num_cuda == 0:
-        raise ShoalError("device cuda was asked for, but this machine has no CUDA device", fix="--launch.device cpu")
+        raise ShoalError(
+            "device cuda was asked for, but this machine has no CUDA device",
+            fix="--launch.device cpu; in a script, device='cpu'",
+        )
     if place.local_world_size > num_cuda and backend != "gloo":
         raise ShoalError(
             f"{place.local_world_size} ranks on this machine, but {num_cuda} CUDA devices, and NCCL needs one for each",
