@@ -97,6 +97,35 @@ def test_what_is_not_a_recipe_is_refused(tmp_path: Path, text: str, message: str
         load_recipe(write(tmp_path, text))
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("optim: {name: AdamWW}", "--optim.name adamw"),
+        ("optim: {lr: true}", "a number is wanted"),
+        ("optim: {lr: .inf}", "finite number"),
+        ("optim: {betas: [1.0, 0.9]}", "less than 1"),
+        ("run: {duration: 1e400step}", "is not a duration"),
+        ("run: {seed: 1, seed: 2}", "'seed' stands twice"),
+        ("launch: {timeout: 1e14}", "less than or equal"),
+        ("resume: true", "no checkpoints to resume from"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_a_fix(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ShoalError, match=message):
+        load_recipe(write(tmp_path, text))
+
+
+def test_an_empty_section_and_a_model_by_name_are_fine(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, "run:\nmodel: resnet\n"))
+    assert (recipe.run, recipe.model.name) == (Recipe().run, "resnet")
+
+
+def test_a_program_is_not_a_recipe(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("x = 1")
+    with pytest.raises(ShoalError, match="is a Python program"):
+        load_recipe(tmp_path / "model.py")
+
+
 def test_every_key_is_documented() -> None:
     undocumented = [key for key, about in known_keys().items() if not about and not key.startswith("plan.")]
     assert undocumented == []

@@ -13,7 +13,8 @@ UNITS = ("step", "epoch", "tok", "sample", *SECONDS)
 _SPELLINGS = {
     **{unit: unit for unit in UNITS},
     **{unit + "s": unit for unit in ("step", "epoch", "sample", "min")},
-    **{"token": "tok", "tokens": "tok", "ep": "epoch", "ba": "step", "s": "sec", "hour": "h", "hours": "h"},
+    **{"token": "tok", "tokens": "tok", "ep": "epoch", "ba": "step", "hour": "h", "hours": "h"},
+    **{"s": "sec", "second": "sec", "seconds": "sec", "m": "min", "minute": "min", "minutes": "min"},
 }
 
 
@@ -39,7 +40,7 @@ class Duration:
             amount = float(match[1]) if match else math.nan
         except ValueError:  # 1.2.3step
             amount = math.nan
-        if unit is None or math.isnan(amount):
+        if unit is None or not math.isfinite(amount):
             raise ShoalError(
                 f"{text!r} is not a duration",
                 fix=f"a number and a unit ({listed(UNITS)}), such as 1000step, 2epoch, 1e9tok or 10min",
@@ -47,9 +48,7 @@ class Duration:
         return cls(amount, unit)
 
     def __str__(self) -> str:
-        return (
-            f"{self.amount:g}{self.unit}" if self.amount < 1e6 or self.amount % 1 else f"{self.amount:.0f}{self.unit}"
-        )
+        return f"{int(self.amount) if self.amount == int(self.amount) else self.amount}{self.unit}"
 
     @property
     def seconds(self) -> float | None:

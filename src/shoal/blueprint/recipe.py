@@ -27,6 +27,7 @@ PositiveInt = Annotated[int, Number, Field(gt=0)]
 PositiveFloat = Annotated[float, Number, Field(gt=0)]
 NotNegative = Annotated[float, Number, Field(ge=0)]
 Fraction = Annotated[float, Number, Field(ge=0, le=1)]
+BelowOne = Annotated[float, Number, Field(ge=0, lt=1)]
 
 DurationField = Annotated[
     Duration,
@@ -45,7 +46,9 @@ PlanField = Annotated[
 class Section(BaseModel):
     """A part of a recipe: frozen, and no key that is not known."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )
 
 
 class ModelSection(Section):
@@ -89,7 +92,7 @@ class DataSection(Section):
     documents: bool = False
     """True: several documents packed into one sample neither see each other nor predict each other's first token."""
 
-    validation: Annotated[float, Number, Field(ge=0, lt=1)] = 0.01
+    validation: BelowOne = 0.01
     """The part of the samples that is held out for evaluation."""
 
     text_field: str = "text"
@@ -115,7 +118,7 @@ class DataSection(Section):
 
     workers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """Processes that prepare batches beside the training process. 0: a thread does. auto: the first batches are timed,
-    and processes are started only if one thread could not keep up."""
+    and processes are started if one takes more than 10 ms."""
 
     prefetch: PositiveInt = 2
     """Batches prepared ahead, per worker."""
@@ -133,7 +136,7 @@ class OptimSection(Section):
     weight_decay: NotNegative = 0.1
     """Decoupled weight decay (adamw) or L2 penalty (sgd) of every parameter with at least two dimensions."""
 
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
     """Decay of the first and second moment (adamw)."""
 
     eps: PositiveFloat = 1e-8
@@ -179,8 +182,11 @@ class LaunchSection(Section):
     threads: PositiveInt | None = None
     """CPU threads per process. None: the cores of this machine shared out evenly."""
 
-    timeout: PositiveFloat = 600.0
+    timeout: Annotated[float, Number, Field(gt=0, le=1e8)] = 600.0
     """Seconds that a rank waits for the others in one collective before it gives up."""
+
+    patience: PositiveFloat = 30.0
+    """Seconds that ranks have to finish their step after Ctrl-C or SIGTERM before they are killed."""
 
 
 class RunSection(Section):
@@ -225,6 +231,10 @@ class RunSection(Section):
 
     bucket_mb: PositiveFloat = 25.0
     """Size in MB of the buckets in which gradients are reduced over `dp_replicate`."""
+
+    find_unused: bool = False
+    """True: parameters may be without a gradient in some steps (branches that are not taken). Costs a walk over the
+    graph in every step with several ranks."""
 
 
 class Recipe(Section):

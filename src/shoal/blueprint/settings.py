@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.recipe import Recipe
-from shoal.errors import Problem, ShoalError, nearest
+from shoal.errors import Problem, ShoalError, listed, nearest
 
 Tree = dict[str, Any]
 
@@ -35,6 +35,11 @@ ELSEWHERE = {
     "micro_batch_size": "plan.mb",
     "gradient_accumulation_steps": "plan.mb (data.batch / ranks / mb microbatches are accumulated)",
     "mixed_precision": "plan.precision",
+    "bf16": "plan.precision bf16",
+    "fp16": "plan.precision fp16",
+    "resume": "nothing: this version has no checkpoints to resume from; later ones will",
+    "resume_from_checkpoint": "nothing: this version has no checkpoints to resume from; later ones will",
+    "save_steps": "nothing: this version writes no checkpoints; later ones will",
     "max_steps": "run.duration",
     "max_duration": "run.duration",
     "num_train_epochs": "run.duration (2epoch)",
@@ -82,8 +87,10 @@ def read_yaml(path: Path) -> Tree:
         raise ShoalError(
             f"the recipe {str(path)!r} cannot be read: {error}", fix="give the path of a YAML file"
         ) from None
+    if path.suffix == ".py":
+        raise ShoalError(f"{path} is a Python program, not a recipe", fix=f"python {path}, or torchrun {path}")
     try:
-        tree = yaml.safe_load(text)
+        tree = yaml.load(text, _NoTwins)  # a SafeLoader
     except yaml.YAMLError as error:
         raise ShoalError(f"{path} is not valid YAML: {error}", fix="mend the line that it names") from None
     if tree is None:
@@ -93,6 +100,16 @@ def read_yaml(path: Path) -> Tree:
             f"{path} holds a {type(tree).__name__}, not a mapping", fix="start with a section, for example `model:`"
         )
     return tree
+
+
+class _NoTwins(yaml.SafeLoader):
+    """YAML in which a key that stands twice in one mapping is a mistake, not a choice of the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        if twins := [key for key in keys if keys.count(key) > 1]:
+            raise yaml.constructor.ConstructorError(problem=f"{twins[0]!r} stands twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 def parse_value(key: str, text: str) -> Any:
@@ -124,8 +141,12 @@ def put(tree: Tree, key: str, value: Any) -> None:
 def build_recipe(tree: Tree, *, title: str, problems: Iterable[Problem] = ()) -> Recipe:
     """Check a whole tree; everything that is wrong with it comes in one `ShoalError`."""
     found = list(problems)
+    # `run:` with nothing below it says nothing.
+    tree = {key: value for key, value in copy.deepcopy(tree).items() if value is not None}
+    if isinstance(tree.get("model"), str):
+        tree["model"] = {"name": tree["model"]}
     try:
-        recipe = Recipe.model_validate(copy.deepcopy(tree))
+        recipe = Recipe.model_validate(tree)
     except ValidationError as error:
         for each in error.errors():
             found += _problems_of(each)
@@ -185,6 +206,10 @@ def _problems_of(error: Any) -> Iterator[Problem]:
         yield unknown_key(key)
     elif isinstance(cause, ShoalError):
         yield from (Problem(f"{key}: {problem.what}", problem.fix) for problem in cause.problems)
+    elif error["type"] == "literal_error":
+        words = [word.strip("'") for word in error["ctx"]["expected"].replace(" or ", ", ").split(", ")]
+        near = nearest(str(error["input"]).lower(), words)
+        yield Problem(f"{key}: there is no {error['input']!r}", f"--{key} {near or listed(words)}")
     else:
         message = error["msg"][0].lower() + error["msg"][1:]
         about = known_keys().get(key, "").splitlines()
