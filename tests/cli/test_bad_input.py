@@ -77,7 +77,7 @@ CASES = {
     "file has a typo": ("train --model.name syntax.py:build", "SyntaxError", "python syntax.py"),
     "file imports too much": ("train --model.name imports.py:build", "'surely_not_there'", "python imports.py"),
     "file raises": ("train --model.name divides.py:build", "division by zero (line 2: 1 / x)", "python divides.py"),
-    "no such device": ("train --device tpu", "'auto', 'cpu' or 'cuda', but it is 'tpu'", "launch.device"),
+    "no such device": ("train --device tpu", "launch.device: there is no 'tpu'", "launch.device"),
     "directory is a file": ("train --run.dir short.txt", "the run directory 'short.txt' is a file", "--run.dir"),
     "directory under a file": ("train --run.dir short.txt/run", "cannot be written: Not a directory", "--run.dir"),
     "directory on a read-only system": ("train --run.dir /proc/run", "'/proc/run' cannot be written", "--run.dir"),

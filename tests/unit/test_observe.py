@@ -15,10 +15,10 @@ import yaml
 from rich.console import Console
 
 from shoal.blueprint.settings import build_recipe
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, needs
 from shoal.observe import progress
 from shoal.observe.directory import RunDirectory
-from shoal.observe.metrics import TRACKER_PACKAGES, TRACKERS, JsonLines, numbers, peak_memory_gib, require
+from shoal.observe.metrics import TRACKERS, JsonLines, numbers, peak_memory_gib
 from shoal.observe.progress import Live, Plain, Quiet, human, progress_line, status, time_left
 
 RECORD = {"step": 3, "loss": 5.125, "tokens_per_s": 18312.0, "mfu": None, "memory_gib": 1.3, "skipped": False}
@@ -95,9 +95,9 @@ def test_numbers_are_what_a_tracker_can_plot() -> None:
 
 
 def test_every_tracker_has_a_package_and_is_asked_for_by_name() -> None:
-    assert set(TRACKERS) == set(TRACKER_PACKAGES)
+    assert set(TRACKERS) == {"tensorboard", "wandb", "mlflow"}
     with pytest.raises(ShoalError, match=r"shoal\[wandb\]"):
-        require("surely_not_there", extra="wandb")
+        needs("surely_not_there", what="a test", extra="wandb")
 
 
 class Recorder(types.ModuleType):

@@ -24,7 +24,7 @@ shoal trains any PyTorch model on whatever machines you have.
 {verbs}
 
 `shoal VERB --help` lists the options of a verb. Every verb takes --json: one JSON object on stdout, nothing else.
-exit codes: 0 done, 1 the answer is no, 2 bad input, 3 the run failed
+exit codes: 0 done, 1 the answer is no, 2 bad input, 3 the run failed, 130 interrupted
 """
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import field, fields, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_origin
 
 import tyro
 
@@ -53,7 +53,9 @@ def _sort(words: list[str], own: dict[str, Any]) -> tuple[list[str], list[tuple[
             problems += [Problem(f"--{name} takes no value", f"--{name}")] if equals and own[option] == "bool" else []
         else:
             name = SHORT.get(name, name)
-            if not equals and words and not words[0].startswith("--"):
+            if not equals and _is_list(name):
+                equals, value = "=", _list_of(words)
+            elif not equals and words and not words[0].startswith("--"):
                 equals, value = "=", words.pop(0)
             problems += [] if equals or _may_stand_alone(name) else [_without_value(name)]
             overrides.append((name, value if equals else "true"))
@@ -66,8 +68,27 @@ def _may_stand_alone(name: str) -> bool:
     section, _, key = name.replace("-", "_").partition(".")
     if section not in Recipe.model_fields:
         return True  # the recipe says what it thinks of this name
-    known = getattr(Recipe.model_fields[section].annotation, "model_fields", {})
+    known = _keys_of(section)
     return section != "plan" and bool(key) and (key not in known or known[key].annotation is bool)
+
+
+def _is_list(name: str) -> bool:
+    section, _, key = name.replace("-", "_").partition(".")
+    known = _keys_of(section)
+    return key in known and get_origin(known[key].annotation) is tuple
+
+
+def _keys_of(section: str) -> dict[str, Any]:
+    info = Recipe.model_fields.get(section)
+    return getattr(info.annotation, "model_fields", {}) if info else {}
+
+
+def _list_of(words: list[str]) -> str:
+    """`0.9 0.95` or `'[0.9, 0.95]'`, up to the next option."""
+    taken = []
+    while words and not words[0].startswith("--"):
+        taken.append(words.pop(0))
+    return taken[0] if len(taken) == 1 and taken[0].startswith("[") else f"[{', '.join(taken)}]"
 
 
 def _without_value(name: str) -> Problem:
@@ -85,7 +106,7 @@ def _print_help(kind: type[Any], prog: str) -> None:
         kind.__name__, [("settings", settings, field(default_factory=Recipe))], bases=(kind,), frozen=True, kw_only=True
     )
     both.__doc__ = kind.__doc__
-    shown = (tyro.conf.FlagConversionOff,)
+    shown = (tyro.conf.FlagCreatePairsOff,)
     tyro.cli(both, args=["--help"], prog=prog, config=shown, registry=_durations_are_words())
 
 

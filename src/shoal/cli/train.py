@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import tyro
 
 from shoal.blueprint.plan import Plan
+from shoal.blueprint.recipe import Recipe
 from shoal.blueprint.settings import dump_recipe
 from shoal.cli.settings import parse
 from shoal.comm.environment import Placement, read_environment
@@ -46,33 +51,54 @@ def main(arguments: Sequence[str]) -> int:
     """Train; 0 when the run reached its end, 130 when it was asked to stop before."""
     began = time.time()
     options, recipe = parse(Train, arguments, prog="shoal train")
+    out = sys.stdout
+    # Under --json what a user's model prints goes elsewhere: stdout is for the one object.
+    with redirect_stdout(sys.stderr) if options.json else nullcontext():
+        return _train(options, recipe, began, out)
+
+
+def _train(options: Train, recipe: Recipe, began: float, out: TextIO) -> int:
     placement = read_environment(os.environ)
     is_main = placement is None or placement.rank == 0
 
     # torch is loaded from here on: once, in the process that the workers are forked from.
-    from shoal.launch.local import default_nproc, launch
-    from shoal.train.job import check
-    from shoal.train.loop import train
+    with _ended_by_interrupt():
+        from shoal.launch.local import default_nproc, launch
+        from shoal.train.job import check
+        from shoal.train.loop import train
 
     world_size = placement.world_size if placement else recipe.launch.nproc or default_nproc(recipe.launch.device)
     try:
         job = check(recipe, world_size)
     except ShoalError as error:
-        if is_main:
+        if placement is None or placement.local_rank == 0:
             raise
-        return error.exit_code  # every rank finds the same; one says it
+        return error.exit_code  # every rank of a machine finds the same; one says it
     if options.dry_run:
         if is_main:
-            _show_plan(job, options)
+            _show_plan(job, options, out)
         return 0
     arguments_of_train = (job, not recipe.run.fast_dev_run, options.quiet or options.json, began)
     if placement or world_size == 1:
         summary = _train_here(train, placement, arguments_of_train)
     else:
-        summary = launch(train, arguments_of_train, nproc=world_size)[0]
+        summary = launch(train, arguments_of_train, nproc=world_size, patience=recipe.launch.patience)[0]
     if is_main:
-        _keep_and_show(summary, options)
+        _keep_and_show(summary, options, out)
     return 130 if summary["was_stopped"] else 0
+
+
+@contextmanager
+def _ended_by_interrupt() -> Iterator[None]:
+    """Ctrl-C ends the process at once. In the middle of an import, Python's own way ends in a confusing traceback."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _train_here(
@@ -91,22 +117,22 @@ def _train_here(
         raise RunFailed(f"rank {rank} of {size} failed: {failure.what}\n{failure.details}") from error
 
 
-def _show_plan(job: Job, options: Train) -> None:
+def _show_plan(job: Job, options: Train, out: TextIO) -> None:
     layout = job.recipe.plan.layout
     if options.json:
-        print(json.dumps({"recipe": job.recipe.model_dump(mode="json"), "ranks": layout.world_size}))
+        print(json.dumps({"recipe": job.recipe.model_dump(mode="json"), "ranks": layout.world_size}), file=out)
     else:
-        print(dump_recipe(job.recipe) + "\n" + layout.draw())
+        print(dump_recipe(job.recipe) + "\n" + layout.draw(), file=out)
 
 
-def _keep_and_show(summary: dict[str, Any], options: Train) -> None:
+def _keep_and_show(summary: dict[str, Any], options: Train, out: TextIO) -> None:
     from shoal.observe.directory import RunDirectory
     from shoal.observe.metrics import jsonable
 
     if summary["directory"]:
         RunDirectory(Path(summary["directory"])).write_summary(summary)
     if options.json:
-        print(json.dumps(jsonable(summary)))
+        print(json.dumps(jsonable(summary)), file=out)
         return
     from rich.console import Console
     from rich.table import Table
@@ -114,17 +140,18 @@ def _keep_and_show(summary: dict[str, Any], options: Train) -> None:
     table = Table(title="stopped early" if summary["was_stopped"] else "done", show_header=False, title_justify="left")
     for name, value in _rows(summary):
         table.add_row(name, value)
-    Console().print(table)
+    Console(file=out).print(table)
 
 
 def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """The summary in words; every figure says how it was come by."""
     ranks = f"{summary['ranks']} rank{'s' if summary['ranks'] > 1 else ''}"
+    last = f"{summary['loss_last']:.4f} over the last {min(summary['steps'], 10)}"
     unit = "tokens" if summary["tokens"] > summary["samples"] else "samples"
     rows = [
         ("steps", f"{summary['steps']:,} ({summary['tokens']:,} {unit})"),
-        ("loss", f"{summary['loss_first']:.4f} at the first step, {summary['loss_last']:.4f} over the last ten"),
-        ("held-out loss", "no held-out samples" if summary["eval_loss"] is None else f"{summary['eval_loss']:.4f}"),
+        ("loss", f"{summary['loss_first']:.4f} at the first step, {last}"),
+        ("held-out loss", "not evaluated" if summary["eval_loss"] is None else f"{summary['eval_loss']:.4f}"),
         ("plan", f"{Plan.parse(summary['plan']).brief()} on {ranks}"),
         (
             "speed, measured",

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import yaml
 
+from shoal import __version__
 from shoal.blueprint.recipe import Recipe
 from shoal.blueprint.settings import difference, dump_recipe
 from shoal.errors import ShoalError
@@ -29,6 +30,9 @@ from shoal.observe.metrics import jsonable
 
 # Settings that decide where and how a run is shown, not what it computes: they may differ between two of the same.
 _INCIDENTAL = ("run.dir", "run.overwrite")
+
+# environment.json goes last: while it is there, an interrupted removal can be told from a folder of the user's own.
+_WRITTEN = ("recipe.yaml", "metrics*.jsonl", "summary.json", "events.out.tfevents.*", "wandb", "environment.json")
 
 
 class RunDirectory:
@@ -41,10 +45,10 @@ class RunDirectory:
     def claim(cls, recipe: Recipe) -> RunDirectory:
         """Make the directory of this recipe, or say why it cannot be had; what is in it is never written over."""
         path = Path(recipe.run.dir) if recipe.run.dir else _first_free(Path("runs") / recipe.run.name)
-        if recipe.run.overwrite and (path / "recipe.yaml").exists():
-            shutil.rmtree(path)
-        _refuse_taken(path, recipe)
         try:
+            if recipe.run.overwrite:
+                _remove_run(path)
+            _refuse_taken(path, recipe)
             path.mkdir(parents=True, exist_ok=True)
             (path / "recipe.yaml").write_text(dump_recipe(recipe))
             (path / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n")
@@ -71,6 +75,7 @@ def environment() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "shoal": __version__,
         "cuda": torch.version.cuda if cuda else None,
         "device": torch.cuda.get_device_name() if cuda else platform.machine(),
     }
@@ -83,6 +88,14 @@ def _first_free(path: Path) -> Path:
         number += 1
         candidate = path.with_name(f"{path.name}-{number}")
     return candidate
+
+
+def _remove_run(path: Path) -> None:
+    """Remove what a run of shoal writes, and nothing else: the directory may hold other things as well."""
+    if all((path / name).exists() for name in ("recipe.yaml", "environment.json")):
+        for pattern in _WRITTEN:
+            for entry in path.glob(pattern):
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
 def _refuse_taken(path: Path, recipe: Recipe) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from shoal.errors import ShoalError
+from shoal.errors import needs
 
 Record = Mapping[str, Any]
 
@@ -50,7 +50,7 @@ class TensorBoard:
     """Event files in the run directory."""
 
     def __init__(self, directory: Path, name: str, settings: Record) -> None:
-        require("tensorboard", extra="tensorboard")
+        needs("tensorboard", what="the tracker tensorboard", extra="tensorboard")
         self._writer = import_module("torch.utils.tensorboard").SummaryWriter(str(directory))
 
     def write(self, record: Record) -> None:
@@ -67,7 +67,9 @@ class WeightsAndBiases:
     """A run in W&B; offline and online are its own settings (WANDB_MODE)."""
 
     def __init__(self, directory: Path, name: str, settings: Record) -> None:
-        self._run = require("wandb", extra="wandb").init(dir=str(directory), name=name, config=dict(settings))
+        self._run = needs("wandb", what="the tracker wandb", extra="wandb").init(
+            dir=str(directory), name=name, config=dict(settings)
+        )
 
     def write(self, record: Record) -> None:
         """Every number, at its step."""
@@ -82,7 +84,7 @@ class MLflow:
     """A run in MLflow; the tracking server is its own setting (MLFLOW_TRACKING_URI)."""
 
     def __init__(self, directory: Path, name: str, settings: Record) -> None:
-        self._mlflow = require("mlflow", extra="mlflow")
+        self._mlflow = needs("mlflow", what="the tracker mlflow", extra="mlflow")
         self._mlflow.start_run(run_name=name)
         self._mlflow.log_dict(dict(settings), "recipe.json")
 
@@ -100,20 +102,6 @@ TRACKERS: dict[str, Callable[[Path, str, Record], Sink]] = {
     "wandb": WeightsAndBiases,
     "mlflow": MLflow,
 }
-
-
-TRACKER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
-
-
-def require(package: str, *, extra: str) -> Any:
-    """Import an optional package, or say how to get it."""
-    try:
-        return import_module(package)
-    except ImportError:
-        raise ShoalError(
-            f"the tracker {extra} needs the package {package}, which is not installed",
-            fix=f"pip install 'shoal[{extra}]'",
-        ) from None
 
 
 def numbers(record: Record) -> dict[str, float]:

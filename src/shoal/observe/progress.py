@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
+from rich.table import Column
 from rich.text import Text
 
 _PLAIN_EVERY = 10.0  # seconds between two lines in a log file
@@ -19,8 +20,11 @@ class ProgressLine(Protocol):
     def show(self, record: Mapping[str, Any], done: float) -> None:
         """A step was made."""
 
+    def note(self, text: str) -> None:
+        """Something that a person who watches wants to know."""
+
     def say(self, text: str) -> None:
-        """Something that a person should read."""
+        """Something that a person must read."""
 
     def close(self) -> None:
         """The run is over."""
@@ -35,9 +39,12 @@ class Quiet:
     def show(self, record: Mapping[str, Any], done: float) -> None:
         """Nothing."""
 
+    def note(self, text: str) -> None:
+        """Nothing."""
+
     def say(self, text: str) -> None:
         """On its own line."""
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(text, highlight=False, markup=False, soft_wrap=not self._console.is_terminal)
 
     def close(self) -> None:
         """Nothing."""
@@ -49,6 +56,10 @@ class Plain(Quiet):
     def __init__(self, console: Console, unit: str = "tok") -> None:
         super().__init__(console, unit)
         self._start = self._last = time.monotonic()
+
+    def note(self, text: str) -> None:
+        """On its own line."""
+        self.say(text)
 
     def show(self, record: Mapping[str, Any], done: float) -> None:
         """A line, if the last one is long enough ago or this is the first or the last step."""
@@ -65,13 +76,21 @@ class Live(Quiet):
         super().__init__(console, unit)
         self._start = time.monotonic()
         self._progress = Progress(
-            BarColumn(bar_width=24), TextColumn("{task.percentage:>3.0f}%"), _Status(), console=console, transient=True
+            BarColumn(bar_width=24 if console.width >= 100 else 8),
+            TextColumn("{task.percentage:>3.0f}%"),
+            _Status(table_column=Column(no_wrap=True)),
+            console=console,
+            transient=True,
         )
         self._task = self._progress.add_task("", total=1.0, status="")
-        self._progress.start()
+
+    def note(self, text: str) -> None:
+        """Above the bar."""
+        self.say(text)
 
     def show(self, record: Mapping[str, Any], done: float) -> None:
-        """Redraw."""
+        """Redraw. The bar begins with the first step, so that whatever fails before leaves the terminal as it was."""
+        self._progress.start()
         left = time_left(time.monotonic() - self._start, done)
         self._progress.update(self._task, completed=done, status=status(record, self._unit) + left)
 
