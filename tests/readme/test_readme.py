@@ -148,16 +148,16 @@ def test_mistakes_come_in_one_list_as_shown(ran: dict[str, Ran]) -> None:
     assert WRONG in " ".join((ROOT / "docs" / "recipes.md").read_text().split())
 
 
-def test_python_prints_what_is_shown() -> None:
+def test_python_prints_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     number = 0
     for block, following in zip(BLOCKS, [*BLOCKS[1:], None], strict=True):
         if block.language == "python":
             number += 1
             with contextlib.redirect_stdout(io.StringIO()) as printed:
                 exec(compile(block.text, block.page.name, "exec"), {})
-            assert following is not None
-            assert following.language == "text"
-            assert printed.getvalue() == following.text
+            shown = following.text if following is not None and following.language == "text" else ""
+            assert printed.getvalue() == shown
     assert number
 
 
