@@ -1,17 +1,23 @@
-"""How many samples per second does a Loader bring, by a thread and by processes? See README.md."""
+"""How many samples per second does a Loader bring, by a thread and by processes, pinned or not?
+
+python benchmarks/loading/run.py
+"""
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import os
-import platform
-import shlex
 import sys
+import tempfile
 import time
 from itertools import islice
+from pathlib import Path
 
+import numpy as np
 import torch
+from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from report import heading, table, write
 
 from shoal.blueprint.recipe import DataSection
 from shoal.data.dataset import Dataset
@@ -24,30 +30,40 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="samples per batch")
     parser.add_argument("--seconds", type=float, default=1.5, help="how long each case is measured")
     parser.add_argument("--sequence", type=int, default=1024, help="tokens per sample")
-    parser.add_argument("--image-size", type=int, default=64, help="height and width of the synthetic images")
     parser.add_argument("--workers", type=int, nargs="*", default=[0, 1, 2], help="0: a thread; else processes")
     arguments = parser.parse_args()
-    print(_header())
-    print("\n| data | prepared by | pinned | samples/s | MB/s | ms per batch |\n|---|---|---|---:|---:|---:|")
-    for name, section in _cases(arguments).items():
-        dataset, _ = open_datasets(section, seed=0)
-        for workers in arguments.workers:
-            for pin in (False, True) if torch.cuda.is_available() else (False,):
-                print(_row(name, dataset, arguments.batch, workers, pin, arguments.seconds), flush=True)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, section in _cases(arguments.sequence, Path(folder)).items():
+            dataset, _ = open_datasets(section, seed=0)
+            for workers in arguments.workers:
+                for pin in (False, True) if torch.cuda.is_available() else (False,):
+                    rows.append(_row(name, dataset, arguments.batch, workers, pin, arguments.seconds))
+    question = f"Measured samples per second of a `Loader`, batches of {arguments.batch}, nothing else running."
+    text = heading("Loading", question) + "\n" + table(rows)
+    print(text)
+    print("written to", write("loading", text))
 
 
-def _cases(arguments: argparse.Namespace) -> dict[str, DataSection]:
-    size = arguments.image_size
+def _cases(sequence: int, folder: Path) -> dict[str, DataSection]:
+    _make_photos(folder)
     return {
-        f"python, {arguments.sequence} tokens": DataSection(sequence=arguments.sequence),
-        f"synthetic, {arguments.sequence} tokens": DataSection(source="synthetic", sequence=arguments.sequence),
-        f"synthetic images, {size} x {size}": DataSection(
-            source="synthetic", synthetic_kind="images", image_size=size, vocabulary=100
-        ),
+        f"python, {sequence} tokens": DataSection(sequence=sequence),
+        f"synthetic, {sequence} tokens": DataSection(source="synthetic", sequence=sequence),
+        "JPEG files of 320 x 240, scaled to 64": DataSection(source=str(folder), format="images", image_size=64),
     }
 
 
-def _row(name: str, dataset: Dataset, batch: int, workers: int, pin: bool, seconds: float) -> str:
+def _make_photos(folder: Path, per_class: int = 128) -> None:
+    generator = np.random.default_rng(0)
+    for name in ("cats", "dogs"):
+        (folder / name).mkdir()
+        for number in range(per_class):
+            pixels = generator.integers(0, 256, (30, 40, 3), dtype=np.uint8).repeat(8, 0).repeat(8, 1)
+            Image.fromarray(pixels).save(folder / name / f"{number}.jpg")
+
+
+def _row(name: str, dataset: Dataset, batch: int, workers: int, pin: bool, seconds: float) -> dict[str, str]:
     loader = Loader(dataset, seed=0, batch=batch, workers=workers, pin=pin)
     warm_up = list(islice(loader, 3 + 2 * workers))  # starts the workers and empties what was made meanwhile
     size = sum(tensor.nbytes for tensor in warm_up[0].values())
@@ -56,21 +72,14 @@ def _row(name: str, dataset: Dataset, batch: int, workers: int, pin: bool, secon
         next(loader)
         batches += 1
     loader.close()
-    by = f"{workers} process{'es' if workers > 1 else ''}" if workers else "a thread"
-    rates = f"{batches * batch / elapsed:,.0f} | {batches * size / elapsed / 1e6:,.0f} | {elapsed / batches * 1e3:.2f}"
-    return f"| {name} | {by} | {'yes' if pin else 'no'} | {rates} |"
-
-
-def _header() -> str:
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    return "\n".join(
-        [
-            f"- hardware: {platform.machine()}, {os.cpu_count()} cores, {device}",
-            f"- versions: Python {platform.python_version()}, torch {torch.__version__}",
-            f"- date: {datetime.date.today().isoformat()}",
-            f"- command: python {shlex.join(sys.argv)}",
-        ]
-    )
+    return {
+        "data": name,
+        "prepared by": f"{workers} process{'es' if workers > 1 else ''}" if workers else "a thread",
+        "pinned": "yes" if pin else "no",
+        "samples/s": f"{batches * batch / elapsed:,.0f}",
+        "MB/s": f"{batches * size / elapsed / 1e6:,.0f}",
+        "ms per batch": f"{elapsed / batches * 1e3:.2f}",
+    }
 
 
 if __name__ == "__main__":

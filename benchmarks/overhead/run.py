@@ -95,19 +95,19 @@ class TakingTurns(Loader):
         return batch
 
 
-def take_turns(placement: Placement, store: dist.Store, job: Job, directory: Path) -> tuple[list[float], list[float]]:
+def take_turns(placement: Placement, store: dist.Store, job: Job) -> tuple[list[float], list[float]]:
     TakingTurns.job = job
     loop.Loader = TakingTurns  # the one thing that differs from `shoal train`
-    loop.train(placement, store, job, directory, True, time.time())
+    loop.train(placement, store, job, True, True, time.time())
     both = TakingTurns.last
     return both.ours[WARMUP:], both.theirs[WARMUP:]
 
 
 def measure_steps(settings: list[tuple[str, str]], steps: int) -> dict[str, str]:
-    recipe = load_recipe(Path("recipes/tiny.yaml"), [*settings, ("run.duration", f"{steps + WARMUP}step")])
-    job = check(recipe, 2)
     with tempfile.TemporaryDirectory() as folder:
-        ours, theirs = launch(take_turns, (job, Path(folder)), nproc=2)[0]
+        where = [("run.duration", f"{steps + WARMUP}step"), ("run.dir", f"{folder}/run")]
+        recipe = load_recipe(Path("recipes/tiny.yaml"), [*settings, *where])
+        ours, theirs = launch(take_turns, (check(recipe, 2),), nproc=2)[0]
     pairs = [mine / other for mine, other in zip(ours, theirs, strict=False)]
     return {
         "a step of": f"{recipe.data.batch} x {recipe.data.sequence} tokens",
