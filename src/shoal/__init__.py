@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from shoal.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from shoal.blueprint.description import Description as Description
     from shoal.blueprint.layout import Layout as Layout
@@ -15,8 +17,6 @@ if TYPE_CHECKING:
     from shoal.blueprint.recipe import Recipe as Recipe
     from shoal.errors import ShoalError as ShoalError
     from shoal.train.run import Run as Run
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "Description": "shoal.blueprint.description",

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from shoal import __version__
 from shoal.errors import BAD_INPUT, ShoalError, nearest
+from shoal.version import __version__
 
 VERBS = {
     "train": "train a recipe on this machine, or as one rank under torchrun, Slurm or mpirun",

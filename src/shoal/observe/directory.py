@@ -22,11 +22,11 @@ from typing import Any
 import torch
 import yaml
 
-from shoal import __version__
 from shoal.blueprint.recipe import Recipe
 from shoal.blueprint.settings import difference, dump_recipe
 from shoal.errors import ShoalError
 from shoal.observe.metrics import jsonable
+from shoal.version import __version__
 
 # Settings that decide where and how a run is shown, not what it computes: they may differ between two of the same.
 _INCIDENTAL = ("run.dir", "run.overwrite")
