@@ -99,7 +99,7 @@ def test_numbers_of_ones_own_are_summed(world: World) -> None:
 
 
 class Masked(nn.Module):
-    """Batch norm, and a constant that must not be averaged: the sum of two of these is infinite."""
+    """Batch norm, and a constant of each rank's own, which must not be averaged."""
 
     mask: Tensor
 
@@ -107,7 +107,7 @@ class Masked(nn.Module):
         super().__init__()
         self.norm = nn.BatchNorm1d(6)
         self.linear = nn.Linear(6, 5)
-        self.register_buffer("mask", torch.tensor(torch.finfo(torch.float64).min, dtype=torch.float64))
+        self.register_buffer("mask", torch.zeros(()))
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.linear(self.norm(inputs))
@@ -118,13 +118,14 @@ def test_evaluation_averages_statistics_and_leaves_constants(world: World) -> No
     run = Run("fp64", world=world)
     model = Masked()
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model.mask.fill_(world.rank)
     inputs = torch.full((4, 6), float(world.rank), dtype=torch.float64)
     run.step((inputs + torch.eye(4, 6, dtype=torch.float64), torch.tensor([0, 1, 2, 3])))
     means = world.all_gather_object(model.norm.running_mean.clone())
     assert not torch.equal(means[0], means[1])
     run.evaluate([(inputs, torch.tensor([0, 1, 2, 3]))])
     torch.testing.assert_close(model.norm.running_mean, (means[0] + means[1]) / 2)
-    assert model.mask == torch.finfo(torch.float64).min
+    assert model.mask == world.rank
 
 
 class Branching(nn.Module):

@@ -276,7 +276,8 @@ def test_floating_inputs_take_the_dtype_of_the_weights(make_run: Any) -> None:
     run = make_run("fp64")
     model = network()
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    run.step((ragged_batch(0)[0].float(), ragged_batch(0)[1]))
+    loss = run.step((ragged_batch(0)[0].float(), ragged_batch(0)[1]))
+    assert loss.dtype == torch.float64
 
 
 def test_a_loop_of_ones_own_computes_in_the_precision_of_the_plan(make_run: Any) -> None:
