@@ -176,9 +176,9 @@ def test_nan_names_rank_and_microbatch_on_every_rank(pool: Pool) -> None:
         assert "rank 1, microbatch 2" in text
 
 
-def collectives_per_step(world: World, plan: str) -> int:
+def collectives_per_step(world: World, plan: str, bucket_mb: float = 25.0) -> int:
     """All-reduces that one step makes, as the profiler of torch counts them."""
-    run = Run(plan, world=world)
+    run = Run(plan, world=world, bucket_mb=bucket_mb)
     torch.manual_seed(0)
     model = nn.Linear(6, 5)
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -193,3 +193,8 @@ def test_gradients_are_synchronised_once_per_step(pool: Pool) -> None:
     """One for the number of labels, one for the loss, one for the only bucket of gradients; accumulation adds none."""
     for plan in ("fp64 mb=4", "fp64 mb=1"):
         assert pool.run(collectives_per_step, 2, plan) == [3, 3], plan
+
+
+def test_the_bucket_size_decides_in_how_many_parts_gradients_travel(pool: Pool) -> None:
+    """A weight of 240 bytes and a bias of 40, in buckets of 30 bytes and more: two instead of one."""
+    assert pool.run(collectives_per_step, 2, "fp64", 30 / 2**20) == [4, 4]
