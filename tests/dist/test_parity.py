@@ -176,7 +176,7 @@ def test_nan_names_rank_and_microbatch_on_every_rank(pool: Pool) -> None:
         assert "rank 1, microbatch 2" in text
 
 
-def collectives_per_step(world: World, plan: str, bucket_mb: float = 25.0) -> int:
+def collectives_per_step(world: World, plan: str, bucket_mb: float | None = None) -> int:
     """All-reduces that one step makes, as the profiler of torch counts them."""
     run = Run(plan, world=world, bucket_mb=bucket_mb)
     torch.manual_seed(0)

@@ -229,8 +229,9 @@ class RunSection(Section):
     fast_dev_run: bool = False
     """True: three steps and a short evaluation, nothing kept. To see whether everything fits together."""
 
-    bucket_mb: PositiveFloat = 25.0
-    """Size in MB of the buckets in which gradients are reduced over `dp_replicate`."""
+    bucket_mb: PositiveFloat | None = None
+    """Size in MB of the buckets in which gradients are reduced over `dp_replicate`. None: 25, but 1 for the first one,
+    so that the reduction begins early."""
 
     find_unused: bool = False
     """True: parameters may be without a gradient in some steps (branches that are not taken). Costs a walk over the

@@ -28,7 +28,9 @@ def refuse_unbuilt(plan: Plan) -> None:
     )
 
 
-def compose(module: nn.Module, plan: Plan, *, device: torch.device, bucket_mb: float, find_unused: bool) -> nn.Module:
+def compose(
+    module: nn.Module, plan: Plan, *, device: torch.device, bucket_mb: float | None, find_unused: bool
+) -> nn.Module:
     """Lay a module that is already on its device over the ranks of a resolved plan."""
     degree = plan.layout.dp_replicate
     return replicate(module, device=device, degree=degree, bucket_mb=bucket_mb, find_unused=find_unused)

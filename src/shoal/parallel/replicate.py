@@ -21,7 +21,7 @@ from shoal.errors import ShoalError
 
 
 def replicate(
-    module: nn.Module, *, device: torch.device, degree: int, bucket_mb: float, find_unused: bool
+    module: nn.Module, *, device: torch.device, degree: int, bucket_mb: float | None, find_unused: bool
 ) -> nn.Module:
     """The module with its gradients averaged over all ranks; with one rank, or nothing to train, the module itself."""
     if degree == 1 or not any(parameter.requires_grad for parameter in module.parameters()):

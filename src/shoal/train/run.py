@@ -54,7 +54,7 @@ class Run:
     device          auto, cpu or cuda
     deterministic   the same bits again on the same layout
     loss_scale      the first loss scale under fp16, and after how many good steps it is doubled (loss_scale_window)
-    bucket_mb       size of the buckets in which gradients are reduced
+    bucket_mb       size of the buckets in which gradients are reduced; None: 25, and 1 for the first
     find_unused     parameters may be without a gradient in some steps
     timeout         seconds that a rank waits for the others in one collective
     threads         CPU threads of this process; None: an even share of the cores
@@ -73,7 +73,7 @@ class Run:
         deterministic: bool = False,
         loss_scale: float = 65536.0,
         loss_scale_window: int = 2000,
-        bucket_mb: float = 25.0,
+        bucket_mb: float | None = None,
         find_unused: bool = False,
         timeout: float = 600.0,
         threads: int | None = None,
