@@ -90,6 +90,8 @@ def test_a_training_loop_over_the_loader_itself_is_refused(world: World) -> None
     for batch in loader:
         with pytest.raises(ShoalError, match=r"for batch in run\.batches"):
             run.step(batch)
+        with pytest.raises(ShoalError, match=r"for batch in run\.batches"):
+            run.backward(mean_loss(model, batch))
 
 
 @on_ranks(2)

@@ -34,7 +34,7 @@ MOST_PROCESSES = 4
 
 
 @dataclass(frozen=True)
-class Share:
+class RankStream:
     """What one rank sees of the stream, as a function of the position. Frozen, so workers can hold a copy."""
 
     dataset: Dataset
@@ -72,7 +72,7 @@ class Loader:
         pin: bool = False,
     ) -> None:
         _verify(dataset, batch=batch, coordinate=coordinate, degree=degree, position=position)
-        self._share = Share(dataset, seed, batch, coordinate, degree)
+        self._share = RankStream(dataset, seed, batch, coordinate, degree)
         self._position = position
         self._workers = workers
         self._prefetch = prefetch

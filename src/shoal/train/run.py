@@ -212,6 +212,7 @@ class Run:
     def backward(self, loss: Tensor) -> None:
         """Backward of a loss that is the *mean* over the microbatch (or the batch, without accumulation) at hand."""
         if self._step is None:  # a loop that does not use `batches`: every rank's mean counts the same
+            self._refuse_direct_loop()
             self._step = self._new_step(None, [None], [1.0], counts=True, offset=0)
         self._backward(sum_from_mean(loss, self._step.weight))
 
@@ -225,19 +226,15 @@ class Run:
         gradients = gradients_of(p for group in self.optimizer.param_groups for p in group["params"])
         norm = global_norm(gradients) / self.loss_scale.scale
         is_finite = (self.on_nan == "ignore" and not self.loss_scale.is_dynamic) or bool(torch.isfinite(norm))
-        if reduction is not None and not is_finite:
-            reduction.wait()
-        note = ""
         if is_finite:
             self._scale_gradients(gradients, norm)
             self.optimizer.step()
             self.loss_scale.succeeded()
-        else:
-            note = self._judge_nonfinite(step, loss)
-        self.optimizer.zero_grad(set_to_none=True)
-        self.module.zero_grad(set_to_none=True)  # of parameters that no optimizer has, too
         if reduction is not None:
             reduction.wait()
+        note = "" if is_finite else self._judge_nonfinite(step, loss)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.module.zero_grad(set_to_none=True)  # of parameters that no optimizer has, too
         self.steps_done += 1
         self._step = None
         self.report = StepReport(loss, norm, was_skipped=not is_finite, note=note)
@@ -247,17 +244,20 @@ class Run:
         """The step of this batch: the one that `batches` has opened, or a new one."""
         step = self._step
         if step is None or step.has_begun:
-            if self.degree > 1 and any(loader.is_iterated_directly for loader in self._loaders):
-                raise ShoalError(
-                    "this loop takes batches from the loader itself; where the last batch has fewer samples than there"
-                    " are ranks, some ranks would take a step less and the others wait for ever",
-                    fix="for batch in run.batches(loader): ...",
-                )
+            self._refuse_direct_loop()
             return self._open(batch)
         if step.batch is batch:
             return step
         self._step = None  # taken apart and put together again, or changed: it is still that step's share
         return self._open(batch, counts=step.counts, offset=step.offset)
+
+    def _refuse_direct_loop(self) -> None:
+        if self.degree > 1 and any(loader.is_iterated_directly for loader in self._loaders):
+            raise ShoalError(
+                "this loop takes batches from the loader itself; where the last batch has fewer samples than there"
+                " are ranks, some ranks would take a step less and the others wait for ever",
+                fix="for batch in run.batches(loader): ...",
+            )
 
     def _open(self, batch: Any, *, counts: bool = True, offset: int | None = None) -> OpenStep:
         """[1] Cut the batch into microbatches and send off how much this rank's share weighs."""
@@ -321,7 +321,7 @@ class Run:
         if self.loss_scale.is_dynamic and not self.loss_scale.is_exhausted and bool(torch.isfinite(loss)):
             self.loss_scale.overflowed()
             return ""
-        mine = [(self.world.rank, index) for index, loss in enumerate(step.sums) if not bool(torch.isfinite(loss))]
+        mine = [(self.world.rank, index) for index, part in enumerate(step.sums) if not bool(torch.isfinite(part))]
         places = [place for rank in self.world.all_gather_object(mine) for place in rank]
         where = "; ".join(f"rank {rank}, microbatch {index}" for rank, index in places)
         text = f"step {self.steps_done}: the loss is not finite on {where}" if where else self._nonfinite_gradient()
