@@ -1,0 +1,94 @@
+"""Where to cut a model into stages so that no stage is slower than it must be.
+
+Torch takes the stages that it is given. A pipeline runs at the speed of its slowest stage, and equal numbers of blocks
+are not equal work: the embedding sits on the first stage, the head and the loss on the last. So blocks are dealt out by
+cost. The largest stage is made as small as it can be; among the ways to do that, the sum of squares, which is smallest
+where the stages are most alike; among equals, the one whose early stages are short, since those keep most activations.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from shoal.errors import Problem, ShoalError, listed, raise_if
+
+RESOLUTION = 2**32
+"""Costs are compared as whole numbers, this many for the whole model: sums of floats would break ties by rounding."""
+
+
+def balance(costs: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0) -> tuple[range, ...]:
+    """The blocks of each stage, at least one each. `first` and `last` are what runs before and after all blocks.
+
+    >>> balance([1, 1, 1, 1, 1, 1, 1, 1], 4)
+    (range(0, 2), range(2, 4), range(4, 6), range(6, 8))
+    >>> balance([1, 1, 1, 1, 1, 1, 1, 1], 4, last=2)
+    (range(0, 2), range(2, 4), range(4, 7), range(7, 8))
+    """
+    raise_if(_problems(costs, num_stages, first, last))
+    work = [*costs]
+    work[0] += first  # the first block is always on the first stage, and the last on the last
+    work[-1] += last
+    total = math.fsum(work) or 1.0
+    units = [round(cost / total * RESOLUTION) for cost in work]
+    cuts = _most_even(units, num_stages, limit=_smallest_largest(units, num_stages))
+    return tuple(range(start, stop) for start, stop in pairwise(cuts))
+
+
+def _problems(costs: Sequence[float], num_stages: int, first: float, last: float) -> list[Problem]:
+    problems = [
+        Problem(f"{name} costs {cost}", "a number of at least 0")
+        for name, cost in [("first", first), ("last", last), *((f"block {i}", cost) for i, cost in enumerate(costs))]
+        if not 0 <= cost < math.inf
+    ]
+    if not costs:
+        raise ShoalError("a model without blocks cannot be cut into stages", fix="pp=1")
+    if not 1 <= num_stages <= len(costs):
+        legal = range(1, len(costs) + 1)
+        fix = f"pp x v = {listed(legal) if len(costs) <= 4 else f'1 to {len(costs)}'}"
+        problems.append(Problem(f"{len(costs)} blocks cannot be cut into {num_stages} stages of at least one", fix))
+    return problems
+
+
+def _smallest_largest(units: Sequence[int], num_stages: int) -> int:
+    """The least that the largest stage can cost. Cutting a stage in two never makes the largest larger."""
+    return bisect_left(range(sum(units) + 1), True, key=lambda limit: _num_needed(units, limit) <= num_stages)
+
+
+def _num_needed(units: Sequence[int], limit: int) -> float:
+    """How many stages there are if each takes as many blocks as the limit lets it."""
+    num_stages, room = 0, -1
+    for cost in units:
+        if cost > limit:
+            return math.inf
+        if cost > room:
+            num_stages, room = num_stages + 1, limit
+        room -= cost
+    return num_stages
+
+
+def _most_even(units: Sequence[int], num_stages: int, *, limit: int) -> list[int]:
+    """Where each stage starts, and the end, for the least sum of squares of stages that keep the limit."""
+    before = [0, *accumulate(units)]  # cost of the first i blocks
+    best: list[float] = [
+        0,
+        *[math.inf] * len(units),
+    ]  # least sum of squares for the first i blocks, in the stages so far
+    starts: list[list[int]] = []  # stage → i → where that stage starts if it ends before block i
+    for _ in range(num_stages):
+        row, start_of = [math.inf] * len(best), [0] * len(best)
+        for end in range(1, len(best)):
+            for start in range(end - 1, -1, -1):
+                cost = before[end] - before[start]
+                if cost > limit:
+                    break
+                if best[start] + cost * cost <= row[end] and best[start] < math.inf:
+                    row[end], start_of[end] = best[start] + cost * cost, start
+        best = row
+        starts.append(start_of)
+    cuts = [len(units)]
+    for start_of in reversed(starts):
+        cuts.append(start_of[cuts[-1]])
+    return cuts[::-1]

@@ -1,0 +1,75 @@
+"""Cutting a model into stages: held against every way to cut it."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.blueprint.balance import balance
+from shoal.errors import ShoalError
+
+COSTS = st.lists(st.integers(0, 20), min_size=1, max_size=9)
+
+
+def stage_costs(costs: list[int], stages: tuple[range, ...], first: int, last: int) -> list[int]:
+    sums = [sum(costs[block] for block in stage) for stage in stages]
+    sums[0] += first
+    sums[-1] += last
+    return sums
+
+
+def every_way(num_blocks: int, num_stages: int) -> list[tuple[range, ...]]:
+    return [
+        tuple(range(start, stop) for start, stop in zip((0, *cuts), (*cuts, num_blocks), strict=True))
+        for cuts in combinations(range(1, num_blocks), num_stages - 1)
+    ]
+
+
+@given(COSTS, st.integers(1, 9), st.integers(0, 30), st.integers(0, 30))
+def test_no_way_to_cut_is_better(costs: list[int], num_stages: int, first: int, last: int) -> None:
+    num_stages = min(num_stages, len(costs))
+    ways = every_way(len(costs), num_stages)
+    found = balance(costs, num_stages, first=first, last=last)
+    assert found in ways
+
+    def badness(way: tuple[range, ...]) -> tuple[int, int]:
+        sums = stage_costs(costs, way, first, last)
+        return max(sums), sum(cost * cost for cost in sums)
+
+    assert badness(found) == min(map(badness, ways))
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "num_stages", "first", "last", "lengths"),
+    [
+        (8, 4, 0, 0, [2, 2, 2, 2]),
+        (8, 4, 2, 0, [1, 2, 2, 3]),
+        (8, 4, 0, 1, [2, 2, 3, 1]),
+        (10, 4, 0, 0, [2, 2, 3, 3]),  # the early stages keep most activations, so they are the short ones
+        (3, 3, 9, 9, [1, 1, 1]),
+        (5, 1, 0, 0, [5]),
+    ],
+)
+def test_equal_blocks(num_blocks: int, num_stages: int, first: float, last: float, lengths: list[int]) -> None:
+    for scale in (1e-6, 0.1, 1.0, 1e6):  # none of which may decide a tie
+        stages = balance([scale] * num_blocks, num_stages, first=first * scale, last=last * scale)
+        assert [len(stage) for stage in stages] == lengths
+
+
+@pytest.mark.parametrize(
+    ("costs", "num_stages", "text"),
+    [
+        ([1, 1], 3, r"2 blocks cannot be cut into 3 stages of at least one\n    fix: pp x v = 1 or 2"),
+        ([1] * 32, 64, r"32 blocks cannot be cut into 64 stages of at least one\n    fix: pp x v = 1 to 32"),
+        ([1, 1], 0, "2 blocks cannot be cut into 0 stages"),
+        ([], 1, "a model without blocks"),
+        ([1, -1], 1, "block 1 costs -1"),
+        ([1, float("nan")], 1, "block 1 costs nan"),
+    ],
+)
+def test_what_cannot_be_cut(costs: list[float], num_stages: int, text: str) -> None:
+    with pytest.raises(ShoalError, match=text):
+        balance(costs, num_stages)
