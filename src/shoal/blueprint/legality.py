@@ -1,0 +1,258 @@
+"""Which plans a model can be laid out by: everything that can be said before a process starts, with the legal values.
+
+`Plan.resolve` knows ranks. Whether the degrees fit a *model* (its heads, features, blocks, sequence and batch) torch
+finds out inside a started run, one problem at a time and seldom by name. Here the same rules are pure functions of the
+plan and the model's description: `misfits` lists what is wrong, and `legal_plans` is every plan in which nothing is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from shoal.blueprint.description import Description, Split, matches
+from shoal.blueprint.layout import divisors
+from shoal.blueprint.plan import CHOICES, VIRTUAL_STAGES, Plan
+from shoal.blueprint.schedules import illegal
+from shoal.errors import Problem, ShoalError, listed
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Full name of a parameter → its shape on one device."""
+
+_AXES = ("dp_replicate", "dp_shard", "tp", "pp")
+
+SPLITS_ESSAY = """give the model a method that says how its layers may be split:
+        from shoal.blueprint import Description, Split
+        def describe(self):
+            return Description(
+                blocks=tuple(f"blocks.{i}" for i in range(len(self.blocks))),
+                splits={
+                    "embedding": Split.VOCABULARY,  # split by tokens of the vocabulary
+                    "blocks.*.norm": Split.SEQUENCE,  # works on each position alone
+                    "blocks.*.up": Split.COLUMN,  # a linear split by output features, ...
+                    "blocks.*.down": Split.ROW,  # ... and the one that reads these features
+                },
+            )
+        with the names of your own modules; `*` stands for one part of a name"""
+
+BLOCKS_ESSAY = """give the model a method that says where it may be cut:
+        from shoal.blueprint import Description
+        def describe(self):
+            return Description(
+                before_blocks=("embedding",),
+                blocks=tuple(f"blocks.{i}" for i in range(len(self.blocks))),
+                after_blocks=("norm", "head"),
+            )
+        with the names of your own modules, in the order of the forward"""
+
+
+def misfits(
+    plan: Plan, *, description: Description, batch: int, sequence: int | None = None, features: Shapes | None = None
+) -> list[Problem]:
+    """Why a resolved plan cannot run this model on batches of this size. Empty: it can.
+
+    `sequence` are the tokens per sample, and `features` the shapes of all parameters; None: not known, not checked.
+    """
+    return [
+        *_tensor_misfits(plan, description, sequence, features or {}),
+        *_pipeline_misfits(plan, description, features or {}),
+        *_batch_misfits(plan, batch),
+    ]
+
+
+def legal_plans(
+    world_size: int,
+    *,
+    description: Description,
+    batch: int,
+    sequence: int | None = None,
+    features: Shapes | None = None,
+    v: Sequence[int] = (2,),
+) -> Iterator[Plan]:
+    """Every legal plan of this many ranks over dp_replicate, dp_shard, tp and pp, from simple to composed.
+
+    `v` are the stages per rank to try where a schedule leaves them open. No two plans do the same: zero is above 0 only
+    where dp_shard has something to divide, and interleaved and looped begin at v=2, since with v=1 they are 1f1b and
+    gpipe. Microbatches have one sequence, so that pipelines have as many as can be.
+    """
+    for plan in sorted(_all_plans(world_size, v), key=_complexity):
+        if not misfits(plan, description=description, batch=batch, sequence=sequence, features=features):
+            yield plan
+
+
+# ---- tensor and sequence parallelism --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """Something that tp has to divide, or, where `uneven`, to give every rank at least one of."""
+
+    size: int
+    what: str
+    uneven: bool = False
+
+    def allows(self, tp: int) -> bool:
+        # Uneven pieces are dealt as torch.chunk does: all of one size, and the last one takes what is left.
+        return -(-self.size // tp) * (tp - 1) < self.size if self.uneven else self.size % tp == 0
+
+
+def _tensor_misfits(plan: Plan, description: Description, sequence: int | None, features: Shapes) -> Iterator[Problem]:
+    tp = plan.layout.tp
+    if tp == 1:
+        return
+    if not description.splits:
+        yield Problem(f"tp={tp} splits layers, but the model does not say how its layers may be split", SPLITS_ESSAY)
+        return
+    rules = [*_rules_of_heads(description), *_rules_of_features(description, features)]
+    legal = [degree for degree in range(1, max(tp, 8) + 1) if all(rule.allows(degree) for rule in rules)]
+    if odd := [rule.what for rule in rules if not rule.uneven and not rule.allows(tp)]:
+        more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
+        yield Problem(f"tp={tp} does not divide {', '.join(odd[:3])}{more}", f"tp={listed(legal)}")
+    for rule in (rule for rule in rules if rule.uneven and not rule.allows(tp)):
+        per_rank = -(-rule.size // tp)
+        yield Problem(
+            f"tp={tp} leaves no token of {rule.what} to the last rank: {per_rank} go to each", f"tp={listed(legal)}"
+        )
+    yield from _sequence_misfits(plan, description, sequence, legal)
+    yield from _unclaimed(tp, description, features)
+
+
+def _rules_of_heads(description: Description) -> Iterator[_Rule]:
+    for name in ("num_heads", "num_kv_heads"):
+        if (heads := getattr(description, name)) is not None:
+            yield _Rule(heads, f"{name}={heads}")
+
+
+def _rules_of_features(description: Description, features: Shapes) -> Iterator[_Rule]:
+    """One rule for each pattern of the description and each size that it meets."""
+    seen = set()
+    for name, shape in features.items():
+        pattern, split = _claim(name, description)
+        dim = {Split.COLUMN: 0, Split.VOCABULARY: 0, Split.ROW: 1}.get(split) if split else None
+        if dim is None or dim >= len(shape) or (pattern, shape[dim]) in seen:  # the bias of a row is not split
+            continue
+        seen.add((pattern, size := shape[dim]))
+        if split is Split.VOCABULARY:
+            yield _Rule(size, f"the {size} of {pattern}", uneven=True)
+        else:
+            yield _Rule(size, f"the {size} {'input' if dim else 'output'} features of {pattern}")
+
+
+def _sequence_misfits(
+    plan: Plan, description: Description, sequence: int | None, legal: Sequence[int]
+) -> Iterator[Problem]:
+    """Sequence parallelism gives every tp rank as many tokens. Not said, it is on where the model allows it."""
+    is_on = Split.SEQUENCE in description.splits.values() if plan.sp is None else plan.sp
+    tp, cp = plan.layout.tp, plan.layout.cp
+    if is_on and sequence is not None and sequence % (tp * cp):
+        around = sorted({max(1, sequence // (tp * cp)) * tp * cp, -(-sequence // (tp * cp)) * tp * cp})
+        degrees = [degree for degree in legal if sequence % (degree * cp) == 0] or [1]
+        ranks = f"tp={tp} x cp={cp}" if cp > 1 else f"tp={tp}"
+        yield Problem(
+            f"{ranks} does not divide the {sequence} tokens of a sequence, which sp deals to the ranks",
+            f"sp=off, or --data.sequence {listed(around)}, or tp={listed(degrees)}",
+        )
+
+
+def _unclaimed(tp: int, description: Description, features: Shapes) -> Iterator[Problem]:
+    """Parameters of which the description does not say what tp does to them."""
+    lost = [name for name in features if _claim(name, description)[1] is None]
+    modules = list(dict.fromkeys(_as_pattern(name.rpartition(".")[0]) for name in lost))
+    if loose := [name for name in lost if "." not in name]:
+        what = f"tp={tp}: the model holds {', '.join(loose)} itself, and a split is said of a submodule"
+        yield Problem(what, f"move {loose[0]} into a submodule of its own")
+    if modules := [module for module in modules if module]:
+        entries = ", ".join(f'"{module}": Split.SEQUENCE' for module in modules)
+        yield Problem(
+            f"tp={tp}: the model does not say how {', '.join(modules)} {'is' if len(modules) == 1 else 'are'} split",
+            f"add to its description splits={{{entries}}} if each position is worked on alone,"
+            " else Split.COLUMN, ROW, VOCABULARY or HEADS",
+        )
+
+
+def _claim(parameter: str, description: Description) -> tuple[str, Split | None]:
+    """The pattern that speaks of a parameter, and what it says: that of its module, or of a module around it all of
+    whose positions are worked on alone."""
+    module = parameter.rpartition(".")[0]
+    own = [(pattern, split) for pattern, split in description.splits.items() if matches(pattern, module)]
+    around = [
+        (pattern, split)
+        for pattern, split in description.splits.items()
+        if split is Split.SEQUENCE and matches(pattern, ".".join(module.split(".")[: pattern.count(".") + 1]))
+    ]
+    return next(iter([*own, *around]), ("", None))
+
+
+def _as_pattern(module: str) -> str:
+    """blocks.3.norm → blocks.*.norm"""
+    return ".".join("*" if part.isdecimal() else part for part in module.split("."))
+
+
+# ---- pipelines and batches ------------------------------------------------------------------------------------------
+
+
+def _pipeline_misfits(plan: Plan, description: Description, features: Shapes) -> Iterator[Problem]:
+    pp, v, num_blocks = plan.layout.pp, plan.v or 1, len(description.blocks)
+    if pp == 1:
+        return
+    if not num_blocks:
+        yield Problem(f"pp={pp} cuts the model between blocks, but it does not say what its blocks are", BLOCKS_ESSAY)
+        return
+    if pp * v > num_blocks:
+        what = f"pp={pp} x v={v} = {pp * v} stages" if v > 1 else f"pp={pp} stages"
+        fixes = [f"pp={listed(range(1, num_blocks // v + 1))}"] if v <= num_blocks else []
+        fixes += ["v=1 with 1f1b or gpipe"] if v > 1 and pp <= num_blocks else []
+        yield Problem(
+            f"{what} are more than the {num_blocks} block{'s' * (num_blocks != 1)} of the model",
+            ", or ".join([*fixes, f"a model of at least {pp * v} blocks"]),
+        )
+    parts = (*description.before_blocks, *description.blocks, *description.after_blocks)
+    homeless = [name for name in features if not any(name.startswith(f"{part}.") for part in parts)]
+    if homeless:
+        modules = ", ".join(dict.fromkeys(f'"{name.rpartition(".")[0] or name}"' for name in homeless))
+        yield Problem(
+            f"pp={pp}: {homeless[0]} belongs to no stage, since no part of the description holds it",
+            f"before_blocks=({modules},) if it runs before the first block, after_blocks if after the last",
+        )
+
+
+def _batch_misfits(plan: Plan, batch: int) -> list[Problem]:
+    try:
+        num_microbatches = plan.num_microbatches(batch)
+    except ShoalError as error:
+        return list(error.problems)
+    if plan.schedule is None:
+        return []
+    return illegal(plan.schedule, num_ranks=plan.layout.pp, v=plan.v or 1, num_microbatches=num_microbatches)
+
+
+# ---- every plan -----------------------------------------------------------------------------------------------------
+
+
+def _all_plans(world_size: int, v: Sequence[int]) -> Iterator[Plan]:
+    """Every plan of this many ranks that does something of its own, whatever the model."""
+    for dp_replicate, dp_shard, tp, pp in product(divisors(world_size), repeat=4):
+        if dp_replicate * dp_shard * tp * pp != world_size:
+            continue
+        zeros = (1, 2, 3) if dp_shard > 1 else (0,)
+        orders = list(_orders(v)) if pp > 1 else [{}]
+        for zero, order, sp in product(zeros, orders, (False, True) if tp > 1 else (None,)):
+            degrees = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp, "pp": pp}
+            yield Plan.of({**degrees, **order, "zero": zero, "sp": sp, "mb": 1}).resolve(world_size)
+
+
+def _orders(v: Sequence[int]) -> Iterator[dict[str, Any]]:
+    for word in CHOICES["schedule"]:
+        several = {1, *v} if word == "zb" else {stages for stages in v if stages > 1}
+        for stages in sorted({VIRTUAL_STAGES[word]} if word in VIRTUAL_STAGES else several):
+            yield {"schedule": word, "v": stages}
+
+
+def _complexity(plan: Plan) -> tuple[Any, ...]:
+    """Fewer axes first; then by which axes, and what is done on them."""
+    used = tuple(number for number, axis in enumerate(_AXES) if plan.layout.degree(axis) > 1)
+    degrees = tuple(plan.layout.degree(axis) for axis in _AXES)
+    schedule = CHOICES["schedule"].index(plan.schedule) if plan.schedule else -1
+    return len(used), used, degrees, plan.zero, schedule, plan.v, plan.sp or False

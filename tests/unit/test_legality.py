@@ -1,0 +1,253 @@
+"""A plan that cannot run a model is refused on paper, with the legal values; every plan that is offered can run."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from textwrap import dedent
+
+import pytest
+import torch
+
+from shoal.blueprint import Description, Plan, Split
+from shoal.blueprint.legality import BLOCKS_ESSAY, SPLITS_ESSAY, legal_plans, misfits
+from shoal.errors import Problem
+from shoal.models.llama import build
+
+# Two blocks of norm, up (8 → 12), down (12 → 8); four heads, two of them for keys; 10 tokens.
+DESCRIPTION = Description(
+    before_blocks=("embedding",),
+    blocks=("blocks.0", "blocks.1"),
+    after_blocks=("head",),
+    splits={
+        "embedding": Split.VOCABULARY,
+        "blocks.*.norm": Split.SEQUENCE,
+        "blocks.*.up": Split.COLUMN,
+        "blocks.*.down": Split.ROW,
+        "head": Split.VOCABULARY,
+    },
+    num_heads=4,
+    num_kv_heads=2,
+)
+BLOCK = {"norm.weight": (8,), "up.weight": (12, 8), "up.bias": (12,), "down.weight": (8, 12), "down.bias": (8,)}
+FEATURES = {
+    "embedding.weight": (10, 8),
+    **{f"blocks.{i}.{name}": shape for i in range(2) for name, shape in BLOCK.items()},
+    "head.weight": (10, 8),
+}
+NO_HEADS = replace(DESCRIPTION, num_heads=None, num_kv_heads=None)
+
+
+def found(
+    words: str,
+    world_size: int,
+    description: Description = DESCRIPTION,
+    batch: int = 8,
+    sequence: int | None = 24,
+    features: dict[str, tuple[int, ...]] | None = FEATURES,
+) -> list[Problem]:
+    plan = Plan.parse(words).resolve(world_size)
+    return misfits(plan, description=description, batch=batch, sequence=sequence, features=features)
+
+
+def only(problems: list[Problem]) -> Problem:
+    assert len(problems) == 1, problems
+    return problems[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "world_size"),
+    [("tp=2", 2), ("tp=2 pp=2 1f1b mb=1", 4), ("zero=3", 8), ("pp=2", 2), ("dp_replicate=2 dp_shard=2 tp=2", 8)],
+)
+def test_what_fits_is_not_complained_about(words: str, world_size: int) -> None:
+    assert found(words, world_size) == []
+
+
+# ---- tensor parallelism ---------------------------------------------------------------------------------------------
+
+
+def test_tp_divides_the_kv_heads_and_the_legal_degrees_are_listed() -> None:
+    problem = only(found("tp=4", 4))
+    assert "tp=4 does not divide num_kv_heads=2" in problem.what
+    assert problem.fix == "tp=1 or 2"
+
+
+def test_tp_divides_what_columns_and_rows_split() -> None:
+    problem = only(found("tp=8", 8, NO_HEADS, features={k: v for k, v in FEATURES.items() if v[0] != 10}))
+    assert "the 12 output features of blocks.*.up, the 12 input features of blocks.*.down" in problem.what
+    assert problem.fix == "tp=1, 2, 3, 4 or 6"
+
+
+def test_shapes_that_are_not_known_are_not_checked() -> None:
+    assert found("tp=8", 8, NO_HEADS, features=None) == []
+
+
+@pytest.mark.parametrize(("tp", "fits"), [(3, True), (4, True), (6, False), (12, False)])
+def test_a_vocabulary_may_be_uneven_as_long_as_every_rank_has_a_token(tp: int, fits: bool) -> None:
+    dealt = [len(part) for part in torch.arange(10).chunk(tp)]
+    assert (len(dealt) == tp) is fits
+    problems = found(f"tp={tp}", tp, NO_HEADS)
+    assert problems == [] if fits else "no token of the 10 of embedding to the last rank" in problems[0].what
+
+
+def test_every_parameter_needs_a_split_under_tp_alone() -> None:
+    features = {**FEATURES, "blocks.0.gate.weight": (8, 8), "blocks.1.gate.weight": (8, 8)}
+    problem = only(found("tp=2", 2, features=features))
+    assert "does not say how blocks.*.gate is split" in problem.what
+    assert 'splits={"blocks.*.gate": Split.SEQUENCE}' in problem.fix
+    assert found("zero=3", 2, features=features) == []
+
+
+def test_a_split_by_sequence_speaks_for_all_inside() -> None:
+    features = {**FEATURES, "blocks.0.norm.inner.weight": (8,)}
+    assert found("tp=2", 2, features=features) == []
+    assert found("tp=2", 2, features={**FEATURES, "blocks.0.up.inner.weight": (8,)}) != []
+
+
+def test_a_parameter_of_the_model_itself_has_to_move() -> None:
+    assert "move scale into a submodule" in only(found("tp=2", 2, features={**FEATURES, "scale": (8,)})).fix
+
+
+def test_sequence_parallelism_divides_the_tokens() -> None:
+    problem = only(found("tp=2 sp=on", 2, sequence=15))
+    assert "tp=2 does not divide the 15 tokens of a sequence" in problem.what
+    assert problem.fix == "sp=off, or --data.sequence 14 or 16, or tp=1"
+    assert found("tp=2 sp=off", 2, sequence=15) == []
+    assert found("tp=2 sp=on", 2, sequence=None) == []
+
+
+def test_sequence_parallelism_that_is_not_said_is_on_where_the_model_allows_it() -> None:
+    without = {name: split for name, split in DESCRIPTION.splits.items() if split is not Split.SEQUENCE}
+    shapes = {name: shape for name, shape in FEATURES.items() if "norm" not in name}
+    assert len(found("tp=2", 2, sequence=15)) == 1
+    assert found("tp=2", 2, replace(DESCRIPTION, splits=without), sequence=15, features=shapes) == []
+
+
+# ---- pipelines and batches ------------------------------------------------------------------------------------------
+
+
+def test_there_is_a_block_for_every_stage() -> None:
+    problem = only(found("pp=4 mb=1", 4))
+    assert problem.what == "pp=4 stages are more than the 2 blocks of the model"
+    assert problem.fix == "pp=1 or 2, or a model of at least 4 blocks"
+    problem = only(found("pp=2 interleaved mb=1", 2))
+    assert problem.what == "pp=2 x v=2 = 4 stages are more than the 2 blocks of the model"
+    assert problem.fix == "pp=1, or v=1 with 1f1b or gpipe, or a model of at least 4 blocks"
+
+
+def test_every_parameter_is_on_a_stage() -> None:
+    problem = only(found("pp=2", 2, features={**FEATURES, "norm.weight": (8,)}))
+    assert "norm.weight belongs to no stage" in problem.what
+    assert '"norm"' in problem.fix
+
+
+def test_too_few_microbatches_for_a_schedule() -> None:
+    blocks = replace(DESCRIPTION, blocks=tuple(f"blocks.{i}" for i in range(4)))
+    assert "2 microbatches" in only(found("pp=4 1f1b mb=4", 4, blocks)).what
+    assert found("pp=4 1f1b", 4, blocks) == []  # one microbatch: plain model parallelism
+
+
+def test_a_batch_that_does_not_divide_is_said_once() -> None:
+    assert "batch 9 is not divisible by" in only(found("pp=2 dp_replicate=2 zero=0 mb=1", 4, batch=9)).what
+
+
+def test_everything_is_said_at_once() -> None:
+    problems = found("tp=4 pp=4 1f1b mb=3", 16, sequence=15)
+    assert len(problems) == 4  # kv heads, tokens, blocks, batch
+
+
+# ---- models that say nothing ----------------------------------------------------------------------------------------
+
+
+def test_a_model_without_a_description_can_be_replicated_and_sharded() -> None:
+    assert found("zero=3", 4, Description()) == []
+    assert found("zero=0", 4, Description()) == []
+
+
+def test_a_model_without_a_description_is_told_what_to_declare() -> None:
+    tensor, pipeline = found("tp=2 pp=2 1f1b mb=1", 4, Description())
+    assert "tp=2" in tensor.what
+    assert "pp=2" in pipeline.what
+    assert "Split.COLUMN" in tensor.fix
+    assert "before_blocks" in pipeline.fix
+
+
+@pytest.mark.parametrize("essay", [SPLITS_ESSAY, BLOCKS_ESSAY])
+def test_the_code_to_declare_runs_as_it_is_printed(essay: str) -> None:
+    code = dedent("\n".join(essay.splitlines()[1:-1]))
+    ast.parse(code)
+    scope: dict[str, object] = {}
+    exec(code, scope)
+
+    class Model:
+        blocks = ("first", "second")
+
+    description = scope["describe"](Model())  # type: ignore[operator]
+    assert isinstance(description, Description)
+    assert description.blocks == ("blocks.0", "blocks.1")
+
+
+# ---- every legal plan -----------------------------------------------------------------------------------------------
+
+
+def llama_plans(world_size: int, num_layers: int = 4) -> list[Plan]:
+    with torch.device("meta"):
+        model = build(num_layers=num_layers)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    return list(legal_plans(world_size, description=model.describe(), batch=8, sequence=16, features=shapes))
+
+
+def test_two_ranks() -> None:
+    assert [plan.brief() for plan in llama_plans(2)] == [
+        "dp_replicate=2 zero=0 mb=1",
+        "dp_shard=2 zero=1 mb=1",
+        "dp_shard=2 zero=2 mb=1",
+        "dp_shard=2 zero=3 mb=1",
+        "tp=2 zero=0 sp=off mb=1",
+        "tp=2 zero=0 sp=on mb=1",
+        "pp=2 zero=0 gpipe mb=1",
+        "pp=2 zero=0 1f1b mb=1",
+        "pp=2 zero=0 interleaved v=2 mb=1",
+        "pp=2 zero=0 looped v=2 mb=1",
+        "pp=2 zero=0 zb mb=1",
+        "pp=2 zero=0 zb v=2 mb=1",
+        "pp=2 zero=0 zbv v=2 mb=1",
+        "pp=2 zero=0 dualpipev v=2 mb=1",
+    ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8])
+def test_legal_plans_are_resolved_different_and_fill_the_world(world_size: int) -> None:
+    plans = llama_plans(world_size)
+    assert plans
+    assert len(set(plans)) == len(plans)
+    for plan in plans:
+        assert plan.is_resolved
+        assert plan.layout.world_size == world_size
+        assert (plan.zero == 0) == (plan.dp_shard == 1)
+        assert plan.layout.tp in (1, 2)  # there are two kv heads
+
+
+def test_legal_plans_go_from_simple_to_composed_and_reach_every_combination() -> None:
+    plans = llama_plans(8)
+    used = [
+        [axis for axis in ("dp_replicate", "dp_shard", "tp", "pp") if plan.layout.degree(axis) > 1] for plan in plans
+    ]
+    assert all(len(a) <= len(b) for a, b in pairwise(used))
+    assert ["dp_shard", "tp", "pp"] in used
+    assert {plan.schedule for plan in plans} >= {"gpipe", "1f1b", "interleaved", "looped", "zb", "zbv", "dualpipev"}
+    assert {plan.zero for plan in plans if plan.layout.dp_replicate == 2 == plan.layout.dp_shard} == {1, 2, 3}
+
+
+def test_without_a_description_only_data_parallel_plans_are_legal() -> None:
+    plans = list(legal_plans(4, description=Description(), batch=8))
+    assert all(plan.layout.data_degree == 4 for plan in plans)
+    assert len(plans) == 7
+
+
+def test_paper_needs_no_torch() -> None:
+    code = "import sys, shoal.blueprint.legality; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
