@@ -1,0 +1,270 @@
+"""Two runs of the same training held against each other, tensor by tensor: are they equal, and where do they part?
+
+`torch.testing.assert_close` compares two tensors and raises. A proof wants all of them, over several steps, and in the
+order in which a step computes them, because what differs first is the cause and the rest is its wake. Nothing here
+raises, and nothing is equal by accident: a tensor that is missing, has another shape or holds a NaN differs by
+infinity, and two runs of which nothing was observed are not equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Kind = Literal["loss", "gradient", "grad_norm", "replicas", "weight"]
+
+ROUNDING_FLOOR = 1e-3
+"""A tensor is measured against its own largest value, but never against less than this part of the largest value of all
+gradients (or weights) of the step. Some gradients are zero on paper (the bias before a batch norm, the bias of an
+attention key) and rounding noise in practice, and noise is never equal to noise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """Two ranks that differ only along `axis` should hold the same piece of `tensor`, and do not."""
+
+    axis: str
+    what: Literal["gradient", "weight"]
+    tensor: str
+    difference: float
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """One optimizer step, seen from one side. Tensors are full, on the CPU, under the names they have on one device."""
+
+    loss: float
+    grad_norm: float
+    """The global norm before clipping."""
+
+    gradients: Mapping[str, Tensor]
+    """Before clipping, in the order of the model."""
+
+    weights: Mapping[str, Tensor]
+    """After the update."""
+
+    disagreements: tuple[Disagreement, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing that differs by more than the tolerance."""
+
+    step: int
+    kind: Kind
+    tensor: str | None
+    difference: float
+    """Relative; infinite where the two cannot be compared."""
+
+    note: str = ""
+    """What cannot be compared, and why."""
+
+    axis: str | None = None
+    """Along which replicas disagree."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """How far a tensor is from the reference."""
+
+    difference: float
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepGap:
+    """One step of both runs: what the candidate had, and the largest relative difference of each kind."""
+
+    loss: float
+    grad_norm: float
+    loss_difference: float
+    grad_norm_difference: float
+    gradient: float
+    gradient_tensor: str | None
+    weight: float
+    weight_tensor: str | None
+    replicas: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Worst:
+    """The largest relative difference over all steps, by kind, and the tensor of the largest of all."""
+
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    grad: float = 0.0
+    weight: float = 0.0
+    replicas: float = 0.0
+    tensor: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether two runs are equal within the tolerance, how far apart they are, and where they part."""
+
+    tolerance: float
+    first: Difference | None
+    """The earliest difference in the order of computation. None: there is none."""
+
+    worst: Worst
+    steps: tuple[StepGap, ...] = field(default=())
+
+    @property
+    def equal(self) -> bool:
+        """True if nothing differs."""
+        return self.first is None
+
+
+def compare(reference: Sequence[Observation], candidate: Sequence[Observation], *, tolerance: float) -> Verdict:
+    """Hold every step of the candidate against the same step of the reference.
+
+    Within a step the order of computation is: loss, gradients in the order of the model, gradient norm, agreement of
+    replicas, weights.
+    """
+    found: list[Difference] = []
+    steps: list[StepGap] = []
+    for step, (expected, got) in enumerate(zip(reference, candidate, strict=False)):
+        gradients, weights = gaps(expected.gradients, got.gradients), gaps(expected.weights, got.weights)
+        steps.append(_summary(expected, got, gradients, weights))
+        every = _in_order(step, steps[-1], gradients, weights, got.disagreements)
+        found += [difference for difference in every if not difference.difference <= tolerance]
+    if not steps or len(reference) != len(candidate):
+        note = f"the reference made {len(reference)} steps and the candidate {len(candidate)}"
+        found.append(Difference(len(steps), "loss", None, math.inf, note))
+    return Verdict(tolerance, found[0] if found else None, _worst(steps), tuple(steps))
+
+
+def gaps(reference: Mapping[str, Tensor], candidate: Mapping[str, Tensor]) -> dict[str, Gap]:
+    """How far each tensor is from the reference, in the reference's order; what only the candidate has comes last."""
+    floor = ROUNDING_FLOOR * max((_largest(tensor) for tensor in reference.values()), default=0.0)
+    floor = floor if math.isfinite(floor) else 0.0
+    return {
+        name: _gap(reference.get(name), candidate.get(name), floor)
+        for name in (*reference, *(name for name in candidate if name not in reference))
+    }
+
+
+def wrong(gaps: Mapping[str, Gap], tolerance: float) -> list[str]:
+    """The names of tensors that differ by more than the tolerance."""
+    return [name for name, gap in gaps.items() if not gap.difference <= tolerance]
+
+
+def relative_difference(reference: Tensor, candidate: Tensor, *, floor: float = 0.0) -> float:
+    """max|reference - candidate| / max|reference|; of an all-zero reference max|candidate|. Infinite if not finite.
+
+    >>> relative_difference(torch.tensor([1.0, -4.0]), torch.tensor([1.0, -3.0]))
+    0.25
+    """
+    if reference.shape != candidate.shape:
+        return math.inf
+    expected, got = _wide(reference), _wide(candidate)
+    return _ratio(_largest(expected - got), _largest(expected), floor)
+
+
+def scalar_difference(reference: float, candidate: float) -> float:
+    """The relative difference of two numbers, by the same rule."""
+    return _ratio(abs(reference - candidate), abs(reference))
+
+
+def _gap(reference: Tensor | None, candidate: Tensor | None, floor: float) -> Gap:
+    if candidate is None:
+        return Gap(math.inf, "the candidate does not have it")
+    if reference is None:
+        return Gap(math.inf, "only the candidate has it")
+    if reference.shape != candidate.shape:
+        return Gap(math.inf, f"its shape is {tuple(candidate.shape)} instead of {tuple(reference.shape)}")
+    for whose, tensor in (("the reference", reference), ("the candidate", candidate)):
+        if not math.isfinite(_largest(tensor)):
+            return Gap(math.inf, f"it is not finite in {whose}")
+    return Gap(relative_difference(reference, candidate, floor=floor))
+
+
+def _summary(
+    expected: Observation, got: Observation, gradients: Mapping[str, Gap], weights: Mapping[str, Gap]
+) -> StepGap:
+    gradient_tensor, weight_tensor = _largest_gap(gradients), _largest_gap(weights)
+    return StepGap(
+        loss=got.loss,
+        grad_norm=got.grad_norm,
+        loss_difference=scalar_difference(expected.loss, got.loss),
+        grad_norm_difference=scalar_difference(expected.grad_norm, got.grad_norm),
+        gradient=gradients[gradient_tensor].difference if gradient_tensor is not None else math.inf,
+        gradient_tensor=gradient_tensor,
+        weight=weights[weight_tensor].difference if weight_tensor is not None else math.inf,
+        weight_tensor=weight_tensor,
+        replicas=max((_or_inf(one.difference) for one in got.disagreements), default=0.0),
+    )
+
+
+def _in_order(
+    step: int,
+    summary: StepGap,
+    gradients: Mapping[str, Gap],
+    weights: Mapping[str, Gap],
+    disagreements: Sequence[Disagreement],
+) -> Iterator[Difference]:
+    """Everything that could differ in a step, in the order of computation."""
+    yield Difference(step, "loss", None, summary.loss_difference)
+    yield from _of_tensors(step, "gradient", gradients)
+    yield Difference(step, "grad_norm", None, summary.grad_norm_difference)
+    for one in disagreements:
+        note = f"ranks along {one.axis} hold different {one.what}s"
+        yield Difference(step, "replicas", one.tensor, _or_inf(one.difference), note, one.axis)
+    yield from _of_tensors(step, "weight", weights)
+
+
+def _of_tensors(step: int, kind: Kind, gaps: Mapping[str, Gap]) -> Iterator[Difference]:
+    if not gaps:
+        yield Difference(step, kind, None, math.inf, f"no {kind} was observed")
+    for name, gap in gaps.items():
+        yield Difference(step, kind, name, gap.difference, gap.note)
+
+
+def _worst(steps: Sequence[StepGap]) -> Worst:
+    if not steps:
+        return Worst(math.inf, math.inf, math.inf, math.inf, math.inf)
+
+    def largest(of: Callable[[StepGap], float]) -> float:
+        return max(of(step) for step in steps)
+
+    named = [pair for s in steps for pair in ((s.gradient, s.gradient_tensor), (s.weight, s.weight_tensor))]
+    return Worst(
+        loss=largest(lambda step: step.loss_difference),
+        grad_norm=largest(lambda step: step.grad_norm_difference),
+        grad=largest(lambda step: step.gradient),
+        weight=largest(lambda step: step.weight),
+        replicas=largest(lambda step: step.replicas),
+        tensor=max(named, key=lambda pair: pair[0])[1],
+    )
+
+
+def _largest_gap(gaps: Mapping[str, Gap]) -> str | None:
+    return max(gaps, key=lambda name: gaps[name].difference, default=None)
+
+
+def _largest(tensor: Tensor) -> float:
+    """max|tensor|, 0 of an empty one; infinite if any value is not finite."""
+    values = _wide(tensor).abs()
+    return _or_inf(values.max().item()) if values.numel() else 0.0
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """In a type that holds every value of the others, so that unlike types can be compared."""
+    dense = tensor.detach().to_dense()
+    return dense.to(torch.complex128 if dense.is_complex() else torch.float64)
+
+
+def _ratio(difference: float, size: float, floor: float = 0.0) -> float:
+    if not (math.isfinite(difference) and math.isfinite(size)):
+        return math.inf
+    return difference / (max(size, floor) or 1.0)
+
+
+def _or_inf(number: float) -> float:
+    """NaN is larger than everything: no comparison may lose it."""
+    return number if math.isfinite(number) else math.inf
