@@ -257,7 +257,7 @@ def test_randomness_belongs_to_the_step_not_to_the_past(make_run: Any) -> None:
         (lambda run: run.prepare(42), "cannot place a int"),
         (lambda run: run.prepare(network(), network()), "a model already"),
         (lambda run: [run.prepare(torch.optim.SGD(network().parameters())) for _ in range(2)], "an? optimizer already"),
-        (lambda run: run.prepare(nn.Linear(2, 2, device="meta")), "meta device"),
+        (lambda run: run.prepare(nn.ParameterList([nn.Parameter(torch.ones(2, device="meta"))])), "how to fill it"),
         (lambda run: (run.prepare(network()), run.step((torch.ones(2, 6), torch.ones(2)))), "whole numbers as labels"),
         (lambda run: (run.prepare(network()), run.update()), "update\\(\\) without a backward"),
         (lambda run: (run.prepare(network()), run.step({"x": torch.ones(2, 6)})), "no labels"),
@@ -371,5 +371,5 @@ def test_a_criterion_is_no_loss_of_a_model_and_a_batch(loss: Any) -> None:
 
 
 def test_a_plan_that_cannot_be_run_yet_is_refused(make_run: Any) -> None:
-    with pytest.raises(ShoalError, match="zero=3 cannot be run"):
-        make_run("zero=3")
+    with pytest.raises(ShoalError, match="compress=powersgd:4 cannot be run"):
+        make_run("compress=powersgd:4")

@@ -20,6 +20,7 @@ class Split(Enum):
     ROW = "row"  # a linear split by input features; its outputs are partial sums
     VOCABULARY = "vocabulary"  # an embedding or output head split by tokens of the vocabulary
     SEQUENCE = "sequence"  # not split; works on each position alone, so positions may be divided (norms)
+    HEADS = "heads"  # not split; works on each head alone, inside attention (norms of queries and keys)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,8 @@ class Description:
     """The anatomy of a model. Names are fully qualified names of submodules; `*` stands for one component of a name.
 
     `before_blocks`, `blocks` and `after_blocks` together own every parameter, and each of them may be taken out: with a
-    module in its place that returns its first argument, the rest of the model still runs. What is left is a stage.
+    module in its place that returns a tensor like the one that runs from block to block, the rest of the model still
+    runs. What is left is a stage.
     """
 
     blocks: tuple[str, ...] = ()

@@ -34,7 +34,8 @@ BARE_WORDS: Mapping[str, tuple[str, Any]] = {
     **{word: ("schedule", word) for word in get_args(Schedule)},
     **{word: ("precision", word) for word in get_args(Precision)},
     **{"ddp": ("zero", 0), "no_shard": ("zero", 0), "shard_grad_op": ("zero", 2)},
-    **{"fsdp": ("zero", 3), "full_shard": ("zero", 3)},
+    **{"fsdp": ("zero", 3), "full_shard": ("zero", 3), "hybrid_shard": ("zero", 3)},
+    "sp": ("sp", True),
 }
 """Words that stand without a key, and what they say; torch's names of sharding strategies are among them."""
 
@@ -81,6 +82,10 @@ class Plan:
 
     v: int | None = None
     """Stages that each pipeline rank holds. None: 1, but 2 for interleaved, looped, zbv and dualpipev."""
+
+    sp: bool | None = None
+    """Whether the tp ranks also divide the tokens between their layers (sequence parallelism): the same traffic, less
+    memory. None: where tp > 1 and the model says which of its modules allow it."""
 
     mb: int | None = None
     """Sequences per microbatch and data rank. None: a rank's whole share of the batch in one microbatch."""
@@ -134,6 +139,9 @@ class Plan:
                 problems.append(Problem(f"{key} is said twice: {spelled[key]} and {word}", "leave one of them out"))
             said[key], spelled[key] = value, word
             problems += _illegal({key: value})
+        if spelled.get("zero", "").lower() == "hybrid_shard" and not {"dp_replicate", "dp_shard"} & said.keys():
+            what = "HYBRID_SHARD shards inside groups of ranks and replicates over the groups, but no degree is said"
+            problems.append(Problem(what, "dp_replicate=<number of nodes> beside it"))
         raise_if(problems, f"plan {text!r}")
         return cls(**said)
 
@@ -143,7 +151,7 @@ class Plan:
 
     def __str__(self) -> str:
         bare = ("schedule", "precision")
-        words = [str(value) if key in bare else f"{key}={value}" for key, value in self.to_mapping().items()]
+        words = [str(value) if key in bare else f"{key}={_spelled(value)}" for key, value in self.to_mapping().items()]
         return " ".join(words) or "auto"
 
     def brief(self) -> str:
@@ -216,6 +224,13 @@ class Plan:
         raise ShoalError(f"batch {batch} is not divisible by {rule}", fix=", or ".join(fixes))
 
 
+SWITCH = {"on": True, "off": False, "true": True, "false": False}
+
+
+def _spelled(value: Any) -> str:
+    return ("on" if value else "off") if isinstance(value, bool) else str(value)
+
+
 def _names() -> list[str]:
     return [field.name for field in fields(Plan)]
 
@@ -245,12 +260,15 @@ def _read(word: str) -> tuple[str, Any] | Problem:
     key, equals, value = word.partition("=")
     key = key.lower()
     if not equals:
+        if key in BARE_WORDS:
+            return BARE_WORDS[key]
         if key in _names():
             return Problem(f"{word!r} needs a value", f"{key}={listed(CHOICES.get(key, ['2']))}")
-        unknown = Problem(f"{word!r} is not a word of a plan", _nearest_or_all(word, [*BARE_WORDS, *_names()]))
-        return BARE_WORDS.get(key, unknown)
+        return Problem(f"{word!r} is not a word of a plan", _nearest_or_all(word, [*BARE_WORDS, *_names()]))
     if key not in _names():
         return _unknown_key(key)
+    if key == "sp":
+        return key, SWITCH.get(value.lower(), value)
     is_number = key in (*COUNTS, "zero") and value.removeprefix("-").isdecimal()
     return key, int(value) if is_number else value
 
@@ -264,6 +282,8 @@ def _illegal(said: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(f"{key}={value!r} is not a whole number of at least 1", f"{key}=1, {key}=2, ...")
         elif key in CHOICES and (type(value), value) not in [(type(legal), legal) for legal in CHOICES[key]]:
             yield Problem(f"{key}={value!r} does not exist", f"{key}={listed(CHOICES[key])}")
+        elif key == "sp" and not isinstance(value, bool):
+            yield Problem(f"sp={value} is neither on nor off", "sp=on or sp=off")
         elif key == "compress" and (not isinstance(value, str) or value.split() != [value]):
             yield Problem(f"compress={value!r} is not one word", "for example compress=powersgd:4")
 
@@ -296,6 +316,8 @@ def _conflicts(plan: Plan) -> Iterator[Problem]:
     if plan.zero == 0 and (plan.dp_shard or 1) > 1:
         fix = f"zero=1, 2 or 3, or dp_replicate={plan.dp_shard} instead of dp_shard={plan.dp_shard}"
         yield Problem(f"dp_shard={plan.dp_shard} with zero=0: nothing would be sharded", fix)
+    if plan.sp and plan.tp == 1:
+        yield Problem("sp divides tokens among tp ranks, but tp=1", "tp=2 or more, or leave sp out")
     if plan.pp == 1:
         if plan.schedule is not None or (plan.v or 1) > 1:
             word = plan.schedule or f"v={plan.v}"

@@ -138,7 +138,7 @@ class World:
                 # gloo's threads take Python's lock to let go of the last collective's tensors. One that does so while
                 # Python is shutting down takes the process with it ("terminate called without an active exception").
                 time.sleep(0.05)
-                _CLOSED.append(self.control_group)
+                keep_after_closing(self.control_group)
             dist.destroy_process_group()
 
     def __enter__(self) -> World:
@@ -151,6 +151,11 @@ class World:
         # failure is written down, and NCCL would wait for peers that do not come.
         if kind is None or self.size == 1:
             self.close()
+
+
+def keep_after_closing(group: dist.ProcessGroup) -> None:
+    """Never let whoever drops this group be the last one to hold it; see `_CLOSED`."""
+    _CLOSED.append(group)
 
 
 def pick_device(name: str, place: Placement, *, backend: str | None, num_cuda: int) -> torch.device:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,17 +48,19 @@ def has_law(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, seed: int) -> None:
+def initialise(model: nn.Module, seed: int, names: Sequence[str] = ("",)) -> None:
     """Fill every parameter that has a law, in place, and every buffer of torch's own layers.
+    `names`: only inside these submodules.
 
     A model built on the meta device is given memory first, with `materialise`. Parameters that are one tensor are
     filled once, under the first of their names; a part of a model that holds only the second of them draws the same
     values if its `describe()` names the pair.
     """
-    raise_if(_still_on_meta(model))
+    owners = list(_owners(model, names))
+    raise_if(_still_on_meta(owners))
     first_name = _first_names(model)
     filled: set[Tensor] = set()
-    for owner in _owners(model):
+    for owner in owners:
         parameters = {name: p for name, p in owner.parameters.items() if p not in filled}
         if owner.author is not None:
             for name, parameter in parameters.items():
@@ -73,15 +75,17 @@ def initialise(model: nn.Module, seed: int) -> None:
 
 
 @torch.no_grad()
-def materialise(model: nn.Module, device: torch.device | str) -> None:
+def materialise(model: nn.Module, device: torch.device | str, names: Sequence[str] = ("",)) -> None:
     """Memory on `device` for everything that is on the meta device; the rest is moved there.
+    `names`: only inside these submodules.
 
     torch's `to_empty` also forgets values that were there, makes two parameters of one that is shared, and is silent
     about what nothing will ever fill: that is a `ShoalError` here.
     """
-    raise_if(_without_law(model))
+    owners = list(_owners(model, names))
+    raise_if(_without_law(owners))
     moved: dict[Tensor, Tensor] = {}
-    for owner in _owners(model):
+    for owner in owners:
         for name, tensor in {**owner.parameters, **owner.buffers}.items():
             if tensor not in moved:
                 there = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
@@ -112,7 +116,7 @@ class _Owner:
         return callable(getattr(self.module, "reset_parameters", None))
 
 
-def _owners(model: nn.Module) -> Iterator[_Owner]:
+def _owners(model: nn.Module, names: Sequence[str]) -> Iterator[_Owner]:
     """In the order of `named_parameters`, so that the first name of a shared tensor is the one torch also reports."""
     authors: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -120,7 +124,8 @@ def _owners(model: nn.Module) -> Iterator[_Owner]:
         if callable(getattr(module, "init_parameter", None)):
             authors[prefix] = module
         author_prefix = max((p for p in authors if prefix.startswith(p)), key=len, default="")
-        yield _Owner(prefix, module, authors.get(author_prefix), author_prefix)
+        if any(not inside or name == inside or name.startswith(f"{inside}.") for inside in names):
+            yield _Owner(prefix, module, authors.get(author_prefix), author_prefix)
 
 
 def _drawn(owner: _Owner, full_name: str, shape: torch.Size, seed: int) -> Tensor:
@@ -156,8 +161,12 @@ def _first_names(model: nn.Module) -> dict[str, str]:
     return {second: first for first, second in describe().tied} if callable(describe) else {}
 
 
-def _still_on_meta(model: nn.Module) -> list[Problem]:
-    names = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
+def _still_on_meta(owners: list[_Owner]) -> list[Problem]:
+    first_name: dict[Tensor, str] = {}
+    for owner in owners:
+        for name, tensor in {**owner.parameters, **owner.buffers}.items():
+            first_name.setdefault(tensor, owner.prefix + name)
+    names = [name for tensor, name in first_name.items() if tensor.is_meta]
     if not names:
         return []
     some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
@@ -165,10 +174,10 @@ def _still_on_meta(model: nn.Module) -> list[Problem]:
     return [Problem(what, "materialise(model, device) first")]
 
 
-def _without_law(model: nn.Module) -> list[Problem]:
+def _without_law(owners: list[_Owner]) -> list[Problem]:
     """Every tensor on the meta device that `initialise` would leave as the memory happened to be."""
     problems = []
-    for owner in _owners(model):
+    for owner in owners:
         kind = type(owner.module).__name__
         if not owner.has_reset:
             parameters = {} if owner.author is not None else owner.parameters

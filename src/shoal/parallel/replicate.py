@@ -14,21 +14,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shoal.comm.collectives import all_reduce_together
+from shoal.comm.mesh import Mesh
 from shoal.errors import ShoalError
 
+BUCKET_BYTES = 25 * 2**20
 
-def replicate(
-    module: nn.Module, *, device: torch.device, degree: int, bucket_mb: float | None, find_unused: bool
-) -> nn.Module:
-    """The module with its gradients averaged over all ranks; with one rank, or nothing to train, the module itself."""
-    if degree == 1 or not any(parameter.requires_grad for parameter in module.parameters()):
+
+def replicate(module: nn.Module, *, mesh: Mesh, bucket_mb: float | None, find_unused: bool) -> nn.Module:
+    """The module with its gradients averaged over its replicas; with one, or nothing to train, the module itself."""
+    has_peers = mesh.degree("dp_replicate") > 1
+    if not has_peers or not any(parameter.requires_grad for parameter in module.parameters()):
         return module
     return DistributedDataParallel(
         module,
-        device_ids=[device] if device.type == "cuda" else None,
+        device_ids=[mesh.device] if mesh.device.type == "cuda" else None,
+        process_group=mesh.groups["dp_replicate"],
         bucket_cap_mb=bucket_mb,
         find_unused_parameters=find_unused,
         gradient_as_bucket_view=True,  # no second copy of the gradients
@@ -55,6 +59,19 @@ def synchronised(module: nn.Module, is_last: bool) -> Iterator[None]:
             yield
 
 
+@torch.no_grad()
+def average_gradients(gradients: list[Tensor], group: dist.ProcessGroup, bucket_bytes: int = BUCKET_BYTES) -> None:
+    """Average gradients over replicas, in place, in buckets: for a pipeline, whose backwards DDP cannot follow."""
+    bucket: list[Tensor] = []
+    for place, gradient in enumerate(gradients):
+        bucket.append(gradient)
+        is_full = sum(one.nbytes for one in bucket) >= bucket_bytes
+        if is_full or place == len(gradients) - 1 or gradients[place + 1].dtype != gradient.dtype:
+            all_reduce_together(bucket, group)
+            torch._foreach_div_(bucket, group.size())
+            bucket = []
+
+
 def explain_unused(error: RuntimeError) -> None:
     """torch's words about parameters without a gradient name an argument that a user of shoal cannot reach."""
     if "find_unused_parameters" in str(error):
@@ -64,13 +81,14 @@ def explain_unused(error: RuntimeError) -> None:
         ) from error
 
 
-def average_buffers(module: nn.Module, *, degree: int) -> None:
+def average_buffers(module: nn.Module, mesh: Mesh) -> None:
     """Make the running statistics of batch norm the mean over the ranks, each of which saw other samples.
 
     Other buffers (masks, tables) are constants that every rank has made for itself, and stay as they are.
     """
-    if degree > 1:
-        for name, buffer in module.named_buffers():
-            if name.rpartition(".")[2] in ("running_mean", "running_var"):
-                buffer /= degree
-                dist.all_reduce(buffer)
+    for axis in ("dp_replicate", "dp_shard"):
+        if axis in mesh.groups:
+            for name, buffer in module.named_buffers():
+                if name.rpartition(".")[2] in ("running_mean", "running_var"):
+                    buffer /= mesh.degree(axis)
+                    dist.all_reduce(buffer, group=mesh.groups[axis])

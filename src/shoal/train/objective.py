@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shoal.data.batch import IGNORE, length, weight_of
 from shoal.errors import ShoalError
+from shoal.parallel.tensor import TensorParallel, vocabulary_cross_entropy
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
@@ -35,15 +36,23 @@ class CrossEntropy:
     A batch is a mapping whose other entries are the model's arguments by name, or a pair `(inputs, labels)`.
     """
 
+    def __init__(self, tensor: TensorParallel | None = None) -> None:
+        self.tensor = tensor or TensorParallel()
+        """Who else has a part of the logits: with tensor parallelism, no rank ever holds them all."""
+
     def weight(self, batch: Any) -> int:
         """The number of labels that count."""
         return weight_of(batch)
 
     def loss_sum(self, model: nn.Module, batch: Any, weight: float) -> Tensor:
         """Cross-entropy in at least float32, summed over the labels that count."""
-        logits, labels = _logits_and_labels(model, batch)
-        wide = logits if logits.dtype.itemsize >= 4 else logits.float()
-        total = F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+        with self.tensor.split_logits():
+            logits, labels = _logits_and_labels(model, batch)
+        wide = (logits if logits.dtype.itemsize >= 4 else logits.float()).flatten(0, -2)
+        if self.tensor.num_logits:
+            total = vocabulary_cross_entropy(wide, labels.flatten(), self.tensor, ignore=IGNORE)
+        else:
+            total = F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORE, reduction="sum")
         return total if weight else total * 0.0
 
 
@@ -80,6 +89,46 @@ def objective_of(loss: LossFunction | Objective | None) -> Objective:
 def sum_from_mean(mean: Tensor, weight: float) -> Tensor:
     """The sum whose mean over `weight` things this is. The mean over nothing is NaN, and counts for nothing."""
     return mean * weight if weight else mean.nan_to_num(0.0) * 0.0
+
+
+class _Called(Exception):
+    """Carries the arguments with which a loss function called the model."""
+
+
+class _Recorder(nn.Module):
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        raise _Called(arguments, options)
+
+
+class _Answer(nn.Module):
+    """Stands for a model whose output is known already."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.outputs = [output]
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        if not self.outputs:
+            raise ShoalError(
+                "the loss calls the model twice, and in a pipeline a microbatch goes through the model once",
+                fix="one call of the model in the loss, or pp=1",
+            )
+        return self.outputs.pop()
+
+
+def call_of(objective: Objective, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """With what the objective calls the model, for a batch."""
+    try:
+        objective.loss_sum(_Recorder(), batch, 0.0)
+    except _Called as called:
+        arguments, options = called.args
+        return arguments, options
+    raise ShoalError("the loss does not call the model", fix="loss=lambda model, batch: ... model(...) ...")
+
+
+def loss_of_output(objective: Objective, output: Any, batch: Any, weight: float) -> Tensor:
+    """The objective's sum for what the model has returned."""
+    return objective.loss_sum(_Answer(output), batch, weight)
 
 
 def _logits_and_labels(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:

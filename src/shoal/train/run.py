@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Literal
 
@@ -27,17 +28,29 @@ from torch.utils.data import DataLoader
 
 from shoal.blueprint.plan import Plan
 from shoal.comm.environment import read_environment
+from shoal.comm.mesh import Mesh
 from shoal.comm.world import World
 from shoal.data.batch import length, parts, to_device
 from shoal.data.deal import DealtLoader
 from shoal.data.hashing import hashed
 from shoal.errors import RunFailed, ShoalError
 from shoal.numerics.determinism import make_deterministic
-from shoal.numerics.gradients import LossScale, clip_coefficient, global_norm, gradients_of, scale_
+from shoal.numerics.gradients import LossScale, clip_coefficient, gradients_of, scale_
 from shoal.numerics.precision import precision_of
-from shoal.parallel.compose import compose, refuse_unbuilt
-from shoal.parallel.replicate import average_buffers, explain_unused, synchronised
-from shoal.train.objective import LossFunction, Objective, objective_of, sum_from_mean
+from shoal.parallel.compose import Options, compose, refuse_unbuilt
+from shoal.parallel.composed import Composed, local
+from shoal.parallel.pipeline import Feed
+from shoal.parallel.replicate import explain_unused
+from shoal.train.build import describe
+from shoal.train.objective import (
+    CrossEntropy,
+    LossFunction,
+    Objective,
+    call_of,
+    loss_of_output,
+    objective_of,
+    sum_from_mean,
+)
 from shoal.train.step import OpenStep, StepReport
 
 OnNan = Literal["stop", "skip", "ignore"]
@@ -56,6 +69,7 @@ class Run:
     loss_scale      the first loss scale under fp16, and after how many good steps it is doubled (loss_scale_window)
     bucket_mb       size of the buckets in which gradients are reduced; None: 25, and 1 for the first
     find_unused     parameters may be without a gradient in some steps
+    compile         let torch.compile make each block of the model faster
     timeout         seconds that a rank waits for the others in one collective
     threads         CPU threads of this process; None: an even share of the cores
     world           the ranks, if someone else has gathered them
@@ -75,6 +89,7 @@ class Run:
         loss_scale_window: int = 2000,
         bucket_mb: float | None = None,
         find_unused: bool = False,
+        compile: bool = False,
         timeout: float = 600.0,
         threads: int | None = None,
         world: World | None = None,
@@ -90,7 +105,8 @@ class Run:
         self.precision = precision_of(self.plan.precision)
         self.loss_scale = LossScale(loss_scale, loss_scale_window) if self.precision.scales_loss else LossScale()
         self.seed, self.clip, self.on_nan = seed, clip, on_nan
-        self.bucket_mb, self.find_unused = bucket_mb, find_unused
+        self.options = Options(seed=seed, bucket_mb=bucket_mb, find_unused=find_unused, compiles=compile)
+        self.mesh = Mesh.make(self.world, self.plan.layout)
         self.coordinate = self.plan.layout.data_coordinate(self.world.rank)
         self.degree = self.plan.layout.data_degree
         self.steps_done = 0
@@ -99,7 +115,7 @@ class Run:
         self.agreed: dict[str, float] = {}
         self.report: StepReport | None = None
         """What is known of the last step."""
-        self._model: nn.Module | None = None
+        self._composed: Composed | None = None
         self._optimizer: Optimizer | None = None
         self._loaders: list[DealtLoader] = []
         self._step: OpenStep | None = None
@@ -117,18 +133,28 @@ class Run:
         return self.world.is_main
 
     @property
-    def model(self) -> nn.Module:
-        """The prepared model, laid over the ranks."""
-        if self._model is None:
+    def composed(self) -> Composed:
+        """The prepared model as it lies over the ranks."""
+        if self._composed is None:
             raise ShoalError(
                 "this run has no model yet", fix="model, optimizer, loader = run.prepare(model, optimizer, loader)"
             )
-        return self._model
+        return self._composed
+
+    @property
+    def model(self) -> nn.Module:
+        """The prepared model, which a forward calls."""
+        return self.composed.model
 
     @property
     def module(self) -> nn.Module:
-        """The model itself, as it was given: its names and its state dict are those of one device."""
-        return self.model.module if isinstance(self.model, nn.parallel.DistributedDataParallel) else self.model
+        """The model itself, under the names that it has on one device; in a pipeline, this rank's first stage."""
+        return self.composed.parts[0].model
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """What of the model's parameters this rank holds; an optimizer of one's own is built over them."""
+        return list(self.composed.named.values())
 
     @property
     def optimizer(self) -> Optimizer:
@@ -143,15 +169,16 @@ class Run:
         A `DataLoader`'s batch_size is the *global* batch: each rank gets its share, so the same script computes the
         same thing on any number of ranks.
         """
-        prepared = tuple(self._prepare(thing) for thing in things)
+        models = {id(thing): self._prepare_model(thing) for thing in things if isinstance(thing, nn.Module)}
+        prepared = tuple(models[id(thing)] if id(thing) in models else self._prepare(thing) for thing in things)
         return prepared[0] if len(prepared) == 1 else prepared
 
     def _prepare(self, thing: Any) -> Any:
-        if isinstance(thing, nn.Module):
-            return self._prepare_model(thing)
         if isinstance(thing, Optimizer):
             _refuse_second("optimizer", self._optimizer)
             self._optimizer = thing
+            if self._composed is not None:
+                _repoint(thing, self._composed)
             return thing
         if isinstance(thing, DataLoader):
             self._loaders.append(DealtLoader(thing, seed=self.seed, coordinate=self.coordinate, degree=self.degree))
@@ -162,18 +189,20 @@ class Run:
         )
 
     def _prepare_model(self, model: nn.Module) -> nn.Module:
-        _refuse_second("model", self._model)
-        if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-            raise ShoalError(
-                "this model has tensors on the meta device, which hold no values",
-                fix="shoal.numerics.init.materialise(model, run.device), then fill them; or build it on the CPU",
-            )
-        placed = model.to(self.device, self.precision.weight_dtype)
-        self.precision.install(placed, self.device)
-        self._model = compose(
-            placed, self.plan, device=self.device, bucket_mb=self.bucket_mb, find_unused=self.find_unused
+        _refuse_second("model", self._composed)
+        self._composed = compose(
+            model,
+            self.plan,
+            description=describe(model),
+            mesh=self.mesh,
+            precision=self.precision,
+            options=self.options,
         )
-        return self._model
+        if isinstance(self.objective, CrossEntropy):
+            self.objective = CrossEntropy(self._composed.tensor)
+        if self._optimizer is not None:
+            _repoint(self._optimizer, self._composed)
+        return self._composed.model
 
     # ---- one step --------------------------------------------------------------------------------------------------
 
@@ -188,6 +217,9 @@ class Run:
 
     def step(self, batch: Any) -> Tensor:
         """Forward, backward and update over this rank's share of a global batch; returns the global loss."""
+        if self.composed.pipeline is not None:
+            self._pipeline_step(self._opened(batch))
+            return self.update().loss
         for microbatch in self.microbatches(batch):
             assert self._step is not None
             try:
@@ -200,17 +232,50 @@ class Run:
 
     def microbatches(self, batch: Any) -> Iterator[Any]:
         """The batch in parts of `mb` samples; gradients are synchronised in the backward of the last one only."""
+        self._refuse_own_loop()
         step = self._opened(batch)
         last = len(step.microbatches) - 1
         for index, microbatch in enumerate(step.microbatches):
             step.index = index
             # Randomness in the model belongs to the samples, not to the rank that happens to compute them.
             self._seed(self.steps_done, step.offset + index * (self.plan.mb or 0))
-            with synchronised(self.model, is_last=index == last):
+            with self.composed.synchronised(is_last=index == last):
                 yield microbatch
+
+    def _pipeline_step(self, step: OpenStep) -> None:
+        """All microbatches through the stages of this rank. Only the last stage sees a loss."""
+        assert self.composed.pipeline is not None
+        total = self._total_weight(step)
+        factor = self.degree / total * self.loss_scale.scale
+
+        def loss(output: Any, number: int) -> Tensor:
+            weight = step.weights[number]
+            loss_sum = loss_of_output(self.objective, output, step.microbatches[number], weight)
+            step.sums.append(loss_sum.detach() / total)
+            return loss_sum * factor
+
+        def seed(number: int, stage: int) -> None:
+            self._seed(self.steps_done, step.offset + number * (self.plan.mb or 0), stage)
+
+        calls = [call_of(self.objective, microbatch) for microbatch in step.microbatches]
+        with self._logits_as_the_objective_takes_them():
+            self.composed.pipeline.step(Feed(calls, loss, seed))
+        step.has_run = True
+
+    def _logits_as_the_objective_takes_them(self) -> AbstractContextManager[None]:
+        """A stage calls the model itself, outside of the objective, which would have asked for split logits."""
+        return self.composed.tensor.split_logits() if isinstance(self.objective, CrossEntropy) else nullcontext()
+
+    def _refuse_own_loop(self) -> None:
+        if self.composed.pipeline is not None:
+            raise ShoalError(
+                "a pipeline runs the forwards and backwards of all microbatches in an order of its own",
+                fix="run.step(batch), with loss= given to the Run",
+            )
 
     def backward(self, loss: Tensor) -> None:
         """Backward of a loss that is the *mean* over the microbatch (or the batch, without accumulation) at hand."""
+        self._refuse_own_loop()
         if self._step is None:  # a loop that does not use `batches`: every rank's mean counts the same
             self._refuse_direct_loop()
             self._step = self._new_step(None, [None], [1.0], counts=True, offset=0)
@@ -221,10 +286,12 @@ class Run:
         step = self._step
         if step is None or not step.has_begun:
             raise ShoalError("update() without a backward", fix="call run.backward(loss) first, or run.step(batch)")
-        loss = torch.stack(step.sums).sum()
-        reduction = dist.all_reduce(loss, async_op=True) if self.degree > 1 else None  # travels during the update
-        gradients = gradients_of(p for group in self.optimizer.param_groups for p in group["params"])
-        norm = global_norm(gradients) / self.loss_scale.scale
+        loss = self._own_loss(step)
+        reduction = dist.all_reduce(loss, async_op=True) if self.world.size > 1 else None  # travels during the update
+        self.composed.finish_gradients()
+        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        norm = self.composed.norm(trained) / self.loss_scale.scale
+        gradients = [local(gradient) for gradient in gradients_of(trained)]
         is_finite = (self.on_nan == "ignore" and not self.loss_scale.is_dynamic) or bool(torch.isfinite(norm))
         if is_finite:
             self._scale_gradients(gradients, norm)
@@ -234,11 +301,18 @@ class Run:
             reduction.wait()
         note = "" if is_finite else self._judge_nonfinite(step, loss)
         self.optimizer.zero_grad(set_to_none=True)
-        self.module.zero_grad(set_to_none=True)  # of parameters that no optimizer has, too
+        for parameter in self.composed.named.values():  # of those that no optimizer has, too
+            parameter.grad = None
         self.steps_done += 1
         self._step = None
         self.report = StepReport(loss, norm, was_skipped=not is_finite, note=note)
         return self.report
+
+    def _own_loss(self, step: OpenStep) -> Tensor:
+        """This rank's part of the loss: of those that computed the same one, only the first has it."""
+        if step.sums and self.mesh.coordinate["tp"] == 0:
+            return torch.stack(step.sums).sum().to(self.precision.weight_dtype)
+        return torch.zeros((), dtype=self.precision.weight_dtype, device=self.device)
 
     def _opened(self, batch: Any) -> OpenStep:
         """The step of this batch: the one that `batches` has opened, or a new one."""
@@ -297,14 +371,19 @@ class Run:
         """[2] Backward of this microbatch's part of the global loss."""
         step = self._step
         assert step is not None
+        total = self._total_weight(step)
+        step.sums.append(loss_sum.detach() / total)
+        (loss_sum * (self.degree / total * self.loss_scale.scale)).backward()
+
+    def _total_weight(self, step: OpenStep) -> float:
+        """What the whole global batch weighs. Every rank that sees the same samples has reported them once more."""
         total, *signals = step.agreed.wait()
         self.agreed = dict(zip(step.signals, signals, strict=True))
         if total == 0:
             raise ShoalError(
                 "not one label of this global batch counts: all are -100", fix="mask less, or enlarge --data.batch"
             )
-        step.sums.append(loss_sum.detach() / total)
-        (loss_sum * (self.degree / total * self.loss_scale.scale)).backward()
+        return total * self.degree / self.world.size
 
     def _scale_gradients(self, gradients: list[Tensor], norm: Tensor) -> None:
         """Undo the loss scale and clip, in one pass over the gradients."""
@@ -330,7 +409,8 @@ class Run:
         return text
 
     def _nonfinite_gradient(self) -> str:
-        bad = [n for n, p in self.module.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())]
+        named = self.composed.named.items()
+        bad = [n for n, p in named if p.grad is not None and not bool(local(p.grad).isfinite().all())]
         return f"step {self.steps_done}: every loss is finite, but the gradient of {', '.join(bad[:3])} is not"
 
     # ---- evaluation and the end ------------------------------------------------------------------------------------
@@ -338,25 +418,64 @@ class Run:
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Any]) -> float:
         """The mean loss over batches that are dealt out over the ranks, each sample once; weights do not change."""
-        average_buffers(self.module, degree=self.degree)
-        modes = {module: module.training for module in self.module.modules()}
-        self.module.eval()
+        composed = self.composed
+        composed.before_evaluation()
+        modules = [module for part in composed.parts for module in part.model.modules()]
+        modes = {module: module.training for module in modules}
+        for part in composed.parts:
+            part.model.eval()
         total, weight = torch.zeros((), dtype=torch.float64, device=self.device), 0.0
         try:
-            for batch in batches:
-                batch_weight = self.objective.weight(batch)
-                on_device = to_device(batch, self.device, self.precision.weight_dtype)
-                total += self.objective.loss_sum(self.module, on_device, batch_weight)
+            for batch, counts in self._in_lockstep(iter(batches)):
+                batch_weight = self.objective.weight(batch) if counts else 0
+                total += self._evaluate(to_device(batch, self.device, self.precision.weight_dtype), batch_weight)
                 weight += batch_weight
         finally:
             for module, was_training in modes.items():
                 module.training = was_training
-        total_sum, total_weight = self.sum(float(total), weight)
+            composed.after_evaluation()
+        is_teller = self.mesh.coordinate["tp"] == 0 and (composed.pipeline is None or composed.pipeline.has_loss)
+        told = [float(total), weight] if is_teller else [0.0, 0.0]
+        total_sum, total_weight = self.world.all_reduce_host(told).wait()
         return total_sum / total_weight if total_weight else float("nan")
 
+    def _evaluate(self, batch: Any, weight: float) -> Tensor:
+        """The loss of one batch, summed; zero on a stage that does not see it."""
+        if self.composed.pipeline is None:
+            return self.objective.loss_sum(self.module, batch, weight)
+        sums: list[Tensor] = []
+
+        def loss(output: Any, number: int) -> Tensor:
+            sums.append(loss_of_output(self.objective, output, batch, weight))
+            return sums[-1]
+
+        with self._logits_as_the_objective_takes_them():
+            self.composed.pipeline.forward(Feed([call_of(self.objective, batch)], loss))
+        return sums[0] if sums else torch.zeros((), device=self.device)
+
+    def _in_lockstep(self, batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
+        """Batches, and whether they count. Where ranks meet in a forward, one that has no batch left computes another
+        once more, for nothing, until all are done."""
+        if self.world.size == 1 or not self.composed.has_collective_forward:
+            yield from ((batch, True) for batch in batches)
+            return
+        mine = next(batches, None)
+        example: Any = None
+        while True:
+            num_left = self.world.all_reduce_host([float(mine is not None)]).wait()[0]
+            if not num_left:
+                return
+            if example is None and num_left < self.world.size:  # some rank may never have seen a batch
+                example = next(one for one in self.world.all_gather_object(mine) if one is not None)
+            yield (mine, True) if mine is not None else (example, False)
+            mine = next(batches, None)
+
     def sum(self, *numbers: float) -> list[float]:
-        """Each number summed over all ranks, for a validation of one's own; every rank must call it."""
-        return self.world.all_reduce_host(numbers).wait()
+        """Each number summed over all ranks, for a validation of one's own; every rank must call it. Ranks that see the
+        same samples count once."""
+        place = self.mesh.coordinate
+        is_teller = place["tp"] == place["pp"] == place["cp"] == 0
+        return self.world.all_reduce_host(numbers if is_teller else [0.0] * len(numbers)).wait()
 
     def close(self) -> None:
         """Leave the world, if this run entered it."""
@@ -369,6 +488,19 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.world.__exit__(kind, error, trace)
+
+
+def _repoint(optimizer: Optimizer, composed: Composed) -> None:
+    """Let an optimizer that was made for the model as it was given hold what became of its parameters."""
+    if optimizer.state and any(
+        composed.replacements(p) != [p] for group in optimizer.param_groups for p in group["params"]
+    ):
+        raise ShoalError(
+            "this optimizer has made steps already, and its state is that of whole parameters, not of this plan's",
+            fix="give prepare a fresh optimizer",
+        )
+    for group in optimizer.param_groups:
+        group["params"] = [piece for p in group["params"] for piece in composed.replacements(p)]
 
 
 def _refuse_second(kind: str, first: object) -> None:

@@ -42,6 +42,8 @@ class OpenStep:
     """The place of this rank's first sample in the global batch."""
     sums: list[Tensor] = field(default_factory=list)
     index: int = -1
+    has_run: bool = False
+    """Whether a pipeline has run it; on most of its ranks there is no loss to tell."""
 
     @property
     def weight(self) -> float:
@@ -51,4 +53,4 @@ class OpenStep:
     @property
     def has_begun(self) -> bool:
         """Whether anything was added to the gradients."""
-        return bool(self.sums)
+        return bool(self.sums) or self.has_run

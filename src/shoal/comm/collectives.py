@@ -1,0 +1,79 @@
+"""Collectives that return what they compute: one tensor in, one tensor out, joined or cut along any dim.
+
+torch's own write into a tensor that the caller has made, and join along the first dim only. A group of None is a group
+of one rank, for which each of these is the identity.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Group = dist.ProcessGroup | None
+
+# torch 2.13 gave these two new names, and warns of the old ones, which are the only ones in 2.11.
+_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_reduce(x: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    """The sum (or another reduction) over the group."""
+    if group is None:
+        return x
+    total = x.contiguous().clone()
+    dist.all_reduce(total, op, group=group)
+    return total
+
+
+def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
+    """The parts of all ranks, which are of one shape, joined along a dim in the order of the group."""
+    if group is None:
+        return x
+    degree = group.size()
+    parts = x.new_empty(degree * x.shape[0], *x.shape[1:]) if x.dim() else x.new_empty(degree)
+    _gather(parts, x.contiguous(), group=group)
+    dim = dim % x.dim()
+    if dim == 0:
+        return parts
+    joined: Tensor = parts.unflatten(0, (degree, x.shape[0])).movedim(0, dim).flatten(dim, dim + 1)
+    return joined
+
+
+def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
+    """My part, along a dim, of the sum over the group. The dim must be divisible by the number of ranks."""
+    if group is None:
+        return x
+    dim = dim % x.dim()
+    parts = x.unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous()
+    mine = x.new_empty(parts.shape[1:])
+    _scatter(mine, parts.flatten(0, 1), group=group)
+    return mine
+
+
+def my_part(x: Tensor, dim: int, group: Group) -> Tensor:
+    """The part of a tensor along a dim that belongs to this rank, as `torch.chunk` cuts it; a view."""
+    if group is None:
+        return x
+    return part(x, dim, index=dist.get_rank(group), degree=group.size())
+
+
+def part(x: Tensor, dim: int, *, index: int, degree: int) -> Tensor:
+    """Part `index` of `degree`, as `torch.chunk` cuts: all of one size, but the last ones smaller or empty."""
+    size = -(-x.shape[dim] // degree)
+    start = min(index * size, x.shape[dim])
+    return x.narrow(dim, start, min(size, x.shape[dim] - start))
+
+
+def all_reduce_together(tensors: list[Tensor], group: Group) -> None:
+    """Sum many small tensors over the group in place, in one collective for each dtype."""
+    if group is None:
+        return
+    for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):  # in one order on every rank
+        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+        dist.all_reduce(flat, group=group)
+        pieces = flat.split([tensor.numel() for tensor in alike])
+        torch._foreach_copy_(alike, [piece.view(tensor.shape) for piece, tensor in zip(pieces, alike, strict=True)])

@@ -1,0 +1,231 @@
+"""A model laid over the ranks, as one of them holds it: what it computes with, and what its gradients still need.
+
+Between the last backward and the optimizer, gradients of four kinds are made whole:
+
+partial     (tp) a weight that each tp rank used for its own tokens or heads: summed over tp
+replicated  (dp_replicate, in a pipeline) averaged over the replicas; elsewhere DDP and FSDP2 do it during the backward
+tied        (pp) two stages that hold one parameter, each its own copy: both get the sum, and so both copies stay equal
+norm        over all pieces of all ranks, each counted once
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shoal.blueprint.plan import Plan
+from shoal.comm.collectives import all_gather, all_reduce_together
+from shoal.comm.mesh import Mesh
+from shoal.numerics.gradients import global_norm
+from shoal.parallel import replicate, shard
+from shoal.parallel.pipeline import Pipeline, Stage
+from shoal.parallel.replicate import average_buffers, average_gradients
+from shoal.parallel.tensor import TensorParallel
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The model, or what of it belongs to one stage; its parameters have the names that they have on one device."""
+
+    model: nn.Module
+    stage: Stage | None = None
+
+
+@dataclass(kw_only=True)
+class Composed:
+    """This rank's part of a model. Made by `compose`."""
+
+    plan: Plan
+    mesh: Mesh
+    parts: list[Part]
+    model: nn.Module
+    """What a forward calls; in a pipeline, the first of this rank's parts."""
+    tensor: TensorParallel
+    pipeline: Pipeline | None
+    is_sharded: bool
+    originals: dict[str, nn.Parameter]
+    """The parameters as they were given, whole, by name; forgotten once it is known what became of them."""
+    tied: tuple[tuple[str, str], ...]
+    named: dict[str, nn.Parameter] = field(init=False)
+    """The parameters of this rank, by the names that they have on one device; a tied one under its first name only,
+    unless its second is on another stage."""
+
+    _replaced: dict[int, tuple[weakref.ref[nn.Parameter], list[nn.Parameter]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in self.originals.items()}
+        """Every parameter's whole shape."""
+        self.named = {name: p for part in self.parts for name, p in part.model.named_parameters()}
+        self._match(self.originals)
+        self.originals = {}
+        self._copies = {second for _, second in self.tied if self.pipeline is not None}
+
+    @property
+    def has_collective_forward(self) -> bool:
+        """Whether ranks meet in a forward, so that all must run as many."""
+        return self.is_sharded or self.pipeline is not None or self.tensor.group is not None
+
+    @contextmanager
+    def synchronised(self, is_last: bool) -> Iterator[None]:
+        """Backward inside reduces gradients as the plan says for this microbatch, the step's last or not."""
+        with (
+            replicate.synchronised(self.model, is_last),
+            shard.synchronised(self.model, is_last, zero=self.plan.zero or 0),
+        ):
+            yield
+
+    def replacements(self, parameter: nn.Parameter) -> list[nn.Parameter]:
+        """What became of a parameter of the model as it was given: itself, pieces, or nothing on this rank."""
+        original, pieces = self._replaced.get(id(parameter), (None, []))
+        if original is not None and original() is parameter:
+            return pieces
+        return [parameter] if any(parameter is one for one in self.named.values()) else []
+
+    def _match(self, originals: dict[str, nn.Parameter]) -> None:
+        """Note what became of every parameter, without keeping the whole ones alive."""
+        for part in self.parts:
+            for name, parameter in part.model.named_parameters(remove_duplicate=False):
+                pieces = self._replaced.setdefault(id(originals[name]), (weakref.ref(originals[name]), []))[1]
+                if all(parameter is not one for one in pieces):
+                    pieces.append(parameter)
+        for original in originals.values():
+            self._replaced.setdefault(id(original), (weakref.ref(original), []))
+
+    # ---- gradients ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def finish_gradients(self) -> None:
+        """Make every gradient whole, once a step."""
+        gradients = {name: local(p.grad) for name, p in self.named.items() if p.grad is not None}
+        if self.tensor.partial:
+            partial = [gradient for name, gradient in gradients.items() if name in self.tensor.partial]
+            all_reduce_together(partial, self.tensor.group)
+        if self.pipeline is not None:
+            if not self.is_sharded and "dp_replicate" in self.mesh.groups:
+                average_gradients(list(gradients.values()), self.mesh.groups["dp_replicate"])
+            for first, second in self.tied:
+                self._sum_tied(gradients.get(first), gradients.get(second))
+
+    def _sum_tied(self, first: Tensor | None, second: Tensor | None) -> None:
+        """Both copies of a tied parameter get the sum of their gradients, whether here or on two ranks."""
+        assert self.pipeline is not None
+        ends = self.pipeline.owners[0], self.pipeline.owners[-1]
+        if first is not None and second is not None:
+            second += first
+            first.copy_(second)
+        elif first is not None or second is not None:
+            mine = first if first is not None else second
+            assert mine is not None
+            other = ends[1] if first is not None else ends[0]
+            theirs = torch.empty_like(mine)
+            send = dist.P2POp(dist.isend, mine.contiguous(), group=self.pipeline.group, group_peer=other)
+            receive = dist.P2POp(dist.irecv, theirs, group=self.pipeline.group, group_peer=other)
+            for work in dist.batch_isend_irecv([send, receive]):
+                work.wait()
+            mine += theirs
+
+    def norm(self, parameters: list[nn.Parameter]) -> Tensor:
+        """The global norm of their gradients: every piece of every rank, each counted once."""
+        is_everything_here = not self.is_sharded and self.pipeline is None and self.tensor.group is None
+        if is_everything_here:
+            return global_norm([p.grad for p in parameters if p.grad is not None])
+        chosen = set(parameters)
+        counted = [
+            local(p.grad) for name, p in self.named.items() if p in chosen and p.grad is not None and self._counts(name)
+        ]
+        square = global_norm(counted).to(self.mesh.device) ** 2 if counted else self._zero()
+        dist.all_reduce(square)
+        return square.sqrt()
+
+    def _zero(self) -> Tensor:
+        dtype = next(iter(self.named.values())).dtype
+        return torch.zeros((), dtype=dtype, device=self.mesh.device)
+
+    def _counts(self, name: str) -> bool:
+        """Whether this rank is the one, of all that hold this very piece, that counts it."""
+        place = self.mesh.coordinate
+        is_first_replica = (
+            place["dp_replicate"] == 0 and place["cp"] == 0 and (place["dp_shard"] == 0 or self.is_sharded)
+        )
+        return is_first_replica and (place["tp"] == 0 or name in self.tensor.cuts) and name not in self._copies
+
+    # ---- whole tensors -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def whole(self, what: str) -> Iterator[tuple[str, Tensor | None]]:
+        """Every parameter ("weight") or its gradient ("gradient") under its name, whole and on the CPU of rank 0; None
+        on the other ranks, which all have to go through it too."""
+        owners = self._owners()
+        for name in self.shapes:
+            if name in owners:
+                yield name, self._gathered(name, owners[name], what)
+
+    def _owners(self) -> dict[str, int]:
+        """Name → the place on the pp axis that gathers it. A tied parameter goes by its first name alone."""
+        mine = [name for name in self.named if name not in self._copies]
+        if self.pipeline is None:
+            return dict.fromkeys(mine, 0)
+        gathered: list[list[str]] = [[]] * self.mesh.degree("pp")
+        dist.all_gather_object(gathered, mine, group=self.pipeline.group)
+        return {name: place for place, names in enumerate(gathered) for name in names}
+
+    def _gathered(self, name: str, owner: int, what: str) -> Tensor | None:
+        is_mine = self.mesh.coordinate["pp"] == owner
+        full = self._joined(name, what) if is_mine else None
+        if self.pipeline is None or owner == 0:
+            return full if self.mesh.rank == 0 else None
+        source = self.mesh.layout.rank(pp=owner)
+        if self.mesh.rank == source:
+            assert full is not None
+            dist.send(full.to(self.mesh.device), 0)
+        elif self.mesh.rank == 0:
+            example = next(iter(self.named.values()))
+            full = torch.empty(self.shapes[name], dtype=example.dtype, device=self.mesh.device)
+            dist.recv(full, source)
+            return full.cpu()
+        return None
+
+    def _joined(self, name: str, what: str) -> Tensor:
+        """The pieces of the dp_shard and tp ranks put together; a parameter without a gradient has a zero one."""
+        parameter = self.named[name]
+        piece = parameter.detach() if what == "weight" else parameter.grad
+        if piece is None:
+            piece = torch.zeros_like(parameter)
+        plain = piece.full_tensor() if isinstance(piece, DTensor) else piece
+        if self.tensor.group is not None and name in self.tensor.cuts:
+            plain = _join_uneven(plain, self.tensor.cuts[name], self.tensor, self.shapes[name])
+        return plain.to("cpu", copy=True)
+
+    # ---- evaluation --------------------------------------------------------------------------------------------------
+
+    def before_evaluation(self) -> None:
+        """Make the statistics of batch norm, which every rank gathered from its own samples, the same everywhere."""
+        for part in self.parts:
+            average_buffers(part.model, self.mesh)
+
+    def after_evaluation(self) -> None:
+        """Let go of what a forward without a backward has left gathered."""
+        if self.is_sharded:
+            for part in self.parts:
+                shard.reshard(part.model)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The piece of a tensor that this rank holds; changing it changes the tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _join_uneven(piece: Tensor, dim: int, tensor: TensorParallel, shape: tuple[int, ...]) -> Tensor:
+    """The pieces of all tp ranks along a dim, of which the last may be smaller."""
+    size = -(-shape[dim] // tensor.degree)
+    padding = list(piece.shape)
+    padding[dim] = size - piece.shape[dim]
+    filled = torch.cat([piece, piece.new_zeros(padding)], dim)
+    return all_gather(filled, dim, tensor.group).narrow(dim, 0, shape[dim])

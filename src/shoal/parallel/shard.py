@@ -1,0 +1,107 @@
+"""`zero` 1 to 3: optimizer state, gradients and parameters divided over the ranks of `dp_shard`.
+
+torch gives `fully_shard` (FSDP2): every rank keeps 1/N of each parameter, of its gradient and of its optimizer state; a
+*unit* (a block) is gathered when it is about to compute. The three stages of ZeRO are three ways to use it. What a rank
+holds (P: bytes of all parameters, N: degree, A: Adam's state) and sends per microbatch, m microbatches a step:
+
+zero   between forward and backward   gradients   optimizer   gathered             gradients reduced
+1      gathered                       P           A/N         once a step          once a step
+2      gathered                       P/N         A/N         once a step          every microbatch
+3      sharded, P/N                   P/N         A/N         twice a microbatch   every microbatch
+
+With `dp_replicate` as well (HSDP), shards of the gradients are summed over the replicas at the step's last microbatch.
+In a pipeline several microbatches are on their way at once: parameters stay gathered for the step and gradients are
+reduced at its end, as under zero=1, whatever the stage.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+DEFAULT_UNITS = 16
+"""Into about how many units a model without a description is cut."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharding:
+    """How a model is sharded: over which ranks, which stage of ZeRO, in which precision, and where shards live."""
+
+    mesh: DeviceMesh
+    """One axis, or two: replicas outside, shards inside."""
+    zero: int
+    compute_dtype: torch.dtype | None = None
+    """What parameters are gathered and used in. None: as they are."""
+    reduce_dtype: torch.dtype | None = None
+    """What gradients are reduced in. None: as they are."""
+    offloads_parameters: bool = False
+    keeps_gathered: bool = False
+    """Whether parameters stay gathered for a whole step, as a pipeline needs it."""
+
+    def shard(self, module: nn.Module | list[nn.Module], *, is_last: bool = False) -> None:
+        """Make one unit of a module, or of several that are used together. `is_last`: the forward ends with it, and
+        the backward begins with it: to let go of it in between would be in vain."""
+        fully_shard(
+            module,
+            mesh=self.mesh,
+            reshard_after_forward=self.zero == 3 and not is_last and not self.keeps_gathered,
+            mp_policy=MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=self.reduce_dtype),
+            offload_policy=CPUOffloadPolicy() if self.offloads_parameters else OffloadPolicy(),
+        )
+
+
+@contextmanager
+def synchronised(module: nn.Module, is_last: bool, *, zero: int) -> Iterator[None]:
+    """Backward inside reduces gradients, and lets go of gathered parameters, as this stage of ZeRO says."""
+    if not isinstance(module, FSDPModule):
+        yield
+        return
+    _set(module, is_last=is_last, zero=zero)
+    try:
+        yield
+    finally:
+        _set(module, is_last=True, zero=zero)
+
+
+def _set(module: FSDPModule, *, is_last: bool, zero: int) -> None:
+    module.set_requires_gradient_sync(is_last or zero >= 2)
+    module.set_requires_all_reduce(is_last)
+    module.set_reshard_after_backward(is_last or zero == 3)
+
+
+def reshard(module: nn.Module) -> None:
+    """Let go of everything that is gathered."""
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+
+
+def units_by_size(model: nn.Module) -> Sequence[nn.Module]:
+    """Submodules that are made units when the model does not say what its blocks are: the smallest ones that hold at
+    least a sixteenth of the parameters not yet in a unit, children before parents."""
+    enough = max(1, sum(parameter.numel() for parameter in model.parameters()) // DEFAULT_UNITS)
+    taken: set[nn.Parameter] = set()
+    shared = _shared(model)
+    units: list[nn.Module] = []
+    for module in reversed(list(model.modules())[1:]):  # `modules` lists parents before children
+        if shared.intersection(module.parameters()):
+            continue  # what several modules share can only be in the unit that holds them all: the whole model
+        own = [parameter for parameter in module.parameters() if parameter not in taken]
+        has_forward = not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
+        if has_forward and sum(parameter.numel() for parameter in own) >= enough:
+            units.append(module)
+            taken.update(own)
+    return units
+
+
+def _shared(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters that have more than one name."""
+    uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
+    return {parameter for parameter, number in uses.items() if number > 1}

@@ -1,0 +1,371 @@
+"""`tp`: the weights of each layer divided over ranks that all see the same samples.
+
+torch gives DTensor styles (`ColwiseParallel`, ...), which send every operation of a split layer through DTensor's
+dispatch, and with which torch's split backward of zero-bubble pipelines does not work. Here a rank holds plain tensors,
+its own pieces, and the collectives stand where one can see them. One block, two ranks (x: full, x/2: half the tokens,
+w|: half the columns, w-: half the rows; sums are over tp):
+
+    sp=off   x ──[enter]── q| k| v| ── attention over half the heads ── o- ──[leave]── x
+                enter: the backward sums;   leave: the forward sums
+    sp=on    x/2 ─[enter]─ q| k| v| ── attention over half the heads ── o- ──[leave]── x/2
+                enter: the forward gathers tokens, the backward sums and cuts;   leave: the other way round
+
+With `sp` everything between two such regions (norms, residual stream) sees half the tokens. Weights that are used there
+get the gradient of those tokens only. They are called *partial* and are summed over tp once a step, all together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.blueprint.description import Split, matches
+from shoal.blueprint.layout import divisors
+from shoal.comm.collectives import Group, all_gather, all_reduce, my_part, part, reduce_scatter
+from shoal.errors import ShoalError, listed
+
+TOKENS = -2
+"""The dim along which sequence parallelism divides an activation: its last is the features."""
+
+
+class TensorParallel:
+    """The tp group of a rank and what its split layers share. Without a group it is the identity."""
+
+    def __init__(self, group: Group = None, *, splits_tokens: bool = False) -> None:
+        self.group = group
+        self.splits_tokens = splits_tokens and group is not None
+        self.degree = 1 if group is None else group.size()
+        self.index = 0 if group is None else dist.get_rank(group)
+        self.cuts: dict[str, int] = {}
+        """Full name of a parameter that is cut → the dim along which it is cut."""
+        self.partial: set[str] = set()
+        """Full names of parameters whose gradients have to be summed over tp."""
+        self.num_logits = 0
+        """The whole vocabulary of a vocabulary-parallel head; 0: there is no such head."""
+        self.keeps_logits_split = False
+        self._outside: Tensor | None = None
+        self._inside: Tensor | None = None
+
+    def enter(self, x: Tensor) -> Tensor:
+        """From what all ranks share into a split region. Queries, keys and values read one x: it enters once."""
+        if self.group is None:
+            return x
+        if self._outside is not x or self._inside is None:
+            self._outside = x
+            wide = _in_autocast_dtype(x)
+            if self.splits_tokens:
+                _check_tokens(wide)
+                self._inside = _over(_GatherTokens, wide, self.group)
+            else:
+                self._inside = _over(_Enter, wide, self.group)
+        return self._inside
+
+    def leave(self, x: Tensor) -> Tensor:
+        """From the partial sums of a split region to what all ranks share."""
+        self._outside = self._inside = None  # the region is over: let go of what it read
+        if self.group is None:
+            return x
+        if self.splits_tokens:
+            self._check_divisible(x)
+            return _over(_ScatterTokens, x, self.group)
+        return _over(_Leave, x, self.group)
+
+    def leave_logits(self, x: Tensor) -> Tensor:
+        """Logits over this rank's part of the vocabulary; joined, unless a loss asked to have them split."""
+        self._outside = self._inside = None
+        if self.group is None or self.keeps_logits_split:
+            return x
+        return _over(_GatherLast, x, self.group, self.num_logits)
+
+    def first_of(self, size: int) -> int:
+        """Where this rank's part of `size` things begins."""
+        return self.index * -(-size // self.degree)
+
+    @contextmanager
+    def split_logits(self) -> Iterator[None]:
+        """Inside, a vocabulary-parallel head returns this rank's part of the logits."""
+        before, self.keeps_logits_split = self.keeps_logits_split, True
+        try:
+            yield
+        finally:
+            self.keeps_logits_split = before
+
+    def _check_divisible(self, x: Tensor) -> None:
+        if x.shape[TOKENS] % self.degree:
+            raise ShoalError(
+                f"{x.shape[TOKENS]} tokens cannot be divided evenly over tp={self.degree} ranks",
+                fix=f"sp=off in the plan, or a sequence length that {self.degree} divides",
+            )
+
+
+def _check_tokens(x: Tensor) -> None:
+    if x.dim() < 2:
+        raise ShoalError(
+            f"sequence parallelism divides tokens, but this activation has the shape {tuple(x.shape)}", fix="sp=off"
+        )
+
+
+def _in_autocast_dtype(x: Tensor) -> Tensor:
+    """What the matmul would cast anyway, cast before it travels."""
+    if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
+
+
+# ---- the four ways over the border, each the transpose of another ---------------------------------------------------
+
+
+def _over(border: Any, *arguments: Any) -> Tensor:
+    crossed: Tensor = border.apply(*arguments)
+    return crossed
+
+
+class _Enter(torch.autograd.Function):
+    """Forward: as it is. Backward: the sum of what each rank's part sends back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return all_reduce(grads[0], ctx.group), None
+
+
+class _Leave(torch.autograd.Function):
+    """Forward: the sum of the parts. Backward: as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None
+
+
+class _GatherTokens(torch.autograd.Function):
+    """Forward: the tokens of all ranks. Backward: the sum, of which each keeps its own tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return all_gather(x, TOKENS, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return reduce_scatter(grads[0], TOKENS, ctx.group), None
+
+
+class _ScatterTokens(torch.autograd.Function):
+    """Forward: the sum, of which each keeps its own tokens. Backward: the tokens of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return reduce_scatter(x, TOKENS, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return all_gather(grads[0], TOKENS, ctx.group), None
+
+
+class _GatherLast(torch.autograd.Function):
+    """Forward: the features of all ranks. Backward: my own; every rank computes the same loss from all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, total: int) -> Tensor:
+        ctx.group = group
+        size = -(-total // group.size())  # all ranks have as many but the last ones, which are filled up to travel
+        return all_gather(F.pad(x, (0, size - x.shape[-1])), -1, group)[..., :total]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return my_part(grads[0], -1, ctx.group), None, None
+
+
+# ---- layers ---------------------------------------------------------------------------------------------------------
+
+
+class ColumnParallelLinear(nn.Linear):
+    """A linear layer of which this rank has some of the output features."""
+
+    cut: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
+    """Parameter → the dim along which tp cuts it."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, *, tensor: TensorParallel) -> None:
+        super().__init__(in_features, out_features, bias)
+        _become(self, type(self), tensor, {})
+
+    tensor: TensorParallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What all ranks share → this rank's features."""
+        return F.linear(self.tensor.enter(x), self.weight, self.bias)
+
+
+class RowParallelLinear(nn.Linear):
+    """A linear layer of which this rank has some of the input features, and sees only those."""
+
+    cut: ClassVar[dict[str, int]] = {"weight": 1}
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, *, tensor: TensorParallel) -> None:
+        super().__init__(in_features, out_features, bias)
+        _become(self, type(self), tensor, {})
+
+    tensor: TensorParallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """This rank's features → what all ranks share. The bias is added once, after the sum."""
+        total = self.tensor.leave(F.linear(x, self.weight))
+        return total if self.bias is None else total + self.bias.to(total.dtype)
+
+
+class VocabularyParallelEmbedding(nn.Embedding):
+    """An embedding of which this rank has the rows of some tokens."""
+
+    cut: ClassVar[dict[str, int]] = {"weight": 0}
+    tensor: TensorParallel
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Rows of tokens that other ranks have are zero here, and come in with the sum."""
+        local = tokens - self.tensor.first_of(self.num_embeddings)
+        elsewhere = (local < 0) | (local >= self.weight.shape[0])
+        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return self.tensor.leave(rows.masked_fill(elsewhere[..., None], 0.0))
+
+
+class VocabularyParallelHead(nn.Linear):
+    """The last layer, of which this rank has the logits of some tokens."""
+
+    cut: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
+    tensor: TensorParallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What all ranks share → logits."""
+        return self.tensor.leave_logits(F.linear(self.tensor.enter(x), self.weight, self.bias))
+
+
+class PositionEmbedding(nn.Embedding):
+    """A whole embedding that looks up this rank's tokens only; for positions, under sequence parallelism."""
+
+    cut: ClassVar[dict[str, int]] = {}
+    tensor: TensorParallel
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Ids of all tokens → rows of mine."""
+        return super().forward(my_part(tokens, -1, self.tensor.group))
+
+
+def _become(module: Any, kind: Any, tensor: TensorParallel, pieces: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Turn a whole layer into its split form, in place: names, attributes and hooks stay.
+
+    `pieces` remembers what became of which parameter, so that two layers which share one share its piece.
+    """
+    module.__class__ = kind
+    module.tensor = tensor
+    for name, dim in kind.cut.items():
+        whole = getattr(module, name)
+        if whole is None:
+            continue
+        if whole not in pieces:
+            _check_enough(module, name, whole.shape[dim], tensor)
+            own = part(whole.detach(), dim, index=tensor.index, degree=tensor.degree).clone()
+            pieces[whole] = nn.Parameter(own, requires_grad=whole.requires_grad)
+        setattr(module, name, pieces[whole])
+
+
+def _check_enough(module: nn.Module, name: str, size: int, tensor: TensorParallel) -> None:
+    """Features are divided evenly, because the layer after them expects as many; a vocabulary need not be."""
+    is_vocabulary = isinstance(module, VocabularyParallelEmbedding | VocabularyParallelHead)
+    first_of_last = (tensor.degree - 1) * -(-size // tensor.degree)
+    if first_of_last >= size or (size % tensor.degree and not is_vocabulary):
+        raise ShoalError(
+            f"the {size} {'rows' if is_vocabulary else 'features'} of {type(module).__name__}.{name} cannot be divided"
+            f" over tp={tensor.degree} ranks",
+            fix=f"tp={listed(divisors(size)[:8])}",
+        )
+
+
+def vocabulary_cross_entropy(logits: Tensor, labels: Tensor, tensor: TensorParallel, *, ignore: int) -> Tensor:
+    """Cross-entropy, summed over labels that count, of logits over this rank's part of the vocabulary."""
+    return _over(_VocabularyCrossEntropy, logits, labels, tensor, ignore)
+
+
+class _VocabularyCrossEntropy(torch.autograd.Function):
+    """loss = log Σ exp(l - m) + m - l[label], with the maximum m, the sum and l[label] taken over all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, tensor: TensorParallel, ignore: int) -> Tensor:
+        counts = labels != ignore
+        local = labels - tensor.first_of(tensor.num_logits)
+        is_here = (local >= 0) & (local < logits.shape[-1]) & counts
+        index = local.masked_fill(~is_here, 0)[:, None]
+        largest = all_reduce(logits.amax(-1), tensor.group, dist.ReduceOp.MAX)
+        exponentials = (logits - largest[:, None]).exp_()
+        target = logits.gather(-1, index)[:, 0].masked_fill(~is_here, 0.0)
+        total, target = all_reduce(torch.stack([exponentials.sum(-1), target]), tensor.group)
+        ctx.save_for_backward(exponentials.div_(total[:, None]), index, is_here, counts)
+        loss: Tensor = ((total.log() + largest - target) * counts).sum()
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        softmax, index, is_here, counts = ctx.saved_tensors
+        grad = softmax * counts[:, None]
+        grad.scatter_add_(-1, index, -is_here[:, None].to(grad.dtype))
+        return grad.mul_(grads[0]), None, None, None
+
+
+# ---- from a description to layers -----------------------------------------------------------------------------------
+
+SPLIT_LAYERS: Mapping[tuple[Split, type[nn.Module]], type[nn.Module]] = {
+    (Split.COLUMN, nn.Linear): ColumnParallelLinear,
+    (Split.ROW, nn.Linear): RowParallelLinear,
+    (Split.VOCABULARY, nn.Embedding): VocabularyParallelEmbedding,
+    (Split.VOCABULARY, nn.Linear): VocabularyParallelHead,
+}
+
+
+def split(model: nn.Module, names: Iterable[str], splits: Mapping[str, Split], tensor: TensorParallel) -> None:
+    """Turn the layers inside some submodules of a model into the forms that its description allows, in place."""
+    if tensor.group is None:
+        return
+    pieces: dict[nn.Parameter, nn.Parameter] = {}
+    for name in names:
+        for inner, layer in list(model.get_submodule(name).named_modules(prefix=name)):
+            how = next((kind for pattern, kind in splits.items() if matches(pattern, inner)), None)
+            if how is not None:
+                _split_layer(layer, inner, how, tensor, pieces)
+
+
+def _split_layer(
+    layer: Any, name: str, how: Split, tensor: TensorParallel, pieces: dict[nn.Parameter, nn.Parameter]
+) -> None:
+    names = [f"{name}.{own}" for own, _ in layer.named_parameters(recurse=how in (Split.SEQUENCE, Split.HEADS))]
+    if how is Split.HEADS or (how is Split.SEQUENCE and tensor.splits_tokens):
+        tensor.partial.update(names)
+    if how is Split.SEQUENCE and tensor.splits_tokens and type(layer) is nn.Embedding:
+        _become(layer, PositionEmbedding, tensor, pieces)
+    if how in (Split.SEQUENCE, Split.HEADS):
+        return
+    kind: Any = SPLIT_LAYERS.get((how, type(layer)))
+    if kind is None:
+        able = " or ".join(sorted({f"nn.{of.__name__}" for split_how, of in SPLIT_LAYERS if split_how is how}))
+        raise ShoalError(
+            f"{name} is a {type(layer).__name__}, which tensor parallelism cannot split by {how.value}",
+            fix=f"make it an {able}, or write it with shoal.parallel.tensor.ColumnParallelLinear and RowParallelLinear",
+        )
+    _become(layer, kind, tensor, pieces)
+    tensor.cuts.update({f"{name}.{own}": dim for own, dim in kind.cut.items() if getattr(layer, own, None) is not None})
+    if kind is RowParallelLinear and tensor.splits_tokens and layer.bias is not None:
+        tensor.partial.add(f"{name}.bias")
+    if kind is VocabularyParallelHead:
+        tensor.num_logits = layer.out_features

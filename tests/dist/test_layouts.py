@@ -1,0 +1,147 @@
+"""The proof of every parallelism: a plan on its ranks gives the losses, norms, gradients and weights of plain torch.
+
+The reference is a loop in plain torch over the whole batch, on one process, in float64. It shares with shoal what it is
+given: the initial weights and the batches. A right layout differs by rounding, a wrong one by much more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoal.blueprint.plan import Plan
+from shoal.comm.world import World
+from shoal.models import llama
+from shoal.numerics.init import initialise
+from shoal.train.run import Run
+from tests.dist.pool import Pool
+
+STEPS, BATCH, TOKENS, CLIP, VOCABULARY = 3, 8, 12, 0.5, 37
+LAYERS = 5
+
+PLANS = {
+    1: ["mb=2", "zero=3", "mb=2 recompute=full", "mb=4 recompute=selective"],
+    2: [
+        *("dp_replicate=2 mb=2", "zero=1 mb=2", "zero=2 mb=2", "zero=3 mb=2", "zero=3"),
+        *("tp=2 sp=off mb=2", "tp=2 sp=on mb=2", "tp=2 recompute=full mb=4", "tp=2 recompute=selective mb=4"),
+        *("pp=2 gpipe mb=1", "pp=2 1f1b mb=1", "pp=2 interleaved mb=2", "pp=2 looped mb=2", "pp=2 gpipe mb=8"),
+        *("pp=2 zb mb=1", "pp=2 zbv mb=1", "pp=2 dualpipev mb=1", "pp=2 1f1b mb=2 recompute=full", "pp=2 1f1b mb=8"),
+        *("zero=3 mb=2 recompute=full", "zero=2 offload=optimizer"),
+    ],
+    4: [
+        *("dp_replicate=2 zero=1 mb=1", "dp_replicate=2 zero=2 mb=1", "dp_replicate=2 zero=3 mb=1"),
+        *("tp=2 zero=3 mb=2", "tp=2 zero=1 mb=2 sp=off", "tp=2 dp_replicate=2 mb=2", "tp=4 mb=2 kv=4"),
+        *("tp=2 pp=2 zero=1 1f1b mb=1", "pp=2 zero=3 1f1b mb=1", "pp=2 zero=2 zbv mb=1", "pp=2 dp_replicate=2 zb mb=1"),
+        *("pp=2 tp=2 zbv mb=1", "pp=2 tp=2 dualpipev mb=1 sp=off", "pp=2 dp_replicate=2 gpipe mb=2"),
+        *("pp=4 1f1b mb=1", "pp=2 zero=1 interleaved mb=1", "pp=2 zero=3 looped mb=2"),
+    ],
+}
+
+
+def batches() -> list[dict[str, Tensor]]:
+    """Global batches, ragged: some labels do not count."""
+    generator = torch.Generator().manual_seed(3)
+    made = []
+    for _ in range(STEPS):
+        tokens = torch.randint(VOCABULARY, (BATCH, TOKENS + 1), generator=generator)
+        labels = tokens[:, 1:].clone()
+        labels[torch.rand(BATCH, TOKENS, generator=generator) < 0.3] = -100
+        made.append({"tokens": tokens[:, :-1].contiguous(), "labels": labels})
+    return made
+
+
+def build(tied: bool, kv_heads: int) -> llama.Llama:
+    return llama.build(
+        num_layers=LAYERS, hidden=16, ffn=24, num_heads=4, num_kv_heads=kv_heads, vocabulary=VOCABULARY, tied=tied,
+        max_sequence=TOKENS, preset="tiny",
+    )  # fmt: skip
+
+
+Trace = dict[str, Any]
+
+
+def train_plainly(tied: bool, kv_heads: int) -> Trace:
+    model = build(tied, kv_heads)
+    initialise(model, 7)
+    model.double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    trace: Trace = {"loss": [], "norm": [], "grad": [], "weight": []}
+    for batch in batches():
+        logits = model(batch["tokens"])
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        loss.backward()
+        trace["loss"].append(loss.item())
+        trace["grad"].append({name: p.grad.clone() for name, p in model.named_parameters()})
+        trace["norm"].append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        trace["weight"].append({name: p.detach().clone() for name, p in model.named_parameters()})
+    trace["eval"] = F.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten()).item()
+    return trace
+
+
+def train_with_shoal(world: World, plan: str, tied: bool, kv_heads: int, on_meta: bool = True) -> Trace | None:
+    run = Run(f"fp64 {plan}", seed=7, clip=CLIP, world=world)
+    with torch.device("meta" if on_meta else "cpu"):
+        model = build(tied, kv_heads)
+    if not on_meta:
+        initialise(model, 7)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    run.prepare(model, optimizer)
+    trace: Trace = {"loss": [], "norm": [], "grad": [], "weight": []}
+    keep_gradients(run, trace["grad"])
+    share = BATCH // run.degree
+    for batch in batches():
+        mine = {name: value[run.coordinate * share :][:share] for name, value in batch.items()}
+        trace["loss"].append(run.step(mine).item())
+        assert run.report is not None
+        trace["norm"].append(run.report.grad_norm.item())
+        trace["weight"].append(dict(run.composed.whole("weight")))
+    trace["eval"] = run.evaluate([mine])  # of the last batch
+    return trace if world.is_main else None
+
+
+def keep_gradients(run: Run, kept: list[dict[str, Tensor]]) -> None:
+    """Look at the gradients between their last reduction and the clipping."""
+    norm = run.composed.norm
+
+    def looked_at(parameters: Any) -> Tensor:
+        kept.append(dict(run.composed.whole("gradient")))
+        return norm(parameters)
+
+    run.composed.norm = looked_at  # type: ignore[method-assign]
+
+
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30))
+
+
+def check(ours: Trace, theirs: Trace) -> None:
+    for step in range(STEPS):
+        assert ours["loss"][step] == pytest.approx(theirs["loss"][step], rel=1e-12)
+        assert ours["norm"][step] == pytest.approx(theirs["norm"][step], rel=1e-12)
+        for what in ("grad", "weight"):
+            assert list(ours[what][step]) == list(theirs[what][step])
+            for name, expected in theirs[what][step].items():
+                apart = difference(ours[what][step][name], expected)
+                assert apart < 1e-10, f"step {step}: {what} of {name} differs by {apart:.1e}"
+    assert ours["eval"] == pytest.approx(theirs["eval"], rel=1e-12)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("size", "plan"), [(size, plan) for size, plans in PLANS.items() for plan in plans])
+def test_a_layout_computes_what_one_process_does(pool: Pool, size: int, plan: str, tied: bool) -> None:
+    words = [word for word in plan.split() if not word.startswith("kv=")]
+    kv_heads = 4 if "kv=4" in plan else 2
+    ours = pool.run(train_with_shoal, size, " ".join(words), tied, kv_heads)[0]
+    check(ours, train_plainly(tied, kv_heads))
+
+
+def test_plans_are_what_they_say() -> None:
+    for size, plans in PLANS.items():
+        for plan in plans:
+            Plan.parse(" ".join(word for word in plan.split() if not word.startswith("kv="))).resolve(size)
