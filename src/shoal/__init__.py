@@ -12,19 +12,27 @@ from shoal.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from shoal.blueprint.description import Description as Description
+    from shoal.blueprint.description import Split as Split
     from shoal.blueprint.layout import Layout as Layout
     from shoal.blueprint.plan import Plan as Plan
     from shoal.blueprint.recipe import Recipe as Recipe
     from shoal.errors import ShoalError as ShoalError
+    from shoal.parallel.tensor import ColumnParallelLinear as ColumnParallelLinear
+    from shoal.parallel.tensor import RowParallelLinear as RowParallelLinear
     from shoal.train.run import Run as Run
+    from shoal.verify.prove import verify as verify
 
 _HOMES = {
+    "ColumnParallelLinear": "shoal.parallel.tensor",
     "Description": "shoal.blueprint.description",
     "Layout": "shoal.blueprint.layout",
     "Plan": "shoal.blueprint.plan",
     "Recipe": "shoal.blueprint.recipe",
+    "RowParallelLinear": "shoal.parallel.tensor",
     "Run": "shoal.train.run",
     "ShoalError": "shoal.errors",
+    "Split": "shoal.blueprint.description",
+    "verify": "shoal.verify.prove",
 }
 __all__ = [*_HOMES, "__version__"]
 

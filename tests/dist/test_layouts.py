@@ -93,7 +93,7 @@ def train_with_shoal(world: World, plan: str, tied: bool, kv_heads: int, on_meta
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     run.prepare(model, optimizer)
     trace: Trace = {"loss": [], "norm": [], "grad": [], "weight": []}
-    keep_gradients(run, trace["grad"])
+    run.on_gradients = lambda: trace["grad"].append(dict(run.composed.whole("gradient")))
     share = BATCH // run.degree
     for batch in batches():
         mine = {name: value[run.coordinate * share :][:share] for name, value in batch.items()}
@@ -103,17 +103,6 @@ def train_with_shoal(world: World, plan: str, tied: bool, kv_heads: int, on_meta
         trace["weight"].append(dict(run.composed.whole("weight")))
     trace["eval"] = run.evaluate([mine])  # of the last batch
     return trace if world.is_main else None
-
-
-def keep_gradients(run: Run, kept: list[dict[str, Tensor]]) -> None:
-    """Look at the gradients between their last reduction and the clipping."""
-    norm = run.composed.norm
-
-    def looked_at(parameters: Any) -> Tensor:
-        kept.append(dict(run.composed.whole("gradient")))
-        return norm(parameters)
-
-    run.composed.norm = looked_at  # type: ignore[method-assign]
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:

@@ -49,16 +49,22 @@ BLOCKS_ESSAY = """give the model a method that says where it may be cut:
 
 
 def misfits(
-    plan: Plan, *, description: Description, batch: int, sequence: int | None = None, features: Shapes | None = None
+    plan: Plan,
+    *,
+    description: Description,
+    batch: int | None = None,
+    sequence: int | None = None,
+    features: Shapes | None = None,
 ) -> list[Problem]:
-    """Why a resolved plan cannot run this model on batches of this size. Empty: it can.
+    """Why a resolved plan cannot run this model. Empty: it can.
 
-    `sequence` are the tokens per sample, and `features` the shapes of all parameters; None: not known, not checked.
+    `batch` are the samples of a step, `sequence` the tokens per sample, and `features` the shapes of all parameters;
+    None: not known, not checked.
     """
     return [
         *_tensor_misfits(plan, description, sequence, features or {}),
         *_pipeline_misfits(plan, description, features or {}),
-        *_batch_misfits(plan, batch),
+        *(_batch_misfits(plan, batch) if batch is not None else ()),
     ]
 
 

@@ -237,6 +237,9 @@ class RunSection(Section):
     """True: parameters may be without a gradient in some steps (branches that are not taken). Costs a walk over the
     graph in every step with several ranks."""
 
+    compile: bool = False
+    """True: torch.compile makes each block of the model faster, after a minute or so of compiling."""
+
 
 class Recipe(Section):
     """Model + data + optimizer + plan + run. See docs/recipes for complete ones."""

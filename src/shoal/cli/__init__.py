@@ -13,6 +13,7 @@ from shoal.version import __version__
 
 VERBS = {
     "train": "train a recipe on this machine, or as one rank under torchrun, Slurm or mpirun",
+    "verify": "prove that a plan computes what one device computes: every gradient, every weight, every byte",
     "schema": "print the JSON schema of a recipe, for editors",
 }
 

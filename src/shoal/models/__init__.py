@@ -6,3 +6,6 @@ BUILDERS = {
     "resnet": "shoal.models.resnet:build",
     "mlp": "shoal.models.mlp:build",
 }
+
+SMALLER = {"llama": "shoal.models.llama_config:smaller"}
+"""Model → a function from its arguments to those of a small copy with the same anatomy, for `shoal verify`."""

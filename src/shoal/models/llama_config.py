@@ -3,10 +3,12 @@ costs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from shoal.errors import Problem, listed, raise_if
-from shoal.models.construct import not_positive
+from shoal.models.construct import configure, not_positive
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,3 +111,17 @@ PRESETS = {
         vocabulary=128256, hidden=16384, num_layers=126, num_heads=128, num_kv_heads=8, ffn=53248
     ),
 }
+
+
+def smaller(arguments: Mapping[str, Any], *, num_stages: int) -> dict[str, Any]:
+    """The arguments of a small copy with the same anatomy: as many heads, tied or not, and enough layers for so many
+    stages, one of them with more than another if the original has that many."""
+    config = configure("llama", PRESETS, LlamaConfig(), arguments)
+    return {
+        **arguments,
+        "hidden": 4 * config.num_heads,
+        "head_dim": 4,
+        "ffn": 6 * config.num_heads,
+        "vocabulary": 97,
+        "num_layers": min(config.num_layers, max(4, num_stages + 1)),
+    }

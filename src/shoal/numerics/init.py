@@ -47,6 +47,11 @@ def has_law(model: nn.Module) -> bool:
     return any(callable(getattr(module, "init_parameter", None)) for module in model.modules())
 
 
+def can_fill(model: nn.Module) -> bool:
+    """Whether `initialise` fills everything, so that the model may be built on the meta device."""
+    return has_law(model) and not _without_law(list(_owners(model, ("",))))
+
+
 @torch.no_grad()
 def initialise(model: nn.Module, seed: int, names: Sequence[str] = ("",)) -> None:
     """Fill every parameter that has a law, in place, and every buffer of torch's own layers.

@@ -9,6 +9,7 @@ is gone before the next one is filled.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from shoal.blueprint.balance import balance
 from shoal.blueprint.description import Description, Split
+from shoal.blueprint.legality import misfits
 from shoal.blueprint.plan import Plan
 from shoal.comm.mesh import Mesh
 from shoal.errors import Problem, ShoalError, raise_if
@@ -27,7 +29,7 @@ from shoal.parallel.pipeline import Call, Pipeline, Stage, cut, stage_owner
 from shoal.parallel.recompute import recompute
 from shoal.parallel.replicate import replicate
 from shoal.parallel.shard import Sharding, units_by_size
-from shoal.parallel.tensor import TensorParallel, split
+from shoal.parallel.tensor import TensorParallel, note_split_layers, split
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,12 +54,24 @@ def refuse_unbuilt(plan: Plan) -> None:
 
 
 def compose(
-    model: nn.Module, plan: Plan, *, description: Description, mesh: Mesh, precision: Precision, options: Options
+    model: nn.Module,
+    plan: Plan,
+    *,
+    description: Description,
+    mesh: Mesh,
+    tensor: TensorParallel,
+    precision: Precision,
+    options: Options,
 ) -> Composed:
     """This rank's part of a model, laid out as a resolved plan says. The model's tensors are used up."""
-    tensor = TensorParallel(mesh.groups.get("tp"), splits_tokens=splits_tokens(plan, description))
-    sharding = _sharding(plan, mesh, precision)
+    tensor.splits_tokens = tensor.group is not None and splits_tokens(plan, description)
     originals = dict(model.named_parameters(remove_duplicate=False))
+    shapes = {name: tuple(parameter.shape) for name, parameter in originals.items()}
+    author_split = note_split_layers(model, tensor)
+    num_parameters = sum(math.prod({**shapes, **author_split}[name]) for name, _ in model.named_parameters())
+    if not author_split:
+        raise_if(misfits(plan, description=description, features=shapes), title=f"plan '{plan.brief()}'")
+    sharding = _sharding(plan, mesh, precision)
     skeleton = _without_memory(model) if mesh.degree("pp") > 1 else model
     parts = list(_cut(model, plan, description, mesh))
     for part in parts:
@@ -88,6 +102,8 @@ def compose(
         pipeline=_pipeline(plan, parts, skeleton, description, mesh, precision, tensor),
         is_sharded=sharding is not None and plan.layout.dp_shard > 1,
         originals=originals,
+        shapes={**shapes, **author_split},
+        num_parameters=num_parameters,
         tied=description.tied,
     )
 

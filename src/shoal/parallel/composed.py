@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shoal.blueprint.layout import AXES
 from shoal.blueprint.plan import Plan
 from shoal.comm.collectives import all_gather, all_reduce_together
 from shoal.comm.mesh import Mesh
@@ -52,6 +53,10 @@ class Composed:
     is_sharded: bool
     originals: dict[str, nn.Parameter]
     """The parameters as they were given, whole, by name; forgotten once it is known what became of them."""
+    shapes: dict[str, tuple[int, ...]]
+    """Every parameter's whole shape, by name; one that has two names is there twice."""
+    num_parameters: int
+    """Elements of all parameters of the whole model; a shared one counts once."""
     tied: tuple[tuple[str, str], ...]
     named: dict[str, nn.Parameter] = field(init=False)
     """The parameters of this rank, by the names that they have on one device; a tied one under its first name only,
@@ -60,8 +65,6 @@ class Composed:
     _replaced: dict[int, tuple[weakref.ref[nn.Parameter], list[nn.Parameter]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.shapes = {name: tuple(parameter.shape) for name, parameter in self.originals.items()}
-        """Every parameter's whole shape."""
         self.named = {name: p for part in self.parts for name, p in part.model.named_parameters()}
         self._match(self.originals)
         self.originals = {}
@@ -148,13 +151,15 @@ class Composed:
         dtype = next(iter(self.named.values())).dtype
         return torch.zeros((), dtype=dtype, device=self.mesh.device)
 
+    def is_replicated(self, name: str, axis: str) -> bool:
+        """Whether all ranks along an axis hold the same piece of a parameter."""
+        return {"tp": name not in self.tensor.cuts, "dp_shard": not self.is_sharded, "pp": False}.get(axis, True)
+
     def _counts(self, name: str) -> bool:
         """Whether this rank is the one, of all that hold this very piece, that counts it."""
         place = self.mesh.coordinate
-        is_first_replica = (
-            place["dp_replicate"] == 0 and place["cp"] == 0 and (place["dp_shard"] == 0 or self.is_sharded)
-        )
-        return is_first_replica and (place["tp"] == 0 or name in self.tensor.cuts) and name not in self._copies
+        others = [axis for axis in AXES if place[axis] and self.is_replicated(name, axis)]
+        return not others and name not in self._copies
 
     # ---- whole tensors -----------------------------------------------------------------------------------------------
 

@@ -93,7 +93,7 @@ class Feed:
     calls: Sequence[Call] = ()
     loss: Callable[[Any, int], Tensor] | None = None
     """(the model's output, number of the microbatch) → the loss that is differentiated."""
-    seed: Callable[[int, int], None] | None = None
+    begin: Callable[[int, int], None] | None = None
     """Called with (number of the microbatch, stage) before a stage computes a microbatch."""
 
 
@@ -116,8 +116,8 @@ class Stage(nn.Module):
         """What was received → what is sent on, or the loss."""
         number = int(microbatch[0])
         arguments, options = self.feed.calls[number]
-        if self.feed.seed is not None:
-            self.feed.seed(number, self.index)
+        if self.feed.begin is not None:
+            self.feed.begin(number, self.index)
         self._received[0].value = x
         output = self.model(*arguments, **options)
         self._received[0].value = None

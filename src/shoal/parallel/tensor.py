@@ -40,6 +40,7 @@ class TensorParallel:
     def __init__(self, group: Group = None, *, splits_tokens: bool = False) -> None:
         self.group = group
         self.splits_tokens = splits_tokens and group is not None
+        """Whether sequence parallelism is on; a composed model's description may turn it on."""
         self.degree = 1 if group is None else group.size()
         self.index = 0 if group is None else dist.get_rank(group)
         self.cuts: dict[str, int] = {}
@@ -356,6 +357,8 @@ def _split_layer(
         _become(layer, PositionEmbedding, tensor, pieces)
     if how in (Split.SEQUENCE, Split.HEADS):
         return
+    if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+        return  # the model's author has split it
     kind: Any = SPLIT_LAYERS.get((how, type(layer)))
     if kind is None:
         able = " or ".join(sorted({f"nn.{of.__name__}" for split_how, of in SPLIT_LAYERS if split_how is how}))
@@ -364,8 +367,23 @@ def _split_layer(
             fix=f"make it an {able}, or write it with shoal.parallel.tensor.ColumnParallelLinear and RowParallelLinear",
         )
     _become(layer, kind, tensor, pieces)
-    tensor.cuts.update({f"{name}.{own}": dim for own, dim in kind.cut.items() if getattr(layer, own, None) is not None})
-    if kind is RowParallelLinear and tensor.splits_tokens and layer.bias is not None:
-        tensor.partial.add(f"{name}.bias")
+    _note(layer, name, tensor)
     if kind is VocabularyParallelHead:
         tensor.num_logits = layer.out_features
+
+
+def note_split_layers(model: nn.Module, tensor: TensorParallel) -> dict[str, tuple[int, ...]]:
+    """Take note of layers that the model's author has split; returns the whole shapes of what they hold."""
+    wholes: dict[str, tuple[int, ...]] = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+            _note(layer, name, tensor)
+            whole = (layer.out_features, layer.in_features)
+            wholes |= {f"{name}.{own}": whole[: p.dim()] for own, p in layer.named_parameters(recurse=False)}
+    return wholes
+
+
+def _note(layer: Any, name: str, tensor: TensorParallel) -> None:
+    tensor.cuts |= {f"{name}.{own}": dim for own, dim in layer.cut.items() if getattr(layer, own, None) is not None}
+    if isinstance(layer, RowParallelLinear) and tensor.splits_tokens and layer.bias is not None:
+        tensor.partial.add(f"{name}.bias")

@@ -11,11 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from shoal.blueprint.description import Description
 from shoal.blueprint.recipe import ModelSection
 from shoal.errors import ShoalError, listed, nearest
+from shoal.numerics.init import can_fill, has_law, initialise
 
 
 def build_model(section: ModelSection) -> nn.Module:
@@ -32,6 +34,34 @@ def build_model(section: ModelSection) -> nn.Module:
             f"{section.name} returned {type(model).__name__}, not an nn.Module",
             fix="return the model from that function",
         )
+    return model
+
+
+def without_memory(build: Callable[[], nn.Module]) -> nn.Module | None:
+    """The model with shapes and without values, or None where a user's function cannot build it so.
+
+    Code that looks at values while it builds (`torch.linspace(...).tolist()`) is right, and fails on the meta device.
+    If it is wrong, the first rank to run it says so.
+    """
+    try:
+        with torch.device("meta"):
+            return build()
+    except ShoalError:
+        raise
+    except Exception:
+        return None
+
+
+def build_to_lay_out(section: ModelSection, seed: int) -> nn.Module:
+    """The model, without values if it says how every one of them is drawn: then no rank ever holds all of it. Else with
+    the values that it draws itself, the same on every rank."""
+    model = without_memory(lambda: build_model(section))
+    if model is not None and can_fill(model):
+        return model
+    torch.manual_seed(seed)
+    model = build_model(section)
+    if has_law(model):
+        initialise(model, seed)
     return model
 
 

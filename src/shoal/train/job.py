@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from shoal.blueprint.description import Description
+from shoal.blueprint.legality import misfits
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.recipe import Recipe
 from shoal.data.dataset import Dataset
@@ -17,7 +17,7 @@ from shoal.data.open import open_datasets
 from shoal.errors import Problem, ShoalError, needs, raise_if
 from shoal.numerics.precision import precision_of
 from shoal.parallel.compose import refuse_unbuilt
-from shoal.train.build import build_model, describe
+from shoal.train.build import build_model, describe, without_memory
 
 T = TypeVar("T")
 FAST_DEV_STEPS = 3
@@ -38,10 +38,12 @@ def check(recipe: Recipe, world_size: int) -> Job:
     plan = found.of(_runnable_plan, recipe, world_size)
     for tracker in recipe.run.trackers:
         found.of(needs, tracker, what=f"the tracker {tracker}", extra=tracker)
-    model = found.of(_built_without_memory, recipe)
+    model = found.of(without_memory, lambda: build_model(recipe.model))
     datasets = found.of(open_datasets, recipe.data, recipe.run.seed)
     if datasets is not None:
         found.problems += _misfits(recipe, model, datasets[0]) + _odd_lengths(recipe, datasets[0])
+        if plan is not None and model is not None:
+            found.problems += _unfit_for_plan(plan, model, recipe, datasets[0])
     raise_if(found.problems)
     assert plan is not None
     assert datasets is not None
@@ -71,19 +73,11 @@ def _runnable_plan(recipe: Recipe, world_size: int) -> Plan:
     return plan
 
 
-def _built_without_memory(recipe: Recipe) -> nn.Module | None:
-    """The model with shapes and without values, or None where a user's function cannot build it so.
-
-    Code that looks at values while it builds (`torch.linspace(...).tolist()`) is right, and fails on the meta device.
-    If it is wrong, the first rank to run it says so.
-    """
-    try:
-        with torch.device("meta"):
-            return build_model(recipe.model)
-    except ShoalError:
-        raise
-    except Exception:
-        return None
+def _unfit_for_plan(plan: Plan, model: nn.Module, recipe: Recipe, data: Dataset) -> list[Problem]:
+    """Why the plan cannot lay out this model."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    sequence = data.tokens_per_sample if data.tokens_per_sample > 1 else None
+    return misfits(plan, description=describe(model), batch=recipe.data.batch, sequence=sequence, features=shapes)
 
 
 def _misfits(recipe: Recipe, model: nn.Module | None, data: Dataset) -> list[Problem]:

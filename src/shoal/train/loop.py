@@ -11,7 +11,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 from rich.console import Console
 from torch.distributed import Store
 
@@ -20,12 +19,11 @@ from shoal.comm.environment import Placement
 from shoal.comm.world import World
 from shoal.data.loading import Loader, evaluation_batches
 from shoal.errors import ShoalError
-from shoal.numerics.init import has_law, initialise
 from shoal.numerics.optim import build_optimizer, set_lr
 from shoal.numerics.schedule import lr_factor, scaled_lr
 from shoal.observe.directory import RunDirectory
 from shoal.observe.progress import ProgressLine, Quiet, progress_line
-from shoal.train.build import build_model, describe
+from shoal.train.build import build_to_lay_out, describe
 from shoal.train.job import Job, steps_of, units
 from shoal.train.meter import Meter
 from shoal.train.run import Run
@@ -48,19 +46,17 @@ def train(
         loss_scale_window=optim.loss_scale_window,
         bucket_mb=settings.bucket_mb,
         find_unused=settings.find_unused,
+        compile=settings.compile,
         world=world,
     ) as run:
         console = Console(stderr=True)
         unit = "tok" if job.training.tokens_per_sample > 1 else "sample"
         line = progress_line(console, quiet=quiet, unit=unit) if world.is_main else Quiet(Console(quiet=True))
-        torch.manual_seed(settings.seed)  # for a model that draws its own values when it is built
-        model = build_model(recipe.model)
+        model = build_to_lay_out(recipe.model, settings.seed)
         description = describe(model)
-        if has_law(model):
-            initialise(model, settings.seed)
         run.prepare(model)
         lr = scaled_lr(optim.lr, batch=recipe.data.batch, tuned_for_batch=optim.scale_lr_from_batch)
-        run.prepare(build_optimizer(run.module.parameters(), optim, lr=lr))
+        run.prepare(build_optimizer(run.parameters, optim, lr=lr))
         directory = _claim_directory(world, recipe) if keep else None
         meter = Meter(run, job, description, directory, began=began)
         line.note(_headline(run, job, lr))
@@ -173,13 +169,13 @@ def _asked_to_stop() -> Iterator[list[int]]:
 
 def _headline(run: Run, job: Job, lr: float) -> str:
     recipe = job.recipe
-    parameters = sum(parameter.numel() for parameter in run.module.parameters())
+    parameters = run.composed.num_parameters
     model = " ".join(filter(None, (recipe.model.name, recipe.model.preset)))
     lines = [
         f"model  {model}: {parameters:,} parameters, {run.plan.precision}",
         f"data   {job.training.describe()}",
         f"plan   {run.plan.brief()}",
-        f"step   {recipe.data.batch} samples = {_counted(run.degree, 'rank')}"
+        f"step   {recipe.data.batch} samples = {_counted(run.degree, 'data rank')}"
         f" x {_counted(run.plan.num_microbatches(recipe.data.batch), 'microbatch', 'es')}"
         f" x {_counted(run.plan.microbatch_size(recipe.data.batch), 'sample')}",
     ]

@@ -103,7 +103,7 @@ class Meter:
             "was_stopped": was_stopped,
             "ranks": self.run.world.size,
             "plan": str(self.run.plan),
-            "parameters": sum(parameter.numel() for parameter in self.run.module.parameters()),
+            "parameters": self.run.composed.num_parameters,
             "step_seconds_median": step_seconds,
             "tokens_per_s": self.tokens_per_step / step_seconds,
             "mfu": self._mfu(step_seconds),

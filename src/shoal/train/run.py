@@ -15,7 +15,7 @@ One step, four microbatches, two ranks (s: loss sum, w: how many tokens count, W
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Literal
@@ -36,11 +36,13 @@ from shoal.data.hashing import hashed
 from shoal.errors import RunFailed, ShoalError
 from shoal.numerics.determinism import make_deterministic
 from shoal.numerics.gradients import LossScale, clip_coefficient, gradients_of, scale_
+from shoal.numerics.offload import HostCopies
 from shoal.numerics.precision import precision_of
 from shoal.parallel.compose import Options, compose, refuse_unbuilt
 from shoal.parallel.composed import Composed, local
 from shoal.parallel.pipeline import Feed
 from shoal.parallel.replicate import explain_unused
+from shoal.parallel.tensor import TensorParallel
 from shoal.train.build import describe
 from shoal.train.objective import (
     CrossEntropy,
@@ -107,6 +109,8 @@ class Run:
         self.seed, self.clip, self.on_nan = seed, clip, on_nan
         self.options = Options(seed=seed, bucket_mb=bucket_mb, find_unused=find_unused, compiles=compile)
         self.mesh = Mesh.make(self.world, self.plan.layout)
+        self.tensor = TensorParallel(self.mesh.groups.get("tp"), splits_tokens=bool(self.plan.sp))
+        """For layers that a model's author splits: ColumnParallelLinear(..., tensor=run.tensor)."""
         self.coordinate = self.plan.layout.data_coordinate(self.world.rank)
         self.degree = self.plan.layout.data_degree
         self.steps_done = 0
@@ -115,8 +119,14 @@ class Run:
         self.agreed: dict[str, float] = {}
         self.report: StepReport | None = None
         """What is known of the last step."""
+        self.on_microbatch: Callable[[int], None] | None = None
+        """Called with its number before the forward of each microbatch; in a pipeline, of each stage of this rank."""
+        self.on_gradients: Callable[[], None] | None = None
+        """Called when the gradients of a step are whole, before they are clipped."""
         self._composed: Composed | None = None
         self._optimizer: Optimizer | None = None
+        self._trained: list[nn.Parameter] = []
+        self._host_copies: HostCopies | None = None
         self._loaders: list[DealtLoader] = []
         self._step: OpenStep | None = None
 
@@ -178,7 +188,7 @@ class Run:
             _refuse_second("optimizer", self._optimizer)
             self._optimizer = thing
             if self._composed is not None:
-                _repoint(thing, self._composed)
+                self._give_parameters(thing, self._composed)
             return thing
         if isinstance(thing, DataLoader):
             self._loaders.append(DealtLoader(thing, seed=self.seed, coordinate=self.coordinate, degree=self.degree))
@@ -195,14 +205,22 @@ class Run:
             self.plan,
             description=describe(model),
             mesh=self.mesh,
+            tensor=self.tensor,
             precision=self.precision,
             options=self.options,
         )
         if isinstance(self.objective, CrossEntropy):
             self.objective = CrossEntropy(self._composed.tensor)
         if self._optimizer is not None:
-            _repoint(self._optimizer, self._composed)
+            self._give_parameters(self._optimizer, self._composed)
         return self._composed.model
+
+    def _give_parameters(self, optimizer: Optimizer, composed: Composed) -> None:
+        """Let an optimizer hold what became of its parameters; under offload, copies of it in host memory."""
+        _repoint(optimizer, composed)
+        self._trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        is_elsewhere = self.plan.offload == "optimizer" and self.device.type != "cpu"
+        self._host_copies = HostCopies(optimizer, local) if is_elsewhere else None
 
     # ---- one step --------------------------------------------------------------------------------------------------
 
@@ -237,8 +255,7 @@ class Run:
         last = len(step.microbatches) - 1
         for index, microbatch in enumerate(step.microbatches):
             step.index = index
-            # Randomness in the model belongs to the samples, not to the rank that happens to compute them.
-            self._seed(self.steps_done, step.offset + index * (self.plan.mb or 0))
+            self._begin(step, index)
             with self.composed.synchronised(is_last=index == last):
                 yield microbatch
 
@@ -254,12 +271,12 @@ class Run:
             step.sums.append(loss_sum.detach() / total)
             return loss_sum * factor
 
-        def seed(number: int, stage: int) -> None:
-            self._seed(self.steps_done, step.offset + number * (self.plan.mb or 0), stage)
+        def begin(number: int, stage: int) -> None:
+            self._begin(step, number, stage)
 
         calls = [call_of(self.objective, microbatch) for microbatch in step.microbatches]
         with self._logits_as_the_objective_takes_them():
-            self.composed.pipeline.step(Feed(calls, loss, seed))
+            self.composed.pipeline.step(Feed(calls, loss, begin))
         step.has_run = True
 
     def _logits_as_the_objective_takes_them(self) -> AbstractContextManager[None]:
@@ -289,13 +306,14 @@ class Run:
         loss = self._own_loss(step)
         reduction = dist.all_reduce(loss, async_op=True) if self.world.size > 1 else None  # travels during the update
         self.composed.finish_gradients()
-        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
-        norm = self.composed.norm(trained) / self.loss_scale.scale
-        gradients = [local(gradient) for gradient in gradients_of(trained)]
+        if self.on_gradients is not None:
+            self.on_gradients()
+        norm = self.composed.norm(self._trained) / self.loss_scale.scale
+        gradients = [local(gradient) for gradient in gradients_of(self._trained)]
         is_finite = (self.on_nan == "ignore" and not self.loss_scale.is_dynamic) or bool(torch.isfinite(norm))
         if is_finite:
             self._scale_gradients(gradients, norm)
-            self.optimizer.step()
+            (self._host_copies or self.optimizer).step()
             self.loss_scale.succeeded()
         if reduction is not None:
             reduction.wait()
@@ -359,6 +377,12 @@ class Run:
             counts=counts,
             offset=offset,
         )
+
+    def _begin(self, step: OpenStep, number: int, *stage: int) -> None:
+        """Randomness in the model belongs to the samples, not to the rank that happens to compute them."""
+        self._seed(self.steps_done, step.offset + number * (self.plan.mb or 0), *stage)
+        if self.on_microbatch is not None:
+            self.on_microbatch(number)
 
     def _seed(self, *place: int) -> None:
         """Not torch.manual_seed, which formats a stack trace for devices that are not there: half a millisecond."""

@@ -7,7 +7,7 @@ an allocator. Predicted stands beside counted, so that a person sees at a glance
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -244,3 +244,24 @@ def _size(number: int | None) -> str:
 
 def _plain(value: Any) -> Any:
     return "inf" if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def matrix_row(proof: Proof) -> str:
+    """One layout in one line."""
+    of = proof.verdict.worst
+    worst = max(of.loss, of.grad_norm, of.grad, of.weight, of.replicas)
+    if proof.verdict.first is None:
+        return f"equal      {_short(worst)}  {proof.seconds:4.1f} s  {proof.plan}"
+    return f"NOT equal  {proof.plan}: {where(proof.verdict.first)}. {proof.cause or ''}"
+
+
+def matrix_table(proofs: Sequence[Proof]) -> Table:
+    """Every layout with its worst relative differences."""
+    table = Table(box=box.SIMPLE_HEAD, title=f"{len(proofs)} layouts", title_justify="left")
+    for heading in ("plan", "equal", "loss", "gradient", "weight"):
+        table.add_column(heading, justify="left" if heading == "plan" else "right")
+    for proof in proofs:
+        of = proof.verdict.worst
+        is_equal = "yes" if proof.verdict.equal else "NO"
+        table.add_row(proof.plan, is_equal, _short(of.loss), _short(of.grad), _short(of.weight))
+    return table

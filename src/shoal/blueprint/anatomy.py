@@ -1,0 +1,279 @@
+"""What predictions need to know of a model, without torch: its shapes, and who holds which piece under a plan.
+
+torch knows the shapes of a model once it is built, and the pieces of a rank once the ranks are started. An `Anatomy` is
+a value: `shoal.parallel.holdings.anatomy_of` reads it off a model without memory, or a test writes it down. The rules
+below (stages, units, pieces) are those by which `shoal.parallel.compose` lays a model over its ranks:
+
+    whole model ─ stages (pp) ─▶ parts of a rank ─ cuts (tp) ─▶ pieces ─ units (dp_shard) ─▶ what is gathered together
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Literal
+
+from shoal.blueprint.balance import balance
+from shoal.blueprint.description import Description, Split, matches
+from shoal.blueprint.plan import Plan
+from shoal.blueprint.schedule_table import stage_ranks
+
+Shape = tuple[int, ...]
+Shapes = Mapping[str, Shape]
+
+GATHERED_STAGES = 3
+"""Of more stages than this on one rank, torch keeps only those gathered that compute next."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Crossing:
+    """A place in the forward where an activation enters or leaves what tensor parallelism has split."""
+
+    module: str
+    """The split layer at which it crosses."""
+    way: Literal["enter", "leave", "logits"]
+    """logits: it leaves a head that is split by vocabulary."""
+    shape: Shape
+    """What crosses, whole, of one sample."""
+    has_backward: bool = True
+    """Whether a gradient comes back the same way."""
+    is_repeated: bool = True
+    """Whether a block that is recomputed crosses here again. After the last thing that its backward needs, it stops."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anatomy:
+    """A model as predictions see it."""
+
+    description: Description
+    parameters: Shapes
+    """Name → whole shape, in the order of the model; a tied one under its first name only."""
+    stream: Shape
+    """What travels from block to block for one sample: (tokens, model dim)."""
+    crossings: tuple[Crossing, ...] = ()
+    """In the order of the forward. Several layers that read the same activation share one."""
+    frozen: frozenset[str] = frozenset()
+    """Parameters that need no gradient."""
+    lookups: frozenset[str] = frozenset()
+    """Parameters of embeddings, which cost nothing to compute with."""
+    units_by_size: tuple[str, ...] = field(default=())
+    """For a model without blocks: submodules that are sharded as one, children before parents."""
+
+    def shape(self, name: str) -> Shape:
+        """The whole shape of a parameter, also by the second name of a tied one."""
+        return self.parameters[next((first for first, second in self.description.tied if second == name), name)]
+
+    def names_in(self, modules: Collection[str]) -> list[str]:
+        """The parameters of some submodules; a tied one under its second name only where its first is elsewhere."""
+        own = [name for name in self.parameters if _is_in(name, modules)]
+        seconds = [second for first, second in self.description.tied if _is_in(second, modules) and first not in own]
+        return own + seconds
+
+    def trained(self, pieces: Shapes) -> dict[str, Shape]:
+        """Those that get a gradient."""
+        frozen = self.frozen | {second for first, second in self.description.tied if first in self.frozen}
+        return {name: shape for name, shape in pieces.items() if name not in frozen}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of one element of each kind."""
+
+    weight: int
+    """Parameters, their gradients between microbatches, and the optimizer's state."""
+    compute: int
+    """What parameters are gathered in, and activations travel in."""
+    reduce: int
+    """What shards of gradients are reduced in."""
+    loss: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> Sizes:
+        """Those of a plan's precision; the table of `shoal.numerics.precision` in bytes."""
+        weight = 8 if plan.precision == "fp64" else 4
+        lower = {"bf16": 2, "fp16": 2, "fp8": 2}
+        return cls(weight=weight, compute=lower.get(plan.precision, weight), reduce=weight, loss=weight)
+
+
+# ---- stages ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The model, or one stage of it, as one rank holds it."""
+
+    stage: int
+    modules: tuple[str, ...]
+    """The submodules of the description that live there."""
+    pieces: Shapes
+    """Name → shape of what a tp rank holds of each parameter."""
+
+
+def parts(plan: Plan, anatomy: Anatomy, rank: int) -> list[Part]:
+    """What a rank holds of a model, before anything is sharded."""
+    place = plan.layout.coordinate(rank)
+    degree, index = plan.layout.tp, place["tp"]
+    found = []
+    for stage, modules in enumerate(stages(plan, anatomy)):
+        if owners(plan)[stage] == place["pp"]:
+            names = anatomy.names_in(modules)
+            pieces = {name: piece(anatomy, name, index=index, degree=degree) for name in names}
+            found.append(Part(stage, modules, pieces))
+    return found
+
+
+def stages(plan: Plan, anatomy: Anatomy) -> list[tuple[str, ...]]:
+    """The submodules of every stage; without a pipeline, one stage with all."""
+    description, num_stages = anatomy.description, plan.layout.pp * (plan.v or 1)
+    if plan.layout.pp == 1:
+        return [named(description) or ("",)]
+    bounds = stage_bounds(anatomy, num_stages=num_stages)
+    before = [description.before_blocks, *[()] * (num_stages - 1)]
+    after = [*[()] * (num_stages - 1), description.after_blocks]
+    return [
+        (*before[stage], *description.blocks[start:stop], *after[stage]) for stage, (start, stop) in enumerate(bounds)
+    ]
+
+
+def owners(plan: Plan) -> tuple[int, ...]:
+    """The place on the pp axis of every stage."""
+    return stage_ranks(plan.schedule or "", num_ranks=plan.layout.pp, v=plan.v or 1)
+
+
+def stage_bounds(anatomy: Anatomy, *, num_stages: int) -> list[tuple[int, int]]:
+    """Which blocks each stage has, balanced by what they cost to compute; embedding and head count too."""
+    description = anatomy.description
+    costs = [matmul_elements(anatomy, name) for name in description.blocks]
+    first = sum(matmul_elements(anatomy, name) for name in description.before_blocks)
+    last = sum(matmul_elements(anatomy, name) for name in description.after_blocks)
+    return [(stage.start, stage.stop) for stage in balance(costs, num_stages, first=first, last=last)]
+
+
+def matmul_elements(anatomy: Anatomy, module: str) -> float:
+    """What a submodule costs to compute per token, in elements of its matrices. To look up an embedding is free."""
+    shapes = {name: anatomy.shape(name) for name in anatomy.names_in([module])}
+    return float(sum(prod(shape) for name, shape in shapes.items() if len(shape) > 1 and name not in anatomy.lookups))
+
+
+def named(description: Description) -> tuple[str, ...]:
+    """All submodules that a description names as places for parameters."""
+    return (*description.before_blocks, *description.blocks, *description.after_blocks)
+
+
+# ---- units ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Submodules that are filled, split and gathered together."""
+
+    names: tuple[str, ...]
+    is_block: bool = False
+    is_last: bool = False
+    """Whether the forward ends with it."""
+    is_root: bool = False
+    """Whether it is made of what no other unit holds."""
+
+
+def units(description: Description, present: Collection[str]) -> Iterator[Unit]:
+    """The units of a part, of which these submodules have parameters. Without blocks, all is one unit.
+
+    The embedding and the head are units of their own, unless they share a parameter: then only the unit that holds
+    everything else, the root, can hold both.
+    """
+    before = tuple(name for name in description.before_blocks if name in present)
+    after = tuple(name for name in description.after_blocks if name in present)
+    blocks = [name for name in description.blocks if name in present]
+    if not blocks:
+        yield Unit(("",), is_root=True)
+        return
+    are_tied = bool(description.tied and before and after)
+    if are_tied:
+        yield Unit((*before, *after), is_root=True)
+    elif before:
+        yield Unit(before)
+    for name in blocks:
+        yield Unit((name,), is_block=True)
+    if after and not are_tied:
+        yield Unit(after, is_last=True)
+
+
+def sharded_units(anatomy: Anatomy, part: Part) -> list[tuple[Unit, Shapes]]:
+    """The units of a part with the pieces in each: what `fully_shard` gathers together. None is empty."""
+    present = [module for module in part.modules if any(_is_in(name, [module]) for name in part.pieces)]
+    found = list(units(anatomy.description, present))
+    if not anatomy.description.blocks:
+        found = [*(Unit((name,)) for name in anatomy.units_by_size), Unit(("",), is_root=True)]
+    left = dict(part.pieces)
+    filled = []
+    for unit in found:
+        own = {name: left.pop(name) for name in list(left) if _is_in(name, unit.names)}
+        filled.append((unit, own))
+    return [(unit, own) for unit, own in filled if own]
+
+
+# ---- pieces ---------------------------------------------------------------------------------------------------------
+
+CUT_DIMS: Mapping[Split, Mapping[str, int]] = {
+    Split.COLUMN: {"weight": 0, "bias": 0},
+    Split.ROW: {"weight": 1},
+    Split.VOCABULARY: {"weight": 0, "bias": 0},
+}
+"""How a layer is split → which dim of each of its parameters tp cuts."""
+
+
+def piece(anatomy: Anatomy, name: str, *, index: int, degree: int) -> Shape:
+    """The shape of what one tp rank holds of a parameter."""
+    shape = anatomy.shape(name)
+    module, _, own = name.rpartition(".")
+    how = split_of(anatomy.description, module)
+    dim = CUT_DIMS.get(how, {}).get(own) if how is not None else None
+    if dim is None or degree == 1:
+        return shape
+    return (*shape[:dim], chunk(shape[dim], index=index, degree=degree), *shape[dim + 1 :])
+
+
+def split_of(description: Description, module: str) -> Split | None:
+    """How a submodule may be split; None: not at all."""
+    return next((how for pattern, how in description.splits.items() if matches(pattern, module)), None)
+
+
+def splits_tokens(plan: Plan, description: Description) -> bool:
+    """Whether sequence parallelism is on: as the plan says, else where the model allows it."""
+    if plan.layout.tp == 1:
+        return False
+    return plan.sp if plan.sp is not None else Split.SEQUENCE in description.splits.values()
+
+
+def is_partial(description: Description, name: str, *, splits_tokens: bool) -> bool:
+    """Whether each tp rank has only its own share of a parameter's gradient: that of its tokens, or of its heads."""
+    module, _, own = name.rpartition(".")
+    around = [split_of(description, ".".join(module.split(".")[:depth])) for depth in range(1, 1 + name.count("."))]
+    is_late_bias = own == "bias" and split_of(description, module) is Split.ROW  # added after the sum
+    return Split.HEADS in around or (splits_tokens and (Split.SEQUENCE in around or is_late_bias))
+
+
+def shard(shape: Shape, *, index: int, degree: int) -> int:
+    """Elements of a piece that one dp_shard rank has: some of its rows."""
+    return prod(shape) if degree == 1 else chunk(shape[0], index=index, degree=degree) * prod(shape[1:])
+
+
+def padded_shard(shape: Shape, *, degree: int) -> int:
+    """Elements that FSDP2 keeps and sends for them, the same on every rank: the last ranks fill up what they lack."""
+    return shard(shape, index=0, degree=degree)
+
+
+def chunk(size: int, *, index: int, degree: int) -> int:
+    """How many of `size` things part `index` of `degree` has: all as many, but the last ones fewer or none.
+
+    >>> [chunk(37, index=index, degree=4) for index in range(4)]
+    [10, 10, 10, 7]
+    """
+    each = -(-size // degree)
+    return max(0, min(each, size - index * each))
+
+
+def _is_in(name: str, modules: Collection[str]) -> bool:
+    """Whether a parameter belongs to one of these submodules; "" is the whole model."""
+    return any(not module or name.startswith(f"{module}.") for module in modules)

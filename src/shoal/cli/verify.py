@@ -1,0 +1,104 @@
+"""`shoal verify [RECIPE]`: prove that a plan computes what one device computes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TextIO
+
+import tyro
+
+from shoal.blueprint.recipe import Recipe
+from shoal.cli.settings import parse
+
+if TYPE_CHECKING:
+    from shoal.verify.prove import How
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verify:
+    """Train a few steps on one process and on the plan's processes, from the same start, and compare the loss, the
+    gradient norm, every gradient and every weight by name; count what travels. Exit code 0: equal, 1: not.
+
+    shoal verify --nproc 4 --plan "tp=2 pp=2 zero=1 1f1b mb=1"
+    """
+
+    recipe: Annotated[Path | None, tyro.conf.Positional] = None
+    """A YAML file. None: the tiny llama."""
+
+    json: bool = False
+    """Print one JSON object and nothing else on stdout."""
+
+    matrix: bool = False
+    """Verify every legal layout of --nproc ranks, instead of the recipe's plan."""
+
+    real: bool = False
+    """Verify the model at its full size and on the recipe's data, instead of a small copy on random tokens."""
+
+    steps: int = 3
+    """Optimizer steps that are compared."""
+
+    precision: str | None = None
+    """fp64, fp32, bf16 or fp16. None: fp64 on the CPU, the plan's own on a GPU."""
+
+    tolerance: float | None = None
+    """The largest relative difference that passes. None: 1e-10 in fp64, 1e-4 in fp32, 5e-2 below."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Verify; 0 when all is equal, 1 when something is not."""
+    options, recipe = parse(Verify, arguments, prog="shoal verify")
+    out = sys.stdout
+    with redirect_stdout(sys.stderr) if options.json else nullcontext():
+        return _matrix(options, recipe, out) if options.matrix else _one(options, recipe, out)
+
+
+def _one(options: Verify, recipe: Recipe, out: TextIO) -> int:
+    from rich.console import Console
+
+    from shoal.verify.prove import case_of, prove
+    from shoal.verify.report import render, to_mapping
+
+    case = case_of(recipe, _num_ranks(recipe), _how(options))
+    proof = prove(case)
+    if options.json:
+        print(json.dumps(to_mapping(proof)), file=out)
+    else:
+        render(Console(file=out), proof)
+    return 0 if proof.verdict.equal else 1
+
+
+def _matrix(options: Verify, recipe: Recipe, out: TextIO) -> int:
+    from rich.console import Console
+
+    from shoal.verify.prove import legal_cases, prove
+    from shoal.verify.report import matrix_row, matrix_table, to_mapping
+
+    console = Console(file=sys.stderr)
+    proofs = []
+    cases = list(legal_cases(recipe, _num_ranks(recipe), _how(options)))
+    for number, case in enumerate(cases, 1):
+        proofs.append(prove(case))
+        console.print(f"{number}/{len(cases)}  {matrix_row(proofs[-1])}", highlight=False)
+    are_equal = all(proof.verdict.equal for proof in proofs)
+    if options.json:
+        print(json.dumps({"equal": are_equal, "proofs": [to_mapping(proof) for proof in proofs]}), file=out)
+    else:
+        Console(file=out).print(matrix_table(proofs))
+    return 0 if are_equal else 1
+
+
+def _how(options: Verify) -> How:
+    from shoal.verify.prove import How
+
+    return How(real=options.real, steps=options.steps, precision=options.precision, tolerance=options.tolerance)
+
+
+def _num_ranks(recipe: Recipe) -> int:
+    from shoal.launch.local import default_nproc
+
+    return recipe.launch.nproc or default_nproc(recipe.launch.device)

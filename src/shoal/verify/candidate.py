@@ -1,0 +1,168 @@
+"""The plan's own ranks: they train as `shoal train` would, are watched, and return what was seen.
+
+Three kinds of steps follow each other. In the first ones gradients and weights are gathered and compared; then nothing
+is gathered, and what travels is counted; in the last, what every rank holds is counted before each microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Store
+
+from shoal.comm.environment import Placement
+from shoal.comm.traffic import Traffic, count
+from shoal.comm.world import World
+from shoal.data.batch import length, rows
+from shoal.numerics.init import can_fill
+from shoal.parallel.composed import Composed, local
+from shoal.train.build import without_memory
+from shoal.train.run import Run
+from shoal.verify.case import Case
+from shoal.verify.cause import Context, Piece, likely_cause
+from shoal.verify.compare import Disagreement, Observation, Verdict, compare
+from shoal.verify.reference import fresh_model, observe_reference, optimizer_for, turn_off_dropout
+
+
+@dataclass
+class Findings:
+    """What one rank brings home."""
+
+    verdict: Verdict | None = None
+    """Of rank 0 only."""
+    cause: str | None = None
+    traffic: Mapping[str, Any] = field(default_factory=dict)
+
+
+def verify_on_rank(placement: Placement | None, store: Store | None, case: Case) -> Findings:
+    """Take this process's place among the ranks of the case, and verify."""
+    num_ranks = placement.local_world_size if placement else 1
+    is_crowded = case.device == "cuda" and num_ranks > torch.cuda.device_count()  # NCCL wants a GPU for each rank
+    world = World.start(
+        placement, device=case.device, backend="gloo" if is_crowded else None, store=store, threads=case.threads
+    )
+    with world:
+        return verify_in(world, case)
+
+
+def verify_in(world: World, case: Case) -> Findings:
+    """Train, watched; rank 0 computes the reference as well, and judges."""
+    references, initial = observe_reference(case) if world.is_main else ([], {})
+    run = Run(case.plan, loss=case.loss, seed=case.seed, clip=case.clip, world=world)
+    _prepare(run, case)
+    candidates = [_observe(run, batch) for batch in case.batches]
+    pieces = _pieces(run)
+    findings = Findings(traffic=_count(run, case).to_mapping())
+    if world.is_main:
+        findings.verdict = compare(references, candidates, tolerance=case.tolerance)
+        context = Context(
+            layout=case.plan.layout,
+            num_microbatches=case.plan.num_microbatches(length(case.batches[0])),
+            num_stages=case.plan.layout.pp * (case.plan.v or 1),
+            pieces=pieces,
+            clip=case.clip,
+            initial=initial,
+            tolerance=case.tolerance,
+        )
+        if findings.verdict.first is not None:
+            findings.cause = likely_cause(findings.verdict.first, references, candidates, context)
+    return findings
+
+
+def _prepare(run: Run, case: Case) -> None:
+    """The model as a run of the plan would make it: laid out from nothing, if it says how all of it is filled."""
+    model = without_memory(case.build)
+    if model is not None and can_fill(model):
+        turn_off_dropout(model)
+    else:
+        model = fresh_model(case)
+    run.prepare(model)
+    run.prepare(optimizer_for(case, run.parameters))
+
+
+def _observe(run: Run, batch: Any) -> Observation:
+    gradients: dict[str, Tensor | None] = {}
+    disagreements: list[Disagreement] = []
+
+    def look() -> None:
+        disagreements.extend(_disagreements(run.composed, "gradient"))
+        gradients.update(run.composed.whole("gradient"))
+
+    run.on_gradients = look
+    loss = run.step(_share(run, batch))
+    run.on_gradients = None
+    disagreements.extend(_disagreements(run.composed, "weight"))
+    weights = dict(run.composed.whole("weight"))
+    assert run.report is not None
+    every = [one for rank in run.world.all_gather_object(disagreements) for one in rank]
+    return Observation(
+        loss=float(loss),
+        grad_norm=float(run.report.grad_norm),
+        gradients={name: tensor for name, tensor in gradients.items() if tensor is not None},
+        weights={name: tensor for name, tensor in weights.items() if tensor is not None},
+        disagreements=tuple(dict.fromkeys(every)),
+    )
+
+
+def _count(run: Run, case: Case) -> Traffic:
+    """What this rank hands to its groups in one step."""
+    run.step(_share(run, case.batches[-1]))  # some things are sent once in a run, and not in its first step
+    with count(run.mesh.groups) as traffic:
+        run.step(_share(run, case.batches[-1]))
+    return traffic
+
+
+def _share(run: Run, batch: Any) -> Any:
+    """This rank's part of a global batch."""
+    size = length(batch) // run.degree
+    return rows(batch, run.coordinate * size, (run.coordinate + 1) * size)
+
+
+def _pieces(run: Run) -> dict[str, Piece]:
+    """Where every parameter is: how tp cuts it, and on which stage it lives."""
+    composed = run.composed
+    mine = {
+        name: Piece(composed.tensor.cuts.get(name), part.stage.index if part.stage else 0)
+        for part in composed.parts
+        for name, _ in part.model.named_parameters()
+    }
+    merged: dict[str, Piece] = {}
+    for pieces in run.world.all_gather_object(mine):
+        for name, piece in pieces.items():
+            merged.setdefault(name, piece)
+    return merged
+
+
+@torch.no_grad()
+def _disagreements(composed: Composed, what: str) -> Iterator[Disagreement]:
+    """Pieces that this rank and others of an axis should hold alike, and do not. One exchange for each axis."""
+    for axis, group in composed.mesh.groups.items():
+        alike = {
+            name: _value(parameter, what)
+            for name, parameter in composed.named.items()
+            if composed.is_replicated(name, axis)
+        }
+        if not alike:
+            continue
+        flat = torch.cat([tensor.reshape(-1).double() for tensor in alike.values()])
+        others = [torch.empty_like(flat) for _ in range(group.size())]
+        dist.all_gather(others, flat, group=group)
+        for name, *pieces in zip(
+            alike, *(one.split([t.numel() for t in alike.values()]) for one in others), strict=True
+        ):
+            if pieces[0].numel():
+                held = torch.stack(pieces)
+                spread = float((held.max(0).values - held.min(0).values).max())
+                if spread:  # NaN as well
+                    yield Disagreement(axis, what, name, spread / float(held.abs().max()))  # type: ignore[arg-type]
+
+
+def _value(parameter: torch.nn.Parameter, what: str) -> Tensor:
+    if what == "weight":
+        return local(parameter.detach())
+    return torch.zeros_like(local(parameter.detach())) if parameter.grad is None else local(parameter.grad)
