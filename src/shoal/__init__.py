@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from shoal.errors import ShoalError as ShoalError
     from shoal.parallel.tensor import ColumnParallelLinear as ColumnParallelLinear
     from shoal.parallel.tensor import RowParallelLinear as RowParallelLinear
+    from shoal.proof.prove import verify as verify
     from shoal.train.run import Run as Run
-    from shoal.verify.prove import verify as verify
 
 _HOMES = {
     "ColumnParallelLinear": "shoal.parallel.tensor",
@@ -32,7 +32,7 @@ _HOMES = {
     "Run": "shoal.train.run",
     "ShoalError": "shoal.errors",
     "Split": "shoal.blueprint.description",
-    "verify": "shoal.verify.prove",
+    "verify": "shoal.proof.prove",
 }
 __all__ = [*_HOMES, "__version__"]
 

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.blueprint.plan import Plan
+from shoal.comm import differentiable
 from shoal.comm.world import World
 from shoal.models import llama
-from shoal.parallel import composed, pipeline, tensor
+from shoal.parallel import composed, pipeline
+from shoal.proof.candidate import verify_in
+from shoal.proof.case import Case
 from shoal.train.run import Run
-from shoal.verify.candidate import verify_in
-from shoal.verify.case import Case
 from tests.dist.pool import Pool
 
 VOCABULARY, TOKENS = 31, 8
@@ -42,13 +43,13 @@ def case(plan: str, size: int) -> Case:
 
 def no_sum_on_entering() -> Any:
     """tp: the gradients that q, k and v send back are not summed over the ranks."""
-    return patch.object(tensor._Enter, "backward", staticmethod(lambda ctx, *grads: (grads[0], None)))
+    return patch.object(differentiable._Enter, "backward", staticmethod(lambda ctx, *grads: (grads[0], None)))
 
 
 def sum_twice_on_leaving() -> Any:
     """tp: partial results are summed twice."""
-    twice = staticmethod(lambda ctx, x, group: tensor.all_reduce(tensor.all_reduce(x, group), group))
-    return patch.object(tensor._Leave, "forward", twice)
+    twice = staticmethod(lambda ctx, x, group: differentiable.all_reduce(differentiable.all_reduce(x, group), group))
+    return patch.object(differentiable._Leave, "forward", twice)
 
 
 def partial_gradients_stay_partial() -> Any:

@@ -16,9 +16,9 @@ from rich.console import Console
 from torch import Tensor
 
 from shoal.blueprint import Layout
-from shoal.verify.cause import Context, Piece, likely_cause
-from shoal.verify.compare import Disagreement, Observation, Verdict, compare, relative_difference
-from shoal.verify.report import Count, Proof, render, to_mapping
+from shoal.proof.cause import Context, Piece, likely_cause
+from shoal.proof.compare import Disagreement, Observation, Verdict, compare, relative_difference
+from shoal.proof.report import Count, Proof, render, to_mapping
 
 Tensors = dict[str, Tensor]
 Change = Callable[[list[Observation]], None]

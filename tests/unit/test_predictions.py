@@ -159,21 +159,27 @@ def traced(model: llama.Llama) -> Anatomy:
     return anatomy_of(model, model.describe(), ((tokens,), {}))
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("num_stages", [2, 3, 4, 5])
-def test_stages_are_cut_where_the_runtime_cuts(tied: bool, num_stages: int) -> None:
-    model = tiny(tied)
-    anatomy = traced(model)
-    for name in named(model.describe()):
-        assert matmul_elements(anatomy, name) == compose.matmul_parameters(model.get_submodule(name))
-    ours = stage_bounds(anatomy, num_stages=num_stages)
-    assert ours == compose.stage_bounds(model, model.describe(), num_stages=num_stages)
+def test_stages_are_cut_by_cost() -> None:
+    anatomy = traced(tiny(tied=True))
+    blocks = {matmul_elements(anatomy, name) for name in anatomy.description.blocks}
+    assert blocks == {float(sum(p.numel() for p in tiny().model.layers[0].parameters() if p.dim() > 1))}
+    assert matmul_elements(anatomy, "model.embed_tokens") == 0  # a lookup
+    assert matmul_elements(anatomy, "lm_head") == 37 * 16  # the same parameter, multiplied with
+    assert stage_bounds(anatomy, num_stages=2) == [(0, 3), (3, 5)]
 
 
-@pytest.mark.parametrize("words", ["pp=2 1f1b", "pp=3 interleaved", "pp=2 zbv", "pp=2 dualpipev", "pp=4 gpipe"])
-def test_stages_are_owned_as_in_the_runtime(words: str) -> None:
-    plan = Plan.parse(words).resolve(Plan.parse(words).pp or 1)
-    assert list(owners(plan)) == compose.owners(plan)
+@pytest.mark.parametrize(
+    ("words", "places"),
+    [
+        ("pp=2 1f1b", (0, 1)),
+        ("pp=3 interleaved", (0, 1, 2, 0, 1, 2)),
+        ("pp=2 zbv", (0, 1, 1, 0)),
+        ("pp=2 dualpipev", (0, 1, 1, 0)),
+        ("pp=4 gpipe", (0, 1, 2, 3)),
+    ],
+)
+def test_who_owns_a_stage(words: str, places: tuple[int, ...]) -> None:
+    assert owners(Plan.parse(words).resolve(Plan.parse(words).pp or 1)) == places
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -203,7 +209,9 @@ def test_whose_gradients_are_shares() -> None:
     names = ["norm.weight", "norm.inner.bias", "out.bias", "attn.q_norm.weight", "out.weight", "other.weight"]
     assert [is_partial(description, name, splits_tokens=True) for name in names] == [True] * 4 + [False] * 2
     assert [is_partial(description, name, splits_tokens=False) for name in names] == [*[False] * 3, True, False, False]
-    assert splits_tokens(Plan.parse("tp=2").resolve(2), description)
+    assert not splits_tokens(Plan.parse("tp=2").resolve(2), description)  # nothing divides the tokens
+    embeds = replace(description, before_blocks=("wte",), splits={**description.splits, "wte": Split.VOCABULARY})
+    assert splits_tokens(Plan.parse("tp=2").resolve(2), embeds)
     assert not splits_tokens(Plan.parse("tp=2 sp=off").resolve(2), description)
     assert not splits_tokens(Plan().resolve(1), description)
 

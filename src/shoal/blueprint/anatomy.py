@@ -16,6 +16,7 @@ from typing import Literal
 
 from shoal.blueprint.balance import balance
 from shoal.blueprint.description import Description, Split, matches
+from shoal.blueprint.legality import divides_tokens
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.schedule_table import stage_ranks
 
@@ -173,7 +174,13 @@ class Unit:
     is_last: bool = False
     """Whether the forward ends with it."""
     is_root: bool = False
-    """Whether it is made of what no other unit holds."""
+    """Whether it is gathered with what no other unit holds."""
+    is_rest: bool = False
+    """Whether its names are those of single modules, without what is inside them."""
+
+    def holds(self, name: str) -> bool:
+        """Whether a submodule belongs to it."""
+        return name in self.names if self.is_rest else is_inside(name, self.names)
 
 
 def units(description: Description, present: Collection[str]) -> Iterator[Unit]:
@@ -240,10 +247,10 @@ def split_of(description: Description, module: str) -> Split | None:
 
 
 def splits_tokens(plan: Plan, description: Description) -> bool:
-    """Whether sequence parallelism is on: as the plan says, else where the model allows it."""
+    """Whether sequence parallelism is on: as the plan says, else wherever the model allows it."""
     if plan.layout.tp == 1:
         return False
-    return plan.sp if plan.sp is not None else Split.SEQUENCE in description.splits.values()
+    return plan.sp if plan.sp is not None else divides_tokens(description)
 
 
 def is_partial(description: Description, name: str, *, splits_tokens: bool) -> bool:
@@ -272,6 +279,11 @@ def chunk(size: int, *, index: int, degree: int) -> int:
     """
     each = -(-size // degree)
     return max(0, min(each, size - index * each))
+
+
+def is_inside(name: str, modules: Collection[str]) -> bool:
+    """Whether a submodule is one of these, or inside one; "" is the whole model."""
+    return any(not module or name == module or name.startswith(f"{module}.") for module in modules)
 
 
 def _is_in(name: str, modules: Collection[str]) -> bool:

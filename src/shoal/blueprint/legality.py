@@ -21,24 +21,31 @@ from shoal.errors import Problem, ShoalError, listed
 Shapes = Mapping[str, tuple[int, ...]]
 """Full name of a parameter → its shape on one device."""
 
+SPLIT_BACKWARD = ("zb", "zbv", "dualpipev")
+"""Schedules that compute the gradients of activations first, and those of weights when there is time."""
+
 _AXES = ("dp_replicate", "dp_shard", "tp", "pp")
 
 SPLITS_ESSAY = """give the model a method that says how its layers may be split:
-        from shoal.blueprint import Description, Split
+        from shoal import Description, Split
         def describe(self):
             return Description(
+                before_blocks=("embedding",),
                 blocks=tuple(f"blocks.{i}" for i in range(len(self.blocks))),
+                after_blocks=("norm", "head"),
                 splits={
                     "embedding": Split.VOCABULARY,  # split by tokens of the vocabulary
                     "blocks.*.norm": Split.SEQUENCE,  # works on each position alone
                     "blocks.*.up": Split.COLUMN,  # a linear split by output features, ...
                     "blocks.*.down": Split.ROW,  # ... and the one that reads these features
+                    "norm": Split.SEQUENCE,
+                    "head": Split.VOCABULARY,
                 },
             )
         with the names of your own modules; `*` stands for one part of a name"""
 
 BLOCKS_ESSAY = """give the model a method that says where it may be cut:
-        from shoal.blueprint import Description
+        from shoal import Description
         def describe(self):
             return Description(
                 before_blocks=("embedding",),
@@ -55,15 +62,17 @@ def misfits(
     batch: int | None = None,
     sequence: int | None = None,
     features: Shapes | None = None,
+    is_split_by_hand: bool = False,
 ) -> list[Problem]:
     """Why a resolved plan cannot run this model. Empty: it can.
 
     `batch` are the samples of a step, `sequence` the tokens per sample, and `features` the shapes of all parameters;
-    None: not known, not checked.
+    None: not known, not checked. `is_split_by_hand`: the model's author has written its split layers himself.
     """
     return [
-        *_tensor_misfits(plan, description, sequence, features or {}),
-        *_pipeline_misfits(plan, description, features or {}),
+        *(() if is_split_by_hand else _tensor_misfits(plan, description, sequence, features or {})),
+        *_homeless(plan, description, features or {}),
+        *_pipeline_misfits(plan, description),
         *(_batch_misfits(plan, batch) if batch is not None else ()),
     ]
 
@@ -150,7 +159,13 @@ def _sequence_misfits(
     plan: Plan, description: Description, sequence: int | None, legal: Sequence[int]
 ) -> Iterator[Problem]:
     """Sequence parallelism gives every tp rank as many tokens. Not said, it is on where the model allows it."""
-    is_on = Split.SEQUENCE in description.splits.values() if plan.sp is None else plan.sp
+    if plan.sp and not divides_tokens(description):
+        yield Problem(
+            "sp=on divides tokens where an embedding is split by vocabulary, and no module of before_blocks is",
+            'sp=off, or before_blocks=("embedding",) with splits={"embedding": Split.VOCABULARY}',
+        )
+        return
+    is_on = divides_tokens(description) if plan.sp is None else plan.sp
     tp, cp = plan.layout.tp, plan.layout.cp
     if is_on and sequence is not None and sequence % (tp * cp):
         around = sorted({max(1, sequence // (tp * cp)) * tp * cp, -(-sequence // (tp * cp)) * tp * cp})
@@ -160,6 +175,17 @@ def _sequence_misfits(
             f"{ranks} does not divide the {sequence} tokens of a sequence, which sp deals to the ranks",
             f"sp=off, or --data.sequence {listed(around)}, or tp={listed(degrees)}",
         )
+
+
+def divides_tokens(description: Description) -> bool:
+    """Whether sequence parallelism can be on: the tokens are divided where they are embedded, and some module says that
+    it works on each of them alone."""
+    embeds = any(
+        split is Split.VOCABULARY and matches(pattern, name)
+        for name in description.before_blocks
+        for pattern, split in description.splits.items()
+    )
+    return embeds and Split.SEQUENCE in description.splits.values()
 
 
 def _unclaimed(tp: int, description: Description, features: Shapes) -> Iterator[Problem]:
@@ -199,7 +225,7 @@ def _as_pattern(module: str) -> str:
 # ---- pipelines and batches ------------------------------------------------------------------------------------------
 
 
-def _pipeline_misfits(plan: Plan, description: Description, features: Shapes) -> Iterator[Problem]:
+def _pipeline_misfits(plan: Plan, description: Description) -> Iterator[Problem]:
     pp, v, num_blocks = plan.layout.pp, plan.v or 1, len(description.blocks)
     if pp == 1:
         return
@@ -214,12 +240,27 @@ def _pipeline_misfits(plan: Plan, description: Description, features: Shapes) ->
             f"{what} are more than the {num_blocks} block{'s' * (num_blocks != 1)} of the model",
             ", or ".join([*fixes, f"a model of at least {pp * v} blocks"]),
         )
+    if plan.recompute != "none" and plan.schedule in SPLIT_BACKWARD:
+        yield Problem(
+            f"{plan.schedule} splits each backward in two, and torch then recomputes a block once for every parameter",
+            "recompute=none, or 1f1b, interleaved, looped or gpipe",
+        )
+
+
+def _homeless(plan: Plan, description: Description, features: Shapes) -> Iterator[Problem]:
+    """Parameters that live nowhere: a stage, and what is split, is made of the modules that the description names."""
+    tp, pp = plan.layout.tp, plan.layout.pp
+    if not description.blocks or tp == pp == 1:
+        return
     parts = (*description.before_blocks, *description.blocks, *description.after_blocks)
     homeless = [name for name in features if not any(name.startswith(f"{part}.") for part in parts)]
+    if pp == 1:  # what no split claims has been told already
+        homeless = [name for name in homeless if _claim(name, description)[1] is not None]
     if homeless:
         modules = ", ".join(dict.fromkeys(f'"{name.rpartition(".")[0] or name}"' for name in homeless))
+        place = f"pp={pp}: {homeless[0]} belongs to no stage" if pp > 1 else f"tp={tp}: {homeless[0]} is left out"
         yield Problem(
-            f"pp={pp}: {homeless[0]} belongs to no stage, since no part of the description holds it",
+            f"{place}, since no part of the description holds it",
             f"before_blocks=({modules},) if it runs before the first block, after_blocks if after the last",
         )
 

@@ -10,7 +10,7 @@ activation, L layers; a message counts whole):
 | dp_replicate, zero=0  | all-reduce P                        |                                            |
 | dp_shard, zero=1      | gather P, reduce-scatter P          | dim 0 of all filled up to a multiple of N  |
 | dp_shard, zero=2      | gather P, reduce-scatter m P        | the same                                   |
-| dp_shard, zero=3      | gather 2 m P, reduce-scatter m P    | the last unit is gathered once: - m P_last |
+| dp_shard, zero=3      | gather 2 m P, reduce-scatter m P    | the last unit and the root only once       |
 | dp_replicate, HSDP    | all-reduce P/N                      | the same filling                           |
 | tp, sp=off            | m x 4 L all-reduces of S            | embedding, head, two messages of the loss  |
 | tp, sp=on             | the same as gather + reduce-scatter | and one sum of the gradients of norms      |
@@ -18,7 +18,8 @@ activation, L layers; a message counts whole):
 | pp                    | m x S each way over each boundary   | none inside a rank; a tied parameter once  |
 
 Steady: the third step and all after it. The first ones also greet neighbours (pp) and agree on buckets (DDP). Not
-predicted: buffers of batch norm, evaluation, `cp` and `ep`.
+predicted: evaluation, `cp` and `ep`, layers that a model's author has split, `find_unused`, parameters offloaded
+without sharding.
 """
 
 from __future__ import annotations
@@ -173,7 +174,7 @@ def _num_gathers(step: _Step, part: Part, unit: Unit) -> int:
         return _num_gathers_of_stage(step, part.stage)
     if step.plan.zero != 3:
         return 1
-    is_needed_again = not unit.is_last and _is_in_backward(step, unit)
+    is_needed_again = not (unit.is_last or unit.is_root) and _is_in_backward(step, unit)
     return step.num_microbatches * (1 + is_needed_again)
 
 

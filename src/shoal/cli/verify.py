@@ -16,7 +16,7 @@ from shoal.blueprint.recipe import Recipe
 from shoal.cli.settings import parse
 
 if TYPE_CHECKING:
-    from shoal.verify.prove import How
+    from shoal.proof.prove import How
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +60,8 @@ def main(arguments: Sequence[str]) -> int:
 def _one(options: Verify, recipe: Recipe, out: TextIO) -> int:
     from rich.console import Console
 
-    from shoal.verify.prove import case_of, prove
-    from shoal.verify.report import render, to_mapping
+    from shoal.proof.prove import case_of, prove
+    from shoal.proof.report import render, to_mapping
 
     case = case_of(recipe, _num_ranks(recipe), _how(options))
     proof = prove(case)
@@ -75,8 +75,8 @@ def _one(options: Verify, recipe: Recipe, out: TextIO) -> int:
 def _matrix(options: Verify, recipe: Recipe, out: TextIO) -> int:
     from rich.console import Console
 
-    from shoal.verify.prove import legal_cases, prove
-    from shoal.verify.report import matrix_row, matrix_table, to_mapping
+    from shoal.proof.prove import legal_cases, prove
+    from shoal.proof.report import matrix_row, matrix_table, to_mapping
 
     console = Console(file=sys.stderr)
     proofs = []
@@ -93,7 +93,7 @@ def _matrix(options: Verify, recipe: Recipe, out: TextIO) -> int:
 
 
 def _how(options: Verify) -> How:
-    from shoal.verify.prove import How
+    from shoal.proof.prove import How
 
     return How(real=options.real, steps=options.steps, precision=options.precision, tolerance=options.tolerance)
 

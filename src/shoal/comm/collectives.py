@@ -62,9 +62,26 @@ def my_part(x: Tensor, dim: int, group: Group) -> Tensor:
 
 def part(x: Tensor, dim: int, *, index: int, degree: int) -> Tensor:
     """Part `index` of `degree`, as `torch.chunk` cuts: all of one size, but the last ones smaller or empty."""
-    size = -(-x.shape[dim] // degree)
-    start = min(index * size, x.shape[dim])
-    return x.narrow(dim, start, min(size, x.shape[dim] - start))
+    start = min(index * -(-x.shape[dim] // degree), x.shape[dim])
+    return x.narrow(dim, start, part_size(x.shape[dim], index=index, degree=degree))
+
+
+def part_size(size: int, *, index: int, degree: int) -> int:
+    """How many of `size` things part `index` has."""
+    largest = -(-size // degree)
+    return max(0, min(largest, size - index * largest))
+
+
+def join(x: Tensor, dim: int, group: Group, size: int) -> Tensor:
+    """The inverse of `my_part`: the parts of all ranks, of which the last ones may be smaller, `size` in all."""
+    if group is None:
+        return x
+    missing = list(x.shape)
+    missing[dim] = -(-size // group.size()) - x.shape[dim]
+    if missing[dim]:
+        x = torch.cat([x, x.new_zeros(missing)], dim)
+    joined = all_gather(x, dim, group)
+    return joined if joined.shape[dim] == size else joined.narrow(dim, 0, size).contiguous()
 
 
 def all_reduce_together(tensors: list[Tensor], group: Group) -> None:

@@ -44,6 +44,12 @@ class Mesh:
                         keep_after_closing(group)
         return mesh
 
+    @property
+    def wire(self) -> torch.device:
+        """Where a tensor has to be to be sent from rank to rank: gloo sends from host memory only."""
+        sends_from_device = self.device.type == "cpu" or "cuda:nccl" in dist.get_backend_config()
+        return self.device if sends_from_device else torch.device("cpu")
+
     def degree(self, axis: str) -> int:
         """How many ranks share a group along this axis."""
         return self.layout.degree(axis)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,14 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import Problem, raise_if
+
+Where = Callable[[str], bool]
+"""Which submodules, by full name."""
+
+
+def everywhere(name: str) -> bool:
+    """All submodules."""
+    return True
 
 
 def key(seed: int, *names: str | int) -> int:
@@ -49,19 +57,19 @@ def has_law(model: nn.Module) -> bool:
 
 def can_fill(model: nn.Module) -> bool:
     """Whether `initialise` fills everything, so that the model may be built on the meta device."""
-    return has_law(model) and not _without_law(list(_owners(model, ("",))))
+    return has_law(model) and not _without_law(list(_owners(model, everywhere)))
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, seed: int, names: Sequence[str] = ("",)) -> None:
+def initialise(model: nn.Module, seed: int, where: Where = everywhere) -> None:
     """Fill every parameter that has a law, in place, and every buffer of torch's own layers.
-    `names`: only inside these submodules.
+    `where`: only of submodules whose name it accepts.
 
     A model built on the meta device is given memory first, with `materialise`. Parameters that are one tensor are
     filled once, under the first of their names; a part of a model that holds only the second of them draws the same
     values if its `describe()` names the pair.
     """
-    owners = list(_owners(model, names))
+    owners = list(_owners(model, where))
     raise_if(_still_on_meta(owners))
     first_name = _first_names(model)
     filled: set[Tensor] = set()
@@ -80,14 +88,14 @@ def initialise(model: nn.Module, seed: int, names: Sequence[str] = ("",)) -> Non
 
 
 @torch.no_grad()
-def materialise(model: nn.Module, device: torch.device | str, names: Sequence[str] = ("",)) -> None:
+def materialise(model: nn.Module, device: torch.device | str, where: Where = everywhere) -> None:
     """Memory on `device` for everything that is on the meta device; the rest is moved there.
-    `names`: only inside these submodules.
+    `where`: only of submodules whose name it accepts.
 
     torch's `to_empty` also forgets values that were there, makes two parameters of one that is shared, and is silent
     about what nothing will ever fill: that is a `ShoalError` here.
     """
-    owners = list(_owners(model, names))
+    owners = list(_owners(model, where))
     raise_if(_without_law(owners))
     moved: dict[Tensor, Tensor] = {}
     for owner in owners:
@@ -121,7 +129,7 @@ class _Owner:
         return callable(getattr(self.module, "reset_parameters", None))
 
 
-def _owners(model: nn.Module, names: Sequence[str]) -> Iterator[_Owner]:
+def _owners(model: nn.Module, where: Where) -> Iterator[_Owner]:
     """In the order of `named_parameters`, so that the first name of a shared tensor is the one torch also reports."""
     authors: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -129,7 +137,7 @@ def _owners(model: nn.Module, names: Sequence[str]) -> Iterator[_Owner]:
         if callable(getattr(module, "init_parameter", None)):
             authors[prefix] = module
         author_prefix = max((p for p in authors if prefix.startswith(p)), key=len, default="")
-        if any(not inside or name == inside or name.startswith(f"{inside}.") for inside in names):
+        if where(name):
             yield _Owner(prefix, module, authors.get(author_prefix), author_prefix)
 
 

@@ -10,14 +10,23 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from shoal.blueprint.balance import balance
-from shoal.blueprint.description import Description, Split
+from shoal.blueprint.anatomy import (
+    Anatomy,
+    Unit,
+    is_inside,
+    named,
+    owners,
+    splits_tokens,
+    stage_bounds,
+    units,
+)
+from shoal.blueprint.description import Description
 from shoal.blueprint.legality import misfits
 from shoal.blueprint.plan import Plan
 from shoal.comm.mesh import Mesh
@@ -25,7 +34,7 @@ from shoal.errors import Problem, ShoalError, raise_if
 from shoal.numerics.init import initialise, materialise
 from shoal.numerics.precision import Precision
 from shoal.parallel.composed import Composed, Part
-from shoal.parallel.pipeline import Call, Pipeline, Stage, cut, stage_owner
+from shoal.parallel.pipeline import Call, Pipeline, Stage, cut
 from shoal.parallel.recompute import recompute
 from shoal.parallel.replicate import replicate
 from shoal.parallel.shard import Sharding, units_by_size
@@ -64,34 +73,34 @@ def compose(
     options: Options,
 ) -> Composed:
     """This rank's part of a model, laid out as a resolved plan says. The model's tensors are used up."""
-    tensor.splits_tokens = tensor.group is not None and splits_tokens(plan, description)
+    tensor.splits_tokens = splits_tokens(plan, description)
     originals = dict(model.named_parameters(remove_duplicate=False))
-    shapes = {name: tuple(parameter.shape) for name, parameter in originals.items()}
-    author_split = note_split_layers(model, tensor)
-    num_parameters = sum(math.prod({**shapes, **author_split}[name]) for name, _ in model.named_parameters())
-    if not author_split:
-        raise_if(misfits(plan, description=description, features=shapes), title=f"plan '{plan.brief()}'")
+    by_hand = note_split_layers(model, tensor)
+    shapes = {name: tuple(parameter.shape) for name, parameter in originals.items()} | by_hand
+    found = misfits(plan, description=description, features=shapes, is_split_by_hand=bool(by_hand))
+    raise_if(found, title=f"plan '{plan.brief()}'")
+    num_parameters = sum(math.prod(shapes[name]) for name, _ in model.named_parameters())
     sharding = _sharding(plan, mesh, precision)
     skeleton = _without_memory(model) if mesh.degree("pp") > 1 else model
     parts = list(_cut(model, plan, description, mesh))
     for part in parts:
         for unit in _units(part.model, description):
-            _fill(part.model, unit.names, options.seed)
-            split(part.model, unit.names, description.splits, tensor)
-            _place(part.model, unit.names, mesh.device, precision.weight_dtype)
-            for block in unit.modules(part.model) if unit.is_block else ():
+            _fill(part.model, unit, options.seed)
+            if not unit.is_rest:
+                split(part.model, unit.names, description.splits, tensor)
+            _place(part.model, unit, mesh.device, precision.weight_dtype)
+            for block in _modules(part.model, unit) if unit.is_block else ():
                 recompute(block, plan.recompute)
                 _compile(block, options)
             if sharding is not None and not unit.is_root:
-                sharding.shard(unit.modules(part.model), is_last=unit.is_last)
+                sharding.shard(_modules(part.model, unit), is_last=unit.is_last)
         precision.install(part.model, mesh.device)
         if sharding is not None:
-            if not description.blocks:
-                for module in units_by_size(part.model):
-                    sharding.shard(module)
-            sharding.shard(part.stage or part.model)
+            for module in units_by_size(part.model) if not description.blocks else ():
+                sharding.shard(module)
+            sharding.shard(part.stage or part.model, is_last=True)
     whole = parts[0].model
-    if sharding is None and len(parts) == 1 and parts[0].stage is None:
+    if sharding is None and parts[0].stage is None:
         whole = replicate(whole, mesh=mesh, bucket_mb=options.bucket_mb, find_unused=options.find_unused)
     return Composed(
         plan=plan,
@@ -101,77 +110,57 @@ def compose(
         tensor=tensor,
         pipeline=_pipeline(plan, parts, skeleton, description, mesh, precision, tensor),
         is_sharded=sharding is not None and plan.layout.dp_shard > 1,
+        is_split_by_hand=bool(by_hand),
         originals=originals,
-        shapes={**shapes, **author_split},
+        shapes=shapes,
         num_parameters=num_parameters,
         tied=description.tied,
     )
 
 
-def splits_tokens(plan: Plan, description: Description) -> bool:
-    """Whether sequence parallelism is on: as the plan says, else where the model allows it."""
-    if plan.sp is not None:
-        return plan.sp
-    return plan.layout.tp > 1 and Split.SEQUENCE in description.splits.values()
-
-
 # ---- units ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """Submodules that are filled, split and gathered together."""
-
-    names: tuple[str, ...]
-    is_block: bool = False
-    is_last: bool = False
-    is_root: bool = False
-    """Whether it is made of what no other unit holds."""
-
-    def modules(self, model: nn.Module) -> list[nn.Module]:
-        """The submodules themselves."""
-        return [model.get_submodule(name) for name in self.names]
-
-
 def _units(model: nn.Module, description: Description) -> Iterator[Unit]:
-    """The units of a part: those of the description that have parameters there. Without blocks, all is one unit.
-
-    The embedding and the head are units of their own, unless they share a parameter: then only the unit that holds
-    everything else, the root, can hold both.
-    """
-    present = {name for name in _named(description) if any(True for _ in model.get_submodule(name).parameters())}
-    before = tuple(name for name in description.before_blocks if name in present)
-    after = tuple(name for name in description.after_blocks if name in present)
-    blocks = [name for name in description.blocks if name in present]
-    if not blocks:
-        yield Unit(("",), is_root=True)
-        return
-    are_tied = bool(description.tied and before and after)
-    if are_tied:
-        yield Unit((*before, *after), is_root=True)
-    elif before:
-        yield Unit(before)
-    for name in blocks:
-        yield Unit((name,), is_block=True)
-    if after and not are_tied:
-        yield Unit(after, is_last=True)
+    """The units of a part. What no module of the description holds is a unit too, which the root gathers."""
+    present = [name for name in named(description) if any(True for _ in model.get_submodule(name).parameters())]
+    yield from units(description, present)
+    rest = [
+        name for name, module in model.named_modules() if _holds(module) and not is_inside(name, named(description))
+    ]
+    if rest and description.blocks:
+        yield Unit(tuple(rest), is_root=True, is_rest=True)
 
 
-def _named(description: Description) -> tuple[str, ...]:
-    return (*description.before_blocks, *description.blocks, *description.after_blocks)
+def _holds(module: nn.Module) -> bool:
+    """Whether a module itself, not one inside it, has parameters or buffers."""
+    tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return bool(tensors)
 
 
-def _fill(model: nn.Module, names: Sequence[str], seed: int) -> None:
+def _modules(model: nn.Module, unit: Unit) -> list[nn.Module]:
+    return [model.get_submodule(name) for name in unit.names]
+
+
+def _fill(model: nn.Module, unit: Unit, seed: int) -> None:
     """Values for what was built on the meta device: whole tensors, drawn as on one device."""
-    modules = [model.get_submodule(name) for name in names]
-    if any(tensor.is_meta for module in modules for tensor in (*module.parameters(), *module.buffers())):
-        materialise(model, "cpu", names)
-        initialise(model, seed, names)
+    if any(tensor.is_meta for _, tensor in _tensors(model, unit)):
+        materialise(model, "cpu", unit.holds)
+        initialise(model, seed, unit.holds)
 
 
-def _place(model: nn.Module, names: Sequence[str], device: torch.device, dtype: torch.dtype) -> None:
-    for name in names:
-        model.get_submodule(name).to(device, dtype)
+def _place(model: nn.Module, unit: Unit, device: torch.device, dtype: torch.dtype) -> None:
+    """Move a unit to its device and precision. A parameter stays the object that it is, so that what is shared stays
+    shared."""
+    for _, tensor in _tensors(model, unit):
+        tensor.data = tensor.data.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
+
+
+def _tensors(model: nn.Module, unit: Unit) -> Iterator[tuple[str, Tensor]]:
+    for name, module in model.named_modules():
+        if unit.holds(name):
+            yield from module.named_parameters(recurse=False)
+            yield from module.named_buffers(recurse=False)
 
 
 def _compile(block: nn.Module, options: Options) -> None:
@@ -206,7 +195,7 @@ def _cut(model: nn.Module, plan: Plan, description: Description, mesh: Mesh) -> 
         yield Part(model)
         return
     assert plan.v is not None
-    bounds = stage_bounds(model, description, num_stages=degree * plan.v)
+    bounds = stage_bounds(_anatomy(model, description), num_stages=degree * plan.v)
     taken: set[nn.Parameter] = set()
     for index, (start, stop) in enumerate(bounds):
         if owners(plan)[index] != mesh.coordinate["pp"]:
@@ -220,25 +209,12 @@ def _cut(model: nn.Module, plan: Plan, description: Description, mesh: Mesh) -> 
         yield Part(part, Stage(part, received, index, len(bounds)))
 
 
-def owners(plan: Plan) -> list[int]:
-    """The place on the pp axis of every stage."""
-    degree, num_stages = plan.layout.pp, plan.layout.pp * (plan.v or 1)
-    is_v = plan.schedule in ("zbv", "dualpipev")
-    return [stage_owner(stage, degree=degree, num_stages=num_stages, is_v=is_v) for stage in range(num_stages)]
-
-
-def stage_bounds(model: nn.Module, description: Description, *, num_stages: int) -> list[tuple[int, int]]:
-    """Which blocks each stage has, balanced by what they cost to compute; embedding and head count too."""
-    costs = [matmul_parameters(model.get_submodule(name)) for name in description.blocks]
-    first = sum(matmul_parameters(model.get_submodule(name)) for name in description.before_blocks)
-    last = sum(matmul_parameters(model.get_submodule(name)) for name in description.after_blocks)
-    return [(stage.start, stage.stop) for stage in balance(costs, num_stages, first=first, last=last)]
-
-
-def matmul_parameters(module: nn.Module) -> float:
-    """What a module costs to compute per token, in elements of its matrices. To look up an embedding costs nothing."""
-    lookups = {p for inner in module.modules() if isinstance(inner, nn.Embedding) for p in inner.parameters()}
-    return float(sum(p.numel() for p in module.parameters() if p.dim() > 1 and p not in lookups))
+def _anatomy(model: nn.Module, description: Description) -> Anatomy:
+    """As much of a model's anatomy as its stages depend on."""
+    lookups = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    seconds = {second for _, second in description.tied}
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False) if n not in seconds}
+    return Anatomy(description=description, parameters=shapes, stream=(), lookups=frozenset(lookups))
 
 
 def _untie(part: nn.Module, taken: set[nn.Parameter]) -> None:
@@ -282,6 +258,7 @@ def _pipeline(
         schedule=plan.schedule,
         group=mesh.groups["pp"],
         device=mesh.device,
+        wire=mesh.wire,
         num_stages=stages[0].num_stages,
         activation=_Activation(skeleton, description.blocks[0], tensor),
         dtype=precision.compute_dtype,

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.blueprint.layout import AXES
 from shoal.blueprint.plan import Plan
-from shoal.comm.collectives import all_gather, all_reduce_together
+from shoal.comm.collectives import all_reduce_together, join, part_size
 from shoal.comm.mesh import Mesh
 from shoal.numerics.gradients import global_norm
 from shoal.parallel import replicate, shard
@@ -51,6 +51,7 @@ class Composed:
     tensor: TensorParallel
     pipeline: Pipeline | None
     is_sharded: bool
+    is_split_by_hand: bool
     originals: dict[str, nn.Parameter]
     """The parameters as they were given, whole, by name; forgotten once it is known what became of them."""
     shapes: dict[str, tuple[int, ...]]
@@ -127,12 +128,13 @@ class Composed:
             mine = first if first is not None else second
             assert mine is not None
             other = ends[1] if first is not None else ends[0]
-            theirs = torch.empty_like(mine)
-            send = dist.P2POp(dist.isend, mine.contiguous(), group=self.pipeline.group, group_peer=other)
+            theirs = torch.empty_like(mine, device=self.mesh.wire)
+            own = mine.to(self.mesh.wire).contiguous()
+            send = dist.P2POp(dist.isend, own, group=self.pipeline.group, group_peer=other)
             receive = dist.P2POp(dist.irecv, theirs, group=self.pipeline.group, group_peer=other)
             for work in dist.batch_isend_irecv([send, receive]):
                 work.wait()
-            mine += theirs
+            mine += theirs.to(mine.device)
 
     def norm(self, parameters: list[nn.Parameter]) -> Tensor:
         """The global norm of their gradients: every piece of every rank, each counted once."""
@@ -189,10 +191,10 @@ class Composed:
         source = self.mesh.layout.rank(pp=owner)
         if self.mesh.rank == source:
             assert full is not None
-            dist.send(full.to(self.mesh.device), 0)
+            dist.send(full.to(self.mesh.wire), 0)
         elif self.mesh.rank == 0:
             example = next(iter(self.named.values()))
-            full = torch.empty(self.shapes[name], dtype=example.dtype, device=self.mesh.device)
+            full = torch.empty(self.shapes[name], dtype=example.dtype, device=self.mesh.wire)
             dist.recv(full, source)
             return full.cpu()
         return None
@@ -201,11 +203,15 @@ class Composed:
         """The pieces of the dp_shard and tp ranks put together; a parameter without a gradient has a zero one."""
         parameter = self.named[name]
         piece = parameter.detach() if what == "weight" else parameter.grad
-        if piece is None:
-            piece = torch.zeros_like(parameter)
-        plain = piece.full_tensor() if isinstance(piece, DTensor) else piece
-        if self.tensor.group is not None and name in self.tensor.cuts:
-            plain = _join_uneven(plain, self.tensor.cuts[name], self.tensor, self.shapes[name])
+        plain = local(torch.zeros_like(parameter) if piece is None else piece)
+        whole = list(self.shapes[name])
+        if name in self.tensor.cuts:
+            dim = self.tensor.cuts[name]
+            whole[dim] = part_size(whole[dim], index=self.tensor.index, degree=self.tensor.degree)
+        if self.is_sharded:
+            plain = join(plain, 0, self.mesh.groups["dp_shard"], whole[0])
+        if name in self.tensor.cuts:
+            plain = join(plain, dim, self.tensor.group, self.shapes[name][dim])
         return plain.to("cpu", copy=True)
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
@@ -225,12 +231,3 @@ class Composed:
 def local(tensor: Tensor) -> Tensor:
     """The piece of a tensor that this rank holds; changing it changes the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _join_uneven(piece: Tensor, dim: int, tensor: TensorParallel, shape: tuple[int, ...]) -> Tensor:
-    """The pieces of all tp ranks along a dim, of which the last may be smaller."""
-    size = -(-shape[dim] // tensor.degree)
-    padding = list(piece.shape)
-    padding[dim] = size - piece.shape[dim]
-    filled = torch.cat([piece, piece.new_zeros(padding)], dim)
-    return all_gather(filled, dim, tensor.group).narrow(dim, 0, shape[dim])

@@ -40,7 +40,9 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from shoal.errors import ShoalError
+from shoal.blueprint.plan import Schedule
+from shoal.blueprint.schedules import illegal
+from shoal.errors import ShoalError, raise_if
 
 SCHEDULES: Mapping[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -104,7 +106,11 @@ class Stage(nn.Module):
         super().__init__()
         self.model, self.index, self.num_stages = model, index, num_stages
         self.feed = Feed()
+        self.device, self.wire = torch.device("cpu"), torch.device("cpu")
         self.dtype: torch.dtype | None = None
+        """In which activations travel to the next stage."""
+        self.wide: torch.dtype | None = None
+        """In which they are computed with: as on one device, where they do not travel."""
         self._received = [received]  # in a list: not a submodule of this module, but of the model
 
     @property
@@ -118,21 +124,14 @@ class Stage(nn.Module):
         arguments, options = self.feed.calls[number]
         if self.feed.begin is not None:
             self.feed.begin(number, self.index)
-        self._received[0].value = x
+        self._received[0].value = x if x is None else x.to(self.device, self.wide)
         output = self.model(*arguments, **options)
         self._received[0].value = None
         if self.is_last:
             assert self.feed.loss is not None
             return self.feed.loss(output, number)
         activation: Tensor = getattr(output, "logits", output)
-        return activation.to(self.dtype)
-
-
-def stage_owner(stage: int, *, degree: int, num_stages: int, is_v: bool) -> int:
-    """The place on the pp axis that holds a stage: round and round, or down and up again."""
-    if is_v and stage >= degree:
-        return num_stages - 1 - stage
-    return stage % degree
+        return activation.to(self.wire, self.dtype)
 
 
 @dataclass
@@ -140,9 +139,11 @@ class Pipeline:
     """The stages of one rank, and torch's schedule over them, made anew for each shape of microbatches."""
 
     stages: list[Stage]
-    schedule: str
+    schedule: Schedule
     group: dist.ProcessGroup
     device: torch.device
+    wire: torch.device
+    """Where what travels between stages is sent from and received."""
     num_stages: int
     activation: Callable[[Call], tuple[int, ...]]
     """The arguments of the model → the shape of what travels between stages."""
@@ -177,7 +178,7 @@ class Pipeline:
             x: Tensor | None = None
             for index, stage in mine.items():
                 if index and self.owners[index - 1] != me:
-                    x = torch.empty(self.activation(call), dtype=self.dtype, device=self.device)
+                    x = torch.empty(self.activation(call), dtype=self.dtype, device=self.wire)
                     dist.recv(x, group=self.group, group_src=self.owners[index - 1])
                 x = stage(*([x] if index else []), microbatch=torch.tensor([number]))
                 if not stage.is_last and self.owners[index + 1] != me:
@@ -189,7 +190,8 @@ class Pipeline:
 
     def _give(self, feed: Feed) -> None:
         for stage in self.stages:
-            stage.feed, stage.dtype = feed, self.dtype
+            stage.feed, stage.device, stage.wire = feed, self.device, self.wire
+            stage.dtype, stage.wide = self.dtype, self.loss_dtype
 
     def _schedule_for(self, feed: Feed) -> Any:
         shapes = {self.activation(call) for call in feed.calls}
@@ -200,6 +202,8 @@ class Pipeline:
             )
         key = (len(feed.calls), shapes.pop())
         if key not in self._schedules:
+            degree = self.group.size()
+            raise_if(illegal(self.schedule, num_ranks=degree, v=self.num_stages // degree, num_microbatches=key[0]))
             self._schedules[key] = self._make(*key)
         return self._schedules[key]
 
@@ -208,11 +212,11 @@ class Pipeline:
         activation = torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
         loss = torch.empty((), dtype=self.loss_dtype, device="meta")
         stages = [
-            PipelineStage(
+            _TorchStage(
                 stage,
                 stage.index,
                 self.num_stages,
-                self.device,
+                self.wire,
                 input_args=(activation,) if stage.index else (),
                 output_args=(loss,) if stage.is_last else (activation,),
                 group=self.group,
@@ -227,6 +231,15 @@ class Pipeline:
             loss_fn=_loss_of_stage,
             scale_grads=False,
         )
+
+
+class _TorchStage(PipelineStage):
+    """torch 2.11 warms connections up by sending from every stage to the next one, also where both are on one rank (the
+    bottom of a V), and gloo has no connection from a rank to itself. 2.13 no longer does."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        operations = super()._get_init_p2p_neighbors_ops()
+        return [operation for operation in operations if operation.group_peer != self.group_rank]
 
 
 def _loss_of_stage(output: Tensor, target: Tensor) -> Tensor:

@@ -27,11 +27,9 @@ from torch import Tensor, nn
 
 from shoal.blueprint.description import Split, matches
 from shoal.blueprint.layout import divisors
-from shoal.comm.collectives import Group, all_gather, all_reduce, my_part, part, reduce_scatter
+from shoal.comm.collectives import Group, all_reduce, my_part, part
+from shoal.comm.differentiable import TOKENS, enter, gather_last, gather_tokens, leave, scatter_tokens
 from shoal.errors import ShoalError, listed
-
-TOKENS = -2
-"""The dim along which sequence parallelism divides an activation: its last is the features."""
 
 
 class TensorParallel:
@@ -62,9 +60,9 @@ class TensorParallel:
             wide = _in_autocast_dtype(x)
             if self.splits_tokens:
                 _check_tokens(wide)
-                self._inside = _over(_GatherTokens, wide, self.group)
+                self._inside = gather_tokens(wide, self.group)
             else:
-                self._inside = _over(_Enter, wide, self.group)
+                self._inside = enter(wide, self.group)
         return self._inside
 
     def leave(self, x: Tensor) -> Tensor:
@@ -74,15 +72,15 @@ class TensorParallel:
             return x
         if self.splits_tokens:
             self._check_divisible(x)
-            return _over(_ScatterTokens, x, self.group)
-        return _over(_Leave, x, self.group)
+            return scatter_tokens(x, self.group)
+        return leave(x, self.group)
 
     def leave_logits(self, x: Tensor) -> Tensor:
         """Logits over this rank's part of the vocabulary; joined, unless a loss asked to have them split."""
         self._outside = self._inside = None
         if self.group is None or self.keeps_logits_split:
             return x
-        return _over(_GatherLast, x, self.group, self.num_logits)
+        return gather_last(x, self.group, self.num_logits)
 
     def first_of(self, size: int) -> int:
         """Where this rank's part of `size` things begins."""
@@ -117,79 +115,6 @@ def _in_autocast_dtype(x: Tensor) -> Tensor:
     if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
         return x.to(torch.get_autocast_dtype(x.device.type))
     return x
-
-
-# ---- the four ways over the border, each the transpose of another ---------------------------------------------------
-
-
-def _over(border: Any, *arguments: Any) -> Tensor:
-    crossed: Tensor = border.apply(*arguments)
-    return crossed
-
-
-class _Enter(torch.autograd.Function):
-    """Forward: as it is. Backward: the sum of what each rank's part sends back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return all_reduce(grads[0], ctx.group), None
-
-
-class _Leave(torch.autograd.Function):
-    """Forward: the sum of the parts. Backward: as it is."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0], None
-
-
-class _GatherTokens(torch.autograd.Function):
-    """Forward: the tokens of all ranks. Backward: the sum, of which each keeps its own tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return all_gather(x, TOKENS, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return reduce_scatter(grads[0], TOKENS, ctx.group), None
-
-
-class _ScatterTokens(torch.autograd.Function):
-    """Forward: the sum, of which each keeps its own tokens. Backward: the tokens of all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return reduce_scatter(x, TOKENS, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return all_gather(grads[0], TOKENS, ctx.group), None
-
-
-class _GatherLast(torch.autograd.Function):
-    """Forward: the features of all ranks. Backward: my own; every rank computes the same loss from all of them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, total: int) -> Tensor:
-        ctx.group = group
-        size = -(-total // group.size())  # all ranks have as many but the last ones, which are filled up to travel
-        return all_gather(F.pad(x, (0, size - x.shape[-1])), -1, group)[..., :total]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return my_part(grads[0], -1, ctx.group), None, None
 
 
 # ---- layers ---------------------------------------------------------------------------------------------------------
@@ -297,7 +222,8 @@ def _check_enough(module: nn.Module, name: str, size: int, tensor: TensorParalle
 
 def vocabulary_cross_entropy(logits: Tensor, labels: Tensor, tensor: TensorParallel, *, ignore: int) -> Tensor:
     """Cross-entropy, summed over labels that count, of logits over this rank's part of the vocabulary."""
-    return _over(_VocabularyCrossEntropy, logits, labels, tensor, ignore)
+    loss: Tensor = _VocabularyCrossEntropy.apply(logits, labels, tensor, ignore)  # type: ignore[no-untyped-call]
+    return loss
 
 
 class _VocabularyCrossEntropy(torch.autograd.Function):
@@ -377,6 +303,11 @@ def note_split_layers(model: nn.Module, tensor: TensorParallel) -> dict[str, tup
     wholes: dict[str, tuple[int, ...]] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+            if layer.weight.is_meta:
+                raise ShoalError(
+                    f"{name} is a {type(layer).__name__} on the meta device: it has been cut before it has values",
+                    fix="build it on the CPU, after the same torch.manual_seed on every rank",
+                )
             _note(layer, name, tensor)
             whole = (layer.out_features, layer.in_features)
             wholes |= {f"{name}.{own}": whole[: p.dim()] for own, p in layer.named_parameters(recurse=False)}

@@ -17,8 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shoal.data.batch import IGNORE, length, rows, to_device
 from shoal.numerics.init import has_law, initialise
 from shoal.numerics.precision import precision_of
-from shoal.verify.case import Case
-from shoal.verify.compare import Observation
+from shoal.proof.case import Case
+from shoal.proof.compare import Observation
 
 
 def observe_reference(case: Case) -> tuple[list[Observation], dict[str, Tensor]]:

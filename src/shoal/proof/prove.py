@@ -6,13 +6,14 @@ import functools
 import importlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shoal.blueprint.layout import AXES
 from shoal.blueprint.legality import legal_plans, misfits
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.recipe import ModelSection, Recipe
@@ -22,10 +23,10 @@ from shoal.data.order import sample_ids
 from shoal.errors import ShoalError, raise_if
 from shoal.launch.local import launch
 from shoal.parallel.compose import refuse_unbuilt
+from shoal.proof.candidate import Findings, verify_on_rank
+from shoal.proof.case import TOLERANCES, Case, in_precision
+from shoal.proof.report import Count, Proof
 from shoal.train.build import build_model, describe, without_memory
-from shoal.verify.candidate import Findings, verify_on_rank
-from shoal.verify.case import TOLERANCES, Case, in_precision
-from shoal.verify.report import Count, Proof
 
 STEPS = 3
 TOKENS = 24
@@ -83,7 +84,8 @@ def prove(case: Case) -> Proof:
         cause=ranks[0].cause,
         seconds=time.monotonic() - began,
         bytes=_bytes(ranks),
-        collectives=_calls(ranks),
+        collectives=_collectives(ranks),
+        memory=_memory(ranks),
     )
 
 
@@ -184,22 +186,68 @@ def legal_cases(recipe: Recipe, world_size: int, how: How) -> Iterator[Case]:
 # ---- what the ranks brought home ------------------------------------------------------------------------------------
 
 
+def _collectives(ranks: Sequence[Findings]) -> dict[str, dict[str, Count]]:
+    """Axis → operation → calls of one step, over all ranks. What is received has been sent."""
+    return {
+        axis: {
+            name: Count(
+                predicted=_sum(_predicted(rank, axis, name, "calls") for rank in ranks),
+                counted=sum(_counted(rank, axis, name, "calls") for rank in ranks),
+            )
+            for name in names
+        }
+        for axis, names in _operations(ranks).items()
+    }
+
+
 def _bytes(ranks: Sequence[Findings]) -> dict[str, Count]:
-    counted: dict[str, int] = defaultdict(int)
-    for rank in ranks:
-        for axis, operations in rank.traffic.items():
-            counted[axis] += sum(told["bytes"] for name, told in operations.items() if name != "recv")
-    return {axis: Count(counted=number) for axis, number in counted.items() if axis not in ("world", "other")}
+    """Axis → bytes of one step, over all ranks."""
+    return {
+        axis: Count(
+            predicted=_sum(_predicted(rank, axis, name, "bytes") for rank in ranks for name in names),
+            counted=sum(_counted(rank, axis, name, "bytes") for rank in ranks for name in names),
+        )
+        for axis, names in _operations(ranks).items()
+    }
 
 
-def _calls(ranks: Sequence[Findings]) -> dict[str, dict[str, Count]]:
-    counted: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+def _operations(ranks: Sequence[Findings]) -> dict[str, list[str]]:
+    found: dict[str, dict[str, None]] = defaultdict(dict)
     for rank in ranks:
-        for axis, operations in rank.traffic.items():
-            for name, told in operations.items():
-                if name != "recv" and axis not in ("world", "other"):
-                    counted[axis][name] += told["calls"]
-    return {axis: {name: Count(counted=number) for name, number in calls.items()} for axis, calls in counted.items()}
+        for traffic in (rank.traffic, rank.predicted_traffic or {}):
+            for axis, operations in traffic.items():
+                found[axis].update(dict.fromkeys(name for name in operations if name != "recv"))
+    return {axis: list(found[axis]) for axis in AXES if axis in found}
+
+
+def _counted(rank: Findings, axis: str, name: str, what: str) -> int:
+    return rank.traffic.get(axis, {}).get(name, {}).get(what, 0)
+
+
+def _predicted(rank: Findings, axis: str, name: str, what: str) -> int | None:
+    """None: not predicted."""
+    if rank.predicted_traffic is None:
+        return None
+    messages = rank.predicted_traffic.get(axis, {}).get(name)
+    return 0 if messages is None else getattr(messages, what)
+
+
+def _sum(numbers: Iterable[int | None]) -> int | None:
+    known = list(numbers)
+    return None if None in known else sum(number for number in known if number is not None)
+
+
+def _memory(ranks: Sequence[Findings]) -> dict[str, Count]:
+    """Cause → bytes on the rank that holds most."""
+    fullest = max(ranks, key=lambda rank: rank.memory.total if rank.memory else 0)
+    counts = {
+        cause: Count(
+            predicted=None if fullest.predicted_memory is None else getattr(fullest.predicted_memory, cause),
+            counted=getattr(fullest.memory, cause),
+        )
+        for cause in ("parameters", "gradients", "optimizer")
+    }
+    return {**counts, "peak": Count(measured=max(rank.peak for rank in ranks))}
 
 
 def _claimed(plan: Plan) -> int:

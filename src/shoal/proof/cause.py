@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shoal.blueprint.layout import Layout
-from shoal.verify.compare import Difference, Observation, gaps, relative_difference, wrong
+from shoal.proof.compare import Difference, Observation, gaps, relative_difference, wrong
 
 MICROBATCHES = "microbatches"
 _REDUCED = ("dp_replicate", "dp_shard", "data", "cp", "tp", "pp")

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shoal.verify.compare import Difference, Verdict
+from shoal.proof.compare import Difference, Verdict
 
 WIDTH = 100
 _KINDS = {"loss": "the loss", "grad_norm": "the gradient norm", "gradient": "the gradient", "weight": "the weight"}
@@ -62,6 +62,11 @@ class Proof:
 
     memory: Mapping[str, Count] = field(default_factory=dict)
     """cause (parameters, gradients, optimizer, ...) → bytes on the fullest rank."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether the plan computes what one device computes."""
+        return self.verdict.equal
 
 
 def to_mapping(proof: Proof) -> dict[str, Any]:
@@ -148,8 +153,8 @@ def where(difference: Difference) -> str:
 
 
 def _steps(verdict: Verdict) -> Table:
-    table = _table("steps, and how far off they are")
-    for heading in ("step", "loss", "off by", "grad norm", "off by", "gradients", "weights"):
+    table = _table("how far off each step is")
+    for heading in ("step", "loss", "norm", "gradients", "weights"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("worst tensor", no_wrap=True)
     table.add_column("")
@@ -158,9 +163,7 @@ def _steps(verdict: Verdict) -> Table:
         worst = step.gradient_tensor if step.gradient >= step.weight else step.weight_tensor
         table.add_row(
             str(number),
-            f"{step.loss:.5g}",
             _short(step.loss_difference),
-            f"{step.grad_norm:.4g}",
             _short(step.grad_norm_difference),
             _short(step.gradient),
             _short(step.weight),

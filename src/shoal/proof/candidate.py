@@ -15,18 +15,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store
 
+from shoal.blueprint.memory import Memory, memory
+from shoal.blueprint.traffic import Messages, traffic
 from shoal.comm.environment import Placement
 from shoal.comm.traffic import Traffic, count
 from shoal.comm.world import World
 from shoal.data.batch import length, rows
 from shoal.numerics.init import can_fill
 from shoal.parallel.composed import Composed, local
-from shoal.train.build import without_memory
+from shoal.parallel.holdings import anatomy_of, holdings, peak_bytes
+from shoal.proof.case import Case
+from shoal.proof.cause import Context, Piece, likely_cause
+from shoal.proof.compare import Disagreement, Observation, Verdict, compare
+from shoal.proof.reference import fresh_model, observe_reference, optimizer_for, turn_off_dropout
+from shoal.train.build import describe, without_memory
+from shoal.train.objective import CrossEntropy, call_of
 from shoal.train.run import Run
-from shoal.verify.case import Case
-from shoal.verify.cause import Context, Piece, likely_cause
-from shoal.verify.compare import Disagreement, Observation, Verdict, compare
-from shoal.verify.reference import fresh_model, observe_reference, optimizer_for, turn_off_dropout
 
 
 @dataclass
@@ -36,7 +40,16 @@ class Findings:
     verdict: Verdict | None = None
     """Of rank 0 only."""
     cause: str | None = None
-    traffic: Mapping[str, Any] = field(default_factory=dict)
+    traffic: Mapping[str, Mapping[str, Mapping[str, int]]] = field(default_factory=dict)
+    """Axis → operation → calls and bytes of one step, counted."""
+    predicted_traffic: Mapping[str, Mapping[str, Messages]] | None = None
+    """The same on paper; None: the model cannot be traced without memory."""
+    memory: Memory | None = None
+    """What was held before some microbatch, at the most; counted."""
+    predicted_memory: Memory | None = None
+    """The same on paper; None: not predicted for a step of one microbatch."""
+    peak: int = 0
+    """Bytes; measured."""
 
 
 def verify_on_rank(placement: Placement | None, store: Store | None, case: Case) -> Findings:
@@ -57,7 +70,8 @@ def verify_in(world: World, case: Case) -> Findings:
     _prepare(run, case)
     candidates = [_observe(run, batch) for batch in case.batches]
     pieces = _pieces(run)
-    findings = Findings(traffic=_count(run, case).to_mapping())
+    findings = Findings(traffic=_count(run, case).to_mapping(), memory=_hold(run, case), peak=peak_bytes(world.device))
+    _predict(findings, run, case)
     if world.is_main:
         findings.verdict = compare(references, candidates, tolerance=case.tolerance)
         context = Context(
@@ -115,6 +129,32 @@ def _count(run: Run, case: Case) -> Traffic:
     with count(run.mesh.groups) as traffic:
         run.step(_share(run, case.batches[-1]))
     return traffic
+
+
+def _hold(run: Run, case: Case) -> Memory:
+    """What this rank holds before some microbatch, at the most."""
+    held: list[Memory] = []
+    run.on_microbatch = lambda number: held.append(holdings(run.composed, run.optimizer))
+    run.step(_share(run, case.batches[-1]))
+    run.on_microbatch = None
+    return max(held, key=lambda memory: memory.total)
+
+
+def _predict(findings: Findings, run: Run, case: Case) -> None:
+    """Say on paper what was counted."""
+    model = without_memory(case.build)
+    if model is None or run.composed.is_split_by_hand:
+        return
+    batch = length(case.batches[0])
+    call = call_of(run.objective, rows(case.batches[0], 0, 1))
+    anatomy = anatomy_of(model, describe(model), call)
+    splits_logits = isinstance(run.objective, CrossEntropy)
+    findings.predicted_traffic = traffic(
+        case.plan, anatomy, batch=batch, rank=run.world.rank, splits_logits=splits_logits
+    )
+    if case.plan.num_microbatches(batch) > 1:
+        states = 2 if case.plan.precision == "fp64" else 1  # of `optimizer_for`
+        findings.predicted_memory = memory(case.plan, anatomy, rank=run.world.rank, optimizer_states=states)
 
 
 def _share(run: Run, batch: Any) -> Any:

@@ -1,0 +1,115 @@
+"""Collectives that autograd can go back through: the backward of each is the collective that is its transpose.
+
+             forward                                   backward
+enter        as it is                                  sum over the group
+leave        sum over the group                        as it is
+gather       the tokens of all ranks                   sum, of which each keeps its own tokens
+scatter      sum, of which each keeps its own tokens   the tokens of all ranks
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.comm.collectives import all_gather, all_reduce, join, my_part, reduce_scatter
+
+TOKENS = -2
+"""The dim along which the tokens of an activation are divided: its last is the features."""
+
+
+def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """What all ranks share, as each of them is about to use it for a part of the work."""
+    return _applied(_Enter, x, group)
+
+
+def leave(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of the parts."""
+    return _applied(_Leave, x, group)
+
+
+def gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The tokens of all ranks."""
+    return _applied(_GatherTokens, x, group)
+
+
+def scatter_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """My tokens of the sum of the parts."""
+    return _applied(_ScatterTokens, x, group)
+
+
+def gather_last(x: Tensor, group: dist.ProcessGroup, total: int) -> Tensor:
+    """The features of all ranks, `total` in all."""
+    return _applied(_GatherLast, x, group, total)
+
+
+def _applied(function: Any, *arguments: Any) -> Tensor:
+    result: Tensor = function.apply(*arguments)
+    return result
+
+
+class _Enter(torch.autograd.Function):
+    """Forward: as it is. Backward: the sum of what each rank's part sends back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return all_reduce(grads[0], ctx.group), None
+
+
+class _Leave(torch.autograd.Function):
+    """Forward: the sum of the parts. Backward: as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None
+
+
+class _GatherTokens(torch.autograd.Function):
+    """Forward: the tokens of all ranks. Backward: the sum, of which each keeps its own tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return all_gather(x, TOKENS, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return reduce_scatter(grads[0], TOKENS, ctx.group), None
+
+
+class _ScatterTokens(torch.autograd.Function):
+    """Forward: the sum, of which each keeps its own tokens. Backward: the tokens of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return reduce_scatter(x, TOKENS, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return all_gather(grads[0], TOKENS, ctx.group), None
+
+
+class _GatherLast(torch.autograd.Function):
+    """Forward: the features of all ranks. Backward: my own; every rank computes the same loss from all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, total: int) -> Tensor:
+        ctx.group = group
+        return join(x, -1, group, total)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return my_part(grads[0], -1, ctx.group), None, None
