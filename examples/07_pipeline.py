@@ -21,7 +21,6 @@ from shoal.blueprint.schedules import make
 from shoal.blueprint.simulate import StageCost, in_flight, simulate
 from shoal.comm.world import World
 from shoal.launch.local import launch
-from shoal.proof.prove import verify
 
 FEATURES, CLASSES, NUM_BLOCKS, BATCH, MICROBATCH = 32, 10, 4, 12, 2
 
@@ -73,7 +72,7 @@ if __name__ == "__main__":
         print(draw(timeline))
         losses = launch(train, (plan,), nproc=2)[0]
         print("losses", " ".join(f"{loss:.4f}" for loss in losses))
-        proof = verify(Network, batch(), plan)
+        proof = shoal.verify(Network, batch(), plan)
         worst = proof.verdict.worst.grad
         print(f"equal to one process: {proof.verdict.equal}, gradients differ by {worst:.0e} at most\n")
     alone = train(None, None, f"mb={MICROBATCH}")

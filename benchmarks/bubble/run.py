@@ -1,6 +1,6 @@
 """How much of its time does a rank wait in each pipeline schedule, and does the simulation know?
 
-python benchmarks/bubble/run.py [--ranks 2 3 4] [--steps 3] [--ms 100 120 80]
+python benchmarks/bubble/run.py [--ranks 2 3 4] [--steps 2] [--ms 200 240 160]
 
 The blocks of the model do not compute: they sleep, for a known time in the forward, in the gradient of their input and
 in the gradient of their weight. Asleep, a rank needs no core, so four ranks fit on two; and whatever is measured beside
@@ -192,7 +192,7 @@ class Measured(NamedTuple):
 
 
 def measured(ranks: list[list[Moments]]) -> Measured:
-    """The step of median length, from each rank's part in all of them."""
+    """The step of median length (of two, the slower), from each rank's part in all of them."""
     made = []
     for parts in zip(*ranks, strict=True):
         wall = max(part.ended for part in parts) - min(part.began for part in parts)
@@ -232,9 +232,9 @@ def row(timeline: Timeline, asleep: Measured, awake: Measured) -> dict[str, str]
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=2)
     parser.add_argument(
-        "--ms", type=float, nargs=3, default=[100.0, 120.0, 80.0], help="forward, input grad, weight grad"
+        "--ms", type=float, nargs=3, default=[200.0, 240.0, 160.0], help="forward, input grad, weight grad"
     )
     arguments = parser.parse_args()
     forward, input_grad, weight_grad = (ms / 1e3 for ms in arguments.ms)
@@ -248,7 +248,8 @@ def main() -> None:
             rows.append(row(predicted(word, num_ranks, cost), asleep, awake))
     question = (
         f"Blocks that sleep {arguments.ms[0]:g} ms in the forward, {arguments.ms[1]:g} ms for the gradient of the input"
-        f" and {arguments.ms[2]:g} ms for that of the weight, one block a stage; median of {arguments.steps} steps."
+        f" and {arguments.ms[2]:g} ms for that of the weight, one block a stage; the median"
+        f" of {arguments.steps} steps, of two the slower."
         f" Load average of the machine before the run: {load:.1f}."
     )
     text = "\n".join([heading("Bubble", question), table(rows)])

@@ -31,9 +31,9 @@ def mean_loss(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def one_epoch(world: World, size: int, way: str) -> tuple[list[float], Tensor, float]:
+def one_epoch(world: World, size: int, way: str, plan: str = "") -> tuple[list[float], Tensor, float]:
     """Losses, weights and evaluation after an epoch of batches of 4; the last one has `size % 4` samples."""
-    run = Run("fp64 mb=1", world=world, loss=mean_loss if way == "own loss" else None)
+    run = Run(f"fp64 mb=1 {plan}", world=world, loss=mean_loss if way == "own loss" else None)
     model = network()
     model, _, loader, held_out = run.prepare(
         model,
@@ -52,7 +52,8 @@ def one_epoch(world: World, size: int, way: str) -> tuple[list[float], Tensor, f
             losses.append(float(run.step((inputs, labels))))
         else:
             losses.append(float(run.step(batch)))
-    return losses, run.module.weight.detach().clone(), run.evaluate(held_out)
+    weight = dict(run.composed.whole("weight"))["weight"]
+    return losses, weight if weight is not None else torch.zeros(()), run.evaluate(held_out)
 
 
 def plain_epoch(size: int) -> tuple[list[float], Tensor, float]:
@@ -74,11 +75,23 @@ def plain_epoch(size: int) -> tuple[list[float], Tensor, float]:
 @pytest.mark.parametrize("size", [9, 10])
 def test_a_last_batch_smaller_than_the_world_computes_what_one_process_does(pool: Pool, size: int, way: str) -> None:
     """Ranks without a sample take the step with one of another's, which must count for nothing."""
+    check(pool.run(one_epoch, 4, size, way), size)
+
+
+@pytest.mark.parametrize("way", ["step", "own loop"])
+@pytest.mark.parametrize("plan", ["zero=1", "zero=3"])
+@pytest.mark.parametrize("size", [9, 11])
+def test_ranks_with_fewer_samples_meet_the_others_in_every_forward(pool: Pool, size: int, plan: str, way: str) -> None:
+    """Three samples on two ranks are one microbatch here and two there, and sharded ranks meet in each forward."""
+    check(pool.run(one_epoch, 2, size, way, plan), size)
+
+
+def check(ranks: list[tuple[list[float], Tensor, float]], size: int) -> None:
     losses, weight, evaluation = plain_epoch(size)
-    for ours, our_weight, our_evaluation in pool.run(one_epoch, 4, size, way):
+    for ours, _, our_evaluation in ranks:
         assert ours == pytest.approx(losses, rel=1e-12)
         assert our_evaluation == pytest.approx(evaluation, rel=1e-12)
-        torch.testing.assert_close(our_weight, weight, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ranks[0][1], weight, rtol=1e-12, atol=1e-12)
 
 
 @on_ranks(2)

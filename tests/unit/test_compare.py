@@ -16,8 +16,9 @@ from rich.console import Console
 from torch import Tensor
 
 from shoal.blueprint import Layout
-from shoal.proof.cause import Context, Piece, likely_cause
+from shoal.proof.cause import likely_cause
 from shoal.proof.compare import Disagreement, Observation, Verdict, compare, relative_difference
+from shoal.proof.evidence import Context, Piece
 from shoal.proof.report import Count, Proof, render, to_mapping
 
 Tensors = dict[str, Tensor]

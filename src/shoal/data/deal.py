@@ -30,6 +30,8 @@ class Share:
     """False: there was no sample for this rank, and one of another's stands in."""
     offset: int
     """The place of its first sample in the global batch."""
+    largest: int
+    """Samples of the largest share of this batch."""
 
 
 class DealtLoader:
@@ -75,8 +77,9 @@ class DealtLoader:
         mine = [batch[place] for batch, place in zip(batches, places, strict=True)]
         # A rank must take part in every step; where there is no sample for it, it computes one that counts for nothing.
         filled = [ids if len(ids) else batch[:1] for ids, batch in zip(mine, batches, strict=True)]
-        for place, batch in zip(places, _with_batches(self.loader, filled), strict=True):
-            yield Share(batch, counts=place.stop > place.start, offset=place.start)
+        largest = [-(-len(batch) // self.degree) for batch in batches]
+        for place, size, batch in zip(places, largest, _with_batches(self.loader, filled), strict=True):
+            yield Share(batch, counts=place.stop > place.start, offset=place.start, largest=size)
 
     def _by_slicing(self, epoch: int) -> Iterator[Share]:
         """Load everything, keep this rank's rows: for streams and for samplers of the user's own."""
@@ -85,7 +88,7 @@ class DealtLoader:
             place = share(length(batch), self.coordinate, self.degree)
             counts = place.stop > place.start
             mine = rows(batch, place.start, place.stop) if counts else rows(batch, 0, 1)
-            yield Share(mine, counts=counts, offset=place.start)
+            yield Share(mine, counts=counts, offset=place.start, largest=-(-length(batch) // self.degree))
 
 
 def _can_be_indexed(loader: DataLoader[Any]) -> bool:

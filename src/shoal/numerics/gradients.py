@@ -32,7 +32,7 @@ def clip_coefficient(norm: Tensor, largest: float) -> Tensor:
 def scale_(gradients: list[Tensor], factor: Tensor) -> None:
     """Multiply all of them in place, in one kernel where the device has it."""
     if gradients:
-        torch._foreach_mul_(gradients, factor)
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))  # elsewhere if parameters are offloaded
 
 
 @dataclass

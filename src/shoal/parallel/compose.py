@@ -109,7 +109,7 @@ def compose(
         model=whole,
         tensor=tensor,
         pipeline=_pipeline(plan, parts, skeleton, description, mesh, precision, tensor),
-        is_sharded=sharding is not None and plan.layout.dp_shard > 1,
+        is_sharded=sharding is not None,
         is_split_by_hand=bool(by_hand),
         originals=originals,
         shapes=shapes,

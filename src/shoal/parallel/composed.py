@@ -209,7 +209,7 @@ class Composed:
             dim = self.tensor.cuts[name]
             whole[dim] = part_size(whole[dim], index=self.tensor.index, degree=self.tensor.degree)
         if self.is_sharded:
-            plain = join(plain, 0, self.mesh.groups["dp_shard"], whole[0])
+            plain = join(plain.to(self.mesh.device), 0, self.mesh.groups["dp_shard"], whole[0])
         if name in self.tensor.cuts:
             plain = join(plain, dim, self.tensor.group, self.shapes[name][dim])
         return plain.to("cpu", copy=True)

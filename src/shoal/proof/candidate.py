@@ -25,8 +25,9 @@ from shoal.numerics.init import can_fill
 from shoal.parallel.composed import Composed, local
 from shoal.parallel.holdings import anatomy_of, holdings, peak_bytes
 from shoal.proof.case import Case
-from shoal.proof.cause import Context, Piece, likely_cause
+from shoal.proof.cause import likely_cause
 from shoal.proof.compare import Disagreement, Observation, Verdict, compare
+from shoal.proof.evidence import Context, Piece
 from shoal.proof.reference import fresh_model, observe_reference, optimizer_for, turn_off_dropout
 from shoal.train.build import describe, without_memory
 from shoal.train.objective import CrossEntropy, call_of

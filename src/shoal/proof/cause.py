@@ -9,122 +9,24 @@ Certain traces stand before vague ones, and the last rule always speaks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import combinations
 
 import torch
-from torch import Tensor
 
-from shoal.blueprint.layout import Layout
-from shoal.proof.compare import Difference, Observation, gaps, relative_difference, wrong
-
-MICROBATCHES = "microbatches"
-_REDUCED = ("dp_replicate", "dp_shard", "data", "cp", "tp", "pp")
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Where a parameter is in a layout: the dim along which tp cuts it (None: it does not), and its pipeline stage."""
-
-    tp_dim: int | None = None
-    stage: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Context:
-    """What the candidate's ranks were told to do."""
-
-    layout: Layout
-    num_microbatches: int = 1
-    num_stages: int = 1
-    pieces: Mapping[str, Piece] = field(default_factory=dict)
-    """Parameter → its piece; a parameter that is not named is not cut, and on stage 0."""
-
-    clip: float | None = None
-    """The largest gradient norm. None: no clipping."""
-
-    initial: Mapping[str, Tensor] = field(default_factory=dict)
-    """The weights before the first step, where they are known."""
-
-    tolerance: float
-    """The one that the runs were compared with."""
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """Both runs at the step where they part."""
-
-    difference: Difference
-    references: Sequence[Observation]
-    candidates: Sequence[Observation]
-    context: Context
-
-    @property
-    def reference(self) -> Observation:
-        """The step of one device."""
-        return self.references[self.difference.step]
-
-    @property
-    def candidate(self) -> Observation:
-        """The same step of the plan."""
-        return self.candidates[self.difference.step]
-
-    @cached_property
-    def wrong(self) -> list[str]:
-        """The tensors that differ and can be compared: weights if it is weights that differ first, else gradients."""
-        found = gaps(*self.tensors)
-        return [name for name in wrong(found, self.context.tolerance) if not found[name].note]
-
-    @property
-    def tensors(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-        """Of the reference and of the candidate: weights if it is weights that differ first, else gradients."""
-        if self.difference.kind == "weight":
-            return self.reference.weights, self.candidate.weights
-        return self.reference.gradients, self.candidate.gradients
-
-    @property
-    def loose(self) -> float:
-        """How exactly a trace has to fit. A right value is near the tolerance; a coincidence is not this close."""
-        return min(max(1e-6, 10 * self.context.tolerance), 0.02)
-
-    def piece(self, name: str) -> Piece:
-        """Where a tensor is in the layout."""
-        return self.context.pieces.get(name, Piece())
-
-    def is_cut(self, name: str) -> bool:
-        """Whether tp divides it."""
-        return self.piece(name).tp_dim is not None
-
-    def factors(self, names: Iterable[str]) -> float | None:
-        """The one number k for which candidate = k x reference in all these tensors; None: there is none."""
-        expected, got = self.tensors
-        return _common([_factor(expected[name], got[name], self.loose) for name in names], self.loose)
-
-    def degrees(self) -> dict[str, int]:
-        """What a wrong scale may equal: degrees of axes in use, and the number of microbatches."""
-        layout = self.context.layout
-        found = {axis: layout.degree(axis) for axis in _REDUCED}
-        if layout.dp_replicate == 1 or layout.dp_shard == 1:
-            del found["data"]  # the same ranks as one of the two
-        found[MICROBATCHES] = self.context.num_microbatches
-        return {name: degree for name, degree in found.items() if degree > 1}
-
-    def data_axes(self) -> list[str]:
-        """The axes in use whose ranks see different samples or tokens."""
-        return [axis for axis in ("dp_replicate", "dp_shard", "cp") if self.context.layout.degree(axis) > 1]
-
-    def named(self, names: Sequence[str]) -> str:
-        """Tensors in words, with a verb that fits: `every gradient is`, `the gradients of a and 2 more are`."""
-        expected, _ = self.tensors
-        what = "weight" if self.difference.kind == "weight" else "gradient"
-        if len(names) == len(expected):
-            return f"Every {what} is"
-        if len(names) == 1:
-            return f"The {what} of {names[0]} is"
-        others = f"{names[1]}" if len(names) == 2 else f"{len(names) - 1} more"
-        return f"The {what}s of {names[0]} and {others} are"
+from shoal.proof.compare import Difference, Observation, relative_difference
+from shoal.proof.evidence import (
+    MICROBATCHES,
+    REDUCED,
+    Context,
+    Evidence,
+    common_factor,
+    factor_between,
+    factor_of_numbers,
+    find_slice,
+    slices,
+    square_of_slice,
+)
 
 
 def likely_cause(
@@ -206,7 +108,7 @@ def all_zero(e: Evidence) -> str | None:
 def constant_factor(e: Evidence) -> str | None:
     """Right but for a scale. A scale that is a degree tells which reduction."""
     if e.difference.kind == "loss":
-        k, what, names = _factor_of_numbers(e.reference.loss, e.candidate.loss), "The loss is", []
+        k, what, names = factor_of_numbers(e.reference.loss, e.candidate.loss), "The loss is", []
         if k is None or not _sources(k, e):
             return None  # two different losses always have some ratio
     elif e.difference.kind == "gradient":
@@ -227,12 +129,12 @@ def wrong_norm(e: Evidence) -> str | None:
     for words, norm in _wrong_norms(e):
         if math.isclose(norm, e.candidate.grad_norm, rel_tol=e.loose):
             return f"Every gradient is right, but the gradient norm is {words}."
-    ratio = _factor_of_numbers(e.reference.grad_norm, e.candidate.grad_norm)
+    ratio = factor_of_numbers(e.reference.grad_norm, e.candidate.grad_norm)
     if ratio and (found := _sources(ratio**2, e)):
         return f"Every gradient is right, but the square of the norm is {ratio**2:g} times too large or small, and" + (
             f" that is {_and(_degree_in_words(one) for one in found)}: the same values are counted several times."
         )
-    axes = [axis for axis in _REDUCED if axis in e.degrees()]
+    axes = [axis for axis in REDUCED if axis in e.degrees()]
     over = f" over {', '.join(axes)}" if axes else ""
     return f"Every gradient is right, but their norm is not: the sum of squares{over} is not taken as it should be."
 
@@ -247,7 +149,9 @@ def wrong_update(e: Evidence) -> str | None:
         return f"{e.named(unmoved)} what it was before the step: the optimizer does not update it on its rank."
     expected, got = e.tensors
     close = min(100 * e.loose, 0.02)  # an update is the small difference of two weights
-    k = _common([_factor(expected[name] - before[name], got[name] - before[name], close) for name in e.wrong], close)
+    k = common_factor(
+        [factor_between(expected[name] - before[name], got[name] - before[name], close) for name in e.wrong], close
+    )
     norm, clip = e.reference.grad_norm, e.context.clip
     if k is None:
         return None
@@ -277,8 +181,8 @@ def only_what_tp_does_not_cut(e: Evidence) -> str | None:
 
 def slices_swapped(e: Evidence) -> str | None:
     """Every slice is there, but not in its place."""
-    for name, axis, dim, expected, got in _slices(e):
-        order = [_find(piece, expected, e.loose) for piece in got]
+    for name, axis, dim, expected, got in slices(e):
+        order = [find_slice(piece, expected, e.loose) for piece in got]
         if None not in order and len(set(order)) == len(order) and order != list(range(len(order))):
             seen = ", ".join(str(index) for index in order)
             return f"{name} has its slices along dim {dim} in the order {seen}: {axis} ranks hold each other's piece."
@@ -287,7 +191,7 @@ def slices_swapped(e: Evidence) -> str | None:
 
 def some_slices(e: Evidence) -> str | None:
     """Some ranks have their piece right, and others have not."""
-    for name, axis, dim, expected, got in _slices(e):
+    for name, axis, dim, expected, got in slices(e):
         pairs = enumerate(zip(expected, got, strict=True))
         right = {i: relative_difference(a, b) <= e.loose for i, (a, b) in pairs if a.any()}  # zeros are no evidence
         if any(right.values()) and not all(right.values()):
@@ -421,28 +325,6 @@ RULES: tuple[Callable[[Evidence], str | None], ...] = (
 # ---- arithmetic -----------------------------------------------------------------------------------------------------
 
 
-def _factor(reference: Tensor, candidate: Tensor, loose: float) -> float | None:
-    """k with candidate = k x reference, by least squares; None if no k fits."""
-    if reference.shape != candidate.shape:
-        return None
-    expected, got = reference.double().flatten(), candidate.double().flatten()
-    size = expected.dot(expected).item()
-    if not size or not got.any():
-        return None
-    k = expected.dot(got).item() / size
-    return k if k and relative_difference(got, k * expected) <= loose else None
-
-
-def _factor_of_numbers(reference: float, candidate: float) -> float | None:
-    return candidate / reference if reference and candidate and math.isfinite(candidate / reference) else None
-
-
-def _common(factors: Sequence[float | None], loose: float) -> float | None:
-    known = [k for k in factors if k is not None]
-    same = bool(known) and len(known) == len(factors) and all(math.isclose(k, known[0], rel_tol=loose) for k in known)
-    return known[0] if same else None
-
-
 def _sources(k: float, e: Evidence, names: Sequence[str] = ()) -> list[tuple[str, ...]]:
     """The degrees, or if there is none the pairs of them, whose product is k or 1/k."""
     degrees, size = e.degrees(), max(k, 1 / k) if k > 0 else 0.0
@@ -491,33 +373,8 @@ def _wrong_norms(e: Evidence) -> Iterator[tuple[str, float]]:
         yield f"that with uncut tensors counted {degree} times, once per tp rank", math.sqrt(counted)
     for axis in ("tp", "dp_shard"):
         for index in range(e.context.layout.degree(axis) if e.context.layout.degree(axis) > 1 else 0):
-            mine = sum(_square_of_slice(e, name, axis, index) for name in squares)
+            mine = sum(square_of_slice(e, name, axis, index) for name in squares)
             yield f"that of {axis} rank {index} alone: its square is not summed over {axis}", math.sqrt(mine)
-
-
-def _square_of_slice(e: Evidence, name: str, axis: str, index: int) -> float:
-    gradient, dim = e.reference.gradients[name], e.piece(name).tp_dim if axis == "tp" else 0
-    if dim is None or not gradient.dim():
-        return gradient.double().square().sum().item()
-    pieces = gradient.chunk(e.context.layout.degree(axis), dim)
-    return pieces[index].double().square().sum().item() if index < len(pieces) else 0.0
-
-
-def _slices(e: Evidence) -> Iterator[tuple[str, str, int, tuple[Tensor, ...], tuple[Tensor, ...]]]:
-    """The wrong tensors in the pieces that ranks hold: by tp along its dim, by dp_shard along dim 0."""
-    expected, got = e.tensors
-    layout = e.context.layout
-    for name in e.wrong if e.difference.kind in ("gradient", "weight") else []:
-        dim = e.piece(name).tp_dim
-        if layout.tp > 1 and dim is not None:
-            yield name, "tp", dim, expected[name].chunk(layout.tp, dim), got[name].chunk(layout.tp, dim)
-        if layout.dp_shard > 1 and expected[name].dim() and (layout.tp == 1 or dim != 0):
-            # where tp cuts dim 0 too, the pieces of dp_shard are no simple slices of the whole
-            yield name, "dp_shard", 0, expected[name].chunk(layout.dp_shard), got[name].chunk(layout.dp_shard)
-
-
-def _find(piece: Tensor, among: Sequence[Tensor], loose: float) -> int | None:
-    return next((i for i, one in enumerate(among) if relative_difference(one, piece) <= loose), None)
 
 
 def _is_about_gradients(e: Evidence) -> bool:

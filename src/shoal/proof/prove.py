@@ -172,9 +172,8 @@ def _real_batches(recipe: Recipe, steps: int) -> list[Any]:
 
 def legal_cases(recipe: Recipe, world_size: int, how: How) -> Iterator[Case]:
     """A case for every legal layout of so many ranks, from simple to composed."""
-    section, _ = smaller_model(recipe.model, Plan().resolve(1))
     with torch.device("meta"):
-        model = build_model(section)
+        model = build_model(recipe.model)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     plans = legal_plans(
         world_size, description=describe(model), batch=recipe.data.batch, sequence=TOKENS, features=shapes

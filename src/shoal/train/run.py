@@ -228,7 +228,7 @@ class Run:
         """This rank's share of each global batch, on the device. Every rank gets as many, so all take every step."""
         if isinstance(loader, DealtLoader):
             for share in loader.shares():
-                yield self._open(share.batch, counts=share.counts, offset=share.offset).batch
+                yield self._open(share.batch, counts=share.counts, offset=share.offset, largest=share.largest).batch
         else:
             for batch in loader:
                 yield self._open(batch).batch
@@ -341,7 +341,7 @@ class Run:
         if step.batch is batch:
             return step
         self._step = None  # taken apart and put together again, or changed: it is still that step's share
-        return self._open(batch, counts=step.counts, offset=step.offset)
+        return self._open(batch, counts=step.counts, offset=step.offset, largest=step.largest)
 
     def _refuse_direct_loop(self) -> None:
         if self.degree > 1 and any(loader.is_iterated_directly for loader in self._loaders):
@@ -351,8 +351,14 @@ class Run:
                 fix="for batch in run.batches(loader): ...",
             )
 
-    def _open(self, batch: Any, *, counts: bool = True, offset: int | None = None) -> OpenStep:
-        """[1] Cut the batch into microbatches and send off how much this rank's share weighs."""
+    def _open(
+        self, batch: Any, *, counts: bool = True, offset: int | None = None, largest: int | None = None
+    ) -> OpenStep:
+        """[1] Cut the batch into microbatches and send off how much this rank's share weighs.
+
+        Where ranks meet in a forward, all run as many as the rank with the largest share: the others repeat one for
+        nothing.
+        """
         if self._step is not None and self._step.has_begun:
             raise ShoalError(
                 "the batch before this one was not finished: backward without update()",
@@ -361,11 +367,22 @@ class Run:
         weights = [float(self.objective.weight(part)) if counts else 0.0 for part in parts(batch, self.plan.mb)]
         offset = self.coordinate * length(batch) if offset is None else offset
         on_device = to_device(batch, self.device, self.precision.weight_dtype)
-        self._step = self._new_step(on_device, parts(on_device, self.plan.mb), weights, counts=counts, offset=offset)
+        microbatches = parts(on_device, self.plan.mb)
+        if self._composed is not None and self._composed.has_collective_forward and largest and self.plan.mb:
+            missing = -(-largest // self.plan.mb) - len(microbatches)
+            microbatches, weights = microbatches + microbatches[:1] * missing, weights + [0.0] * missing
+        self._step = self._new_step(on_device, microbatches, weights, counts=counts, offset=offset, largest=largest)
         return self._step
 
     def _new_step(
-        self, batch: Any, microbatches: list[Any], weights: list[float], *, counts: bool, offset: int
+        self,
+        batch: Any,
+        microbatches: list[Any],
+        weights: list[float],
+        *,
+        counts: bool,
+        offset: int,
+        largest: int | None = None,
     ) -> OpenStep:
         agreed = self.world.all_reduce_host([sum(weights), *self.signals.values()])
         return OpenStep(
@@ -376,6 +393,7 @@ class Run:
             signals=tuple(self.signals),
             counts=counts,
             offset=offset,
+            largest=largest,
         )
 
     def _begin(self, step: OpenStep, number: int, *stage: int) -> None:

@@ -40,6 +40,8 @@ class OpenStep:
     counts: bool
     offset: int
     """The place of this rank's first sample in the global batch."""
+    largest: int | None = None
+    """Samples of the largest share of it; None: all shares are alike."""
     sums: list[Tensor] = field(default_factory=list)
     index: int = -1
     has_run: bool = False
