@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import doctest
 import io
 import json
 import os
@@ -34,6 +35,8 @@ NEEDS: dict[str, tuple[str, list[str]]] = {
     "needs two nodes": ("CI has one machine", ["--dry-run", "--nproc", "16"]),
     "needs Slurm": ("CI has no cluster", ["--dry-run", "--nproc", "16"]),
 }
+# A matrix takes minutes: on one rank it is the same command with one layout.
+SHORTER = {"takes minutes": ["--nproc", "1"]}
 WRONG = "train recipes/tiny.yaml --optim.learning_rate 1e-3 --data.batch -1"
 
 
@@ -61,7 +64,7 @@ class Command:
         needs = next((instead for mark, (_, instead) in NEEDS.items() if mark in self.comment), [])
         if words[0] == "train":
             words += needs + (QUICK if "--dry-run" in [*words, *needs] else FAST)
-        return words
+        return words + next((instead for mark, instead in SHORTER.items() if mark in self.comment), [])
 
 
 def blocks_of(page: Path) -> list[Block]:
@@ -85,6 +88,8 @@ COMMANDS = commands()
 OF_SHOAL = [c for c in COMMANDS if "shoal" in shlex.split(c.text)]
 OTHERS = [c for c in COMMANDS if c not in OF_SHOAL]
 
+pytestmark = pytest.mark.timeout(300)  # the first test that asks for `ran` waits for all commands of all pages
+
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -98,7 +103,7 @@ def ran(kept: Path) -> dict[str, Ran]:
     todo["wrong"] = shlex.split(WRONG)
     short = ["--run.duration", "1step", "--data.synthetic_samples", "64", "--run.dir", str(kept), "--json"]
     todo["kept"] = ["train", "recipes/resnet-synthetic.yaml", *short]
-    return dict(zip(todo, run_commands(list(todo.values())), strict=True))
+    return dict(zip(todo, run_commands(list(todo.values()), timeout=280), strict=True))
 
 
 @pytest.mark.parametrize("command", OF_SHOAL, ids=str)
@@ -149,16 +154,65 @@ def test_mistakes_come_in_one_list_as_shown(ran: dict[str, Ran]) -> None:
 
 
 def test_python_prints_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a block of text follows, that is all that is printed; else it only has to run."""
     monkeypatch.chdir(tmp_path)
     number = 0
     for block, following in zip(BLOCKS, [*BLOCKS[1:], None], strict=True):
         if block.language == "python":
             number += 1
-            with contextlib.redirect_stdout(io.StringIO()) as printed:
-                exec(compile(block.text, block.page.name, "exec"), {})
-            shown = following.text if following is not None and following.language == "text" else ""
-            assert printed.getvalue() == shown
+            printed = run_python(block, tmp_path)
+            if following is not None and following.language == "text":
+                assert printed == following.text
     assert number
+
+
+def run_python(block: Block, directory: Path) -> str:
+    """What it prints. One that starts ranks is a script of its own: only a fresh process can be forked."""
+    if block.text.startswith(">>>"):
+        found = doctest.DocTestParser().get_doctest(block.text, {}, block.page.name, None, None)
+        assert doctest.DocTestRunner().run(found).failed == 0
+        return ""
+    if "shoal.verify(" in block.text:
+        script = directory / "script.py"
+        script.write_text(block.text)
+        environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(script)]
+        ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=90, check=False)
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        return ended.stdout
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(block.text, block.page.name, "exec"), {})
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/verify.md"])
+def test_verify_prints_what_is_shown(page: str, ran: dict[str, Ran]) -> None:
+    """All but what is measured and what is rounding: the verdict, and what was predicted and counted."""
+    blocks = blocks_of(ROOT / page)
+    command, shown = next(
+        (asked.text.strip(), answer.text)
+        for asked, answer in zip(blocks, blocks[1:], strict=False)
+        if asked.text.startswith("shoal verify") and answer.language == "text"
+    )
+    assert facts_in(shown) == facts_in(ran[command].stdout)
+    assert len(facts_in(shown)) >= 10
+
+
+def facts_in(text: str) -> list[list[str]]:
+    """The words of every line that is the same on every machine."""
+    lines = [line.split() for line in text.splitlines()]
+    first_words = ("equal", "pp", "tp", "send", "all_gather", "all_reduce", "reduce_scatter", "bytes")
+    return [words for words in lines if words and words[0] in (*first_words, "parameters", "gradients", "optimizer")]
+
+
+def test_every_key_of_a_proof_is_documented_and_no_other(ran: dict[str, Ran]) -> None:
+    table = (ROOT / "docs" / "verify.md").read_text().split("## As JSON")[1].split("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` (.*)", table, re.MULTILINE))
+    command = next(c for c in OF_SHOAL if "verify" in c.words and "--json" in c.words)
+    proof = json.loads(ran[command.text].stdout)
+    assert list(proof) == list(rows)
+    for key in ("worst", "memory"):
+        assert set(proof[key]) <= set(re.findall(r"`(\w+)`", rows[key])), key
 
 
 def test_the_diff_gives_the_losses_that_it_had_before() -> None:

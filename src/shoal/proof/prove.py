@@ -152,7 +152,7 @@ def _random_batches(section: ModelSection, plan: Plan, recipe: Recipe, steps: in
     asked = plan.num_microbatches(recipe.data.batch)
     few = max(4, 2 * plan.layout.pp)
     num_microbatches = min(asked, few)
-    size = min(plan.mb or plan.microbatch_size(recipe.data.batch), 2)
+    size = plan.mb or min(plan.microbatch_size(recipe.data.batch), 2)
     batch = num_microbatches * size * plan.layout.data_degree
     generator = torch.Generator().manual_seed(recipe.run.seed)
     batches = []

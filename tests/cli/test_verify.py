@@ -1,0 +1,173 @@
+"""`shoal verify` as a user meets it: the proof, its JSON, exit codes, a model of one's own, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shoal
+from shoal.cli import main
+from shoal.errors import ShoalError
+
+KEYS = {
+    *("equal", "plan", "world", "worst", "first", "bytes", "collectives", "memory", "tolerance", "steps", "seconds"),
+}
+
+
+OWN = """
+from torch import nn
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3072, 16), nn.Linear(16, 256)
+    def forward(self, images):
+        return self.second(self.first(images.flatten(1)).relu())
+def build():
+    return Own()
+"""
+
+
+def verify(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
+    code = main(["verify", *words, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_the_proof_of_a_composed_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    code, told = verify(capsys, "--nproc", "4", "--plan", "tp=2 pp=2 zero=1 1f1b mb=1")
+    assert code == 0
+    assert told.keys() == KEYS
+    assert told["equal"] is True
+    assert told["first"] is None
+    assert told["world"] == 4
+    assert {"loss", "grad", "weight", "tensor"} <= told["worst"].keys()
+    assert max(told["worst"][key] for key in ("loss", "grad", "weight")) <= 1e-10
+    assert told["bytes"].keys() == {"tp", "pp"}
+    for count in told["bytes"].values():
+        assert count["predicted"] == count["counted"] > 0
+    for cause in ("parameters", "gradients"):
+        assert told["memory"][cause]["predicted"] == told["memory"][cause]["counted"]
+    assert told["memory"]["peak"]["measured"] > 2**20
+
+
+def test_a_tolerance_that_nothing_meets(capsys: pytest.CaptureFixture[str]) -> None:
+    code, told = verify(capsys, "--nproc", "2", "--plan", "zero=3 mb=1", "--tolerance", "1e-30")
+    assert code == 1
+    assert told["equal"] is False
+    assert told["first"]["cause"]
+
+
+def test_it_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--nproc", "2", "--plan", "dp_replicate=2 mb=2"]) == 0
+    out = capsys.readouterr().out
+    assert "computes what one device" in out
+    assert "dp_replicate" in out
+    assert "predicted" in out
+    assert "counted" in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_the_matrix_of_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    code, told = verify(capsys, "--matrix", "--nproc", "2", "--steps", "2")
+    assert code == 0
+    assert told["equal"] is True
+    plans = " ".join(proof["plan"] for proof in told["proofs"])
+    for word in (
+        "dp_replicate=2",
+        "zero=1",
+        "zero=2",
+        "zero=3",
+        "sp=on",
+        "sp=off",
+        "gpipe",
+        "1f1b",
+        "zbv",
+        "dualpipev",
+    ):
+        assert word in plans
+    assert all(count["predicted"] == count["counted"] for p in told["proofs"] for count in p["bytes"].values())
+
+
+def test_a_recipe_of_ones_own_at_its_full_size(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    code, told = verify(
+        capsys, "--nproc", "2", "--plan", "zero=3 mb=2", "--model.name", f"{tmp_path}/own.py:build",
+        "--data.source", "synthetic", "--data.synthetic_kind", "images", "--data.batch", "8",
+    )  # fmt: skip
+    assert code == 0, told
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "fix"),
+    [
+        (["--nproc", "4", "--plan", "tp=4 mb=1"], "tp=4 does not divide num_kv_heads=2", "tp=1 or 2"),
+        (["--nproc", "5", "--plan", "pp=5 mb=1"], "more than the 4 blocks of the model", "pp=1, 2, 3 or 4"),
+        (["--nproc", "3", "--plan", "tp=2"], "does not divide the number of ranks", "start"),
+        (["--nproc", "4", "--plan", "pp=4 1f1b mb=4", "--data.batch", "8"], "2 microbatches", "mb"),
+        (["--nproc", "2", "--plan", "pp=2 zbv mb=1 recompute=full"], "recomputes a block", "recompute=none"),
+        (["--nproc", "2", "--plan", "zero=3", "--precision", "fp7"], "'fp7' cannot be verified in", "fp64"),
+        (["--nproc", "2", "--plan", "pp=2", "--model.name", "OWN"], "does not say what its blocks are", "def describe"),
+        (["--nproc", "2", "--plan", "tp=2", "--model.name", "OWN"], "does not say how its layers", "Split.COLUMN"),
+        (["--nproc", "2", "--plan", "tp=2", "--model.name", "mlp"], "how layers.*.linear is split", "Split.SEQUENCE"),
+    ],
+)
+def test_refused_before_a_process_starts(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    words: list[str],
+    what: str,
+    fix: str,
+) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    words = [word.replace("OWN", f"{tmp_path}/own.py:build") for word in words]
+    monkeypatch.setattr("shoal.proof.prove.launch", lambda *_, **__: pytest.fail("a process was started"))
+    assert main(["verify", *words]) == 2
+    told = capsys.readouterr().err
+    assert what in told
+    assert fix in told
+
+
+# ---- through the API ------------------------------------------------------------------------------------------------
+
+
+class Mixer(nn.Module):
+    """A module of the user's own, which says nothing about itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x * self.scale
+
+
+def squared(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return ((model(batch[0]) - batch[1]) ** 2).mean()
+
+
+def test_a_module_of_ones_own() -> None:
+    torch.manual_seed(1)
+    batch = (torch.randn(8, 6), torch.randn(8, 6))
+    for plan in ("dp_shard=2 zero=3 mb=2", "dp_replicate=2 mb=2"):
+        proof = shoal.verify(Mixer, batch, plan, loss=squared)
+        assert proof.equal, proof.cause
+        assert proof.verdict.worst.grad < 1e-12
+
+
+def test_a_module_that_says_nothing_cannot_be_cut() -> None:
+    with pytest.raises(ShoalError, match="does not say what its blocks are"):
+        shoal.verify(functools.partial(Mixer), (torch.randn(8, 6), torch.randn(8, 6)), "pp=2 mb=2", loss=squared)
+
+
+def test_how_many_ranks_is_said() -> None:
+    with pytest.raises(ShoalError, match="does not say on how many ranks"):
+        shoal.verify(Mixer, (torch.randn(8, 6), torch.randn(8, 6)), "mb=2", loss=squared)
