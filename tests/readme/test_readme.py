@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import doctest
 import io
+import itertools
 import json
 import os
 import re
@@ -191,7 +192,7 @@ def test_verify_prints_what_is_shown(page: str, ran: dict[str, Ran]) -> None:
     blocks = blocks_of(ROOT / page)
     command, shown = next(
         (asked.text.strip(), answer.text)
-        for asked, answer in zip(blocks, blocks[1:], strict=False)
+        for asked, answer in itertools.pairwise(blocks)
         if asked.text.startswith("shoal verify") and answer.language == "text"
     )
     assert facts_in(shown) == facts_in(ran[command].stdout)

@@ -1,0 +1,40 @@
+"""On a GPU: layouts whose ranks share it, over gloo, compute what one process computes there; offloading changes nothing."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+import shoal
+from shoal.models import llama
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a CUDA device; CI has none, run by hand with one"),
+]
+
+BUILD = functools.partial(
+    llama.build, hidden=32, ffn=48, num_layers=4, num_heads=4, num_kv_heads=2, vocabulary=97, preset="tiny"
+)
+
+
+@pytest.mark.parametrize(
+    ("nproc", "plan"),
+    [
+        (1, "mb=2 offload=optimizer"),
+        (1, "zero=3 mb=2 offload=parameters"),
+        (2, "zero=3 mb=2 offload=parameters"),
+        (2, "zero=2 mb=2 offload=optimizer"),
+        (2, "tp=2 mb=2 recompute=selective"),
+        (4, "pp=2 zero=2 zbv mb=1"),
+        (4, "tp=2 pp=2 1f1b mb=1"),
+    ],
+)
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+def test_a_layout_computes_what_one_gpu_does(nproc: int, plan: str, precision: str) -> None:
+    tokens = torch.randint(97, (8, 17), generator=torch.Generator().manual_seed(0))
+    batch = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+    proof = shoal.verify(BUILD, batch, plan, nproc=nproc, device="cuda", precision=precision)
+    assert proof.equal, proof.cause
