@@ -113,6 +113,7 @@ def train_with_shoal(world: World, plan: str, tied: bool, kv_heads: int, on_meta
         trace["norm"].append(run.report.grad_norm.item())
         trace["weight"].append(dict(run.composed.whole("weight")))
     trace["eval"] = run.evaluate([mine])  # of the last batch
+    assert run.weights().keys() == (trace["weight"][-1].keys() if world.is_main else set())
     return trace if world.is_main else None
 
 

@@ -1,4 +1,4 @@
-"""On a GPU: layouts whose ranks share it, over gloo, compute what one process computes there; offloading changes nothing."""
+"""On a GPU: layouts whose ranks share it over gloo compute what one process does there; offloading changes nothing."""
 
 from __future__ import annotations
 

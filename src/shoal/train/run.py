@@ -173,6 +173,12 @@ class Run:
             raise ShoalError("this run has no optimizer yet", fix="model, optimizer = run.prepare(model, optimizer)")
         return self._optimizer
 
+    def weights(self) -> dict[str, Tensor]:
+        """Every parameter, whole, under the name that it has on one device, in host memory of the main rank. It is
+        empty on the other ranks, which have to call this too."""
+        found = dict(self.composed.whole("weight"))
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
     def prepare(self, *things: Any) -> Any:
         """Place a model, an optimizer and loaders, in any order; returns them in that order.
 
