@@ -99,6 +99,12 @@ def _how(options: Verify) -> How:
 
 
 def _num_ranks(recipe: Recipe) -> int:
+    """As many as were asked for, else as the plan's degrees multiply to, else one for each GPU."""
     from shoal.launch.local import default_nproc
+    from shoal.proof.prove import claimed_ranks
 
+    if recipe.launch.nproc is None and any(
+        (recipe.plan.dp_replicate, recipe.plan.dp_shard, recipe.plan.tp, recipe.plan.pp)
+    ):
+        return claimed_ranks(recipe.plan)
     return recipe.launch.nproc or default_nproc(recipe.launch.device)

@@ -7,7 +7,7 @@ the same order on any number of ranks, each once per epoch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,8 @@ class Share:
     """The place of its first sample in the global batch."""
     largest: int
     """Samples of the largest share of this batch."""
+    is_for_all: bool
+    """Whether every rank has a sample of it."""
 
 
 class DealtLoader:
@@ -45,6 +47,8 @@ class DealtLoader:
             )
         self.loader, self.seed, self.coordinate, self.degree = loader, seed, coordinate, degree
         self.epoch = 0
+        self.must_meet: Callable[[], bool] = lambda: False
+        """Whether ranks meet in every forward, so that one without a batch would keep the others waiting."""
         self.is_iterated_directly = False
         """True inside of `for batch in loader`, where ranks may get different numbers of batches."""
 
@@ -55,9 +59,21 @@ class DealtLoader:
         """Every sample of this rank's once, for a validation of one's own. A training loop uses `Run.batches`."""
         self.is_iterated_directly = True
         try:
-            yield from (share.batch for share in self.shares() if share.counts)
+            for share in self.shares():
+                if not share.is_for_all and self.must_meet():
+                    raise ShoalError(
+                        "the last batch has fewer samples than there are ranks, and under this plan all ranks have to"
+                        " take part in every forward",
+                        fix="run.evaluate(loader), or DataLoader(..., drop_last=True)",
+                    )
+                if share.counts:
+                    yield share.batch
         finally:
             self.is_iterated_directly = False
+
+    def own_batches(self) -> Iterator[Any]:
+        """Every sample of this rank's once; ranks may get different numbers of batches."""
+        return (share.batch for share in self.shares() if share.counts)
 
     def shares(self) -> Iterator[Share]:
         """This rank's share of every batch; as many on every rank, stand-ins among them."""
@@ -77,9 +93,8 @@ class DealtLoader:
         mine = [batch[place] for batch, place in zip(batches, places, strict=True)]
         # A rank must take part in every step; where there is no sample for it, it computes one that counts for nothing.
         filled = [ids if len(ids) else batch[:1] for ids, batch in zip(mine, batches, strict=True)]
-        largest = [-(-len(batch) // self.degree) for batch in batches]
-        for place, size, batch in zip(places, largest, _with_batches(self.loader, filled), strict=True):
-            yield Share(batch, counts=place.stop > place.start, offset=place.start, largest=size)
+        for place, ids, batch in zip(places, batches, _with_batches(self.loader, filled), strict=True):
+            yield self._share(batch, place, len(ids))
 
     def _by_slicing(self, epoch: int) -> Iterator[Share]:
         """Load everything, keep this rank's rows: for streams and for samplers of the user's own."""
@@ -88,7 +103,16 @@ class DealtLoader:
             place = share(length(batch), self.coordinate, self.degree)
             counts = place.stop > place.start
             mine = rows(batch, place.start, place.stop) if counts else rows(batch, 0, 1)
-            yield Share(mine, counts=counts, offset=place.start, largest=-(-length(batch) // self.degree))
+            yield self._share(mine, place, length(batch))
+
+    def _share(self, batch: Any, place: slice, size: int) -> Share:
+        return Share(
+            batch,
+            counts=place.stop > place.start,
+            offset=place.start,
+            largest=-(-size // self.degree),
+            is_for_all=size >= self.degree,
+        )
 
 
 def _can_be_indexed(loader: DataLoader[Any]) -> bool:

@@ -33,8 +33,7 @@ class Precision:
         """Let every forward of the module compute in this precision and return float32, whoever calls it."""
         if self.compute_dtype == self.weight_dtype:
             return
-        if device.type == "cpu":  # a CPU without such arithmetic takes a slower way, and torch says so at length
-            warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
+        hush(device)
         forward = module.forward
 
         @functools.wraps(forward)
@@ -44,6 +43,12 @@ class Precision:
             return output.float() if isinstance(output, Tensor) and output.is_floating_point() else output
 
         module.forward = in_lower_precision
+
+
+def hush(device: torch.device) -> None:
+    """A CPU without arithmetic in lower precision takes a slower way, and torch says so at length."""
+    if device.type == "cpu":
+        warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
 
 
 PRECISIONS = {

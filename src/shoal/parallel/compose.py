@@ -260,7 +260,7 @@ def _pipeline(
         device=mesh.device,
         wire=mesh.wire,
         num_stages=stages[0].num_stages,
-        activation=_Activation(skeleton, description.blocks[0], tensor),
+        activation=_Activation(skeleton, description.blocks, tensor),
         dtype=precision.compute_dtype,
         loss_dtype=wide,
         owners=owners(plan),
@@ -272,7 +272,7 @@ class _Activation:
     """The shape of what travels between stages, found by running the model on tensors without memory."""
 
     skeleton: nn.Module
-    block: str
+    blocks: tuple[str, ...]
     tensor: TensorParallel
     _known: dict[tuple[torch.Size, ...], tuple[int, ...]] = field(default_factory=dict)
 
@@ -287,20 +287,40 @@ class _Activation:
         return self._known[key]
 
     def _traced(self, arguments: tuple[object, ...], options: dict[str, object]) -> torch.Size:
-        seen: list[object] = []
-        hook = self.skeleton.get_submodule(self.block).register_forward_hook(lambda _m, _a, output: seen.append(output))
+        """Run the whole model, and see that nothing happens to the activation on its way from block to block."""
+        taken: list[object] = []
+        returned: list[object] = []
+        hooks = []
+        for name in self.blocks:
+            block = self.skeleton.get_submodule(name)
+            hooks.append(
+                block.register_forward_pre_hook(lambda _module, given: taken.append(given[0] if given else None))
+            )
+            hooks.append(block.register_forward_hook(lambda _module, _given, output: returned.append(output)))
         try:
             with torch.no_grad(), torch.device("meta"):
                 self.skeleton(*map(_meta, arguments), **{name: _meta(value) for name, value in options.items()})
         finally:
-            hook.remove()
-        if len(seen) != 1 or not isinstance(seen[0], Tensor):
-            kind = type(seen[0]).__name__ if seen else "nothing"
+            for hook in hooks:
+                hook.remove()
+        self._check_chain(taken, returned)
+        assert isinstance(returned[0], Tensor)
+        return returned[0].shape
+
+    def _check_chain(self, taken: list[object], returned: list[object]) -> None:
+        if len(returned) != len(self.blocks):
             raise ShoalError(
-                f"a pipeline sends one tensor from block to block, but {self.block} returned {kind}",
-                fix="let each block return the tensor that the next block takes as its first argument",
+                f"the forward runs {len(returned)} blocks, but the model's description names {len(self.blocks)}",
+                fix="pp=1, or name in blocks=(...) exactly the modules that run one after the other, each once",
             )
-        return seen[0].shape
+        for name, following, output, given in zip(self.blocks, self.blocks[1:], returned, taken[1:], strict=False):
+            if not isinstance(output, Tensor) or output is not given:
+                what = "is not a tensor" if not isinstance(output, Tensor) else f"is not what {following} takes"
+                raise ShoalError(
+                    f"what {name} returns {what}: something happens to it between the blocks, where no stage is",
+                    fix="let each block return the tensor that the next one takes as its first argument, with the"
+                    " residual (x + ...) added inside the block",
+                )
 
 
 def _meta(value: object) -> object:

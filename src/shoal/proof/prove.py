@@ -54,7 +54,9 @@ def verify(
     `nproc` None: as many processes as the plan's degrees multiply to.
     """
     asked = Plan.of(plan)
-    resolved = in_precision(asked.resolve(nproc or _claimed(asked)), precision, device)
+    resolved = asked.resolve(nproc or claimed_ranks(asked))
+    refuse_unbuilt(resolved)
+    resolved = in_precision(resolved, precision, device)
     batches = [batch] * steps if not isinstance(batch, list) else (batch * steps)[:steps]
     case = Case(
         build=build_model,
@@ -91,7 +93,6 @@ def prove(case: Case) -> Proof:
 
 def check(case: Case) -> None:
     """Refuse what cannot be laid out, before a process starts."""
-    refuse_unbuilt(case.plan)
     model = without_memory(case.build)
     if model is None:
         return  # its shapes are not known here; the ranks will find what is wrong
@@ -119,7 +120,9 @@ class How:
 def case_of(recipe: Recipe, world_size: int, how: How) -> Case:
     """A verification of the recipe's model under its plan; of a small copy, where the model knows how to shrink."""
     device = "cpu" if recipe.launch.device == "auto" else recipe.launch.device
-    plan = in_precision(recipe.plan.resolve(world_size), how.precision, device)
+    asked = recipe.plan.resolve(world_size)
+    refuse_unbuilt(asked)
+    plan = in_precision(asked, how.precision, device)
     section, is_small = (recipe.model, False) if how.real else smaller_model(recipe.model, plan)
     batches = _random_batches(section, plan, recipe, how.steps) if is_small else _real_batches(recipe, how.steps)
     case = Case(
@@ -249,7 +252,8 @@ def _memory(ranks: Sequence[Findings]) -> dict[str, Count]:
     return {**counts, "peak": Count(measured=max(rank.peak for rank in ranks))}
 
 
-def _claimed(plan: Plan) -> int:
+def claimed_ranks(plan: Plan) -> int:
+    """As many as the plan's degrees multiply to."""
     degrees = (plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp, plan.pp)
     if not any(degrees):
         raise ShoalError(f"plan '{plan}' does not say on how many ranks", fix="verify(..., nproc=4), or tp=2, ...")

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.data.batch import IGNORE, length, rows, to_device
 from shoal.numerics.init import has_law, initialise
-from shoal.numerics.precision import precision_of
+from shoal.numerics.precision import hush, precision_of
 from shoal.proof.case import Case
 from shoal.proof.compare import Observation
 
@@ -29,6 +29,7 @@ def observe_reference(case: Case) -> tuple[list[Observation], dict[str, Tensor]]
     initial = _copies(model)
     optimizer = optimizer_for(case, list(model.parameters()))
     lower = precision.compute_dtype != precision.weight_dtype
+    hush(device)
     observations = []
     for batch in case.batches:
         on_device = to_device(batch, device, precision.weight_dtype)

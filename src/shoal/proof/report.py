@@ -260,7 +260,7 @@ def matrix_row(proof: Proof) -> str:
 
 def matrix_table(proofs: Sequence[Proof]) -> Table:
     """Every layout with its worst relative differences."""
-    table = Table(box=box.SIMPLE_HEAD, title=f"{len(proofs)} layouts", title_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, title=f"{len(proofs)} layout{'s' * (len(proofs) != 1)}", title_justify="left")
     for heading in ("plan", "equal", "loss", "gradient", "weight"):
         table.add_column(heading, justify="left" if heading == "plan" else "right")
     for proof in proofs:

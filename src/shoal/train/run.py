@@ -197,8 +197,10 @@ class Run:
                 self._give_parameters(thing, self._composed)
             return thing
         if isinstance(thing, DataLoader):
-            self._loaders.append(DealtLoader(thing, seed=self.seed, coordinate=self.coordinate, degree=self.degree))
-            return self._loaders[-1]
+            loader = DealtLoader(thing, seed=self.seed, coordinate=self.coordinate, degree=self.degree)
+            loader.must_meet = lambda: self._composed is not None and self._composed.has_collective_forward
+            self._loaders.append(loader)
+            return loader
         raise ShoalError(
             f"prepare cannot place a {type(thing).__name__}",
             fix="give it an nn.Module, a torch Optimizer or a DataLoader; keep the rest as it is",
@@ -474,7 +476,8 @@ class Run:
             part.model.eval()
         total, weight = torch.zeros((), dtype=torch.float64, device=self.device), 0.0
         try:
-            for batch, counts in self._in_lockstep(iter(batches)):
+            own = batches.own_batches() if isinstance(batches, DealtLoader) else batches
+            for batch, counts in self._in_lockstep(iter(own)):
                 batch_weight = self.objective.weight(batch) if counts else 0
                 total += self._evaluate(to_device(batch, self.device, self.precision.weight_dtype), batch_weight)
                 weight += batch_weight
