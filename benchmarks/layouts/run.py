@@ -171,13 +171,34 @@ CASES = (
 )
 
 
-class Times(NamedTuple):
-    """Of one rank: seconds of each step, and the losses."""
+class Timed(NamedTuple):
+    """The steps of one loop on one rank."""
 
-    ours: list[float]
-    theirs: list[float]
-    our_losses: list[float]
-    their_losses: list[float]
+    seconds: list[float]
+    cpu_seconds: list[float]
+    """Of this process, all threads: what is left of the question when the machine has other things to do."""
+    losses: list[float]
+
+    def step(self, loop: WithShoal | ShardedByHand | PipelinedByHand, batch: Batch) -> None:
+        began, cpu_began = time.perf_counter(), time.process_time()
+        self.losses.append(loop.step(batch))
+        self.seconds.append(time.perf_counter() - began)
+        self.cpu_seconds.append(time.process_time() - cpu_began)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds[WARMUP:])
+
+    @property
+    def cpu_median(self) -> float:
+        return statistics.median(self.cpu_seconds[WARMUP:])
+
+
+class Times(NamedTuple):
+    """Of one rank."""
+
+    ours: Timed
+    theirs: Timed
 
 
 def take_turns(placement: Placement, store: dist.Store, case: Case, num_steps: int) -> Times:
@@ -188,17 +209,15 @@ def take_turns(placement: Placement, store: dist.Store, case: Case, num_steps: i
         assert num_elements(ours.optimizer) == num_elements(theirs.optimizer), "the two are not cut alike"
         share = case.batch // world.size if is_sharded else case.batch
         start = world.rank * share if is_sharded else 0
-        times = Times([], [], [], [])
-        turns = [(ours, times.ours, times.our_losses), (theirs, times.theirs, times.their_losses)]
+        times = Times(Timed([], [], []), Timed([], [], []))
+        turns = list(zip((ours, theirs), times, strict=True))
         for batch in _batches(WARMUP + num_steps, case.batch):
             mine = {name: whole[start:][:share] for name, whole in batch.items()}
-            for loop, seconds, losses in turns:
+            for loop, timed in turns:
                 world.barrier()
-                began = time.perf_counter()
-                losses.append(loop.step(mine))
-                seconds.append(time.perf_counter() - began)
+                timed.step(loop, mine)
             turns.reverse()  # so that neither always follows the other
-        return Times(times.ours[WARMUP:], times.theirs[WARMUP:], times.our_losses, times.their_losses)
+        return times
 
 
 def _batches(number: int, size: int) -> list[Batch]:
@@ -210,8 +229,8 @@ def _batches(number: int, size: int) -> list[Batch]:
 def loss_difference(ranks: list[Times]) -> float:
     """The largest relative one of any step. What a rank knows by hand is its own share, or nothing."""
     largest = 0.0
-    for step, ours in enumerate(ranks[0].our_losses):
-        known = [rank.their_losses[step] for rank in ranks]
+    for step, ours in enumerate(ranks[0].ours.losses):
+        known = [rank.theirs.losses[step] for rank in ranks]
         theirs = statistics.fmean(loss for loss in known if loss == loss)
         largest = max(largest, abs(ours - theirs) / theirs)
     return largest
@@ -219,17 +238,20 @@ def loss_difference(ranks: list[Times]) -> float:
 
 def row(case: Case, num_steps: int) -> dict[str, str]:
     ranks = launch(take_turns, (case, num_steps), nproc=NUM_RANKS)
-    ours, theirs = ranks[0].ours, ranks[0].theirs
-    pairs = [mine / other for mine, other in zip(ours, theirs, strict=True)]
+    ours, theirs = ranks[0]
+    pairs = [mine / other for mine, other in zip(ours.seconds, theirs.seconds, strict=True)][WARMUP:]
+    our_cpu, their_cpu = (sum(rank[which].cpu_median for rank in ranks) for which in (0, 1))
     return {
         "plan": f"`{case.plan}`",
         "by hand": f"`{case.by_hand}`",
         "a step of": f"{case.batch} x {TOKENS} tokens",
-        "by hand, median": f"{statistics.median(theirs) * 1e3:.1f} ms",
-        "shoal, median": f"{statistics.median(ours) * 1e3:.1f} ms",
-        "ratio of medians": f"{statistics.median(ours) / statistics.median(theirs):.3f}",
+        "by hand, median": f"{theirs.median * 1e3:.1f} ms",
+        "shoal, median": f"{ours.median * 1e3:.1f} ms",
+        "ratio of medians": f"{ours.median / theirs.median:.3f}",
         "median of ratios": f"{statistics.median(pairs):.3f}",
-        "ratio of fastest": f"{min(ours) / min(theirs):.3f}",
+        "CPU time by hand": f"{their_cpu * 1e3:.1f} ms",
+        "CPU time, shoal": f"{our_cpu * 1e3:.1f} ms",
+        "ratio of CPU times": f"{our_cpu / their_cpu:.3f}",
         "losses apart by": f"{loss_difference(ranks):.0e}",
     }
 

@@ -160,7 +160,12 @@ class Pipeline:
         self._give(feed)
         numbers = torch.arange(len(feed.calls))
         target = numbers if self.has_loss else None
-        schedule.step(microbatch=numbers, target=target, return_outputs=False)
+        try:
+            schedule.step(microbatch=numbers, target=target, return_outputs=False)
+        except RuntimeError as error:  # torch wraps what a stage raises
+            if isinstance(error.__cause__, ShoalError):
+                raise error.__cause__ from None
+            raise
 
     @property
     def has_loss(self) -> bool:
