@@ -71,9 +71,13 @@ def synchronised(module: nn.Module, is_last: bool, *, zero: int) -> Iterator[Non
 
 
 def _set(module: FSDPModule, *, is_last: bool, zero: int) -> None:
-    module.set_requires_gradient_sync(is_last or zero >= 2)
-    module.set_requires_all_reduce(is_last)
-    module.set_reshard_after_backward(is_last or zero == 3)
+    """Each of these walks over all units, so it is done only where something changes."""
+    wanted = (is_last or zero >= 2, is_last, is_last or zero == 3)
+    if getattr(module, "_last_set", (True, True, True)) != wanted:
+        module.set_requires_gradient_sync(wanted[0])
+        module.set_requires_all_reduce(wanted[1])
+        module.set_reshard_after_backward(wanted[2])
+        module._last_set = wanted  # type: ignore[assignment]
 
 
 def reshard(module: nn.Module) -> None:
