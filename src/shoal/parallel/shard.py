@@ -77,7 +77,7 @@ def _set(module: FSDPModule, *, is_last: bool, zero: int) -> None:
         module.set_requires_gradient_sync(wanted[0])
         module.set_requires_all_reduce(wanted[1])
         module.set_reshard_after_backward(wanted[2])
-        module._last_set = wanted  # type: ignore[assignment]
+        setattr(module, "_last_set", wanted)  # noqa: B010  (an attribute of ours on a module of torch)
 
 
 def reshard(module: nn.Module) -> None:
