@@ -16,7 +16,20 @@ from shoal.cli import main
 from shoal.errors import ShoalError
 
 KEYS = {
-    *("equal", "plan", "world", "worst", "first", "bytes", "collectives", "memory", "tolerance", "steps", "seconds"),
+    *(
+        "equal",
+        "plan",
+        "world",
+        "worst",
+        "first",
+        "bytes",
+        "collectives",
+        "memory",
+        "notes",
+        "tolerance",
+        "steps",
+        "seconds",
+    ),
 }
 
 

@@ -7,7 +7,7 @@ plan and the model's description: `misfits` lists what is wrong, and `legal_plan
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -16,7 +16,7 @@ from shoal.blueprint.description import Description, Split, matches
 from shoal.blueprint.layout import divisors
 from shoal.blueprint.plan import CHOICES, VIRTUAL_STAGES, Plan
 from shoal.blueprint.schedules import illegal
-from shoal.errors import Problem, ShoalError, listed
+from shoal.errors import Problem, ShoalError, listed, nearest
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Full name of a parameter → its shape on one device."""
@@ -62,13 +62,17 @@ def misfits(
     batch: int | None = None,
     sequence: int | None = None,
     features: Shapes | None = None,
+    modules: Collection[str] | None = None,
     is_split_by_hand: bool = False,
 ) -> list[Problem]:
     """Why a resolved plan cannot run this model. Empty: it can.
 
-    `batch` are the samples of a step, `sequence` the tokens per sample, and `features` the shapes of all parameters;
-    None: not known, not checked. `is_split_by_hand`: the model's author has written its split layers himself.
+    `batch` are the samples of a step, `sequence` the tokens per sample, `features` the shapes of all parameters and
+    `modules` the names of all submodules; None: not known, not checked. `is_split_by_hand`: its author has written its
+    split layers.
     """
+    if modules is not None and (wrong := list(_misdescribed(description, modules))):
+        return wrong  # whatever else would be said, would be said of this
     return [
         *(() if is_split_by_hand else _tensor_misfits(plan, description, sequence, features or {})),
         *_homeless(plan, description, features or {}),
@@ -95,6 +99,32 @@ def legal_plans(
     for plan in sorted(_all_plans(world_size, v), key=_complexity):
         if not misfits(plan, description=description, batch=batch, sequence=sequence, features=features):
             yield plan
+
+
+# ---- what a model says of itself --------------------------------------------------------------------------------
+
+
+def _misdescribed(description: Description, modules: Collection[str]) -> Iterator[Problem]:
+    """Names of a description that the model does not have, has twice, or that say nothing."""
+    said = {part: getattr(description, part) for part in ("before_blocks", "blocks", "after_blocks")}
+    home: dict[str, str] = {}
+    for part, names in said.items():
+        for name in names:
+            if name not in modules:
+                near = nearest(name, modules)
+                what = f"describe() names {name!r} in {part}, and the model has no such submodule"
+                yield Problem(what, f"did you mean {near}?" if near else "the name that model.named_modules() gives it")
+            if name in home:
+                yield Problem(f"describe() names {name!r} in {home[name]} and in {part}", "leave one of them out")
+            home[name] = part
+    for pattern, split in description.splits.items():
+        if split not in list(Split):  # a word, say
+            kinds = listed([f"Split.{kind.name}" for kind in Split])
+            yield Problem(f"describe() splits {pattern!r} by {split!r}", f"from shoal import Split: {kinds}")
+        elif not any(matches(pattern, name) for name in modules):
+            near = nearest(pattern, [_as_pattern(name) for name in modules])
+            what = f"describe() says how {pattern!r} is split, and no submodule has such a name"
+            yield Problem(what, f"did you mean {near}?" if near else "`*` stands for one part of a name")
 
 
 # ---- tensor and sequence parallelism --------------------------------------------------------------------------------
@@ -257,12 +287,19 @@ def _homeless(plan: Plan, description: Description, features: Shapes) -> Iterato
     if pp == 1:  # what no split claims has been told already
         homeless = [name for name in homeless if _claim(name, description)[1] is not None]
     if homeless:
-        modules = ", ".join(dict.fromkeys(f'"{name.rpartition(".")[0] or name}"' for name in homeless))
         place = f"pp={pp}: {homeless[0]} belongs to no stage" if pp > 1 else f"tp={tp}: {homeless[0]} is left out"
-        yield Problem(
-            f"{place}, since no part of the description holds it",
-            f"before_blocks=({modules},) if it runs before the first block, after_blocks if after the last",
-        )
+        yield Problem(f"{place}, since no part of the description holds it", _home_for(homeless, description))
+
+
+def _home_for(homeless: Sequence[str], description: Description) -> str:
+    """Where a parameter may belong: to a block that was left out, else before or after the blocks."""
+    depth = description.blocks[0].count(".") + 1
+    around = dict.fromkeys(".".join(name.split(".")[:depth]) for name in homeless)
+    blocks = [name for name in around if _as_pattern(name) == _as_pattern(description.blocks[0])]
+    if blocks:
+        return f"add {', '.join(map(repr, blocks))} to blocks"
+    modules = ", ".join(dict.fromkeys(f'"{name.rpartition(".")[0] or name}"' for name in homeless))
+    return f"before_blocks=({modules},) if it runs before the first block, after_blocks if after the last"
 
 
 def _batch_misfits(plan: Plan, batch: int) -> list[Problem]:

@@ -264,7 +264,9 @@ def _read(word: str) -> tuple[str, Any] | Problem:
             return BARE_WORDS[key]
         if key in _names():
             return Problem(f"{word!r} needs a value", f"{key}={listed(CHOICES.get(key, ['2']))}")
-        return Problem(f"{word!r} is not a word of a plan", _nearest_or_all(word, [*BARE_WORDS, *_names()]))
+        return Problem(
+            f"{word!r} is not a word of a plan", _nearest_or_all(word, dict.fromkeys([*BARE_WORDS, *_names()]))
+        )
     if key not in _names():
         return _unknown_key(key)
     if key == "sp":

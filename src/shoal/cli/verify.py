@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,12 @@ import tyro
 
 from shoal.blueprint.recipe import Recipe
 from shoal.cli.settings import parse
+from shoal.comm.environment import read_environment
+from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from shoal.proof.prove import How
 
 
@@ -52,13 +57,24 @@ class Verify:
 def main(arguments: Sequence[str]) -> int:
     """Verify; 0 when all is equal, 1 when something is not."""
     options, recipe = parse(Verify, arguments, prog="shoal verify")
+    _refuse(options, arguments)
     out = sys.stdout
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
         return _matrix(options, recipe, out) if options.matrix else _one(options, recipe, out)
 
 
+def _refuse(options: Verify, arguments: Sequence[str]) -> None:
+    place = read_environment(os.environ)
+    if place is not None and place.world_size > 1:
+        raise ShoalError(
+            f"verify starts its own ranks, but {place.source} has started {place.world_size} of them",
+            fix="shoal verify --nproc 4 ..., as one process",
+        )
+    if options.matrix and any(word.startswith("--plan") for word in arguments):
+        raise ShoalError("--matrix verifies every legal plan, and --plan says one", fix="leave one of them out")
+
+
 def _one(options: Verify, recipe: Recipe, out: TextIO) -> int:
-    from rich.console import Console
 
     from shoal.proof.prove import case_of, prove
     from shoal.proof.report import render, to_mapping
@@ -68,7 +84,7 @@ def _one(options: Verify, recipe: Recipe, out: TextIO) -> int:
     if options.json:
         print(json.dumps(to_mapping(proof)), file=out)
     else:
-        render(Console(file=out), proof)
+        _print(lambda console: render(console, proof), out)
     return 0 if proof.verdict.equal else 1
 
 
@@ -88,8 +104,18 @@ def _matrix(options: Verify, recipe: Recipe, out: TextIO) -> int:
     if options.json:
         print(json.dumps({"equal": are_equal, "proofs": [to_mapping(proof) for proof in proofs]}), file=out)
     else:
-        Console(file=out).print(matrix_table(proofs))
+        _print(lambda console: console.print(matrix_table(proofs)), out)
     return 0 if are_equal else 1
+
+
+def _print(draw: Callable[[Console], None], out: TextIO) -> None:
+    """Drawn first and printed then: rich would end the process with code 1 if nobody reads on."""
+    from rich.console import Console
+
+    console = Console(file=out)
+    with console.capture() as drawn:
+        draw(console)
+    print(drawn.get(), end="", file=out)
 
 
 def _how(options: Verify) -> How:

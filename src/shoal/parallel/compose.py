@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,7 +30,7 @@ from shoal.blueprint.description import Description
 from shoal.blueprint.legality import misfits
 from shoal.blueprint.plan import Plan
 from shoal.comm.mesh import Mesh
-from shoal.errors import Problem, ShoalError, raise_if
+from shoal.errors import Problem, raise_if
 from shoal.numerics.init import initialise, materialise
 from shoal.numerics.precision import Precision
 from shoal.parallel.composed import Composed, Part
@@ -58,7 +58,7 @@ def refuse_unbuilt(plan: Plan) -> None:
     words += [plan.precision] if plan.precision == "fp8" else []
     raise_if(
         (Problem(f"{word} cannot be run by this version", "leave it out") for word in words),
-        title=f"plan '{plan}'",
+        title=f"plan '{plan.brief()}'",
     )
 
 
@@ -77,7 +77,8 @@ def compose(
     originals = dict(model.named_parameters(remove_duplicate=False))
     by_hand = note_split_layers(model, tensor)
     shapes = {name: tuple(parameter.shape) for name, parameter in originals.items()} | by_hand
-    found = misfits(plan, description=description, features=shapes, is_split_by_hand=bool(by_hand))
+    names = [name for name, _ in model.named_modules()]
+    found = misfits(plan, description=description, features=shapes, modules=names, is_split_by_hand=bool(by_hand))
     raise_if(found, title=f"plan '{plan.brief()}'")
     num_parameters = sum(math.prod(shapes[name]) for name, _ in model.named_parameters())
     sharding = _sharding(plan, mesh, precision)
@@ -269,7 +270,7 @@ def _pipeline(
 
 @dataclass
 class _Activation:
-    """The shape of what travels between stages, found by running the model on tensors without memory."""
+    """The shape of what travels between stages."""
 
     skeleton: nn.Module
     blocks: tuple[str, ...]
@@ -280,47 +281,59 @@ class _Activation:
         arguments, options = call
         key = tuple(x.shape for x in (*arguments, *options.values()) if isinstance(x, Tensor))
         if key not in self._known:
-            shape = list(self._traced(arguments, options))
+            shape = list(stream_of(self.skeleton, self.blocks, call))
             if self.tensor.splits_tokens:
                 shape[-2] //= self.tensor.degree
             self._known[key] = tuple(shape)
         return self._known[key]
 
-    def _traced(self, arguments: tuple[object, ...], options: dict[str, object]) -> torch.Size:
-        """Run the whole model, and see that nothing happens to the activation on its way from block to block."""
-        taken: list[object] = []
-        returned: list[object] = []
-        hooks = []
-        for name in self.blocks:
-            block = self.skeleton.get_submodule(name)
-            hooks.append(
-                block.register_forward_pre_hook(lambda _module, given: taken.append(given[0] if given else None))
-            )
-            hooks.append(block.register_forward_hook(lambda _module, _given, output: returned.append(output)))
-        try:
-            with torch.no_grad(), torch.device("meta"):
-                self.skeleton(*map(_meta, arguments), **{name: _meta(value) for name, value in options.items()})
-        finally:
-            for hook in hooks:
-                hook.remove()
-        self._check_chain(taken, returned)
-        assert isinstance(returned[0], Tensor)
-        return returned[0].shape
 
-    def _check_chain(self, taken: list[object], returned: list[object]) -> None:
-        if len(returned) != len(self.blocks):
-            raise ShoalError(
-                f"the forward runs {len(returned)} blocks, but the model's description names {len(self.blocks)}",
-                fix="pp=1, or name in blocks=(...) exactly the modules that run one after the other, each once",
-            )
-        for name, following, output, given in zip(self.blocks, self.blocks[1:], returned, taken[1:], strict=False):
-            if not isinstance(output, Tensor) or output is not given:
-                what = "is not a tensor" if not isinstance(output, Tensor) else f"is not what {following} takes"
-                raise ShoalError(
+def stream_of(model: nn.Module, blocks: Sequence[str], call: Call) -> torch.Size:
+    """The shape of what runs from block to block, found by running a model without memory; refuses a model whose blocks
+    do not hand one tensor on as it is."""
+    taken: list[object] = []
+    returned: list[object] = []
+    hooks = []
+    for name in blocks:
+        block = model.get_submodule(name)
+        hooks.append(block.register_forward_pre_hook(lambda _module, given: taken.append(given[0] if given else None)))
+        hooks.append(block.register_forward_hook(lambda _module, _given, output: returned.append(output)))
+    arguments, options = call
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            model(*map(_meta, arguments), **{name: _meta(value) for name, value in options.items()})
+    finally:
+        for hook in hooks:
+            hook.remove()
+    raise_if(_broken_chain(blocks, taken, returned))
+    first = returned[0]
+    assert isinstance(first, Tensor)
+    return first.shape
+
+
+def _broken_chain(blocks: Sequence[str], taken: list[object], returned: list[object]) -> list[Problem]:
+    """Where something happens to the activation between two blocks, or inside one to its shape."""
+    if len(returned) != len(blocks):
+        what = f"the forward runs {len(returned)} blocks, but the model's description names {len(blocks)}"
+        return [Problem(what, "pp=1, or in blocks=(...) exactly what runs one after the other, each once")]
+    for name, following, output, given in zip(blocks, blocks[1:], returned, taken[1:], strict=False):
+        if not isinstance(output, Tensor) or output is not given:
+            what = "is not a tensor" if not isinstance(output, Tensor) else f"is not what {following} takes"
+            fix = "let each block return the tensor that the next one takes as its first argument, with the residual"
+            return [
+                Problem(
                     f"what {name} returns {what}: something happens to it between the blocks, where no stage is",
-                    fix="let each block return the tensor that the next one takes as its first argument, with the"
-                    " residual (x + ...) added inside the block",
+                    f"{fix} (x + ...) added inside the block",
                 )
+            ]
+    shapes = {
+        name: tuple(output.shape) for name, output in zip(blocks, returned, strict=True) if isinstance(output, Tensor)
+    }
+    odd = next((name for name, shape in shapes.items() if shape != shapes[blocks[0]]), None)
+    if odd is not None:
+        what = f"{blocks[0]} returns {list(shapes[blocks[0]])} and {odd} {list(shapes[odd])}"
+        return [Problem(f"a pipeline sends one shape from stage to stage, but {what}", "pp=1 for this model")]
+    return []
 
 
 def _meta(value: object) -> object:

@@ -134,6 +134,7 @@ class ColumnParallelLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """What all ranks share → this rank's features."""
+        _check_features(self, x, "all")
         return F.linear(self.tensor.enter(x), self.weight, self.bias)
 
 
@@ -150,6 +151,7 @@ class RowParallelLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """This rank's features → what all ranks share. The bias is added once, after the sum."""
+        _check_features(self, x, "this rank's part of the")
         total = self.tensor.leave(F.linear(x, self.weight))
         return total if self.bias is None else total + self.bias.to(total.dtype)
 
@@ -188,6 +190,16 @@ class PositionEmbedding(nn.Embedding):
     def forward(self, tokens: Tensor) -> Tensor:
         """Ids of all tokens → rows of mine."""
         return super().forward(my_part(tokens, -1, self.tensor.group))
+
+
+def _check_features(layer: nn.Linear, x: Tensor, which: str) -> None:
+    if x.shape[-1] != layer.weight.shape[1]:
+        kind = "COLUMN" if isinstance(layer, ColumnParallelLinear) else "ROW"
+        name = getattr(layer, "full_name", type(layer).__name__)
+        raise ShoalError(
+            f"{name} is split by {kind} and takes {which} input features, {layer.weight.shape[1]}, not {x.shape[-1]}",
+            fix="in splits: COLUMN for what reads from outside of a split region, ROW for what reads a COLUMN's features",
+        )
 
 
 def _become(module: Any, kind: Any, tensor: TensorParallel, pieces: dict[nn.Parameter, nn.Parameter]) -> None:
@@ -315,6 +327,7 @@ def note_split_layers(model: nn.Module, tensor: TensorParallel) -> dict[str, tup
 
 
 def _note(layer: Any, name: str, tensor: TensorParallel) -> None:
+    layer.full_name = name
     tensor.cuts |= {f"{name}.{own}": dim for own, dim in layer.cut.items() if getattr(layer, own, None) is not None}
     if isinstance(layer, RowParallelLinear) and tensor.splits_tokens and layer.bias is not None:
         tensor.partial.add(f"{name}.bias")

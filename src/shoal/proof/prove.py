@@ -17,16 +17,18 @@ from shoal.blueprint.layout import AXES
 from shoal.blueprint.legality import legal_plans, misfits
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.recipe import ModelSection, Recipe
-from shoal.data.batch import length
+from shoal.data.batch import length, rows
 from shoal.data.open import open_datasets
 from shoal.data.order import sample_ids
 from shoal.errors import ShoalError, raise_if
 from shoal.launch.local import launch
-from shoal.parallel.compose import refuse_unbuilt
+from shoal.parallel.compose import refuse_unbuilt, stream_of
 from shoal.proof.candidate import Findings, verify_on_rank
 from shoal.proof.case import TOLERANCES, Case, in_precision
+from shoal.proof.reference import has_batch_norm
 from shoal.proof.report import Count, Proof
 from shoal.train.build import build_model, describe, without_memory
+from shoal.train.objective import call_of, objective_of
 
 STEPS = 3
 TOKENS = 24
@@ -53,6 +55,7 @@ def verify(
     `build_model()` returns the model, the same one in every process; `batch` is a global batch, or a list of them.
     `nproc` None: as many processes as the plan's degrees multiply to.
     """
+    _check_steps(steps)
     asked = Plan.of(plan)
     resolved = asked.resolve(nproc or claimed_ranks(asked))
     refuse_unbuilt(resolved)
@@ -67,10 +70,21 @@ def verify(
         lr=lr,
         clip=clip,
         device=device,
-        tolerance=tolerance or TOLERANCES[resolved.precision],
+        tolerance=_tolerance(tolerance, resolved),
     )
     check(case)
     return prove(case)
+
+
+def _tolerance(asked: float | None, plan: Plan) -> float:
+    if asked is not None and not asked >= 0:
+        raise ShoalError(f"tolerance {asked} is below zero", fix="--tolerance 1e-10, or 0 for equal bits")
+    return TOLERANCES[plan.precision] if asked is None else asked
+
+
+def _check_steps(steps: int) -> None:
+    if steps < 1:
+        raise ShoalError(f"{steps} steps prove nothing", fix="--steps 3")
 
 
 def prove(case: Case) -> Proof:
@@ -88,7 +102,17 @@ def prove(case: Case) -> Proof:
         bytes=_bytes(ranks),
         collectives=_collectives(ranks),
         memory=_memory(ranks),
+        notes=tuple(_notes(case)),
     )
+
+
+def _notes(case: Case) -> Iterator[str]:
+    """What a reader of the verdict should know."""
+    if case.plan.zero and case.plan.layout.dp_shard == 1:
+        yield f"zero={case.plan.zero} divides nothing here: dp_shard is 1"
+    model = without_memory(case.build)
+    if model is not None and has_batch_norm(model):
+        yield "batch norm: one device was given the batch in the plan's microbatches, on which its result depends"
 
 
 def check(case: Case) -> None:
@@ -98,10 +122,18 @@ def check(case: Case) -> None:
         return  # its shapes are not known here; the ranks will find what is wrong
     tokens = _num_tokens(case.batches[0])
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    description = describe(model)
     found = misfits(
-        case.plan, description=describe(model), batch=length(case.batches[0]), sequence=tokens, features=shapes
+        case.plan,
+        description=description,
+        batch=length(case.batches[0]),
+        sequence=tokens,
+        features=shapes,
+        modules=[name for name, _ in model.named_modules()],
     )
     raise_if(found, title=f"plan '{case.plan.brief()}'")
+    if case.plan.layout.pp > 1:
+        stream_of(model, description.blocks, call_of(objective_of(case.loss), rows(case.batches[0], 0, 1)))
 
 
 # ---- cases from a recipe --------------------------------------------------------------------------------------------
@@ -120,6 +152,7 @@ class How:
 def case_of(recipe: Recipe, world_size: int, how: How) -> Case:
     """A verification of the recipe's model under its plan; of a small copy, where the model knows how to shrink."""
     device = "cpu" if recipe.launch.device == "auto" else recipe.launch.device
+    _check_steps(how.steps)
     asked = recipe.plan.resolve(world_size)
     refuse_unbuilt(asked)
     plan = in_precision(asked, how.precision, device)
@@ -132,7 +165,7 @@ def case_of(recipe: Recipe, world_size: int, how: How) -> Case:
         seed=recipe.run.seed,
         clip=recipe.optim.clip if recipe.optim.clip is None else min(recipe.optim.clip, 0.5),
         device=device,
-        tolerance=how.tolerance or TOLERANCES[plan.precision],
+        tolerance=_tolerance(how.tolerance, plan),
     )
     check(case)
     return case

@@ -33,7 +33,7 @@ def observe_reference(case: Case) -> tuple[list[Observation], dict[str, Tensor]]
     observations = []
     for batch in case.batches:
         on_device = to_device(batch, device, precision.weight_dtype)
-        pieces = list(_pieces(on_device, case)) if _has_batch_norm(model) else [on_device]
+        pieces = list(_pieces(on_device, case)) if has_batch_norm(model) else [on_device]
         total = sum(_weight(piece) for piece in pieces)
         loss = 0.0
         for piece in pieces:
@@ -105,7 +105,8 @@ def _pieces(batch: Any, case: Case) -> Iterator[Any]:
         yield rows(batch, start, start + size)
 
 
-def _has_batch_norm(model: nn.Module) -> bool:
+def has_batch_norm(model: nn.Module) -> bool:
+    """Whether what it computes for a sample depends on the samples beside it."""
     return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 

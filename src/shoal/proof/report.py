@@ -63,6 +63,9 @@ class Proof:
     memory: Mapping[str, Count] = field(default_factory=dict)
     """cause (parameters, gradients, optimizer, ...) → bytes on the fullest rank."""
 
+    notes: tuple[str, ...] = ()
+    """What a reader of the verdict should know."""
+
     @property
     def equal(self) -> bool:
         """Whether the plan computes what one device computes."""
@@ -84,6 +87,7 @@ def to_mapping(proof: Proof) -> dict[str, Any]:
             for axis, calls in proof.collectives.items()
         },
         "memory": {cause: count.to_mapping() for cause, count in proof.memory.items()},
+        "notes": list(proof.notes),
         "tolerance": verdict.tolerance,
         "steps": len(verdict.steps),
         "seconds": proof.seconds,
@@ -128,11 +132,15 @@ def _headline(proof: Proof) -> Table:
         lines.add_row(
             "", f"worst relative difference {worst} in {of.tensor}, tolerance {_short(verdict.tolerance)}; {steps}"
         )
+        for note in proof.notes:
+            lines.add_row("", Text(note))
         return lines
     lines.add_row(Text("NOT equal", "bold red"), Text(f"{proof.plan} {ranks} differs from one device"))
     lines.add_row(Text("first", "bold"), Text(f"{where(verdict.first)}; {steps}"))
     if proof.cause:
         lines.add_row(Text("cause", "bold"), Text(proof.cause))
+    for note in proof.notes:
+        lines.add_row("", Text(note))
     return lines
 
 
@@ -155,9 +163,11 @@ def where(difference: Difference) -> str:
 def _steps(verdict: Verdict) -> Table:
     table = _table("how far off each step is")
     for heading in ("step", "loss", "norm", "gradients", "weights"):
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(
+            heading, justify="right", no_wrap=True, min_width=max(7, len(heading)) if heading != "step" else 4
+        )
     table.add_column("worst tensor", no_wrap=True)
-    table.add_column("")
+    table.add_column("", min_width=1)
     for number, step in enumerate(verdict.steps):
         differences = (step.loss_difference, step.grad_norm_difference, step.gradient, step.weight, step.replicas)
         worst = step.gradient_tensor if step.gradient >= step.weight else step.weight_tensor

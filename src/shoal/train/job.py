@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
 from torch import nn
 
 from shoal.blueprint.description import Description
@@ -16,8 +17,9 @@ from shoal.data.dataset import Dataset
 from shoal.data.open import open_datasets
 from shoal.errors import Problem, ShoalError, needs, raise_if
 from shoal.numerics.precision import precision_of
-from shoal.parallel.compose import refuse_unbuilt
+from shoal.parallel.compose import refuse_unbuilt, stream_of
 from shoal.train.build import build_model, describe, without_memory
+from shoal.train.objective import CrossEntropy, call_of
 
 T = TypeVar("T")
 FAST_DEV_STEPS = 3
@@ -44,6 +46,9 @@ def check(recipe: Recipe, world_size: int) -> Job:
         found.problems += _misfits(recipe, model, datasets[0]) + _odd_lengths(recipe, datasets[0])
         if plan is not None and model is not None:
             found.problems += _unfit_for_plan(plan, model, recipe, datasets[0])
+            if plan.layout.pp > 1 and not found.problems:
+                call = call_of(CrossEntropy(), datasets[0].batch(np.arange(1)))
+                found.of(stream_of, model, describe(model).blocks, call)
     raise_if(found.problems)
     assert plan is not None
     assert datasets is not None
@@ -77,7 +82,10 @@ def _unfit_for_plan(plan: Plan, model: nn.Module, recipe: Recipe, data: Dataset)
     """Why the plan cannot lay out this model."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     sequence = data.tokens_per_sample if data.tokens_per_sample > 1 else None
-    return misfits(plan, description=describe(model), batch=recipe.data.batch, sequence=sequence, features=shapes)
+    names = [name for name, _ in model.named_modules()]
+    description = describe(model)
+    batch = recipe.data.batch
+    return misfits(plan, description=description, batch=batch, sequence=sequence, features=shapes, modules=names)
 
 
 def _misfits(recipe: Recipe, model: nn.Module | None, data: Dataset) -> list[Problem]:

@@ -311,6 +311,12 @@ class Run:
         step = self._step
         if step is None or not step.has_begun:
             raise ShoalError("update() without a backward", fix="call run.backward(loss) first, or run.step(batch)")
+        if step.index >= 0 and len(step.sums) < len(step.microbatches):
+            raise ShoalError(
+                f"{len(step.sums)} of {len(step.microbatches)} microbatches had a backward, and gradients are"
+                " synchronised in that of the last",
+                fix="for microbatch in run.microbatches(batch): ... run.backward(loss), to its end, then run.update()",
+            )
         loss = self._own_loss(step)
         reduction = dist.all_reduce(loss, async_op=True) if self.world.size > 1 else None  # travels during the update
         self.composed.finish_gradients()
