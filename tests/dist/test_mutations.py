@@ -17,7 +17,7 @@ from shoal.blueprint.plan import Plan
 from shoal.comm import differentiable
 from shoal.comm.world import World
 from shoal.models import llama
-from shoal.parallel import composed, pipeline
+from shoal.parallel import composed, pipeline, shard
 from shoal.proof.candidate import verify_in
 from shoal.proof.case import Case
 from shoal.train.run import Run
@@ -111,8 +111,24 @@ def norm_of_own_shard() -> Any:
     return patch.object(composed.Composed, "norm", norm)
 
 
+def shards_are_not_summed() -> Any:
+    """dp_shard: FSDP2 is never told that a microbatch is the last, and reduces nothing."""
+    return patch.object(shard, "_set", lambda module, **_: module.set_requires_gradient_sync(False))
+
+
+def replicas_of_shards_do_not_talk() -> Any:
+    """HSDP: shards are summed inside a replica, and never over replicas."""
+    original = shard._set
+
+    def told(module: Any, **options: Any) -> None:
+        original(module, **options)
+        module.set_requires_all_reduce(False)
+
+    return patch.object(shard, "_set", told)
+
+
 def accumulation_drops_microbatches() -> Any:
-    """zero=1: gradients are reduced only from the last microbatch, the earlier ones are lost."""
+    """Gradients come from the last microbatch alone; the earlier ones are lost."""
     original = Run._backward
 
     def backward(self: Any, loss_sum: Tensor) -> None:
@@ -130,6 +146,8 @@ DEFECTS: list[tuple[Callable[[], Any], int, str, tuple[str, ...]]] = [
     (partial_gradients_stay_partial, 2, "tp=2 sp=on mb=4", ("tp",)),
     (replicas_do_not_talk, 2, "dp_replicate=2 mb=2", ("dp_replicate",)),
     (averages_summed, 2, "zero=3 mb=2", ("dp_shard",)),
+    (shards_are_not_summed, 2, "zero=1 mb=2", ("embed_tokens",)),
+    (replicas_of_shards_do_not_talk, 4, "dp_replicate=2 zero=3 mb=1", ("dp_replicate", "embed_tokens")),
     (microbatches_averaged, 2, "dp_replicate=2 mb=1", ("microbatch",)),
     (wrong_microbatch, 2, "pp=2 1f1b mb=1", ("stage", "microbatch")),
     (tied_copies_drift, 2, "pp=2 1f1b mb=1", ("embed_tokens",)),

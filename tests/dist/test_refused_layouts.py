@@ -108,6 +108,65 @@ def test_tokens_that_nothing_divides(world: World) -> None:
             splits = {"blocks.*.0": shoal.Split.SEQUENCE, "head": shoal.Split.SEQUENCE}
             return shoal.Description(blocks=BLOCKS, after_blocks=("head",), splits=splits)
 
-    with pytest.raises(ShoalError, match="split by vocabulary"):
+    with pytest.raises(ShoalError, match="split by vocabulary to a head"):
         prepared(world, "tp=2 sp=on", Norms())
     assert not prepared(world, "tp=2", Norms()).tensor.splits_tokens
+
+
+class Skips(Tower):
+    """What entered is added again after the blocks, where the last stage does not have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = entered = self.entry(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + entered)
+
+    def describe(self) -> shoal.Description:
+        return shoal.Description(before_blocks=("entry",), blocks=BLOCKS, after_blocks=("head",))
+
+
+class Capped(Tower):
+    """Something is computed after the last module, once and not on every stage."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 5 * torch.tanh(super().forward(x) / 5)
+
+
+def test_what_passes_by_the_blocks() -> None:
+    with pytest.raises(ShoalError, match=r"what follows the blocks reads what entry\.weight has computed"):
+        shoal.verify(Skips, batch(), "pp=2 mb=2")
+
+
+def test_what_follows_the_last_module_is_computed_once() -> None:
+    proof = shoal.verify(Capped, batch(), "pp=2 1f1b mb=2")
+    assert proof.equal, proof.cause
+
+
+@on_ranks(2)
+def test_ranks_that_start_apart(world: World) -> None:
+    torch.manual_seed(world.rank)
+    with pytest.raises(ShoalError, match="does not have the same values on every rank"):
+        prepared(world, "pp=2 mb=2", Tower())
+
+
+@on_ranks(2)
+def test_a_tie_that_nobody_declared(world: World) -> None:
+    model = Tower()
+    model.blocks[1][0].weight = model.blocks[0][0].weight
+    with pytest.raises(ShoalError, match="are one parameter"):
+        prepared(world, "zero=3", model)
+
+
+@on_ranks(2)
+def test_an_update_in_the_middle_of_a_batch(world: World) -> None:
+    run = prepared(world, "mb=2", Tower())
+    for inputs, labels in run.microbatches(tuple(part[:4] for part in batch())):
+        run.backward(nn.functional.cross_entropy(run.model(inputs), labels))
+        break
+    with pytest.raises(ShoalError, match="1 of 2 microbatches had a backward"):
+        run.update()

@@ -210,7 +210,10 @@ def test_whose_gradients_are_shares() -> None:
     assert [is_partial(description, name, splits_tokens=True) for name in names] == [True] * 4 + [False] * 2
     assert [is_partial(description, name, splits_tokens=False) for name in names] == [*[False] * 3, True, False, False]
     assert not splits_tokens(Plan.parse("tp=2").resolve(2), description)  # nothing divides the tokens
-    embeds = replace(description, before_blocks=("wte",), splits={**description.splits, "wte": Split.VOCABULARY})
+    both = {"wte": Split.VOCABULARY, "head": Split.VOCABULARY}
+    embeds = replace(description, before_blocks=("wte",), splits={**description.splits, **both})
+    assert not splits_tokens(Plan.parse("tp=2").resolve(2), embeds)  # nothing puts them together again
+    embeds = replace(embeds, after_blocks=("head",))
     assert splits_tokens(Plan.parse("tp=2").resolve(2), embeds)
     assert not splits_tokens(Plan.parse("tp=2 sp=off").resolve(2), description)
     assert not splits_tokens(Plan().resolve(1), description)

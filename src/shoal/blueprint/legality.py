@@ -76,6 +76,7 @@ def misfits(
     return [
         *(() if is_split_by_hand else _tensor_misfits(plan, description, sequence, features or {})),
         *_homeless(plan, description, features or {}),
+        *_without_blocks(plan, description),
         *_pipeline_misfits(plan, description),
         *(_batch_misfits(plan, batch) if batch is not None else ()),
     ]
@@ -191,8 +192,9 @@ def _sequence_misfits(
     """Sequence parallelism gives every tp rank as many tokens. Not said, it is on where the model allows it."""
     if plan.sp and not divides_tokens(description):
         yield Problem(
-            "sp=on divides tokens where an embedding is split by vocabulary, and no module of before_blocks is",
-            'sp=off, or before_blocks=("embedding",) with splits={"embedding": Split.VOCABULARY}',
+            "sp=on divides tokens from an embedding in before_blocks that is split by vocabulary to a head in"
+            " after_blocks that is, and the model does not describe both",
+            'sp=off, or splits={"embedding": Split.VOCABULARY, "head": Split.VOCABULARY}',
         )
         return
     is_on = divides_tokens(description) if plan.sp is None else plan.sp
@@ -208,14 +210,23 @@ def _sequence_misfits(
 
 
 def divides_tokens(description: Description) -> bool:
-    """Whether sequence parallelism can be on: the tokens are divided where they are embedded, and some module says that
-    it works on each of them alone."""
+    """Whether sequence parallelism can be on: the tokens are divided where they are embedded, some module says that it
+    works on each of them alone, and the head puts them together again."""
     embeds = any(
         split is Split.VOCABULARY and matches(pattern, name)
         for name in description.before_blocks
         for pattern, split in description.splits.items()
     )
-    return embeds and Split.SEQUENCE in description.splits.values()
+    gathers = any(
+        split in (Split.VOCABULARY, Split.COLUMN) and is_inside_any(pattern, description.after_blocks)
+        for pattern, split in description.splits.items()
+    )
+    return embeds and gathers and Split.SEQUENCE in description.splits.values()
+
+
+def is_inside_any(pattern: str, names: Sequence[str]) -> bool:
+    """Whether a pattern may speak of one of these submodules, or of one inside them."""
+    return any(matches(".".join(pattern.split(".")[: name.count(".") + 1]), name) for name in names)
 
 
 def _unclaimed(tp: int, description: Description, features: Shapes) -> Iterator[Problem]:
@@ -275,6 +286,12 @@ def _pipeline_misfits(plan: Plan, description: Description) -> Iterator[Problem]
             f"{plan.schedule} splits each backward in two, and torch then recomputes a block once for every parameter",
             "recompute=none, or 1f1b, interleaved, looped or gpipe",
         )
+
+
+def _without_blocks(plan: Plan, description: Description) -> Iterator[Problem]:
+    if plan.recompute != "none" and not description.blocks:
+        what = f"recompute={plan.recompute} forgets what blocks compute, but the model does not say what its blocks are"
+        yield Problem(what, BLOCKS_ESSAY)
 
 
 def _homeless(plan: Plan, description: Description, features: Shapes) -> Iterator[Problem]:

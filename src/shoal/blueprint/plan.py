@@ -318,6 +318,8 @@ def _conflicts(plan: Plan) -> Iterator[Problem]:
     if plan.zero == 0 and (plan.dp_shard or 1) > 1:
         fix = f"zero=1, 2 or 3, or dp_replicate={plan.dp_shard} instead of dp_shard={plan.dp_shard}"
         yield Problem(f"dp_shard={plan.dp_shard} with zero=0: nothing would be sharded", fix)
+    if plan.offload == "parameters" and not plan.zero:
+        yield Problem("offload=parameters moves shards to host memory, but zero=0 shards nothing", "zero=3 beside it")
     if plan.sp and plan.tp == 1:
         yield Problem("sp divides tokens among tp ranks, but tp=1", "tp=2 or more, or leave sp out")
     if plan.pp == 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ class Mesh:
     device: torch.device
     groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     coordinate: dict[str, int] = field(default_factory=dict)
+    timeout: timedelta = timedelta(minutes=10)
 
     @classmethod
     def make(cls, world: World, layout: Layout) -> Mesh:
@@ -34,11 +36,12 @@ class Mesh:
 
         An axis that spans the world has a group of its own too: what travels for control stays apart from it.
         """
-        mesh = cls(layout, world.rank, world.device, {}, layout.coordinate(world.rank))
+        timeout = timedelta(seconds=world.timeout)
+        mesh = cls(layout, world.rank, world.device, {}, layout.coordinate(world.rank), timeout)
         for axis in AXES:
             if layout.degree(axis) > 1:
                 for ranks in layout.groups(axis):
-                    group = dist.new_group(list(ranks))
+                    group = dist.new_group(list(ranks), timeout=mesh.timeout)
                     if world.rank in ranks:
                         mesh.groups[axis] = group
                         keep_after_closing(group)
@@ -72,7 +75,7 @@ class Mesh:
     def _group_or_self(self, axis: str) -> dist.ProcessGroup:
         if axis not in self.groups:
             for rank in range(self.layout.world_size):
-                group = dist.new_group([rank])
+                group = dist.new_group([rank], timeout=self.timeout)
                 if rank == self.rank:
                     self.groups[axis] = group
                     keep_after_closing(group)

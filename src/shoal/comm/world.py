@@ -66,6 +66,8 @@ class World:
     """A group over all ranks that takes CPU tensors."""
     is_owner: bool
     """True: this world made the process group, and destroys it."""
+    timeout: float = 600.0
+    """Seconds that a rank waits for the others in one collective."""
 
     @classmethod
     def start(
@@ -102,6 +104,7 @@ class World:
             device=chosen,
             control_group=_cpu_group(timedelta(seconds=timeout)),
             is_owner=is_owner,
+            timeout=timeout,
         )
         if is_owner:
             world.barrier()  # else a rank that is done early could leave while others are still connecting to it

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.blueprint.anatomy import (
@@ -30,7 +32,7 @@ from shoal.blueprint.description import Description
 from shoal.blueprint.legality import misfits
 from shoal.blueprint.plan import Plan
 from shoal.comm.mesh import Mesh
-from shoal.errors import Problem, raise_if
+from shoal.errors import Problem, ShoalError, raise_if
 from shoal.numerics.init import initialise, materialise
 from shoal.numerics.precision import Precision
 from shoal.parallel.composed import Composed, Part
@@ -80,8 +82,15 @@ def compose(
     names = [name for name, _ in model.named_modules()]
     found = misfits(plan, description=description, features=shapes, modules=names, is_split_by_hand=bool(by_hand))
     raise_if(found, title=f"plan '{plan.brief()}'")
+    raise_if(_ties_that_break(model, plan, description))
+    _refuse_unlike(model, plan, tensor)
     num_parameters = sum(math.prod(shapes[name]) for name, _ in model.named_parameters())
     sharding = _sharding(plan, mesh, precision)
+    if sharding is not None and options.find_unused:
+        raise ShoalError(
+            "find_unused lets ranks leave parameters out, but sharded ranks have to meet for every one of them",
+            fix=f"zero=0 instead of zero={plan.zero}, or a forward that uses the same parameters on every rank",
+        )
     skeleton = _without_memory(model) if mesh.degree("pp") > 1 else model
     parts = list(_cut(model, plan, description, mesh))
     for part in parts:
@@ -95,6 +104,8 @@ def compose(
                 _compile(block, options)
             if sharding is not None and not unit.is_root:
                 sharding.shard(_modules(part.model, unit), is_last=unit.is_last)
+        if not description.blocks:
+            _compile(part.model, options)
         precision.install(part.model, mesh.device)
         if sharding is not None:
             for module in units_by_size(part.model) if not description.blocks else ():
@@ -117,6 +128,43 @@ def compose(
         num_parameters=num_parameters,
         tied=description.tied,
     )
+
+
+# ---- what a layout could not keep ----------------------------------------------------------------------------------
+
+
+def _ties_that_break(model: nn.Module, plan: Plan, description: Description) -> Iterator[Problem]:
+    """Parameters with several names, which a layout would turn into several parameters."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    layout = plan.layout
+    is_cut = layout.tp > 1 or layout.pp > 1 or (layout.dp_shard > 1 and bool(description.blocks))
+    for shared in (shared for shared in names.values() if len(shared) > 1 and is_cut):
+        ends = [is_inside(shared[0].rpartition(".")[0], description.before_blocks)]
+        ends.append(is_inside(shared[-1].rpartition(".")[0], description.after_blocks))
+        if tuple(shared) not in description.tied or not all(ends):
+            yield Problem(
+                f"{' and '.join(shared)} are one parameter, and this plan would make several of it",
+                f"describe() with tied=(({', '.join(map(repr, shared[:2]))}),), the first in before_blocks and the"
+                " second in after_blocks; other ties need tp=1, pp=1 and zero=0",
+            )
+
+
+def _refuse_unlike(model: nn.Module, plan: Plan, tensor: TensorParallel) -> None:
+    """Whole models that differ from rank to rank, of which each would keep another piece. DDP sends rank 0's to all."""
+    layout = plan.layout
+    if layout.world_size in (1, layout.dp_replicate) or any(p.is_meta for p in model.parameters()):
+        return
+    sums = {n: float(p.detach().double().sum()) for n, p in model.named_parameters() if n not in tensor.cuts}
+    every: list[dict[str, float]] = [{} for _ in range(layout.world_size)]
+    dist.all_gather_object(every, sums)
+    unlike = next((name for name in sums if any(repr(other.get(name)) != repr(sums[name]) for other in every)), None)
+    if unlike is not None:
+        raise ShoalError(
+            f"{unlike} does not have the same values on every rank before it is laid out",
+            fix="the same torch.manual_seed on every rank before the model is built, and weights loaded on every rank",
+        )
 
 
 # ---- units ----------------------------------------------------------------------------------------------------------
@@ -293,22 +341,54 @@ def stream_of(model: nn.Module, blocks: Sequence[str], call: Call) -> torch.Size
     do not hand one tensor on as it is."""
     taken: list[object] = []
     returned: list[object] = []
-    hooks = []
-    for name in blocks:
-        block = model.get_submodule(name)
-        hooks.append(block.register_forward_pre_hook(lambda _module, given: taken.append(given[0] if given else None)))
-        hooks.append(block.register_forward_hook(lambda _module, _given, output: returned.append(output)))
+    computed: list[object] = []
+
+    def take(_module: nn.Module, given: tuple[object, ...]) -> None:
+        taken.append(given[0] if given else None)
+
+    def cut_off(_module: nn.Module, _given: object, output: object) -> object:
+        """What comes after a block may know of what came before it by the block's output alone."""
+        computed.append(output)
+        returned.append(output.detach().requires_grad_() if isinstance(output, Tensor) else output)
+        return returned[-1]
+
+    modules = [model.get_submodule(name) for name in blocks]
+    hooks = [block.register_forward_pre_hook(take) for block in modules]
+    hooks += [block.register_forward_hook(cut_off) for block in modules]
     arguments, options = call
     try:
-        with torch.no_grad(), torch.device("meta"):
-            model(*map(_meta, arguments), **{name: _meta(value) for name, value in options.items()})
+        with torch.enable_grad(), torch.device("meta"):
+            output = model(*map(_meta, arguments), **{name: _meta(value) for name, value in options.items()})
     finally:
         for hook in hooks:
             hook.remove()
-    raise_if(_broken_chain(blocks, taken, returned))
+    raise_if(_broken_chain(blocks, taken, returned) or _skips(model, blocks, computed, output))
     first = returned[0]
     assert isinstance(first, Tensor)
     return first.shape
+
+
+def _skips(model: nn.Module, blocks: Sequence[str], computed: list[object], output: object) -> list[Problem]:
+    """Whether a later block, or what follows the last, reads what was computed before the first, past the blocks."""
+    inside = {id(p) for name in blocks for p in model.get_submodule(name).parameters()}
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    outside = {n: p for n, p in model.named_parameters() if id(p) not in inside and uses[id(p)] == 1}
+    before = _behind(computed[0], outside)
+    for name, value in zip([*blocks[1:], "what follows the blocks"], [*computed[1:], output], strict=True):
+        for reached in _behind(value, before):
+            what = f"{name} reads what {reached} has computed before the first block, and only the first stage has it"
+            return [Problem(what, "pp=1, or hand it on inside the one tensor that runs from block to block")]
+    return []
+
+
+def _behind(value: object, parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """The parameters on which a value depends."""
+    output = getattr(value, "logits", value)
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
+    if not isinstance(output, Tensor) or not output.requires_grad or not trained:
+        return {}
+    grads = torch.autograd.grad(output.sum(), list(trained.values()), retain_graph=True, allow_unused=True)
+    return {name: p for (name, p), grad in zip(trained.items(), grads, strict=True) if grad is not None}
 
 
 def _broken_chain(blocks: Sequence[str], taken: list[object], returned: list[object]) -> list[Problem]:

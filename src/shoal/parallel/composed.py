@@ -90,7 +90,7 @@ class Composed:
         original, pieces = self._replaced.get(id(parameter), (None, []))
         if original is not None and original() is parameter:
             return pieces
-        return [parameter] if any(parameter is one for one in self.named.values()) else []
+        return [parameter]  # a piece already, or none of the model's
 
     def _match(self, originals: dict[str, nn.Parameter]) -> None:
         """Note what became of every parameter, without keeping the whole ones alive."""
@@ -113,7 +113,12 @@ class Composed:
             all_reduce_together(partial, self.tensor.group)
         if self.pipeline is not None:
             if not self.is_sharded and "dp_replicate" in self.mesh.groups:
-                average_gradients(list(gradients.values()), self.mesh.groups["dp_replicate"])
+                for name, parameter in self.named.items():  # every replica brings as many, used or not
+                    if parameter.requires_grad and name not in gradients:
+                        parameter.grad = gradients[name] = torch.zeros_like(parameter)
+                average_gradients(
+                    [gradients[name] for name in self.named if name in gradients], self.mesh.groups["dp_replicate"]
+                )
             for first, second in self.tied:
                 self._sum_tied(gradients.get(first), gradients.get(second))
 

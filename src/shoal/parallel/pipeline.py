@@ -8,10 +8,10 @@ stage's forward is called as on one device, with the whole input, so masks, posi
 computes from its input are there on every stage:
 
     one device   tokens ── embed ── block 0 ── block 1 ── block 2 ── block 3 ── norm ── head ── loss
-    stage 0      tokens ── embed ── block 0 ── block 1 ── (as is) ── (as is) ── (as is) (as is) ──▶ x
+    stage 0      tokens ── embed ── block 0 ── block 1 ── (end) ──▶ x
     stage 1      tokens ──  (x)  ──   (x)   ──   (x)   ── block 2 ── block 3 ── norm ── head ── loss
                               stand-ins before the stage's own blocks return what was received;
-                              those after them return what they are given
+                              the first one after them ends the forward with what it is given
 
 *Feed.* torch hands the schedule's microbatches on by number. Data, labels and weights are looked up by that number
 here, so a batch may be anything that the user's loss and model understand.
@@ -71,19 +71,23 @@ class Received(nn.Module):
         return self.value
 
 
-class PassOn(nn.Module):
-    """In place of a module after the stage's own: returns what it is given."""
+class Reached(Exception):
+    """A stage has come to the first block that is not its own; carries what that block was given."""
+
+
+class End(nn.Module):
+    """In place of a module after the stage's own: ends the forward, so that what follows is computed only once."""
 
     def forward(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        """The first argument."""
-        return x
+        """Never returns."""
+        raise Reached(x)
 
 
 def cut(model: nn.Module, *, before: Sequence[str], after: Sequence[str]) -> tuple[nn.Module, Received]:
     """A copy of the model in which some submodules are stand-ins. What is left shares its tensors with the model."""
     received = Received()
     memo: dict[int, Any] = {id(model.get_submodule(name)): received for name in before}
-    memo |= {id(model.get_submodule(name)): PassOn() for name in after}
+    memo |= {id(model.get_submodule(name)): End() for name in after}
     memo |= {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, memo), received
 
@@ -125,13 +129,15 @@ class Stage(nn.Module):
         if self.feed.begin is not None:
             self.feed.begin(number, self.index)
         self._received[0].value = x if x is None else x.to(self.device, self.wide)
-        output = self.model(*arguments, **options)
-        self._received[0].value = None
-        if self.is_last:
-            assert self.feed.loss is not None
-            return self.feed.loss(output, number)
-        activation: Tensor = getattr(output, "logits", output)
-        return activation.to(self.wire, self.dtype)
+        try:
+            output = self.model(*arguments, **options)
+        except Reached as reached:
+            activation: Tensor = reached.args[0]
+            return activation.to(self.wire, self.dtype)
+        finally:
+            self._received[0].value = None
+        assert self.feed.loss is not None
+        return self.feed.loss(output, number)
 
 
 @dataclass
@@ -184,7 +190,10 @@ class Pipeline:
             for index, stage in mine.items():
                 if index and self.owners[index - 1] != me:
                     x = torch.empty(self.activation(call), dtype=self.dtype, device=self.wire)
-                    dist.recv(x, group=self.group, group_src=self.owners[index - 1])
+                    source = self.owners[index - 1]
+                    receive = dist.P2POp(dist.irecv, x, group=self.group, group_peer=source)
+                    for work in dist.batch_isend_irecv([receive]):  # as it is sent: NCCL keeps the two kinds apart
+                        work.wait()
                 x = stage(*([x] if index else []), microbatch=torch.tensor([number]))
                 if not stage.is_last and self.owners[index + 1] != me:
                     send = dist.P2POp(dist.isend, x.contiguous(), group=self.group, group_peer=self.owners[index + 1])

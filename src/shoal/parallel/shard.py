@@ -52,7 +52,11 @@ class Sharding:
             module,
             mesh=self.mesh,
             reshard_after_forward=self.zero == 3 and not is_last and not self.keeps_gathered,
-            mp_policy=MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=self.reduce_dtype),
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=self.compute_dtype,
+                reduce_dtype=self.reduce_dtype,
+                cast_forward_inputs=False,  # what activations are computed in is autocast's business, as on one device
+            ),
             offload_policy=CPUOffloadPolicy() if self.offloads_parameters else OffloadPolicy(),
         )
 
@@ -94,7 +98,13 @@ def units_by_size(model: nn.Module) -> Sequence[nn.Module]:
     taken: set[nn.Parameter] = set()
     shared = _shared(model)
     units: list[nn.Module] = []
+    # An attention of torch's own reads the weights of its layers without calling them, and nothing would gather those.
+    hidden = {
+        inner for module in model.modules() if isinstance(module, nn.MultiheadAttention) for inner in module.children()
+    }
     for module in reversed(list(model.modules())[1:]):  # `modules` lists parents before children
+        if module in hidden:
+            continue
         if shared.intersection(module.parameters()):
             continue  # what several modules share can only be in the unit that holds them all: the whole model
         own = [parameter for parameter in module.parameters() if parameter not in taken]

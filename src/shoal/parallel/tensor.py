@@ -82,6 +82,10 @@ class TensorParallel:
             return x
         return gather_last(x, self.group, self.num_logits)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
+        """One for all parts of a model: groups are not copied."""
+        return self
+
     def first_of(self, size: int) -> int:
         """Where this rank's part of `size` things begins."""
         return self.index * -(-size // self.degree)
@@ -104,9 +108,11 @@ class TensorParallel:
 
 
 def _check_tokens(x: Tensor) -> None:
-    if x.dim() < 2:
+    if x.dim() < 3:
         raise ShoalError(
-            f"sequence parallelism divides tokens, but this activation has the shape {tuple(x.shape)}", fix="sp=off"
+            f"sequence parallelism divides tokens, but an activation of shape {tuple(x.shape)} has none (samples,"
+            " tokens, features), as after a mean over tokens",
+            fix="sp=off in the plan",
         )
 
 
@@ -164,9 +170,14 @@ class VocabularyParallelEmbedding(nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Rows of tokens that other ranks have are zero here, and come in with the sum."""
-        local = tokens - self.tensor.first_of(self.num_embeddings)
-        elsewhere = (local < 0) | (local >= self.weight.shape[0])
-        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        first = self.tensor.first_of(self.num_embeddings)
+        local = tokens - first
+        is_token = (tokens >= 0) & (tokens < self.num_embeddings)  # anything else fails, as it does on one device
+        elsewhere = ((local < 0) | (local >= self.weight.shape[0])) & is_token
+        padding = None if self.padding_idx is None else self.padding_idx - first
+        if padding is not None and not 0 <= padding < self.weight.shape[0]:
+            padding = None  # another rank has it
+        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight, padding)
         return self.tensor.leave(rows.masked_fill(elsewhere[..., None], 0.0))
 
 
@@ -198,7 +209,7 @@ def _check_features(layer: nn.Linear, x: Tensor, which: str) -> None:
         name = getattr(layer, "full_name", type(layer).__name__)
         raise ShoalError(
             f"{name} is split by {kind} and takes {which} input features, {layer.weight.shape[1]}, not {x.shape[-1]}",
-            fix="in splits: COLUMN for what reads from outside of a split region, ROW for what reads a COLUMN's features",
+            fix="in splits: COLUMN for what reads from outside of a split region, ROW for what reads a COLUMN layer",
         )
 
 
@@ -246,7 +257,8 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         counts = labels != ignore
         local = labels - tensor.first_of(tensor.num_logits)
         is_here = (local >= 0) & (local < logits.shape[-1]) & counts
-        index = local.masked_fill(~is_here, 0)[:, None]
+        is_label = (labels >= 0) & (labels < tensor.num_logits)  # anything else fails, as it does on one device
+        index = local.masked_fill((is_label & ~is_here) | ~counts, 0)[:, None]
         largest = all_reduce(logits.amax(-1), tensor.group, dist.ReduceOp.MAX)
         exponentials = (logits - largest[:, None]).exp_()
         target = logits.gather(-1, index)[:, 0].masked_fill(~is_here, 0.0)
@@ -297,6 +309,11 @@ def _split_layer(
         return
     if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
         return  # the model's author has split it
+    if type(layer) is nn.Embedding and (layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse):
+        raise ShoalError(
+            f"{name} has max_norm, scale_grad_by_freq or sparse, which no rank can carry out for its part alone",
+            fix="leave them out of that nn.Embedding, or tp=1",
+        )
     kind: Any = SPLIT_LAYERS.get((how, type(layer)))
     if kind is None:
         able = " or ".join(sorted({f"nn.{of.__name__}" for split_how, of in SPLIT_LAYERS if split_how is how}))

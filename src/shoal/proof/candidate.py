@@ -107,7 +107,9 @@ def _observe(run: Run, batch: Any) -> Observation:
 
     def look() -> None:
         disagreements.extend(_disagreements(run.composed, "gradient"))
-        gradients.update(run.composed.whole("gradient"))
+        scale = run.loss_scale.scale  # of fp16, which is undone with the clipping
+        whole = run.composed.whole("gradient")
+        gradients.update({name: tensor if tensor is None else tensor / scale for name, tensor in whole})
 
     run.on_gradients = look
     loss = run.step(_share(run, batch))

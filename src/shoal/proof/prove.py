@@ -60,7 +60,8 @@ def verify(
     resolved = asked.resolve(nproc or claimed_ranks(asked))
     refuse_unbuilt(resolved)
     resolved = in_precision(resolved, precision, device)
-    batches = [batch] * steps if not isinstance(batch, list) else (batch * steps)[:steps]
+    is_several = isinstance(batch, list) and not any(isinstance(part, Tensor) for part in batch)
+    batches = (batch * steps)[:steps] if is_several else [batch] * steps
     case = Case(
         build=build_model,
         batches=batches,

@@ -20,6 +20,8 @@ from shoal.numerics.precision import hush, precision_of
 from shoal.proof.case import Case
 from shoal.proof.compare import Observation
 
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
 
 def observe_reference(case: Case) -> tuple[list[Observation], dict[str, Tensor]]:
     """What one device computes, step by step, and the weights from which it starts."""
@@ -65,8 +67,10 @@ def fresh_model(case: Case) -> nn.Module:
 def turn_off_dropout(model: nn.Module) -> None:
     """No two layouts draw the same masks."""
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, DROPOUTS):
             module.p = 0.0
+        elif isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+            module.dropout = 0.0
 
 
 def optimizer_for(case: Case, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -125,7 +125,6 @@ class Run:
         """Called when the gradients of a step are whole, before they are clipped."""
         self._composed: Composed | None = None
         self._optimizer: Optimizer | None = None
-        self._trained: list[nn.Parameter] = []
         self._host_copies: HostCopies | None = None
         self._loaders: list[DealtLoader] = []
         self._step: OpenStep | None = None
@@ -226,7 +225,7 @@ class Run:
     def _give_parameters(self, optimizer: Optimizer, composed: Composed) -> None:
         """Let an optimizer hold what became of its parameters; under offload, copies of it in host memory."""
         _repoint(optimizer, composed)
-        self._trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        _refuse_forgotten_stages(optimizer, composed)
         is_elsewhere = self.plan.offload == "optimizer" and self.device.type != "cpu"
         self._host_copies = HostCopies(optimizer, local) if is_elsewhere else None
 
@@ -275,14 +274,22 @@ class Run:
 
         def loss(output: Any, number: int) -> Tensor:
             weight = step.weights[number]
+            self._seed(self.steps_done, place(number))  # a loss that draws, draws what it drew for the call
             loss_sum = loss_of_output(self.objective, output, step.microbatches[number], weight)
             step.sums.append(loss_sum.detach() / total)
             return loss_sum * factor
 
+        def place(number: int) -> int:
+            return step.offset + number * (self.plan.mb or 0)
+
+        def call(number: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            self._seed(self.steps_done, place(number))
+            return call_of(self.objective, step.microbatches[number])
+
         def begin(number: int, stage: int) -> None:
             self._begin(step, number, stage)
 
-        calls = [call_of(self.objective, microbatch) for microbatch in step.microbatches]
+        calls = [call(number) for number in range(len(step.microbatches))]
         with self._logits_as_the_objective_takes_them():
             self.composed.pipeline.step(Feed(calls, loss, begin))
         step.has_run = True
@@ -322,8 +329,9 @@ class Run:
         self.composed.finish_gradients()
         if self.on_gradients is not None:
             self.on_gradients()
-        norm = self.composed.norm(self._trained) / self.loss_scale.scale
-        gradients = [local(gradient) for gradient in gradients_of(self._trained)]
+        trained = self._trained_parameters()
+        norm = self.composed.norm(trained) / self.loss_scale.scale
+        gradients = [local(gradient) for gradient in gradients_of(trained)]
         is_finite = (self.on_nan == "ignore" and not self.loss_scale.is_dynamic) or bool(torch.isfinite(norm))
         if is_finite:
             self._scale_gradients(gradients, norm)
@@ -339,6 +347,12 @@ class Run:
         self._step = None
         self.report = StepReport(loss, norm, was_skipped=not is_finite, note=note)
         return self.report
+
+    def _trained_parameters(self) -> list[nn.Parameter]:
+        """Of the model; under offload, the optimizer holds copies of them."""
+        if self._host_copies is not None:
+            return [parameter for parameter, _ in self._host_copies.pairs]
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def _own_loss(self, step: OpenStep) -> Tensor:
         """This rank's part of the loss: of those that computed the same one, only the first has it."""
@@ -466,7 +480,8 @@ class Run:
 
     def _nonfinite_gradient(self) -> str:
         named = self.composed.named.items()
-        bad = [n for n, p in named if p.grad is not None and not bool(local(p.grad).isfinite().all())]
+        mine = [n for n, p in named if p.grad is not None and not bool(local(p.grad).isfinite().all())]
+        bad = list(dict.fromkeys(name for rank in self.world.all_gather_object(mine) for name in rank))
         return f"step {self.steps_done}: every loss is finite, but the gradient of {', '.join(bad[:3])} is not"
 
     # ---- evaluation and the end ------------------------------------------------------------------------------------
@@ -558,6 +573,17 @@ def _repoint(optimizer: Optimizer, composed: Composed) -> None:
         )
     for group in optimizer.param_groups:
         group["params"] = [piece for p in group["params"] for piece in composed.replacements(p)]
+
+
+def _refuse_forgotten_stages(optimizer: Optimizer, composed: Composed) -> None:
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    stages = [[p for p in part.model.parameters() if p.requires_grad] for part in composed.parts]
+    counts = [sum(parameter in held for parameter in stage) for stage in stages]
+    if any(counts) and any(stage and not count for stage, count in zip(stages, counts, strict=True)):
+        raise ShoalError(
+            "this rank has several stages, and the optimizer holds parameters of some of them only",
+            fix="build it over run.parameters, or give prepare the optimizer of the whole model beside the model",
+        )
 
 
 def _refuse_second(kind: str, first: object) -> None:
