@@ -336,6 +336,7 @@ class _Activation:
         return self._known[key]
 
 
+@torch.enable_grad()
 def stream_of(model: nn.Module, blocks: Sequence[str], call: Call) -> torch.Size:
     """The shape of what runs from block to block, found by running a model without memory; refuses a model whose blocks
     do not hand one tensor on as it is."""
@@ -357,7 +358,7 @@ def stream_of(model: nn.Module, blocks: Sequence[str], call: Call) -> torch.Size
     hooks += [block.register_forward_hook(cut_off) for block in modules]
     arguments, options = call
     try:
-        with torch.enable_grad(), torch.device("meta"):
+        with torch.device("meta"):
             output = model(*map(_meta, arguments), **{name: _meta(value) for name, value in options.items()})
     finally:
         for hook in hooks:
