@@ -327,8 +327,9 @@ def test_as_many_collectives_as_torch_counts(world: World) -> None:
         warnings.simplefilter("ignore")  # the hooks of CommDebugMode make FSDP2 fear for its own
         net(torch.ones(2, 4).double()).sum().backward()
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-    assert traffic.of_axis("dp_shard").calls == reference.get_total_counts() == 4 + 2 + 1
-    assert traffic.bytes["dp_shard", "all_reduce"] == 4 * 8  # a partial norm for each parameter
+    assert sum(traffic.calls.values()) == reference.get_total_counts() == 4 + 2 + 1
+    # A partial norm for each parameter; torch 2.11 sends it over a group of DTensor's own.
+    assert traffic.bytes["dp_shard", "all_reduce"] + traffic.bytes["other", "all_reduce"] == 4 * 8
 
 
 # ---- DTensor --------------------------------------------------------------------------------------------------------

@@ -22,7 +22,8 @@ from shoal.data.open import open_datasets
 from shoal.data.order import sample_ids
 from shoal.errors import ShoalError, raise_if
 from shoal.launch.local import launch
-from shoal.parallel.compose import refuse_unbuilt, stream_of
+from shoal.parallel.compose import refuse_unbuilt
+from shoal.parallel.stream import stream_of
 from shoal.proof.candidate import Findings, verify_on_rank
 from shoal.proof.case import TOLERANCES, Case, in_precision
 from shoal.proof.reference import has_batch_norm
