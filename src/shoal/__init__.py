@@ -17,17 +17,25 @@ if TYPE_CHECKING:
     from shoal.blueprint.plan import Plan as Plan
     from shoal.blueprint.recipe import Recipe as Recipe
     from shoal.errors import ShoalError as ShoalError
+    from shoal.parallel.context import Attention as Attention
+    from shoal.parallel.context import DocumentMask as DocumentMask
+    from shoal.parallel.expert import Experts as Experts
+    from shoal.parallel.routing import Router as Router
     from shoal.parallel.tensor import ColumnParallelLinear as ColumnParallelLinear
     from shoal.parallel.tensor import RowParallelLinear as RowParallelLinear
     from shoal.proof.prove import verify as verify
     from shoal.train.run import Run as Run
 
 _HOMES = {
+    "Attention": "shoal.parallel.context",
     "ColumnParallelLinear": "shoal.parallel.tensor",
     "Description": "shoal.blueprint.description",
+    "DocumentMask": "shoal.parallel.context",
+    "Experts": "shoal.parallel.expert",
     "Layout": "shoal.blueprint.layout",
     "Plan": "shoal.blueprint.plan",
     "Recipe": "shoal.blueprint.recipe",
+    "Router": "shoal.parallel.routing",
     "RowParallelLinear": "shoal.parallel.tensor",
     "Run": "shoal.train.run",
     "ShoalError": "shoal.errors",

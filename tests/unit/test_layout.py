@@ -74,6 +74,18 @@ def test_expert_peers_are_slices_of_the_flattened_dp_shard_and_cp_ranks(layout: 
             for position, rank in enumerate(group):
                 assert layout.peers(rank, "ep") == group
                 assert layout.coordinate(rank)["ep"] == position
+                assert layout.place(rank, "ep") == position
+                alike = tuple(flat[position :: layout.ep])  # the same place of every slice: the same experts
+                assert layout.peers(rank, "edp") == alike
+                assert alike[layout.place(rank, "edp")] == rank
+        assert layout.degree("edp") * layout.ep == len(flat)
+
+
+@few
+@given(layouts(), st.sampled_from(GROUP_AXES))
+def test_a_place_is_where_a_rank_stands_in_its_group(layout: Layout, axis: str) -> None:
+    for group in layout.groups(axis):
+        assert [layout.place(rank, axis) for rank in group] == list(range(layout.degree(axis)))
 
 
 @few
@@ -104,6 +116,15 @@ def test_flattened_axes() -> None:
     assert layout.groups("data") == ((0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15))
     assert layout.groups("dp_cp") == ((0, 2, 4, 6, 8, 10, 12, 14), (1, 3, 5, 7, 9, 11, 13, 15))
     assert [layout.data_coordinate(rank) for rank in range(0, 16, 2)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert layout.groups("dp_shard_cp") == ((0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15))
+    assert layout.groups("cp_tp") == ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15))
+
+
+def test_ranks_that_hold_the_same_experts() -> None:
+    layout = Layout(dp_shard=4, tp=2, ep=2)
+    assert layout.groups("ep") == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert layout.groups("edp") == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert layout.place(6, "edp") == 1
 
 
 def test_axes_inside_a_node_of_eight() -> None:
@@ -222,7 +243,8 @@ def test_all_bad_degrees_are_told_at_once() -> None:
         ),
         (
             lambda: Layout().groups("x"),
-            "there is no axis 'x'\n    fix: pp, dp_replicate, dp_shard, cp, tp, ep, data or dp_cp",
+            "there is no axis 'x'\n"
+            "    fix: pp, dp_replicate, dp_shard, cp, tp, ep, edp, data, dp_cp, dp_shard_cp or cp_tp",
         ),
         (
             lambda: Layout().axes_inside_node(0),

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from shoal.blueprint import Description, Plan, Split
-from shoal.blueprint.legality import BLOCKS_ESSAY, SPLITS_ESSAY, legal_plans, misfits
+from shoal.blueprint.legality import BLOCKS_ESSAY, EXPERTS_ESSAY, POSITIONS_ESSAY, SPLITS_ESSAY, legal_plans, misfits
 from shoal.errors import Problem
+from shoal.models import moe
 from shoal.models.llama import build
 
 # Two blocks of norm, up (8 → 12), down (12 → 8); four heads, two of them for keys; 10 tokens.
@@ -126,6 +127,62 @@ def test_sequence_parallelism_that_is_not_said_is_on_where_the_model_allows_it()
     assert found("tp=2", 2, replace(DESCRIPTION, splits=without), sequence=15, features=shapes) == []
 
 
+# ---- context and expert parallelism ---------------------------------------------------------------------------------
+
+PLACED = replace(DESCRIPTION, positions="positions")
+MIXTURE = replace(PLACED, num_experts=6, splits={**DESCRIPTION.splits, "blocks.*.experts": Split.EXPERTS})
+
+
+def test_a_ring_cuts_a_sequence_into_twice_as_many_chunks_as_ranks() -> None:
+    problem = only(found("cp=4", 4, PLACED, sequence=12))
+    assert problem.what == "cp=4 cuts a sequence into 8 chunks, and its 12 tokens cannot be divided evenly"
+    assert problem.fix == "--data.sequence 8 or 16, or cp=1, 2, 3 or 6"
+    assert found("cp=4 ulysses", 4, PLACED, sequence=12) == []
+    assert "into 4 chunks" in only(found("cp=4 ulysses", 4, PLACED, sequence=10)).what
+    assert found("cp=4", 4, PLACED, sequence=None) == []
+    assert found("cp=4", 4, PLACED, sequence=24) == []
+
+
+def test_both_divide_tokens() -> None:
+    assert found("cp=2 tp=2 sp=on", 4, PLACED, sequence=8) == []
+    assert "tp=2 x cp=3" in only(found("cp=3 tp=2 sp=on ulysses", 6, replace(PLACED, num_heads=6), sequence=9)).what
+
+
+def test_ulysses_deals_heads() -> None:
+    problem = only(found("cp=8 ulysses", 8, PLACED))
+    assert problem.what == "cp=8 with ulysses deals heads to the ranks, and does not divide num_heads=4"
+    assert problem.fix == "ring instead of ulysses, or cp=1, 2 or 4"
+    assert found("cp=4 ulysses", 4, PLACED) == []
+    assert "num_heads=4 / tp=2 = 2" in only(found("cp=4 tp=2 ulysses", 8, PLACED)).what
+    assert found("cp=8", 8, PLACED, sequence=32) == []
+
+
+def test_a_model_has_to_be_told_where_its_tokens_are() -> None:
+    problem = only(found("cp=2", 2))
+    assert "cannot be told from where" in problem.what
+    assert problem.fix == POSITIONS_ESSAY
+
+
+def test_ep_divides_the_experts() -> None:
+    assert found("ep=2 zero=3", 4, MIXTURE) == []
+    problem = only(found("ep=4 zero=3", 4, MIXTURE))
+    assert problem.what == "ep=4 does not divide num_experts=6"
+    assert problem.fix == "ep=1 or 2"
+
+
+@pytest.mark.parametrize("silent", [PLACED, replace(PLACED, num_experts=8)])
+def test_a_model_without_experts_is_told_what_to_declare(silent: Description) -> None:
+    problem = only(found("ep=2 zero=3", 4, silent))
+    assert problem.what == "ep=2 divides experts, but the model says nothing of experts"
+    assert problem.fix == EXPERTS_ESSAY
+
+
+def test_tp_leaves_experts_whole() -> None:
+    features = {**FEATURES, "blocks.0.experts.up": (21, 5), "blocks.1.experts.deeper.up": (21, 5)}
+    assert found("tp=2", 2, MIXTURE, features=features) == []
+    assert found("tp=2", 2, PLACED, features=features) != []
+
+
 # ---- pipelines and batches ------------------------------------------------------------------------------------------
 
 
@@ -175,7 +232,7 @@ def test_a_model_without_a_description_is_told_what_to_declare() -> None:
     assert "before_blocks" in pipeline.fix
 
 
-@pytest.mark.parametrize("essay", [SPLITS_ESSAY, BLOCKS_ESSAY])
+@pytest.mark.parametrize("essay", [SPLITS_ESSAY, BLOCKS_ESSAY, POSITIONS_ESSAY, EXPERTS_ESSAY])
 def test_the_code_to_declare_runs_as_it_is_printed(essay: str) -> None:
     code = dedent("\n".join(essay.splitlines()[1:-1]))
     ast.parse(code)
@@ -187,7 +244,8 @@ def test_the_code_to_declare_runs_as_it_is_printed(essay: str) -> None:
 
     description = scope["describe"](Model())  # type: ignore[operator]
     assert isinstance(description, Description)
-    assert description.blocks == ("blocks.0", "blocks.1")
+    assert description != Description()
+    assert description.blocks in ((), ("blocks.0", "blocks.1"))
 
 
 # ---- every legal plan -----------------------------------------------------------------------------------------------
@@ -200,12 +258,19 @@ def llama_plans(world_size: int, num_layers: int = 4) -> list[Plan]:
     return list(legal_plans(world_size, description=model.describe(), batch=8, sequence=16, features=shapes))
 
 
+def moe_plans(world_size: int) -> list[Plan]:
+    with torch.device("meta"):
+        model = moe.build(num_experts=4, num_layers=2)
+    return list(legal_plans(world_size, description=model.describe(), batch=8, sequence=16))
+
+
 def test_two_ranks() -> None:
     assert [plan.brief() for plan in llama_plans(2)] == [
         "dp_replicate=2 zero=0 mb=1",
         "dp_shard=2 zero=1 mb=1",
         "dp_shard=2 zero=2 mb=1",
         "dp_shard=2 zero=3 mb=1",
+        *(f"cp=2 {context} zero={zero} mb=1" for zero in range(4) for context in ("ring", "ulysses")),
         "tp=2 zero=0 sp=off mb=1",
         "tp=2 zero=0 sp=on mb=1",
         "pp=2 zero=0 gpipe mb=1",
@@ -227,19 +292,31 @@ def test_legal_plans_are_resolved_different_and_fill_the_world(world_size: int) 
     for plan in plans:
         assert plan.is_resolved
         assert plan.layout.world_size == world_size
-        assert (plan.zero == 0) == (plan.dp_shard == 1)
+        assert bool(plan.zero) == plan.is_sharded
+        assert plan.zero or plan.dp_shard == 1
+        assert plan.layout.ep == 1  # there are no experts
         assert plan.layout.tp in (1, 2)  # there are two kv heads
+        assert (plan.context is None) == (plan.layout.cp == 1)
 
 
 def test_legal_plans_go_from_simple_to_composed_and_reach_every_combination() -> None:
     plans = llama_plans(8)
-    used = [
-        [axis for axis in ("dp_replicate", "dp_shard", "tp", "pp") if plan.layout.degree(axis) > 1] for plan in plans
-    ]
+    axes = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
+    used = [[axis for axis in axes if plan.layout.degree(axis) > 1] for plan in plans]
     assert all(len(a) <= len(b) for a, b in pairwise(used))
     assert ["dp_shard", "tp", "pp"] in used
+    assert ["dp_shard", "cp", "tp"] in used
     assert {plan.schedule for plan in plans} >= {"gpipe", "1f1b", "interleaved", "looped", "zb", "zbv", "dualpipev"}
     assert {plan.zero for plan in plans if plan.layout.dp_replicate == 2 == plan.layout.dp_shard} == {1, 2, 3}
+    assert {plan.zero for plan in plans if plan.layout.cp == 8} == {0, 1, 2, 3}
+
+
+def test_legal_plans_of_a_mixture_divide_its_experts() -> None:
+    plans = [plan for plan in moe_plans(8) if plan.layout.ep > 1]
+    assert {plan.layout.ep for plan in plans} == {2, 4}  # of four experts
+    assert all(plan.zero for plan in plans)
+    assert any(plan.layout.cp == plan.layout.ep == plan.layout.pp == 2 for plan in plans)
+    assert {plan.layout.degree("edp") for plan in plans} == {1, 2, 4}
 
 
 def test_without_a_description_only_data_parallel_plans_are_legal() -> None:

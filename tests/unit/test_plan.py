@@ -145,7 +145,10 @@ def test_ranks_that_no_axis_claims_are_data_ranks(tp: int, cp: int, pp: int, res
         ("dp_shard=2 tp=2", 4, "dp_replicate=1 dp_shard=2 cp=1 tp=2 pp=1 ep=1 zero=3 v=1"),
         ("dp_shard=1 dp_replicate=2 zero=3", 2, "dp_replicate=2 dp_shard=1 cp=1 tp=1 pp=1 ep=1 zero=3 v=1"),
         ("dp_shard=1", 4, "dp_replicate=4 dp_shard=1 cp=1 tp=1 pp=1 ep=1 zero=0 v=1"),
-        ("fsdp cp=2 ep=4", 8, "dp_replicate=1 dp_shard=4 cp=2 tp=1 pp=1 ep=4 zero=3 v=1"),
+        ("fsdp cp=2 ep=4", 8, "dp_replicate=1 dp_shard=4 cp=2 ring tp=1 pp=1 ep=4 zero=3 v=1"),
+        ("cp=2 ulysses", 4, "dp_replicate=2 dp_shard=1 cp=2 ulysses tp=1 pp=1 ep=1 zero=0 v=1"),
+        ("context=ring cp=4", 4, "dp_replicate=1 dp_shard=1 cp=4 ring tp=1 pp=1 ep=1 zero=0 v=1"),
+        ("ep=2", 4, "dp_replicate=1 dp_shard=4 cp=1 tp=1 pp=1 ep=2 zero=3 v=1"),
         ("pp=2", 4, "dp_replicate=2 dp_shard=1 cp=1 tp=1 pp=2 ep=1 zero=0 1f1b v=1"),
         ("pp=2 gpipe mb=1", 2, "dp_replicate=1 dp_shard=1 cp=1 tp=1 pp=2 ep=1 zero=0 gpipe v=1 mb=1"),
         ("pp=2 v=3", 2, "dp_replicate=1 dp_shard=1 cp=1 tp=1 pp=2 ep=1 zero=0 interleaved v=3"),
@@ -156,6 +159,24 @@ def test_ranks_that_no_axis_claims_are_data_ranks(tp: int, cp: int, pp: int, res
 )
 def test_resolve(text: str, world_size: int, resolved: str) -> None:
     assert str(Plan.parse(text).resolve(world_size)) == resolved
+
+
+@pytest.mark.parametrize(
+    ("text", "world_size", "gradients", "shards", "is_sharded"),
+    [
+        ("zero=0", 4, "dp_replicate", "dp_shard", False),
+        ("zero=3", 4, "dp_replicate", "dp_shard", True),
+        ("zero=3", 1, "dp_replicate", "dp_shard", False),  # nobody to share with
+        ("zero=0 cp=2", 4, "dp_cp", "dp_shard_cp", False),
+        ("zero=1 cp=2", 2, "dp_cp", "dp_shard_cp", True),  # ranks of one sample share parameters, too
+        ("zero=3 dp_replicate=2 dp_shard=1", 2, "dp_replicate", "dp_shard", False),
+    ],
+)
+def test_who_shares_gradients_and_parameters(
+    text: str, world_size: int, gradients: str, shards: str, is_sharded: bool
+) -> None:
+    plan = Plan.parse(text).resolve(world_size)
+    assert (plan.gradient_axis, plan.shard_axis, plan.is_sharded) == (gradients, shards, is_sharded)
 
 
 def test_a_plan_that_leaves_things_open_is_not_resolved() -> None:
@@ -304,6 +325,13 @@ def test_values_are_checked_however_a_plan_is_made() -> None:
             "ep=3 does not divide dp_shard=4 x cp=1 = 4",
             "ep=1, 2 or 4, or a dp_shard x cp that 3 divides",
         ),
+        ("ring tp=2", 2, "ring divides tokens among cp ranks, but cp=1", "cp=2, or leave ring out"),
+        (
+            "cp=2 ep=2 zero=0",
+            2,
+            "ep=2 with zero=0: whoever holds other experts than its neighbours has a shard of the model",
+            "zero=1, 2 or 3",
+        ),
     ],
 )
 def test_a_plan_that_does_not_fit(text: str, world_size: int, what: str, fix: str) -> None:
@@ -314,7 +342,7 @@ def test_a_plan_that_does_not_fit(text: str, world_size: int, what: str, fix: st
 
 def test_all_misfits_at_once() -> None:
     lines = message_of(lambda: Plan.parse("dp_shard=2 zero=0 tp=3 1f1b ep=3").resolve(8))
-    assert lines[0] == "4 problems in plan 'dp_shard=2 tp=3 ep=3 zero=0 1f1b' on 8 ranks"
+    assert lines[0] == "5 problems in plan 'dp_shard=2 tp=3 ep=3 zero=0 1f1b' on 8 ranks"
 
 
 def test_a_plan_that_leaves_things_open_has_no_layout() -> None:

@@ -4,13 +4,14 @@ torch knows the shapes of a model once it is built, and the pieces of a rank onc
 a value: `shoal.parallel.holdings.anatomy_of` reads it off a model without memory, or a test writes it down. The rules
 below (stages, units, pieces) are those by which `shoal.parallel.compose` lays a model over its ranks:
 
-    whole model ─ stages (pp) ─▶ parts of a rank ─ cuts (tp) ─▶ pieces ─ units (dp_shard) ─▶ what is gathered together
+    whole model ─ stages (pp) ─▶ parts of a rank ─ cuts (tp, ep) ─▶ pieces ─ units (dp_shard) ─▶ gathered together
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Literal
 
@@ -43,6 +44,52 @@ class Crossing:
     """Whether a block that is recomputed crosses here again. After the last thing that its backward needs, it stops."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attended:
+    """An attention: where tokens look at other tokens, which context parallelism has given to other ranks."""
+
+    module: str
+    queries: Shape
+    """Of one sample: (heads, tokens, head dim)."""
+    keys: Shape
+    """The same of keys, and of values."""
+    has_backward: bool = True
+    is_repeated: bool = True
+    """Whether a block that is recomputed attends again."""
+    is_output_repeated: bool = True
+    """Whether it then also needs what came out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dispatched:
+    """Experts, to which tokens travel where they are divided over ranks."""
+
+    module: str
+    num_experts: int
+    rows: int
+    """Pairs of a token and an expert that computes it, of one sample."""
+    dim: int
+    """Elements of a row."""
+    is_predicted: bool = True
+    """Whether every token has so many rows, and not only some that are chosen as they come."""
+    num_returns: int = 2
+    """On how many of the two ways, there and back, a gradient travels."""
+    is_repeated: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Routed:
+    """A router, which may have to look at a whole sequence."""
+
+    module: str
+    num_experts: int
+    has_auxiliary: bool = False
+    """Whether its loss asks how often each expert was chosen."""
+    gathers_scores: bool = False
+    """Whether it compares the tokens of a sequence with each other: capacity, and expert choice."""
+    is_repeated: bool = True
+
+
 @dataclass(frozen=True, kw_only=True)
 class Anatomy:
     """A model as predictions see it."""
@@ -54,6 +101,9 @@ class Anatomy:
     """What travels from block to block for one sample: (tokens, model dim)."""
     crossings: tuple[Crossing, ...] = ()
     """In the order of the forward. Several layers that read the same activation share one."""
+    attentions: tuple[Attended, ...] = ()
+    dispatches: tuple[Dispatched, ...] = ()
+    routers: tuple[Routed, ...] = ()
     frozen: frozenset[str] = frozenset()
     """Parameters that need no gradient."""
     lookups: frozenset[str] = frozenset()
@@ -108,20 +158,17 @@ class Part:
     modules: tuple[str, ...]
     """The submodules of the description that live there."""
     pieces: Shapes
-    """Name → shape of what a tp rank holds of each parameter."""
+    """Name → shape of what a rank of tp and ep holds of each parameter."""
 
 
 def parts(plan: Plan, anatomy: Anatomy, rank: int) -> list[Part]:
     """What a rank holds of a model, before anything is sharded."""
-    place = plan.layout.coordinate(rank)
-    degree, index = plan.layout.tp, place["tp"]
-    found = []
-    for stage, modules in enumerate(stages(plan, anatomy)):
-        if owners(plan)[stage] == place["pp"]:
-            names = anatomy.names_in(modules)
-            pieces = {name: piece(anatomy, name, index=index, degree=degree) for name in names}
-            found.append(Part(stage, modules, pieces))
-    return found
+    stage_owners, place = owners(plan), plan.layout.coordinate(rank)["pp"]
+    return [
+        Part(stage, modules, {name: piece(plan, anatomy, name, rank=rank) for name in anatomy.names_in(modules)})
+        for stage, modules in enumerate(stages(plan, anatomy))
+        if stage_owners[stage] == place
+    ]
 
 
 def stages(plan: Plan, anatomy: Anatomy) -> list[tuple[str, ...]]:
@@ -152,9 +199,18 @@ def stage_bounds(anatomy: Anatomy, *, num_stages: int) -> list[tuple[int, int]]:
 
 
 def matmul_elements(anatomy: Anatomy, module: str) -> float:
-    """What a submodule costs to compute per token, in elements of its matrices. To look up an embedding is free."""
+    """What a submodule costs to compute per token, in elements of its matrices. To look up an embedding is free, and of
+    the experts only those cost that compute the token."""
+    description = anatomy.description
+    active = (description.active_experts or 1) / description.num_experts if description.num_experts else 1.0
     shapes = {name: anatomy.shape(name) for name in anatomy.names_in([module])}
-    return float(sum(prod(shape) for name, shape in shapes.items() if len(shape) > 1 and name not in anatomy.lookups))
+    return float(
+        sum(
+            prod(shape) * (active if experts_of(description, name) else 1.0)
+            for name, shape in shapes.items()
+            if len(shape) > 1 and name not in anatomy.lookups
+        )
+    )
 
 
 def named(description: Description) -> tuple[str, ...]:
@@ -206,18 +262,57 @@ def units(description: Description, present: Collection[str]) -> Iterator[Unit]:
         yield Unit(after, is_last=True)
 
 
-def sharded_units(anatomy: Anatomy, part: Part) -> list[tuple[Unit, Shapes]]:
-    """The units of a part with the pieces in each: what `fully_shard` gathers together. None is empty."""
+def sharded_units(plan: Plan, anatomy: Anatomy, part: Part) -> list[tuple[Unit, Shapes]]:
+    """The units of a part with the pieces in each: what `fully_shard` gathers together. None is empty.
+
+    Experts that ep has divided are a unit of their own, inside their block and sharded before it.
+    """
     present = [module for module in part.modules if any(_is_in(name, [module]) for name in part.pieces)]
     found = list(units(anatomy.description, present))
     if not anatomy.description.blocks:
         found = [*(Unit((name,)) for name in anatomy.units_by_size), Unit(("",), is_root=True)]
     left = dict(part.pieces)
+    homes = {name: experts_of(anatomy.description, name) if plan.layout.ep > 1 else None for name in left}
     filled = []
     for unit in found:
         own = {name: left.pop(name) for name in list(left) if _is_in(name, unit.names)}
+        for home in dict.fromkeys(filter(None, map(homes.get, own))):
+            experts = {name: own.pop(name) for name in list(own) if homes[name] == home}
+            filled.append((Unit((home,)), experts))
         filled.append((unit, own))
     return [(unit, own) for unit, own in filled if own]
+
+
+@dataclass(frozen=True)
+class Sharers:
+    """Who shares each parameter with a rank: all who hold the same of it, unless nothing is sharded."""
+
+    plan: Plan
+    description: Description
+    rank: int
+
+    @cached_property
+    def _places(self) -> Mapping[str, int]:
+        return {axis: self.plan.layout.place(self.rank, axis) for axis in (self.plan.shard_axis, "edp")}
+
+    def axis(self, name: str) -> str:
+        """Along which a parameter is sharded."""
+        is_divided = self.plan.layout.ep > 1 and experts_of(self.description, name) is not None
+        return "edp" if is_divided else self.plan.shard_axis
+
+    def degree(self, name: str) -> int:
+        """How many they are."""
+        return self.plan.layout.degree(self.axis(name)) if self.plan.is_sharded else 1
+
+    def own(self, name: str, shape: Shape) -> int:
+        """Elements that the rank has of a piece."""
+        index = self._places[self.axis(name)] if self.plan.is_sharded else 0
+        return shard(shape, index=index, degree=self.degree(name))
+
+    def padded(self, name: str, shape: Shape) -> int:
+        """Elements that FSDP2 keeps and sends for them, the same on every rank: the last ranks fill up what they
+        lack."""
+        return shard(shape, index=0, degree=self.degree(name))
 
 
 # ---- pieces ---------------------------------------------------------------------------------------------------------
@@ -227,18 +322,39 @@ CUT_DIMS: Mapping[Split, Mapping[str, int]] = {
     Split.ROW: {"weight": 1},
     Split.VOCABULARY: {"weight": 0, "bias": 0},
 }
-"""How a layer is split → which dim of each of its parameters tp cuts."""
+"""How a layer is split → which dim of each of its parameters tp cuts. ep cuts dim 0 of all in `Split.EXPERTS`."""
 
 
-def piece(anatomy: Anatomy, name: str, *, index: int, degree: int) -> Shape:
-    """The shape of what one tp rank holds of a parameter."""
+def piece(plan: Plan, anatomy: Anatomy, name: str, *, rank: int) -> Shape:
+    """The shape of what one rank of tp and ep holds of a parameter."""
     shape = anatomy.shape(name)
     module, _, own = name.rpartition(".")
     how = split_of(anatomy.description, module)
-    dim = CUT_DIMS.get(how, {}).get(own) if how is not None else None
+    axis, dim = "tp", CUT_DIMS.get(how, {}).get(own) if how is not None else None
+    if experts_of(anatomy.description, name):
+        axis, dim = "ep", 0
+    degree = plan.layout.degree(axis)
     if dim is None or degree == 1:
         return shape
+    index = plan.layout.coordinate(rank)[axis]
     return (*shape[:dim], chunk(shape[dim], index=index, degree=degree), *shape[dim + 1 :])
+
+
+def experts_of(description: Description, parameter: str) -> str | None:
+    """The experts that a parameter belongs to: the submodule that is said to be some, with all inside it."""
+    if Split.EXPERTS not in description.splits.values():
+        return None
+    return next((module for module in _around(parameter) if split_of(description, module) is Split.EXPERTS), None)
+
+
+def _around(parameter: str) -> list[str]:
+    """The submodules that a parameter is in, from the outermost to its own.
+
+    >>> _around("model.norm.weight")
+    ['model', 'model.norm']
+    """
+    path = parameter.split(".")
+    return [".".join(path[:depth]) for depth in range(1, len(path))]
 
 
 def split_of(description: Description, module: str) -> Split | None:
@@ -256,19 +372,15 @@ def splits_tokens(plan: Plan, description: Description) -> bool:
 def is_partial(description: Description, name: str, *, splits_tokens: bool) -> bool:
     """Whether each tp rank has only its own share of a parameter's gradient: that of its tokens, or of its heads."""
     module, _, own = name.rpartition(".")
-    around = [split_of(description, ".".join(module.split(".")[:depth])) for depth in range(1, 1 + name.count("."))]
+    around = {split_of(description, outer) for outer in _around(name)}
     is_late_bias = own == "bias" and split_of(description, module) is Split.ROW  # added after the sum
-    return Split.HEADS in around or (splits_tokens and (Split.SEQUENCE in around or is_late_bias))
+    is_of_tokens = bool(around & {Split.SEQUENCE, Split.EXPERTS}) or is_late_bias
+    return Split.HEADS in around or (splits_tokens and is_of_tokens)
 
 
 def shard(shape: Shape, *, index: int, degree: int) -> int:
-    """Elements of a piece that one dp_shard rank has: some of its rows."""
+    """Elements of a piece that one of the ranks that share it has: some of its rows."""
     return prod(shape) if degree == 1 else chunk(shape[0], index=index, degree=degree) * prod(shape[1:])
-
-
-def padded_shard(shape: Shape, *, degree: int) -> int:
-    """Elements that FSDP2 keeps and sends for them, the same on every rank: the last ranks fill up what they lack."""
-    return shard(shape, index=0, degree=degree)
 
 
 def chunk(size: int, *, index: int, degree: int) -> int:

@@ -21,6 +21,7 @@ class Split(Enum):
     VOCABULARY = "vocabulary"  # an embedding or output head split by tokens of the vocabulary
     SEQUENCE = "sequence"  # not split; works on each position alone, so positions may be divided (norms)
     HEADS = "heads"  # not split; works on each head alone, inside attention (norms of queries and keys)
+    EXPERTS = "experts"  # divided over ep along dim 0; tp leaves them whole, and each position is worked on alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,20 @@ class Description:
 
     max_tokens: int | None = None
     """The longest sequence that it takes. None: any."""
+
+    num_experts: int | None = None
+    """Experts in every layer that has some, which an expert-parallel degree must divide. None: there are none."""
+
+    active_experts: int | None = None
+    """How many of them compute a token."""
+
+    positions: str | None = None
+    """The argument of `forward` that says where in its sequence each token is (B, T). With context parallelism a rank
+    has tokens from several places, and shoal passes it. None: the model has no such argument, and cp cannot be used."""
+
+    documents: str | None = None
+    """The argument of `forward` that numbers the document of each token (B, T) where samples are packed. A rank of
+    context parallelism is given all of it, since its tokens see those of others."""
 
     training_flops: Callable[[tuple[int, ...]], float] | None = None
     """Floating-point operations of forward and backward, nothing recomputed, for one batch. Its argument is the shape

@@ -20,16 +20,19 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 FLATTENED = {
     "data": ("dp_replicate", "dp_shard"),  # its ranks see different samples
     "dp_cp": ("dp_replicate", "dp_shard", "cp"),  # its ranks see different tokens: a gradient is summed over it
+    "dp_shard_cp": ("dp_shard", "cp"),  # its ranks share one copy of the parameters
+    "cp_tp": ("cp", "tp"),  # with sequence parallelism, its ranks share one sequence
 }
 """Axes that are several directions of the mesh read as one."""
 
-GROUP_AXES = (*AXES, "ep", *FLATTENED)
+GROUP_AXES = (*AXES, "ep", "edp", *FLATTENED)
 """Everything that groups of ranks can be asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """Degrees on the axes. `ep` is no direction of its own: it cuts the flattened (dp_shard, cp) ranks into slices.
+    Ranks at the same place of different slices hold the same experts: they are the axis `edp`.
 
     >>> print(Layout(dp_replicate=2, dp_shard=2, tp=2, ep=2).draw(devices_per_node=4))
     dp_replicate 0                 dp_replicate 1
@@ -82,6 +85,8 @@ class Layout:
     def degree(self, axis: str) -> int:
         """The size of every group along the axis."""
         _check_axis(axis)
+        if axis == "edp":
+            return self.dp_shard * self.cp // self.ep
         return prod(int(getattr(self, part)) for part in FLATTENED.get(axis, (axis,)))
 
     def coordinate(self, rank: int) -> dict[str, int]:
@@ -115,6 +120,14 @@ class Layout:
             )
         return rank
 
+    def place(self, rank: int, axis: str) -> int:
+        """The position of a rank in its group along any axis.
+
+        >>> Layout(dp_shard=4, ep=2).place(3, "edp"), Layout(dp_shard=2, cp=2).place(3, "dp_shard_cp")
+        (1, 3)
+        """
+        return self.peers(rank, axis).index(rank)
+
     def data_coordinate(self, rank: int) -> int:
         """Which of the `data_degree` parts of a batch a rank sees."""
         position = self.coordinate(rank)
@@ -128,10 +141,12 @@ class Layout:
         """
         _check_axis(axis)
         here = self.coordinate(rank)
-        varies = ("dp_shard", "cp") if axis == "ep" else FLATTENED.get(axis, (axis,))
+        varies = ("dp_shard", "cp") if axis in ("ep", "edp") else FLATTENED.get(axis, (axis,))
         first = rank - sum(here[name] * self._stride(name) for name in varies)
         steps = product(*(range(0, self.degree(name) * self._stride(name), self._stride(name)) for name in varies))
         peers = tuple(first + sum(step) for step in steps)
+        if axis == "edp":
+            return peers[here["ep"] :: self.ep]
         if axis != "ep":
             return peers
         start = self._expert_slot(here) // self.ep * self.ep

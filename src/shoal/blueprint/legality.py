@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
+from math import prod
 from typing import Any
 
 from shoal.blueprint.description import Description, Split, matches
@@ -24,7 +26,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 SPLIT_BACKWARD = ("zb", "zbv", "dualpipev")
 """Schedules that compute the gradients of activations first, and those of weights when there is time."""
 
-_AXES = ("dp_replicate", "dp_shard", "tp", "pp")
+_AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 
 SPLITS_ESSAY = """give the model a method that says how its layers may be split:
         from shoal import Description, Split
@@ -54,6 +56,23 @@ BLOCKS_ESSAY = """give the model a method that says where it may be cut:
             )
         with the names of your own modules, in the order of the forward"""
 
+POSITIONS_ESSAY = """let the model take the places of its tokens, and say by which argument:
+        from shoal import Description
+        def forward(self, tokens, positions=None): ...  # (batch, tokens); None: counted from 0
+        def describe(self):
+            return Description(positions="positions")
+        with all else that the description says of your model"""
+
+EXPERTS_ESSAY = """leave ep out, or give the model a method that says what its experts are:
+        from shoal import Description, Split
+        def describe(self):
+            return Description(
+                num_experts=8,
+                active_experts=2,
+                splits={"blocks.*.experts": Split.EXPERTS},
+            )
+        with the names of your own modules; `*` stands for one part of a name"""
+
 
 def misfits(
     plan: Plan,
@@ -75,6 +94,8 @@ def misfits(
         return wrong  # whatever else would be said, would be said of this
     return [
         *(() if is_split_by_hand else _tensor_misfits(plan, description, sequence, features or {})),
+        *_context_misfits(plan, description, sequence),
+        *_expert_misfits(plan, description),
         *_homeless(plan, description, features or {}),
         *_without_blocks(plan, description),
         *_pipeline_misfits(plan, description),
@@ -91,13 +112,13 @@ def legal_plans(
     features: Shapes | None = None,
     v: Sequence[int] = (2,),
 ) -> Iterator[Plan]:
-    """Every legal plan of this many ranks over dp_replicate, dp_shard, tp and pp, from simple to composed.
+    """Every legal plan of this many ranks over all six axes, from simple to composed.
 
     `v` are the stages per rank to try where a schedule leaves them open. No two plans do the same: zero is above 0 only
-    where dp_shard has something to divide, and interleaved and looped begin at v=2, since with v=1 they are 1f1b and
-    gpipe. Microbatches have one sequence, so that pipelines have as many as can be.
+    where dp_shard x cp has someone to share with, and interleaved and looped begin at v=2, since with v=1 they are 1f1b
+    and gpipe. Microbatches have one sequence, so that pipelines have as many as can be.
     """
-    for plan in sorted(_all_plans(world_size, v), key=_complexity):
+    for plan in sorted(_all_plans(world_size, description, batch, v), key=_complexity):
         if not misfits(plan, description=description, batch=batch, sequence=sequence, features=features):
             yield plan
 
@@ -246,21 +267,70 @@ def _unclaimed(tp: int, description: Description, features: Shapes) -> Iterator[
 
 
 def _claim(parameter: str, description: Description) -> tuple[str, Split | None]:
-    """The pattern that speaks of a parameter, and what it says: that of its module, or of a module around it all of
-    whose positions are worked on alone."""
+    """The pattern that speaks of a parameter, and what it says: that of its module, or of a module around it that works
+    on each position alone."""
     module = parameter.rpartition(".")[0]
-    own = [(pattern, split) for pattern, split in description.splits.items() if matches(pattern, module)]
+    own = [(pattern, split) for pattern, split in description.splits.items() if _matches(pattern, module)]
     around = [
         (pattern, split)
         for pattern, split in description.splits.items()
-        if split is Split.SEQUENCE and matches(pattern, ".".join(module.split(".")[: pattern.count(".") + 1]))
+        if split in (Split.SEQUENCE, Split.EXPERTS)
+        and _matches(pattern, ".".join(module.split(".")[: pattern.count(".") + 1]))
     ]
     return next(iter([*own, *around]), ("", None))
+
+
+_matches = lru_cache(maxsize=2**16)(matches)
+"""`legal_plans` asks the same of every plan."""
 
 
 def _as_pattern(module: str) -> str:
     """blocks.3.norm → blocks.*.norm"""
     return ".".join("*" if part.isdecimal() else part for part in module.split("."))
+
+
+# ---- context and expert parallelism ---------------------------------------------------------------------------------
+
+
+def num_chunks(plan: Plan, cp: int | None = None) -> int:
+    """Into how many equal chunks of tokens cp cuts a sequence: a ring gives two of them to each rank."""
+    degree = cp or plan.layout.cp
+    return degree if degree == 1 or plan.context == "ulysses" else 2 * degree
+
+
+def _context_misfits(plan: Plan, description: Description, sequence: int | None) -> Iterator[Problem]:
+    cp, tp, heads = plan.layout.cp, plan.layout.tp, description.num_heads
+    if cp == 1:
+        return
+    if description.positions is None:
+        what = f"cp={cp} gives each rank tokens from the middle of a sequence, but the model cannot be told from where"
+        yield Problem(what, POSITIONS_ESSAY)
+    chunks = num_chunks(plan)
+    if sequence is not None and sequence % chunks:
+        around = sorted({max(1, sequence // chunks) * chunks, -(-sequence // chunks) * chunks})
+        legal = [degree for degree in range(1, max(cp, 8) + 1) if sequence % num_chunks(plan, degree) == 0]
+        yield Problem(
+            f"cp={cp} cuts a sequence into {chunks} chunks, and its {sequence} tokens cannot be divided evenly",
+            f"--data.sequence {listed(around)}, or cp={listed(legal)}",
+        )
+    if plan.context == "ulysses" and heads is not None and heads % tp == 0 and heads // tp % cp:
+        share = f"num_heads={heads} / tp={tp} = {heads // tp}" if tp > 1 else f"num_heads={heads}"
+        legal = divisors(heads // tp)
+        yield Problem(
+            f"cp={cp} with ulysses deals heads to the ranks, and does not divide {share}",
+            f"ring instead of ulysses, or cp={listed(legal)}",
+        )
+
+
+def _expert_misfits(plan: Plan, description: Description) -> Iterator[Problem]:
+    layout, num_experts = plan.layout, description.num_experts
+    if layout.ep == 1:
+        return
+    if num_experts is None or Split.EXPERTS not in description.splits.values():
+        yield Problem(f"ep={layout.ep} divides experts, but the model says nothing of experts", EXPERTS_ESSAY)
+    elif num_experts % layout.ep:
+        legal = [degree for degree in divisors(layout.dp_shard * layout.cp) if num_experts % degree == 0]
+        yield Problem(f"ep={layout.ep} does not divide num_experts={num_experts}", f"ep={listed(legal)}")
 
 
 # ---- pipelines and batches ------------------------------------------------------------------------------------------
@@ -332,16 +402,34 @@ def _batch_misfits(plan: Plan, batch: int) -> list[Problem]:
 # ---- every plan -----------------------------------------------------------------------------------------------------
 
 
-def _all_plans(world_size: int, v: Sequence[int]) -> Iterator[Plan]:
-    """Every plan of this many ranks that does something of its own, whatever the model."""
-    for dp_replicate, dp_shard, tp, pp in product(divisors(world_size), repeat=4):
-        if dp_replicate * dp_shard * tp * pp != world_size:
-            continue
-        zeros = (1, 2, 3) if dp_shard > 1 else (0,)
+def _all_plans(world_size: int, description: Description, batch: int, v: Sequence[int]) -> Iterator[Plan]:
+    """Every plan of this many ranks that does something of its own, less those that this model plainly cannot have."""
+    for degrees in _all_degrees(world_size, description, batch):
+        pp, tp, cp, ep = (degrees[axis] for axis in ("pp", "tp", "cp", "ep"))
+        shares = degrees["dp_shard"] * cp > 1
+        zeros = (*((0,) if degrees["dp_shard"] == ep == 1 else ()), *((1, 2, 3) if shares else ()))
         orders = list(_orders(v)) if pp > 1 else [{}]
-        for zero, order, sp in product(zeros, orders, (False, True) if tp > 1 else (None,)):
-            degrees = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp, "pp": pp}
-            yield Plan.of({**degrees, **order, "zero": zero, "sp": sp, "mb": 1}).resolve(world_size)
+        contexts = CHOICES["context"] if cp > 1 else (None,)
+        for zero, context, order, sp in product(zeros, contexts, orders, (False, True) if tp > 1 else (None,)):
+            said = {**degrees, **order, "context": context, "zero": zero, "sp": sp, "mb": 1}
+            yield Plan.of(said).resolve(world_size)
+
+
+def _all_degrees(world_size: int, description: Description, batch: int) -> Iterator[dict[str, int]]:
+    """Degrees that fill the world. What a look at them rules out never becomes a plan: there are thousands."""
+    num_experts, heads = description.num_experts or 1, (description.num_heads or 0, description.num_kv_heads or 0)
+    for dp_replicate, dp_shard, cp, tp, pp in product(divisors(world_size), repeat=5):
+        degrees = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp, "pp": pp}
+        is_possible = (
+            prod(degrees.values()) == world_size
+            and batch % (dp_replicate * dp_shard) == 0
+            and (cp == 1 or description.positions is not None)
+            and (tp == 1 or (bool(description.splits) and not any(number % tp for number in heads)))
+            and (pp == 1 or pp <= len(description.blocks))
+        )
+        for ep in divisors(dp_shard * cp) if is_possible else ():
+            if num_experts % ep == 0:
+                yield {**degrees, "ep": ep}
 
 
 def _orders(v: Sequence[int]) -> Iterator[dict[str, Any]]:
@@ -353,7 +441,8 @@ def _orders(v: Sequence[int]) -> Iterator[dict[str, Any]]:
 
 def _complexity(plan: Plan) -> tuple[Any, ...]:
     """Fewer axes first; then by which axes, and what is done on them."""
-    used = tuple(number for number, axis in enumerate(_AXES) if plan.layout.degree(axis) > 1)
-    degrees = tuple(plan.layout.degree(axis) for axis in _AXES)
+    degrees = tuple(getattr(plan, axis) for axis in _AXES)
+    used = tuple(number for number, degree in enumerate(degrees) if degree > 1)
+    context = CHOICES["context"].index(plan.context) if plan.context else -1
     schedule = CHOICES["schedule"].index(plan.schedule) if plan.schedule else -1
-    return len(used), used, degrees, plan.zero, schedule, plan.v, plan.sp or False
+    return len(used), used, degrees, plan.zero, context, schedule, plan.v, plan.sp or False

@@ -19,6 +19,9 @@ K = 8 for Adam), with no second copy in low precision except while gathered: in 
 copy is in that precision. In a pipeline parameters stay gathered and gradients whole until the last microbatch, as
 under zero=1, whatever the stage.
 
+N are all who share a parameter: the dp_shard x cp ranks, and where ep divides experts, its e-th part of them, each with
+P/e. FSDP2 keeps a shard and a gathered copy also where N is 1, as for experts that ep has divided among all.
+
 Rows are divided as FSDP2 divides them: a shard has ceil(rows/N) rows on every rank, also where the last ranks have
 nothing to put there; optimizer state has only the rows that are there.
 """
@@ -27,10 +30,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import starmap
 from math import prod
 
 from shoal.blueprint import anatomy as rules
-from shoal.blueprint.anatomy import Anatomy, Part, Shape, Sizes
+from shoal.blueprint.anatomy import Anatomy, Part, Sharers, Sizes
 from shoal.blueprint.plan import Plan
 
 
@@ -52,28 +56,27 @@ def memory(plan: Plan, anatomy: Anatomy, *, rank: int, sizes: Sizes | None = Non
     """What a rank will hold under a resolved plan. `optimizer_states`: tensors as large as a parameter that the
     optimizer keeps for it: 2 for Adam, 1 for momentum, 0 for plain SGD. Its numbers per parameter are left out."""
     sizes = sizes or Sizes.of(plan)
-    degree, index = plan.layout.dp_shard if plan.zero else 1, plan.layout.coordinate(rank)["dp_shard"]
     parts = rules.parts(plan, anatomy, rank)
-    pieces = [shape for part in parts for shape in part.pieces.values()]
-    trained = [shape for part in parts for shape in anatomy.trained(part.pieces).values()]
-    stays_gathered = degree > 1 and (plan.zero != 3 or plan.layout.pp > 1)
-    has_whole_gradients = degree > 1 and (plan.zero == 1 or plan.layout.pp > 1)
+    sharers = Sharers(plan, anatomy.description, rank)
+    pieces = [item for part in parts for item in part.pieces.items()]
+    trained = [item for part in parts for item in anatomy.trained(part.pieces).items()]
+    stays_gathered = plan.is_sharded and (plan.zero != 3 or plan.layout.pp > 1)
+    has_whole_gradients = plan.is_sharded and (plan.zero == 1 or plan.layout.pp > 1)
     if has_whole_gradients:  # they add up in the precision in which they will be reduced
-        gradients = sum(map(prod, trained)) * sizes.reduce
+        gradients = sum(prod(shape) for _, shape in trained) * sizes.reduce
     else:
-        gradients = _shards(trained, degree) * sizes.weight
+        gradients = sum(starmap(sharers.padded, trained)) * sizes.weight
+    shards = sum(starmap(sharers.padded, pieces)) * sizes.weight
     return Memory(
-        parameters=_shards(pieces, degree) * sizes.weight + stays_gathered * _gathered(parts, degree) * sizes.compute,
+        parameters=shards + stays_gathered * _gathered(parts, sharers) * sizes.compute,
         gradients=gradients,
-        optimizer=optimizer_states * sizes.weight * sum(rules.shard(s, index=index, degree=degree) for s in trained),
+        optimizer=optimizer_states * sizes.weight * sum(starmap(sharers.own, trained)),
     )
 
 
-def _shards(shapes: Iterable[Shape], degree: int) -> int:
-    return sum(rules.padded_shard(shape, degree=degree) for shape in shapes)
-
-
-def _gathered(parts: Iterable[Part], degree: int) -> int:
+def _gathered(parts: Iterable[Part], sharers: Sharers) -> int:
     """Elements of the gathered copies; of many stages torch keeps only some at a time."""
-    each = [_shards(part.pieces.values(), degree) * degree for part in parts]
+    each = [
+        sum(sharers.padded(name, shape) * sharers.degree(name) for name, shape in part.pieces.items()) for part in parts
+    ]
     return sum(sorted(each)[-rules.GATHERED_STAGES :])

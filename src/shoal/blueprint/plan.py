@@ -19,6 +19,7 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "looped", "zb", "zbv", "dualp
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 Offload = Literal["none", "optimizer", "parameters"]
+Context = Literal["ring", "ulysses"]
 
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 COUNTS = (*DEGREES, "v", "mb")
@@ -28,6 +29,7 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
     "recompute": get_args(Recompute),
     "precision": get_args(Precision),
     "offload": get_args(Offload),
+    "context": get_args(Context),
 }
 
 BARE_WORDS: Mapping[str, tuple[str, Any]] = {
@@ -35,6 +37,7 @@ BARE_WORDS: Mapping[str, tuple[str, Any]] = {
     **{word: ("precision", word) for word in get_args(Precision)},
     **{"ddp": ("zero", 0), "no_shard": ("zero", 0), "shard_grad_op": ("zero", 2)},
     **{"fsdp": ("zero", 3), "full_shard": ("zero", 3), "hybrid_shard": ("zero", 3)},
+    **{word: ("context", word) for word in get_args(Context)},
     "sp": ("sp", True),
 }
 """Words that stand without a key, and what they say; torch's names of sharding strategies are among them."""
@@ -64,6 +67,10 @@ class Plan:
     cp: int | None = None
     """Ranks that divide the tokens of each sample among them. None: 1."""
 
+    context: Context | None = None
+    """How cp ranks attend to each other's tokens: keys and values go round in a ring, or heads are exchanged for tokens
+    (ulysses). None: ring where cp > 1."""
+
     tp: int | None = None
     """Ranks that divide each layer's weights among them. None: 1."""
 
@@ -74,8 +81,8 @@ class Plan:
     """Ranks that divide the experts among them; divides dp_shard x cp. None: 1."""
 
     zero: int | None = None
-    """What dp_shard ranks divide: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters. None: 3 where
-    dp_shard > 1 was said, else 0."""
+    """What dp_shard x cp ranks divide: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters. None: 3 where
+    dp_shard > 1 or ep > 1 was said, else 0."""
 
     schedule: Schedule | None = None
     """The order of forwards and backwards in a pipeline. None: 1f1b, or interleaved where v > 1 was said."""
@@ -150,7 +157,7 @@ class Plan:
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
 
     def __str__(self) -> str:
-        bare = ("schedule", "precision")
+        bare = ("schedule", "precision", "context")
         words = [str(value) if key in bare else f"{key}={_spelled(value)}" for key, value in self.to_mapping().items()]
         return " ".join(words) or "auto"
 
@@ -181,7 +188,7 @@ class Plan:
 
         Ranks that no axis claims go to `dp_shard`, or to `dp_replicate` when zero is 0. Doing it again changes nothing.
         """
-        zero = self.zero if self.zero is not None else 3 * ((self.dp_shard or 1) > 1)
+        zero = self.zero if self.zero is not None else 3 * (max(self.dp_shard or 1, self.ep or 1) > 1)
         takes_the_rest = "dp_shard" if zero else "dp_replicate"
         filled: dict[str, Any] = {name: getattr(self, name) or 1 for name in DEGREES}
         if getattr(self, takes_the_rest) is None:
@@ -189,10 +196,26 @@ class Plan:
         default: Schedule = "1f1b" if self.v in (None, 1) else "interleaved"
         schedule = self.schedule or (default if filled["pp"] > 1 else None)
         v = self.v or (2 if schedule in ("interleaved", "looped", "zbv", "dualpipev") else 1)
-        plan = replace(self, **filled, zero=zero, schedule=schedule, v=v)
+        context = self.context or ("ring" if filled["cp"] > 1 else None)
+        plan = replace(self, **filled, zero=zero, schedule=schedule, v=v, context=context)
         problems = [*_world_problems(self, takes_the_rest, world_size), *_conflicts(plan)]
         raise_if(problems, f"plan '{self}' on {world_size} rank{'s' * (world_size != 1)}")
         return plan
+
+    @property
+    def gradient_axis(self) -> str:
+        """Along which gradients are averaged where nothing is sharded: ranks that see other samples or tokens."""
+        return "dp_replicate" if self.layout.cp == 1 else "dp_cp"
+
+    @property
+    def shard_axis(self) -> str:
+        """Along which parameters are sharded: cp ranks share them as well as samples' ranks do."""
+        return "dp_shard" if self.layout.cp == 1 else "dp_shard_cp"
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether there is anyone to share parameters with."""
+        return bool(self.zero) and self.layout.degree(self.shard_axis) > 1
 
     def microbatch_size(self, batch: int) -> int:
         """Sequences per microbatch on one data rank, for a global batch."""
@@ -320,6 +343,11 @@ def _conflicts(plan: Plan) -> Iterator[Problem]:
         yield Problem(f"dp_shard={plan.dp_shard} with zero=0: nothing would be sharded", fix)
     if plan.offload == "parameters" and not plan.zero:
         yield Problem("offload=parameters moves shards to host memory, but zero=0 shards nothing", "zero=3 beside it")
+    if not plan.zero and (plan.ep or 1) > 1:
+        what = f"ep={plan.ep} with zero=0: whoever holds other experts than its neighbours has a shard of the model"
+        yield Problem(what, "zero=1, 2 or 3")
+    if plan.context and plan.cp == 1:
+        yield Problem(f"{plan.context} divides tokens among cp ranks, but cp=1", f"cp=2, or leave {plan.context} out")
     if plan.sp and plan.tp == 1:
         yield Problem("sp divides tokens among tp ranks, but tp=1", "tp=2 or more, or leave sp out")
     if plan.pp == 1:

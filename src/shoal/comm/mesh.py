@@ -2,7 +2,7 @@
 
 torch's `init_device_mesh` makes groups for every direction, also for those of one rank, and only answers for
 directions. `Mesh` reads a `Layout`, the very value that the planner reads, and makes one group for each axis on which
-there is anyone to talk to. An axis of one rank has no group: whoever asks for it has nobody to talk to.
+there is anyone to talk to, and for axes that are made of others when they are asked for.
 """
 
 from __future__ import annotations
@@ -38,14 +38,25 @@ class Mesh:
         """
         timeout = timedelta(seconds=world.timeout)
         mesh = cls(layout, world.rank, world.device, {}, layout.coordinate(world.rank), timeout)
-        for axis in AXES:
+        for axis in (*AXES, "ep"):
             if layout.degree(axis) > 1:
-                for ranks in layout.groups(axis):
-                    group = dist.new_group(list(ranks), timeout=mesh.timeout)
-                    if world.rank in ranks:
-                        mesh.groups[axis] = group
-                        keep_after_closing(group)
+                mesh.group(axis)
         return mesh
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """My group along any axis, also one that is several directions read as one; of one rank, if there is nobody
+        else. It is made when it is first asked for, which all ranks have to do in the same order."""
+        if axis not in self.groups:
+            for ranks in self.layout.groups(axis):
+                group = dist.new_group(list(ranks), timeout=self.timeout)
+                if self.rank in ranks:
+                    self.groups[axis] = group
+                    keep_after_closing(group)
+        return self.groups[axis]
+
+    def group_of_several(self, axis: str) -> dist.ProcessGroup | None:
+        """The same, or None if there is nobody else."""
+        return self.group(axis) if self.degree(axis) > 1 else None
 
     @property
     def wire(self) -> torch.device:
@@ -63,7 +74,7 @@ class Mesh:
 
     def device_mesh(self, axes: Sequence[str]) -> DeviceMesh:
         """torch's name for my groups along these axes, outermost first. An axis of one rank gets a group for itself."""
-        groups = [self._group_or_self(axis) for axis in axes]
+        groups = [self.group(axis) for axis in axes]
         if len(axes) == 1:
             return DeviceMesh.from_group(groups[0], self.device.type, mesh_dim_names=tuple(axes))
         outer, inner = axes
@@ -71,12 +82,3 @@ class Mesh:
         return DeviceMesh.from_group(
             groups, self.device.type, mesh=torch.tensor(ranks, dtype=torch.int), mesh_dim_names=tuple(axes)
         )
-
-    def _group_or_self(self, axis: str) -> dist.ProcessGroup:
-        if axis not in self.groups:
-            for rank in range(self.layout.world_size):
-                group = dist.new_group([rank], timeout=self.timeout)
-                if rank == self.rank:
-                    self.groups[axis] = group
-                    keep_after_closing(group)
-        return self.groups[axis]

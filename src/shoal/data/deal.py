@@ -49,6 +49,8 @@ class DealtLoader:
         self.epoch = 0
         self.must_meet: Callable[[], bool] = lambda: False
         """Whether ranks meet in every forward, so that one without a batch would keep the others waiting."""
+        self.cut: Callable[[Any], Any] = lambda batch: batch
+        """A rank's tokens of a batch, where sequences are divided over ranks."""
         self.is_iterated_directly = False
         """True inside of `for batch in loader`, where ranks may get different numbers of batches."""
 
@@ -67,7 +69,7 @@ class DealtLoader:
                         fix="run.evaluate(loader), or DataLoader(..., drop_last=True)",
                     )
                 if share.counts:
-                    yield share.batch
+                    yield self.cut(share.batch)
         finally:
             self.is_iterated_directly = False
 

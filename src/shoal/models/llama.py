@@ -20,6 +20,7 @@ from shoal.blueprint.description import Description, Split
 from shoal.errors import ShoalError
 from shoal.models.construct import configure, undrawn
 from shoal.models.llama_config import PRESETS, LlamaConfig
+from shoal.parallel.context import Attention, DocumentMask, positions_in_documents
 
 __all__ = ["PRESETS", "Llama", "LlamaConfig", "build"]
 
@@ -76,6 +77,8 @@ class Llama(nn.Module):
             num_kv_heads=self.config.num_kv_heads,
             num_outputs=self.config.vocabulary,
             max_tokens=self.config.max_sequence,
+            positions="positions",
+            documents="documents",
             training_flops=self.config.training_flops,
         )
 
@@ -99,6 +102,7 @@ class Decoder(nn.Module):
         self.embed_tokens = undrawn(nn.Embedding, config.vocabulary, config.hidden)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
+        self.mask = DocumentMask()
 
     def forward(self, tokens: Tensor, documents: Tensor | None, positions: Tensor | None) -> Tensor:
         """tokens_BT → x_BTD. A later pipeline stage has no embedding, and its `tokens` are x_BTD."""
@@ -108,15 +112,15 @@ class Decoder(nn.Module):
                 f"a sequence of {num_tokens} tokens is longer than the model's max_sequence={self.config.max_sequence}",
                 fix=f"max_sequence: {num_tokens} for the model, or sequence: {self.config.max_sequence} for the data",
             )
-        mask_BTT = None if documents is None else same_document(documents)
+        mask = self.mask(documents)
         if positions is None:
             everyone = torch.arange(num_tokens, device=tokens.device)[None]
-            positions = everyone if mask_BTT is None else mask_BTT.sum(-1) - 1  # how many of my document came before me
+            positions = everyone if documents is None else positions_in_documents(documents)
         x_BTD = self.embed_tokens(tokens)
         angles_BTH = rotary_angles(positions, self.config, torch.promote_types(x_BTD.dtype, torch.float32))
         rotary = (angles_BTH.cos(), angles_BTH.sin())
         for layer in self.layers:
-            x_BTD = layer(x_BTD, rotary, mask_BTT)
+            x_BTD = layer(x_BTD, rotary, mask)
         normed_BTD: Tensor = self.norm(x_BTD)
         return normed_BTD
 
@@ -127,18 +131,18 @@ class Block(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
-        self.self_attn = Attention(config)
+        self.self_attn = SelfAttention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.mlp = FeedForward(config)
 
-    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], mask_BTT: Tensor | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
         """x_BTD → x_BTD."""
-        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), rotary, mask_BTT)
+        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), rotary, mask)
         update_BTD: Tensor = self.mlp(self.post_attention_layernorm(x_BTD))
         return x_BTD + update_BTD
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     """Causal attention in which several query heads share one key/value head."""
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -148,13 +152,14 @@ class Attention(nn.Module):
         self.k_proj = undrawn(nn.Linear, config.hidden, config.num_kv_heads * self.head_dim, bias=False)
         self.v_proj = undrawn(nn.Linear, config.hidden, config.num_kv_heads * self.head_dim, bias=False)
         self.o_proj = undrawn(nn.Linear, config.num_heads * self.head_dim, config.hidden, bias=False)
+        self.attention = Attention()
 
-    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], mask_BTT: Tensor | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
         """x_BTD → x_BTD; without a mask, every token sees itself and all before it."""
         q_BNTH = rotated(self._heads(self.q_proj(x_BTD)), *rotary)
         k_BKTH = rotated(self._heads(self.k_proj(x_BTD)), *rotary)
         v_BKTH = self._heads(self.v_proj(x_BTD))
-        y_BNTH = attended(q_BNTH, k_BKTH, v_BKTH, mask_BTT)
+        y_BNTH = self.attention(q_BNTH, k_BKTH, v_BKTH, mask)
         out_BTD: Tensor = self.o_proj(y_BNTH.transpose(1, 2).flatten(2))
         return out_BTD
 
@@ -177,26 +182,6 @@ class FeedForward(nn.Module):
         gated_BTF = F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD)
         y_BTD: Tensor = self.down_proj(gated_BTF)
         return y_BTD
-
-
-def attended(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask_BTT: Tensor | None) -> Tensor:
-    """Softmax attention of every query head to the key/value head that it shares with its neighbours."""
-    if q_BNTH.is_cuda and q_BNTH.dtype == torch.float32:
-        # torch's float32 kernel for CUDA knows no shared heads; asked for them, torch writes down all T x T scores.
-        num_sharers = q_BNTH.shape[1] // k_BKTH.shape[1]
-        k_BKTH, v_BKTH = (x.repeat_interleave(num_sharers, dim=1) for x in (k_BKTH, v_BKTH))
-    mask_B1TT = None if mask_BTT is None else mask_BTT[:, None]
-    return F.scaled_dot_product_attention(
-        q_BNTH, k_BKTH, v_BKTH, attn_mask=mask_B1TT, is_causal=mask_BTT is None, enable_gqa=True
-    )
-
-
-def same_document(documents_BT: Tensor) -> Tensor:
-    """mask_BTT: whether the token of a row may see the token of a column, which is not later and in the same
-    document."""
-    num_tokens = documents_BT.shape[1]
-    causal_TT = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=documents_BT.device).tril()
-    return (documents_BT[:, :, None] == documents_BT[:, None, :]) & causal_TT
 
 
 def rotary_angles(positions_BT: Tensor, config: LlamaConfig, dtype: torch.dtype) -> Tensor:

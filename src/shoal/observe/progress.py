@@ -117,6 +117,8 @@ def status(record: Mapping[str, Any], unit: str = "tok") -> str:
     if record.get("mfu") is not None:
         words.append(f"MFU {record['mfu']:.1%}")
     words.append(f"{record['memory_gib']:.2f} GiB")
+    if "expert_load_max" in record:
+        words.append(f"hottest expert {record['expert_load_max']:.2f}x")
     return "  ".join(words)
 
 

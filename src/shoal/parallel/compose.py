@@ -1,6 +1,6 @@
 """Where a model meets a plan, in straight-line order, one unit (a block, the embedding, the head) after the other:
 
-    cut ─▶ fill ─▶ split ─▶ recompute ─▶ compile ─▶ shard            pipeline outermost, then tp inside a unit, then dp
+    cut (pp) ─▶ fill ─▶ split (tp) ─▶ divide (ep) ─▶ recompute ─▶ compile ─▶ shard (dp_shard x cp)
 
 One unit at a time is what lets a model that fits on no rank be laid over many: whatever a rank does not keep of a unit
 is gone before the next one is filled.
@@ -8,10 +8,9 @@ is gone before the next one is filled.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -35,11 +34,16 @@ from shoal.errors import Problem, ShoalError, raise_if
 from shoal.numerics.init import initialise, materialise
 from shoal.numerics.precision import Precision
 from shoal.parallel.composed import Composed, Part
+from shoal.parallel.context import Attention, ContextParallel
+from shoal.parallel.context import divide as divide_tokens
+from shoal.parallel.expert import ExpertParallel, Experts, experts_in
+from shoal.parallel.expert import divide as divide_experts
 from shoal.parallel.pipeline import Pipeline, Stage, cut
 from shoal.parallel.recompute import recompute
 from shoal.parallel.replicate import replicate
+from shoal.parallel.routing import Balance, note_routers, routers
 from shoal.parallel.shard import Sharding, units_by_size
-from shoal.parallel.stream import Activation
+from shoal.parallel.stream import Activation, skeleton_of
 from shoal.parallel.tensor import TensorParallel, note_split_layers, split
 
 
@@ -50,13 +54,13 @@ class Options:
     seed: int = 0
     bucket_mb: float | None = None
     find_unused: bool = False
-    compiles: bool = False
+    compile: bool | str = False
+    """True: by torch's default backend; else by the one that is named."""
 
 
 def refuse_unbuilt(plan: Plan) -> None:
     """Raise for every word of a resolved plan that this version plans but cannot run."""
-    words = [f"{axis}={getattr(plan, axis)}" for axis in ("cp", "ep") if getattr(plan, axis) != 1]
-    words += [f"compress={plan.compress}"] if plan.compress else []
+    words = [f"compress={plan.compress}"] if plan.compress else []
     words += [plan.precision] if plan.precision == "fp8" else []
     raise_if(
         (Problem(f"{word} cannot be run by this version", "leave it out") for word in words),
@@ -79,49 +83,34 @@ def compose(
     originals = dict(model.named_parameters(remove_duplicate=False))
     by_hand = note_split_layers(model, tensor)
     shapes = {name: tuple(parameter.shape) for name, parameter in originals.items()} | by_hand
-    names = [name for name, _ in model.named_modules()]
-    found = misfits(plan, description=description, features=shapes, modules=names, is_split_by_hand=bool(by_hand))
-    raise_if(found, title=f"plan '{plan.brief()}'")
-    raise_if(_ties_that_break(model, plan, description))
-    _refuse_unlike(model, plan, tensor)
+    _refuse(model, plan, description, tensor, options, shapes, is_split_by_hand=bool(by_hand))
     num_parameters = sum(math.prod(shapes[name]) for name, _ in model.named_parameters())
-    sharding = _sharding(plan, mesh, precision)
-    if sharding is not None and options.find_unused:
-        raise ShoalError(
-            "find_unused lets ranks leave parameters out, but sharded ranks have to meet for every one of them",
-            fix=f"zero=0 instead of zero={plan.zero}, or a forward that uses the same parameters on every rank",
-        )
-    skeleton = _without_memory(model) if mesh.degree("pp") > 1 else model
+    routed = {name: router.num_experts for name, router in routers(model).items()}
+    how = _How(plan, description, mesh, tensor, precision, options, balance=_balance(model, plan, mesh, tensor))
+    skeleton = skeleton_of(model) if mesh.degree("pp") > 1 else model
     parts = list(_cut(model, plan, description, mesh))
     for part in parts:
-        for unit in _units(part.model, description):
-            _fill(part.model, unit, options.seed)
-            if not unit.is_rest:
-                split(part.model, unit.names, description.splits, tensor)
-            _place(part.model, unit, mesh.device, precision.weight_dtype)
-            for block in _modules(part.model, unit) if unit.is_block else ():
-                recompute(block, plan.recompute)
-                _compile(block, options)
-            if sharding is not None and not unit.is_root:
-                sharding.shard(_modules(part.model, unit), is_last=unit.is_last)
-        if not description.blocks:
-            _compile(part.model, options)
-        precision.install(part.model, mesh.device)
-        if sharding is not None:
-            for module in units_by_size(part.model) if not description.blocks else ():
-                sharding.shard(module)
-            sharding.shard(part.stage or part.model, is_last=True)
+        _lay_out(part, how)
+    if how.context is not None and skeleton is not model:
+        divide_tokens(skeleton, description, how.context)
     whole = parts[0].model
-    if sharding is None and parts[0].stage is None:
-        whole = replicate(whole, mesh=mesh, bucket_mb=options.bucket_mb, find_unused=options.find_unused)
+    if how.sharding is None and parts[0].stage is None:
+        peers = mesh.group_of_several(plan.gradient_axis)
+        whole = replicate(
+            whole, peers, device=mesh.device, bucket_mb=options.bucket_mb, find_unused=options.find_unused
+        )
     return Composed(
         plan=plan,
         mesh=mesh,
         parts=parts,
         model=whole,
         tensor=tensor,
-        pipeline=_pipeline(plan, parts, skeleton, description, mesh, precision, tensor),
-        is_sharded=sharding is not None,
+        context=how.context,
+        balance=how.balance,
+        routed=routed,
+        experts=frozenset(how.divided),
+        pipeline=_pipeline(parts, skeleton, how),
+        is_sharded=how.sharding is not None,
         is_split_by_hand=bool(by_hand),
         originals=originals,
         shapes=shapes,
@@ -130,7 +119,126 @@ def compose(
     )
 
 
+@dataclass
+class _How:
+    """What every unit of a model is laid out by."""
+
+    plan: Plan
+    description: Description
+    mesh: Mesh
+    tensor: TensorParallel
+    precision: Precision
+    options: Options
+    balance: Balance | None
+    divided: set[str] = field(default_factory=set)
+    """Parameters that were divided over ep."""
+
+    def __post_init__(self) -> None:
+        plan, mesh = self.plan, self.mesh
+        self.sharding = _sharding(plan, mesh, self.precision, plan.shard_axis)
+        self.experts: ExpertParallel | None = None
+        self.expert_sharding: Sharding | None = None
+        if plan.layout.ep > 1:
+            self.experts = ExpertParallel(mesh.groups["ep"], wire=mesh.wire)
+            self.expert_sharding = _sharding(plan, mesh, self.precision, "edp")
+        is_mixed = self.balance is not None and plan.layout.pp > 1
+        self.as_now = self.balance.as_now if self.balance is not None and is_mixed else None
+        """What a recomputed block has to find as it was: only in a pipeline do other microbatches come in between."""
+        self.context: ContextParallel | None = None
+        if plan.layout.cp > 1:
+            assert plan.context is not None
+            self.context = ContextParallel(mesh.groups["cp"], kind=plan.context, wire=mesh.wire)
+
+
+def _lay_out(part: Part, how: _How) -> None:
+    """One part of the model, unit by unit."""
+    model, description, sharding = part.model, how.description, how.sharding
+    for unit in _units(model, description):
+        _fill(model, unit, how.options.seed)
+        if not unit.is_rest:
+            split(model, unit.names, description.splits, how.tensor)
+        experts = _divide_experts(model, unit, how)
+        _place(model, unit, how.mesh.device, how.precision.weight_dtype)
+        for block in _modules(model, unit) if unit.is_block else ():
+            recompute(block, how.plan.recompute, how.as_now)
+            _compile(block, how.options)
+        if how.expert_sharding is not None:
+            for divided in experts:
+                how.expert_sharding.shard(divided)
+        if sharding is not None and not unit.is_root:
+            sharding.shard(_modules(model, unit), is_last=unit.is_last)
+    if not description.blocks:
+        _compile(model, how.options)
+    how.precision.install(model, how.mesh.device)
+    if how.context is not None:
+        divide_tokens(model, description, how.context)
+    if sharding is not None:
+        for module in units_by_size(model) if not description.blocks else ():
+            sharding.shard(module)
+        sharding.shard(part.stage or model, is_last=True)
+
+
+def _divide_experts(model: nn.Module, unit: Unit, how: _How) -> list[Experts]:
+    """Leave this rank its part of the experts of a unit."""
+    if how.experts is None:
+        return []
+    found = {name: module for name, module in experts_in(model).items() if unit.holds(name)}
+    for name, module in found.items():
+        divide_experts(module, how.experts)
+        how.divided.update(f"{name}.{own}" for own, _ in module.named_parameters())
+    return list(found.values())
+
+
+def _balance(model: nn.Module, plan: Plan, mesh: Mesh, tensor: TensorParallel) -> Balance | None:
+    """What the routers of a model share; None: it has none. They decide over whole sequences, and so with all ranks
+    that have tokens of theirs."""
+    if not routers(model):
+        return None
+    axes = [axis for axis, is_used in (("cp", plan.layout.cp > 1), ("tp", tensor.splits_tokens)) if is_used]
+    balance = Balance(mesh.group("_".join(axes)) if axes else None)
+    note_routers(model, balance)
+    return balance
+
+
 # ---- what a layout could not keep ----------------------------------------------------------------------------------
+
+
+def _refuse(
+    model: nn.Module,
+    plan: Plan,
+    description: Description,
+    tensor: TensorParallel,
+    options: Options,
+    shapes: dict[str, tuple[int, ...]],
+    *,
+    is_split_by_hand: bool,
+) -> None:
+    names = [name for name, _ in model.named_modules()]
+    found = misfits(plan, description=description, features=shapes, modules=names, is_split_by_hand=is_split_by_hand)
+    found += _without_attention(model, plan)
+    raise_if(found, title=f"plan '{plan.brief()}'")
+    raise_if(_ties_that_break(model, plan, description))
+    _refuse_unlike(model, plan, tensor)
+    if options.compile and plan.recompute != "none" and plan.layout.pp > 1 and routers(model):
+        raise ShoalError(
+            f"torch.compile cannot capture recompute={plan.recompute} of blocks with routers in a pipeline: they have to"
+            " find the auxiliary loss of their own microbatch again",
+            fix="without compile, or recompute=none, or pp=1",
+        )
+    if plan.is_sharded and options.find_unused:
+        raise ShoalError(
+            "find_unused lets ranks leave parameters out, but sharded ranks have to meet for every one of them",
+            fix=f"zero=0 instead of zero={plan.zero}, or a forward that uses the same parameters on every rank",
+        )
+
+
+def _without_attention(model: nn.Module, plan: Plan) -> Iterator[Problem]:
+    if plan.layout.cp > 1 and not any(isinstance(module, Attention) for module in model.modules()):
+        yield Problem(
+            f"cp={plan.layout.cp} divides the tokens that attend to each other, but the model has no shoal.Attention",
+            "self.attention = shoal.Attention(), called as self.attention(q, k, v) in place of"
+            " scaled_dot_product_attention",
+        )
 
 
 def _ties_that_break(model: nn.Module, plan: Plan, description: Description) -> Iterator[Problem]:
@@ -139,7 +247,7 @@ def _ties_that_break(model: nn.Module, plan: Plan, description: Description) -> 
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     layout = plan.layout
-    is_cut = layout.tp > 1 or layout.pp > 1 or (layout.dp_shard > 1 and bool(description.blocks))
+    is_cut = layout.tp > 1 or layout.pp > 1 or (plan.is_sharded and bool(description.blocks))
     for shared in (shared for shared in names.values() if len(shared) > 1 and is_cut):
         ends = [is_inside(shared[0].rpartition(".")[0], description.before_blocks)]
         ends.append(is_inside(shared[-1].rpartition(".")[0], description.after_blocks))
@@ -193,7 +301,7 @@ def _modules(model: nn.Module, unit: Unit) -> list[nn.Module]:
 
 def _fill(model: nn.Module, unit: Unit, seed: int) -> None:
     """Values for what was built on the meta device: whole tensors, drawn as on one device."""
-    if any(tensor.is_meta for _, tensor in _tensors(model, unit)):
+    if any(tensor.is_meta for tensor in _tensors(model, unit)):
         materialise(model, "cpu", unit.holds)
         initialise(model, seed, unit.holds)
 
@@ -201,32 +309,33 @@ def _fill(model: nn.Module, unit: Unit, seed: int) -> None:
 def _place(model: nn.Module, unit: Unit, device: torch.device, dtype: torch.dtype) -> None:
     """Move a unit to its device and precision. A parameter stays the object that it is, so that what is shared stays
     shared."""
-    for _, tensor in _tensors(model, unit):
+    for tensor in _tensors(model, unit):
         tensor.data = tensor.data.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
 
 
-def _tensors(model: nn.Module, unit: Unit) -> Iterator[tuple[str, Tensor]]:
+def _tensors(model: nn.Module, unit: Unit) -> Iterator[Tensor]:
     for name, module in model.named_modules():
         if unit.holds(name):
-            yield from module.named_parameters(recurse=False)
-            yield from module.named_buffers(recurse=False)
+            yield from module.parameters(recurse=False)
+            yield from module.buffers(recurse=False)
 
 
 def _compile(block: nn.Module, options: Options) -> None:
-    if options.compiles:
-        block.forward = torch.compile(block.forward)
+    if options.compile:
+        backend = "inductor" if options.compile is True else options.compile
+        block.forward = torch.compile(block.forward, backend=backend)
 
 
-def _sharding(plan: Plan, mesh: Mesh, precision: Precision) -> Sharding | None:
+def _sharding(plan: Plan, mesh: Mesh, precision: Precision, axis: str) -> Sharding | None:
     """None: there is nobody to share anything with, and nothing to keep in host memory."""
     offloads = plan.offload == "parameters" and mesh.device.type != "cpu"
-    if not plan.zero or (plan.layout.dp_shard == 1 and not offloads):
+    if not plan.is_sharded and not (plan.zero and offloads):
         return None
     lower = precision.compute_dtype != precision.weight_dtype
-    axes = ("dp_replicate", "dp_shard") if plan.layout.dp_replicate > 1 else ("dp_shard",)
+    axes = ("dp_replicate", axis) if plan.layout.dp_replicate > 1 else (axis,)
     return Sharding(
         mesh=mesh.device_mesh(axes),
-        zero=plan.zero,
+        zero=plan.zero or 0,
         compute_dtype=precision.compute_dtype if lower else None,
         reduce_dtype=precision.weight_dtype if lower else None,
         offloads_parameters=offloads,
@@ -276,32 +385,12 @@ def _untie(part: nn.Module, taken: set[nn.Parameter]) -> None:
                 setattr(module, name, copies[parameter])
 
 
-def _without_memory(model: nn.Module) -> nn.Module:
-    """A copy with shapes and without values."""
-    tensors = (*model.parameters(), *model.buffers())
-    memo = {id(tensor): _on_meta(tensor) for tensor in tensors}
-    return copy.deepcopy(model, memo)
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    there = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(there, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else there
-
-
-def _pipeline(
-    plan: Plan,
-    parts: list[Part],
-    skeleton: nn.Module,
-    description: Description,
-    mesh: Mesh,
-    precision: Precision,
-    tensor: TensorParallel,
-) -> Pipeline | None:
+def _pipeline(parts: list[Part], skeleton: nn.Module, how: _How) -> Pipeline | None:
     stages = [part.stage for part in parts if part.stage is not None]
     if not stages:
         return None
+    plan, mesh, precision = how.plan, how.mesh, how.precision
     assert plan.schedule is not None
-    wide = precision.weight_dtype
     return Pipeline(
         stages=stages,
         schedule=plan.schedule,
@@ -309,8 +398,8 @@ def _pipeline(
         device=mesh.device,
         wire=mesh.wire,
         num_stages=stages[0].num_stages,
-        activation=Activation(skeleton, description.blocks, tensor),
+        activation=Activation(skeleton, how.description.blocks, how.tensor),
         dtype=precision.compute_dtype,
-        loss_dtype=wide,
+        loss_dtype=precision.weight_dtype,
         owners=owners(plan),
     )

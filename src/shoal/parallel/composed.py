@@ -1,9 +1,10 @@
 """A model laid over the ranks, as one of them holds it: what it computes with, and what its gradients still need.
 
-Between the last backward and the optimizer, gradients of four kinds are made whole:
+Between the last backward and the optimizer, gradients of five kinds are made whole:
 
+experts     (ep) of the tokens of all ep ranks already: divided by as many, since FSDP2 averages over the others alone
 partial     (tp) a weight that each tp rank used for its own tokens or heads: summed over tp
-replicated  (dp_replicate, in a pipeline) averaged over the replicas; elsewhere DDP and FSDP2 do it during the backward
+replicated  (dp_replicate and cp, in a pipeline) averaged; elsewhere DDP and FSDP2 do it during the backward
 tied        (pp) two stages that hold one parameter, each its own copy: both get the sum, and so both copies stay equal
 norm        over all pieces of all ranks, each counted once
 """
@@ -20,14 +21,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shoal.blueprint.anatomy import chunk
 from shoal.blueprint.layout import AXES
 from shoal.blueprint.plan import Plan
-from shoal.comm.collectives import all_reduce_together, join, part_size
+from shoal.comm.collectives import all_reduce_together, join
 from shoal.comm.mesh import Mesh
 from shoal.numerics.gradients import global_norm
 from shoal.parallel import replicate, shard
+from shoal.parallel.context import ContextParallel
 from shoal.parallel.pipeline import Pipeline, Stage
 from shoal.parallel.replicate import average_buffers, average_gradients
+from shoal.parallel.routing import Balance, routers, update_bias
 from shoal.parallel.tensor import TensorParallel
 
 
@@ -49,6 +53,13 @@ class Composed:
     model: nn.Module
     """What a forward calls; in a pipeline, the first of this rank's parts."""
     tensor: TensorParallel
+    context: ContextParallel | None
+    balance: Balance | None
+    """What the routers of experts share; None: there are none."""
+    routed: dict[str, int]
+    """Routers of the whole model → how many experts each chooses from."""
+    experts: frozenset[str]
+    """Parameters that are divided over ep."""
     pipeline: Pipeline | None
     is_sharded: bool
     is_split_by_hand: bool
@@ -70,11 +81,13 @@ class Composed:
         self._match(self.originals)
         self.originals = {}
         self._copies = {second for _, second in self.tied if self.pipeline is not None}
+        self._counted = [name for name in self.named if self._counts(name)]
+        self._routers = {name: r for part in self.parts for name, r in routers(part.model).items()}
 
     @property
     def has_collective_forward(self) -> bool:
         """Whether ranks meet in a forward, so that all must run as many."""
-        return self.is_sharded or self.pipeline is not None or self.tensor.group is not None
+        return self.is_sharded or self.pipeline is not None or self.tensor.group is not None or self.context is not None
 
     @contextmanager
     def synchronised(self, is_last: bool) -> Iterator[None]:
@@ -108,17 +121,18 @@ class Composed:
     def finish_gradients(self) -> None:
         """Make every gradient whole, once a step."""
         gradients = {name: local(p.grad) for name, p in self.named.items() if p.grad is not None}
+        if self.experts:
+            torch._foreach_div_([g for name, g in gradients.items() if name in self.experts], self.plan.layout.ep)
         if self.tensor.partial:
             partial = [gradient for name, gradient in gradients.items() if name in self.tensor.partial]
             all_reduce_together(partial, self.tensor.group)
         if self.pipeline is not None:
-            if not self.is_sharded and "dp_replicate" in self.mesh.groups:
+            replicas = None if self.is_sharded else self.mesh.group_of_several(self.plan.gradient_axis)
+            if replicas is not None:
                 for name, parameter in self.named.items():  # every replica brings as many, used or not
                     if parameter.requires_grad and name not in gradients:
                         parameter.grad = gradients[name] = torch.zeros_like(parameter)
-                average_gradients(
-                    [gradients[name] for name in self.named if name in gradients], self.mesh.groups["dp_replicate"]
-                )
+                average_gradients([gradients[name] for name in self.named if name in gradients], replicas)
             for first, second in self.tied:
                 self._sum_tied(gradients.get(first), gradients.get(second))
 
@@ -146,10 +160,9 @@ class Composed:
         is_everything_here = not self.is_sharded and self.pipeline is None and self.tensor.group is None
         if is_everything_here:
             return global_norm([p.grad for p in parameters if p.grad is not None])
+        mine = [self.named[name] for name in self._counted]
         chosen = set(parameters)
-        counted = [
-            local(p.grad) for name, p in self.named.items() if p in chosen and p.grad is not None and self._counts(name)
-        ]
+        counted = [local(p.grad) for p in mine if p in chosen and p.grad is not None]
         square = global_norm(counted).to(self.mesh.device) ** 2 if counted else self._zero()
         dist.all_reduce(square)
         return square.sqrt()
@@ -160,13 +173,41 @@ class Composed:
 
     def is_replicated(self, name: str, axis: str) -> bool:
         """Whether all ranks along an axis hold the same piece of a parameter."""
-        return {"tp": name not in self.tensor.cuts, "dp_shard": not self.is_sharded, "pp": False}.get(axis, True)
+        if axis in ("dp_shard", "cp"):
+            return not self.is_sharded
+        return {"tp": name not in self.tensor.cuts, "pp": False}.get(axis, True)
 
     def _counts(self, name: str) -> bool:
         """Whether this rank is the one, of all that hold this very piece, that counts it."""
         place = self.mesh.coordinate
         others = [axis for axis in AXES if place[axis] and self.is_replicated(name, axis)]
         return not others and name not in self._copies
+
+    # ---- experts -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def balance_experts(self, *, is_applied: bool) -> Tensor | None:
+        """Once a step: the loads of all routers of the model over the global batch; and let each favour those experts
+        that had too little. A row for each router, in the order of the model: how often each expert was chosen, how
+        many choices were dropped, and the auxiliary loss, summed over sequences. None: there are no routers."""
+        if self.balance is None:
+            return None
+        width = max(self.routed.values()) + 2
+        totals = torch.zeros(len(self.routed), width, dtype=torch.float64, device=self.mesh.device)
+        for row, (name, num_experts) in zip(totals, self.routed.items(), strict=True):
+            if name in self.balance.loads:  # a router of this rank, and a microbatch that counted
+                row[:num_experts] = self.balance.loads[name]
+                row[-2] = self.balance.dropped[name]
+                row[-1] = self.balance.auxiliary.get(name, 0.0)
+        self.balance.clear()
+        if self.mesh.layout.world_size > 1:
+            dist.all_reduce(totals)
+            totals /= 1 if self.tensor.splits_tokens else self.tensor.degree  # whose ranks told the same
+        if is_applied:
+            for place, (name, num_experts) in enumerate(self.routed.items()):
+                if name in self._routers:
+                    update_bias(self._routers[name], totals[place, :num_experts])
+        return totals
 
     # ---- whole tensors -----------------------------------------------------------------------------------------------
 
@@ -205,18 +246,22 @@ class Composed:
         return None
 
     def _joined(self, name: str, what: str) -> Tensor:
-        """The pieces of the dp_shard and tp ranks put together; a parameter without a gradient has a zero one."""
+        """The pieces of the dp_shard, ep and tp ranks put together; a parameter without a gradient has a zero one."""
         parameter = self.named[name]
         piece = parameter.detach() if what == "weight" else parameter.grad
         plain = local(torch.zeros_like(parameter) if piece is None else piece)
-        whole = list(self.shapes[name])
-        if name in self.tensor.cuts:
-            dim = self.tensor.cuts[name]
-            whole[dim] = part_size(whole[dim], index=self.tensor.index, degree=self.tensor.degree)
+        shape, mesh, tensor = self.shapes[name], self.mesh, self.tensor
+        dim = tensor.cuts.get(name)
+        is_expert = name in self.experts
         if self.is_sharded:
-            plain = join(plain.to(self.mesh.device), 0, self.mesh.groups["dp_shard"], whole[0])
-        if name in self.tensor.cuts:
-            plain = join(plain, dim, self.tensor.group, self.shapes[name][dim])
+            num_rows = shape[0] // (self.plan.layout.ep if is_expert else 1)
+            num_rows = chunk(num_rows, index=tensor.index, degree=tensor.degree) if dim == 0 else num_rows
+            group = mesh.groups["edp" if is_expert else self.plan.shard_axis]
+            plain = join(plain.to(mesh.device), 0, group, num_rows)
+        if is_expert:
+            plain = join(plain, 0, mesh.groups["ep"], shape[0])
+        if dim is not None:
+            plain = join(plain, dim, tensor.group, shape[dim])
         return plain.to("cpu", copy=True)
 
     # ---- evaluation --------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ gathered from), gradients on either, and the optimizer's state. `blueprint.memor
 
 from __future__ import annotations
 
-import copy
 import resource
 import sys
 from collections.abc import Iterable, Iterator
@@ -23,13 +22,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shoal.blueprint.anatomy import Anatomy, Crossing, split_of
+from shoal.blueprint.anatomy import Anatomy, Attended, Crossing, Dispatched, Routed, split_of
 from shoal.blueprint.description import Description, Split
 from shoal.blueprint.memory import Memory
 from shoal.errors import ShoalError
 from shoal.parallel.composed import Composed
+from shoal.parallel.context import Attention
+from shoal.parallel.expert import Experts
 from shoal.parallel.pipeline import Call
+from shoal.parallel.routing import Router, Routing
 from shoal.parallel.shard import units_by_size
+from shoal.parallel.stream import on_meta, skeleton_of
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
@@ -104,7 +107,7 @@ def anatomy_of(model: nn.Module, description: Description, call: Call) -> Anatom
 
     `call` is what the model is called with for some samples: positional and keyword arguments, samples first.
     """
-    skeleton = _without_memory(model)
+    skeleton = skeleton_of(model)
     trace = _trace(skeleton, description, call)
     seconds = {second for _, second in description.tied}
     named = {name: parameter for name, parameter in skeleton.named_parameters() if name not in seconds}
@@ -117,6 +120,9 @@ def anatomy_of(model: nn.Module, description: Description, call: Call) -> Anatom
         lookups=frozenset(_lookups(skeleton)),
         stream=trace.stream,
         crossings=tuple(trace.crossings()),
+        attentions=tuple(trace.attentions()),
+        dispatches=tuple(trace.dispatches()),
+        routers=tuple(trace.routers()),
         units_by_size=tuple(names[module] for module in by_size),
     )
 
@@ -127,24 +133,16 @@ def _lookups(model: nn.Module) -> Iterator[str]:
             yield f"{name}.weight"
 
 
-def _without_memory(model: nn.Module) -> nn.Module:
-    """A copy with shapes and without values."""
-    memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        there = torch.empty_like(tensor, device="meta")
-        is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(there, tensor.requires_grad) if is_parameter else there
-    return copy.deepcopy(model, memo)
-
-
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """Something that happened in a forward: a crossing, a tensor kept for the backward, or the end of a block."""
+    """Something that happened in a forward: a crossing, an attention, experts or a router that began, a tensor kept for
+    the backward, or the end of a block."""
 
     what: str
     module: str = ""
     shape: tuple[int, ...] = ()
     has_backward: bool = False
+    facts: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -152,6 +150,7 @@ class _Trace:
     """What happened in one forward, in order."""
 
     description: Description
+    num_samples: int
     seen: list[_Seen] = field(default_factory=list)
     stream: tuple[int, ...] = ()
     _entered: Tensor | None = None
@@ -172,6 +171,34 @@ class _Trace:
             self._entered = None
             self._cross("logits", name, output)
 
+    def before_attention(self, name: str, q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor) -> None:
+        facts = {"queries": tuple(q_BNTH.shape[1:]), "keys": tuple(k_BKTH.shape[1:])}
+        has_backward = any(x.requires_grad for x in (q_BNTH, k_BKTH, v_BKTH))
+        self.seen.append(_Seen("attention", name, has_backward=has_backward, facts=facts))
+
+    def before_experts(self, name: str, experts: Experts, x_TD: Tensor, routing: Routing) -> None:
+        is_trained = x_TD.requires_grad or any(weight.requires_grad for weight in experts.parameters())
+        facts = {
+            "num_experts": experts.num_experts,
+            "rows": routing.token_R.shape[0] // self.num_samples,
+            "dim": x_TD.shape[1],
+            "is_predicted": routing.top_k is not None,
+            "num_returns": x_TD.requires_grad + is_trained,
+        }
+        self.seen.append(_Seen("experts", name, facts=facts))
+
+    def before_router(self, name: str, router: Router) -> None:
+        chooses = router.choice == "token"
+        facts = {
+            "num_experts": router.num_experts,
+            "has_auxiliary": chooses and router.auxiliary_coefficient > 0,
+            "gathers_scores": not chooses or router.capacity_factor is not None,
+        }
+        self.seen.append(_Seen("router", name, facts=facts))
+
+    def after(self, name: str) -> None:
+        self.seen.append(_Seen("after", name))
+
     def after_block(self, name: str, output: Any) -> None:
         self.seen.append(_Seen("end", name))
         if isinstance(output, Tensor):
@@ -181,24 +208,49 @@ class _Trace:
         self.seen.append(_Seen("kept"))
         return tensor
 
+    def settled(self, y: Tensor, *facts: Any) -> Tensor:
+        """What a router does at the end of its layer: in a run it keeps the loads for the backward, here it cannot."""
+        return self.kept(y)
+
     def _cross(self, way: str, name: str, x: Tensor) -> None:
         self.seen.append(_Seen(way, name, tuple(x.shape[1:]), x.requires_grad))
 
     def crossings(self) -> Iterator[Crossing]:
-        """The crossings, and whether a block that computes itself again would come by: it stops at the last tensor
-        that it has to keep."""
-        for place, event in enumerate(self.seen):
-            if event.what in ("enter", "leave", "logits"):
-                rest = iter(self.seen[place:])
-                is_repeated = any(True for later in _until_end(rest) if later.what == "kept")
-                way: Any = event.what
-                yield Crossing(
-                    module=event.module,
-                    way=way,
-                    shape=event.shape,
-                    has_backward=event.has_backward,
-                    is_repeated=is_repeated,
-                )
+        for place, event in self._of("enter", "leave", "logits"):
+            way: Any = event.what
+            yield Crossing(
+                module=event.module,
+                way=way,
+                shape=event.shape,
+                has_backward=event.has_backward,
+                is_repeated=self._is_repeated(place),
+            )
+
+    def attentions(self) -> Iterator[Attended]:
+        for place, event in self._of("attention"):
+            end = next(i for i, later in self._of("after") if i > place and later.module == event.module)
+            yield Attended(
+                module=event.module,
+                has_backward=event.has_backward,
+                is_repeated=self._is_repeated(place),
+                is_output_repeated=self._is_repeated(end),
+                **event.facts,
+            )
+
+    def dispatches(self) -> Iterator[Dispatched]:
+        for place, event in self._of("experts"):
+            yield Dispatched(module=event.module, is_repeated=self._is_repeated(place), **event.facts)
+
+    def routers(self) -> Iterator[Routed]:
+        for place, event in self._of("router"):
+            yield Routed(module=event.module, is_repeated=self._is_repeated(place), **event.facts)
+
+    def _of(self, *whats: str) -> Iterator[tuple[int, _Seen]]:
+        return ((place, event) for place, event in enumerate(self.seen) if event.what in whats)
+
+    def _is_repeated(self, place: int) -> bool:
+        """Whether a block that computes itself again would come by: it stops at the last tensor that it has to keep."""
+        return any(later.what == "kept" for later in _until_end(iter(self.seen[place:])))
 
 
 def _until_end(events: Iterator[_Seen]) -> Iterator[_Seen]:
@@ -210,20 +262,25 @@ def _until_end(events: Iterator[_Seen]) -> Iterator[_Seen]:
 
 def _trace(model: nn.Module, description: Description, call: Call) -> _Trace:
     """Run a model without memory and watch it."""
-    trace = _Trace(description)
+    trace = _Trace(description, _num_samples(call))
     modules = dict(model.named_modules())
     with ExitStack() as stack:
         for name, module in modules.items():
             if split_of(description, name) is not None:
                 stack.callback(module.register_forward_pre_hook(_before(trace, name)).remove)
                 stack.callback(module.register_forward_hook(_after(trace, name)).remove)
+            if isinstance(module, Router):
+                module.settle = trace.settled
+            if isinstance(module, Attention | Experts | Router):
+                stack.callback(module.register_forward_pre_hook(_begun(trace, name)).remove)
+                stack.callback(module.register_forward_hook(_done(trace, name)).remove)
         for name in description.blocks:
             stack.callback(modules[name].register_forward_hook(_ended(trace, name)).remove)
         stack.enter_context(saved_tensors_hooks(trace.kept, lambda tensor: tensor))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.device("meta"))
         arguments, options = call
-        model(*map(_meta, arguments), **{name: _meta(value) for name, value in options.items()})
+        model(*map(on_meta, arguments), **{name: on_meta(value) for name, value in options.items()})
     if description.blocks and not trace.stream:
         raise ShoalError(
             f"{description.blocks[-1]} is called a block, but it does not return one tensor",
@@ -240,9 +297,26 @@ def _after(trace: _Trace, name: str) -> Any:
     return lambda module, arguments, output: trace.after_layer(name, output, is_lookup=isinstance(module, nn.Embedding))
 
 
+def _begun(trace: _Trace, name: str) -> Any:
+    def hook(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        if isinstance(module, Attention):
+            trace.before_attention(name, *arguments[:3])
+        elif isinstance(module, Experts):
+            trace.before_experts(name, module, *arguments)
+        elif isinstance(module, Router):
+            trace.before_router(name, module)
+
+    return hook
+
+
+def _done(trace: _Trace, name: str) -> Any:
+    return lambda module, arguments, output: trace.after(name)
+
+
 def _ended(trace: _Trace, name: str) -> Any:
     return lambda module, arguments, output: trace.after_block(name, output)
 
 
-def _meta(value: object) -> object:
-    return value.to("meta") if isinstance(value, Tensor) else value
+def _num_samples(call: Call) -> int:
+    arguments, options = call
+    return next((x.shape[0] for x in (*arguments, *options.values()) if isinstance(x, Tensor) and x.dim()), 1)

@@ -5,12 +5,15 @@ so that names stay and whatever wraps the block (compile, sharding) sees the blo
 
 full        keeps a block's inputs only; costs one more forward
 selective   keeps what is expensive to compute again, the results of matrix products and of attention, and recomputes
-            the rest (norms, activations, rotations), which is cheap in time and large in memory
+            the rest (norms, activations, rotations), which is cheap in time and large in memory; ring attention is
+            computed again, since its parts together are larger than its result
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shoal.blueprint.plan import Recompute
+from shoal.numerics.attention import is_part_of_attention
 
 _aten = torch.ops.aten
 EXPENSIVE = {
@@ -34,15 +38,38 @@ EXPENSIVE = {
 }
 
 
-def recompute(block: nn.Module, how: Recompute) -> None:
-    """Let the backward of a block recompute what its forward did not keep."""
+def recompute(block: nn.Module, how: Recompute, as_now: Callable[[], Any] | None = None) -> None:
+    """Let the backward of a block recompute what its forward did not keep.
+
+    `as_now` is called at the forward and returns a context in which to compute it again: what a block reads of the run
+    may have changed since, in a pipeline by other microbatches.
+    """
     if how == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False}
-    if how == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+    selective = functools.partial(create_selective_checkpoint_contexts, _policy)
+    if as_now is not None:
+        options["context_fn"] = functools.partial(_as_then, as_now, selective if how == "selective" else _nothing)
+    elif how == "selective":
+        options["context_fn"] = selective
     block.forward = functools.partial(checkpoint, block.forward, **options)
 
 
+def _as_then(as_now: Callable[[], Any], contexts: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+    first, second = contexts()
+    return first, _both(as_now(), second)
+
+
+def _nothing() -> tuple[Any, Any]:
+    return nullcontext(), nullcontext()
+
+
+@contextmanager
+def _both(outer: Any, inner: Any) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
 def _policy(context: Any, operation: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
+    is_worth_it = operation in EXPENSIVE and not is_part_of_attention()
+    return CheckpointPolicy.MUST_SAVE if is_worth_it else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,4 +1,5 @@
-"""`dp_replicate`: every rank holds the whole model and sees its own samples; gradients are averaged once per step.
+"""`dp_replicate`, and `cp` where nothing is sharded: every rank holds the whole model and sees its own samples (or its
+tokens of them); gradients are averaged once per step.
 
 torch gives `DistributedDataParallel`. It averages over ranks and synchronises at every backward. The loss law wants a
 sum over the *global* batch, and accumulation wants one synchronisation per step: `shoal.train.run` scales the loss of
@@ -17,22 +18,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shoal.blueprint.traffic import BUCKET_BYTES
 from shoal.comm.collectives import all_reduce_together
 from shoal.comm.mesh import Mesh
 from shoal.errors import ShoalError
 
-BUCKET_BYTES = 25 * 2**20
 
-
-def replicate(module: nn.Module, *, mesh: Mesh, bucket_mb: float | None, find_unused: bool) -> nn.Module:
+def replicate(
+    module: nn.Module,
+    peers: dist.ProcessGroup | None,
+    *,
+    device: torch.device,
+    bucket_mb: float | None,
+    find_unused: bool,
+) -> nn.Module:
     """The module with its gradients averaged over its replicas; with one, or nothing to train, the module itself."""
-    has_peers = mesh.degree("dp_replicate") > 1
-    if not has_peers or not any(parameter.requires_grad for parameter in module.parameters()):
+    if peers is None or not any(parameter.requires_grad for parameter in module.parameters()):
         return module
     return DistributedDataParallel(
         module,
-        device_ids=[mesh.device] if mesh.device.type == "cuda" else None,
-        process_group=mesh.groups["dp_replicate"],
+        device_ids=[device] if device.type == "cuda" else None,
+        process_group=peers,
         bucket_cap_mb=bucket_mb,
         find_unused_parameters=find_unused,
         gradient_as_bucket_view=True,  # no second copy of the gradients
@@ -60,12 +66,12 @@ def synchronised(module: nn.Module, is_last: bool) -> Iterator[None]:
 
 
 @torch.no_grad()
-def average_gradients(gradients: list[Tensor], group: dist.ProcessGroup, bucket_bytes: int = BUCKET_BYTES) -> None:
+def average_gradients(gradients: list[Tensor], group: dist.ProcessGroup) -> None:
     """Average gradients over replicas, in place, in buckets: for a pipeline, whose backwards DDP cannot follow."""
     bucket: list[Tensor] = []
     for place, gradient in enumerate(gradients):
         bucket.append(gradient)
-        is_full = sum(one.nbytes for one in bucket) >= bucket_bytes
+        is_full = sum(one.nbytes for one in bucket) >= BUCKET_BYTES
         if is_full or place == len(gradients) - 1 or gradients[place + 1].dtype != gradient.dtype:
             all_reduce_together(bucket, group)
             torch._foreach_div_(bucket, group.size())

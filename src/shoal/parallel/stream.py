@@ -7,9 +7,11 @@ what still depends on something earlier has gone another way.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +65,7 @@ def stream_of(model: nn.Module, blocks: Sequence[str], call: Call) -> torch.Size
     arguments, options = call
     try:
         with torch.device("meta"):
-            output = model(*map(_meta, arguments), **{name: _meta(value) for name, value in options.items()})
+            output = model(*map(on_meta, arguments), **{name: on_meta(value) for name, value in options.items()})
     finally:
         for hook in hooks:
             hook.remove()
@@ -121,5 +123,16 @@ def _broken_chain(blocks: Sequence[str], taken: list[object], returned: list[obj
     return []
 
 
-def _meta(value: object) -> object:
+def skeleton_of(model: nn.Module) -> nn.Module:
+    """A copy with shapes and without values."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        there = torch.empty_like(tensor, device="meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(there, tensor.requires_grad) if is_parameter else there
+    return copy.deepcopy(model, memo)
+
+
+def on_meta(value: object) -> object:
+    """A tensor's shape, without its values; anything else as it is."""
     return value.to("meta") if isinstance(value, Tensor) else value

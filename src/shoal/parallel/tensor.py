@@ -285,6 +285,10 @@ SPLIT_LAYERS: Mapping[tuple[Split, type[nn.Module]], type[nn.Module]] = {
 }
 
 
+WHOLE = (Split.SEQUENCE, Split.HEADS, Split.EXPERTS)
+"""What tp does not cut; with sequence parallelism each rank uses it for its own tokens."""
+
+
 def split(model: nn.Module, names: Iterable[str], splits: Mapping[str, Split], tensor: TensorParallel) -> None:
     """Turn the layers inside some submodules of a model into the forms that its description allows, in place."""
     if tensor.group is None:
@@ -300,12 +304,12 @@ def split(model: nn.Module, names: Iterable[str], splits: Mapping[str, Split], t
 def _split_layer(
     layer: Any, name: str, how: Split, tensor: TensorParallel, pieces: dict[nn.Parameter, nn.Parameter]
 ) -> None:
-    names = [f"{name}.{own}" for own, _ in layer.named_parameters(recurse=how in (Split.SEQUENCE, Split.HEADS))]
-    if how is Split.HEADS or (how is Split.SEQUENCE and tensor.splits_tokens):
+    names = [f"{name}.{own}" for own, _ in layer.named_parameters(recurse=how in WHOLE)]
+    if how is Split.HEADS or (how in WHOLE and tensor.splits_tokens):
         tensor.partial.update(names)
     if how is Split.SEQUENCE and tensor.splits_tokens and type(layer) is nn.Embedding:
         _become(layer, PositionEmbedding, tensor, pieces)
-    if how in (Split.SEQUENCE, Split.HEADS):
+    if how in WHOLE:
         return
     if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
         return  # the model's author has split it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.blueprint.layout import AXES
-from shoal.blueprint.legality import legal_plans, misfits
+from shoal.blueprint.layout import GROUP_AXES
+from shoal.blueprint.legality import legal_plans, misfits, num_chunks
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.recipe import ModelSection, Recipe
 from shoal.data.batch import length, rows
@@ -185,21 +186,29 @@ def smaller_model(section: ModelSection, plan: Plan) -> tuple[ModelSection, bool
 
 
 def _random_batches(section: ModelSection, plan: Plan, recipe: Recipe, steps: int) -> list[dict[str, Tensor]]:
-    """Random tokens, of which some labels do not count; few samples, but microbatches enough for any schedule."""
+    """Random tokens, of which some labels do not count; few samples, but microbatches enough for any schedule. None of
+    them begins with one token twice: those are two positions that no router of experts could tell apart."""
     vocabulary = int(section.arguments["vocabulary"])
     asked = plan.num_microbatches(recipe.data.batch)
     few = max(4, 2 * plan.layout.pp)
     num_microbatches = min(asked, few)
     size = plan.mb or min(plan.microbatch_size(recipe.data.batch), 2)
     batch = num_microbatches * size * plan.layout.data_degree
+    num_tokens = tokens_for(plan)
     generator = torch.Generator().manual_seed(recipe.run.seed)
     batches = []
     for _ in range(steps):
-        tokens = torch.randint(vocabulary, (batch, TOKENS + 1), generator=generator)
+        tokens = torch.randint(vocabulary, (batch, num_tokens + 1), generator=generator)
+        tokens[:, 1] = (tokens[:, 0] + 1 + tokens[:, 1] % (vocabulary - 1)) % vocabulary
         labels = tokens[:, 1:].clone()
         labels[torch.rand(labels.shape, generator=generator) < 0.25] = -100
         batches.append({"tokens": tokens[:, :-1].contiguous(), "labels": labels})
     return batches
+
+
+def tokens_for(plan: Plan) -> int:
+    """A short sequence that the ranks of a plan can divide among them."""
+    return math.lcm(TOKENS, plan.layout.tp * num_chunks(plan))
 
 
 def _real_batches(recipe: Recipe, steps: int) -> list[Any]:
@@ -213,10 +222,7 @@ def legal_cases(recipe: Recipe, world_size: int, how: How) -> Iterator[Case]:
     with torch.device("meta"):
         model = build_model(recipe.model)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    plans = legal_plans(
-        world_size, description=describe(model), batch=recipe.data.batch, sequence=TOKENS, features=shapes
-    )
-    for plan in plans:
+    for plan in legal_plans(world_size, description=describe(model), batch=recipe.data.batch, features=shapes):
         yield case_of(recipe.model_copy(update={"plan": plan}), world_size, how)
 
 
@@ -254,7 +260,7 @@ def _operations(ranks: Sequence[Findings]) -> dict[str, list[str]]:
         for traffic in (rank.traffic, rank.predicted_traffic or {}):
             for axis, operations in traffic.items():
                 found[axis].update(dict.fromkeys(name for name in operations if name != "recv"))
-    return {axis: list(found[axis]) for axis in AXES if axis in found}
+    return {axis: list(found[axis]) for axis in GROUP_AXES if axis in found}
 
 
 def _counted(rank: Findings, axis: str, name: str, what: str) -> int:

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shoal.data.batch import IGNORE, length, rows, to_device
 from shoal.numerics.init import has_law, initialise
 from shoal.numerics.precision import hush, precision_of
+from shoal.parallel.routing import auxiliary_loss, update_biases
 from shoal.proof.case import Case
 from shoal.proof.compare import Observation
 
@@ -42,13 +43,14 @@ def observe_reference(case: Case) -> tuple[list[Observation], dict[str, Tensor]]
             with torch.autocast(device.type, dtype=precision.compute_dtype, enabled=lower):
                 mean = _loss(model, piece, case)
             part = mean * (_weight(piece) / total)
-            part.backward()
+            (part + auxiliary_loss(model).to(part)).backward()  # of experts, if there are any
             loss += part.item()
         gradients = {name: _gradient(parameter) for name, parameter in model.named_parameters()}
         trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
         largest = float("inf") if case.clip is None else case.clip
         norm = torch.nn.utils.clip_grad_norm_(trained, largest)
         optimizer.step()
+        update_biases(model)
         optimizer.zero_grad()
         observations.append(Observation(loss, float(norm), gradients, _copies(model)))
     return observations, initial

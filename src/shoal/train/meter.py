@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from shoal.blueprint.description import Description
 from shoal.blueprint.devices import peak_flops
@@ -68,6 +69,7 @@ class Meter:
             "memory_gib": peak_memory_gib(self.run.device),
             "loss_scale": self.run.loss_scale.scale,
             "skipped": report.was_skipped,
+            **self._experts(report.experts),
         }
         self.loss_first = loss if self.loss_first is None else self.loss_first
         self.last_losses.append(loss)
@@ -122,6 +124,15 @@ class Meter:
     def _write(self, record: Record) -> None:
         for sink in self.sinks:
             sink.write(record)
+
+    def _experts(self, totals: Tensor | None) -> Record:
+        """How evenly the experts of the layers were used; nothing, where there are none."""
+        if totals is None:
+            return {}
+        loads, dropped, auxiliary = totals[:, :-2], totals[:, -2].sum(), totals[:, -1].sum()
+        hottest = (loads.amax(1) / loads.mean(1)).max()  # of the layer where it is worst
+        numbers = torch.stack([hottest, dropped / loads.sum(), auxiliary / self.job.recipe.data.batch]).tolist()
+        return dict(zip(("expert_load_max", "expert_dropped_part", "auxiliary_loss"), numbers, strict=True))
 
     def _mfu(self, seconds: float) -> float | None:
         """Counted FLOPs per second over the datasheet's peak of all devices; None unless both are known."""

@@ -7,7 +7,8 @@ One step, four microbatches, two ranks (s: loss sum, w: how many tokens count, W
     rank 1   open [1] ── F B ── F B ── F B ── F B ┘
 
 [1] w is known from the data; its sum W over all ranks travels while the first forward runs.
-[2] Each backward starts from  s * degree / W.  DDP averages over `degree` ranks, so the gradient is  Σ s / W.
+[2] Each backward starts from  s * degree / W.  Gradients are averaged over `degree` ranks, those that see other samples
+    or other tokens of them, so the gradient is  Σ s / W.
 [3] Gradients are synchronised once, during the backward of the last microbatch.
 [4] The global norm is the same number on every rank, and so is everything that is decided by it.
 """
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from shoal.blueprint.description import Description
 from shoal.blueprint.plan import Plan
 from shoal.comm.environment import read_environment
 from shoal.comm.mesh import Mesh
@@ -40,6 +42,7 @@ from shoal.numerics.offload import HostCopies
 from shoal.numerics.precision import precision_of
 from shoal.parallel.compose import Options, compose, refuse_unbuilt
 from shoal.parallel.composed import Composed, local
+from shoal.parallel.context import cut_batch
 from shoal.parallel.pipeline import Feed
 from shoal.parallel.replicate import explain_unused
 from shoal.parallel.tensor import TensorParallel
@@ -71,7 +74,7 @@ class Run:
     loss_scale      the first loss scale under fp16, and after how many good steps it is doubled (loss_scale_window)
     bucket_mb       size of the buckets in which gradients are reduced; None: 25, and 1 for the first
     find_unused     parameters may be without a gradient in some steps
-    compile         let torch.compile make each block of the model faster
+    compile         let torch.compile make each block of the model faster; a word is the backend to use
     timeout         seconds that a rank waits for the others in one collective
     threads         CPU threads of this process; None: an even share of the cores
     world           the ranks, if someone else has gathered them
@@ -91,7 +94,7 @@ class Run:
         loss_scale_window: int = 2000,
         bucket_mb: float | None = None,
         find_unused: bool = False,
-        compile: bool = False,
+        compile: bool | str = False,
         timeout: float = 600.0,
         threads: int | None = None,
         world: World | None = None,
@@ -107,12 +110,13 @@ class Run:
         self.precision = precision_of(self.plan.precision)
         self.loss_scale = LossScale(loss_scale, loss_scale_window) if self.precision.scales_loss else LossScale()
         self.seed, self.clip, self.on_nan = seed, clip, on_nan
-        self.options = Options(seed=seed, bucket_mb=bucket_mb, find_unused=find_unused, compiles=compile)
+        self.options = Options(seed=seed, bucket_mb=bucket_mb, find_unused=find_unused, compile=compile)
         self.mesh = Mesh.make(self.world, self.plan.layout)
         self.tensor = TensorParallel(self.mesh.groups.get("tp"), splits_tokens=bool(self.plan.sp))
         """For layers that a model's author splits: ColumnParallelLinear(..., tensor=run.tensor)."""
         self.coordinate = self.plan.layout.data_coordinate(self.world.rank)
         self.degree = self.plan.layout.data_degree
+        self.gradient_degree = self.plan.layout.degree("dp_cp")
         self.steps_done = 0
         self.signals: dict[str, float] = {}
         """Numbers that this rank adds to the next step's; their sums over all ranks come back in `agreed`."""
@@ -124,6 +128,7 @@ class Run:
         self.on_gradients: Callable[[], None] | None = None
         """Called when the gradients of a step are whole, before they are clipped."""
         self._composed: Composed | None = None
+        self._description = Description()
         self._optimizer: Optimizer | None = None
         self._host_copies: HostCopies | None = None
         self._loaders: list[DealtLoader] = []
@@ -197,6 +202,7 @@ class Run:
             return thing
         if isinstance(thing, DataLoader):
             loader = DealtLoader(thing, seed=self.seed, coordinate=self.coordinate, degree=self.degree)
+            loader.cut = self._own_tokens
             loader.must_meet = lambda: self._composed is not None and self._composed.has_collective_forward
             self._loaders.append(loader)
             return loader
@@ -207,15 +213,17 @@ class Run:
 
     def _prepare_model(self, model: nn.Module) -> nn.Module:
         _refuse_second("model", self._composed)
+        description = describe(model)
         self._composed = compose(
             model,
             self.plan,
-            description=describe(model),
+            description=description,
             mesh=self.mesh,
             tensor=self.tensor,
             precision=self.precision,
             options=self.options,
         )
+        self._description = description
         if isinstance(self.objective, CrossEntropy):
             self.objective = CrossEntropy(self._composed.tensor)
         if self._optimizer is not None:
@@ -270,7 +278,7 @@ class Run:
         """All microbatches through the stages of this rank. Only the last stage sees a loss."""
         assert self.composed.pipeline is not None
         total = self._total_weight(step)
-        factor = self.degree / total * self.loss_scale.scale
+        factor = self.gradient_degree / total * self.loss_scale.scale
 
         def loss(output: Any, number: int) -> Tensor:
             weight = step.weights[number]
@@ -337,6 +345,7 @@ class Run:
             self._scale_gradients(gradients, norm)
             (self._host_copies or self.optimizer).step()
             self.loss_scale.succeeded()
+        experts = self.composed.balance_experts(is_applied=is_finite)
         if reduction is not None:
             reduction.wait()
         note = "" if is_finite else self._judge_nonfinite(step, loss)
@@ -345,7 +354,7 @@ class Run:
             parameter.grad = None
         self.steps_done += 1
         self._step = None
-        self.report = StepReport(loss, norm, was_skipped=not is_finite, note=note)
+        self.report = StepReport(loss, norm, was_skipped=not is_finite, note=note, experts=experts)
         return self.report
 
     def _trained_parameters(self) -> list[nn.Parameter]:
@@ -369,7 +378,7 @@ class Run:
         if step.batch is batch:
             return step
         self._step = None  # taken apart and put together again, or changed: it is still that step's share
-        return self._open(batch, counts=step.counts, offset=step.offset, largest=step.largest)
+        return self._open(batch, counts=step.counts, offset=step.offset, largest=step.largest, is_cut=True)
 
     def _refuse_direct_loop(self) -> None:
         if self.degree > 1 and any(loader.is_iterated_directly for loader in self._loaders):
@@ -380,7 +389,13 @@ class Run:
             )
 
     def _open(
-        self, batch: Any, *, counts: bool = True, offset: int | None = None, largest: int | None = None
+        self,
+        batch: Any,
+        *,
+        counts: bool = True,
+        offset: int | None = None,
+        largest: int | None = None,
+        is_cut: bool = False,
     ) -> OpenStep:
         """[1] Cut the batch into microbatches and send off how much this rank's share weighs.
 
@@ -392,14 +407,18 @@ class Run:
                 "the batch before this one was not finished: backward without update()",
                 fix="run.update() after each batch; to accumulate, say mb= in the plan and loop over run.microbatches",
             )
+        batch = batch if is_cut else self._own_tokens(batch)
         weights = [float(self.objective.weight(part)) if counts else 0.0 for part in parts(batch, self.plan.mb)]
         offset = self.coordinate * length(batch) if offset is None else offset
         on_device = to_device(batch, self.device, self.precision.weight_dtype)
         microbatches = parts(on_device, self.plan.mb)
+        num_own = len(microbatches)
         if self._composed is not None and self._composed.has_collective_forward and largest and self.plan.mb:
             missing = -(-largest // self.plan.mb) - len(microbatches)
             microbatches, weights = microbatches + microbatches[:1] * missing, weights + [0.0] * missing
-        self._step = self._new_step(on_device, microbatches, weights, counts=counts, offset=offset, largest=largest)
+        self._step = self._new_step(
+            on_device, microbatches, weights, counts=counts, offset=offset, largest=largest, num_own=num_own
+        )
         return self._step
 
     def _new_step(
@@ -411,13 +430,16 @@ class Run:
         counts: bool,
         offset: int,
         largest: int | None = None,
+        num_own: int | None = None,
     ) -> OpenStep:
-        agreed = self.world.all_reduce_host([sum(weights), *self.signals.values()])
+        num_samples = float(length(batch)) if counts and batch is not None else float(counts)
+        agreed = self.world.all_reduce_host([sum(weights), num_samples, *self.signals.values()])
         return OpenStep(
             batch=batch,
             microbatches=microbatches,
             weights=weights,
             agreed=agreed,
+            num_own=num_own if num_own is not None else len(microbatches),
             signals=tuple(self.signals),
             counts=counts,
             offset=offset,
@@ -427,11 +449,22 @@ class Run:
     def _begin(self, step: OpenStep, number: int, *stage: int) -> None:
         """Randomness in the model belongs to the samples, not to the rank that happens to compute them."""
         self._seed(self.steps_done, step.offset + number * (self.plan.mb or 0), *stage)
+        if self.composed.balance is not None:
+            self.composed.balance.factor = self._auxiliary_factor(step, number)
         if self.on_microbatch is not None:
             self.on_microbatch(number)
 
+    def _auxiliary_factor(self, step: OpenStep, number: int) -> float:
+        """What one sequence's auxiliary loss counts for: it is a mean over the sequences of the global batch."""
+        is_stand_in = not step.counts or number >= step.num_own
+        _, num_samples, *_ = step.agreed.wait()
+        whole = num_samples * self.degree / self.world.size
+        return 0.0 if is_stand_in else self.gradient_degree / whole * self.loss_scale.scale
+
     def _seed(self, *place: int) -> None:
         """Not torch.manual_seed, which formats a stack trace for devices that are not there: half a millisecond."""
+        if self.mesh.degree("cp") > 1:  # the same samples, but other tokens of them
+            place = (*place, self.mesh.coordinate["cp"])
         number = int(hashed(self.seed, *place)[0])
         torch.default_generator.manual_seed(number)
         if self.device.type == "cuda":
@@ -443,17 +476,22 @@ class Run:
         assert step is not None
         total = self._total_weight(step)
         step.sums.append(loss_sum.detach() / total)
-        (loss_sum * (self.degree / total * self.loss_scale.scale)).backward()
+        (loss_sum * (self.gradient_degree / total * self.loss_scale.scale)).backward()
 
     def _total_weight(self, step: OpenStep) -> float:
         """What the whole global batch weighs. Every rank that sees the same samples has reported them once more."""
-        total, *signals = step.agreed.wait()
+        total, _, *signals = step.agreed.wait()
         self.agreed = dict(zip(step.signals, signals, strict=True))
         if total == 0:
             raise ShoalError(
                 "not one label of this global batch counts: all are -100", fix="mask less, or enlarge --data.batch"
             )
-        return total * self.degree / self.world.size
+        return total * self.gradient_degree / self.world.size
+
+    def _own_tokens(self, batch: Any) -> Any:
+        """With context parallelism, this rank's tokens of a batch."""
+        context = self._composed.context if self._composed is not None else None
+        return batch if context is None else cut_batch(batch, self._description, context)
 
     def _scale_gradients(self, gradients: list[Tensor], norm: Tensor) -> None:
         """Undo the loss scale and clip, in one pass over the gradients."""
@@ -499,6 +537,7 @@ class Run:
         try:
             own = batches.own_batches() if isinstance(batches, DealtLoader) else batches
             for batch, counts in self._in_lockstep(iter(own)):
+                batch = self._own_tokens(batch)
                 batch_weight = self.objective.weight(batch) if counts else 0
                 total += self._evaluate(to_device(batch, self.device, self.precision.weight_dtype), batch_weight)
                 weight += batch_weight
@@ -544,9 +583,9 @@ class Run:
 
     def sum(self, *numbers: float) -> list[float]:
         """Each number summed over all ranks, for a validation of one's own; every rank must call it. Ranks that see the
-        same samples count once."""
+        same tokens count once."""
         place = self.mesh.coordinate
-        is_teller = place["tp"] == place["pp"] == place["cp"] == 0
+        is_teller = place["tp"] == place["pp"] == 0
         return self.world.all_reduce_host(numbers if is_teller else [0.0] * len(numbers)).wait()
 
     def close(self) -> None:

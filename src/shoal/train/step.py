@@ -22,6 +22,9 @@ class StepReport:
     """Whether the update was dropped because a gradient was not finite."""
     note: str = ""
     """Why, in words; empty for an ordinary fp16 overflow."""
+    experts: Tensor | None = None
+    """A row for each router of the model: how often each expert was chosen, how many choices were dropped, and the sum
+    over sequences of the auxiliary loss; over the global batch, not yet read. None: there are no experts."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,6 +43,8 @@ class OpenStep:
     counts: bool
     offset: int
     """The place of this rank's first sample in the global batch."""
+    num_own: int
+    """Microbatches that are this rank's own; what comes after them is repeated for nothing."""
     largest: int | None = None
     """Samples of the largest share of it; None: all shares are alike."""
     sums: list[Tensor] = field(default_factory=list)

@@ -1,0 +1,124 @@
+"""A mixture of experts in the manner of Mixtral, Qwen3 and DeepSeek: a Llama whose feed-forwards are many, of which
+each token visits a few.
+
+Attention, norms and embeddings are Llama's own, under the same names; new are `mlp.router`, `mlp.experts` and, for what
+every token visits, `mlp.shared`. Like Llama this is single-device code: what divides experts over ranks, and what a run
+wants to know about their load, hangs itself into the router and the experts. In plain torch, add
+`shoal.parallel.routing.auxiliary_loss(model)` to the loss, and call `update_biases(model)` after each step.
+
+The preset `deepseek-v3` has grouped-query attention in place of latent attention, and does not limit the choice to
+groups of experts: its size and traffic are DeepSeek-V3's, but its checkpoints do not fit.
+
+Shapes: B batch, T tokens, D model dim, N heads, K key/value heads, H head dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.blueprint.description import Description, Split
+from shoal.models.construct import configure
+from shoal.models.llama import SPLITS, FeedForward, Llama, SelfAttention, rotated
+from shoal.models.moe_config import PRESETS, MoeConfig
+from shoal.parallel.expert import Experts
+from shoal.parallel.routing import Router
+
+__all__ = ["PRESETS", "Moe", "MoeConfig", "build"]
+
+ROUTING = (
+    *("top_k", "score", "choice", "normalise", "scale", "capacity_factor"),
+    *("auxiliary_coefficient", "z_coefficient", "bias_rate"),
+)
+"""Fields of the configuration that are the router's."""
+
+
+def build(**arguments: Any) -> Moe:
+    """A model from `preset` and any field of `MoeConfig`; its parameters hold nothing until they are initialised."""
+    return Moe(configure("moe", PRESETS, MoeConfig(), arguments))
+
+
+class Moe(Llama):
+    """Tokens to logits."""
+
+    config: MoeConfig
+
+    def __init__(self, config: MoeConfig) -> None:
+        super().__init__(config)
+        for layer, block in enumerate(self.model.layers):
+            if config.qk_norm:
+                block.self_attn = NormedAttention(config)
+            if layer >= config.num_dense_layers:
+                block.mlp = SparseFeedForward(config)
+
+    def describe(self) -> Description:
+        """Its anatomy, for the planner and for every parallelism."""
+        return dataclasses.replace(
+            super().describe(),
+            splits=splits_of(self.config),
+            num_experts=self.config.num_experts,
+            active_experts=self.config.top_k,
+            positions="positions",
+            documents="documents",
+        )
+
+    def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+        """As Llama's; an expert's last matrix also writes to the residual stream."""
+        as_in_llama = f"{name}.weight" if name.endswith("experts.down_proj") else name
+        super().init_parameter(as_in_llama, parameter, generator)
+
+
+class NormedAttention(SelfAttention):
+    """Attention with queries and keys of one length, each head alone, before they are turned."""
+
+    def __init__(self, config: MoeConfig) -> None:
+        super().__init__(config)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps)
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps)
+
+    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
+        """x_BTD → x_BTD."""
+        q_BNTH = rotated(self.q_norm(self._heads(self.q_proj(x_BTD))), *rotary)
+        k_BKTH = rotated(self.k_norm(self._heads(self.k_proj(x_BTD))), *rotary)
+        v_BKTH = self._heads(self.v_proj(x_BTD))
+        y_BNTH = self.attention(q_BNTH, k_BKTH, v_BKTH, mask)
+        out_BTD: Tensor = self.o_proj(y_BNTH.transpose(1, 2).flatten(2))
+        return out_BTD
+
+
+class SparseFeedForward(nn.Module):
+    """Experts of which each token visits a few, and perhaps one feed-forward that all visit."""
+
+    def __init__(self, config: MoeConfig) -> None:
+        super().__init__()
+        routing = {name: getattr(config, name) for name in ROUTING}
+        self.router = Router(config.hidden, config.num_experts, **routing)
+        self.experts = Experts(config.hidden, config.expert_ffn, config.num_experts)
+        has_shared = config.num_shared_experts > 0
+        self.shared = FeedForward(dataclasses.replace(config, ffn=config.shared_ffn)) if has_shared else None
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """x_BTD → x_BTD."""
+        routing, *facts = self.router(x_BTD)
+        y_BTD: Tensor = self.experts(x_BTD.flatten(0, 1), routing).view_as(x_BTD)
+        if self.shared is not None:
+            y_BTD = y_BTD + self.shared(x_BTD)
+        settled_BTD: Tensor = self.router.settle(y_BTD, *facts)
+        return settled_BTD
+
+
+def splits_of(config: MoeConfig) -> dict[str, Split]:
+    """How tensor parallelism may split what; only what this configuration has."""
+    has_dense = config.num_dense_layers > 0
+    splits = {pattern: how for pattern, how in SPLITS.items() if has_dense or ".mlp." not in pattern}
+    sparse = "model.layers.*.mlp"
+    splits |= {f"{sparse}.router": Split.SEQUENCE, f"{sparse}.experts": Split.EXPERTS}
+    if config.num_shared_experts:
+        splits |= {f"{sparse}.shared.{name}_proj": Split.COLUMN for name in ("gate", "up")}
+        splits |= {f"{sparse}.shared.down_proj": Split.ROW}
+    if config.qk_norm:
+        splits |= {f"model.layers.*.self_attn.{name}_norm": Split.HEADS for name in ("q", "k")}
+    return splits

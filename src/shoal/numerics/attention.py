@@ -1,0 +1,193 @@
+"""Attention of some queries to some keys that can be put together with that to other keys.
+
+torch's `scaled_dot_product_attention` returns the output alone. Attention to a part of the keys is half the answer: it
+also takes the logarithm of the sum of the exponentials (*lse*), by which parts are weighted when they are merged, and
+with which the backward of a part can be computed when only the whole is known:
+
+    out = Σ_parts  out_p · exp(lse_p - lse)          lse = log Σ_parts exp(lse_p)
+
+torch's kernels compute the lse and keep it to themselves: behind the names below, which are private to torch. All that
+shoal knows of them is in this file, and a test holds each against attention written down in full.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_aten = torch.ops.aten
+_LSE_ROWS = 32
+"""The kernel for masks on CUDA fills the lse up to a multiple of so many queries."""
+_BIAS_COLUMNS = 16
+"""It reads masks whose rows begin at a multiple of so many columns."""
+
+
+class Attended(NamedTuple):
+    """What some queries have seen of some keys."""
+
+    out: Tensor
+    """(B, N, T, H)"""
+    lse: Tensor
+    """(B, N, T), in at least float32"""
+
+
+class _Now(threading.local):
+    is_part = False
+
+
+_now = _Now()
+
+
+def is_part_of_attention() -> bool:
+    """Whether what computes right now in this thread is attention to a part of the keys: worth nothing by itself, so
+    nobody should keep it to save time."""
+    return _now.is_part
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums are kept in: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@torch.no_grad()
+def attend(
+    q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None = None, *, is_causal: bool = False
+) -> Attended:
+    """Queries to keys, of which N/K query heads share each. `mask` (B or 1, 1, T, S) is true where a query may look."""
+    _now.is_part = True
+    try:
+        return _attend(q_BNTH, k_BKSH, v_BKSH, mask, is_causal=is_causal)
+    finally:
+        _now.is_part = False
+
+
+def _attend(q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None, *, is_causal: bool) -> Attended:
+    bias = None if mask is None else additive(mask, q_BNTH.dtype)
+    kernel = _kernel(q_BNTH, bias)
+    if kernel == "cpu":
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            q_BNTH, k_BKSH, v_BKSH, 0.0, is_causal, attn_mask=bias
+        )
+        return Attended(out, lse)
+    if kernel == "flash":
+        results = _aten._scaled_dot_product_flash_attention(q_BNTH, k_BKSH, v_BKSH, 0.0, is_causal)
+        return Attended(results[0], results[1])
+    k, v = (_for_every_head(x, q_BNTH.shape[1]) for x in (k_BKSH, v_BKSH))
+    if kernel == "efficient":
+        shape = (*q_BNTH.shape[:3], k.shape[2])
+        out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
+            q_BNTH, k, v, _aligned(bias, shape), True, 0.0, is_causal
+        )
+        return Attended(out, lse[..., : q_BNTH.shape[2]])
+    scores = _scores(q_BNTH, k, bias, is_causal)
+    return Attended((scores.softmax(-1) @ v.to(scores.dtype)).to(q_BNTH.dtype), scores.logsumexp(-1))
+
+
+@torch.no_grad()
+def attend_backward(
+    grad_BNTH: Tensor,
+    q_BNTH: Tensor,
+    k_BKSH: Tensor,
+    v_BKSH: Tensor,
+    whole: Attended,
+    mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of queries, keys and values, as far as they come from these keys; `whole` is what the queries have
+    seen of all keys."""
+    bias = None if mask is None else additive(mask, q_BNTH.dtype)
+    kernel = _kernel(q_BNTH, bias)
+    out, lse = whole
+    if kernel == "cpu":
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
+            grad_BNTH, q_BNTH, k_BKSH, v_BKSH, out, lse, 0.0, is_causal, attn_mask=bias
+        )
+    if kernel == "flash":
+        num_queries, num_keys = q_BNTH.shape[2], k_BKSH.shape[2]
+        nothing = torch.empty(0, dtype=torch.int64, device=q_BNTH.device)  # of dropout, and of sequences unlike
+        return _aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
+            *(grad_BNTH, q_BNTH, k_BKSH, v_BKSH, out, lse.contiguous()),
+            *(nothing, nothing, num_queries, num_keys, 0.0, is_causal, nothing, nothing),
+        )
+    num_heads, num_kv_heads = q_BNTH.shape[1], k_BKSH.shape[1]
+    k, v = (_for_every_head(x, num_heads) for x in (k_BKSH, v_BKSH))
+    if kernel == "efficient":
+        missing = -lse.shape[-1] % _LSE_ROWS
+        seed = torch.zeros((), dtype=torch.int64, device=q_BNTH.device)
+        shape = (*q_BNTH.shape[:3], k.shape[2])
+        dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
+            *(grad_BNTH, q_BNTH, k, v, _aligned(bias, shape), out),
+            *(F.pad(lse, (0, missing), value=float("inf")), seed, seed, 0.0, [True, True, True, False], is_causal),
+        )
+    else:
+        dq, dk, dv = _written_down_backward(grad_BNTH, q_BNTH, k, v, whole, _scores(q_BNTH, k, bias, is_causal))
+    return dq, _summed(dk, num_kv_heads), _summed(dv, num_kv_heads)
+
+
+@torch.no_grad()
+def merge_(total: Attended, part: Attended) -> None:
+    """Put what has been seen of more keys into what has been seen so far."""
+    lse = torch.logaddexp(total.lse, part.lse)
+    total.out.mul_((total.lse - lse).exp_()[..., None])
+    total.out.addcmul_(part.out.to(total.out.dtype), (part.lse - lse).exp_()[..., None])
+    total.lse.copy_(lse)
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where a query may look, and far below every score elsewhere. Not minus infinity: a query that may look at
+    none of these keys would see 0/0 there; so it sees something that weighs nothing in a merge."""
+    lowest = torch.finfo(dtype).min / 4
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, lowest)
+
+
+def _kernel(q: Tensor, bias: Tensor | None) -> str:
+    if q.device.type == "cpu":
+        return "cpu"
+    is_half = q.dtype in (torch.bfloat16, torch.float16)
+    if q.is_cuda and is_half and bias is None:
+        return "flash"
+    return "efficient" if q.is_cuda and (is_half or q.dtype == torch.float32) else "written down"
+
+
+def _for_every_head(x_BKSH: Tensor, num_heads: int) -> Tensor:
+    """Keys or values once for each query head, for kernels that know no shared ones."""
+    return x_BKSH.repeat_interleave(num_heads // x_BKSH.shape[1], dim=1)
+
+
+def _summed(gradient_BNSH: Tensor, num_kv_heads: int) -> Tensor:
+    """Over the query heads that share a key head."""
+    summed: Tensor = gradient_BNSH.unflatten(1, (num_kv_heads, -1)).sum(2)
+    return summed
+
+
+def _aligned(bias: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
+    """For every head, in memory in which every row begins where the kernel can read it."""
+    if bias is None:
+        return None
+    padded = F.pad(bias, (0, -bias.shape[-1] % _BIAS_COLUMNS))
+    return padded[..., : bias.shape[-1]].expand(shape)
+
+
+def _scores(q: Tensor, k: Tensor, bias: Tensor | None, is_causal: bool) -> Tensor:
+    dtype = wide(q.dtype)
+    scores: Tensor = (q.to(dtype) @ k.to(dtype).transpose(-1, -2)) * q.shape[-1] ** -0.5
+    if is_causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(later, torch.finfo(dtype).min / 4)
+    return scores if bias is None else scores + bias
+
+
+def _written_down_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Attended, scores: Tensor) -> Any:
+    """dS = P (dP - Σ dO·O): the only thing that the keys of other parts have a say in is the lse and the output."""
+    wide_grad, scale = grad.to(scores.dtype), q.shape[-1] ** -0.5
+    weights = (scores - whole.lse[..., None]).exp_()
+    dv = weights.transpose(-1, -2) @ wide_grad
+    inner = (wide_grad * whole.out).sum(-1, keepdim=True)
+    d_scores = weights.mul_(wide_grad @ v.to(scores.dtype).transpose(-1, -2) - inner).mul_(scale)
+    dq, dk = d_scores @ k.to(scores.dtype), d_scores.transpose(-1, -2) @ q.to(scores.dtype)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)

@@ -1,0 +1,195 @@
+"""`cp`: the tokens of every sequence divided over ranks, which attend to each other's.
+
+All that a model does between two attentions, it does for each token alone, so a rank can do it for its own. What it
+takes to divide tokens is done here, and never by the user:
+
+    batch    tokens, labels, ... of a sample are cut alike: (B, T) → (B, T/c), in the order that balances the work
+    model    is told at which places of its sequence its tokens are, by the argument that its description names
+    attention  `Attention`, which a model calls in place of torch's `scaled_dot_product_attention`, asks the other ranks
+    loss     is a sum over tokens already (`train.objective`), and gradients are summed over cp as over samples
+
+torch gives `context_parallel`, under which labels have to be shifted, buffers listed and outputs put in order by hand.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.blueprint.attention import contiguous, zigzag
+from shoal.blueprint.description import Description
+from shoal.comm.collectives import all_gather
+from shoal.errors import ShoalError
+from shoal.parallel.ring import ring_attention
+from shoal.parallel.ulysses import ulysses_attention
+
+
+class ContextParallel:
+    """The cp group of a rank, and which tokens of a sequence each of its ranks has."""
+
+    def __init__(self, group: dist.ProcessGroup, *, kind: Literal["ring", "ulysses"], wire: torch.device) -> None:
+        self.group, self.kind, self.wire = group, kind, wire
+        self.degree, self.index = group.size(), dist.get_rank(group)
+
+    def indices(self, num_tokens: int, index: int | None = None, device: torch.device | str = "cpu") -> Tensor:
+        """Where in a sequence of `num_tokens` the tokens of a rank are; of this one, unless another is asked for."""
+        order = zigzag if self.kind == "ring" else contiguous
+        ranges = order(num_tokens, self.index if index is None else index, self.degree)
+        return torch.cat([torch.arange(start, stop, device=device) for start, stop in ranges])
+
+    def part(self, x: Tensor, dim: int = 1) -> Tensor:
+        """My tokens of whole sequences."""
+        self._check(x.shape[dim])
+        return x.index_select(dim, self.indices(x.shape[dim], device=x.device))
+
+    def join(self, x: Tensor, dim: int = 1) -> Tensor:
+        """The inverse of `part`: whole sequences, from the tokens of all ranks."""
+        joined = all_gather(x, dim, self.group)
+        order = torch.cat([self.indices(joined.shape[dim], index, x.device) for index in range(self.degree)])
+        return joined.index_select(dim, order.argsort())
+
+    def _check(self, num_tokens: int) -> None:
+        chunks = 2 * self.degree if self.kind == "ring" else self.degree
+        if num_tokens % chunks:
+            around = sorted({max(1, num_tokens // chunks) * chunks, -(-num_tokens // chunks) * chunks})
+            raise ShoalError(
+                f"a sequence of {num_tokens} tokens cannot be cut into {chunks} chunks for cp={self.degree}",
+                fix=f"sequences of {' or '.join(map(str, around))} tokens (--data.sequence), or another cp",
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
+        """One for all parts of a model: groups are not copied."""
+        return self
+
+
+# ---- what a model calls ---------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Softmax attention of query heads to the key/value heads that they share: `scaled_dot_product_attention` on one
+    device; under context parallelism, to the tokens of all ranks."""
+
+    def __init__(self, *, causal: bool = True) -> None:
+        super().__init__()
+        self.causal = causal
+        self.context: ContextParallel | None = None
+
+    def forward(self, q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Tensor | None = None) -> Tensor:
+        """(B, N, T, H) → (B, N, T, H). `mask` is what a `DocumentMask` has returned, or None."""
+        context = self.context
+        if context is None or q_BNTH.is_meta:  # without values there are only shapes, and those are of one rank
+            return attended(q_BNTH, k_BKTH, v_BKTH, mask if context is None else None, causal=self.causal)
+        if context.kind == "ring":
+            out: Tensor = ring_attention(q_BNTH, k_BKTH, v_BKTH, mask, context, causal=self.causal)
+        else:
+            on_one_device = partial(attended, mask_BTT=mask, causal=self.causal)
+            out = ulysses_attention(q_BNTH, k_BKTH, v_BKTH, on_one_device, context.group, context.wire)
+        return out
+
+
+class DocumentMask(nn.Module):
+    """From the document of each token to what `Attention` takes as a mask: a token sees its own document only."""
+
+    def __init__(self, *, causal: bool = True) -> None:
+        super().__init__()
+        self.causal = causal
+        self.context: ContextParallel | None = None
+
+    def forward(self, documents_BT: Tensor | None) -> Tensor | None:
+        """Once for all layers. A ring makes its masks block by block, and none is of the size of a whole sequence."""
+        if documents_BT is None or (self.context is not None and self.context.kind == "ring"):
+            return documents_BT
+        return same_document(documents_BT, causal=self.causal)
+
+
+def attended(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask_BTT: Tensor | None, *, causal: bool) -> Tensor:
+    """Softmax attention of every query head to the key/value head that it shares with its neighbours."""
+    if q_BNTH.is_cuda and q_BNTH.dtype == torch.float32:
+        # torch's float32 kernel for CUDA knows no shared heads; asked for them, torch writes down all T x T scores.
+        num_sharers = q_BNTH.shape[1] // k_BKTH.shape[1]
+        k_BKTH, v_BKTH = (x.repeat_interleave(num_sharers, dim=1) for x in (k_BKTH, v_BKTH))
+    mask_B1TT = None if mask_BTT is None else mask_BTT[:, None]
+    return F.scaled_dot_product_attention(
+        q_BNTH, k_BKTH, v_BKTH, attn_mask=mask_B1TT, is_causal=causal and mask_BTT is None, enable_gqa=True
+    )
+
+
+def same_document(documents_BT: Tensor, *, causal: bool = True) -> Tensor:
+    """mask_BTT: whether the token of a row may see the token of a column, which is in the same document and, if
+    causal, not later."""
+    mask_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
+    return mask_BTT.tril() if causal else mask_BTT
+
+
+def positions_in_documents(documents_BT: Tensor) -> Tensor:
+    """How many tokens of its own document come before each token. A document is in one piece."""
+    places_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
+    begins_BT = torch.ones_like(documents_BT, dtype=torch.bool)
+    begins_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
+    return places_T - (places_T * begins_BT).cummax(dim=1).values
+
+
+# ---- from a description to a divided model --------------------------------------------------------------------------
+
+
+def divide(model: nn.Module, description: Description, context: ContextParallel) -> None:
+    """Let the attentions of a model ask the other ranks, and tell the model where its tokens are."""
+    for module in model.modules():
+        if isinstance(module, Attention | DocumentMask):
+            module.context = context
+    assert description.positions is not None
+    signature = inspect.signature(model.forward)
+    names = (description.positions, description.documents)
+
+    def tell(_model: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        given = {**signature.bind(*arguments, **options).arguments, **options}
+        positions, documents = (given.get(name) if name else None for name in names)
+        if positions is None:
+            assert names[0] is not None
+            tokens = next(value for value in given.values() if isinstance(value, Tensor))
+            options = {**options, names[0]: _places(tokens, documents, context)}
+        return arguments, options
+
+    model.register_forward_pre_hook(tell, with_kwargs=True)
+
+
+def _places(tokens_BT: Tensor, documents_BT: Tensor | None, context: ContextParallel) -> Tensor:
+    if documents_BT is not None:
+        return context.part(positions_in_documents(documents_BT))
+    return context.indices(tokens_BT.shape[1] * context.degree, device=tokens_BT.device)[None]
+
+
+def cut_batch(batch: Any, description: Description, context: ContextParallel) -> Any:
+    """A rank's tokens of every tensor in a batch whose second dim are the tokens of its first tensor. Documents stay
+    whole: every token's mask is made of others'."""
+    if isinstance(batch, Mapping):
+        whole = {description.documents}
+        size = _num_tokens(batch.values())
+        return {name: x if name in whole else _cut(x, size, context) for name, x in batch.items()}
+    if isinstance(batch, tuple | list):
+        size = _num_tokens(batch)
+        return type(batch)(_cut(x, size, context) for x in batch)
+    return _cut(batch, _num_tokens([batch]), context)
+
+
+def _num_tokens(values: Any) -> int:
+    first = next((x for x in values if isinstance(x, Tensor)), None)
+    if first is None or first.dim() < 2:
+        shape = "no tensor" if first is None else f"a first tensor of shape {tuple(first.shape)}"
+        raise ShoalError(
+            f"context parallelism divides the tokens of a batch, and this one has {shape}",
+            fix="batches of (samples, tokens, ...), or cp=1",
+        )
+    return int(first.shape[1])
+
+
+def _cut(x: Any, num_tokens: int, context: ContextParallel) -> Any:
+    is_of_tokens = isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == num_tokens
+    return context.part(x) if is_of_tokens else x

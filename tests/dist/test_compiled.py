@@ -1,0 +1,54 @@
+"""Blocks that torch.compile has captured compute what one process computes, under every parallelism."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shoal.comm.world import World
+from shoal.train.run import Run
+from tests.dist.pool import Pool
+from tests.dist.test_compositions import BATCH, CLIP, STEPS, Trace, batches, build, check, train_plainly
+
+# The compiler's front end decides what can be captured; its code generator takes half a minute a model on two cores.
+BACKEND = "aot_eager"
+PLANS = [
+    (1, "mb=4", "moe"),
+    (1, "mb=4 recompute=full", "llama"),
+    (1, "mb=4 recompute=selective", "llama"),
+    (1, "mb=4 recompute=full", "moe"),
+    (2, "tp=2", "llama"),
+    (2, "dp_replicate=2", "llama"),
+    (2, "zero=3 mb=2", "llama"),
+    (2, "pp=2 1f1b mb=2", "llama"),
+    (2, "cp=2", "packed"),
+    (2, "cp=2 ulysses", "llama"),
+    (2, "ep=2 mb=2", "bias"),
+    (2, "cp=2 ep=2 recompute=full", "moe"),
+]
+
+
+def train_compiled(world: World, plan: str, kind: str) -> Trace | None:
+    torch.compiler.reset()
+    run = Run(f"fp64 {plan}", seed=7, clip=CLIP, world=world, compile=BACKEND)
+    with torch.device("meta"):
+        model = build(kind)
+    run.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False))
+    trace: Trace = {"loss": [], "norm": [], "grad": [], "weight": []}
+    run.on_gradients = lambda: trace["grad"].append(dict(run.composed.whole("gradient")))
+    share = BATCH // run.degree
+    for batch in batches(kind)[:STEPS]:
+        mine = {name: value[run.coordinate * share :][:share] for name, value in batch.items()}
+        trace["loss"].append(run.step(mine).item())
+        assert run.report is not None
+        trace["norm"].append(run.report.grad_norm.item())
+        trace["weight"].append(dict(run.composed.whole("weight")))
+    trace["eval"] = run.evaluate([mine])
+    return trace if world.is_main else None
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own doings
+@pytest.mark.parametrize(("size", "plan", "kind"), PLANS)
+def test_compiled_blocks_compute_the_same(pool: Pool, size: int, plan: str, kind: str) -> None:
+    ours = pool.run(train_compiled, size, plan, kind)[0]
+    check(ours, train_plainly(kind))
