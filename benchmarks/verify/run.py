@@ -1,8 +1,11 @@
 """Does every layout compute what one device computes, and how far off is it?
 
 python benchmarks/verify/run.py --device cuda --precisions fp32,bf16
-python benchmarks/verify/run.py --matrix 1,2,3,4,6,8   # on CPU: every legal layout of so many ranks, in float64
+python benchmarks/verify/run.py --matrix 1,2,4,8   # on CPU: every legal layout of so many ranks, in float64: some hours
 python benchmarks/verify/run.py --matrix 8 --part 0/4 --rows rows-0.json   # a quarter of them; then: --join rows-*.json
+
+Matrix: a dense llama, tied and untied by turns, and a mixture of experts, with two kinds of routers by turns. With 16
+and 32 ranks not every layout is tried, but those in which five and six axes are in use.
 """
 
 from __future__ import annotations
@@ -11,13 +14,35 @@ import argparse
 import json
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import heading, table, write
 
-MODEL = {"preset": "tiny", "num_layers": 9, "num_heads": 24, "num_kv_heads": 12, "hidden": 96, "tied": True}
+SHAPE = {"preset": "tiny", "num_layers": 9, "num_heads": 24, "num_kv_heads": 12, "hidden": 96}
+MODELS = {
+    "llama": [{**SHAPE, "tied": True}, {**SHAPE, "tied": False}],
+    "moe": [
+        {**SHAPE, "num_heads": 16, "num_kv_heads": 8, "num_dense_layers": 1, "z_coefficient": 0.001},
+        {**SHAPE, "num_heads": 16, "num_kv_heads": 8, "score": "sigmoid", "bias_rate": 0.01, "num_shared_experts": 1},
+    ],
+}
+"""Model → the two settings that are tried by turns."""
+
+LARGE = {
+    16: [
+        "dp_shard=2 cp=2 tp=2 pp=2 ep=2 zero=3 1f1b mb=1",
+        "dp_shard=2 cp=2 tp=2 pp=2 ep=4 zero=1 zbv mb=1",
+        "dp_replicate=2 dp_shard=2 cp=2 tp=2 ep=4 zero=2 ulysses mb=1",
+        "dp_replicate=2 dp_shard=2 tp=2 pp=2 ep=2 zero=3 interleaved mb=1",
+    ],
+    32: ["dp_replicate=2 dp_shard=2 cp=2 tp=2 pp=2 ep=4 zero=3 1f1b mb=1"],
+}
+"""Too many to try all: those in which the most axes are in use, with the mixture of experts."""
 
 PLANS = {
     2: [
@@ -65,30 +90,46 @@ def row(plan: str, ranks: int, precision: str, told: dict[str, Any]) -> dict[str
     }
 
 
-def matrix(sizes: list[int], part: str, keep: Path | None) -> list[dict[str, str]]:
-    """Every legal layout of a llama with uneven layers, tied and untied by turns; `part` i/n: every n-th, from i."""
-    from shoal.blueprint.settings import build_recipe
-    from shoal.proof.prove import How, legal_cases, prove
+def matrix(sizes: list[int], models: list[str], part: str, keep: Path | None, seconds: float) -> list[dict[str, str]]:
+    """Every legal layout; `part` i/n: every n-th, from i; none is begun after so many seconds."""
+    from shoal.proof.prove import prove
     from shoal.proof.report import to_mapping
 
     first, step = map(int, part.split("/"))
+    end = time.monotonic() + seconds
     rows: list[dict[str, str]] = []
-    for ranks in sizes:
-        recipe = build_recipe({"model": {"name": "llama", **MODEL}, "data": {"batch": 24}}, title="matrix")
-        untied = build_recipe(
-            {"model": {"name": "llama", **MODEL, "tied": False}, "data": {"batch": 24}}, title="matrix"
-        )
-        cases = zip(legal_cases(recipe, ranks, How()), legal_cases(untied, ranks, How()), strict=True)
-        for number, pair in enumerate(cases):
-            if number % step == first:
-                told = to_mapping(prove(pair[number % 2]))
-                fits = all(count["predicted"] == count["counted"] for count in told["bytes"].values())
-                tied = {"tied": "no" if number % 2 else "yes", "bytes as predicted": "yes" if fits else "NO"}
-                rows.append(row(told["plan"], ranks, "fp64", told) | tied)
+    for name in models:
+        for ranks in sizes:
+            for number, case in enumerate(cases(name, ranks)):
+                if number % step != first or time.monotonic() > end:
+                    continue
+                told = to_mapping(prove(replace(case, threads=1)))
+                fits = all(count["predicted"] in (count["counted"], None) for count in told["bytes"].values())
+                more = {"model": f"{name} {number % 2 + 1}", "bytes as predicted": "yes" if fits else "NO"}
+                rows.append(row(told["plan"], ranks, "fp64", told) | more)
                 print(rows[-1], flush=True)
                 if keep:
                     keep.write_text(json.dumps(rows))
     return rows
+
+
+def cases(name: str, ranks: int) -> Iterator[Any]:
+    """All cases of a model on so many ranks, its two settings by turns."""
+    from shoal.blueprint.plan import Plan
+    from shoal.blueprint.settings import build_recipe
+    from shoal.proof.prove import How, case_of, legal_cases
+
+    recipes = [
+        build_recipe({"model": {"name": name, **of}, "data": {"batch": 24}}, title="matrix") for of in MODELS[name]
+    ]
+    if ranks in LARGE:
+        plans = LARGE[ranks] if name == "moe" else []
+        for number, words in enumerate(plans):
+            recipe = recipes[number % 2].model_copy(update={"plan": Plan.parse(words)})
+            yield case_of(recipe, ranks, How())
+        return
+    pairs = zip(*(legal_cases(recipe, ranks, How()) for recipe in recipes), strict=True)
+    yield from (pair[number % 2] for number, pair in enumerate(pairs))
 
 
 def main() -> None:
@@ -96,14 +137,17 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precisions", default="fp64")
     parser.add_argument("--matrix", default="", help="numbers of ranks: 1,2,4")
+    parser.add_argument("--models", default="llama,moe")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing after so long")
     parser.add_argument("--part", default="0/1")
     parser.add_argument("--rows", type=Path, help="keep the rows in this file, and write no result")
     parser.add_argument("--join", type=Path, nargs="*", default=[], help="make the result of these files of rows")
     arguments = parser.parse_args()
     rows = [told for path in arguments.join for told in json.loads(path.read_text())]
-    rows.sort(key=lambda told: int(told["ranks"]))
+    rows.sort(key=lambda told: (told.get("model", "")[:3], int(told["ranks"])))
     if arguments.matrix:
-        rows = matrix([int(size) for size in arguments.matrix.split(",")], arguments.part, arguments.rows)
+        sizes, models = [int(size) for size in arguments.matrix.split(",")], arguments.models.split(",")
+        rows = matrix(sizes, models, arguments.part, arguments.rows, arguments.seconds)
     for precision in arguments.precisions.split(",") if not rows else ():
         for ranks, plans in PLANS.items():
             for plan in plans:
@@ -117,7 +161,7 @@ def main() -> None:
     equal = sum(told["equal"] == "yes" for told in rows)
     question = (
         "Largest relative difference from one device of the loss, of any gradient and of any weight over three steps"
-        " with accumulation and clipping (`shoal verify`; small copies of a llama on random tokens)."
+        " with accumulation and clipping (`shoal verify`; small copies of the models on random tokens)."
         f" {equal} of {len(rows)} layouts are equal."
     )
     theme = "verify-matrix" if is_matrix else "verify"

@@ -85,8 +85,9 @@ def test_it_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, out.splitlines())) <= 100
 
 
+@pytest.mark.timeout(300)  # some twenty layouts
 def test_the_matrix_of_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    code, told = verify(capsys, "--matrix", "--nproc", "2", "--steps", "2")
+    code, told = verify(capsys, "--matrix", "--nproc", "2", "--steps", "1")
     assert code == 0
     assert told["equal"] is True
     plans = " ".join(proof["plan"] for proof in told["proofs"])
@@ -97,6 +98,8 @@ def test_the_matrix_of_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
         "zero=3",
         "sp=on",
         "sp=off",
+        "ring",
+        "ulysses",
         "gpipe",
         "1f1b",
         "zbv",

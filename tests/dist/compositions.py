@@ -30,7 +30,6 @@ PLANS: dict[int, list[tuple[str, str]]] = {
         ("ep=2 zero=1 mb=2", "moe"),
         ("ep=2 zero=2 mb=2", "bias"),
         ("ep=2 zero=3 mb=2 recompute=full", "moe"),
-        ("ep=2 zero=3 mb=2 recompute=selective", "bias"),
         ("ep=2 zero=3 mb=4", "capacity"),
         ("ep=2 zero=3 mb=4", "choice"),
         ("tp=2 mb=2", "moe"),
@@ -72,6 +71,29 @@ PLANS: dict[int, list[tuple[str, str]]] = {
         ("ep=2 pp=2 zero=2 looped mb=2", "moe"),
         ("ep=2 pp=2 zero=2 zbv mb=1", "moe"),
         ("pp=2 tp=2 zb mb=1", "moe"),
+        # Pairs that no plan above has: see tests/dist/table.py.
+        ("cp=2 ulysses pp=2 gpipe ep=2 zero=1 recompute=full mb=1", "moe"),
+        ("cp=2 ulysses tp=2 sp=off zero=2 recompute=selective mb=2", "packed"),
+        ("cp=2 pp=2 interleaved ep=2 zero=2 recompute=full mb=1", "moe"),
+        ("cp=2 pp=2 looped zero=1 recompute=selective mb=1", "packed"),
+        ("cp=2 pp=2 gpipe zero=3 recompute=selective mb=1", "moe"),
+        ("cp=2 ulysses pp=2 zb ep=2 zero=3 mb=1", "bias"),
+        ("tp=2 sp=off pp=2 looped recompute=full mb=1", "moe"),
+        ("dp_replicate=2 pp=2 interleaved recompute=selective mb=1", "llama"),
+        ("tp=2 sp=off pp=2 1f1b recompute=selective mb=1", "packed"),
+        ("cp=2 pp=2 dualpipev zero=1 mb=1", "llama"),
+        ("cp=2 ulysses pp=2 dualpipev zero=2 mb=1", "packed"),
+        ("dp_replicate=2 pp=2 looped recompute=full mb=1", "moe"),
+        ("tp=2 sp=off pp=2 gpipe mb=1", "capacity"),
+        ("tp=2 sp=off pp=2 zb mb=1", "bias"),
+        ("tp=2 pp=2 interleaved mb=1", "moe"),
+        ("tp=2 pp=2 dualpipev mb=1", "choice"),
+        ("cp=2 ulysses pp=2 1f1b mb=1", "capacity"),
+        ("cp=2 ulysses pp=2 zbv mb=1", "llama"),
+        ("cp=2 pp=2 zb zero=1 mb=1", "packed"),
+        ("cp=2 pp=2 gpipe zero=2 mb=1", "bias"),
+        ("dp_replicate=2 pp=2 dualpipev mb=1", "bias"),
+        ("dp_replicate=2 cp=2 ulysses mb=2", "packed"),
     ],
     8: [
         ("dp_replicate=2 cp=2 tp=2 mb=2", "llama"),
@@ -80,5 +102,15 @@ PLANS: dict[int, list[tuple[str, str]]] = {
         ("dp_shard=2 tp=2 pp=2 ep=2 zero=1 zbv mb=1", "moe"),
         ("dp_replicate=2 dp_shard=2 cp=2 ep=4 zero=3 mb=1", "bias"),
         ("cp=2 pp=2 dp_shard=2 ep=4 zero=2 1f1b mb=1", "moe"),
+        ("cp=2 ulysses tp=2 pp=2 looped zero=2 mb=1", "packed"),
+        ("cp=2 tp=2 sp=off pp=2 interleaved zero=3 mb=1", "bias"),
+        ("dp_replicate=2 tp=2 sp=off pp=2 zbv mb=1", "moe"),
     ],
 }
+
+COMPILED = [
+    (4, "pp=2 gpipe zero=1 mb=2", "llama"),
+    (4, "pp=2 interleaved zero=2 mb=2", "llama"),
+    (4, "tp=2 sp=off pp=2 looped mb=2", "llama"),
+]
+"""Plans whose blocks are compiled, beside those in tests/dist/test_compiled.py."""

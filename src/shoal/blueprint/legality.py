@@ -331,6 +331,12 @@ def _expert_misfits(plan: Plan, description: Description) -> Iterator[Problem]:
     elif num_experts % layout.ep:
         legal = [degree for degree in divisors(layout.dp_shard * layout.cp) if num_experts % degree == 0]
         yield Problem(f"ep={layout.ep} does not divide num_experts={num_experts}", f"ep={listed(legal)}")
+    if plan.recompute == "selective":
+        yield Problem(
+            f"ep={layout.ep} with recompute=selective: experts are gathered inside of a block, which torch's selective"
+            " checkpoint does not allow",
+            "recompute=full or recompute=none",
+        )
 
 
 # ---- pipelines and batches ------------------------------------------------------------------------------------------

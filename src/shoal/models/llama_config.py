@@ -113,6 +113,11 @@ PRESETS = {
 }
 
 
+SMALLER_STD = 0.2
+"""Of a small copy: with few features, matrices as small as a large model's would hardly change what goes through them,
+and a mistake in them would hardly show."""
+
+
 def smaller(arguments: Mapping[str, Any], *, num_stages: int) -> dict[str, Any]:
     """The arguments of a small copy with the same anatomy: as many heads, tied or not, and enough layers for so many
     stages, one of them with more than another if the original has that many."""
@@ -124,4 +129,5 @@ def smaller(arguments: Mapping[str, Any], *, num_stages: int) -> dict[str, Any]:
         "ffn": 6 * config.num_heads,
         "vocabulary": 97,
         "num_layers": min(config.num_layers, max(4, num_stages + 1)),
+        "init_std": SMALLER_STD,
     }

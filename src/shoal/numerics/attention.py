@@ -109,10 +109,10 @@ def attend_backward(
         )
     if kernel == "flash":
         num_queries, num_keys = q_BNTH.shape[2], k_BKSH.shape[2]
-        nothing = torch.empty(0, dtype=torch.int64, device=q_BNTH.device)  # of dropout, and of sequences unlike
+        seed = torch.empty(2, dtype=torch.uint64, device=q_BNTH.device)  # of a dropout that there is not
         return _aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
             *(grad_BNTH, q_BNTH, k_BKSH, v_BKSH, out, lse.contiguous()),
-            *(nothing, nothing, num_queries, num_keys, 0.0, is_causal, nothing, nothing),
+            *(None, None, num_queries, num_keys, 0.0, is_causal, seed, seed),  # None: sequences are of one length
         )
     num_heads, num_kv_heads = q_BNTH.shape[1], k_BKSH.shape[1]
     k, v = (_for_every_head(x, num_heads) for x in (k_BKSH, v_BKSH))

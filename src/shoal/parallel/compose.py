@@ -221,8 +221,8 @@ def _refuse(
     _refuse_unlike(model, plan, tensor)
     if options.compile and plan.recompute != "none" and plan.layout.pp > 1 and routers(model):
         raise ShoalError(
-            f"torch.compile cannot capture recompute={plan.recompute} of blocks with routers in a pipeline: they have to"
-            " find the auxiliary loss of their own microbatch again",
+            f"torch.compile cannot capture recompute={plan.recompute} of blocks with routers in a pipeline, where they"
+            " have to find the auxiliary loss of their own microbatch again",
             fix="without compile, or recompute=none, or pp=1",
         )
     if plan.is_sharded and options.find_unused:

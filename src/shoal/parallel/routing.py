@@ -370,6 +370,11 @@ def update_biases(model: nn.Module) -> None:
         router.load = None
 
 
+def biases(model: nn.Module) -> dict[str, Tensor]:
+    """Full name → the bias of a router that has one."""
+    return {f"{name}.bias": router.bias for name, router in routers(model).items() if router.bias is not None}
+
+
 def hottest(load_E: Tensor) -> Tensor:
     """How much more than the mean the busiest expert has; 1: all have the same."""
     load_E = load_E.double()

@@ -7,14 +7,15 @@ is gathered, and what travels is counted; in the last, what every rank holds is 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import Store
 
+from shoal.blueprint.layout import AXES
 from shoal.blueprint.memory import Memory, memory
 from shoal.blueprint.traffic import Messages, traffic
 from shoal.comm.environment import Placement
@@ -24,7 +25,10 @@ from shoal.data.batch import length, rows
 from shoal.errors import ShoalError
 from shoal.numerics.init import can_fill
 from shoal.parallel.composed import Composed, local
+from shoal.parallel.context import Attention
+from shoal.parallel.expert import Experts
 from shoal.parallel.holdings import anatomy_of, holdings, peak_bytes
+from shoal.parallel.routing import Router, biases
 from shoal.proof.case import Case
 from shoal.proof.cause import likely_cause
 from shoal.proof.compare import Disagreement, Observation, Verdict, compare
@@ -115,7 +119,7 @@ def _observe(run: Run, batch: Any) -> Observation:
     loss = run.step(_share(run, batch))
     run.on_gradients = None
     disagreements.extend(_disagreements(run.composed, "weight"))
-    weights = dict(run.composed.whole("weight"))
+    weights = {**dict(run.composed.whole("weight")), **_biases(run)}
     assert run.report is not None
     every = [one for rank in run.world.all_gather_object(disagreements) for one in rank]
     return Observation(
@@ -173,11 +177,14 @@ def _share(run: Run, batch: Any) -> Any:
 
 
 def _pieces(run: Run) -> dict[str, Piece]:
-    """Where every parameter is: how tp cuts it, and on which stage it lives."""
+    """Where every parameter is: how tp cuts it, on which stage it lives, and what it is."""
     composed = run.composed
     mine = {
-        name: Piece(composed.tensor.cuts.get(name), part.stage.index if part.stage else 0)
+        name: replace(
+            roles.get(name, Piece()), tp_dim=composed.tensor.cuts.get(name), stage=part.stage.index if part.stage else 0
+        )
         for part in composed.parts
+        for roles in [_roles(part.model)]
         for name, _ in part.model.named_parameters()
     }
     merged: dict[str, Piece] = {}
@@ -187,16 +194,43 @@ def _pieces(run: Run) -> dict[str, Piece]:
     return merged
 
 
+def _roles(model: nn.Module) -> dict[str, Piece]:
+    """The parameters with which ranks meet inside of a forward: those around attention, of routers and of experts."""
+    found: dict[str, Piece] = {}
+    for name, module in model.named_modules():
+        around = name.rpartition(".")[0]
+        if isinstance(module, Attention) and around:
+            names = [f"{around}.{own}" for own, _ in model.get_submodule(around).named_parameters()]
+            found |= dict.fromkeys(names, Piece(role="attention", module=around))
+        elif isinstance(module, Router):
+            has_loss = module.auxiliary_coefficient > 0 or module.z_coefficient > 0
+            found[f"{name}.weight"] = Piece(
+                role="router", module=around, has_bias=module.bias is not None, has_loss=has_loss
+            )
+        elif isinstance(module, Experts):
+            names = [f"{name}.{own}" for own, _ in module.named_parameters()]
+            found |= dict.fromkeys(names, Piece(role="expert", module=around, num_experts=module.num_experts))
+    return found
+
+
+def _biases(run: Run) -> dict[str, Tensor]:
+    """The biases of all routers, as the rank that holds each has them."""
+    mine = {name: bias.cpu() for part in run.composed.parts for name, bias in biases(part.model).items()}
+    every = run.world.all_gather_object(mine) if run.composed.balance is not None else [mine]
+    return {name: bias for rank in reversed(every) for name, bias in rank.items()}
+
+
 @torch.no_grad()
 def _disagreements(composed: Composed, what: str) -> Iterator[Disagreement]:
     """Pieces that this rank and others of an axis should hold alike, and do not. One exchange for each axis."""
-    for axis, group in composed.mesh.groups.items():
+    for axis in AXES:
+        group = composed.mesh.group_of_several(axis)
         alike = {
             name: _value(parameter, what)
             for name, parameter in composed.named.items()
             if composed.is_replicated(name, axis)
         }
-        if not alike:
+        if group is None or not alike:
             continue
         flat = torch.cat([tensor.reshape(-1).double() for tensor in alike.values()])
         others = [torch.empty_like(flat) for _ in range(group.size())]

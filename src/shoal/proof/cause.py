@@ -9,10 +9,11 @@ Certain traces stand before vague ones, and the last rule always speaks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 
 import torch
+from torch import Tensor
 
 from shoal.proof.compare import Difference, Observation, relative_difference
 from shoal.proof.evidence import (
@@ -20,10 +21,12 @@ from shoal.proof.evidence import (
     REDUCED,
     Context,
     Evidence,
+    by_expert,
     common_factor,
     factor_between,
     factor_of_numbers,
     find_slice,
+    nearest_slices,
     slices,
     square_of_slice,
 )
@@ -97,12 +100,14 @@ def all_zero(e: Evidence) -> str | None:
     zero = [name for name in e.wrong if not e.candidate.gradients[name].any()] if _is_about_gradients(e) else []
     if not zero:
         return None
+    if all(e.piece(name).role == "router" for name in zero):
+        return f"{e.named(zero)} zero: probably the results of experts are summed without the router's weights."
     stages = {e.piece(name).stage for name in zero}
     of_stage = [name for name in e.reference.gradients if {e.piece(name).stage} == stages]
     if e.context.num_stages > 1 and len(stages) == 1 and set(of_stage) == set(zero):
         return f"Every gradient of stage {min(stages)} is zero: its backward never ran, or was not kept."
-    over = f", or its reduction over {' and '.join(e.data_axes())} was dropped" if e.data_axes() else ""
-    return f"{e.named(zero)} zero: the part of the model never ran{over}."
+    over = f", or the reduction over {' and '.join(e.data_axes())} was dropped" if e.data_axes() else ""
+    return f"{e.named(zero)} zero: no backward got there{over}."
 
 
 def constant_factor(e: Evidence) -> str | None:
@@ -162,6 +167,109 @@ def wrong_update(e: Evidence) -> str | None:
     if clip is not None and norm > clip and math.isclose(k, clip / norm, rel_tol=close):
         return f"Updates are {1 / k:.6g} times too small, which is norm / clip = {norm:.6g} / {clip:g}: clipped twice."
     return f"Updates are {k:.6g} times those of one device: another learning rate, or clipped by another norm."
+
+
+# ---- traces of attention, routers and experts -----------------------------------------------------------------------
+
+
+def experts_not_in_place(e: Evidence) -> str | None:
+    """An update moves weights less than two experts are apart: the initial values that they are near tell who they
+    are."""
+    for name in e.of_role("expert"):
+        now, initial = (by_expert(e, name, tensors) for tensors in (e.candidates[0].weights, e.context.initial))
+        order = nearest_slices(now, initial) if now and initial else []
+        if order != list(range(len(order))):
+            ranks = ": ranks along ep hold each other's" if e.context.layout.ep > 1 else ""
+            lie = ", ".join(map(str, order))
+            return f"The experts of {e.piece(name).module} lie in the order {lie}, as seen in {name}{ranks}."
+    return None
+
+
+def experts_without_rows(e: Evidence) -> str | None:
+    """An expert that should learn from tokens of this batch, and has learned nothing in any of its weights."""
+    ep = e.context.layout.ep
+    for module in dict.fromkeys(e.piece(name).module for name in e.of_role("expert")) if _is_about_gradients(e) else ():
+        learns = [_learns(e, module, tensors) for tensors in e.tensors]
+        idle = [index for index, (wanted, seen) in enumerate(zip(*learns, strict=False)) if wanted and not seen]
+        if idle and any(learns[1]):
+            ranks = sorted({index * ep // len(learns[1]) for index in idle})
+            where, way = (f" (of ep rank {_and(ranks)})", " over ep") if ep > 1 else ("", "")
+            return (
+                f"Expert {_and(idle)} of {module}{where} gets no gradient, though tokens of this batch chose it: their"
+                f" rows are probably lost on their way{way}."
+            )
+    return None
+
+
+def _learns(e: Evidence, module: str, gradients: Mapping[str, Tensor]) -> list[bool]:
+    """Whether each expert has a gradient in any of its weights."""
+    pieces = [by_expert(e, name, gradients) for name in e.of_role("expert", module)]
+    return [any(bool(piece.any()) for piece in expert) for expert in zip(*pieces, strict=False)]
+
+
+def broken_attention(e: Evidence) -> str | None:
+    """Behind an attention gradients are right, before it they are not."""
+    names = [name for name in e.wrong if e.piece(name).role == "attention"]
+    if e.difference.kind != "gradient" or e.context.layout.cp == 1 or not names:
+        return None
+    module = e.piece(names[-1]).module
+    mine = e.of_role("attention", module)
+    bad, good = ([name for name in mine if (name in e.wrong) is wanted] for wanted in (True, False))
+    if not good or len(e.wrong) == len(bad):  # wrong behind it as well; or right before it
+        return None
+    return (
+        f"The loss is right, and in {module} the gradient of {_and(_inside(module, good))} is right but that of"
+        f" {_and(_inside(module, bad))} is not: probably the backward of attention over cp (what other ranks find for"
+        " queries, keys and values has to come home and be summed)."
+    )
+
+
+def broken_router(e: Evidence) -> str | None:
+    """A router is wrong whose experts are right."""
+    names = [name for name in e.wrong if e.piece(name).role == "router"]
+    if e.difference.kind != "gradient" or not names:
+        return None
+    experts = e.of_role("expert", e.piece(names[-1]).module)
+    if not experts or any(name in e.wrong for name in experts):
+        return None
+    if len(names) == len(e.wrong):
+        axes = _and(e.data_axes() + ["tp"] * (e.context.layout.tp > 1), "or")
+        return f"{e.named(names)} wrong and no other is: probably a router's is not reduced over {axes or 'ranks'}."
+    whole = " and over the whole sequence, not a rank's tokens" if e.context.layout.cp * e.context.layout.tp > 1 else ""
+    auxiliary = (
+        f"the auxiliary loss (its mean is over the sequences of the global batch, each counted once{whole}), or "
+    )
+    return (
+        f"The loss is right, the gradient of {names[-1]} is wrong and those of its experts are right: probably"
+        f" {auxiliary if e.piece(names[-1]).has_loss else ''}the gradient of the weights with which results are summed."
+    )
+
+
+def unlike_biases(e: Evidence) -> str | None:
+    """The biases of routers, which follow from loads alone, are the first thing that differs."""
+    if e.difference.kind != "weight" or not e.wrong or not all(name.endswith("router.bias") for name in e.wrong):
+        return None
+    return (
+        f"{e.named(e.wrong)} wrong and all else of the step is right: probably the loads from which biases follow are"
+        " not those of the global batch, summed over all ranks and microbatches."
+    )
+
+
+def broken_dispatch(e: Evidence) -> str | None:
+    """Routers and experts are right, and what they send back is not."""
+    names = list(e.reference.gradients)
+    sparse = [name for name in names if e.piece(name).role in ("router", "expert")]
+    if e.difference.kind != "gradient" or e.context.layout.ep == 1 or not sparse:
+        return None
+    module = e.piece(sparse[-1]).module
+    mine = e.of_role("router", module) + e.of_role("expert", module)
+    before = names[: names.index(mine[0])]
+    if not before or not set(before) <= set(e.wrong) or set(mine) & set(e.wrong):
+        return None
+    return (
+        f"The loss and the gradients of {module} are right, and all before it are wrong: probably the gradients of rows"
+        " that come home over ep."
+    )
 
 
 # ---- traces by place ------------------------------------------------------------------------------------------------
@@ -227,13 +335,14 @@ def other_samples(e: Evidence) -> str | None:
     """Rows of an embedding get a gradient only from tokens that were seen: which rows have one tells who was seen."""
     for name in e.wrong if _is_about_gradients(e) else []:
         expected, got = e.reference.gradients[name], e.candidate.gradients[name]
-        if expected.dim() < 2:
+        if expected.dim() < 2 or e.piece(name).role:  # which experts have rows depends on more than on samples
             continue
         wanted, seen = expected.flatten(1).any(1), got.flatten(1).any(1)
         if wanted.all() or torch.equal(wanted, seen):
             continue
         if e.difference.kind == "loss" or (seen & ~wanted).any():
             feeds = " or stage 0 of pp is fed a wrong microbatch" if e.context.num_stages > 1 else ""
+            feeds += ", or tokens and labels are cut unlike over cp" if e.context.layout.cp > 1 else ""
             return (
                 f"{name} has gradients in other rows than those that this batch uses: samples are dealt wrongly{feeds}."
             )
@@ -273,8 +382,10 @@ def broken_forward(e: Evidence) -> str | None:
     if e.difference.kind != "loss":
         return None
     hints = {
+        "cp": "cp (which tokens and labels a rank has, the positions that the model is told, what attention gets from"
+        " other ranks, the number of tokens that all divide by)",
+        "ep": "ep (which expert lies where, rows on their way there and home, the router's weights in their sum)",
         "tp": "tp (the sum after a layer split by rows, or over the vocabulary)",
-        "cp": "cp (attention over the other ranks' tokens)",
         "pp": "pp (the activations handed on, and microbatches paired with their targets)",
         **{
             axis: f"{axis} (which samples each rank gets, and the mean over them)"
@@ -283,9 +394,13 @@ def broken_forward(e: Evidence) -> str | None:
     }
     places = _and([words for axis, words in hints.items() if e.context.layout.degree(axis) > 1], "or")
     if e.difference.step:
+        biased = next((name for name in e.of_role("router") if e.piece(name).has_bias), None)
+        bias = (
+            f" the bias of {biased.rpartition('.')[0]} is not updated from the loads of all ranks, or" if biased else ""
+        )
         return (
-            f"All before step {e.difference.step} is right and its loss is not: a stale copy of the weights is used,"
-            f" or other samples; look at {places or 'what is kept from step to step'}."
+            f"All before step {e.difference.step} is right and its loss is not:{bias} a stale copy of the weights is"
+            f" used, or other samples; look at {places or 'what is kept from step to step'}."
         )
     return f"The forward is already wrong, before any gradient; look at {places or 'the initial weights and the data'}."
 
@@ -307,10 +422,16 @@ RULES: tuple[Callable[[Evidence], str | None], ...] = (
     not_comparable,
     replicas_disagree,
     gradients_not_cleared,
+    experts_not_in_place,
+    experts_without_rows,
     all_zero,
     constant_factor,
     wrong_norm,
+    unlike_biases,
     wrong_update,
+    broken_attention,
+    broken_router,
+    broken_dispatch,
     only_what_tp_does_not_cut,
     slices_swapped,
     some_slices,
@@ -328,6 +449,8 @@ RULES: tuple[Callable[[Evidence], str | None], ...] = (
 def _sources(k: float, e: Evidence, names: Sequence[str] = ()) -> list[tuple[str, ...]]:
     """The degrees, or if there is none the pairs of them, whose product is k or 1/k."""
     degrees, size = e.degrees(), max(k, 1 / k) if k > 0 else 0.0
+    if e.context.layout.ep > 1 and e.all_experts(names) and math.isclose(size, e.context.layout.ep, rel_tol=e.loose):
+        return [("ep",)]  # what is no expert is right, so it was not the others
     for count in (1, 2):
         found = [
             those
@@ -350,6 +473,9 @@ def _scale_in_words(k: float, what: str, sources: Sequence[tuple[str, ...]]) -> 
     )
     if not sources:
         return f"{what} {size}, and otherwise right: a scale is wrong, which is no degree of this plan."
+    if sources == [("ep",)]:
+        reason = "were probably not divided by" if k > 1 else "were probably divided once too often by"
+        return f"{what} {size}: the gradients of experts {reason} ep={max(k, 1 / k):.6g}."
     over = _and((" and ".join(one) for one in sources), "or")
     reason = f"summed over {over} where the mean is wanted, or reduced over it twice"
     if k < 1:
@@ -371,7 +497,7 @@ def _wrong_norms(e: Evidence) -> Iterator[tuple[str, float]]:
     if degree > 1:
         counted = sum(square * (1 if e.is_cut(name) else degree) for name, square in squares.items())
         yield f"that with uncut tensors counted {degree} times, once per tp rank", math.sqrt(counted)
-    for axis in ("tp", "dp_shard"):
+    for axis in ("tp", "ep", "dp_shard" if e.context.layout.cp == 1 else "dp_shard_cp"):
         for index in range(e.context.layout.degree(axis) if e.context.layout.degree(axis) > 1 else 0):
             mine = sum(square_of_slice(e, name, axis, index) for name in squares)
             yield f"that of {axis} rank {index} alone: its square is not summed over {axis}", math.sqrt(mine)
@@ -384,6 +510,10 @@ def _is_about_gradients(e: Evidence) -> bool:
 def _over(e: Evidence, *axes: str) -> str:
     used = [axis for axis in axes if e.context.layout.degree(axis) > 1]
     return f", perhaps a sum over {' or '.join(used)} that is missing in the backward" if used else ""
+
+
+def _inside(module: str, names: Sequence[str]) -> list[str]:
+    return [name.removeprefix(f"{module}.").removesuffix(".weight") for name in names]
 
 
 def _and(words: Iterable[object], conjunction: str = "and") -> str:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 from torch import Tensor
 
@@ -18,10 +19,23 @@ REDUCED = ("dp_replicate", "dp_shard", "data", "cp", "tp", "pp")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Where a parameter is in a layout: the dim along which tp cuts it (None: it does not), and its pipeline stage."""
+    """Where a parameter is in a layout: the dim along which tp cuts it (None: it does not), and its pipeline stage; and
+    what it is, if ranks meet there in the forward."""
 
     tp_dim: int | None = None
     stage: int = 0
+    role: Literal["", "attention", "router", "expert"] = ""
+    module: str = ""
+    """The module that attends with it, or that holds both its router and its experts."""
+
+    num_experts: int = 0
+    """Of an expert's weight: how many it holds, one after the other along dim 0."""
+
+    has_bias: bool = False
+    """Of a router: a bias balances its experts."""
+
+    has_loss: bool = False
+    """Of a router: it adds an auxiliary loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +103,15 @@ class Evidence:
         """Whether tp divides it."""
         return self.piece(name).tp_dim is not None
 
+    def of_role(self, role: str, module: str = "") -> list[str]:
+        """The gradients of attentions, routers or experts; of those of one module, if it is said."""
+        pieces = ((name, self.piece(name)) for name in self.reference.gradients)
+        return [name for name, piece in pieces if piece.role == role and module in ("", piece.module)]
+
+    def all_experts(self, names: Sequence[str]) -> bool:
+        """Whether all of these, and there are some, are weights of experts."""
+        return bool(names) and all(self.piece(name).role == "expert" for name in names)
+
     def factors(self, names: Iterable[str]) -> float | None:
         """The one number k for which candidate = k x reference in all these tensors; None: there is none."""
         expected, got = self.tensors
@@ -145,7 +168,8 @@ def common_factor(factors: Sequence[float | None], loose: float) -> float | None
 
 def square_of_slice(e: Evidence, name: str, axis: str, index: int) -> float:
     """The squared norm of what one rank along an axis has of a gradient."""
-    gradient, dim = e.reference.gradients[name], e.piece(name).tp_dim if axis == "tp" else 0
+    gradient, piece = e.reference.gradients[name], e.piece(name)
+    dim = {"tp": piece.tp_dim, "ep": 0 if piece.role == "expert" else None}.get(axis, 0)
     if dim is None or not gradient.dim():
         return gradient.double().square().sum().item()
     pieces = gradient.chunk(e.context.layout.degree(axis), dim)
@@ -153,16 +177,40 @@ def square_of_slice(e: Evidence, name: str, axis: str, index: int) -> float:
 
 
 def slices(e: Evidence) -> Iterator[tuple[str, str, int, tuple[Tensor, ...], tuple[Tensor, ...]]]:
-    """The wrong tensors in the pieces that ranks hold: by tp along its dim, by dp_shard along dim 0."""
+    """The wrong tensors in the pieces that ranks hold: by tp along its dim, by dp_shard (experts: ep) along dim 0."""
     expected, got = e.tensors
     layout = e.context.layout
+    shards = "dp_shard" if layout.cp == 1 else "dp_shard x cp"
     for name in e.wrong if e.difference.kind in ("gradient", "weight") else []:
         dim = e.piece(name).tp_dim
         if layout.tp > 1 and dim is not None:
             yield name, "tp", dim, expected[name].chunk(layout.tp, dim), got[name].chunk(layout.tp, dim)
-        if layout.dp_shard > 1 and expected[name].dim() and (layout.tp == 1 or dim != 0):
+        if layout.ep > 1 and e.piece(name).role == "expert":
+            yield name, "ep", 0, expected[name].chunk(layout.ep), got[name].chunk(layout.ep)
+        elif layout.dp_shard > 1 and expected[name].dim() and (layout.tp == 1 or dim != 0):
             # where tp cuts dim 0 too, the pieces of dp_shard are no simple slices of the whole
-            yield name, "dp_shard", 0, expected[name].chunk(layout.dp_shard), got[name].chunk(layout.dp_shard)
+            degree = layout.degree("dp_shard_cp")
+            yield name, shards, 0, expected[name].chunk(degree), got[name].chunk(degree)
+
+
+def by_expert(e: Evidence, name: str, tensors: Mapping[str, Tensor]) -> Sequence[Tensor]:
+    """The slices of a tensor that belong to each expert; none if it is missing or not what it should be."""
+    shape, count = e.reference.gradients[name].shape, e.piece(name).num_experts
+    tensor = tensors.get(name)
+    if tensor is None or tensor.shape != shape or not shape or shape[0] % count:
+        return ()
+    return tensor.chunk(count)
+
+
+def nearest_slices(pieces: Sequence[Tensor], among: Sequence[Tensor]) -> list[int]:
+    """For each piece the place of the slice that it has clearly come from: much nearer than the one in its own place,
+    or its own."""
+    order = []
+    for place, piece in enumerate(pieces):
+        distances = [(piece.double() - one.double()).norm().item() for one in among]
+        nearest = min(range(len(among)), key=distances.__getitem__)
+        order.append(nearest if distances[nearest] < 0.5 * distances[place] else place)
+    return order
 
 
 def find_slice(piece: Tensor, among: Sequence[Tensor], loose: float) -> int | None:

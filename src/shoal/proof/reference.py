@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shoal.data.batch import IGNORE, length, rows, to_device
 from shoal.numerics.init import has_law, initialise
 from shoal.numerics.precision import hush, precision_of
-from shoal.parallel.routing import auxiliary_loss, update_biases
+from shoal.parallel.routing import auxiliary_loss, biases, update_biases
 from shoal.proof.case import Case
 from shoal.proof.compare import Observation
 
@@ -121,4 +121,6 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _copies(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach().to("cpu", copy=True) for name, parameter in model.named_parameters()}
+    """Parameters, and the biases of routers, which a step changes too."""
+    tensors = {**dict(model.named_parameters()), **biases(model)}
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}

@@ -47,6 +47,8 @@ from shoal.parallel.pipeline import Feed
 from shoal.parallel.replicate import explain_unused
 from shoal.parallel.tensor import TensorParallel
 from shoal.train.build import describe
+from shoal.train.evaluation import evaluate
+from shoal.train.handover import hand_over
 from shoal.train.objective import (
     CrossEntropy,
     LossFunction,
@@ -202,7 +204,7 @@ class Run:
             return thing
         if isinstance(thing, DataLoader):
             loader = DealtLoader(thing, seed=self.seed, coordinate=self.coordinate, degree=self.degree)
-            loader.cut = self._own_tokens
+            loader.cut = self.own_tokens
             loader.must_meet = lambda: self._composed is not None and self._composed.has_collective_forward
             self._loaders.append(loader)
             return loader
@@ -232,8 +234,7 @@ class Run:
 
     def _give_parameters(self, optimizer: Optimizer, composed: Composed) -> None:
         """Let an optimizer hold what became of its parameters; under offload, copies of it in host memory."""
-        _repoint(optimizer, composed)
-        _refuse_forgotten_stages(optimizer, composed)
+        hand_over(optimizer, composed)
         is_elsewhere = self.plan.offload == "optimizer" and self.device.type != "cpu"
         self._host_copies = HostCopies(optimizer, local) if is_elsewhere else None
 
@@ -298,11 +299,11 @@ class Run:
             self._begin(step, number, stage)
 
         calls = [call(number) for number in range(len(step.microbatches))]
-        with self._logits_as_the_objective_takes_them():
+        with self.logits_as_the_objective_takes_them():
             self.composed.pipeline.step(Feed(calls, loss, begin))
         step.has_run = True
 
-    def _logits_as_the_objective_takes_them(self) -> AbstractContextManager[None]:
+    def logits_as_the_objective_takes_them(self) -> AbstractContextManager[None]:
         """A stage calls the model itself, outside of the objective, which would have asked for split logits."""
         return self.composed.tensor.split_logits() if isinstance(self.objective, CrossEntropy) else nullcontext()
 
@@ -407,7 +408,7 @@ class Run:
                 "the batch before this one was not finished: backward without update()",
                 fix="run.update() after each batch; to accumulate, say mb= in the plan and loop over run.microbatches",
             )
-        batch = batch if is_cut else self._own_tokens(batch)
+        batch = batch if is_cut else self.own_tokens(batch)
         weights = [float(self.objective.weight(part)) if counts else 0.0 for part in parts(batch, self.plan.mb)]
         offset = self.coordinate * length(batch) if offset is None else offset
         on_device = to_device(batch, self.device, self.precision.weight_dtype)
@@ -488,7 +489,7 @@ class Run:
             )
         return total * self.gradient_degree / self.world.size
 
-    def _own_tokens(self, batch: Any) -> Any:
+    def own_tokens(self, batch: Any) -> Any:
         """With context parallelism, this rank's tokens of a batch."""
         context = self._composed.context if self._composed is not None else None
         return batch if context is None else cut_batch(batch, self._description, context)
@@ -524,62 +525,9 @@ class Run:
 
     # ---- evaluation and the end ------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def evaluate(self, batches: Iterable[Any]) -> float:
         """The mean loss over batches that are dealt out over the ranks, each sample once; weights do not change."""
-        composed = self.composed
-        composed.before_evaluation()
-        modules = [module for part in composed.parts for module in part.model.modules()]
-        modes = {module: module.training for module in modules}
-        for part in composed.parts:
-            part.model.eval()
-        total, weight = torch.zeros((), dtype=torch.float64, device=self.device), 0.0
-        try:
-            own = batches.own_batches() if isinstance(batches, DealtLoader) else batches
-            for batch, counts in self._in_lockstep(iter(own)):
-                batch = self._own_tokens(batch)
-                batch_weight = self.objective.weight(batch) if counts else 0
-                total += self._evaluate(to_device(batch, self.device, self.precision.weight_dtype), batch_weight)
-                weight += batch_weight
-        finally:
-            for module, was_training in modes.items():
-                module.training = was_training
-            composed.after_evaluation()
-        is_teller = self.mesh.coordinate["tp"] == 0 and (composed.pipeline is None or composed.pipeline.has_loss)
-        told = [float(total), weight] if is_teller else [0.0, 0.0]
-        total_sum, total_weight = self.world.all_reduce_host(told).wait()
-        return total_sum / total_weight if total_weight else float("nan")
-
-    def _evaluate(self, batch: Any, weight: float) -> Tensor:
-        """The loss of one batch, summed; zero on a stage that does not see it."""
-        if self.composed.pipeline is None:
-            return self.objective.loss_sum(self.module, batch, weight)
-        sums: list[Tensor] = []
-
-        def loss(output: Any, number: int) -> Tensor:
-            sums.append(loss_of_output(self.objective, output, batch, weight))
-            return sums[-1]
-
-        with self._logits_as_the_objective_takes_them():
-            self.composed.pipeline.forward(Feed([call_of(self.objective, batch)], loss))
-        return sums[0] if sums else torch.zeros((), device=self.device)
-
-    def _in_lockstep(self, batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
-        """Batches, and whether they count. Where ranks meet in a forward, one that has no batch left computes another
-        once more, for nothing, until all are done."""
-        if self.world.size == 1 or not self.composed.has_collective_forward:
-            yield from ((batch, True) for batch in batches)
-            return
-        mine = next(batches, None)
-        example: Any = None
-        while True:
-            num_left = self.world.all_reduce_host([float(mine is not None)]).wait()[0]
-            if not num_left:
-                return
-            if example is None and num_left < self.world.size:  # some rank may never have seen a batch
-                example = next(one for one in self.world.all_gather_object(mine) if one is not None)
-            yield (mine, True) if mine is not None else (example, False)
-            mine = next(batches, None)
+        return evaluate(self, batches)
 
     def sum(self, *numbers: float) -> list[float]:
         """Each number summed over all ranks, for a validation of one's own; every rank must call it. Ranks that see the
@@ -599,30 +547,6 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.world.__exit__(kind, error, trace)
-
-
-def _repoint(optimizer: Optimizer, composed: Composed) -> None:
-    """Let an optimizer that was made for the model as it was given hold what became of its parameters."""
-    if optimizer.state and any(
-        composed.replacements(p) != [p] for group in optimizer.param_groups for p in group["params"]
-    ):
-        raise ShoalError(
-            "this optimizer has made steps already, and its state is that of whole parameters, not of this plan's",
-            fix="give prepare a fresh optimizer",
-        )
-    for group in optimizer.param_groups:
-        group["params"] = [piece for p in group["params"] for piece in composed.replacements(p)]
-
-
-def _refuse_forgotten_stages(optimizer: Optimizer, composed: Composed) -> None:
-    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    stages = [[p for p in part.model.parameters() if p.requires_grad] for part in composed.parts]
-    counts = [sum(parameter in held for parameter in stage) for stage in stages]
-    if any(counts) and any(stage and not count for stage, count in zip(stages, counts, strict=True)):
-        raise ShoalError(
-            "this rank has several stages, and the optimizer holds parameters of some of them only",
-            fix="build it over run.parameters, or give prepare the optimizer of the whole model beside the model",
-        )
 
 
 def _refuse_second(kind: str, first: object) -> None:

@@ -1,0 +1,201 @@
+"""Writes docs/compositions.md: which pairs of parallelisms are proven by which plans of the tests, and why the others
+are refused, in the words of the code that refuses them.
+
+    python -m tests.dist.table > docs/compositions.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations_with_replacement
+from math import prod
+
+from shoal.blueprint.description import Description, Split
+from shoal.blueprint.legality import misfits
+from shoal.blueprint.plan import DEGREES, Plan
+from shoal.errors import ShoalError
+from tests.dist import compositions, test_compiled, test_layouts
+
+FEATURES: dict[str, str] = {
+    "`dp_replicate`": "dp_replicate=2",
+    **{f"`zero={stage}`": f"dp_shard=2 zero={stage}" for stage in (1, 2, 3)},
+    **{f"`{kind}`": f"cp=2 {kind}" for kind in ("ring", "ulysses")},
+    "`sp=off`": "tp=2 sp=off",
+    "`sp=on`": "tp=2 sp=on",
+    **{f"`{order}`": f"pp=2 {order}" for order in ("gpipe", "1f1b", "interleaved", "looped", "zb", "zbv", "dualpipev")},
+    "`ep`": "dp_shard=2 ep=2",
+    **{f"`{much}`": f"recompute={much}" for much in ("full", "selective")},
+    "compile": "",
+}
+"""What stands over a column → the words that ask for it. `run.compile` is no word of a plan."""
+
+OPEN: dict[str, str] = {
+    f"`{order}`": "not proven, and not refused yet: these schedules split each backward in two, and a block that"
+    " torch.compile has captured computes all of it each time; with `dualpipev` torch fails"
+    for order in ("zb", "zbv", "dualpipev")
+}
+"""What cannot be said of compiled blocks."""
+
+MODEL = Description(
+    before_blocks=("embedding",),
+    blocks=tuple(f"blocks.{i}" for i in range(5)),
+    after_blocks=("head",),
+    splits={
+        "embedding": Split.VOCABULARY,
+        "blocks.*.norm": Split.SEQUENCE,
+        "blocks.*.experts": Split.EXPERTS,
+        "head": Split.VOCABULARY,
+    },
+    num_heads=4,
+    num_kv_heads=2,
+    num_experts=4,
+    active_experts=2,
+    positions="positions",
+)
+"""One that can have every parallelism: what is refused for it is refused for all."""
+
+
+@dataclass(frozen=True)
+class Proven:
+    """A plan that a test trains, and compares with one process."""
+
+    num_ranks: int
+    words: str
+    model: str
+    test: str
+    compiled: bool = False
+
+    @property
+    def features(self) -> frozenset[str]:
+        """The columns that it stands in."""
+        return features_of(self.words, self.num_ranks) | ({"compile"} if self.compiled else set())
+
+
+@cache
+def proven() -> tuple[Proven, ...]:
+    """Every plan of every list, in the order of the lists."""
+    dense = [
+        Proven(size, " ".join(word for word in plan.split() if not word.startswith("kv=")), "llama", "test_layouts")
+        for size, plans in test_layouts.PLANS.items()
+        for plan in plans
+    ]
+    composed = [
+        Proven(size, plan, model, "test_compositions")
+        for size, plans in compositions.PLANS.items()
+        for plan, model in plans
+    ]
+    compiled = [
+        Proven(size, plan, model, "test_compiled", compiled=True)
+        for size, plan, model in dict.fromkeys([*test_compiled.PLANS, *compositions.COMPILED])
+    ]
+    return (*dense, *composed, *compiled)
+
+
+def features_of(words: str, num_ranks: int) -> frozenset[str]:
+    """What a plan does on ranks that are there; `zero` counts where something is shared."""
+    plan = Plan.parse(words).resolve(num_ranks)
+    layout = plan.layout
+    found = {
+        "`dp_replicate`": layout.dp_replicate > 1,
+        f"`zero={plan.zero}`": plan.is_sharded,
+        f"`{plan.context}`": layout.cp > 1,
+        f"`sp={'off' if plan.sp is False else 'on'}`": layout.tp > 1,  # not said, it is on: the models allow it
+        f"`{plan.schedule}`": layout.pp > 1,
+        "`ep`": layout.ep > 1,
+        f"`{plan.recompute}`": plan.recompute != "none",
+    }
+    return frozenset(name for name, is_used in found.items() if is_used)
+
+
+def refusal(first: str, second: str) -> str | None:
+    """Why the two cannot be had together, as a user would be told. None: they can."""
+    words = list(dict.fromkeys(f"{FEATURES[first]} {FEATURES[second]}".split()))
+    try:
+        plan = Plan.parse(" ".join(words))
+        size = prod(getattr(plan, axis) or 1 for axis in DEGREES if axis != "ep")
+        resolved = plan.resolve(size)
+    except ShoalError as error:
+        return error.problems[0].what
+    return next((problem.what for problem in misfits(resolved, description=MODEL)), None)
+
+
+# ---- the page -------------------------------------------------------------------------------------------------------
+
+
+def page() -> str:
+    """All of docs/compositions.md."""
+    reasons: dict[str, str] = {}
+    matrix = "\n".join(_rows(reasons))
+    count = len(proven())
+    sizes = sorted({plan.num_ranks for plan in proven()})
+    ranks = f"{', '.join(map(str, sizes[:-1]))} or {sizes[-1]}"
+    return f"""# Compositions
+
+Which parallelisms go together, pair by pair. A number: so many plans with both are trained by CI and hold against one
+process in float64, every loss, norm, gradient and weight. A letter: the pair is refused before a process starts, for
+the reason below. On the diagonal: all plans with the one. There are {count} plans, on {ranks} ranks.
+
+`zero=1..3` share parameters over `dp_shard` x `cp`. `ring` and `ulysses` are `cp`, `sp=off` and `sp=on` are `tp`, the
+schedules are `pp`, `full` and `selective` are `recompute`, and compile is `run.compile`.
+
+{matrix}
+
+{chr(10).join(f"- **{letter}**: {reason}" for reason, letter in reasons.items())}
+
+A pair is no proof of three: for a plan of your own there is [`shoal verify`](verify.md), and `--matrix` for every
+legal layout of some ranks.
+
+This page is written by `tests/dist/table.py`, and a test holds it against the lists of plans that CI runs.
+
+## The plans
+
+Models: `llama` is dense; `packed` too, with several documents in a sample; `moe` routes by softmax with an auxiliary
+loss and a z-loss, and has a dense layer first; `bias` routes by sigmoid, has a shared expert and is balanced by a bias;
+`capacity` drops; in `choice` experts choose their tokens.
+
+{chr(10).join(_list())}
+"""
+
+
+def _rows(reasons: dict[str, str]) -> Iterator[str]:
+    """The matrix; reasons get a letter when they are first met."""
+    names = list(FEATURES)
+    cells = {}
+    for first, second in combinations_with_replacement(names, 2):
+        cells[first, second] = cells[second, first] = cell(first, second, reasons)
+    yield f"| | {' | '.join(names)} |"
+    yield f"|---|{'---|' * len(names)}"
+    for row in names:
+        yield f"| {row} | {' | '.join(cells[row, column] for column in names)} |"
+
+
+def cell(first: str, second: str, reasons: dict[str, str]) -> str:
+    """How many plans prove a pair, or the letter of the reason why it is refused. Empty: nobody knows."""
+    number = sum({first, second} <= plan.features for plan in proven())
+    if number:
+        return str(number)
+    reason = OPEN.get(first) if second == "compile" else refusal(first, second)
+    if reason is None:
+        return ""
+    what, is_choice, _ = reason.partition(" is said twice")
+    text = f"a plan has one {what}" if is_choice else reason
+    return reasons.setdefault(text, chr(ord("a") + len(reasons)))
+
+
+def _list() -> Iterator[str]:
+    yield "| ranks | plan | model | test |"
+    yield "|---:|---|---|---|"
+    for plan in sorted(proven(), key=lambda plan: plan.num_ranks):
+        yield f"| {plan.num_ranks} | `{plan.words}` | {plan.model} | `{plan.test}` |"
+
+
+def unknown_pairs() -> list[tuple[str, str]]:
+    """Pairs that no plan proves and nothing refuses."""
+    pairs: Sequence[tuple[str, str]] = list(combinations_with_replacement(FEATURES, 2))
+    return [pair for pair in pairs if not cell(*pair, {})]
+
+
+if __name__ == "__main__":
+    print(page(), end="")
