@@ -31,13 +31,6 @@ FEATURES: dict[str, str] = {
 }
 """What stands over a column → the words that ask for it. `run.compile` is no word of a plan."""
 
-OPEN: dict[str, str] = {
-    f"`{order}`": "not proven, and not refused yet: these schedules split each backward in two, and a block that"
-    " torch.compile has captured computes all of it each time; with `dualpipev` torch fails"
-    for order in ("zb", "zbv", "dualpipev")
-}
-"""What cannot be said of compiled blocks."""
-
 MODEL = Description(
     before_blocks=("embedding",),
     blocks=tuple(f"blocks.{i}" for i in range(5)),
@@ -118,7 +111,8 @@ def refusal(first: str, second: str) -> str | None:
         resolved = plan.resolve(size)
     except ShoalError as error:
         return error.problems[0].what
-    return next((problem.what for problem in misfits(resolved, description=MODEL)), None)
+    found = misfits(resolved, description=MODEL, compiles="compile" in (first, second))
+    return next((problem.what for problem in found), None)
 
 
 # ---- the page -------------------------------------------------------------------------------------------------------
@@ -176,7 +170,7 @@ def cell(first: str, second: str, reasons: dict[str, str]) -> str:
     number = sum({first, second} <= plan.features for plan in proven())
     if number:
         return str(number)
-    reason = OPEN.get(first) if second == "compile" else refusal(first, second)
+    reason = refusal(first, second)
     if reason is None:
         return ""
     what, is_choice, _ = reason.partition(" is said twice")

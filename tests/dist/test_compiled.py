@@ -7,6 +7,7 @@ import torch
 
 from shoal.comm.world import World
 from shoal.train.run import Run
+from tests.dist.compositions import COMPILED
 from tests.dist.pool import Pool
 from tests.dist.test_compositions import BATCH, CLIP, STEPS, Trace, batches, build, check, train_plainly
 
@@ -25,6 +26,7 @@ PLANS = [
     (2, "cp=2 ulysses", "llama"),
     (2, "ep=2 mb=2", "bias"),
     (2, "cp=2 ep=2 recompute=full", "moe"),
+    *COMPILED,
 ]
 
 

@@ -22,7 +22,7 @@ SHAPE = {"num_layers": 5, "hidden": 16, "num_heads": 4, "num_kv_heads": 2, "voca
 SHAPE |= {"max_sequence": TOKENS, "ffn": 24}
 ROUTERS: dict[str, dict[str, Any]] = {
     "moe": {"auxiliary_coefficient": 0.1, "z_coefficient": 0.01, "num_dense_layers": 1, "normalise": False},
-    "bias": {"score": "sigmoid", "bias_rate": 0.05, "auxiliary_coefficient": 0.0, "num_shared_experts": 1, "scale": 1.5},
+    "bias": {"score": "sigmoid", "bias_rate": 0.05, "auxiliary_coefficient": 0, "num_shared_experts": 1, "scale": 1.5},
     "capacity": {"capacity_factor": 0.8, "auxiliary_coefficient": 0.1},
     "choice": {"choice": "expert", "auxiliary_coefficient": 0.0, "capacity_factor": 0.75},
 }

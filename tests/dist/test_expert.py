@@ -16,8 +16,9 @@ from shoal.comm.traffic import count
 from shoal.comm.world import World
 from shoal.models.moe import build
 from shoal.numerics.init import initialise
+from shoal.parallel.balance import Balance
 from shoal.parallel.expert import ExpertParallel, Experts, divide, experts_in
-from shoal.parallel.routing import Balance, Router, Routing, auxiliary_loss, note_routers, routers, update_bias
+from shoal.parallel.routing import Router, Routing, auxiliary_loss, note_routers, routers, update_bias
 from tests.dist.pool import on_ranks
 
 T, D, FFN, E = 13, 8, 6, 8

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # These start their ranks themselves, and are never a rank of torchrun's: test_layout_examples.py runs them.
-THEIR_OWN_RANKS = ("03_fsdp.py", "07_pipeline.py")
+THEIR_OWN_RANKS = ("03_fsdp.py", "07_pipeline.py", "10_long_context.py")
 EXAMPLES = [path for path in sorted((ROOT / "examples").glob("[0-9]*.py")) if path.name not in THEIR_OWN_RANKS]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 

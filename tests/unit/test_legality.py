@@ -177,6 +177,20 @@ def test_a_model_without_experts_is_told_what_to_declare(silent: Description) ->
     assert problem.fix == EXPERTS_ESSAY
 
 
+def test_experts_that_are_gathered_inside_of_a_block_cannot_be_recomputed_in_part() -> None:
+    assert "selective" in only(found("ep=2 zero=3 recompute=selective", 4, MIXTURE)).what
+    assert found("ep=2 zero=3 recompute=full", 4, MIXTURE) == []
+
+
+def test_compiled_blocks_have_one_backward() -> None:
+    zbv, mixed = (Plan.parse(f"pp=2 {words} mb=1").resolve(2) for words in ("zbv", "1f1b recompute=full"))
+    large = replace(MIXTURE, blocks=tuple(f"blocks.{i}" for i in range(4)))
+    assert misfits(zbv, description=large, batch=8) == []
+    assert "zbv splits each backward" in only(misfits(zbv, description=large, batch=8, compiles=True)).what
+    assert "routers" in only(misfits(mixed, description=large, batch=8, compiles=True)).what
+    assert misfits(mixed, description=large, batch=8) == []
+
+
 def test_tp_leaves_experts_whole() -> None:
     features = {**FEATURES, "blocks.0.experts.up": (21, 5), "blocks.1.experts.deeper.up": (21, 5)}
     assert found("tp=2", 2, MIXTURE, features=features) == []

@@ -15,10 +15,12 @@ from shoal.errors import ShoalError
 from shoal.models import llama
 from shoal.models.moe import PRESETS, Moe, MoeConfig, build
 from shoal.models.moe_config import smaller
+from shoal.numerics import grouped
 from shoal.numerics.init import can_fill, initialise, materialise
 from shoal.parallel import expert
+from shoal.parallel.balance import Balance
 from shoal.parallel.expert import ExpertParallel, Experts, divide, experts_in
-from shoal.parallel.routing import Balance, Routing, auxiliary_loss, note_routers, routers
+from shoal.parallel.routing import Routing, auxiliary_loss, note_routers, routers
 
 PUBLISHED = {"mixtral-8x7b": (46_702_792_704, 12.9e9), "qwen3-30b-a3b": (30_532_122_624, 3.3e9)}
 T, D, FFN, E = 17, 8, 12, 5
@@ -92,18 +94,18 @@ def test_the_grouped_kernel_and_the_loop_agree(counts: list[int]) -> None:
     use = torch.randn(10, 24, generator=generator)
     ends = torch.tensor(counts).cumsum(0, dtype=torch.int32)
     results = []
-    for multiply in (expert._looped_matmul, lambda x, w, ends: expert._grouped_mm(x, w, offs=ends)):
+    for multiply in (grouped._looped_matmul, lambda x, w, ends: grouped._grouped_mm(x, w, offs=ends)):
         leaves = [value.clone().requires_grad_() for value in (x, w)]
         y = multiply(leaves[0], leaves[1].transpose(1, 2), ends)
         (y * use).sum().backward()
         results.append([y.detach(), *(leaf.grad for leaf in leaves)])
-    for looped, grouped in zip(*results, strict=True):
-        torch.testing.assert_close(grouped, looped, rtol=1e-5, atol=1e-5)
+    for looped, at_once in zip(*results, strict=True):
+        torch.testing.assert_close(at_once, looped, rtol=1e-5, atol=1e-5)
 
 
 def test_kernel_is_chosen_by_device_dtype_and_alignment() -> None:
     x, w = torch.empty(4, 16, dtype=torch.bfloat16), torch.empty(2, 16, 8, dtype=torch.bfloat16)
-    assert not expert.has_grouped_kernel(x, w)  # CPU
+    assert not grouped.has_grouped_kernel(x, w)  # CPU
 
 
 def test_gated_keeps_no_more_than_its_inputs() -> None:

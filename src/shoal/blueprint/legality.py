@@ -83,12 +83,13 @@ def misfits(
     features: Shapes | None = None,
     modules: Collection[str] | None = None,
     is_split_by_hand: bool = False,
+    compiles: bool = False,
 ) -> list[Problem]:
     """Why a resolved plan cannot run this model. Empty: it can.
 
     `batch` are the samples of a step, `sequence` the tokens per sample, `features` the shapes of all parameters and
     `modules` the names of all submodules; None: not known, not checked. `is_split_by_hand`: its author has written its
-    split layers.
+    split layers. `compiles`: torch.compile captures its blocks.
     """
     if modules is not None and (wrong := list(_misdescribed(description, modules))):
         return wrong  # whatever else would be said, would be said of this
@@ -99,6 +100,7 @@ def misfits(
         *_homeless(plan, description, features or {}),
         *_without_blocks(plan, description),
         *_pipeline_misfits(plan, description),
+        *(_compile_misfits(plan, description) if compiles else ()),
         *(_batch_misfits(plan, batch) if batch is not None else ()),
     ]
 
@@ -361,6 +363,20 @@ def _pipeline_misfits(plan: Plan, description: Description) -> Iterator[Problem]
         yield Problem(
             f"{plan.schedule} splits each backward in two, and torch then recomputes a block once for every parameter",
             "recompute=none, or 1f1b, interleaved, looped or gpipe",
+        )
+
+
+def _compile_misfits(plan: Plan, description: Description) -> Iterator[Problem]:
+    if plan.schedule in SPLIT_BACKWARD:
+        what = (
+            f"{plan.schedule} splits each backward in two, and a block that torch.compile has captured computes all of"
+        )
+        yield Problem(f"{what} it each time", "without compile, or 1f1b, interleaved, looped or gpipe")
+    if plan.recompute != "none" and plan.layout.pp > 1 and description.num_experts:
+        yield Problem(
+            f"torch.compile cannot capture recompute={plan.recompute} of blocks with experts in a pipeline, where their"
+            " routers have to find the auxiliary loss of their own microbatch again",
+            "without compile, or recompute=none, or pp=1",
         )
 
 

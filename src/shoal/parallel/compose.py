@@ -33,6 +33,7 @@ from shoal.comm.mesh import Mesh
 from shoal.errors import Problem, ShoalError, raise_if
 from shoal.numerics.init import initialise, materialise
 from shoal.numerics.precision import Precision
+from shoal.parallel.balance import Balance
 from shoal.parallel.composed import Composed, Part
 from shoal.parallel.context import Attention, ContextParallel
 from shoal.parallel.context import divide as divide_tokens
@@ -41,7 +42,7 @@ from shoal.parallel.expert import divide as divide_experts
 from shoal.parallel.pipeline import Pipeline, Stage, cut
 from shoal.parallel.recompute import recompute
 from shoal.parallel.replicate import replicate
-from shoal.parallel.routing import Balance, note_routers, routers
+from shoal.parallel.routing import note_routers, routers
 from shoal.parallel.shard import Sharding, units_by_size
 from shoal.parallel.stream import Activation, skeleton_of
 from shoal.parallel.tensor import TensorParallel, note_split_layers, split
@@ -214,17 +215,18 @@ def _refuse(
     is_split_by_hand: bool,
 ) -> None:
     names = [name for name, _ in model.named_modules()]
-    found = misfits(plan, description=description, features=shapes, modules=names, is_split_by_hand=is_split_by_hand)
+    found = misfits(
+        plan,
+        description=description,
+        features=shapes,
+        modules=names,
+        is_split_by_hand=is_split_by_hand,
+        compiles=bool(options.compile),
+    )
     found += _without_attention(model, plan)
     raise_if(found, title=f"plan '{plan.brief()}'")
     raise_if(_ties_that_break(model, plan, description))
     _refuse_unlike(model, plan, tensor)
-    if options.compile and plan.recompute != "none" and plan.layout.pp > 1 and routers(model):
-        raise ShoalError(
-            f"torch.compile cannot capture recompute={plan.recompute} of blocks with routers in a pipeline, where they"
-            " have to find the auxiliary loss of their own microbatch again",
-            fix="without compile, or recompute=none, or pp=1",
-        )
     if plan.is_sharded and options.find_unused:
         raise ShoalError(
             "find_unused lets ranks leave parameters out, but sharded ranks have to meet for every one of them",

@@ -28,10 +28,11 @@ from shoal.comm.collectives import all_reduce_together, join
 from shoal.comm.mesh import Mesh
 from shoal.numerics.gradients import global_norm
 from shoal.parallel import replicate, shard
+from shoal.parallel.balance import Balance
 from shoal.parallel.context import ContextParallel
 from shoal.parallel.pipeline import Pipeline, Stage
 from shoal.parallel.replicate import average_buffers, average_gradients
-from shoal.parallel.routing import Balance, routers, update_bias
+from shoal.parallel.routing import routers, update_bias
 from shoal.parallel.tensor import TensorParallel
 
 

@@ -84,9 +84,15 @@ def _unfit_for_plan(plan: Plan, model: nn.Module, recipe: Recipe, data: Dataset)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     sequence = data.tokens_per_sample if data.tokens_per_sample > 1 else None
     names = [name for name, _ in model.named_modules()]
-    description = describe(model)
-    batch = recipe.data.batch
-    return misfits(plan, description=description, batch=batch, sequence=sequence, features=shapes, modules=names)
+    return misfits(
+        plan,
+        description=describe(model),
+        batch=recipe.data.batch,
+        sequence=sequence,
+        features=shapes,
+        modules=names,
+        compiles=recipe.run.compile,
+    )
 
 
 def _misfits(recipe: Recipe, model: nn.Module | None, data: Dataset) -> list[Problem]:
