@@ -113,9 +113,10 @@ PRESETS = {
 }
 
 
-SMALLER_STD = 0.2
-"""Of a small copy: with few features, matrices as small as a large model's would hardly change what goes through them,
-and a mistake in them would hardly show."""
+def smaller_std(hidden: int) -> float:
+    """Of the matrices of a small copy: with few features, matrices as small as a large model's would hardly change what
+    goes through them, and a mistake in them would hardly show; larger ones would blow up rounding as well."""
+    return min(0.125, hidden**-0.5)
 
 
 def smaller(arguments: Mapping[str, Any], *, num_stages: int) -> dict[str, Any]:
@@ -129,5 +130,5 @@ def smaller(arguments: Mapping[str, Any], *, num_stages: int) -> dict[str, Any]:
         "ffn": 6 * config.num_heads,
         "vocabulary": 97,
         "num_layers": min(config.num_layers, max(4, num_stages + 1)),
-        "init_std": SMALLER_STD,
+        "init_std": smaller_std(4 * config.num_heads),
     }

@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.errors import Problem, ShoalError, raise_if
 from shoal.models.construct import configure, not_positive
-from shoal.models.llama_config import SMALLER_STD, LlamaConfig
+from shoal.models.llama_config import LlamaConfig, smaller_std
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,7 +190,7 @@ def smaller(arguments: Mapping[str, Any], *, num_stages: int) -> dict[str, Any]:
         "vocabulary": 97,
         "num_layers": num_layers,
         "num_dense_layers": min(config.num_dense_layers, 1, num_layers - 1),
-        "init_std": SMALLER_STD,
+        "init_std": smaller_std(4 * config.num_heads),
         "num_experts": num_experts,
         "top_k": config.top_k if config.top_k < num_experts else max(1, num_experts // 2),
     }
