@@ -3,6 +3,7 @@ costs."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -116,7 +117,7 @@ PRESETS = {
 def smaller_std(hidden: int) -> float:
     """Of the matrices of a small copy: with few features, matrices as small as a large model's would hardly change what
     goes through them, and a mistake in them would hardly show; larger ones would blow up rounding as well."""
-    return min(0.125, hidden**-0.5)
+    return min(0.125, 1.0 / math.sqrt(hidden))
 
 
 def smaller(arguments: Mapping[str, Any], *, num_stages: int) -> dict[str, Any]:
