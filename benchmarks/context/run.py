@@ -212,6 +212,17 @@ def row(kind: str, degree: int, tokens: int, alone: list[Found]) -> tuple[dict[s
     return told, ranks
 
 
+def result(rows: list[dict[str, str]], load: float) -> str:
+    question = (
+        f"One causal attention of {HEADS} heads ({KV_HEADS} of keys and values) of {HEAD_DIM} features, one sequence,"
+        " float32, forward and backward, on the rank that has most. Bars: measured peaks within"
+        f" {PEAK_BAR:.0%} of the predicted ones, which do not count the MiB per thread that torch's kernel takes for"
+        f" itself, and pairs max / mean at most {BALANCE_BAR}."
+        f" Load average of the machine before the run: {load:.1f}."
+    )
+    return "\n".join([heading("Context parallelism", question), table(rows)])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokens", default="8192,16384,32768")
@@ -230,16 +241,8 @@ def main() -> None:
                 alone = ranks if degree == 1 else alone
                 rows.append(told)
                 print(told, flush=True)
-    question = (
-        f"One causal attention of {HEADS} heads ({KV_HEADS} of keys and values) of {HEAD_DIM} features, one sequence,"
-        " float32, forward and backward, on the rank that has most. Bars: measured peaks within"
-        f" {PEAK_BAR:.0%} of the predicted ones, which do not count the MiB per thread that torch's kernel takes for"
-        f" itself, and pairs max / mean at most {BALANCE_BAR}."
-        f" Load average of the machine before the run: {load:.1f}."
-    )
-    text = "\n".join([heading("Context parallelism", question), table(rows)])
-    print(text)
-    print("written to", write("context", text))
+        print("written to", write("context", result(rows, load)))  # so that whoever has to stop keeps the shorter ones
+    print(result(rows, load))
 
 
 if __name__ == "__main__":

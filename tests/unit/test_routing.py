@@ -212,7 +212,7 @@ def test_attached_losses_get_their_gradient_and_loads_are_summed_once(recomputes
     balance = Balance()
     run = nn.ModuleDict({"a": Layer(router)})
     assert list(note_routers(run, balance)) == ["a.router"]
-    balance.factor = 0.25
+    balance.factor = lambda: 0.25
     for _ in range(2):  # microbatches
         (plain["a"](x).square().sum() + 0.25 * B * auxiliary_loss(plain)).backward()
         y = checkpoint(run["a"], x, use_reentrant=False) if recomputes else run["a"](x)
@@ -242,7 +242,7 @@ def test_a_batch_that_counts_for_nothing_leaves_no_trace() -> None:
 def test_without_any_loss_loads_are_summed_all_the_same() -> None:
     router, x = router_and_input()
     balance = Balance()
-    balance.factor = 1.0
+    balance.factor = lambda: 1.0
     balance.attach(x * 1, *router(x)[1:], "r").sum().backward()
     assert balance.loads["r"].sum() == B * T * 2
     assert balance.auxiliary == {}

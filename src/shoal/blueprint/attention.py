@@ -164,7 +164,7 @@ def attention_memory(
     |---------|---------------------|-----------------------------------------|----------------------------------------|
     | none    | q + kv + out + lse  | as kept                                 | kept + out + q + kv                    |
     | ring    | the same, of T/c    | a block that comes, one that is used,   | the same blocks, three of gradients    |
-    |         |                     | and outputs of two steps and their sum  | and what two steps have found          |
+    |         |                     | the output of a step and their sum      | and what a step has found              |
     | ulysses | the same, of N/c    | three packed copies of q + kv, three of | kept + 2 out + q + kv, or three packed |
     |         | heads and all T     | out, and what it was given              | copies                                 |
     """
@@ -231,19 +231,17 @@ def _ring_forward(held: _Held, steps: list[Step]) -> Iterator[int]:
     """Bytes at the fullest moments of every step: when it passes a block on, when it has attended, and while its output
     is merged."""
     total, given = held.q * held.widening + held.lse, held.q + 2 * held.kv  # as given, and packed to be sent
-    before = 0.0  # the output of the step before
     for number, step in enumerate(steps):
         queries, _ = _share(step)
         part = queries * (held.q + held.lse)
         blocks = given + _blocks(number, len(steps)) * held.kv
         if 1 < number < len(steps) - 1:  # what was passed on before is still there
-            yield int(blocks + held.kv + total + before)
-        yield int(blocks + (total if number else 0) + before + part)
+            yield int(blocks + held.kv + total)
+        yield int(blocks + (total if number else 0) + part)
         if number:
             widened = held.q * held.widening if held.widening > 1 else 0
             yield int(blocks + total + part + queries * (widened + 2 * held.lse))
-        before = part if number or held.widening > 1 else 0.0  # the first one becomes the total itself
-    yield int(given + held.kv + total + before + (held.q if held.widening > 1 else 0))
+    yield int(given + held.kv + total + (held.q if held.widening > 1 else 0))
 
 
 def _ring_backward(held: _Held, steps: list[Step]) -> Iterator[int]:
@@ -251,12 +249,11 @@ def _ring_backward(held: _Held, steps: list[Step]) -> Iterator[int]:
     at the end, when all are brought to the precision of their tensors."""
     wide_q, wide_kv = held.q * held.widening, held.kv * held.widening
     always = held.kept + held.q + wide_q + wide_kv
-    before = found = 0.0
     for number, step in enumerate(steps):
         queries, keys = _share(step)
-        before, found = found, queries * held.q + keys * held.kv
+        found = queries * held.q + keys * held.kv
         blocks = always + _blocks(number, len(steps)) * held.kv
-        yield int(blocks + (2 * wide_kv if number > 1 else 0) + before + found)
+        yield int(blocks + (2 * wide_kv if number > 1 else 0) + found)
         if number:
-            yield int(blocks + (min(number, 2) + 1) * wide_kv + found)
-    yield int(always + held.kv + 2 * wide_kv + found + (held.q + held.kv if held.widening > 1 else 0))
+            yield int(blocks + (min(number, 2) + 1) * wide_kv)
+    yield int(always + 2 * wide_kv + (held.q + held.kv if held.widening > 1 else 0))

@@ -75,6 +75,9 @@ class Description:
     """The argument of `forward` that numbers the document of each token (B, T) where samples are packed. A rank of
     context parallelism is given all of it, since its tokens see those of others."""
 
+    positions_restart: bool = False
+    """Whether positions count from the start of each document, not of the sample."""
+
     training_flops: Callable[[tuple[int, ...]], float] | None = None
     """Floating-point operations of forward and backward, nothing recomputed, for one batch. Its argument is the shape
     of the first argument of `forward`, batch first: (batch, tokens) of a language model, (batch, channels, height,

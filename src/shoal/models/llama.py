@@ -79,6 +79,7 @@ class Llama(nn.Module):
             max_tokens=self.config.max_sequence,
             positions="positions",
             documents="documents",
+            positions_restart=True,
             training_flops=self.config.training_flops,
         )
 

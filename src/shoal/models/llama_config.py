@@ -120,9 +120,9 @@ def smaller_std(hidden: int) -> float:
     return min(0.125, 1.0 / math.sqrt(hidden))
 
 
-def smaller(arguments: Mapping[str, Any], *, num_stages: int) -> dict[str, Any]:
+def smaller(arguments: Mapping[str, Any], *, num_stages: int, ep: int = 1) -> dict[str, Any]:
     """The arguments of a small copy with the same anatomy: as many heads, tied or not, and enough layers for so many
-    stages, one of them with more than another if the original has that many."""
+    stages, one of them with more than another if the original has that many. It has no experts for `ep`."""
     config = configure("llama", PRESETS, LlamaConfig(), arguments)
     return {
         **arguments,

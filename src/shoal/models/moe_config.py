@@ -3,6 +3,7 @@ step of it costs."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -175,11 +176,12 @@ PRESETS = {
 }
 
 
-def smaller(arguments: Mapping[str, Any], *, num_stages: int) -> dict[str, Any]:
-    """The arguments of a small copy with the same anatomy: as many heads, the same routing, eight experts if that many
-    can stand for the original's, and enough layers for so many stages, at least one of them sparse."""
+def smaller(arguments: Mapping[str, Any], *, num_stages: int, ep: int = 1) -> dict[str, Any]:
+    """The arguments of a small copy with the same anatomy: as many heads, the same routing, eight experts (or a
+    multiple for `ep`) if so few can stand for the original's, and enough layers for so many stages, one sparse."""
     config = configure("moe", PRESETS, MoeConfig(), arguments)
-    num_experts = 8 if config.num_experts % 8 == 0 else config.num_experts
+    few = math.lcm(8, ep)
+    num_experts = few if config.num_experts % few == 0 else config.num_experts
     num_layers = min(config.num_layers, max(4, num_stages + 1))
     return {
         **arguments,

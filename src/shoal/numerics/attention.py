@@ -60,7 +60,7 @@ def attend(
     """Queries to keys, of which N/K query heads share each. `mask` (B or 1, 1, T, S) is true where a query may look."""
     _now.is_part = True
     try:
-        return _attend(q_BNTH, k_BKSH, v_BKSH, mask, is_causal=is_causal)
+        return _attend(_readable(q_BNTH), _readable(k_BKSH), _readable(v_BKSH), mask, is_causal=is_causal)
     finally:
         _now.is_part = False
 
@@ -76,7 +76,7 @@ def _attend(q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None,
     if kernel == "flash":
         results = _aten._scaled_dot_product_flash_attention(q_BNTH, k_BKSH, v_BKSH, 0.0, is_causal)
         return Attended(results[0], results[1])
-    k, v = (_for_every_head(x, q_BNTH.shape[1]) for x in (k_BKSH, v_BKSH))
+    k, v = (for_every_head(x, q_BNTH.shape[1]) for x in (k_BKSH, v_BKSH))
     if kernel == "efficient":
         shape = (*q_BNTH.shape[:3], k.shape[2])
         out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
@@ -100,6 +100,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of queries, keys and values, as far as they come from these keys; `whole` is what the queries have
     seen of all keys."""
+    grad_BNTH, q_BNTH, k_BKSH, v_BKSH = map(_readable, (grad_BNTH, q_BNTH, k_BKSH, v_BKSH))
     bias = None if mask is None else additive(mask, q_BNTH.dtype)
     kernel = _kernel(q_BNTH, bias)
     out, lse = whole
@@ -115,7 +116,7 @@ def attend_backward(
             *(None, None, num_queries, num_keys, 0.0, is_causal, seed, seed),  # None: sequences are of one length
         )
     num_heads, num_kv_heads = q_BNTH.shape[1], k_BKSH.shape[1]
-    k, v = (_for_every_head(x, num_heads) for x in (k_BKSH, v_BKSH))
+    k, v = (for_every_head(x, num_heads) for x in (k_BKSH, v_BKSH))
     if kernel == "efficient":
         missing = -lse.shape[-1] % _LSE_ROWS
         seed = torch.zeros((), dtype=torch.int64, device=q_BNTH.device)
@@ -145,18 +146,26 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, lowest)
 
 
+def _readable(x: Tensor) -> Tensor:
+    """Kernels read the features of a head one after the other, and some do not look whether they lie so."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def _kernel(q: Tensor, bias: Tensor | None) -> str:
     if q.device.type == "cpu":
         return "cpu"
     is_half = q.dtype in (torch.bfloat16, torch.float16)
+    if q.shape[-1] % 8 or q.shape[-1] > 256:  # no kernel takes such heads as they are
+        return "written down"
     if q.is_cuda and is_half and bias is None:
         return "flash"
     return "efficient" if q.is_cuda and (is_half or q.dtype == torch.float32) else "written down"
 
 
-def _for_every_head(x_BKSH: Tensor, num_heads: int) -> Tensor:
+def for_every_head(x_BKSH: Tensor, num_heads: int) -> Tensor:
     """Keys or values once for each query head, for kernels that know no shared ones."""
-    return x_BKSH.repeat_interleave(num_heads // x_BKSH.shape[1], dim=1)
+    times = num_heads // x_BKSH.shape[1]
+    return x_BKSH if times == 1 else x_BKSH.repeat_interleave(times, dim=1)
 
 
 def _summed(gradient_BNSH: Tensor, num_kv_heads: int) -> Tensor:

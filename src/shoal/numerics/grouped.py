@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 _grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)  # 2.11 and before: private
 
@@ -67,6 +68,7 @@ class _Gated(torch.autograd.Function):
         return product_RF if weight_R is None else product_RF.mul_(weight_R[:, None])  # rounded once, in place
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         gate_RF, up_RF, weight_R = ctx.saved_tensors
         with torch.enable_grad():

@@ -7,7 +7,7 @@ block that is recomputed counts once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -17,14 +17,19 @@ from torch import Tensor
 from shoal.comm.collectives import Group
 
 
+def _nothing() -> float:
+    return 0.0
+
+
 class Balance:
     """What the routers of a model share with the run that trains it."""
 
     def __init__(self, group: Group = None) -> None:
         self.group = group
         """The ranks over which each sequence is divided, in equal parts. None: every rank has whole sequences."""
-        self.factor = 0.0
-        """The gradient of one unit of auxiliary loss, summed over sequences; 0: a batch that counts for nothing."""
+        self.factor: Callable[[], float] = _nothing
+        """The gradient of one unit of auxiliary loss, summed over sequences; 0: a batch that counts for nothing. Asked
+        for in the backward: in the forward the ranks may not have agreed on it yet."""
         self.loads: dict[str, Tensor] = {}
         """Router → how often each expert was chosen (E,), by tokens of this rank since the last `clear`."""
         self.dropped: dict[str, Tensor] = {}
@@ -54,7 +59,7 @@ class Balance:
         return self._with_factor(self.factor)
 
     @contextmanager
-    def _with_factor(self, factor: float) -> Iterator[None]:
+    def _with_factor(self, factor: Callable[[], float]) -> Iterator[None]:
         before, self.factor = self.factor, factor
         try:
             yield
@@ -80,7 +85,7 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         auxiliary, load_E, num_dropped = ctx.saved_tensors
-        factor = ctx.factor  # of its own microbatch; in a pipeline, others have begun since
+        factor = ctx.factor()  # of its own microbatch; in a pipeline, others have begun since
         if factor != 0:
             ctx.balance.add(ctx.name, auxiliary, load_E, num_dropped)
         grad = torch.full_like(auxiliary, factor) if ctx.needs_input_grad[1] else None

@@ -8,6 +8,7 @@ is gone before the next one is filled.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from shoal.blueprint.description import Description
 from shoal.blueprint.legality import misfits
 from shoal.blueprint.plan import Plan
 from shoal.comm.mesh import Mesh
-from shoal.errors import Problem, ShoalError, raise_if
+from shoal.errors import Problem, ShoalError, nearest, raise_if
 from shoal.numerics.init import initialise, materialise
 from shoal.numerics.precision import Precision
 from shoal.parallel.balance import Balance
@@ -154,18 +155,20 @@ class _How:
 def _lay_out(part: Part, how: _How) -> None:
     """One part of the model, unit by unit."""
     model, description, sharding = part.model, how.description, how.sharding
+    divided: list[Experts] = []
     for unit in _units(model, description):
         _fill(model, unit, how.options.seed)
         if not unit.is_rest:
             split(model, unit.names, description.splits, how.tensor)
         experts = _divide_experts(model, unit, how)
+        divided += experts
         _place(model, unit, how.mesh.device, how.precision.weight_dtype)
         for block in _modules(model, unit) if unit.is_block else ():
             recompute(block, how.plan.recompute, how.as_now)
             _compile(block, how.options)
         if how.expert_sharding is not None:
-            for divided in experts:
-                how.expert_sharding.shard(divided)
+            for module in experts:
+                how.expert_sharding.shard(module)
         if sharding is not None and not unit.is_root:
             sharding.shard(_modules(model, unit), is_last=unit.is_last)
     if not description.blocks:
@@ -174,8 +177,8 @@ def _lay_out(part: Part, how: _How) -> None:
     if how.context is not None:
         divide_tokens(model, description, how.context)
     if sharding is not None:
-        for module in units_by_size(model) if not description.blocks else ():
-            sharding.shard(module)
+        for large in units_by_size(model, except_for=divided) if not description.blocks else ():
+            sharding.shard(large)
         sharding.shard(part.stage or model, is_last=True)
 
 
@@ -223,7 +226,7 @@ def _refuse(
         is_split_by_hand=is_split_by_hand,
         compiles=bool(options.compile),
     )
-    found += _without_attention(model, plan)
+    found += [*_without_attention(model, plan), *_deaf(model, plan, description), *_without_experts(model, plan)]
     raise_if(found, title=f"plan '{plan.brief()}'")
     raise_if(_ties_that_break(model, plan, description))
     _refuse_unlike(model, plan, tensor)
@@ -240,6 +243,29 @@ def _without_attention(model: nn.Module, plan: Plan) -> Iterator[Problem]:
             f"cp={plan.layout.cp} divides the tokens that attend to each other, but the model has no shoal.Attention",
             "self.attention = shoal.Attention(), called as self.attention(q, k, v) in place of"
             " scaled_dot_product_attention",
+        )
+
+
+def _deaf(model: nn.Module, plan: Plan, description: Description) -> Iterator[Problem]:
+    """Arguments that the description names and the forward does not have."""
+    parameters = inspect.signature(model.forward).parameters
+    if plan.layout.cp == 1 or any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return
+    for what in ("positions", "documents"):
+        name = getattr(description, what)
+        if name is not None and name not in parameters:
+            near = nearest(name, parameters)
+            yield Problem(
+                f"describe() says that forward takes {what} as {name!r}, and it has no such argument",
+                f"did you mean {near}?" if near else f"def forward(self, tokens, {name}=None): ...",
+            )
+
+
+def _without_experts(model: nn.Module, plan: Plan) -> Iterator[Problem]:
+    if plan.layout.ep > 1 and not experts_in(model):
+        yield Problem(
+            f"ep={plan.layout.ep} divides experts, but the model has no shoal.Experts",
+            "shoal.Experts in place of experts of your own, or ep=1",
         )
 
 

@@ -26,13 +26,14 @@ from shoal.blueprint.layout import AXES
 from shoal.blueprint.plan import Plan
 from shoal.comm.collectives import all_reduce_together, join
 from shoal.comm.mesh import Mesh
+from shoal.errors import ShoalError
 from shoal.numerics.gradients import global_norm
 from shoal.parallel import replicate, shard
 from shoal.parallel.balance import Balance
 from shoal.parallel.context import ContextParallel
 from shoal.parallel.pipeline import Pipeline, Stage
 from shoal.parallel.replicate import average_buffers, average_gradients
-from shoal.parallel.routing import routers, update_bias
+from shoal.parallel.routing import biases, routers, update_bias
 from shoal.parallel.tensor import TensorParallel
 
 
@@ -122,8 +123,8 @@ class Composed:
     def finish_gradients(self) -> None:
         """Make every gradient whole, once a step."""
         gradients = {name: local(p.grad) for name, p in self.named.items() if p.grad is not None}
-        if self.experts:
-            torch._foreach_div_([g for name, g in gradients.items() if name in self.experts], self.plan.layout.ep)
+        if own := [gradient for name, gradient in gradients.items() if name in self.experts]:
+            torch._foreach_div_(own, self.plan.layout.ep)
         if self.tensor.partial:
             partial = [gradient for name, gradient in gradients.items() if name in self.tensor.partial]
             all_reduce_together(partial, self.tensor.group)
@@ -193,6 +194,7 @@ class Composed:
         many choices were dropped, and the auxiliary loss, summed over sequences. None: there are no routers."""
         if self.balance is None:
             return None
+        self._refuse_unsettled()
         width = max(self.routed.values()) + 2
         totals = torch.zeros(len(self.routed), width, dtype=torch.float64, device=self.mesh.device)
         for row, (name, num_experts) in zip(totals, self.routed.items(), strict=True):
@@ -209,6 +211,23 @@ class Composed:
                 if name in self._routers:
                     update_bias(self._routers[name], totals[place, :num_experts])
         return totals
+
+    def _refuse_unsettled(self) -> None:
+        if forgotten := [name for name, router in self._routers.items() if not router.was_settled]:
+            raise ShoalError(
+                f"nobody has heard what {forgotten[0]} has chosen: its losses and loads are lost",
+                fix="routing, *facts = router(x); y = experts(x.flatten(0, 1), routing).view_as(x);"
+                " y = router.settle(y, *facts)",
+            )
+
+    def biases(self) -> dict[str, Tensor]:
+        """The bias of every router that has one, on the CPU; every rank has to ask."""
+        mine = {name: bias.cpu() for part in self.parts for name, bias in biases(part.model).items()}
+        if self.pipeline is None:
+            return mine
+        every: list[dict[str, Tensor]] = [{}] * self.mesh.degree("pp")
+        dist.all_gather_object(every, mine, group=self.pipeline.group)
+        return {name: bias for stage in every for name, bias in stage.items()}
 
     # ---- whole tensors -----------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ torch gives `context_parallel`, under which labels have to be shifted, buffers l
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ from shoal.blueprint.attention import contiguous, zigzag
 from shoal.blueprint.description import Description
 from shoal.comm.collectives import all_gather
 from shoal.errors import ShoalError
+from shoal.numerics.attention import for_every_head
 from shoal.parallel.ring import ring_attention
 from shoal.parallel.ulysses import ulysses_attention
 
@@ -37,6 +38,8 @@ class ContextParallel:
     def __init__(self, group: dist.ProcessGroup, *, kind: Literal["ring", "ulysses"], wire: torch.device) -> None:
         self.group, self.kind, self.wire = group, kind, wire
         self.degree, self.index = group.size(), dist.get_rank(group)
+        self.num_tokens: int | None = None
+        """Of the whole sequences that were cut last."""
 
     def indices(self, num_tokens: int, index: int | None = None, device: torch.device | str = "cpu") -> Tensor:
         """Where in a sequence of `num_tokens` the tokens of a rank are; of this one, unless another is asked for."""
@@ -84,6 +87,8 @@ class Attention(nn.Module):
     def forward(self, q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Tensor | None = None) -> Tensor:
         """(B, N, T, H) → (B, N, T, H). `mask` is what a `DocumentMask` has returned, or None."""
         context = self.context
+        if context is not None:
+            _check_attention(q_BNTH, v_BKTH, mask, context)
         if context is None or q_BNTH.is_meta:  # without values there are only shapes, and those are of one rank
             return attended(q_BNTH, k_BKTH, v_BKTH, mask if context is None else None, causal=self.causal)
         if context.kind == "ring":
@@ -109,12 +114,30 @@ class DocumentMask(nn.Module):
         return same_document(documents_BT, causal=self.causal)
 
 
+def _check_attention(q_BNTH: Tensor, v_BKTH: Tensor, mask: Tensor | None, context: ContextParallel) -> None:
+    """What one device can do, and ranks that divide the tokens cannot."""
+    if v_BKTH.shape[-1] != q_BNTH.shape[-1]:
+        raise ShoalError(
+            f"values of {v_BKTH.shape[-1]} features and queries of {q_BNTH.shape[-1]} cannot travel in one message",
+            fix=f"as many features in both, or cp=1 instead of cp={context.degree}",
+        )
+    if context.kind == "ulysses" and q_BNTH.shape[1] % context.degree:
+        raise ShoalError(
+            f"ulysses deals {q_BNTH.shape[1]} heads to cp={context.degree} ranks, which does not come out even",
+            fix="ring instead of ulysses, or a cp that divides the heads",
+        )
+    if context.kind == "ring" and mask is not None and (mask.dim() != 2 or mask.is_floating_point()):
+        raise ShoalError(
+            f"a ring makes its masks from documents, and cannot use a mask of shape {tuple(mask.shape)}",
+            fix="shoal.DocumentMask, or ulysses instead of ring",
+        )
+
+
 def attended(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask_BTT: Tensor | None, *, causal: bool) -> Tensor:
     """Softmax attention of every query head to the key/value head that it shares with its neighbours."""
     if q_BNTH.is_cuda and q_BNTH.dtype == torch.float32:
         # torch's float32 kernel for CUDA knows no shared heads; asked for them, torch writes down all T x T scores.
-        num_sharers = q_BNTH.shape[1] // k_BKTH.shape[1]
-        k_BKTH, v_BKTH = (x.repeat_interleave(num_sharers, dim=1) for x in (k_BKTH, v_BKTH))
+        k_BKTH, v_BKTH = (for_every_head(x, q_BNTH.shape[1]) for x in (k_BKTH, v_BKTH))
     mask_B1TT = None if mask_BTT is None else mask_BTT[:, None]
     return F.scaled_dot_product_attention(
         q_BNTH, k_BKTH, v_BKTH, attn_mask=mask_B1TT, is_causal=causal and mask_BTT is None, enable_gqa=True
@@ -141,55 +164,107 @@ def positions_in_documents(documents_BT: Tensor) -> Tensor:
 
 def divide(model: nn.Module, description: Description, context: ContextParallel) -> None:
     """Let the attentions of a model ask the other ranks, and tell the model where its tokens are."""
-    for module in model.modules():
-        if isinstance(module, Attention | DocumentMask):
-            module.context = context
-    assert description.positions is not None
+    modules = [module for module in model.modules() if isinstance(module, Attention | DocumentMask)]
+    if len({module.causal for module in modules}) > 1:
+        raise ShoalError(
+            "some of the model's Attention and DocumentMask are causal and some are not: a ring could not obey both",
+            fix="the same causal= for all of them",
+        )
+    for module in modules:
+        module.context = context
     signature = inspect.signature(model.forward)
-    names = (description.positions, description.documents)
 
     def tell(_model: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        given = {**signature.bind(*arguments, **options).arguments, **options}
-        positions, documents = (given.get(name) if name else None for name in names)
-        if positions is None:
-            assert names[0] is not None
-            tokens = next(value for value in given.values() if isinstance(value, Tensor))
-            options = {**options, names[0]: _places(tokens, documents, context)}
-        return arguments, options
+        bound = signature.bind(*arguments, **options)
+        given = {**bound.arguments, **bound.kwargs}
+        first = next((x for x in (*bound.args, *bound.kwargs.values()) if isinstance(x, Tensor)), None)
+        name, documents = description.positions, given.get(description.documents or "")
+        assert name is not None
+        if first is None or given.get(name) is not None:
+            return arguments, options
+        _check_call(first, documents, context)
+        if documents is not None and description.positions_restart:
+            places = context.part(positions_in_documents(documents))
+        else:
+            places = context.indices(first.shape[1] * context.degree, device=first.device)[None]
+        if name not in signature.parameters:  # it is one of **options
+            return arguments, {**options, name: places}
+        bound.arguments[name] = places
+        return bound.args, bound.kwargs
 
     model.register_forward_pre_hook(tell, with_kwargs=True)
 
 
-def _places(tokens_BT: Tensor, documents_BT: Tensor | None, context: ContextParallel) -> Tensor:
-    if documents_BT is not None:
-        return context.part(positions_in_documents(documents_BT))
-    return context.indices(tokens_BT.shape[1] * context.degree, device=tokens_BT.device)[None]
+def _check_call(tokens: Tensor, documents: Any, context: ContextParallel) -> None:
+    whole = context.num_tokens
+    if whole is not None and tokens.shape[1] * context.degree != whole:
+        raise ShoalError(
+            f"under cp={context.degree} this rank has {whole // context.degree} of the last batch's {whole} tokens, but"
+            f" the model is called with {tokens.shape[1]}",
+            fix="call it with what run.batches, run.microbatches or run.own_tokens(batch) has given",
+        )
+    if isinstance(documents, Tensor) and whole is not None and documents.shape[1] != whole:
+        raise ShoalError(
+            f"documents have to be whole, for all {whole} tokens, and these are for {documents.shape[1]}",
+            fix="batches that are mappings, with the documents under the name of the model's argument",
+        )
+
+
+CUT = "_is_cut_for_shoal"
+"""Marks a tensor as a rank's own tokens, so that nobody cuts it again."""
 
 
 def cut_batch(batch: Any, description: Description, context: ContextParallel) -> Any:
-    """A rank's tokens of every tensor in a batch whose second dim are the tokens of its first tensor. Documents stay
-    whole: every token's mask is made of others'."""
-    if isinstance(batch, Mapping):
-        whole = {description.documents}
-        size = _num_tokens(batch.values())
-        return {name: x if name in whole else _cut(x, size, context) for name, x in batch.items()}
-    if isinstance(batch, tuple | list):
-        size = _num_tokens(batch)
-        return type(batch)(_cut(x, size, context) for x in batch)
-    return _cut(batch, _num_tokens([batch]), context)
-
-
-def _num_tokens(values: Any) -> int:
-    first = next((x for x in values if isinstance(x, Tensor)), None)
-    if first is None or first.dim() < 2:
-        shape = "no tensor" if first is None else f"a first tensor of shape {tuple(first.shape)}"
+    """A rank's tokens of every tensor in a batch whose second dim are tokens. Documents stay whole: every token's mask
+    is made of others'. What has been cut stays as it is."""
+    if any(hasattr(x, CUT) for x in _tensors(batch)):
+        return batch
+    num_tokens = _num_tokens(batch)
+    if description.max_tokens is not None and num_tokens > description.max_tokens:
         raise ShoalError(
-            f"context parallelism divides the tokens of a batch, and this one has {shape}",
+            f"a sequence of {num_tokens} tokens is longer than the {description.max_tokens} that the model takes",
+            fix=f"max_sequence: {num_tokens} for the model, or shorter sequences",
+        )
+    context.num_tokens = num_tokens
+    return _cut(batch, num_tokens, description.documents, context)
+
+
+def mark_cut(batch: Any, context: ContextParallel) -> None:
+    """Of a batch that was made of one that had been cut: copied to a device, say. What has as many tokens is cut."""
+    for x in _tensors(batch):
+        if x.dim() > 1 and x.shape[1] * context.degree == context.num_tokens:
+            setattr(x, CUT, True)
+
+
+def _cut(value: Any, num_tokens: int, documents: str | None, context: ContextParallel) -> Any:
+    if isinstance(value, Mapping):
+        return {name: x if name == documents else _cut(x, num_tokens, documents, context) for name, x in value.items()}
+    if isinstance(value, tuple | list):
+        parts = [_cut(x, num_tokens, documents, context) for x in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != num_tokens:
+        return value
+    own = context.part(value)
+    setattr(own, CUT, True)
+    return own
+
+
+def _num_tokens(batch: Any) -> int:
+    """The second dim of the labels, if there are such; else of the first tensor that has two."""
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    candidates = [x for x in (labels, *_tensors(batch)) if isinstance(x, Tensor) and x.dim() > 1]
+    if not candidates:
+        raise ShoalError(
+            "context parallelism divides the tokens of a batch, and no tensor of this one has any",
             fix="batches of (samples, tokens, ...), or cp=1",
         )
-    return int(first.shape[1])
+    return int(candidates[0].shape[1])
 
 
-def _cut(x: Any, num_tokens: int, context: ContextParallel) -> Any:
-    is_of_tokens = isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == num_tokens
-    return context.part(x) if is_of_tokens else x
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (x for one in value.values() for x in _tensors(one))
+    elif isinstance(value, tuple | list):
+        yield from (x for one in value for x in _tensors(one))

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from shoal.blueprint.layout import divisors
 from shoal.comm.collectives import Group, part
@@ -35,7 +36,6 @@ from shoal.parallel.routing import Routing
 WEIGHTS = ("gate_proj", "up_proj", "down_proj")
 
 _all_to_all: Any = dist.all_to_all_single
-_grouped_mm: Any = getattr(F, "grouped_mm", None)
 
 
 class ExpertParallel:
@@ -107,6 +107,12 @@ def divide(experts: Experts, parallel: ExpertParallel) -> None:
             f"num_experts={experts.num_experts} cannot be divided evenly over ep={parallel.degree} ranks",
             fix=f"ep={listed(divisors(experts.num_experts)[:8])}",
         )
+    others = [name for name, _ in experts.named_parameters() if name not in WEIGHTS]
+    if others:
+        raise ShoalError(
+            f"{type(experts).__name__} also has {', '.join(others)}, and ep divides {', '.join(WEIGHTS)} alone",
+            fix="move them to another module, or ep=1",
+        )
     experts.parallel = parallel
     if parallel.group is None:
         return
@@ -154,6 +160,7 @@ class _Exchange(torch.autograd.Function):
         return parallel.exchange(x_RD, send, receive)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return ctx.parallel.exchange(grads[0], *ctx.way_back), None, None, None
 
@@ -229,6 +236,7 @@ class _Spread(torch.autograd.Function):
         return x_TD.index_select(0, token_R)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         token_R, place_Tk = ctx.saved_tensors
         return _sum_of_rows(grads[0], token_R, place_Tk, ctx.num_tokens), None, None, None
@@ -243,6 +251,7 @@ class _Collect(torch.autograd.Function):
         return _sum_of_rows(y_RD, token_R, place_Tk, num_tokens)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (token_R,) = ctx.saved_tensors
         return grads[0].index_select(0, token_R), None, None, None

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from shoal.blueprint.attention import Step, ring_steps
 from shoal.numerics.attention import Attended, attend, attend_backward, merge_, wide
@@ -103,6 +104,7 @@ class _RingAttention(torch.autograd.Function):
                 total = Attended(part.out.to(wide(q.dtype)), part.lse)
             else:
                 merge_(Attended(*(_some(x, step.queries, 2) for x in total)), part)
+            del part  # before the next one is made
         assert total is not None
         out = total.out.to(q.dtype)
         ctx.save_for_backward(q, keys_values, out, total.lse, documents)
@@ -110,6 +112,7 @@ class _RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         q, keys_values, out, lse, documents = ctx.saved_tensors
         ring, dtype = ctx.ring, wide(q.dtype)
@@ -122,13 +125,15 @@ class _RingAttention(torch.autograd.Function):
             whole, sight = Attended(some_out, some_lse), _sight(step, documents, ring, ctx.causal)
             dq, *d_kv = attend_backward(grad, some_q, some_k, some_v, whole, **sight)
             _some(d_q, step.queries, 2).add_(dq)
+            del dq
             is_mine = step.source == ring.index
             # Of another's block: what the ranks between its own and this one have found comes with it.
             d_block = d_own if is_mine else torch.zeros_like(d_own) if coming is None else coming.finish()
-            for gradient, more in zip(_some(d_block, step.keys, 3), d_kv, strict=True):
-                gradient.add_(more)
+            for gradient in _some(d_block, step.keys, 3):
+                gradient.add_(d_kv.pop(0))
             if not is_mine:
                 coming = Exchange.start(d_block, ring, GRADIENTS)
+        del block, some_k, some_v
         if coming is not None:
             d_own.add_(coming.finish())
         d_k, d_v = d_own.to(q.dtype)

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.collectives import Group, all_gather, all_reduce, my_part
-from shoal.errors import Problem, listed, raise_if
+from shoal.errors import Problem, ShoalError, listed, raise_if
 from shoal.parallel.balance import Balance
 
 SCORES = ("softmax", "sigmoid")
@@ -94,6 +94,8 @@ class Router(nn.Module):
         """Its full name in the model; see `note_routers`."""
         self.shared: Balance | None = None
         """What it shares with a run. None: plain torch, see `auxiliary_loss` and `update_biases`."""
+        self.was_settled = False
+        """Whether `settle` was ever called: without it nobody hears of the router's losses and loads."""
         self.auxiliary_loss: Tensor | None = None
         """Plain torch: of the last forward, the mean over its sequences."""
         self.load: Tensor | None = None
@@ -108,6 +110,11 @@ class Router(nn.Module):
     def forward(self, x_BTD: Tensor) -> tuple[Routing, Tensor | None, Tensor, Tensor]:
         """x_BTD → the rows, this rank's part of the auxiliary loss summed over sequences (None: there is none), how
         often each expert was chosen (E,), how many choices were dropped."""
+        if x_BTD.dim() != 3:
+            raise ShoalError(
+                f"a router balances sequences and takes (samples, tokens, features), not {tuple(x_BTD.shape)}",
+                fix="call it before tokens are flattened, or with x[None]",
+            )
         group = None if self.shared is None or x_BTD.is_meta else self.shared.group
         logits_BTE = self._logits(x_BTD)
         scores_BTE = logits_BTE.softmax(-1) if self.score == "softmax" else logits_BTE.sigmoid()
@@ -127,6 +134,7 @@ class Router(nn.Module):
         """y, after the run (or this router, without one) has taken note of the rest; `y` is what the experts made."""
         if y.is_meta:  # a rehearsal
             return y
+        self.was_settled = True
         if self.shared is not None:
             return self.shared.attach(y, auxiliary, load_E, num_dropped, self.name)
         self.auxiliary_loss = None if auxiliary is None else auxiliary / y.shape[0]

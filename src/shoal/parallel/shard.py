@@ -17,7 +17,7 @@ reduced at its end, as under zero=1, whatever the stage.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -91,11 +91,12 @@ def reshard(module: nn.Module) -> None:
             unit.reshard()
 
 
-def units_by_size(model: nn.Module) -> Sequence[nn.Module]:
+def units_by_size(model: nn.Module, except_for: Iterable[nn.Module] = ()) -> Sequence[nn.Module]:
     """Submodules that are made units when the model does not say what its blocks are: the smallest ones that hold at
-    least a sixteenth of the parameters not yet in a unit, children before parents."""
+    least a sixteenth of the parameters not yet in a unit, children before parents. `except_for`: units already."""
     enough = max(1, sum(parameter.numel() for parameter in model.parameters()) // DEFAULT_UNITS)
-    taken: set[nn.Parameter] = set()
+    done = list(except_for)
+    taken = {parameter for module in done for parameter in module.parameters()}
     shared = _shared(model)
     units: list[nn.Module] = []
     # An attention of torch's own reads the weights of its layers without calling them, and nothing would gather those.
@@ -103,7 +104,7 @@ def units_by_size(model: nn.Module) -> Sequence[nn.Module]:
         inner for module in model.modules() if isinstance(module, nn.MultiheadAttention) for inner in module.children()
     }
     for module in reversed(list(model.modules())[1:]):  # `modules` lists parents before children
-        if module in hidden:
+        if module in hidden or module in done:
             continue
         if shared.intersection(module.parameters()):
             continue  # what several modules share can only be in the unit that holds them all: the whole model

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from shoal.blueprint.attention import repeated_kv_heads
 
@@ -64,6 +65,7 @@ class _Exchange(torch.autograd.Function):
         return _exchange(parts, group, wire)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return _exchange(grads[0], ctx.group, ctx.wire), None, None
 

@@ -28,7 +28,7 @@ from shoal.parallel.composed import Composed, local
 from shoal.parallel.context import Attention
 from shoal.parallel.expert import Experts
 from shoal.parallel.holdings import anatomy_of, holdings, peak_bytes
-from shoal.parallel.routing import Router, biases
+from shoal.parallel.routing import Router
 from shoal.proof.case import Case
 from shoal.proof.cause import likely_cause
 from shoal.proof.compare import Disagreement, Observation, Verdict, compare
@@ -119,7 +119,7 @@ def _observe(run: Run, batch: Any) -> Observation:
     loss = run.step(_share(run, batch))
     run.on_gradients = None
     disagreements.extend(_disagreements(run.composed, "weight"))
-    weights = {**dict(run.composed.whole("weight")), **_biases(run)}
+    weights = {**dict(run.composed.whole("weight")), **run.composed.biases()}
     assert run.report is not None
     every = [one for rank in run.world.all_gather_object(disagreements) for one in rank]
     return Observation(
@@ -211,13 +211,6 @@ def _roles(model: nn.Module) -> dict[str, Piece]:
             names = [f"{name}.{own}" for own, _ in module.named_parameters()]
             found |= dict.fromkeys(names, Piece(role="expert", module=around, num_experts=module.num_experts))
     return found
-
-
-def _biases(run: Run) -> dict[str, Tensor]:
-    """The biases of all routers, as the rank that holds each has them."""
-    mine = {name: bias.cpu() for part in run.composed.parts for name, bias in biases(part.model).items()}
-    every = run.world.all_gather_object(mine) if run.composed.balance is not None else [mine]
-    return {name: bias for rank in reversed(every) for name, bias in rank.items()}
 
 
 @torch.no_grad()

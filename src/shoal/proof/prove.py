@@ -181,7 +181,7 @@ def smaller_model(section: ModelSection, plan: Plan) -> tuple[ModelSection, bool
         return section, False
     module_name, _, function = functions[section.name].partition(":")
     shrink = getattr(importlib.import_module(module_name), function)
-    arguments = shrink(section.arguments, num_stages=plan.layout.pp * (plan.v or 1))
+    arguments = shrink(section.arguments, num_stages=plan.layout.pp * (plan.v or 1), ep=plan.layout.ep)
     return ModelSection(name=section.name, **arguments), True
 
 
@@ -203,6 +203,9 @@ def _random_batches(section: ModelSection, plan: Plan, recipe: Recipe, steps: in
         labels = tokens[:, 1:].clone()
         labels[torch.rand(labels.shape, generator=generator) < 0.25] = -100
         batches.append({"tokens": tokens[:, :-1].contiguous(), "labels": labels})
+        if recipe.data.documents:
+            begins = torch.rand(labels.shape, generator=generator) < 0.2
+            batches[-1]["documents"] = begins.cumsum(1).int()
     return batches
 
 

@@ -130,7 +130,8 @@ class Meter:
         if totals is None:
             return {}
         loads, dropped, auxiliary = totals[:, :-2], totals[:, -2].sum(), totals[:, -1].sum()
-        hottest = (loads.amax(1) / loads.mean(1)).max()  # of the layer where it is worst
+        num_experts = torch.tensor(list(self.run.composed.routed.values()), device=loads.device)
+        hottest = (loads.amax(1) * num_experts / loads.sum(1)).max()  # of the layer where it is worst
         numbers = torch.stack([hottest, dropped / loads.sum(), auxiliary / self.job.recipe.data.batch]).tolist()
         return dict(zip(("expert_load_max", "expert_dropped_part", "auxiliary_loss"), numbers, strict=True))
 

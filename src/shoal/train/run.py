@@ -15,6 +15,7 @@ One step, four microbatches, two ranks (s: loss sum, w: how many tokens count, W
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -42,7 +43,7 @@ from shoal.numerics.offload import HostCopies
 from shoal.numerics.precision import precision_of
 from shoal.parallel.compose import Options, compose, refuse_unbuilt
 from shoal.parallel.composed import Composed, local
-from shoal.parallel.context import cut_batch
+from shoal.parallel.context import cut_batch, mark_cut
 from shoal.parallel.pipeline import Feed
 from shoal.parallel.replicate import explain_unused
 from shoal.parallel.tensor import TensorParallel
@@ -180,10 +181,10 @@ class Run:
         return self._optimizer
 
     def weights(self) -> dict[str, Tensor]:
-        """Every parameter, whole, under the name that it has on one device, in host memory of the main rank. It is
-        empty on the other ranks, which have to call this too."""
-        found = dict(self.composed.whole("weight"))
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        """Every parameter, whole, under the name that it has on one device, in host memory of the main rank; and the
+        biases of routers, which a run learns too. It is empty on the other ranks, which have to call this too."""
+        found = {**dict(self.composed.whole("weight")), **self.composed.biases()}
+        return {name: tensor for name, tensor in found.items() if tensor is not None and self.is_main}
 
     def prepare(self, *things: Any) -> Any:
         """Place a model, an optimizer and loaders, in any order; returns them in that order.
@@ -226,6 +227,8 @@ class Run:
             options=self.options,
         )
         self._description = description
+        if self._composed.balance is not None:
+            self._composed.balance.factor = self._factor_of_open_step
         if isinstance(self.objective, CrossEntropy):
             self.objective = CrossEntropy(self._composed.tensor)
         if self._optimizer is not None:
@@ -319,6 +322,7 @@ class Run:
         self._refuse_own_loop()
         if self._step is None:  # a loop that does not use `batches`: every rank's mean counts the same
             self._refuse_direct_loop()
+            self._refuse_unknown_batch()
             self._step = self._new_step(None, [None], [1.0], counts=True, offset=0)
         self._backward(sum_from_mean(loss, self._step.weight))
 
@@ -355,6 +359,8 @@ class Run:
             parameter.grad = None
         self.steps_done += 1
         self._step = None
+        if self.composed.balance is not None:
+            self.composed.balance.factor = self._factor_of_open_step
         self.report = StepReport(loss, norm, was_skipped=not is_finite, note=note, experts=experts)
         return self.report
 
@@ -379,10 +385,24 @@ class Run:
         if step.batch is batch:
             return step
         self._step = None  # taken apart and put together again, or changed: it is still that step's share
-        return self._open(batch, counts=step.counts, offset=step.offset, largest=step.largest, is_cut=True)
+        if self.composed.context is not None:
+            mark_cut(batch, self.composed.context)
+        return self._open(batch, counts=step.counts, offset=step.offset, largest=step.largest)
+
+    def _refuse_unknown_batch(self) -> None:
+        """Whose tokens these are, and of how many sequences, is known of batches alone."""
+        for what, is_used in (
+            ("a model with routers of experts", self.composed.balance is not None),
+            (f"cp={self.mesh.degree('cp')}", self.composed.context is not None),
+        ):
+            if is_used:
+                raise ShoalError(
+                    f"with {what}, a backward has to know the batch that it belongs to",
+                    fix="for batch in run.batches(loader): ..., or run.step(batch)",
+                )
 
     def _refuse_direct_loop(self) -> None:
-        if self.degree > 1 and any(loader.is_iterated_directly for loader in self._loaders):
+        if self.gradient_degree > 1 and any(loader.is_iterated_directly for loader in self._loaders):
             raise ShoalError(
                 "this loop takes batches from the loader itself; where the last batch has fewer samples than there"
                 " are ranks, some ranks would take a step less and the others wait for ever",
@@ -396,7 +416,6 @@ class Run:
         counts: bool = True,
         offset: int | None = None,
         largest: int | None = None,
-        is_cut: bool = False,
     ) -> OpenStep:
         """[1] Cut the batch into microbatches and send off how much this rank's share weighs.
 
@@ -408,10 +427,12 @@ class Run:
                 "the batch before this one was not finished: backward without update()",
                 fix="run.update() after each batch; to accumulate, say mb= in the plan and loop over run.microbatches",
             )
-        batch = batch if is_cut else self.own_tokens(batch)
+        batch = self.own_tokens(batch)
         weights = [float(self.objective.weight(part)) if counts else 0.0 for part in parts(batch, self.plan.mb)]
         offset = self.coordinate * length(batch) if offset is None else offset
         on_device = to_device(batch, self.device, self.precision.weight_dtype)
+        if self._composed is not None and self._composed.context is not None:
+            mark_cut(on_device, self._composed.context)
         microbatches = parts(on_device, self.plan.mb)
         num_own = len(microbatches)
         if self._composed is not None and self._composed.has_collective_forward and largest and self.plan.mb:
@@ -451,9 +472,13 @@ class Run:
         """Randomness in the model belongs to the samples, not to the rank that happens to compute them."""
         self._seed(self.steps_done, step.offset + number * (self.plan.mb or 0), *stage)
         if self.composed.balance is not None:
-            self.composed.balance.factor = self._auxiliary_factor(step, number)
+            self.composed.balance.factor = functools.partial(self._auxiliary_factor, step, number)
         if self.on_microbatch is not None:
             self.on_microbatch(number)
+
+    def _factor_of_open_step(self) -> float:
+        """In a loop of one's own that does not go through microbatches."""
+        return 0.0 if self._step is None else self._auxiliary_factor(self._step, 0)
 
     def _auxiliary_factor(self, step: OpenStep, number: int) -> float:
         """What one sequence's auxiliary loss counts for: it is a mean over the sequences of the global batch."""
@@ -489,11 +514,6 @@ class Run:
             )
         return total * self.gradient_degree / self.world.size
 
-    def own_tokens(self, batch: Any) -> Any:
-        """With context parallelism, this rank's tokens of a batch."""
-        context = self._composed.context if self._composed is not None else None
-        return batch if context is None else cut_batch(batch, self._description, context)
-
     def _scale_gradients(self, gradients: list[Tensor], norm: Tensor) -> None:
         """Undo the loss scale and clip, in one pass over the gradients."""
         if self.clip is not None:
@@ -521,13 +541,25 @@ class Run:
         named = self.composed.named.items()
         mine = [n for n, p in named if p.grad is not None and not bool(local(p.grad).isfinite().all())]
         bad = list(dict.fromkeys(name for rank in self.world.all_gather_object(mine) for name in rank))
-        return f"step {self.steps_done}: every loss is finite, but the gradient of {', '.join(bad[:3])} is not"
+        whose = f"the gradient of {', '.join(bad[:3])}" if bad else "the norm of the gradients, each of which is,"
+        return f"step {self.steps_done}: every loss is finite, but {whose} is not"
 
     # ---- evaluation and the end ------------------------------------------------------------------------------------
 
     def evaluate(self, batches: Iterable[Any]) -> float:
         """The mean loss over batches that are dealt out over the ranks, each sample once; weights do not change."""
         return evaluate(self, batches)
+
+    def own_tokens(self, batch: Any) -> Any:
+        """With context parallelism, this rank's tokens of a batch; without it, or of what is cut already, the batch."""
+        context = self._composed.context if self._composed is not None else None
+        return batch if context is None else cut_batch(batch, self._description, context)
+
+    def whole_tokens(self, x: Tensor, dim: int = 1) -> Tensor:
+        """What every rank has computed for its own tokens (logits, say), for all tokens of the sequence, in order.
+        Without context parallelism it is all there already."""
+        context = self.composed.context
+        return x if context is None else context.join(x, dim)
 
     def sum(self, *numbers: float) -> list[float]:
         """Each number summed over all ranks, for a validation of one's own; every rank must call it. Ranks that see the
