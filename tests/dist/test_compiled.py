@@ -44,7 +44,7 @@ def train_compiled(world: World, plan: str, kind: str) -> Trace | None:
         trace["loss"].append(run.step(mine).item())
         assert run.report is not None
         trace["norm"].append(run.report.grad_norm.item())
-        trace["weight"].append(dict(run.composed.whole("weight")))
+    trace["weight"].append(dict(run.composed.whole("weight")))
     trace["eval"] = run.evaluate([mine])
     return trace if world.is_main else None
 

@@ -13,14 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.blueprint.plan import Plan
 from shoal.comm.world import World
 from shoal.models import llama
 from shoal.numerics.init import initialise
 from shoal.train.run import Run
 from tests.dist.pool import Pool
 
-STEPS, BATCH, TOKENS, CLIP, VOCABULARY = 3, 8, 12, 0.5, 37
+STEPS, BATCH, TOKENS, CLIP, VOCABULARY = 2, 8, 12, 0.5, 37
 LAYERS = 5
 
 PLANS = {
@@ -139,9 +138,3 @@ def test_a_layout_computes_what_one_process_does(pool: Pool, size: int, plan: st
     kv_heads = 4 if "kv=4" in plan else 2
     ours = pool.run(train_with_shoal, size, " ".join(words), tied, kv_heads)[0]
     check(ours, train_plainly(tied, kv_heads))
-
-
-def test_plans_are_what_they_say() -> None:
-    for size, plans in PLANS.items():
-        for plan in plans:
-            Plan.parse(" ".join(word for word in plan.split() if not word.startswith("kv="))).resolve(size)
