@@ -37,6 +37,8 @@ from shoal.launch.failure import Failure, failure_of, first_failure
 from tests.dist.loading import load_function
 
 CALL_TIMEOUT = 60.0  # seconds
+# gloo's groups live as long as their process, and each has threads that look around a hundred times a second.
+CALLS_OF_A_CREW = 12
 SETTLE = 1.0  # seconds that the other ranks get to finish or fail, once one has failed
 # What the first optimizer and the first sharded module would otherwise import on every rank, a second or two each.
 PRELOAD = ["pytest", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo"]
@@ -92,11 +94,16 @@ class Pool:
         if world_size not in self.crews:
             self.warm_up()
             self.crews[world_size] = Crew.start(world_size)
+        crew = self.crews[world_size]
         try:
-            return self.crews[world_size].call(function, args, timeout=timeout)
+            returned = crew.call(function, args, timeout=timeout)
         except BaseException:  # also KeyboardInterrupt: some rank may be anywhere
             self.crews.pop(world_size).end()
             raise
+        crew.num_calls += 1
+        if crew.num_calls >= CALLS_OF_A_CREW:
+            self.crews.pop(world_size).end()
+        return returned
 
     def close(self) -> None:
         """End every worker."""
@@ -121,6 +128,7 @@ class Crew:
     processes: list[Any]
     connections: list[Connection]
     lifeline_end: Connection
+    num_calls: int = 0
 
     @classmethod
     def start(cls, world_size: int) -> Crew:
