@@ -245,8 +245,8 @@ class _Trace:
         for place, event in self._of("router"):
             yield Routed(module=event.module, is_repeated=self._is_repeated(place), **event.facts)
 
-    def _of(self, *whats: str) -> Iterator[tuple[int, _Seen]]:
-        return ((place, event) for place, event in enumerate(self.seen) if event.what in whats)
+    def _of(self, *events: str) -> Iterator[tuple[int, _Seen]]:
+        return ((place, event) for place, event in enumerate(self.seen) if event.what in events)
 
     def _is_repeated(self, place: int) -> bool:
         """Whether a block that computes itself again would come by: it stops at the last tensor that it has to keep."""
