@@ -183,16 +183,20 @@ def divide(model: nn.Module, description: Description, context: ContextParallel)
         if first is None or given.get(name) is not None:
             return arguments, options
         _check_call(first, documents, context)
-        if documents is not None and description.positions_restart:
-            places = context.part(positions_in_documents(documents))
-        else:
-            places = context.indices(first.shape[1] * context.degree, device=first.device)[None]
+        places = _places(first, documents if description.positions_restart else None, context)
         if name not in signature.parameters:  # it is one of **options
             return arguments, {**options, name: places}
         bound.arguments[name] = places
         return bound.args, bound.kwargs
 
     model.register_forward_pre_hook(tell, with_kwargs=True)
+
+
+def _places(tokens_BT: Tensor, documents_BT: Tensor | None, context: ContextParallel) -> Tensor:
+    """Where in its sequence, or in its document, each of this rank's tokens is."""
+    if documents_BT is not None:
+        return context.part(positions_in_documents(documents_BT))
+    return context.indices(tokens_BT.shape[1] * context.degree, device=tokens_BT.device)[None]
 
 
 def _check_call(tokens: Tensor, documents: Any, context: ContextParallel) -> None:
