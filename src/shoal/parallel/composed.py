@@ -222,7 +222,8 @@ class Composed:
 
     def biases(self) -> dict[str, Tensor]:
         """The bias of every router that has one, on the CPU; every rank has to ask."""
-        mine = {name: bias.cpu() for part in self.parts for name, bias in biases(part.model).items()}
+        own = {name: bias for part in self.parts for name, bias in biases(part.model).items()}
+        mine = {name: bias.to("cpu", copy=True) for name, bias in own.items()}  # the next step changes them
         if self.pipeline is None:
             return mine
         every: list[dict[str, Tensor]] = [{}] * self.mesh.degree("pp")
