@@ -9,7 +9,7 @@ model, where they are made by a projection that keeps its input only.
 kept      *counted*: bytes of all storages that autograd saves from the forward to the backward, each once
 peak      *measured*: the most memory of the process (VmHWM) in forward and backward, above what it had before its
           queries, keys and values were made; *predicted* by `blueprint.attention`
-          for tensors: torch's kernel takes about a MiB per thread for itself, however long the sequence is
+          for tensors, and by `cpu_kernel_bytes` for what torch's kernel takes for itself in the backward: a MiB a thread
 pairs     *counted*: pairs of a query and a key that a rank's kernels were called for, of all heads
 """
 
@@ -30,7 +30,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import heading, table, write
 
-from shoal.blueprint.attention import AttentionMemory, attention_memory
+from shoal.blueprint.attention import AttentionMemory, attention_memory, cpu_kernel_bytes
 from shoal.blueprint.plan import Plan
 from shoal.comm.environment import Placement
 from shoal.comm.world import World
@@ -146,6 +146,7 @@ class Found(NamedTuple):
     pairs: int
     seconds: float
     cpu_seconds: float
+    threads: int
 
 
 def on_rank(placement: Placement, store: dist.Store, kind: str, tokens: int) -> Found:
@@ -170,7 +171,7 @@ def measured(attention: Attention, num_tokens: int, world: World) -> Found:
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
     peak = resident("VmHWM") - before
     world.barrier()  # nobody leaves while another one still waits for a message
-    return Found(kept.num_bytes, peak, pairs.number, seconds, cpu_seconds)
+    return Found(kept.num_bytes, peak, pairs.number, seconds, cpu_seconds, torch.get_num_threads())
 
 
 # ---- what is told ---------------------------------------------------------------------------------------------------
@@ -188,7 +189,8 @@ def row(kind: str, degree: int, tokens: int, alone: list[Found]) -> tuple[dict[s
     ranks = launch(on_rank, (kind, tokens), nproc=degree)
     paper = predicted(kind, degree, tokens)
     kept, peak = max(rank.kept for rank in ranks), max(rank.peak for rank in ranks)
-    peak_on_paper = max(paper.peak_forward, paper.peak_backward)
+    kernel = cpu_kernel_bytes(tokens // degree, ranks[0].threads)
+    peak_on_paper = max(paper.peak_forward, paper.peak_backward + kernel)
     one = (alone or ranks)[0]
     told = {
         "tokens": f"{tokens:,}",
@@ -216,8 +218,8 @@ def result(rows: list[dict[str, str]], load: float) -> str:
     question = (
         f"One causal attention of {HEADS} heads ({KV_HEADS} of keys and values) of {HEAD_DIM} features, one sequence,"
         " float32, forward and backward, on the rank that has most. Bars: measured peaks within"
-        f" {PEAK_BAR:.0%} of the predicted ones, which do not count the MiB per thread that torch's kernel takes for"
-        f" itself, and pairs max / mean at most {BALANCE_BAR}."
+        f" {PEAK_BAR:.0%} of the predicted ones, in which torch's kernel has its MiB per thread, and pairs max / mean at"
+        f" most {BALANCE_BAR}."
         f" Load average of the machine before the run: {load:.1f}."
     )
     return "\n".join([heading("Context parallelism", question), table(rows)])

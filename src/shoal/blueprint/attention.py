@@ -135,7 +135,8 @@ def repeated_kv_heads(num_kv_heads: int, cp: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMemory:
-    """Bytes that one attention holds on a rank for one microbatch. What a kernel needs for itself comes on top."""
+    """Bytes that one attention holds on a rank for one microbatch. What a kernel needs for itself comes on top: see
+    `cpu_kernel_bytes`."""
 
     kept: int
     """From its forward to its backward: queries, keys, values, the output, and the log-sum-exp of every query."""
@@ -188,6 +189,17 @@ def attention_memory(
         peak_forward=max(moment for mine in steps for moment in _ring_forward(held, mine)),
         peak_backward=max(moment for mine in steps for moment in _ring_backward(held, mine)),
     )
+
+
+def cpu_kernel_bytes(num_queries: int, num_threads: int) -> int:
+    """What torch's kernel for CPUs takes for itself in a backward, however many keys there are: every thread a block of
+    scores and one of their gradients, 512 keys wide, in float32.
+
+    >>> cpu_kernel_bytes(8192, num_threads=2)
+    2097152
+    """
+    rows = 256 if num_queries >= 768 else 64 if num_queries >= 192 else 32
+    return num_threads * 2 * rows * 512 * 4
 
 
 @dataclass(frozen=True, slots=True)
