@@ -8,8 +8,8 @@ model, where they are made by a projection that keeps its input only.
 
 kept      *counted*: bytes of all storages that autograd saves from the forward to the backward, each once
 peak      *measured*: the most memory of the process (VmHWM) in forward and backward, above what it had before its
-          queries, keys and values were made; *predicted* by `blueprint.attention`
-          for tensors, and by `cpu_kernel_bytes` for what torch's kernel takes for itself in the backward: a MiB a thread
+          queries, keys and values were made; *predicted* by `blueprint.attention` for tensors, and for what torch's
+          kernel takes for itself in the backward: a MiB a thread
 pairs     *counted*: pairs of a query and a key that a rank's kernels were called for, of all heads
 """
 
@@ -218,8 +218,8 @@ def result(rows: list[dict[str, str]], load: float) -> str:
     question = (
         f"One causal attention of {HEADS} heads ({KV_HEADS} of keys and values) of {HEAD_DIM} features, one sequence,"
         " float32, forward and backward, on the rank that has most. Bars: measured peaks within"
-        f" {PEAK_BAR:.0%} of the predicted ones, in which torch's kernel has its MiB per thread, and pairs max / mean at"
-        f" most {BALANCE_BAR}."
+        f" {PEAK_BAR:.0%} of the predicted ones, in which torch's kernel has its MiB per thread, and pairs max / mean"
+        f" at most {BALANCE_BAR}."
         f" Load average of the machine before the run: {load:.1f}."
     )
     return "\n".join([heading("Context parallelism", question), table(rows)])
