@@ -12,6 +12,7 @@ import pytest
 from tests.cli.test_train import MADE_UP, SHOAL, SMALL, Command, Ended, losses, run
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+OF_TWO = ["--nproc-per-node", "2"]
 WORDS = ["train", *SMALL, *MADE_UP, "--run.dir", "run", "--json", "--data.workers", "0"]
 
 
@@ -24,7 +25,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 def test_torchrun(reference: list[float], tmp_path: Path) -> None:
-    words = [*TORCHRUN, "--nproc-per-node", "2", "--master-port", str(free_port()), "-m", "shoal", *WORDS]
+    words = [*TORCHRUN, *OF_TWO, "--master-port", str(free_port()), "-m", "shoal", *WORDS]
     ended = Command.start(words, cwd=tmp_path).ended()
     assert ended.code == 0, ended.err
     assert ended.json["ranks"] == 2  # printed by rank 0 alone

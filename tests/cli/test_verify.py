@@ -14,6 +14,9 @@ from torch import Tensor, nn
 import shoal
 from shoal.cli import main
 from shoal.errors import ShoalError
+from tests.readme.fork_host import Ran, run_commands
+
+pytestmark = pytest.mark.timeout(300)  # the first test that asks for `ran` waits for all its commands
 
 KEYS = {
     *(
@@ -46,13 +49,34 @@ def build():
 """
 
 
-def verify(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
-    code = main(["verify", *words, "--json"])
-    return code, json.loads(capsys.readouterr().out)
+COMMANDS = {
+    "composed": ["--nproc", "4", "--plan", "tp=2 pp=2 zero=1 1f1b mb=1", "--json"],
+    "strict": ["--nproc", "2", "--plan", "zero=3 mb=1", "--tolerance", "1e-30", "--json"],
+    "for reading": ["--nproc", "2", "--plan", "dp_replicate=2 mb=2"],
+    "matrix": ["--matrix", "--nproc", "2", "--steps", "1", "--json"],
+    "own": [
+        *("--nproc", "2", "--plan", "zero=3 mb=2", "--model.name", "OWN", "--data.source", "synthetic"),
+        *("--data.synthetic_kind", "images", "--data.batch", "8", "--json"),
+    ],
+}
 
 
-def test_the_proof_of_a_composed_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    code, told = verify(capsys, "--nproc", "4", "--plan", "tp=2 pp=2 zero=1 1f1b mb=1")
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
+    """What became of them, each in a process that can still be forked, as a user's is: this one has computed, and every
+    rank that it starts has to load torch."""
+    own = tmp_path_factory.mktemp("verify") / "own.py"
+    own.write_text(OWN)
+    commands = [["verify", *(word.replace("OWN", f"{own}:build") for word in words)] for words in COMMANDS.values()]
+    return dict(zip(COMMANDS, run_commands(commands, timeout=280), strict=True))
+
+
+def verified(ran: Ran) -> tuple[int, dict[str, Any]]:
+    return ran.code, json.loads(ran.stdout)
+
+
+def test_the_proof_of_a_composed_plan(ran: dict[str, Ran]) -> None:
+    code, told = verified(ran["composed"])
     assert code == 0
     assert told.keys() == KEYS
     assert told["equal"] is True
@@ -68,16 +92,16 @@ def test_the_proof_of_a_composed_plan(capsys: pytest.CaptureFixture[str]) -> Non
     assert told["memory"]["peak"]["measured"] > 2**20
 
 
-def test_a_tolerance_that_nothing_meets(capsys: pytest.CaptureFixture[str]) -> None:
-    code, told = verify(capsys, "--nproc", "2", "--plan", "zero=3 mb=1", "--tolerance", "1e-30")
+def test_a_tolerance_that_nothing_meets(ran: dict[str, Ran]) -> None:
+    code, told = verified(ran["strict"])
     assert code == 1
     assert told["equal"] is False
     assert told["first"]["cause"]
 
 
-def test_it_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", "--nproc", "2", "--plan", "dp_replicate=2 mb=2"]) == 0
-    out = capsys.readouterr().out
+def test_it_can_be_read(ran: dict[str, Ran]) -> None:
+    assert ran["for reading"].code == 0
+    out = ran["for reading"].stdout
     assert "computes what one device" in out
     assert "dp_replicate" in out
     assert "predicted" in out
@@ -85,9 +109,8 @@ def test_it_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, out.splitlines())) <= 100
 
 
-@pytest.mark.timeout(300)  # some twenty layouts
-def test_the_matrix_of_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    code, told = verify(capsys, "--matrix", "--nproc", "2", "--steps", "1")
+def test_the_matrix_of_two_ranks(ran: dict[str, Ran]) -> None:
+    code, told = verified(ran["matrix"])
     assert code == 0
     assert told["equal"] is True
     plans = " ".join(proof["plan"] for proof in told["proofs"])
@@ -109,12 +132,8 @@ def test_the_matrix_of_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(count["predicted"] == count["counted"] for p in told["proofs"] for count in p["bytes"].values())
 
 
-def test_a_recipe_of_ones_own_at_its_full_size(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(OWN)
-    code, told = verify(
-        capsys, "--nproc", "2", "--plan", "zero=3 mb=2", "--model.name", f"{tmp_path}/own.py:build",
-        "--data.source", "synthetic", "--data.synthetic_kind", "images", "--data.batch", "8",
-    )  # fmt: skip
+def test_a_recipe_of_ones_own_at_its_full_size(ran: dict[str, Ran]) -> None:
+    code, told = verified(ran["own"])
     assert code == 0, told
 
 

@@ -18,7 +18,7 @@ from tests.dist.compositions import PLANS
 from tests.dist.pool import Pool
 
 STEPS, BATCH, TOKENS, CLIP, VOCABULARY, EXPERTS = 2, 8, 16, 0.5, 37, 4
-SHAPE = {"num_layers": 5, "hidden": 16, "num_heads": 4, "num_kv_heads": 2, "vocabulary": VOCABULARY}
+SHAPE = {"hidden": 16, "num_heads": 4, "num_kv_heads": 2, "vocabulary": VOCABULARY}
 SHAPE |= {"max_sequence": TOKENS, "ffn": 24}
 ROUTERS: dict[str, dict[str, Any]] = {
     "moe": {"auxiliary_coefficient": 0.1, "z_coefficient": 0.01, "num_dense_layers": 1, "normalise": False},
@@ -29,10 +29,10 @@ ROUTERS: dict[str, dict[str, Any]] = {
 Trace = dict[str, Any]
 
 
-def build(kind: str) -> nn.Module:
+def build(kind: str, num_layers: int = 5) -> nn.Module:
     if kind in ROUTERS:
-        return moe.build(**SHAPE, expert_ffn=12, num_experts=EXPERTS, top_k=2, **ROUTERS[kind])
-    return llama.build(**SHAPE)
+        return moe.build(num_layers=num_layers, **SHAPE, expert_ffn=12, num_experts=EXPERTS, top_k=2, **ROUTERS[kind])
+    return llama.build(num_layers=num_layers, **SHAPE)
 
 
 def batches(kind: str) -> list[dict[str, Tensor]]:
@@ -60,8 +60,8 @@ def gates(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "bias_rate")]
 
 
-def train_plainly(kind: str) -> Trace:
-    model = build(kind)
+def train_plainly(kind: str, num_layers: int = 5) -> Trace:
+    model = build(kind, num_layers)
     initialise(model, 7)
     model.double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)

@@ -23,26 +23,23 @@ STEPS, BATCH, TOKENS, CLIP, VOCABULARY = 2, 8, 12, 0.5, 37
 LAYERS = 5
 
 PLANS = {
-    1: ["mb=2", "zero=3", "mb=2 recompute=full", "mb=4 recompute=selective"],
+    1: ["mb=2"],
     2: [
-        *("dp_replicate=2 mb=2", "zero=1 mb=2", "zero=2 mb=2", "zero=3 mb=2", "zero=3"),
+        *("dp_replicate=2 mb=2", "zero=1 mb=2", "zero=3 mb=2", "zero=2 offload=optimizer"),
         *("tp=2 sp=off mb=2", "tp=2 sp=on mb=2", "tp=2 recompute=full mb=4", "tp=2 recompute=selective mb=4"),
-        *("pp=2 gpipe mb=1", "pp=2 1f1b mb=1", "pp=2 interleaved mb=2", "pp=2 looped mb=2", "pp=2 gpipe mb=8"),
-        *("pp=2 zb mb=1", "pp=2 zbv mb=1", "pp=2 dualpipev mb=1", "pp=2 1f1b mb=2 recompute=full", "pp=2 1f1b mb=8"),
-        *("zero=3 mb=2 recompute=full", "zero=2 offload=optimizer"),
+        *("pp=2 1f1b mb=1", "pp=2 zbv mb=2", "pp=2 1f1b mb=2 recompute=full", "pp=2 looped mb=2", "pp=2 1f1b mb=8"),
     ],
     4: [
-        *("dp_replicate=2 zero=1 mb=1", "dp_replicate=2 zero=2 mb=1", "dp_replicate=2 zero=3 mb=1"),
-        *("tp=2 zero=3 mb=2", "tp=2 zero=1 mb=2 sp=off", "tp=2 dp_replicate=2 mb=2", "tp=4 mb=2 kv=4"),
-        *("tp=2 pp=2 zero=1 1f1b mb=1", "pp=2 zero=3 1f1b mb=1", "pp=2 zero=2 zbv mb=1", "pp=2 dp_replicate=2 zb mb=1"),
-        *("pp=2 tp=2 zbv mb=1", "pp=2 tp=2 dualpipev mb=1 sp=off", "pp=2 dp_replicate=2 gpipe mb=2"),
-        *("pp=4 1f1b mb=1", "pp=2 zero=1 interleaved mb=1", "pp=2 zero=3 looped mb=2"),
+        *("dp_replicate=2 zero=1 mb=2", "dp_replicate=2 zero=2 mb=1", "tp=2 dp_replicate=2 mb=2", "tp=4 mb=4 kv=4"),
+        *("tp=2 pp=2 zero=1 1f1b mb=2", "pp=2 zero=3 1f1b mb=1", "pp=2 zero=2 zbv mb=1", "pp=2 dp_replicate=2 zb mb=1"),
+        *("pp=2 tp=2 dualpipev mb=2 sp=off", "pp=2 dp_replicate=2 gpipe mb=2"),
+        *("pp=2 zero=1 interleaved mb=1", "pp=2 zero=3 looped mb=2"),
     ],
-    3: ["pp=3 1f1b mb=1", "pp=3 zb mb=1"],
-    6: ["pp=3 tp=2 gpipe mb=1"],
-    8: ["tp=2 pp=2 zero=3 zbv mb=1", "dp_replicate=2 tp=2 zero=3 mb=1", "pp=4 dp_replicate=2 1f1b mb=1"],
+    3: ["pp=3 zb mb=1"],
+    6: ["pp=3 tp=2 gpipe mb=2"],
+    8: ["dp_replicate=2 tp=2 sp=off zero=3 mb=2", "pp=4 dp_replicate=2 1f1b mb=1"],
 }
-BOTH = ("zero=3 mb=2", "tp=2 sp=on mb=2", "pp=2 1f1b mb=1", "pp=2 zbv mb=1", "tp=2 pp=2 zero=1 1f1b mb=1")
+BOTH = ("zero=3 mb=2", "tp=2 sp=on mb=2", "pp=2 1f1b mb=1", "pp=2 zbv mb=2", "pp=2 dp_replicate=2 gpipe mb=2")
 """Plans that are tried with a tied embedding and without; the others with one of the two, by turns."""
 
 

@@ -146,7 +146,9 @@ def norm_of_own_shard() -> Any:
     """zero=1: every rank clips by the norm of its own shard, and cp ranks have shards too."""
 
     def norm(self: Any, parameters: list[nn.Parameter]) -> Tensor:
-        return composed.global_norm([composed.local(p.grad) for p in parameters if p.grad is not None])
+        return composed.global_norm(
+            composed.norms_of([composed.local(p.grad) for p in parameters if p.grad is not None])
+        )
 
     return patch.object(composed.Composed, "norm", norm)
 
@@ -267,7 +269,7 @@ def bias_of_own_loads() -> Any:
 
     def balance(self: Any, **options: Any) -> Any:
         own = dict(self.balance.loads)
-        with patch.object(composed, "update_bias", lambda router, _: routing.update_bias(router, own[router.name])):
+        with patch.object(composed, "update_bias", lambda router, *_: routing.update_bias(router, own[router.name])):
             return original(self, **options)
 
     return patch.object(composed.Composed, "balance_experts", balance)

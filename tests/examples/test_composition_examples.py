@@ -6,17 +6,17 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def output_of(name: str, *start: str, timeout: float) -> str:
+def output_of(name: str, *, timeout: float) -> str:
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *start, str(ROOT / "examples" / name)]
+    command = [sys.executable, str(ROOT / "examples" / name)]
     ended = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=timeout, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr[-3000:]
     return ended.stdout
@@ -31,9 +31,11 @@ def losses_in(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"\d+\.\d{4}\b", text)]
 
 
-def test_a_model_of_ones_own_has_half_of_its_experts_on_each_of_two_ranks() -> None:
+def test_a_model_of_ones_own_has_half_of_its_experts_on_each_of_two_ranks(
+    one_and_two: Callable[[str], tuple[str, str]],
+) -> None:
     # That its losses are those of one process, test_examples.py says.
-    rows, *epochs = output_of("09_moe.py", *TORCHRUN, timeout=110).splitlines()
+    rows, *epochs = one_and_two("09_moe.py")[1].splitlines()
     assert re.findall(r"(\d+) of (\d+)", rows) == [("256", "512")] * 2
     assert len(epochs) == 4
     losses = [losses_in(line)[0] for line in epochs]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,21 +12,9 @@ ROOT = Path(__file__).parents[2]
 # These start their ranks themselves, and are never a rank of torchrun's: test_layout_examples.py runs them.
 THEIR_OWN_RANKS = ("03_fsdp.py", "07_pipeline.py", "10_long_context.py")
 EXAMPLES = [path for path in sorted((ROOT / "examples").glob("[0-9]*.py")) if path.name not in THEIR_OWN_RANKS]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 # float32 is rounded in another order on two ranks, and the losses have four digits; half precision rounds in the third.
 TOLERANCE = {"04_mixed_precision.py": 5e-3}
-
-
-def start(command: list[str]) -> subprocess.Popen[str]:
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def output_of(process: subprocess.Popen[str]) -> str:
-    stdout, stderr = process.communicate(timeout=90)
-    assert process.returncode == 0, stderr[-3000:]
-    return stdout
 
 
 def losses_in(text: str) -> list[float]:
@@ -41,10 +27,8 @@ def losses_in(text: str) -> list[float]:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_one_process_and_two_print_the_same_losses(path: Path) -> None:
-    # At the same time, because most of it is loading torch.
-    with start([sys.executable, str(path)]) as one, start([*TORCHRUN, str(path)]) as two:
-        alone, both = output_of(one), output_of(two)
+def test_one_process_and_two_print_the_same_losses(path: Path, one_and_two: Callable[[str], tuple[str, str]]) -> None:
+    alone, both = one_and_two(path.name)
     assert len(alone.splitlines()) == len(both.splitlines()), both  # one rank speaks for all
     expected = losses_in(alone)
     assert len(expected) >= 3

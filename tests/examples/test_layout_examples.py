@@ -6,17 +6,17 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def output_of(name: str, *start: str) -> str:
+def output_of(name: str) -> str:
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *start, str(ROOT / "examples" / name)]
+    command = [sys.executable, str(ROOT / "examples" / name)]
     ended = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=110, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return ended.stdout
@@ -65,8 +65,10 @@ def test_a_pipeline_equals_one_process_under_two_schedules() -> None:
         assert float(worst[1]) < 1e-12
 
 
-def test_layers_split_by_description_or_by_hand_compute_what_whole_ones_do() -> None:
-    whole, split = output_of("08_tensor_parallel.py"), output_of("08_tensor_parallel.py", *TORCHRUN)
+def test_layers_split_by_description_or_by_hand_compute_what_whole_ones_do(
+    one_and_two: Callable[[str], tuple[str, str]],
+) -> None:
+    whole, split = one_and_two("08_tensor_parallel.py")
     described, by_hand = (losses_in(line) for line in whole.splitlines()[1::2])
     assert described == by_hand
     assert described[-2] < 0.5 * described[0]
