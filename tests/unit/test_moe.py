@@ -17,6 +17,7 @@ from shoal.models.moe import PRESETS, Moe, MoeConfig, build
 from shoal.models.moe_config import smaller
 from shoal.numerics import grouped
 from shoal.numerics.init import can_fill, initialise, materialise
+from shoal.numerics.lean import RMSNorm
 from shoal.parallel import expert
 from shoal.parallel.balance import Balance
 from shoal.parallel.expert import ExpertParallel, Experts, divide, experts_in
@@ -178,9 +179,10 @@ def test_shared_experts_are_added() -> None:
     layer = model.model.layers[0].mlp
     x = torch.randn(2, 5, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     assert layer.shared.gate_proj.weight.shape == (32, 24)
-    whole, shared = layer(x), layer.shared(x)
+    norm = RMSNorm(24, dtype=torch.float64)
+    whole, shared = layer(x, norm), layer.shared(norm(x))
     layer.shared = None
-    torch.testing.assert_close(whole, layer(x) + shared)
+    torch.testing.assert_close(whole, layer(x, norm) + shared)
 
 
 def test_queries_and_keys_are_normed_by_head() -> None:
@@ -189,16 +191,19 @@ def test_queries_and_keys_are_normed_by_head() -> None:
     x = torch.randn(2, 5, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     still = (torch.ones(1, 5, 3, dtype=torch.float64), torch.zeros(1, 5, 3, dtype=torch.float64))  # nothing turned
 
+    norm = RMSNorm(24, eps=1e-5, dtype=torch.float64)
+
     def normed(heads: Tensor, weight: Tensor) -> Tensor:
         return heads / (heads.square().mean(-1, keepdim=True) + model.config.norm_eps).sqrt() * weight
 
     q, k, v = (
-        (x @ getattr(attention, f"{name}_proj").weight.T).view(2, 5, 4, 6).transpose(1, 2) for name in ("q", "k", "v")
+        (norm(x) @ getattr(attention, f"{name}_proj").weight.T).view(2, 5, 4, 6).transpose(1, 2)
+        for name in ("q", "k", "v")
     )
     scores = normed(q, attention.q_norm.weight) @ normed(k, attention.k_norm.weight).transpose(2, 3) / 6**0.5
     scores = scores.masked_fill(~torch.ones(5, 5, dtype=torch.bool).tril(), -torch.inf)
     expected = (scores.softmax(-1) @ v).transpose(1, 2).reshape(2, 5, 24) @ attention.o_proj.weight.T
-    torch.testing.assert_close(attention(x, still, None), expected, rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(attention(x, norm, still, None), expected, rtol=1e-10, atol=1e-11)
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)

@@ -49,6 +49,10 @@ class Description:
     tied: tuple[tuple[str, str], ...] = ()
     """Pairs of parameter names that are one and the same tensor; the first one of a pair names it."""
 
+    head: str | None = None
+    """The linear layer without a bias whose output `forward` returns as it is: logits. The loss can then be computed
+    in its place, and never needs the logits of all tokens at once. None: there is no such layer."""
+
     num_heads: int | None = None
     """Attention heads, which a tensor-parallel degree must divide."""
 

@@ -13,13 +13,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.blueprint.description import Description, Split
 from shoal.errors import ShoalError
 from shoal.models.construct import configure, undrawn
 from shoal.models.llama_config import PRESETS, LlamaConfig
+from shoal.numerics.lean import RMSNorm, gated_linear, projected
+from shoal.numerics.precision import narrowed
 from shoal.parallel.context import Attention, DocumentMask, positions_in_documents
 
 __all__ = ["PRESETS", "Llama", "LlamaConfig", "build"]
@@ -73,6 +74,7 @@ class Llama(nn.Module):
             after_blocks=("model.norm", "lm_head"),
             splits=SPLITS,
             tied=(("model.embed_tokens.weight", "lm_head.weight"),) if self.config.tied else (),
+            head="lm_head",
             num_heads=self.config.num_heads,
             num_kv_heads=self.config.num_kv_heads,
             num_outputs=self.config.vocabulary,
@@ -102,7 +104,7 @@ class Decoder(nn.Module):
         self.config = config
         self.embed_tokens = undrawn(nn.Embedding, config.vocabulary, config.hidden)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
+        self.norm = RMSNorm(config.hidden, eps=config.norm_eps)
         self.mask = DocumentMask()
 
     def forward(self, tokens: Tensor, documents: Tensor | None, positions: Tensor | None) -> Tensor:
@@ -117,7 +119,7 @@ class Decoder(nn.Module):
         if positions is None:
             everyone = torch.arange(num_tokens, device=tokens.device)[None]
             positions = everyone if documents is None else positions_in_documents(documents)
-        x_BTD = self.embed_tokens(tokens)
+        x_BTD = narrowed(self.embed_tokens(tokens))
         angles_BTH = rotary_angles(positions, self.config, torch.promote_types(x_BTD.dtype, torch.float32))
         rotary = (angles_BTH.cos(), angles_BTH.sin())
         for layer in self.layers:
@@ -131,15 +133,15 @@ class Block(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden, eps=config.norm_eps)
         self.self_attn = SelfAttention(config)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden, eps=config.norm_eps)
         self.mlp = FeedForward(config)
 
     def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
         """x_BTD → x_BTD."""
-        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), rotary, mask)
-        update_BTD: Tensor = self.mlp(self.post_attention_layernorm(x_BTD))
+        x_BTD = x_BTD + self.self_attn(x_BTD, self.input_layernorm, rotary, mask)
+        update_BTD: Tensor = self.mlp(x_BTD, self.post_attention_layernorm)
         return x_BTD + update_BTD
 
 
@@ -155,18 +157,19 @@ class SelfAttention(nn.Module):
         self.o_proj = undrawn(nn.Linear, config.num_heads * self.head_dim, config.hidden, bias=False)
         self.attention = Attention()
 
-    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
-        """x_BTD → x_BTD; without a mask, every token sees itself and all before it."""
-        q_BNTH = rotated(self._heads(self.q_proj(x_BTD)), *rotary)
-        k_BKTH = rotated(self._heads(self.k_proj(x_BTD)), *rotary)
-        v_BKTH = self._heads(self.v_proj(x_BTD))
-        y_BNTH = self.attention(q_BNTH, k_BKTH, v_BKTH, mask)
+    def forward(self, x_BTD: Tensor, norm: RMSNorm, rotary: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
+        """x_BTD → x_BTD, of which it sees the norm; without a mask, every token sees itself and all before it."""
+        projections = projected(x_BTD, norm, self.q_proj, self.k_proj, self.v_proj, together=True)
+        q_BTNH, k_BTKH, v_BTKH = (x.unflatten(-1, (-1, self.head_dim)) for x in projections)  # -1: this rank's heads
+        q_BTNH, k_BTKH = self.turned(q_BTNH, k_BTKH, *rotary)
+        v_BTKH = v_BTKH.contiguous()  # else what attention keeps of it would keep the queries and keys beside it, too
+        y_BNTH = self.attention(*(x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH)), mask)
         out_BTD: Tensor = self.o_proj(y_BNTH.transpose(1, 2).flatten(2))
         return out_BTD
 
-    def _heads(self, x: Tensor) -> Tensor:
-        heads: Tensor = x.unflatten(-1, (-1, self.head_dim))  # -1: as many heads as this rank holds
-        return heads.transpose(1, 2)
+    def turned(self, q_BTNH: Tensor, k_BTKH: Tensor, cos_BTH: Tensor, sin_BTH: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys as they meet: turned by the angles of their positions."""
+        return rotated(q_BTNH, cos_BTH, sin_BTH), rotated(k_BTKH, cos_BTH, sin_BTH)
 
 
 class FeedForward(nn.Module):
@@ -178,11 +181,10 @@ class FeedForward(nn.Module):
         self.up_proj = undrawn(nn.Linear, config.hidden, config.ffn, bias=False)
         self.down_proj = undrawn(nn.Linear, config.ffn, config.hidden, bias=False)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        """x_BTD → x_BTD."""
-        gated_BTF = F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD)
-        y_BTD: Tensor = self.down_proj(gated_BTF)
-        return y_BTD
+    def forward(self, x_BTD: Tensor, norm: RMSNorm | None = None) -> Tensor:
+        """x_BTD → x_BTD, of which it sees the norm, if there is one."""
+        gate_BTF, up_BTF = projected(x_BTD, norm, self.gate_proj, self.up_proj)
+        return gated_linear(gate_BTF, up_BTF, self.down_proj)
 
 
 def rotary_angles(positions_BT: Tensor, config: LlamaConfig, dtype: torch.dtype) -> Tensor:
@@ -192,8 +194,8 @@ def rotary_angles(positions_BT: Tensor, config: LlamaConfig, dtype: torch.dtype)
     return positions_BT[:, :, None].to(dtype) / config.rope_theta**exponents_H
 
 
-def rotated(x_BNTH: Tensor, cos_BTH: Tensor, sin_BTH: Tensor) -> Tensor:
+def rotated(x_BTNH: Tensor, cos_BTH: Tensor, sin_BTH: Tensor) -> Tensor:
     """Each pair (i, i + H/2) of every head turned by its angle, computed in the precision of the angles."""
-    cos, sin = cos_BTH[:, None], sin_BTH[:, None]
-    first, second = x_BNTH.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_BNTH.dtype)
+    cos, sin = cos_BTH[:, :, None], sin_BTH[:, :, None]
+    first, second = x_BTNH.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_BTNH.dtype)

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from shoal.blueprint.description import Description, Split
 from shoal.models.construct import configure
-from shoal.models.llama import SPLITS, FeedForward, Llama, SelfAttention, rotated
+from shoal.models.llama import SPLITS, FeedForward, Llama, SelfAttention
 from shoal.models.moe_config import PRESETS, MoeConfig
+from shoal.numerics.lean import RMSNorm
 from shoal.parallel.expert import Experts
 from shoal.parallel.routing import Router
 
@@ -76,17 +77,12 @@ class NormedAttention(SelfAttention):
 
     def __init__(self, config: MoeConfig) -> None:
         super().__init__(config)
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps)
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps)
+        self.q_norm = RMSNorm(self.head_dim, eps=config.norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, eps=config.norm_eps)
 
-    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
-        """x_BTD → x_BTD."""
-        q_BNTH = rotated(self.q_norm(self._heads(self.q_proj(x_BTD))), *rotary)
-        k_BKTH = rotated(self.k_norm(self._heads(self.k_proj(x_BTD))), *rotary)
-        v_BKTH = self._heads(self.v_proj(x_BTD))
-        y_BNTH = self.attention(q_BNTH, k_BKTH, v_BKTH, mask)
-        out_BTD: Tensor = self.o_proj(y_BNTH.transpose(1, 2).flatten(2))
-        return out_BTD
+    def turned(self, q_BTNH: Tensor, k_BTKH: Tensor, cos_BTH: Tensor, sin_BTH: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys as they meet."""
+        return super().turned(self.q_norm(q_BTNH), self.k_norm(k_BTKH), cos_BTH, sin_BTH)
 
 
 class SparseFeedForward(nn.Module):
@@ -100,8 +96,9 @@ class SparseFeedForward(nn.Module):
         has_shared = config.num_shared_experts > 0
         self.shared = FeedForward(dataclasses.replace(config, ffn=config.shared_ffn)) if has_shared else None
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        """x_BTD → x_BTD."""
+    def forward(self, x_BTD: Tensor, norm: RMSNorm) -> Tensor:
+        """x_BTD → x_BTD, of which it sees the norm."""
+        x_BTD = norm(x_BTD)
         routing, *facts = self.router(x_BTD)
         y_BTD: Tensor = self.experts(x_BTD.flatten(0, 1), routing).view_as(x_BTD)
         if self.shared is not None:

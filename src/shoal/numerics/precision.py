@@ -5,6 +5,8 @@ fp64   float64              float64                  1
 fp32   float32              float32                  1
 bf16   float32              autocast to bfloat16     1
 fp16   float32              autocast to float16      dynamic
+fp8    float32              as bf16; large products  1
+                            in fp8: `numerics.fp8`
 """
 
 from __future__ import annotations
@@ -45,6 +47,15 @@ class Precision:
         module.forward = in_lower_precision
 
 
+def narrowed(x: Tensor) -> Tensor:
+    """The residual stream of a model that computes in bfloat16, in bfloat16 too: half the bytes for every norm and sum,
+    and the same on every layout. In float16 it would overflow, and stays in float32."""
+    device = x.device.type
+    if not x.is_meta and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
+        return x.to(torch.bfloat16)
+    return x
+
+
 def hush(device: torch.device) -> None:
     """A CPU without arithmetic in lower precision takes a slower way, and torch says so at length."""
     if device.type == "cpu":
@@ -58,6 +69,7 @@ PRECISIONS = {
         Precision("fp32", torch.float32, torch.float32),
         Precision("bf16", torch.float32, torch.bfloat16),
         Precision("fp16", torch.float32, torch.float16, scales_loss=True),
+        Precision("fp8", torch.float32, torch.bfloat16),
     )
 }
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shoal.data.batch import IGNORE, length, weight_of
 from shoal.errors import ShoalError
+from shoal.parallel.head import LossHead
 from shoal.parallel.tensor import TensorParallel, vocabulary_cross_entropy
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -36,9 +37,11 @@ class CrossEntropy:
     A batch is a mapping whose other entries are the model's arguments by name, or a pair `(inputs, labels)`.
     """
 
-    def __init__(self, tensor: TensorParallel | None = None) -> None:
+    def __init__(self, tensor: TensorParallel | None = None, head: LossHead | None = None) -> None:
         self.tensor = tensor or TensorParallel()
         """Who else has a part of the logits: with tensor parallelism, no rank ever holds them all."""
+        self.head = head
+        """The layer of the model that can compute the loss itself; None: the model returns logits."""
 
     def weight(self, batch: Any) -> int:
         """The number of labels that count."""
@@ -46,6 +49,10 @@ class CrossEntropy:
 
     def loss_sum(self, model: nn.Module, batch: Any, weight: float) -> Tensor:
         """Cross-entropy in at least float32, summed over the labels that count."""
+        if self.head is not None:
+            with self.head.takes(_labels(batch)):
+                total: Tensor = _output(model, batch)
+            return total if weight else total * 0.0
         with self.tensor.split_logits():
             logits, labels = _logits_and_labels(model, batch)
         wide = (logits if logits.dtype.itemsize >= 4 else logits.float()).flatten(0, -2)
@@ -131,14 +138,28 @@ def loss_of_output(objective: Objective, output: Any, batch: Any, weight: float)
     return objective.loss_sum(_Answer(output), batch, weight)
 
 
-def _logits_and_labels(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+def _labels(batch: Any) -> Tensor:
     if isinstance(batch, Mapping) and "labels" in batch:
-        output, labels = model(**{name: value for name, value in batch.items() if name != "labels"}), batch["labels"]
+        labels = batch["labels"]
     elif isinstance(batch, tuple | list) and len(batch) == 2:
-        output, labels = model(batch[0]), batch[1]
+        labels = batch[1]
     else:
         raise _no_labels(batch)
-    logits = getattr(output, "logits", output)
+    return labels  # type: ignore[no-any-return]
+
+
+def _output(model: nn.Module, batch: Any) -> Any:
+    """What the model returns for all of a batch but its labels."""
+    if isinstance(batch, Mapping):
+        output = model(**{name: value for name, value in batch.items() if name != "labels"})
+    else:
+        output = model(batch[0])
+    return getattr(output, "logits", output)
+
+
+def _logits_and_labels(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    labels = _labels(batch)
+    logits = _output(model, batch)
     if not isinstance(logits, Tensor) or labels.is_floating_point():
         raise ShoalError(
             f"cross-entropy, the loss of a run unless another is given, takes logits and whole numbers as labels, not"

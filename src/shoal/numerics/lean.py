@@ -1,0 +1,158 @@
+"""Layers of a transformer that keep less between forward and backward than autograd, or torch.compile, would.
+
+Both keep the input of every product, for the gradient of its weight. The inputs of these products are cheap to make
+again from what has to be kept anyway (F: feed-forward, D: model dim; less by so many tensors of D features):
+
+    projected      x ─ norm ─▶ n ─ W ─▶ y                       keeps x and one number a token; n is made again     1
+    gated_linear   gate, up ─ silu(gate)·up ─▶ g ─ W ─▶ y       keeps gate and up; g is made again                F/D
+
+The price is a multiplication or two per element, in a backward that reads and writes those elements anyway. What is
+made again is written down in another order of multiplications than in the forward: else a compiler would notice that
+it is the same, and keep it.
+
+They take layers and use their weights without calling them. Where somebody has to be called (a layer that is split over
+ranks, or computes in fp8, or is watched by a hook), and where no backward will come, they call the layers one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's, also of an x in lower precision than its scale: it is computed in that of the scale."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The norm of x over its last dim."""
+        return super().forward(x.to(self.weight.dtype))
+
+
+def projected(x: Tensor, norm: RMSNorm | None, *layers: nn.Linear, together: bool = False) -> tuple[Tensor, ...]:
+    """What each layer makes of the norm of x; of x itself, without a norm.
+
+    `together`: as one product, which a GPU computes faster than several narrow ones. What comes of it is one tensor in
+    memory: no part of it is freed before all of it.
+    """
+    has_backward = torch.is_grad_enabled() and (x.requires_grad or any(layer.weight.requires_grad for layer in layers))
+    if norm is None or not has_backward or not (_is_plain(norm) and all(map(_is_product, layers))):
+        normed = x if norm is None else norm(x)
+        return tuple(layer(normed) for layer in layers)
+    is_one = together and x.is_cuda
+    eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+    weights, dtype = [layer.weight for layer in layers], compute_dtype(x)
+    with _without_autocast(x):
+        products = _NormedLinears.apply(x, norm.weight, eps, dtype, is_one, *weights)  # type: ignore[no-untyped-call]
+    outputs: tuple[Tensor, ...] = products
+    return products[0].split([weight.shape[0] for weight in weights], dim=-1) if is_one else outputs
+
+
+def gated_linear(gate: Tensor, up: Tensor, layer: nn.Linear) -> Tensor:
+    """silu(gate) · up, and what a layer makes of it: the second half of a gated feed-forward."""
+    if not _is_product(layer):
+        called: Tensor = layer(F.silu(gate) * up)
+        return called
+    dtype = compute_dtype(gate)
+    with _without_autocast(gate):
+        y: Tensor = _GatedLinear.apply(gate.to(dtype), up.to(dtype), layer.weight)  # type: ignore[no-untyped-call]
+    return y
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """What products with x are computed in: autocast's, where it is on."""
+    device = x.device.type
+    is_on = not x.is_meta and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if is_on else x.dtype
+
+
+def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """All that is cast is cast by hand."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
+
+def _is_product(layer: nn.Module) -> bool:
+    """Nothing but the product with a weight."""
+    return type(layer) is nn.Linear and getattr(layer, "bias", None) is None and _is_plain(layer)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Nobody watches it."""
+    return not (
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+class _NormedLinears(torch.autograd.Function):
+    """The root-mean-square norm of x, and its product with every weight, or with all of them side by side."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scale: Tensor, eps: float, dtype: torch.dtype, is_one: bool, *weights: Tensor
+    ) -> Any:
+        wide = x.to(_wide(x))
+        inverse = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+        normed = (wide * inverse * scale).to(dtype)
+        ctx.save_for_backward(x, scale, inverse, *weights)
+        ctx.is_one = is_one
+        return tuple(F.linear(normed, weight) for weight in _cast(weights, dtype, is_one))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, scale, inverse, *weights = ctx.saved_tensors
+        wide, dtype = x.to(inverse.dtype), grads[0].dtype
+        normed = (wide * (inverse * scale)).to(dtype)
+        d_weights = [_product(grad, normed, weights[0].dtype) for grad in grads]
+        if ctx.is_one:
+            d_weights = list(d_weights[0].split([weight.shape[0] for weight in weights]))
+        products = zip(grads, _cast(weights, dtype, ctx.is_one), strict=True)
+        d_normed = sum((grad @ weight).to(inverse.dtype) for grad, weight in products)
+        unscaled = wide * inverse
+        d_scale = (d_normed * unscaled).flatten(0, -2).sum(0).to(scale.dtype)
+        d_unscaled = d_normed * scale
+        d_x = inverse * (d_unscaled - unscaled * (d_unscaled * unscaled).mean(-1, keepdim=True))
+        return d_x.to(x.dtype), d_scale, None, None, None, *d_weights
+
+
+class _GatedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up, weight)
+        return F.linear(F.silu(gate) * up, weight.to(gate.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        gate, up, weight = ctx.saved_tensors
+        (grad,) = grads
+        wide_gate, wide_up = gate.to(_wide(gate)), up.to(_wide(up))
+        open_part = torch.sigmoid(wide_gate)
+        silu = wide_gate * open_part
+        gated = (wide_up * silu).to(gate.dtype)
+        d_weight = _product(grad, gated, weight.dtype)
+        again = weight.T.to(grad.dtype).T  # turned around, so that a compiler does not keep the forward's either
+        d_gated = (grad @ again).to(silu.dtype)
+        d_gate = d_gated * wide_up * (open_part + silu * (1.0 - open_part))
+        return d_gate.to(gate.dtype), (d_gated * silu).to(up.dtype), d_weight
+
+
+def _product(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient of a weight that was multiplied by x, in the precision of the weight: what a GPU has summed up in
+    float32 is not rounded on its way there."""
+    left, right = grad.flatten(0, -2).T, x.flatten(0, -2)
+    if left.is_cuda and left.dtype.itemsize < 4 and dtype == torch.float32:
+        return torch.mm(left, right, out_dtype=dtype)
+    return (left @ right).to(dtype)
+
+
+def _cast(weights: Sequence[Tensor], dtype: torch.dtype, is_one: bool) -> list[Tensor]:
+    """Weights that are cast anyway are cast into one tensor at no cost."""
+    cast = [weight.to(dtype) for weight in weights]
+    return [torch.cat(cast)] if is_one else cast
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

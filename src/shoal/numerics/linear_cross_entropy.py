@@ -1,0 +1,110 @@
+"""The last layer of a language model and its cross-entropy as one function, in which the logits never exist as a whole.
+
+torch gives `linear` and `cross_entropy`. Between them lie the logits of every token, and in the backward their gradient
+too: with 128k words in the vocabulary and 32k tokens that is 8 GB each in bfloat16, more than the rest of a small model
+keeps. Here tokens go through in chunks, and a chunk's logits become their own gradient at once, in place:
+
+    chunk c    logits_cV = h_cD Wᵀ  ──▶  loss,  logits ← softmax - onehot  ──▶  dh_cD = logits W,   dW += logitsᵀ h
+
+So the forward does the backward's work as well, each of the three products once, and the backward only multiplies by
+the gradient of the loss. That is right for a loss that is a sum over tokens, which all of shoal's are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoal.numerics.lean import compute_dtype
+
+CHUNK_BYTES = 2**31
+"""At most so many bytes of logits exist at a time, and a quarter of them all. Larger chunks would add to the gradient
+of the weight less often."""
+_TOKENS = 128
+"""Chunks are multiples of so many tokens, which kernels like."""
+
+
+def linear_cross_entropy(h: Tensor, weight: Tensor, labels: Tensor, *, ignore: int) -> Tensor:
+    """The cross-entropy of `h @ weight.T` with the labels, summed over those that are not `ignore`.
+
+    h is (tokens, features), weight (vocabulary, features), labels (tokens). Under autocast the products are computed in
+    its precision; the softmax is, and gradients of the weight are summed up, in at least float32.
+    """
+    dtype = compute_dtype(h)
+    with torch.autocast(h.device.type, enabled=False):
+        loss: Tensor = _LinearCrossEntropy.apply(h.to(dtype), weight, labels, ignore)  # type: ignore[no-untyped-call]
+    return loss
+
+
+def tokens_of_chunk(num_tokens: int, vocabulary: int, size_bytes: int) -> int:
+    """How many tokens have their logits at a time: as even chunks as can be.
+
+    >>> tokens_of_chunk(32768, 128256, 2), tokens_of_chunk(4096, 128256, 2), tokens_of_chunk(512, 1000, 4)
+    (8192, 1024, 512)
+    """
+    most = max(1, CHUNK_BYTES // (vocabulary * size_bytes) // _TOKENS) * _TOKENS
+    least = 1 if num_tokens * vocabulary * size_bytes < CHUNK_BYTES // 8 else 4
+    chunks = max(least, -(-num_tokens // most))
+    return -(-num_tokens // chunks // _TOKENS) * _TOKENS
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, weight: Tensor, labels: Tensor, ignore: int) -> Tensor:
+        needs_h, needs_weight = ctx.needs_input_grad[:2]
+        w = weight.to(h.dtype)
+        total = torch.zeros((), dtype=torch.promote_types(h.dtype, torch.float32), device=h.device)
+        dh = torch.empty_like(h) if needs_h else None
+        dw = torch.empty_like(weight) if needs_weight else None
+        size = tokens_of_chunk(h.shape[0], weight.shape[0], h.dtype.itemsize)
+        for start in range(0, h.shape[0], size):
+            part = slice(start, start + size)
+            logits = h[part] @ w.T
+            total += cross_entropy_(logits, labels[part], ignore=ignore, with_gradient=needs_h or needs_weight)
+            if dh is not None:
+                torch.mm(logits, w, out=dh[part])
+            if dw is not None:
+                _add_product(dw, logits.T, h[part], keep=float(start > 0))
+        ctx.save_for_backward(dh, dw)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """In place: what was saved is used once. (A second backward through the same graph fails before this.)"""
+        dh, dw = ctx.saved_tensors
+        return (
+            None if dh is None else dh.mul_(grads[0]),
+            None if dw is None else dw.mul_(grads[0]),
+            None,
+            None,
+        )
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, *, keep: float) -> None:
+    """total = keep * total + a @ b, summed in the precision of the total. keep=0: it holds nothing yet."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b, beta=keep)
+    elif total.is_cuda:
+        torch.addmm(total, a, b, beta=keep, out_dtype=total.dtype, out=total)
+    else:
+        product = (a @ b).to(total.dtype)
+        total.copy_(product if not keep else total + product)
+
+
+def cross_entropy_(logits: Tensor, labels: Tensor, *, ignore: int, with_gradient: bool) -> Tensor:
+    """The sum of the losses of rows of logits; and in the place of the logits, its gradient."""
+    if logits.is_cuda and logits.dtype.itemsize < 8:
+        from shoal.numerics.cross_entropy_kernel import cross_entropy_rows_  # Triton, which CPUs do not have
+
+        return cross_entropy_rows_(logits, labels, ignore=ignore, with_gradient=with_gradient).sum()
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    total = F.cross_entropy(wide, labels, ignore_index=ignore, reduction="sum")
+    if with_gradient:
+        counts = (labels != ignore)[:, None].to(wide.dtype)
+        gradient = wide.softmax(-1).mul_(counts)
+        gradient.scatter_add_(-1, labels.clamp(min=0)[:, None], -counts)
+        logits.copy_(gradient)
+    return total

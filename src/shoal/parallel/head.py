@@ -1,0 +1,54 @@
+"""A model's last layer that can compute the loss in place of the logits.
+
+A model returns logits; a loss that never wants all of them at once has to stand where they are made, inside the forward
+of that layer, where sharding has gathered its weight and waits for its gradient. So a loss says its labels first and
+then calls the model as ever:
+
+    with head.takes(labels):
+        loss_sum = model(tokens)      # tokens ─ blocks ─ norm ─[lm_head: logits and loss, chunk by chunk]─ loss
+
+Called without labels, the layer returns logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from shoal.data.batch import IGNORE
+from shoal.numerics.linear_cross_entropy import linear_cross_entropy
+
+
+class LossHead:
+    """Puts itself in the place of a linear layer's forward; names and parameters of the layer stay."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self.layer = layer
+        self.labels: Tensor | None = None
+        self._logits = layer.forward
+        layer.forward = self.forward  # type: ignore[method-assign, assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits; or for labels, the sum of their losses."""
+        labels, self.labels = self.labels, None
+        if labels is None:
+            return self._logits(x)
+        return linear_cross_entropy(x.flatten(0, -2), self.layer.weight, labels.flatten(), ignore=IGNORE)
+
+    @contextmanager
+    def takes(self, labels: Tensor) -> Iterator[None]:
+        """One call of the model inside returns the sum of the losses of these labels."""
+        self.labels = labels
+        try:
+            yield
+        finally:
+            self.labels = None
+
+
+def why_not_fused(layer: nn.Module) -> str | None:
+    """Why a layer's logits have to exist before there is a loss; None: they do not."""
+    if type(layer) is not nn.Linear:
+        return f"its head is a {type(layer).__name__}, not an nn.Linear"
+    return "its head has a bias" if layer.bias is not None else None

@@ -1,0 +1,99 @@
+"""The loss that never holds all logits, against `linear` and `cross_entropy`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoal.numerics import linear_cross_entropy as fused
+from shoal.numerics.linear_cross_entropy import linear_cross_entropy
+
+IGNORE = -100
+
+
+def inputs(dtype: torch.dtype, num_tokens: int = 500) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    h = torch.randn(num_tokens, 24, dtype=dtype, generator=generator, requires_grad=True)
+    weight = torch.randn(61, 24, dtype=dtype, generator=generator, requires_grad=True)
+    labels = torch.randint(0, 61, (num_tokens,), generator=generator)
+    labels[::7] = IGNORE
+    return h, weight, labels
+
+
+def plain(h: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(h, weight), labels, ignore_index=IGNORE, reduction="sum")
+
+
+def relative(found: Tensor | None, expected: Tensor | None) -> float:
+    assert found is not None
+    assert expected is not None
+    return float(((found - expected).norm() / expected.norm()).detach())
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-14), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_loss_and_gradients_are_those_of_torch(
+    dtype: torch.dtype, bound: float, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    h, weight, labels = inputs(dtype)
+    if chunks > 1:
+        monkeypatch.setattr(fused, "CHUNK_BYTES", 61 * dtype.itemsize * 128)
+    found = linear_cross_entropy(h, weight, labels, ignore=IGNORE)
+    gradients = torch.autograd.grad(found * 0.3, (h, weight))
+    expected = plain(h, weight, labels)
+    wanted = torch.autograd.grad(expected * 0.3, (h, weight))
+    assert relative(found, expected) <= bound
+    assert all(relative(mine, theirs) <= bound for mine, theirs in zip(gradients, wanted, strict=True))
+
+
+def test_never_holds_the_logits_of_more_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    h, weight, labels = inputs(torch.float64)
+    monkeypatch.setattr(fused, "CHUNK_BYTES", 61 * 8 * 128)
+    seen: list[int] = []
+    once = fused.cross_entropy_
+    monkeypatch.setattr(
+        fused, "cross_entropy_", lambda logits, *a, **o: (seen.append(len(logits)), once(logits, *a, **o))[1]
+    )
+    linear_cross_entropy(h, weight, labels, ignore=IGNORE)
+    assert seen == [128, 128, 128, 116]
+
+
+def test_gradients_of_what_needs_one_only() -> None:
+    h, weight, labels = inputs(torch.float64)
+    with torch.no_grad():
+        assert relative(linear_cross_entropy(h, weight, labels, ignore=IGNORE), plain(h, weight, labels)) < 1e-14
+    frozen = weight.detach()
+    (alone,) = torch.autograd.grad(linear_cross_entropy(h, frozen, labels, ignore=IGNORE), (h,))
+    (expected,) = torch.autograd.grad(plain(h, frozen, labels), (h,))
+    assert relative(alone, expected) < 1e-14
+
+
+def test_all_labels_ignored_is_zero_with_zero_gradients() -> None:
+    h, weight, labels = inputs(torch.float64)
+    loss = linear_cross_entropy(h, weight, torch.full_like(labels, IGNORE), ignore=IGNORE)
+    gradients = torch.autograd.grad(loss, (h, weight))
+    assert float(loss.detach()) == 0.0
+    assert all(float(gradient.abs().max()) == 0.0 for gradient in gradients)
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_under_autocast_products_are_in_its_precision_and_sums_are_not() -> None:
+    h, weight, labels = inputs(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = linear_cross_entropy(h, weight, labels, ignore=IGNORE)
+    gradients = torch.autograd.grad(loss, (h, weight))
+    exact_h, exact_weight = (x.detach().double().requires_grad_() for x in (h, weight))
+    expected = torch.autograd.grad(plain(exact_h, exact_weight, labels), (exact_h, exact_weight))
+    assert loss.dtype == torch.float32
+    assert [gradient.dtype for gradient in gradients] == [torch.float32, torch.float32]
+    assert all(1e-4 < relative(mine.double(), theirs) < 1e-2 for mine, theirs in zip(gradients, expected, strict=True))
+
+
+def test_a_second_backward_is_refused() -> None:
+    h, weight, labels = inputs(torch.float64)
+    loss = linear_cross_entropy(h, weight, labels, ignore=IGNORE)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -1,0 +1,87 @@
+"""The loss inside of the model's last layer: as with logits, and refused where it cannot be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal import Run, ShoalError
+from shoal.blueprint.description import Description
+from shoal.models.llama import Llama, LlamaConfig
+from shoal.train.objective import CrossEntropy
+
+
+def llama(**settings: Any) -> Llama:
+    model = Llama(LlamaConfig(hidden=32, ffn=48, num_layers=2, vocabulary=61, **settings)).double()
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        model.init_parameter(name, parameter.data, generator)
+    return model
+
+
+def batch() -> dict[str, Tensor]:
+    tokens = torch.randint(0, 61, (4, 17), generator=torch.Generator().manual_seed(1))
+    labels = tokens[:, 1:].clone()
+    labels[0, :5] = -100
+    return {"tokens": tokens[:, :-1], "labels": labels}
+
+
+def trained(fused_loss: bool | None, **settings: Any) -> tuple[list[float], dict[str, Tensor], float]:
+    model = llama(**settings)
+    with Run("fp64 mb=2", fused_loss=fused_loss, clip=0.5) as run:
+        run.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        assert isinstance(run.objective, CrossEntropy)
+        assert (run.objective.head is not None) == (fused_loss is not False)
+        losses = [float(run.step(batch())) for _ in range(3)]
+        return losses, {name: p.detach() for name, p in model.named_parameters()}, run.evaluate([batch()])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_it_trains_as_with_logits(tied: bool) -> None:
+    (losses, weights, score), (expected, theirs, their_score) = trained(None, tied=tied), trained(False, tied=tied)
+    assert losses == pytest.approx(expected, rel=1e-13)
+    assert score == pytest.approx(their_score, rel=1e-13)
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, theirs[name], rtol=1e-10, atol=1e-12)
+
+
+def test_a_model_that_is_called_returns_logits() -> None:
+    with Run("fp64") as run:
+        model = run.prepare(llama())
+        logits = model(batch()["tokens"])
+    assert logits.shape == (4, 16, 61)
+    expected = F.cross_entropy(logits.flatten(0, 1), batch()["labels"].flatten())
+    assert float(expected.detach()) == pytest.approx(4.1, abs=0.3)
+
+
+class Biased(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(61, 8), nn.Linear(8, 61)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.table(tokens))
+        return logits
+
+    def describe(self) -> Description:
+        return Description(head="head")
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"), [(Biased(), "has a bias"), (nn.Sequential(nn.Embedding(61, 61)), "names no head")]
+)
+def test_where_it_cannot_be_it_is_refused_if_it_was_asked_for(model: nn.Module, reason: str) -> None:
+    with Run("fp64", fused_loss=True) as run, pytest.raises(ShoalError, match=reason):
+        run.prepare(model)
+
+
+def test_where_it_cannot_be_logits_are_used() -> None:
+    torch.manual_seed(0)
+    model = Biased()
+    with Run("fp64") as run:
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert float(run.step(batch())) == pytest.approx(4.2, abs=0.5)
