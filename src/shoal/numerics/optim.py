@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import SGD, AdamW, Optimizer
 
 from shoal.blueprint.recipe import OptimSection
 from shoal.errors import ShoalError
+from shoal.numerics.adamw import AdamW as OwnAdamW
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], section: OptimSection, *, lr: float) -> Optimizer:
+def build_optimizer(
+    parameters: Iterable[nn.Parameter], section: OptimSection, *, lr: float, seed: int = 0
+) -> Optimizer:
     """AdamW or SGD over two groups: weight decay for matrices, none for norms, biases and other vectors."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained:
@@ -23,9 +27,27 @@ def build_optimizer(parameters: Iterable[nn.Parameter], section: OptimSection, *
     ]
     filled = [group for group in groups if group["params"]]
     fused, foreach = _implementation(section.implementation, trained)
+    if section.name == "adamw" and _is_own(section, trained):
+        return OwnAdamW(filled, lr=lr, betas=section.betas, eps=section.eps, states=section.states, seed=seed)
     if section.name == "adamw":
         return AdamW(filled, lr=lr, betas=section.betas, eps=section.eps, fused=fused, foreach=foreach)
     return SGD(filled, lr=lr, momentum=section.momentum, fused=fused, foreach=foreach)
+
+
+def takes_scale(optimizer: Optimizer) -> bool:
+    """Whether its kernels divide gradients by a number on the device, and leave all as it is if another one says so."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def step_scaled(optimizer: Optimizer, *, divisor: Tensor | None, is_dropped: Tensor) -> None:
+    """One step with gradients divided by `divisor`; or none at all, not even of its counters, if `is_dropped` is not 0.
+    Both are numbers on the device: nobody has to wait for them. torch's fused optimizers take them as attributes."""
+    optimizer.grad_scale, optimizer.found_inf = divisor, is_dropped.float()  # type: ignore[attr-defined]
+    try:
+        with implicit_replication():  # shards of parameters take them as what they are: the same on every rank
+            optimizer.step()
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
 
 
 def set_lr(optimizer: Optimizer, factor: float) -> None:
@@ -33,6 +55,14 @@ def set_lr(optimizer: Optimizer, factor: float) -> None:
     for group in optimizer.param_groups:
         peak = group.setdefault("initial_lr", group["lr"])
         group["lr"] = peak * factor
+
+
+def _is_own(section: OptimSection, parameters: list[nn.Parameter]) -> bool:
+    """Whether the AdamW of shoal is used: for states in bf16, and on a GPU, where it is the fastest."""
+    if section.states == "bf16":
+        return True
+    is_fp32 = all(parameter.dtype == torch.float32 for parameter in parameters)
+    return section.implementation == "auto" and is_fp32 and all(p.device.type == "cuda" for p in parameters)
 
 
 def _implementation(choice: str, parameters: list[nn.Parameter]) -> tuple[bool, bool]:

@@ -1,0 +1,86 @@
+"""AdamW of one tensor on a GPU, in one pass: every number read once and written once.
+
+For weights of P numbers in float32 that is 28 P bytes with states in float32, 20 P with states in bfloat16. A state in
+bfloat16 is rounded up or down at random, with chances such that its mean is what it would be in float32: rounded to the
+nearest, a moment that changes by less than half a step each time would never change at all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 2048
+_WARPS = 8
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _to_stored(x, seed, places, is_rounded: tl.constexpr):  # type: ignore[no-untyped-def]
+    """As it is stored: bfloat16 is the upper half of a float32; what is cut off decides how likely it is rounded up."""
+    if is_rounded:
+        noise = (tl.randint(seed, places) & 0xFFFF).to(tl.int32)
+        stored = ((x.to(tl.int32, bitcast=True) + noise) & -65536).to(tl.float32, bitcast=True).to(tl.bfloat16)
+    else:
+        stored = x
+    return stored
+
+
+@triton.jit(do_not_specialize=["seed"])  # type: ignore[untyped-decorator, unused-ignore]
+def _update(  # type: ignore[no-untyped-def]
+    weight, gradient, first, second, step, divisor, dropped,
+    size, lr, beta1, beta2, eps, decay, seed,
+    is_divided: tl.constexpr, may_drop: tl.constexpr, is_rounded: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    number = tl.load(step)
+    correction1 = 1.0 - tl.exp2(number * tl.log2(beta1))
+    correction2 = 1.0 - tl.exp2(number * tl.log2(beta2))
+    places = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    if may_drop:
+        size = tl.where(tl.load(dropped) == 0.0, size, 0)
+    here = places < size
+    w = tl.load(weight + places, mask=here).to(tl.float32)
+    g = tl.load(gradient + places, mask=here).to(tl.float32)
+    m = tl.load(first + places, mask=here).to(tl.float32)
+    v = tl.load(second + places, mask=here).to(tl.float32)
+    if is_divided:
+        g = g / tl.load(divisor)
+    m = m + (g - m) * (1.0 - beta1)
+    v = beta2 * v + (1.0 - beta2) * g * g
+    w = w * (1.0 - lr * decay)
+    w = w - lr / correction1 * m / (tl.sqrt(v) / tl.sqrt(correction2) + eps)
+    tl.store(weight + places, w.to(weight.dtype.element_ty), mask=here)
+    tl.store(first + places, _to_stored(m, seed, places, is_rounded), mask=here)
+    tl.store(second + places, _to_stored(v, seed + 1, places, is_rounded), mask=here)
+
+
+def update_(
+    weight: Tensor,
+    gradient: Tensor,
+    first: Tensor,
+    second: Tensor,
+    step: Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    decay: float,
+    seed: int,
+    divisor: Tensor | None,
+    dropped: Tensor | None,
+) -> None:
+    """Change a weight and its two moments in place. `step` has been counted up already; `divisor` and `dropped` are
+    numbers on the device, as `numerics.optim.step_scaled` has them."""
+    size = weight.numel()
+    launch: Any = _update[(triton.cdiv(size, _BLOCK),)]
+    nothing = step  # which is not read
+    launch(
+        weight, gradient, first, second, step,
+        nothing if divisor is None else divisor, nothing if dropped is None else dropped,
+        size, lr, *betas, eps, decay, seed,
+        is_divided=divisor is not None, may_drop=dropped is not None,
+        is_rounded=first.dtype == torch.bfloat16, block=_BLOCK, num_warps=_WARPS,
+    )  # fmt: skip

@@ -1,0 +1,51 @@
+"""`fp8`: the products of a model's blocks in 8-bit floats, scaled anew in every step; all else as under bf16.
+
+torchao gives a linear layer that scales its input, its weight and the gradient of its output to the range of an 8-bit
+float, by one number a tensor or by one a row, and leaves the parameter itself in float32. It is used for the layers
+that gain by it and bear it:
+
+in fp8   linear layers inside of blocks whose features are multiples of 16 and that are not narrow
+in bf16  embeddings, norms, the head, which the loss is most sensitive to, routers and experts, and narrow layers, for
+         which casting costs more than a faster product saves
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import torch
+from torch import nn
+
+from shoal.errors import ShoalError
+
+Scaling = Literal["tensorwise", "rowwise"]
+
+NARROW = 1024
+"""Layers with fewer features than this, in or out, stay in bf16."""
+
+
+def to_fp8(block: nn.Module, scaling: Scaling, device: torch.device, *, narrow: int | None = None) -> int:
+    """Let the linear layers of a block compute in fp8; names and parameters stay. Returns how many do.
+
+    A CPU has no such products, and computes them as float32 of the same values.
+    """
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError:
+        raise ShoalError("fp8 needs torchao, which is not installed", fix="pip install 'shoal[fp8]'") from None
+    config = Float8LinearConfig.from_recipe_name(scaling)
+    if device.type == "cpu":
+        config = dataclasses.replace(config, emulate=True)
+    least = NARROW if narrow is None else narrow
+    chosen = [layer for layer in block.modules() if is_fit_for_fp8(layer, least)]
+    convert_to_float8_training(block, config=config, module_filter_fn=lambda layer, _: layer in chosen)
+    return len(chosen)
+
+
+def is_fit_for_fp8(layer: nn.Module, narrow: int = NARROW) -> bool:
+    """Whether a layer is a product that fp8 makes faster."""
+    if type(layer) is not nn.Linear:
+        return False
+    features = (layer.in_features, layer.out_features)
+    return all(size % 16 == 0 and size >= narrow for size in features)

@@ -1,0 +1,110 @@
+"""shoal's AdamW against torch's, and its moments in bfloat16."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal.blueprint.recipe import OptimSection
+from shoal.numerics.adamw import AdamW, stochastically_rounded
+from shoal.numerics.optim import build_optimizer, step_scaled
+
+OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+def weights() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((64, 33), (17,))]
+
+
+def give_gradients(parameters: list[nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(step + 1)
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_it_computes_what_torch_does(dtype: torch.dtype) -> None:
+    ours, theirs = ([nn.Parameter(w.detach().to(dtype)) for w in weights()] for _ in range(2))
+    mine, reference = AdamW(ours, **OPTIONS), torch.optim.AdamW(theirs, **OPTIONS)
+    for step in range(5):
+        for parameters, optimizer in ((ours, mine), (theirs, reference)):
+            give_gradients(parameters, step)
+            optimizer.step()
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+        for name in ("exp_avg", "exp_avg_sq", "step"):
+            torch.testing.assert_close(mine.state[one][name], reference.state[other][name], rtol=1e-6, atol=1e-7)
+
+
+def test_a_divisor_and_a_dropped_step() -> None:
+    ours, theirs = weights(), weights()
+    mine, reference = AdamW(ours, **OPTIONS), torch.optim.AdamW(theirs, fused=True, **OPTIONS)
+    for step in range(4):
+        for parameters, optimizer in ((ours, mine), (theirs, reference)):
+            give_gradients(parameters, step)
+            step_scaled(optimizer, divisor=torch.tensor(2.0), is_dropped=torch.tensor(float(step == 2)))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+        assert float(mine.state[one]["step"]) == 3.0
+
+
+def test_rounding_at_random_has_the_right_mean_and_two_values() -> None:
+    x = torch.full((200_000,), 1.0 + 2**-9)  # a quarter of the way from 1 to the next bfloat16
+    rounded = stochastically_rounded(x, torch.Generator().manual_seed(0)).float()
+    assert set(rounded.unique().tolist()) == {1.0, 1.0 + 2**-7}
+    assert abs(float(rounded.mean()) - float(x[0])) < 1e-4
+
+
+def test_a_moment_in_bf16_still_moves_by_less_than_a_step() -> None:
+    """Rounded to the nearest, a second moment that shrinks by 0.1 % a step would stand still."""
+    parameter = nn.Parameter(torch.ones(4096))
+    optimizer = AdamW([parameter], lr=0.0, betas=(0.9, 0.999), weight_decay=0.0, states="bf16")
+    parameter.grad = torch.ones(4096)
+    optimizer.step()
+    start = optimizer.state[parameter]["exp_avg_sq"].float().mean()
+    parameter.grad = torch.zeros(4096)
+    for _ in range(500):
+        optimizer.step()
+    moment = optimizer.state[parameter]["exp_avg_sq"]
+    assert moment.dtype == torch.bfloat16
+    assert float(moment.float().mean() / start) == pytest.approx(0.999**500, rel=0.01)
+
+
+def quadratic_losses(states: str) -> list[float]:
+    target = torch.randn(256, 16, generator=torch.Generator().manual_seed(5))
+    parameter = nn.Parameter(torch.zeros(256, 16))
+    optimizer = build_optimizer([parameter], OptimSection(states=states, weight_decay=0.0), lr=1e-2)  # type: ignore[arg-type]
+    losses: list[float] = []
+    for _ in range(200):
+        loss = (parameter - target).square().mean()
+        (parameter.grad,) = torch.autograd.grad(loss, (parameter,))
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_it_trains_as_with_states_in_fp32() -> None:
+    exact, rounded = quadratic_losses("fp32"), quadratic_losses("bf16")
+    assert exact[-1] < 0.1 * exact[0]
+    assert rounded[-1] == pytest.approx(exact[-1], rel=0.05)
+
+
+def test_the_same_again_and_from_a_saved_state() -> None:
+    def run(steps: range, parameters: list[nn.Parameter], optimizer: AdamW) -> list[Tensor]:
+        for step in steps:
+            give_gradients(parameters, step)
+            optimizer.step()
+        return [parameter.detach().clone() for parameter in parameters]
+
+    first, again = weights(), weights()
+    whole = run(range(6), first, AdamW(first, states="bf16", **OPTIONS))
+    half = AdamW(again, states="bf16", **OPTIONS)
+    run(range(3), again, half)
+    resumed = AdamW(again, states="bf16", **OPTIONS)
+    resumed.load_state_dict(copy.deepcopy(half.state_dict()))
+    for one, other in zip(whole, run(range(3, 6), again, resumed), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)

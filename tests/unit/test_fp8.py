@@ -1,0 +1,65 @@
+"""fp8 on a CPU, where its products are computed as if: which layers, how exact, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal import Run, ShoalError
+from shoal.models.llama import Llama, LlamaConfig
+from shoal.numerics.fp8 import is_fit_for_fp8
+
+pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+
+
+def losses(plan: str, **options: object) -> tuple[list[float], Llama]:
+    model = Llama(LlamaConfig(hidden=64, ffn=128, num_layers=2, vocabulary=97))
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        model.init_parameter(name, parameter.data, generator)
+    names = [name for name, _ in model.named_parameters()]
+    tokens = torch.randint(0, 97, (4, 33), generator=generator)
+    with Run(plan, device="cpu", fp8_narrow=16, **options) as run:  # type: ignore[arg-type]
+        run.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True))
+        found = [float(run.step({"tokens": tokens[:, :-1], "labels": tokens[:, 1:]})) for _ in range(10)]
+    assert [name for name, _ in model.named_parameters()] == names
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    return found, model
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_it_follows_bf16(scaling: str) -> None:
+    (found, model), (expected, _) = losses("fp8", fp8=scaling), losses("bf16")
+    assert found == pytest.approx(expected, rel=0.01)
+    assert found != expected, "nothing was computed in fp8"
+    inner = type(model.model.layers[0].mlp.up_proj)  # type: ignore[union-attr]
+    assert inner is not nn.Linear
+    assert type(model.lm_head) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("layer", "is_fit"),
+    [
+        (nn.Linear(2048, 8192, bias=False, device="meta"), True),
+        (nn.Linear(2048, 512, bias=False, device="meta"), False),  # narrow
+        (nn.Linear(2048, 2056, bias=False, device="meta"), False),  # no multiple of 16
+        (nn.Embedding(2048, 2048, device="meta"), False),
+    ],
+)
+def test_which_layers(layer: nn.Module, is_fit: bool) -> None:
+    assert is_fit_for_fp8(layer) == is_fit
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2048, 2048)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.layer(x)
+            return y
+
+    with Run("fp8", device="cpu") as run, pytest.raises(ShoalError, match=r"describe\(\)"):
+        run.prepare(Plain())
