@@ -59,7 +59,7 @@ def test_a_gpu_computes_what_a_cpu_does() -> None:
         assert ((gpu_weights[name] - weight).norm() / weight.norm()).item() < 1e-9, name
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8"])
 def test_every_precision_learns(precision: str) -> None:
     tree = {
         "model": MODEL,

@@ -206,6 +206,76 @@ def test_nan_can_be_ignored(make_run: Any) -> None:
     assert any(parameter.isnan().any() for parameter in model.parameters())
 
 
+# ---- judged on the device: what a GPU does, here on a CPU, whose fused optimizers can do it too ----------------------
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_an_update_judged_on_the_device_is_the_same(make_run: Any, kind: Any, clip: float | None) -> None:
+    models = []
+    for judges_late in (False, True):
+        run = make_run("fp64 mb=2", clip=clip)
+        run.judges_late = judges_late
+        model = network()
+        run.prepare(model, kind(model.parameters(), lr=0.1, fused=True))
+        for step in range(3):
+            run.step(ragged_batch(step))
+        run.settle()
+        models.append(model)
+    assert_same_weights(*models, tolerance=1e-14)
+
+
+def test_late_nan_stops_the_run_at_the_next_step_and_leaves_the_weights(make_run: Any) -> None:
+    run = make_run("fp64 mb=2")
+    run.judges_late = True
+    model = network()
+    run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
+    before = [parameter.clone() for parameter in model.parameters()]
+    run.step(poisoned())
+    with pytest.raises(RunFailed, match="step 0: the loss is not finite on rank 0, microbatch 2"):
+        run.step(ragged_batch(1))
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+def test_late_nan_in_the_last_step_stops_the_run_when_it_is_settled(make_run: Any) -> None:
+    run = make_run("fp64 mb=2")
+    run.judges_late = True
+    model = network()
+    run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
+    run.step(poisoned())
+    with pytest.raises(RunFailed, match="step 0: the loss is not finite"):
+        run.settle()
+    run.settle()  # once is enough
+
+
+def test_late_nan_can_be_skipped_as_if_the_step_had_not_been(make_run: Any) -> None:
+    models = []
+    for batches in ([poisoned(), ragged_batch(1)], [ragged_batch(1)]):
+        run = make_run("fp64 mb=2", on_nan="skip", clip=0.05)
+        run.judges_late = True
+        model = network()
+        run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
+        reports = []
+        for batch in batches:
+            run.step(batch)
+            reports.append(run.report)
+        run.settle()
+        models.append(model)
+        assert [report.was_skipped for report in reports] == [True, False][-len(batches) :]
+        assert [bool(report.note) for report in reports] == [True, False][-len(batches) :]
+    assert_same_weights(*models, tolerance=0)
+
+
+def test_late_nan_can_be_ignored(make_run: Any) -> None:
+    run = make_run("fp64", on_nan="ignore")
+    run.judges_late = True
+    model = network()
+    run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
+    run.step(poisoned())
+    run.settle()
+    assert any(parameter.isnan().any() for parameter in model.parameters())
+
+
 class Overflowing(torch.autograd.Function):
     """A finite loss with a gradient that is not."""
 

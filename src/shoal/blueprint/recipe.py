@@ -146,7 +146,11 @@ class OptimSection(Section):
     """Momentum (sgd)."""
 
     implementation: Literal["auto", "fused", "foreach", "loop"] = "auto"
-    """How the update is computed; the arithmetic is the same. auto: fused where torch has it for this device."""
+    """How the update is computed; the arithmetic is the same. auto: the fastest that there is for this device."""
+
+    states: Literal["fp32", "bf16"] = "fp32"
+    """What adamw keeps its two moments in. bf16: half their memory, rounded at random so that small changes still add
+    up; weights and arithmetic stay in float32."""
 
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """The learning rate after warm-up, over the rest of the run."""
@@ -239,6 +243,17 @@ class RunSection(Section):
 
     compile: bool = False
     """True: torch.compile makes each block of the model faster, after a minute or so of compiling."""
+
+    attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
+    """Which of torch's kernels computes attention on a GPU. auto: the fastest one that takes the shape; a named one
+    that does not take it is an error. Ring attention and CPUs have kernels of their own."""
+
+    fp8: Literal["tensorwise", "rowwise"] = "tensorwise"
+    """Under `precision: fp8`, what of a tensor shares one scale. rowwise is more exact, and slower on an H200."""
+
+    loss: Literal["auto", "fused", "plain"] = "auto"
+    """fused: the last layer of the model computes the loss, a part of the tokens at a time, and all logits never exist
+    at once. plain: the model returns logits. auto: fused wherever a rank has the whole layer (no tp, no pp)."""
 
 
 class Recipe(Section):

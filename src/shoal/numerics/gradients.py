@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
@@ -19,9 +18,17 @@ def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
-def global_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The 2-norm over all of them as one vector."""
-    return get_total_norm(gradients) if gradients else torch.zeros(())
+def norms_of(gradients: list[Tensor]) -> list[Tensor]:
+    """The 2-norm of each, in few kernels."""
+    return list(torch._foreach_norm(gradients)) if gradients else []
+
+
+def global_norm(norms: Sequence[Tensor]) -> Tensor:
+    """The 2-norm over all of them as one vector, from those of each; they may lie on several devices."""
+    if not norms:
+        return torch.zeros(())
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    return total
 
 
 def clip_coefficient(norm: Tensor, largest: float) -> Tensor:

@@ -8,13 +8,11 @@ is gone before the next one is filled.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.blueprint.anatomy import (
@@ -28,20 +26,22 @@ from shoal.blueprint.anatomy import (
     units,
 )
 from shoal.blueprint.description import Description
-from shoal.blueprint.legality import misfits
 from shoal.blueprint.plan import Plan
 from shoal.comm.mesh import Mesh
-from shoal.errors import Problem, ShoalError, nearest, raise_if
+from shoal.errors import Problem, ShoalError, raise_if
+from shoal.numerics.fp8 import Scaling, to_fp8
 from shoal.numerics.init import initialise, materialise
 from shoal.numerics.precision import Precision
 from shoal.parallel.balance import Balance
 from shoal.parallel.composed import Composed, Part
-from shoal.parallel.context import Attention, ContextParallel
+from shoal.parallel.context import Attention, Backend, ContextParallel
 from shoal.parallel.context import divide as divide_tokens
 from shoal.parallel.expert import ExpertParallel, Experts, experts_in
 from shoal.parallel.expert import divide as divide_experts
+from shoal.parallel.head import LossHead, why_not_fused
 from shoal.parallel.pipeline import Pipeline, Stage, cut
 from shoal.parallel.recompute import recompute
+from shoal.parallel.refuse import refuse
 from shoal.parallel.replicate import replicate
 from shoal.parallel.routing import note_routers, routers
 from shoal.parallel.shard import Sharding, units_by_size
@@ -58,12 +58,19 @@ class Options:
     find_unused: bool = False
     compile: bool | str = False
     """True: by torch's default backend; else by the one that is named."""
+    attention: Backend = "auto"
+    """Which of torch's kernels computes attention on a GPU. auto: the fastest that takes the shape."""
+    fused_loss: bool | None = None
+    """Whether the head computes the loss in place of logits. None: where it can."""
+    fp8: Scaling = "tensorwise"
+    """What of a tensor shares one scale under the precision fp8."""
+    fp8_narrow: int | None = None
+    """Layers with fewer features stay in bf16 then. None: as measured on a GPU."""
 
 
 def refuse_unbuilt(plan: Plan) -> None:
     """Raise for every word of a resolved plan that this version plans but cannot run."""
     words = [f"compress={plan.compress}"] if plan.compress else []
-    words += [plan.precision] if plan.precision == "fp8" else []
     raise_if(
         (Problem(f"{word} cannot be run by this version", "leave it out") for word in words),
         title=f"plan '{plan.brief()}'",
@@ -85,7 +92,16 @@ def compose(
     originals = dict(model.named_parameters(remove_duplicate=False))
     by_hand = note_split_layers(model, tensor)
     shapes = {name: tuple(parameter.shape) for name, parameter in originals.items()} | by_hand
-    _refuse(model, plan, description, tensor, options, shapes, is_split_by_hand=bool(by_hand))
+    refuse(
+        model,
+        plan,
+        description,
+        tensor,
+        shapes,
+        is_split_by_hand=bool(by_hand),
+        compiles=bool(options.compile),
+        finds_unused=options.find_unused,
+    )
     num_parameters = sum(math.prod(shapes[name]) for name, _ in model.named_parameters())
     routed = {name: router.num_experts for name, router in routers(model).items()}
     how = _How(plan, description, mesh, tensor, precision, options, balance=_balance(model, plan, mesh, tensor))
@@ -93,6 +109,7 @@ def compose(
     parts = list(_cut(model, plan, description, mesh))
     for part in parts:
         _lay_out(part, how)
+    head = _loss_head(parts, how)
     if how.context is not None and skeleton is not model:
         divide_tokens(skeleton, description, how.context)
     whole = parts[0].model
@@ -108,6 +125,7 @@ def compose(
         model=whole,
         tensor=tensor,
         context=how.context,
+        head=head,
         balance=how.balance,
         routed=routed,
         experts=frozenset(how.divided),
@@ -134,6 +152,8 @@ class _How:
     balance: Balance | None
     divided: set[str] = field(default_factory=set)
     """Parameters that were divided over ep."""
+    num_in_fp8: int = 0
+    """Layers whose products are computed in fp8."""
 
     def __post_init__(self) -> None:
         plan, mesh = self.plan, self.mesh
@@ -164,14 +184,19 @@ def _lay_out(part: Part, how: _How) -> None:
         divided += experts
         _place(model, unit, how.mesh.device, how.precision.weight_dtype)
         for block in _modules(model, unit) if unit.is_block else ():
+            _choose_attention(block, how.options)
+            how.num_in_fp8 += _narrow_products(block, how)
             recompute(block, how.plan.recompute, how.as_now)
             _compile(block, how.options)
+        for name in set(unit.names) & set(description.after_blocks) - {description.head}:
+            _compile(model.get_submodule(name), how.options)  # the last norm
         if how.expert_sharding is not None:
             for module in experts:
                 how.expert_sharding.shard(module)
         if sharding is not None and not unit.is_root:
             sharding.shard(_modules(model, unit), is_last=unit.is_last)
     if not description.blocks:
+        _choose_attention(model, how.options)
         _compile(model, how.options)
     how.precision.install(model, how.mesh.device)
     if how.context is not None:
@@ -202,105 +227,6 @@ def _balance(model: nn.Module, plan: Plan, mesh: Mesh, tensor: TensorParallel) -
     balance = Balance(mesh.group("_".join(axes)) if axes else None)
     note_routers(model, balance)
     return balance
-
-
-# ---- what a layout could not keep ----------------------------------------------------------------------------------
-
-
-def _refuse(
-    model: nn.Module,
-    plan: Plan,
-    description: Description,
-    tensor: TensorParallel,
-    options: Options,
-    shapes: dict[str, tuple[int, ...]],
-    *,
-    is_split_by_hand: bool,
-) -> None:
-    names = [name for name, _ in model.named_modules()]
-    found = misfits(
-        plan,
-        description=description,
-        features=shapes,
-        modules=names,
-        is_split_by_hand=is_split_by_hand,
-        compiles=bool(options.compile),
-    )
-    found += [*_without_attention(model, plan), *_deaf(model, plan, description), *_without_experts(model, plan)]
-    raise_if(found, title=f"plan '{plan.brief()}'")
-    raise_if(_ties_that_break(model, plan, description))
-    _refuse_unlike(model, plan, tensor)
-    if plan.is_sharded and options.find_unused:
-        raise ShoalError(
-            "find_unused lets ranks leave parameters out, but sharded ranks have to meet for every one of them",
-            fix=f"zero=0 instead of zero={plan.zero}, or a forward that uses the same parameters on every rank",
-        )
-
-
-def _without_attention(model: nn.Module, plan: Plan) -> Iterator[Problem]:
-    if plan.layout.cp > 1 and not any(isinstance(module, Attention) for module in model.modules()):
-        yield Problem(
-            f"cp={plan.layout.cp} divides the tokens that attend to each other, but the model has no shoal.Attention",
-            "self.attention = shoal.Attention(), called as self.attention(q, k, v) in place of"
-            " scaled_dot_product_attention",
-        )
-
-
-def _deaf(model: nn.Module, plan: Plan, description: Description) -> Iterator[Problem]:
-    """Arguments that the description names and the forward does not have."""
-    parameters = inspect.signature(model.forward).parameters
-    if plan.layout.cp == 1 or any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-        return
-    for what in ("positions", "documents"):
-        name = getattr(description, what)
-        if name is not None and name not in parameters:
-            near = nearest(name, parameters)
-            yield Problem(
-                f"describe() says that forward takes {what} as {name!r}, and it has no such argument",
-                f"did you mean {near}?" if near else f"def forward(self, tokens, {name}=None): ...",
-            )
-
-
-def _without_experts(model: nn.Module, plan: Plan) -> Iterator[Problem]:
-    if plan.layout.ep > 1 and not experts_in(model):
-        yield Problem(
-            f"ep={plan.layout.ep} divides experts, but the model has no shoal.Experts",
-            "shoal.Experts in place of experts of your own, or ep=1",
-        )
-
-
-def _ties_that_break(model: nn.Module, plan: Plan, description: Description) -> Iterator[Problem]:
-    """Parameters with several names, which a layout would turn into several parameters."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    layout = plan.layout
-    is_cut = layout.tp > 1 or layout.pp > 1 or (plan.is_sharded and bool(description.blocks))
-    for shared in (shared for shared in names.values() if len(shared) > 1 and is_cut):
-        ends = [is_inside(shared[0].rpartition(".")[0], description.before_blocks)]
-        ends.append(is_inside(shared[-1].rpartition(".")[0], description.after_blocks))
-        if tuple(shared) not in description.tied or not all(ends):
-            yield Problem(
-                f"{' and '.join(shared)} are one parameter, and this plan would make several of it",
-                f"describe() with tied=(({', '.join(map(repr, shared[:2]))}),), the first in before_blocks and the"
-                " second in after_blocks; other ties need tp=1, pp=1 and zero=0",
-            )
-
-
-def _refuse_unlike(model: nn.Module, plan: Plan, tensor: TensorParallel) -> None:
-    """Whole models that differ from rank to rank, of which each would keep another piece. DDP sends rank 0's to all."""
-    layout = plan.layout
-    if layout.world_size in (1, layout.dp_replicate) or any(p.is_meta for p in model.parameters()):
-        return
-    sums = {n: float(p.detach().double().sum()) for n, p in model.named_parameters() if n not in tensor.cuts}
-    every: list[dict[str, float]] = [{} for _ in range(layout.world_size)]
-    dist.all_gather_object(every, sums)
-    unlike = next((name for name in sums if any(repr(other.get(name)) != repr(sums[name]) for other in every)), None)
-    if unlike is not None:
-        raise ShoalError(
-            f"{unlike} does not have the same values on every rank before it is laid out",
-            fix="the same torch.manual_seed on every rank before the model is built, and weights loaded on every rank",
-        )
 
 
 # ---- units ----------------------------------------------------------------------------------------------------------
@@ -346,6 +272,38 @@ def _tensors(model: nn.Module, unit: Unit) -> Iterator[Tensor]:
         if unit.holds(name):
             yield from module.parameters(recurse=False)
             yield from module.buffers(recurse=False)
+
+
+def _choose_attention(module: nn.Module, options: Options) -> None:
+    for attention in (inner for inner in module.modules() if isinstance(inner, Attention)):
+        attention.backend = options.attention
+
+
+def _narrow_products(block: nn.Module, how: _How) -> int:
+    if how.plan.precision != "fp8":
+        return 0
+    return to_fp8(block, how.options.fp8, how.mesh.device, narrow=how.options.fp8_narrow)
+
+
+def _loss_head(parts: list[Part], how: _How) -> LossHead | None:
+    """The head that computes the loss, if the run wants that and the layout leaves one rank a whole head."""
+    wanted, name = how.options.fused_loss, how.description.head
+    if wanted is False:
+        return None
+    if name is None:
+        reason = "the model's description names no head"
+    elif how.mesh.degree("pp") > 1:
+        reason = "a pipeline computes it from the output of its last stage"
+    else:
+        reason = why_not_fused(parts[0].model.get_submodule(name)) or ""
+    if not reason:
+        assert name is not None
+        layer = parts[0].model.get_submodule(name)
+        assert isinstance(layer, nn.Linear)
+        return LossHead(layer)
+    if wanted:
+        raise ShoalError(f"the loss cannot be computed inside the model: {reason}", fix="loss: auto, or plain")
+    return None
 
 
 def _compile(block: nn.Module, options: Options) -> None:

@@ -27,10 +27,11 @@ from shoal.blueprint.plan import Plan
 from shoal.comm.collectives import all_reduce_together, join
 from shoal.comm.mesh import Mesh
 from shoal.errors import ShoalError
-from shoal.numerics.gradients import global_norm
+from shoal.numerics.gradients import global_norm, gradients_of, norms_of
 from shoal.parallel import replicate, shard
 from shoal.parallel.balance import Balance
 from shoal.parallel.context import ContextParallel
+from shoal.parallel.head import LossHead
 from shoal.parallel.pipeline import Pipeline, Stage
 from shoal.parallel.replicate import average_buffers, average_gradients
 from shoal.parallel.routing import biases, routers, update_bias
@@ -56,6 +57,8 @@ class Composed:
     """What a forward calls; in a pipeline, the first of this rank's parts."""
     tensor: TensorParallel
     context: ContextParallel | None
+    head: LossHead | None
+    """The last layer, where it can compute the loss in place of logits."""
     balance: Balance | None
     """What the routers of experts share; None: there are none."""
     routed: dict[str, int]
@@ -75,6 +78,9 @@ class Composed:
     named: dict[str, nn.Parameter] = field(init=False)
     """The parameters of this rank, by the names that they have on one device; a tied one under its first name only,
     unless its second is on another stage."""
+
+    norms: dict[str, Tensor] = field(default_factory=dict)
+    """Those of the gradients of this rank's parameters, pieces as they are, in the last step."""
 
     _replaced: dict[int, tuple[weakref.ref[nn.Parameter], list[nn.Parameter]]] = field(default_factory=dict)
 
@@ -159,12 +165,14 @@ class Composed:
 
     def norm(self, parameters: list[nn.Parameter]) -> Tensor:
         """The global norm of their gradients: every piece of every rank, each counted once."""
+        chosen = set(parameters)
+        found = {name: local(p.grad) for name, p in self.named.items() if p in chosen and p.grad is not None}
+        self.norms = dict(zip(found, norms_of(list(found.values())), strict=True))
         is_everything_here = not self.is_sharded and self.pipeline is None and self.tensor.group is None
         if is_everything_here:
-            return global_norm([p.grad for p in parameters if p.grad is not None])
-        mine = [self.named[name] for name in self._counted]
-        chosen = set(parameters)
-        counted = [local(p.grad) for p in mine if p in chosen and p.grad is not None]
+            own = set(self.named.values())
+            return global_norm([*self.norms.values(), *norms_of(gradients_of(p for p in parameters if p not in own))])
+        counted = [self.norms[name] for name in self._counted if name in self.norms]
         square = global_norm(counted).to(self.mesh.device) ** 2 if counted else self._zero()
         dist.all_reduce(square)
         return square.sqrt()
@@ -188,7 +196,7 @@ class Composed:
     # ---- experts -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def balance_experts(self, *, is_applied: bool) -> Tensor | None:
+    def balance_experts(self, *, is_applied: Tensor | bool) -> Tensor | None:
         """Once a step: the loads of all routers of the model over the global batch; and let each favour those experts
         that had too little. A row for each router, in the order of the model: how often each expert was chosen, how
         many choices were dropped, and the auxiliary loss, summed over sequences. None: there are no routers."""
@@ -206,10 +214,9 @@ class Composed:
         if self.mesh.layout.world_size > 1:
             dist.all_reduce(totals)
             totals /= 1 if self.tensor.splits_tokens else self.tensor.degree  # whose ranks told the same
-        if is_applied:
-            for place, (name, num_experts) in enumerate(self.routed.items()):
-                if name in self._routers:
-                    update_bias(self._routers[name], totals[place, :num_experts])
+        for place, (name, num_experts) in enumerate(self.routed.items()):
+            if name in self._routers:
+                update_bias(self._routers[name], totals[place, :num_experts], is_applied)
         return totals
 
     def _refuse_unsettled(self) -> None:

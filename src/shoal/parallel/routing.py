@@ -293,11 +293,13 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
 
 
 @torch.no_grad()
-def update_bias(router: Router, load_E: Tensor) -> None:
-    """Experts that were chosen more often than the mean become less attractive by `bias_rate`, the others more."""
+def update_bias(router: Router, load_E: Tensor, is_applied: Tensor | bool = True) -> None:
+    """Experts that were chosen more often than the mean become less attractive by `bias_rate`, the others more; unless
+    a number on the device, or here, says that nothing is to change."""
     if router.bias is not None:
         load_E = load_E.to(router.bias.device, torch.float64)
-        router.bias.add_((load_E.mean() - load_E).sign().to(router.bias.dtype), alpha=router.bias_rate)
+        change = (load_E.mean() - load_E).sign() * is_applied
+        router.bias.add_(change.to(router.bias.dtype), alpha=router.bias_rate)
 
 
 def update_biases(model: nn.Module) -> None:

@@ -47,6 +47,9 @@ def train(
         bucket_mb=settings.bucket_mb,
         find_unused=settings.find_unused,
         compile=settings.compile,
+        attention=settings.attention,
+        fused_loss={"auto": None, "fused": True, "plain": False}[settings.loss],
+        fp8=settings.fp8,
         world=world,
     ) as run:
         console = Console(stderr=True)
@@ -56,7 +59,7 @@ def train(
         description = describe(model)
         run.prepare(model)
         lr = scaled_lr(optim.lr, batch=recipe.data.batch, tuned_for_batch=optim.scale_lr_from_batch)
-        run.prepare(build_optimizer(run.parameters, optim, lr=lr))
+        run.prepare(build_optimizer(run.parameters, optim, lr=lr, seed=settings.seed))
         directory = _claim_directory(world, recipe) if keep else None
         meter = Meter(run, job, description, directory, began=began)
         line.note(_headline(run, job, lr))
@@ -73,6 +76,8 @@ def train(
         try:
             with _asked_to_stop() as asked:
                 was_stopped = _steps(run, job, loader, meter, line, asked)
+            run.settle()
+            meter.settle()
             if not was_stopped:  # whoever asked for the end does not want to wait for an evaluation
                 meter.evaluated(_evaluate(run, job))
         finally:

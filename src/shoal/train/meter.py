@@ -6,6 +6,7 @@ import statistics
 import time
 from array import array
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,30 @@ from shoal.data.loading import Loader
 from shoal.observe.metrics import TRACKERS, JsonLines, Sink, peak_memory_gib
 from shoal.observe.progress import ProgressLine
 from shoal.train.job import Job
+from shoal.train.late import LateNumbers
 from shoal.train.run import Run
+from shoal.train.step import StepReport
 
 Record = dict[str, Any]
+
+ORDER = (
+    *("step", "loss", "grad_norm", "lr", "tokens", "epoch", "step_seconds", "data_seconds", "tokens_per_s", "mfu"),
+    *("memory_gib", "loss_scale", "skipped"),
+)
+"""Of what is known of every step."""
+EXPERTS = ("expert_load_max", "expert_dropped_part", "auxiliary_loss")
+"""Of what is known besides where there are experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Untold:
+    """A step that was asked for, and what was known when it was."""
+
+    report: StepReport
+    facts: Record
+    experts: LateNumbers | None
+    line: ProgressLine
+    done: float
 
 
 class Meter:
@@ -43,47 +65,67 @@ class Meter:
         self.setup_seconds = time.time() - began
         self.first_step_seconds: float | None = None
         self.seconds_training = 0.0
+        self.num_experts = torch.tensor(list(run.composed.routed.values()), device=run.device)
+        self._untold: deque[_Untold] = deque()
 
     def stepped(self, loader: Loader, line: ProgressLine, done: float) -> None:
-        """A step was made: measure it, keep it, show it."""
+        """A step was asked for: on a GPU, measure, keep and show the one before it, which has ended; else this one."""
         report = self.run.report
         assert report is not None
-        loss, grad_norm = torch.stack([report.loss, report.grad_norm.to(report.loss)]).tolist()
-        now = time.perf_counter()
-        seconds, self.last = now - self.last, now
+        experts = self._experts(report.experts)
         waited, self.waited = loader.seconds_waited - self.waited, loader.seconds_waited
-        if self.first_step_seconds is None:
-            self.first_step_seconds = time.time() - self.began
-        self.num_skipped += report.was_skipped
-        record: Record = {
+        facts = {
             "step": self.run.steps_done,
-            "loss": loss,
-            "grad_norm": grad_norm,
             "lr": self.run.optimizer.param_groups[0]["lr"],
             "tokens": self.run.steps_done * self.tokens_per_step,
             "epoch": loader.epoch,
-            "step_seconds": seconds,
             "data_seconds": waited,
+            "loss_scale": self.run.loss_scale.scale,
+        }
+        self._untold.append(_Untold(report, facts, experts, line, done))
+        while len(self._untold) > (self.run.device.type == "cuda"):
+            self._tell(self._untold.popleft())
+
+    def settle(self) -> None:
+        """Tell of every step that was asked for, and wait for it."""
+        while self._untold:
+            self._tell(self._untold.popleft())
+
+    def _tell(self, untold: _Untold) -> None:
+        report = untold.report
+        loss, grad_norm = report.numbers.read()
+        now = time.perf_counter()
+        seconds, self.last = now - self.last, now
+        if self.first_step_seconds is None:
+            self.first_step_seconds = time.time() - self.began
+        self.num_skipped += report.was_skipped
+        told: Record = {
+            **untold.facts,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "step_seconds": seconds,
             "tokens_per_s": self.tokens_per_step / seconds,
             "mfu": self._mfu(seconds),
             "memory_gib": peak_memory_gib(self.run.device),
-            "loss_scale": self.run.loss_scale.scale,
             "skipped": report.was_skipped,
-            **self._experts(report.experts),
         }
+        if untold.experts is not None:
+            told |= dict(zip(EXPERTS, untold.experts.read(), strict=True))
+        record = {name: told[name] for name in (*ORDER, *EXPERTS) if name in told}
         self.loss_first = loss if self.loss_first is None else self.loss_first
         self.last_losses.append(loss)
         self.step_seconds.append(seconds)
-        self.data_seconds.append(waited)
+        self.data_seconds.append(record["data_seconds"])
         self.seconds_training = now - self.start
-        if self.run.steps_done % self.job.recipe.run.log_every == 0:
+        if record["step"] % self.job.recipe.run.log_every == 0:
             self._write(record)
         if report.note:
-            line.say(f"dropped: {report.note}")
-        line.show(record, done)
+            untold.line.say(f"dropped: {report.note}")
+        untold.line.show(record, untold.done)
 
     def evaluated(self, loss: float | None) -> None:
         """The held-out samples were scored."""
+        self.settle()
         self.last = time.perf_counter()  # an evaluation is not part of the step that follows it
         if loss is not None:
             self.eval_loss = loss
@@ -117,7 +159,8 @@ class Meter:
         }
 
     def close(self) -> None:
-        """Close all sinks."""
+        """Tell the rest, and close all sinks."""
+        self.settle()
         for sink in self.sinks:
             sink.close()
 
@@ -125,15 +168,13 @@ class Meter:
         for sink in self.sinks:
             sink.write(record)
 
-    def _experts(self, totals: Tensor | None) -> Record:
-        """How evenly the experts of the layers were used; nothing, where there are none."""
+    def _experts(self, totals: Tensor | None) -> LateNumbers | None:
+        """How evenly the experts of the layers were used, as in `EXPERTS`; None, where there are none."""
         if totals is None:
-            return {}
+            return None
         loads, dropped, auxiliary = totals[:, :-2], totals[:, -2].sum(), totals[:, -1].sum()
-        num_experts = torch.tensor(list(self.run.composed.routed.values()), device=loads.device)
-        hottest = (loads.amax(1) * num_experts / loads.sum(1)).max()  # of the layer where it is worst
-        numbers = torch.stack([hottest, dropped / loads.sum(), auxiliary / self.job.recipe.data.batch]).tolist()
-        return dict(zip(("expert_load_max", "expert_dropped_part", "auxiliary_loss"), numbers, strict=True))
+        hottest = (loads.amax(1) * self.num_experts / loads.sum(1)).max()  # where it is worst
+        return LateNumbers(hottest, dropped / loads.sum(), auxiliary / self.job.recipe.data.batch)
 
     def _mfu(self, seconds: float) -> float | None:
         """Counted FLOPs per second over the datasheet's peak of all devices; None unless both are known."""

@@ -16,6 +16,7 @@ One step, four microbatches, two ranks (s: loss sum, w: how many tokens count, W
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -38,18 +39,22 @@ from shoal.data.deal import DealtLoader
 from shoal.data.hashing import hashed
 from shoal.errors import RunFailed, ShoalError
 from shoal.numerics.determinism import make_deterministic
+from shoal.numerics.fp8 import Scaling
 from shoal.numerics.gradients import LossScale, clip_coefficient, gradients_of, scale_
 from shoal.numerics.offload import HostCopies
+from shoal.numerics.optim import step_scaled, takes_scale
 from shoal.numerics.precision import precision_of
 from shoal.parallel.compose import Options, compose, refuse_unbuilt
 from shoal.parallel.composed import Composed, local
-from shoal.parallel.context import cut_batch, mark_cut
+from shoal.parallel.context import Backend, cut_batch, mark_cut
 from shoal.parallel.pipeline import Feed
 from shoal.parallel.replicate import explain_unused
 from shoal.parallel.tensor import TensorParallel
 from shoal.train.build import describe
 from shoal.train.evaluation import evaluate
 from shoal.train.handover import hand_over
+from shoal.train.late import LateNumbers
+from shoal.train.nonfinite import nonfinite_places
 from shoal.train.objective import (
     CrossEntropy,
     LossFunction,
@@ -59,7 +64,7 @@ from shoal.train.objective import (
     objective_of,
     sum_from_mean,
 )
-from shoal.train.step import OpenStep, StepReport
+from shoal.train.step import OpenStep, StepReport, Unjudged
 
 OnNan = Literal["stop", "skip", "ignore"]
 
@@ -78,6 +83,10 @@ class Run:
     bucket_mb       size of the buckets in which gradients are reduced; None: 25, and 1 for the first
     find_unused     parameters may be without a gradient in some steps
     compile         let torch.compile make each block of the model faster; a word is the backend to use
+    attention       the kernel of attention on a GPU: auto (the fastest), cudnn, flash, efficient or math
+    fused_loss      compute the loss inside the model's last layer, without ever holding all logits; None: where it can
+    fp8             under the precision fp8, what of a tensor shares one scale: tensorwise or rowwise
+    fp8_narrow      layers with fewer features than this stay in bf16 then; None: as fast as was measured
     timeout         seconds that a rank waits for the others in one collective
     threads         CPU threads of this process; None: an even share of the cores
     world           the ranks, if someone else has gathered them
@@ -98,6 +107,10 @@ class Run:
         bucket_mb: float | None = None,
         find_unused: bool = False,
         compile: bool | str = False,
+        attention: Backend = "auto",
+        fused_loss: bool | None = None,
+        fp8: Scaling = "tensorwise",
+        fp8_narrow: int | None = None,
         timeout: float = 600.0,
         threads: int | None = None,
         world: World | None = None,
@@ -113,7 +126,16 @@ class Run:
         self.precision = precision_of(self.plan.precision)
         self.loss_scale = LossScale(loss_scale, loss_scale_window) if self.precision.scales_loss else LossScale()
         self.seed, self.clip, self.on_nan = seed, clip, on_nan
-        self.options = Options(seed=seed, bucket_mb=bucket_mb, find_unused=find_unused, compile=compile)
+        self.options = Options(
+            seed=seed,
+            bucket_mb=bucket_mb,
+            find_unused=find_unused,
+            compile=compile,
+            attention=attention,
+            fused_loss=fused_loss,
+            fp8=fp8,
+            fp8_narrow=fp8_narrow,
+        )
         self.mesh = Mesh.make(self.world, self.plan.layout)
         self.tensor = TensorParallel(self.mesh.groups.get("tp"), splits_tokens=bool(self.plan.sp))
         """For layers that a model's author splits: ColumnParallelLinear(..., tensor=run.tensor)."""
@@ -136,6 +158,9 @@ class Run:
         self._host_copies: HostCopies | None = None
         self._loaders: list[DealtLoader] = []
         self._step: OpenStep | None = None
+        self._unjudged: Unjudged | None = None
+        self.judges_late: bool | None = None
+        """Whether the optimizer judges on the device whether a gradient is finite. None: not decided yet."""
 
     # ---- what a loop prepares --------------------------------------------------------------------------------------
 
@@ -183,6 +208,7 @@ class Run:
     def weights(self) -> dict[str, Tensor]:
         """Every parameter, whole, under the name that it has on one device, in host memory of the main rank; and the
         biases of routers, which a run learns too. It is empty on the other ranks, which have to call this too."""
+        self.settle()
         found = {**dict(self.composed.whole("weight")), **self.composed.biases()}
         return {name: tensor for name, tensor in found.items() if tensor is not None and self.is_main}
 
@@ -230,7 +256,7 @@ class Run:
         if self._composed.balance is not None:
             self._composed.balance.factor = self._factor_of_open_step
         if isinstance(self.objective, CrossEntropy):
-            self.objective = CrossEntropy(self._composed.tensor)
+            self.objective = CrossEntropy(self._composed.tensor, self._composed.head)
         if self._optimizer is not None:
             self._give_parameters(self._optimizer, self._composed)
         return self._composed.model
@@ -337,6 +363,7 @@ class Run:
                 " synchronised in that of the last",
                 fix="for microbatch in run.microbatches(batch): ... run.backward(loss), to its end, then run.update()",
             )
+        self.settle()
         loss = self._own_loss(step)
         reduction = dist.all_reduce(loss, async_op=True) if self.world.size > 1 else None  # travels during the update
         self.composed.finish_gradients()
@@ -344,16 +371,14 @@ class Run:
             self.on_gradients()
         trained = self._trained_parameters()
         norm = self.composed.norm(trained) / self.loss_scale.scale
-        gradients = [local(gradient) for gradient in gradients_of(trained)]
-        is_finite = (self.on_nan == "ignore" and not self.loss_scale.is_dynamic) or bool(torch.isfinite(norm))
-        if is_finite:
-            self._scale_gradients(gradients, norm)
-            (self._host_copies or self.optimizer).step()
-            self.loss_scale.succeeded()
-        experts = self.composed.balance_experts(is_applied=is_finite)
+        is_applied = self._apply(trained, norm)
+        experts = self.composed.balance_experts(is_applied=is_applied)
         if reduction is not None:
             reduction.wait()
-        note = "" if is_finite else self._judge_nonfinite(step, loss)
+        report = StepReport(loss, norm, LateNumbers(loss, norm), keeps_nonfinite=self._keeps_nonfinite, experts=experts)
+        self._unjudged = Unjudged(report, self.steps_done, step.sums, self.composed.norms)
+        if isinstance(is_applied, bool):
+            self.settle()
         self.optimizer.zero_grad(set_to_none=True)
         for parameter in self.composed.named.values():  # of those that no optimizer has, too
             parameter.grad = None
@@ -361,8 +386,42 @@ class Run:
         self._step = None
         if self.composed.balance is not None:
             self.composed.balance.factor = self._factor_of_open_step
-        self.report = StepReport(loss, norm, was_skipped=not is_finite, note=note, experts=experts)
-        return self.report
+        self.report = report
+        return report
+
+    @property
+    def _keeps_nonfinite(self) -> bool:
+        return self.on_nan == "ignore" and not self.loss_scale.is_dynamic
+
+    def _apply(self, trained: list[nn.Parameter], norm: Tensor) -> Tensor | bool:
+        """Clip and update, unless a gradient is not finite. Returns whether it was done; as a number on the device, if
+        the optimizer can judge it there and nobody has to wait for it."""
+        if self.judges_late is None:
+            is_elsewhere = self._host_copies is not None or any(p.device != self.device for p in trained)
+            can = self.device.type == "cuda" and not is_elsewhere and takes_scale(self.optimizer)
+            self.judges_late = can and not self.loss_scale.is_dynamic
+        if self.judges_late:
+            is_finite = torch.ones_like(norm) if self._keeps_nonfinite else norm.isfinite().to(norm.dtype)
+            divisor = None
+            if self.clip is not None and norm.dtype == torch.float32:
+                divisor = 1.0 / clip_coefficient(norm, self.clip)
+            else:  # a divisor is a float32, and would leave its mark on gradients in float64
+                self._scale_gradients(trained, norm)
+            step_scaled(self.optimizer, divisor=divisor, is_dropped=1.0 - is_finite)
+            return is_finite
+        is_applied = self._keeps_nonfinite or bool(torch.isfinite(norm))
+        if is_applied:
+            self._scale_gradients(trained, norm)
+            (self._host_copies or self.optimizer).step()
+            self.loss_scale.succeeded()
+        return is_applied
+
+    def settle(self) -> None:
+        """Judge the last step now, and wait for it: end the run, or say why its update was dropped, if its gradient was
+        not finite. On a GPU that is known only when the next step has been asked for, unless somebody asks here."""
+        unjudged, self._unjudged = self._unjudged, None
+        if unjudged is not None and unjudged.report.was_skipped:
+            unjudged.report.note = self._judge_nonfinite(unjudged)
 
     def _trained_parameters(self) -> list[nn.Parameter]:
         """Of the model; under offload, the optimizer holds copies of them."""
@@ -514,40 +573,33 @@ class Run:
             )
         return total * self.gradient_degree / self.world.size
 
-    def _scale_gradients(self, gradients: list[Tensor], norm: Tensor) -> None:
+    def _scale_gradients(self, trained: list[nn.Parameter], norm: Tensor) -> None:
         """Undo the loss scale and clip, in one pass over the gradients."""
+        gradients = [local(gradient) for gradient in gradients_of(trained)]
         if self.clip is not None:
             scale_(gradients, clip_coefficient(norm, self.clip) / self.loss_scale.scale)
         elif self.loss_scale.scale != 1.0:
             scale_(gradients, torch.ones_like(norm) / self.loss_scale.scale)
 
-    def _judge_nonfinite(self, step: OpenStep, loss: Tensor) -> str:
+    def _judge_nonfinite(self, unjudged: Unjudged) -> str:
         """[4] Every rank is here together, because the norm is the same number everywhere, and so is the loss.
 
         A gradient that overflows is what the loss scale is for. It cannot cure a loss that is not finite itself.
         """
-        if self.loss_scale.is_dynamic and not self.loss_scale.is_exhausted and bool(torch.isfinite(loss)):
+        loss, _ = unjudged.report.numbers.read()
+        if self.loss_scale.is_dynamic and not self.loss_scale.is_exhausted and math.isfinite(loss):
             self.loss_scale.overflowed()
             return ""
-        mine = [(self.world.rank, index) for index, part in enumerate(step.sums) if not bool(torch.isfinite(part))]
-        places = [place for rank in self.world.all_gather_object(mine) for place in rank]
-        where = "; ".join(f"rank {rank}, microbatch {index}" for rank, index in places)
-        text = f"step {self.steps_done}: the loss is not finite on {where}" if where else self._nonfinite_gradient()
+        text = nonfinite_places(self.world, unjudged)
         if self.on_nan == "stop":
             raise RunFailed(text, fix="lower --optim.lr, look at that batch, or --run.on_nan skip to drop such steps")
         return text
-
-    def _nonfinite_gradient(self) -> str:
-        named = self.composed.named.items()
-        mine = [n for n, p in named if p.grad is not None and not bool(local(p.grad).isfinite().all())]
-        bad = list(dict.fromkeys(name for rank in self.world.all_gather_object(mine) for name in rank))
-        whose = f"the gradient of {', '.join(bad[:3])}" if bad else "the norm of the gradients, each of which is,"
-        return f"step {self.steps_done}: every loss is finite, but {whose} is not"
 
     # ---- evaluation and the end ------------------------------------------------------------------------------------
 
     def evaluate(self, batches: Iterable[Any]) -> float:
         """The mean loss over batches that are dealt out over the ranks, each sample once; weights do not change."""
+        self.settle()
         return evaluate(self, batches)
 
     def own_tokens(self, batch: Any) -> Any:
@@ -570,6 +622,7 @@ class Run:
 
     def close(self) -> None:
         """Leave the world, if this run entered it."""
+        self.settle()
         self.world.close()
 
     def __enter__(self) -> Run:
@@ -578,7 +631,11 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.world.__exit__(kind, error, trace)
+        try:
+            if error is None:
+                self.settle()
+        finally:
+            self.world.__exit__(kind, error, trace)
 
 
 def _refuse_second(kind: str, first: object) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from shoal.comm.world import HostReduction
+from shoal.train.late import LateNumbers
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepReport:
     """What is known of a step once it is made."""
 
@@ -18,13 +20,32 @@ class StepReport:
     """The loss of the global batch; a number on the device, not yet read."""
     grad_norm: Tensor
     """The global norm before clipping."""
-    was_skipped: bool
-    """Whether the update was dropped because a gradient was not finite."""
+    numbers: LateNumbers
+    """Both of them, on their way to the host."""
+    keeps_nonfinite: bool = False
+    """Whether an update is made even if a gradient is not finite."""
     note: str = ""
-    """Why, in words; empty for an ordinary fp16 overflow."""
+    """Why it was dropped, in words, once the run knows; empty for an ordinary fp16 overflow."""
     experts: Tensor | None = None
     """A row for each router of the model: how often each expert was chosen, how many choices were dropped, and the sum
     over sequences of the auxiliary loss; over the global batch, not yet read. None: there are no experts."""
+
+    @property
+    def was_skipped(self) -> bool:
+        """Whether the update was dropped because a gradient was not finite. Waits for the step to end."""
+        return not self.keeps_nonfinite and not math.isfinite(self.numbers.read()[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Unjudged:
+    """A step that was asked for, of which nobody on the host knows yet whether its gradient was finite."""
+
+    report: StepReport
+    number: int
+    sums: list[Tensor]
+    """The losses of this rank's microbatches."""
+    norms: dict[str, Tensor]
+    """Those of the gradients of this rank's parameters."""
 
 
 @dataclass(slots=True, kw_only=True)

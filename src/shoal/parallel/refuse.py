@@ -1,0 +1,127 @@
+"""What a plan asks of a model that it cannot keep, said before anything is laid out."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+import torch.distributed as dist
+from torch import nn
+
+from shoal.blueprint.anatomy import is_inside
+from shoal.blueprint.description import Description
+from shoal.blueprint.legality import misfits
+from shoal.blueprint.plan import Plan
+from shoal.errors import Problem, ShoalError, nearest, raise_if
+from shoal.parallel.context import Attention
+from shoal.parallel.expert import experts_in
+from shoal.parallel.tensor import TensorParallel
+
+
+def refuse(
+    model: nn.Module,
+    plan: Plan,
+    description: Description,
+    tensor: TensorParallel,
+    shapes: dict[str, tuple[int, ...]],
+    *,
+    is_split_by_hand: bool,
+    compiles: bool,
+    finds_unused: bool,
+) -> None:
+    """Raise with everything that does not fit. `shapes` are those of all parameters, whole."""
+    names = [name for name, _ in model.named_modules()]
+    found = misfits(
+        plan,
+        description=description,
+        features=shapes,
+        modules=names,
+        is_split_by_hand=is_split_by_hand,
+        compiles=compiles,
+    )
+    found += [*_without_attention(model, plan), *_deaf(model, plan, description), *_without_experts(model, plan)]
+    found += _without_fp8(plan, description)
+    raise_if(found, title=f"plan '{plan.brief()}'")
+    raise_if(_ties_that_break(model, plan, description))
+    _refuse_unlike(model, plan, tensor)
+    if plan.is_sharded and finds_unused:
+        raise ShoalError(
+            "find_unused lets ranks leave parameters out, but sharded ranks have to meet for every one of them",
+            fix=f"zero=0 instead of zero={plan.zero}, or a forward that uses the same parameters on every rank",
+        )
+
+
+def _without_attention(model: nn.Module, plan: Plan) -> Iterator[Problem]:
+    if plan.layout.cp > 1 and not any(isinstance(module, Attention) for module in model.modules()):
+        yield Problem(
+            f"cp={plan.layout.cp} divides the tokens that attend to each other, but the model has no shoal.Attention",
+            "self.attention = shoal.Attention(), called as self.attention(q, k, v) in place of"
+            " scaled_dot_product_attention",
+        )
+
+
+def _deaf(model: nn.Module, plan: Plan, description: Description) -> Iterator[Problem]:
+    """Arguments that the description names and the forward does not have."""
+    parameters = inspect.signature(model.forward).parameters
+    if plan.layout.cp == 1 or any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return
+    for what in ("positions", "documents"):
+        name = getattr(description, what)
+        if name is not None and name not in parameters:
+            near = nearest(name, parameters)
+            yield Problem(
+                f"describe() says that forward takes {what} as {name!r}, and it has no such argument",
+                f"did you mean {near}?" if near else f"def forward(self, tokens, {name}=None): ...",
+            )
+
+
+def _without_experts(model: nn.Module, plan: Plan) -> Iterator[Problem]:
+    if plan.layout.ep > 1 and not experts_in(model):
+        yield Problem(
+            f"ep={plan.layout.ep} divides experts, but the model has no shoal.Experts",
+            "shoal.Experts in place of experts of your own, or ep=1",
+        )
+
+
+def _without_fp8(plan: Plan, description: Description) -> Iterator[Problem]:
+    if plan.precision == "fp8" and plan.layout.tp > 1:
+        yield Problem(
+            f"fp8 computes with whole linear layers, and tp={plan.layout.tp} splits them",
+            "bf16 instead of fp8, or tp=1",
+        )
+    if plan.precision == "fp8" and not description.blocks:
+        yield Problem("fp8 is for the blocks of a model, and this one has no describe() that names them", "bf16")
+
+
+def _ties_that_break(model: nn.Module, plan: Plan, description: Description) -> Iterator[Problem]:
+    """Parameters with several names, which a layout would turn into several parameters."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    layout = plan.layout
+    is_cut = layout.tp > 1 or layout.pp > 1 or (plan.is_sharded and bool(description.blocks))
+    for shared in (shared for shared in names.values() if len(shared) > 1 and is_cut):
+        ends = [is_inside(shared[0].rpartition(".")[0], description.before_blocks)]
+        ends.append(is_inside(shared[-1].rpartition(".")[0], description.after_blocks))
+        if tuple(shared) not in description.tied or not all(ends):
+            yield Problem(
+                f"{' and '.join(shared)} are one parameter, and this plan would make several of it",
+                f"describe() with tied=(({', '.join(map(repr, shared[:2]))}),), the first in before_blocks and the"
+                " second in after_blocks; other ties need tp=1, pp=1 and zero=0",
+            )
+
+
+def _refuse_unlike(model: nn.Module, plan: Plan, tensor: TensorParallel) -> None:
+    """Whole models that differ from rank to rank, of which each would keep another piece. DDP sends rank 0's to all."""
+    layout = plan.layout
+    if layout.world_size in (1, layout.dp_replicate) or any(p.is_meta for p in model.parameters()):
+        return
+    sums = {n: float(p.detach().double().sum()) for n, p in model.named_parameters() if n not in tensor.cuts}
+    every: list[dict[str, float]] = [{} for _ in range(layout.world_size)]
+    dist.all_gather_object(every, sums)
+    unlike = next((name for name in sums if any(repr(other.get(name)) != repr(sums[name]) for other in every)), None)
+    if unlike is not None:
+        raise ShoalError(
+            f"{unlike} does not have the same values on every rank before it is laid out",
+            fix="the same torch.manual_seed on every rank before the model is built, and weights loaded on every rank",
+        )

@@ -1,0 +1,214 @@
+"""What is done differently on a GPU to be fast, against float64 and against plain eager torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal import Run
+from shoal.models.llama import Llama, LlamaConfig
+from shoal.numerics import linear_cross_entropy as fused
+from shoal.numerics.adamw import AdamW
+from shoal.numerics.lean import RMSNorm, projected
+from shoal.numerics.linear_cross_entropy import cross_entropy_, linear_cross_entropy
+from shoal.numerics.optim import step_scaled
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+IGNORE = -100
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float(((found.double() - expected.double()).norm() / expected.double().norm()).detach())
+
+
+# ---- the loss -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocabulary", [7, 1024, 32000, 128256, 256000])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
+def test_the_kernel_of_cross_entropy(vocabulary: int, dtype: torch.dtype, bound: float) -> None:
+    torch.manual_seed(vocabulary)
+    whole = torch.full((64, vocabulary + 8), torch.nan, dtype=dtype, device="cuda")
+    logits = whole[:, :vocabulary].copy_(torch.randn(64, vocabulary, device="cuda") * 4)
+    labels = torch.randint(0, vocabulary, (64,), device="cuda")
+    labels[::5] = IGNORE
+    exact = logits.double().detach().requires_grad_()
+    expected = F.cross_entropy(exact, labels, ignore_index=IGNORE, reduction="sum")
+    expected.backward()
+    total = cross_entropy_(logits, labels, ignore=IGNORE, with_gradient=True)
+    assert relative(total, expected) < 1e-6
+    assert exact.grad is not None
+    assert relative(logits, exact.grad) < bound
+    assert whole[:, vocabulary:].isnan().all(), "it wrote beside the logits"
+
+
+def test_a_label_that_is_no_word_gives_no_number() -> None:
+    logits = torch.randn(4, 100, device="cuda")
+    labels = torch.tensor([0, 100, 3, -1], device="cuda")
+    assert cross_entropy_(logits, labels, ignore=IGNORE, with_gradient=False).isnan()
+
+
+@pytest.mark.parametrize(("autocast", "bound"), [(None, 1e-5), (torch.bfloat16, 1e-2)])
+def test_linear_cross_entropy_in_chunks(
+    autocast: torch.dtype | None, bound: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    h = torch.randn(1000, 256, device="cuda", requires_grad=True)
+    weight = (torch.randn(32000, 256, device="cuda") * 0.05).requires_grad_()
+    labels = torch.randint(0, 32000, (1000,), device="cuda")
+    monkeypatch.setattr(fused, "CHUNK_BYTES", 32000 * 4 * 128)
+    with torch.autocast("cuda", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+        loss = linear_cross_entropy(h, weight, labels, ignore=IGNORE)
+    found = torch.autograd.grad(loss, (h, weight))
+    exact = [x.detach().double().requires_grad_() for x in (h, weight)]
+    expected = F.cross_entropy(F.linear(*exact), labels, reduction="sum")
+    wanted = torch.autograd.grad(expected, exact)
+    assert relative(loss, expected) < min(bound, 1e-3)
+    assert all(relative(mine, theirs) < bound for mine, theirs in zip(found, wanted, strict=True))
+
+
+# ---- a model --------------------------------------------------------------------------------------------------------
+
+CONFIG = LlamaConfig(vocabulary=1024, hidden=512, num_layers=1, num_heads=8, num_kv_heads=2, ffn=1024, max_sequence=512)
+
+
+def block_model(dtype: torch.dtype = torch.float32) -> Llama:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Llama(CONFIG)
+    generator = torch.Generator("cuda").manual_seed(1)
+    for name, parameter in model.named_parameters():
+        model.init_parameter(name, parameter.data, generator)
+    return model.to(dtype)
+
+
+def batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(0, 1024, (4, 513), generator=generator)
+    return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def exact_gradients() -> dict[str, Tensor]:
+    model = block_model(torch.float64)
+    given = {name: x.cuda() for name, x in batch().items()}
+    F.cross_entropy(model(given["tokens"]).flatten(0, 1), given["labels"].flatten()).backward()
+    return gradients(model)
+
+
+def plain_bf16_gradients() -> dict[str, Tensor]:
+    """What a person would write: eager, autocast, logits."""
+    model = block_model()
+    given = {name: x.cuda() for name, x in batch().items()}
+    attention = model.model.layers[0].self_attn.attention
+    assert isinstance(attention, nn.Module)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        logits = model(given["tokens"])
+    F.cross_entropy(logits.float().flatten(0, 1), given["labels"].flatten()).backward()
+    return gradients(model)
+
+
+def shoal_gradients(**options: Any) -> dict[str, Tensor]:
+    model = block_model()
+    found: dict[str, Tensor] = {}
+    with Run("bf16", device="cuda", **options) as run:
+        run.prepare(model)
+        run.prepare(torch.optim.SGD(run.parameters, lr=0.0, fused=True))
+        run.on_gradients = lambda: found.update(gradients(model))
+        run.step(batch())
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"compile": True}, {"attention": "flash"}, {"fused_loss": False}])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile's own parts
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_one_block_in_bf16_is_as_exact_as_plain_torch(options: dict[str, Any]) -> None:
+    exact, plain, ours = exact_gradients(), plain_bf16_gradients(), shoal_gradients(**options)
+    assert ours.keys() == exact.keys()
+    worst = max(relative(ours[name], exact[name]) for name in exact)
+    of_plain = max(relative(plain[name], exact[name]) for name in exact)
+    told = {name: (relative(ours[name], exact[name]), relative(plain[name], exact[name])) for name in exact}
+    assert worst < 1e-2, told
+    assert worst < 1.25 * of_plain, told
+
+
+def test_projections_together_are_those_alone() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, width, bias=False, device="cuda") for width in (64, 16, 16)]
+    norm = RMSNorm(64, eps=1e-5, device="cuda")
+    x = torch.randn(8, 64, device="cuda", requires_grad=True)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        together = projected(x, norm, *layers, together=True)
+        alone = projected(x, norm, *layers)
+        called = [layer(norm(x)) for layer in layers]
+    assert all(relative(a, b) < 1e-2 for a, b in zip(together, called, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
+
+
+# ---- nobody waits ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run() -> Iterator[Run]:
+    with Run("bf16 mb=2", device="cuda", clip=1.0) as run:
+        model = block_model()
+        run.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
+        yield run
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_a_step_does_not_wait_for_the_device(run: Run) -> None:
+    run.step(batch())
+    run.step(batch())
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")  # every call that waits is an error
+    try:
+        run.step(batch())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_step_that_is_not_finite_is_dropped_on_the_device_and_told_late(run: Run) -> None:
+    run.step(batch())
+    before = [parameter.clone() for parameter in run.module.parameters()]
+    with torch.no_grad():
+        head = run.module.get_parameter("lm_head.weight")
+        kept = head[0, 0].clone()
+        head[0, 0] = torch.nan
+    run.step(batch())
+    with torch.no_grad():
+        head[0, 0] = kept
+    with pytest.raises(Exception, match="step 1: the loss is not finite on rank 0, microbatch 0"):
+        run.step(batch())
+    assert all(torch.equal(old, new) for old, new in zip(before, run.module.parameters(), strict=True))
+
+
+# ---- the optimizer --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("states", "bound"), [("fp32", 1e-5), ("bf16", 2e-2)])
+def test_the_kernel_of_adamw(states: Any, bound: float) -> None:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    ours, theirs = ([nn.Parameter(torch.ones(n, device="cuda")) for n in (5000, 7, 1 << 20)] for _ in range(2))
+    mine, reference = AdamW(ours, states=states, **options), torch.optim.AdamW(theirs, fused=True, **options)
+    for step in range(6):
+        for one, other in zip(ours, theirs, strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+        for optimizer in (mine, reference):
+            dropped = torch.full((), float(step == 3), device="cuda")
+            step_scaled(optimizer, divisor=torch.full((), 2.0, device="cuda"), is_dropped=dropped)
+    for one, other in zip(ours, theirs, strict=True):
+        assert relative(one - 1, other.detach() - 1) < bound
+        assert relative(mine.state[one]["exp_avg"], reference.state[other]["exp_avg"]) < bound
+        assert float(mine.state[one]["step"]) == 5.0
