@@ -1,0 +1,214 @@
+"""How fast is shoal on one GPU, against what a person would use instead, and against what the GPU could do?
+
+python benchmarks/h200/run.py TABLE ...      one or more of: speed large fp8 shapes long roofline curve images; or all
+
+Every row is a process of its own (`systems.py`, `curve.py`, `images.py`), one after the other on an otherwise idle GPU;
+a table is one run, because GPUs of one kind differ by a few per cent. Peers need `pip install torchtitan==0.2.2
+accelerate transformers`, fp8 needs torchao.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from report import heading, table, write
+from roofline import kernels, summary
+from systems import SHAPES
+
+HERE = Path(__file__).parent
+Row = dict[str, str]
+PROTOCOL = (
+    "Random tokens, AdamW with weights and states in float32, products in bfloat16, compiled, no clipping; a step is"
+    " forward, backward, update and the forgetting of gradients, timed from one synchronisation to the next; the median"
+    " of the steps after warm-up, *measured*. MFU counts attention as if every token saw all, over 989 TFLOP/s. Memory"
+    " is the most that torch has allocated."
+)
+
+
+LEFT_OUT: set[str] = set()
+"""Peers that are not there, or not wanted."""
+
+
+def told_by(script: str, *words: str, timeout: int = 240) -> dict[str, Any]:
+    """What a process says in its last line of JSON, or why it said nothing."""
+    command = [sys.executable, str(HERE / script), *words]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        return {"error": f"no answer in {timeout} s"}
+    lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
+    print(script, *words, lines[-1] if lines else ended.stderr.splitlines()[-3:], flush=True)
+    return json.loads(lines[-1]) if lines else {"error": (ended.stderr.splitlines() or ["nothing"])[-1][:120]}
+
+
+def speed_row(told: dict[str, Any], base: dict[str, Any] | None) -> Row:
+    if "error" in told:
+        return {
+            "tokens/s": told["error"],
+            "of torchtitan": "",
+            "MFU": "",
+            "GiB": "",
+            "of its memory": "",
+            "first step": "",
+        }
+    has_base = base is not None and "error" not in base
+    return {
+        "tokens/s": f"{told['tokens_per_s']:,}",
+        "of torchtitan": f"{told['tokens_per_s'] / base['tokens_per_s']:.3f}" if has_base and base else "",
+        "MFU": f"{told['mfu']:.1%}",
+        "GiB": f"{told['peak_gib']:.1f}",
+        "of its memory": f"{told['peak_gib'] / base['peak_gib']:.3f}" if has_base and base else "",
+        "first step": f"{told['first_step_s']:.0f} s",
+    }
+
+
+def compared(what: str, words: list[str], runs: dict[str, list[str]]) -> list[Row]:
+    """One row for each of `runs`, name → arguments of systems.py; ratios are to the one that begins with torchtitan."""
+    wanted = {name: arguments for name, arguments in runs.items() if arguments[0] not in LEFT_OUT}
+    found = {name: told_by("systems.py", *arguments, *words) for name, arguments in wanted.items()}
+    base = next((told for name, told in found.items() if name.startswith("torchtitan")), None)
+    return [{"model": what, "system": name, **speed_row(told, base)} for name, told in found.items()]
+
+
+def speed() -> tuple[str, list[Row]]:
+    words = ["--shape", "1.5b", "--micro-batch", "8"]
+    runs = {"shoal": ["shoal"], "torchtitan 0.2.2": ["torchtitan"], "Accelerate + Transformers": ["accelerate"]}
+    return "1.50 B, 8 x 4096 tokens", compared("1.50 B", words, runs)
+
+
+def large() -> tuple[str, list[Row]]:
+    words = ["--shape", "3.6b", "--micro-batch", "4"]
+    return "3.6 B, 4 x 4096 tokens", compared("3.6 B", words, {"shoal": ["shoal"], "torchtitan 0.2.2": ["torchtitan"]})
+
+
+def fp8() -> tuple[str, list[Row]]:
+    runs = {
+        "shoal, fp8": ["shoal", "--precision", "fp8"],
+        "shoal, fp8 rowwise": ["shoal", "--precision", "fp8", "--options", '{"fp8": "rowwise"}'],
+        "shoal, bf16": ["shoal"],
+        "torchtitan 0.2.2, bf16": ["torchtitan"],
+    }
+    rows = compared("1.50 B", ["--shape", "1.5b", "--micro-batch", "8"], runs)
+    runs = {
+        "shoal, fp8, bf16 states": ["shoal", "--precision", "fp8"],
+        "shoal, bf16, bf16 states": ["shoal"],
+        "torchtitan 0.2.2, all in bf16": ["torchtitan"],
+    }
+    words = ["--shape", "8b", "--micro-batch", "1", "--states", "bf16", "--steps", "8"]
+    return "fp8, tensorwise unless said", rows + compared("8.0 B", words, runs)
+
+
+OTHERS = {
+    "0.4b": ("16", "2048"), "1.1b": ("8", "4096"), "1.3b-256k": ("8", "2048"), "2.6b": ("4", "4096"),
+    "1.5b": ("32", "1024"),
+}  # fmt: skip
+"""Shape → microbatch and sequence."""
+
+
+def shapes() -> tuple[str, list[Row]]:
+    rows: list[Row] = []
+    for shape, (size, sequence) in OTHERS.items():
+        s = SHAPES[shape]
+        heads = f"{s.heads} heads of {s.hidden // s.heads}, {s.kv_heads} for keys"
+        what = (
+            f"{s.parameters / 1e9:.2f} B: hidden {s.hidden}, {heads}, vocabulary {s.vocabulary:,}; {size} x {sequence}"
+        )
+        words = ["--shape", shape, "--micro-batch", size, "--sequence", sequence, "--steps", "8", "--warmup", "3"]
+        rows += compared(what, words, {"shoal": ["shoal"], "torchtitan 0.2.2": ["torchtitan"]})
+    return "other shapes", rows
+
+
+def long() -> tuple[str, list[Row]]:
+    words = ["--shape", "1.5b", "--steps", "7", "--warmup", "3"]
+    runs = {
+        "4k, nothing recomputed": ["shoal", "--micro-batch", "8", "--sequence", "4096"],
+        "32k, nothing recomputed": ["shoal", "--micro-batch", "1", "--sequence", "32768"],
+        "32k, selective": ["shoal", "--micro-batch", "1", "--sequence", "32768", "--recompute", "selective"],
+        "32k, full": ["shoal", "--micro-batch", "1", "--sequence", "32768", "--recompute", "full"],
+        "256k, full": ["shoal", "--micro-batch", "1", "--sequence", "262144", "--recompute", "full", "--steps", "4"],
+    }
+    return "1.50 B, long sequences", compared("1.50 B", words, runs)
+
+
+def roofline() -> tuple[str, list[Row]]:
+    """Time by kind of kernel against its floor."""
+    shape, tokens = SHAPES["1.5b"], 8 * 4096
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        told_by("systems.py", "shoal", "--shape", "1.5b", "--micro-batch", "8", "--profile", str(trace))
+        found = summary(kernels(trace), steps=3)
+    products = 6 * (shape.parameters - shape.vocabulary * shape.hidden) * tokens
+    attention = 12 * shape.layers * shape.hidden * 4096 * tokens / 2
+    floors = {
+        "matmul": (products / 785e12 * 1e3, f"{products / 1e12:.0f} TFLOP at 785 TFLOP/s"),
+        "attention": (attention / 785e12 * 1e3, f"{attention / 1e12:.0f} TFLOP (causal) at 785 TFLOP/s"),
+        "optimizer": (shape.parameters * 32 / 4.3e12 * 1e3, "28 bytes a parameter, and 4 for the norm, at 4.3 TB/s"),
+    }
+    rows = [
+        {
+            "kind": kind,
+            "ms": f"{ms:.1f}",
+            "of the step": f"{ms / found['step_ms']:.1%}",
+            "floor, ms": f"{floors[kind][0]:.1f}" if kind in floors else "",
+            "floor": floors[kind][1] if kind in floors else "",
+        }
+        for kind, ms in found["ms"].items()
+    ]
+    idle = (1 - found["busy"]) * found["step_ms"]
+    rows.append(
+        {"kind": "idle", "ms": f"{idle:.1f}", "of the step": f"{1 - found['busy']:.1%}", "floor, ms": "0", "floor": ""}
+    )
+    copies = f"copies to the host: {found['copies_to_host']:.0f} a step, after the update"
+    return f"where the time of a step goes, 1.50 B, {found['step_ms']:.1f} ms; {copies}", rows
+
+
+def curve() -> tuple[str, list[Row]]:
+    names = {
+        "fp32, eager": ["--precision", "fp32", "--eager"],
+        "bf16": ["--precision", "bf16"],
+        "fp8": ["--precision", "fp8"],
+    }
+    curves = {name: told_by("curve.py", *words)["losses"] for name, words in names.items()}
+    steps = [0, *range(9, len(curves["bf16"]), 10)]
+    rows = [
+        {"step": str(step + 1), **{name: f"{losses[step]:.4f}" for name, losses in curves.items()}} for step in steps
+    ]
+    return "losses on the default corpus, the same seed", rows
+
+
+def images() -> tuple[str, list[Row]]:
+    told = told_by("images.py")
+    return "ResNet-50, bf16, channels-last, compiled, synthetic images", [
+        {key: str(value) for key, value in told.items()}
+    ]
+
+
+TABLES: dict[str, Callable[[], tuple[str, list[Row]]]] = {
+    "speed": speed, "large": large, "fp8": fp8, "shapes": shapes, "long": long,
+    "roofline": roofline, "curve": curve, "images": images,
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("tables", nargs="+", choices=[*TABLES, "all"])
+    parser.add_argument("--without", default="", help="peers to leave out, with commas: accelerate,torchtitan")
+    arguments = parser.parse_args()
+    LEFT_OUT.update(arguments.without.split(","))
+    for name in TABLES if "all" in arguments.tables else arguments.tables:
+        title, rows = TABLES[name]()
+        text = "\n".join([heading(f"One GPU: {title}", PROTOCOL), table(rows)])
+        print(text)
+        print("written to", write(f"h200-{name}", text), flush=True)
+
+
+if __name__ == "__main__":
+    main()

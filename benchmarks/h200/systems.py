@@ -1,0 +1,284 @@
+"""One training system on one GPU, in a process of its own: prints its speed and its memory as one line of JSON.
+
+python benchmarks/h200/systems.py shoal --shape 1.5b --micro-batch 8 [--precision fp8] [--recompute full] ...
+
+The same for all: a Llama of a given shape, random tokens, AdamW with weights and states in float32, products in
+bfloat16, compiled, no clipping; a step is forward, backward, update and the forgetting of gradients, timed from one
+synchronisation to the next. A system is used as its own documentation says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import sys
+import time
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PEAK_BF16 = 989e12
+"""FLOP/s of the datasheet, dense."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocabulary: int = 128256
+
+    @property
+    def parameters(self) -> int:
+        head_dim = self.hidden // self.heads
+        attention = self.hidden * head_dim * (2 * self.heads + 2 * self.kv_heads)
+        block = attention + 3 * self.hidden * self.ffn + 2 * self.hidden
+        return self.layers * block + 2 * self.vocabulary * self.hidden + self.hidden
+
+    def flops_per_token(self, sequence: int) -> int:
+        """Of forward and backward; attention as if every token saw all others, as is customary."""
+        return 6 * (self.parameters - self.vocabulary * self.hidden) + 12 * self.layers * self.hidden * sequence
+
+
+SHAPES = {
+    "1.5b": Shape(2048, 16, 32, 8, 8192),
+    "3.6b": Shape(3072, 28, 24, 8, 8192),
+    "8b": Shape(4096, 32, 32, 8, 14336),
+    "0.4b": Shape(1024, 24, 16, 16, 4096, 32000),  # heads of 64, none shared
+    "1.1b": Shape(2048, 22, 32, 4, 5632, 32000),
+    "1.3b-256k": Shape(1536, 16, 12, 4, 6144, 256000),  # heads of 128, a vocabulary larger than the rest
+    "2.6b": Shape(2560, 32, 20, 20, 6912, 50304),  # heads of 128, none shared, sizes that are not powers of two
+    "tiny": Shape(256, 2, 4, 2, 512, 1024),
+}
+
+
+def measured(
+    name: str,
+    shape: Shape,
+    arguments: argparse.Namespace,
+    step: Callable[[Any], None],
+    given: Callable[[Tensor], Any] = Tensor.cuda,
+    **more: Any,
+) -> None:
+    """Time the steps, and tell. `given` is how tokens are given to a system: on the GPU, unless it takes them there."""
+    seconds = []
+    for _ in range(arguments.steps):
+        tokens = torch.randint(0, shape.vocabulary, (arguments.micro_batch, arguments.sequence + 1))
+        batch = given(tokens)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step(batch)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    settled = seconds[arguments.warmup :]
+    median = statistics.median(settled)
+    rate = arguments.micro_batch * arguments.sequence / median
+    told = {
+        "system": name,
+        "tokens_per_s": round(rate),
+        "mfu": round(rate * shape.flops_per_token(arguments.sequence) / PEAK_BF16, 4),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "step_ms": round(median * 1e3, 2),
+        "spread": round((max(settled) - min(settled)) / median, 4),
+        "first_step_s": round(seconds[0], 1),
+        **more,
+    }
+    print(json.dumps(told), flush=True)
+
+
+# ---- shoal ----------------------------------------------------------------------------------------------------------
+
+
+def shoal(shape: Shape, arguments: argparse.Namespace) -> None:
+    from shoal.blueprint.recipe import OptimSection
+    from shoal.models.llama import Llama, LlamaConfig
+    from shoal.numerics.optim import build_optimizer
+    from shoal.train.run import Run
+
+    config = LlamaConfig(
+        hidden=shape.hidden, num_layers=shape.layers, num_heads=shape.heads, num_kv_heads=shape.kv_heads,
+        ffn=shape.ffn, vocabulary=shape.vocabulary, max_sequence=arguments.sequence,
+    )  # fmt: skip
+    words = f"mb={arguments.micro_batch} {arguments.precision} recompute={arguments.recompute} {arguments.words}"
+    with Run(words, compile=not arguments.eager, clip=arguments.clip, **arguments.options) as run:
+        with torch.device("cuda"):
+            model = Llama(config)
+        run.prepare(drawn(model))
+        states = {} if arguments.states is None else {"states": arguments.states}
+        run.prepare(build_optimizer(run.parameters, OptimSection(**states), lr=1e-4))
+
+        def given(tokens: Tensor) -> dict[str, Tensor]:
+            """As shoal's loader does."""
+            both = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+            return {name: x.contiguous().pin_memory() for name, x in both.items()}
+
+        def step(batch: dict[str, Tensor]) -> None:
+            run.step(batch)
+
+        measured("shoal", shape, arguments, step, given, parameters=run.composed.num_parameters)
+        if arguments.profile:
+            profile(shape, arguments, lambda tokens: step(given(tokens)))
+
+
+def drawn(model: nn.Module) -> nn.Module:
+    """shoal draws on the host, the same values for every layout; here they only have to be there soon."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    for name, parameter in model.named_parameters():
+        model.init_parameter(name, parameter.data, generator)  # type: ignore[operator]
+    return model
+
+
+def profile(shape: Shape, arguments: argparse.Namespace, step: Callable[[Tensor], None]) -> None:
+    """Where the time of a step goes, by kernel."""
+    batches = [torch.randint(0, shape.vocabulary, (arguments.micro_batch, arguments.sequence + 1)) for _ in range(4)]
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    step(batches[0])
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=kinds) as profiler:
+        for batch in batches[1:]:
+            step(batch)
+        torch.cuda.synchronize()
+    profiler.export_chrome_trace(arguments.profile)
+
+
+# ---- peers ----------------------------------------------------------------------------------------------------------
+
+
+class Absent(types.ModuleType):
+    """Stands for packages that torchtitan imports and that nothing here calls."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {}) if name[:1].isupper() else Absent(name)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return Absent("absent")
+
+
+def stand_in_for(*names: str) -> None:
+    for name in names:
+        if importlib.util.find_spec(name.split(".")[0]) is None or isinstance(
+            sys.modules.get(name.split(".")[0]), Absent
+        ):
+            module = Absent(name)
+            module.__path__ = []
+            module.__spec__ = importlib.util.spec_from_loader(name, None)
+            sys.modules[name] = module
+
+
+def torchtitan(shape: Shape, arguments: argparse.Namespace) -> None:
+    stand_in_for(
+        "datasets",
+        "datasets.distributed",
+        "torchdata",
+        "torchdata.stateful_dataloader",
+        "tomli",
+        "einops",
+        "tensorboard",
+    )
+    from torchtitan.components.loss import cross_entropy_loss
+    from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+    from torchtitan.models.llama3.infra.parallelize import apply_compile
+
+    wide = int(8 * shape.hidden / 3)
+    unit = next(unit for unit in (1024, 512, 256, 128) if shape.ffn % unit == 0)
+    with torch.device("meta"):
+        model = Transformer(
+            TransformerModelArgs(
+                dim=shape.hidden, n_layers=shape.layers, n_heads=shape.heads, n_kv_heads=shape.kv_heads,
+                ffn_dim_multiplier=(shape.ffn - unit / 2) / wide, multiple_of=unit, vocab_size=shape.vocabulary,
+                rope_theta=500000, max_seq_len=arguments.sequence,
+            )
+        )  # fmt: skip
+    apply_compile(model, types.SimpleNamespace(enable=True, backend="inductor", components=["model", "loss"]))
+    if arguments.recompute == "full":
+        wrap_in_checkpoints(model)
+    model.to_empty(device="cuda")
+    with torch.no_grad():
+        model.init_weights(buffer_device=torch.device("cuda"))
+    if arguments.states == "bf16":  # all of it in bfloat16: weights, gradients, states
+        model.to(torch.bfloat16)
+    assert sum(p.numel() for p in model.parameters()) == shape.parameters
+    loss_of = torch.compile(cross_entropy_loss)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    scale = 1 / (arguments.micro_batch * arguments.sequence)
+
+    def step(tokens: Tensor) -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = loss_of(model(tokens[:, :-1]), tokens[:, 1:].contiguous())
+        (loss * scale).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    measured("torchtitan 0.2.2", shape, arguments, step, parameters=shape.parameters)
+
+
+def wrap_in_checkpoints(model: nn.Module) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    for name, block in model.layers.named_children():  # type: ignore[union-attr]
+        model.layers.register_module(name, checkpoint_wrapper(block))  # type: ignore[union-attr]
+
+
+def accelerate(shape: Shape, arguments: argparse.Namespace) -> None:
+    from accelerate import Accelerator
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    accelerator = Accelerator(mixed_precision="bf16")
+    config = LlamaConfig(
+        hidden_size=shape.hidden, num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads, intermediate_size=shape.ffn, vocab_size=shape.vocabulary,
+        max_position_embeddings=arguments.sequence, attn_implementation="sdpa", tie_word_embeddings=False,
+        use_cache=False,
+    )  # fmt: skip
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    compiled = torch.compile(model)
+
+    def step(tokens: Tensor) -> None:
+        accelerator.backward(compiled(input_ids=tokens[:, :-1], labels=tokens[:, :-1]).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    measured("Accelerate + Transformers", shape, arguments, step, parameters=sum(p.numel() for p in model.parameters()))
+
+
+SYSTEMS = {"shoal": shoal, "torchtitan": torchtitan, "accelerate": accelerate}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("system", choices=SYSTEMS)
+    parser.add_argument("--shape", choices=SHAPES, default="1.5b")
+    parser.add_argument("--micro-batch", type=int, default=8)
+    parser.add_argument("--sequence", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--precision", default="bf16", help="of shoal")
+    parser.add_argument("--recompute", default="none")
+    parser.add_argument("--states", default=None, help="bf16: the optimizer's states, and for a peer all it holds")
+    parser.add_argument("--words", default="", help="more words of shoal's plan")
+    parser.add_argument("--options", type=json.loads, default={}, help="more options of shoal's Run, as JSON")
+    parser.add_argument("--clip", type=float, default=None)
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--profile", default="", help="where to write a trace of three steps of shoal")
+    arguments = parser.parse_args()
+    torch.set_float32_matmul_precision("high")
+    SYSTEMS[arguments.system](SHAPES[arguments.shape], arguments)
+
+
+if __name__ == "__main__":
+    main()
