@@ -161,7 +161,7 @@ def test_the_loss_scale_changes_nothing_but_the_scale(make_run: Any) -> None:
     models = []
     for scale in (1.0, 2.0**10):
         run = make_run("fp32", clip=0.05)
-        run.loss_scale = LossScale(scale)
+        run.updates.loss_scale = LossScale(scale)
         model = network()
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         run.step((ragged_batch(0)[0].float(), ragged_batch(0)[1]))
@@ -215,7 +215,7 @@ def test_an_update_judged_on_the_device_is_the_same(make_run: Any, kind: Any, cl
     models = []
     for judges_late in (False, True):
         run = make_run("fp64 mb=2", clip=clip)
-        run.judges_late = judges_late
+        run.updates.judges_late = judges_late
         model = network()
         run.prepare(model, kind(model.parameters(), lr=0.1, fused=True))
         for step in range(3):
@@ -227,7 +227,7 @@ def test_an_update_judged_on_the_device_is_the_same(make_run: Any, kind: Any, cl
 
 def test_late_nan_stops_the_run_at_the_next_step_and_leaves_the_weights(make_run: Any) -> None:
     run = make_run("fp64 mb=2")
-    run.judges_late = True
+    run.updates.judges_late = True
     model = network()
     run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
     before = [parameter.clone() for parameter in model.parameters()]
@@ -239,7 +239,7 @@ def test_late_nan_stops_the_run_at_the_next_step_and_leaves_the_weights(make_run
 
 def test_late_nan_in_the_last_step_stops_the_run_when_it_is_settled(make_run: Any) -> None:
     run = make_run("fp64 mb=2")
-    run.judges_late = True
+    run.updates.judges_late = True
     model = network()
     run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
     run.step(poisoned())
@@ -252,7 +252,7 @@ def test_late_nan_can_be_skipped_as_if_the_step_had_not_been(make_run: Any) -> N
     models = []
     for batches in ([poisoned(), ragged_batch(1)], [ragged_batch(1)]):
         run = make_run("fp64 mb=2", on_nan="skip", clip=0.05)
-        run.judges_late = True
+        run.updates.judges_late = True
         model = network()
         run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
         reports = []
@@ -268,7 +268,7 @@ def test_late_nan_can_be_skipped_as_if_the_step_had_not_been(make_run: Any) -> N
 
 def test_late_nan_can_be_ignored(make_run: Any) -> None:
     run = make_run("fp64", on_nan="ignore")
-    run.judges_late = True
+    run.updates.judges_late = True
     model = network()
     run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
     run.step(poisoned())

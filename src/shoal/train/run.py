@@ -16,12 +16,11 @@ One step, four microbatches, two ranks (s: loss sum, w: how many tokens count, W
 from __future__ import annotations
 
 import functools
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,12 +36,11 @@ from shoal.comm.world import World
 from shoal.data.batch import length, parts, to_device
 from shoal.data.deal import DealtLoader
 from shoal.data.hashing import hashed
-from shoal.errors import RunFailed, ShoalError
+from shoal.errors import ShoalError
 from shoal.numerics.determinism import make_deterministic
 from shoal.numerics.fp8 import Scaling
-from shoal.numerics.gradients import LossScale, clip_coefficient, gradients_of, scale_
+from shoal.numerics.gradients import LossScale
 from shoal.numerics.offload import HostCopies
-from shoal.numerics.optim import step_scaled, takes_scale
 from shoal.numerics.precision import precision_of
 from shoal.parallel.compose import Options, compose, refuse_unbuilt
 from shoal.parallel.composed import Composed, local
@@ -54,7 +52,6 @@ from shoal.train.build import describe
 from shoal.train.evaluation import evaluate
 from shoal.train.handover import hand_over
 from shoal.train.late import LateNumbers
-from shoal.train.nonfinite import nonfinite_places
 from shoal.train.objective import (
     CrossEntropy,
     LossFunction,
@@ -65,8 +62,7 @@ from shoal.train.objective import (
     sum_from_mean,
 )
 from shoal.train.step import OpenStep, StepReport, Unjudged
-
-OnNan = Literal["stop", "skip", "ignore"]
+from shoal.train.update import OnNan, Updates
 
 
 class Run:
@@ -124,8 +120,9 @@ class Run:
         self.plan = asked.resolve(self.world.size)
         refuse_unbuilt(self.plan)
         self.precision = precision_of(self.plan.precision)
-        self.loss_scale = LossScale(loss_scale, loss_scale_window) if self.precision.scales_loss else LossScale()
-        self.seed, self.clip, self.on_nan = seed, clip, on_nan
+        scale = LossScale(loss_scale, loss_scale_window) if self.precision.scales_loss else LossScale()
+        self.updates = Updates(world=self.world, loss_scale=scale, clip=clip, on_nan=on_nan)
+        self.seed = seed
         self.options = Options(
             seed=seed,
             bucket_mb=bucket_mb,
@@ -158,9 +155,6 @@ class Run:
         self._host_copies: HostCopies | None = None
         self._loaders: list[DealtLoader] = []
         self._step: OpenStep | None = None
-        self._unjudged: Unjudged | None = None
-        self.judges_late: bool | None = None
-        """Whether the optimizer judges on the device whether a gradient is finite. None: not decided yet."""
 
     # ---- what a loop prepares --------------------------------------------------------------------------------------
 
@@ -173,6 +167,11 @@ class Run:
     def is_main(self) -> bool:
         """Whether this rank speaks for all."""
         return self.world.is_main
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """What losses are multiplied by under fp16; elsewhere 1."""
+        return self.updates.loss_scale
 
     @property
     def composed(self) -> Composed:
@@ -371,12 +370,14 @@ class Run:
             self.on_gradients()
         trained = self._trained_parameters()
         norm = self.composed.norm(trained) / self.loss_scale.scale
-        is_applied = self._apply(trained, norm)
+        is_applied = self.updates.apply(self.optimizer, self._host_copies, trained, norm)
         experts = self.composed.balance_experts(is_applied=is_applied)
         if reduction is not None:
             reduction.wait()
-        report = StepReport(loss, norm, LateNumbers(loss, norm), keeps_nonfinite=self._keeps_nonfinite, experts=experts)
-        self._unjudged = Unjudged(report, self.steps_done, step.sums, self.composed.norms)
+        report = StepReport(
+            loss, norm, LateNumbers(loss, norm), keeps_nonfinite=self.updates.keeps_nonfinite, experts=experts
+        )
+        self.updates.unjudged = Unjudged(report, self.steps_done, step.sums, self.composed.norms)
         if isinstance(is_applied, bool):
             self.settle()
         self.optimizer.zero_grad(set_to_none=True)
@@ -389,39 +390,10 @@ class Run:
         self.report = report
         return report
 
-    @property
-    def _keeps_nonfinite(self) -> bool:
-        return self.on_nan == "ignore" and not self.loss_scale.is_dynamic
-
-    def _apply(self, trained: list[nn.Parameter], norm: Tensor) -> Tensor | bool:
-        """Clip and update, unless a gradient is not finite. Returns whether it was done; as a number on the device, if
-        the optimizer can judge it there and nobody has to wait for it."""
-        if self.judges_late is None:
-            is_elsewhere = self._host_copies is not None or any(p.device != self.device for p in trained)
-            can = self.device.type == "cuda" and not is_elsewhere and takes_scale(self.optimizer)
-            self.judges_late = can and not self.loss_scale.is_dynamic
-        if self.judges_late:
-            is_finite = torch.ones_like(norm) if self._keeps_nonfinite else norm.isfinite().to(norm.dtype)
-            divisor = None
-            if self.clip is not None and norm.dtype == torch.float32:
-                divisor = 1.0 / clip_coefficient(norm, self.clip)
-            else:  # a divisor is a float32, and would leave its mark on gradients in float64
-                self._scale_gradients(trained, norm)
-            step_scaled(self.optimizer, divisor=divisor, is_dropped=1.0 - is_finite)
-            return is_finite
-        is_applied = self._keeps_nonfinite or bool(torch.isfinite(norm))
-        if is_applied:
-            self._scale_gradients(trained, norm)
-            (self._host_copies or self.optimizer).step()
-            self.loss_scale.succeeded()
-        return is_applied
-
     def settle(self) -> None:
         """Judge the last step now, and wait for it: end the run, or say why its update was dropped, if its gradient was
         not finite. On a GPU that is known only when the next step has been asked for, unless somebody asks here."""
-        unjudged, self._unjudged = self._unjudged, None
-        if unjudged is not None and unjudged.report.was_skipped:
-            unjudged.report.note = self._judge_nonfinite(unjudged)
+        self.updates.settle()
 
     def _trained_parameters(self) -> list[nn.Parameter]:
         """Of the model; under offload, the optimizer holds copies of them."""
@@ -572,28 +544,6 @@ class Run:
                 "not one label of this global batch counts: all are -100", fix="mask less, or enlarge --data.batch"
             )
         return total * self.gradient_degree / self.world.size
-
-    def _scale_gradients(self, trained: list[nn.Parameter], norm: Tensor) -> None:
-        """Undo the loss scale and clip, in one pass over the gradients."""
-        gradients = [local(gradient) for gradient in gradients_of(trained)]
-        if self.clip is not None:
-            scale_(gradients, clip_coefficient(norm, self.clip) / self.loss_scale.scale)
-        elif self.loss_scale.scale != 1.0:
-            scale_(gradients, torch.ones_like(norm) / self.loss_scale.scale)
-
-    def _judge_nonfinite(self, unjudged: Unjudged) -> str:
-        """[4] Every rank is here together, because the norm is the same number everywhere, and so is the loss.
-
-        A gradient that overflows is what the loss scale is for. It cannot cure a loss that is not finite itself.
-        """
-        loss, _ = unjudged.report.numbers.read()
-        if self.loss_scale.is_dynamic and not self.loss_scale.is_exhausted and math.isfinite(loss):
-            self.loss_scale.overflowed()
-            return ""
-        text = nonfinite_places(self.world, unjudged)
-        if self.on_nan == "stop":
-            raise RunFailed(text, fix="lower --optim.lr, look at that batch, or --run.on_nan skip to drop such steps")
-        return text
 
     # ---- evaluation and the end ------------------------------------------------------------------------------------
 

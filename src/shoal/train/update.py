@@ -1,0 +1,105 @@
+"""From the gradients of a step to its update: judge, clip, apply.
+
+One number decides, the global norm, which is the same on every rank. Where it is judged:
+
+on the host     it is read, and the host waits for the step: on a CPU, under fp16 (whose next step depends on it), with
+                an optimizer of one's own, and where optimizer or parameters live in host memory
+on the device   a fused optimizer is told where to find it, and drops the update by itself; the host hears of it when
+                the next step has been asked for
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.comm.world import World
+from shoal.errors import RunFailed
+from shoal.numerics.gradients import LossScale, clip_coefficient, gradients_of, scale_
+from shoal.numerics.offload import HostCopies
+from shoal.numerics.optim import step_scaled, takes_scale
+from shoal.parallel.composed import local
+from shoal.train.nonfinite import nonfinite_places
+from shoal.train.step import Unjudged
+
+OnNan = Literal["stop", "skip", "ignore"]
+
+
+@dataclass(kw_only=True)
+class Updates:
+    """What a run does with the gradients of its steps."""
+
+    world: World
+    loss_scale: LossScale
+    clip: float | None
+    on_nan: OnNan
+    judges_late: bool | None = None
+    """Whether the optimizer judges on the device whether a gradient is finite. None: not decided yet."""
+    unjudged: Unjudged | None = None
+    """The last step, as long as nobody on the host knows whether its gradient was finite."""
+
+    @property
+    def keeps_nonfinite(self) -> bool:
+        """Whether updates are made whatever the gradient is."""
+        return self.on_nan == "ignore" and not self.loss_scale.is_dynamic
+
+    def apply(
+        self, optimizer: Optimizer, host_copies: HostCopies | None, trained: list[nn.Parameter], norm: Tensor
+    ) -> Tensor | bool:
+        """Clip and update, unless a gradient is not finite. Returns whether it was done; as a number on the device, if
+        it was judged there."""
+        if self.judges_late is None:
+            is_elsewhere = host_copies is not None or any(p.device != self.world.device for p in trained)
+            can = self.world.device.type == "cuda" and not is_elsewhere and takes_scale(optimizer)
+            self.judges_late = can and not self.loss_scale.is_dynamic
+        if self.judges_late:
+            return self._apply_on_device(optimizer, trained, norm)
+        is_applied = self.keeps_nonfinite or bool(torch.isfinite(norm))
+        if is_applied:
+            self._scale_gradients(trained, norm)
+            (host_copies or optimizer).step()
+            self.loss_scale.succeeded()
+        return is_applied
+
+    def _apply_on_device(self, optimizer: Optimizer, trained: list[nn.Parameter], norm: Tensor) -> Tensor:
+        is_finite = torch.ones_like(norm) if self.keeps_nonfinite else norm.isfinite().to(norm.dtype)
+        divisor = None
+        if self.clip is not None and norm.dtype == torch.float32:
+            divisor = 1.0 / clip_coefficient(norm, self.clip)
+        else:  # a divisor is a float32, and would leave its mark on gradients in float64
+            self._scale_gradients(trained, norm)
+        step_scaled(optimizer, divisor=divisor, is_dropped=1.0 - is_finite)
+        return is_finite
+
+    def _scale_gradients(self, trained: list[nn.Parameter], norm: Tensor) -> None:
+        """Undo the loss scale and clip, in one pass over the gradients."""
+        gradients = [local(gradient) for gradient in gradients_of(trained)]
+        if self.clip is not None:
+            scale_(gradients, clip_coefficient(norm, self.clip) / self.loss_scale.scale)
+        elif self.loss_scale.scale != 1.0:
+            scale_(gradients, torch.ones_like(norm) / self.loss_scale.scale)
+
+    def settle(self) -> None:
+        """Judge the last step now, and wait for it."""
+        unjudged, self.unjudged = self.unjudged, None
+        if unjudged is not None and unjudged.report.was_skipped:
+            unjudged.report.note = self._judge_nonfinite(unjudged)
+
+    def _judge_nonfinite(self, unjudged: Unjudged) -> str:
+        """Every rank is here together, because the norm is the same number everywhere, and so is the loss.
+
+        A gradient that overflows is what the loss scale is for. It cannot cure a loss that is not finite itself.
+        """
+        loss, _ = unjudged.report.numbers.read()
+        if self.loss_scale.is_dynamic and not self.loss_scale.is_exhausted and math.isfinite(loss):
+            self.loss_scale.overflowed()
+            return ""
+        text = nonfinite_places(self.world, unjudged)
+        if self.on_nan == "stop":
+            raise RunFailed(text, fix="lower --optim.lr, look at that batch, or --run.on_nan skip to drop such steps")
+        return text
