@@ -43,8 +43,6 @@ class Block(nn.Module):
         self.expert_norm = nn.LayerNorm(FEATURES)
         self.router = shoal.Router(FEATURES, NUM_EXPERTS, top_k=2, auxiliary_coefficient=0.02)
         self.experts = shoal.Experts(FEATURES, 2 * FEATURES, NUM_EXPERTS)
-        self.router.reset_parameters()
-        self.experts.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, NUM_HEADS, -1)).permute(2, 0, 3, 1, 4)

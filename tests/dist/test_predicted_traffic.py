@@ -18,7 +18,9 @@ from shoal.blueprint.traffic import traffic
 from shoal.comm.traffic import count
 from shoal.comm.world import World
 from shoal.models import llama
+from shoal.parallel.expert import Experts
 from shoal.parallel.holdings import anatomy_of
+from shoal.parallel.routing import Router
 from shoal.train.run import Run
 from tests.dist.pool import Pool
 
@@ -205,3 +207,45 @@ def test_a_model_with_a_description_of_its_own(pool: Pool, plan: str) -> None:
     model = PostNorms()
     of = anatomy_of(model, model.describe(), ((inputs_and_labels()["inputs"],), {}))
     check(plan, of, pool.run(count_other, 2, "PostNorms", plan))
+
+
+# ---- a mixture that does not say what its blocks are ----------------------------------------------------------------
+
+
+class Mixture(nn.Module):
+    """Two layers of experts, and layers of unlike sizes beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.wide, self.narrow = nn.Embedding(VOCABULARY, 16), nn.Linear(16, 64), nn.Linear(64, 16)
+        self.routers = nn.ModuleList(Router(16, 4, top_k=2) for _ in range(2))
+        self.experts = nn.ModuleList(Experts(16, 8, 4) for _ in range(2))
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for router, experts in zip(self.routers, self.experts, strict=True):
+            routing, *facts = router(x)
+            x = x + router.settle(experts(x.flatten(0, 1), routing).view_as(x), *facts)
+        logits: Tensor = self.head(x + self.narrow(self.wide(x).tanh()))
+        return logits
+
+    def describe(self) -> Description:
+        return Description(num_experts=4, active_experts=2, splits={"experts.*": Split.EXPERTS})
+
+
+def count_mixture(world: World, plan: str) -> Any:
+    return counted_step(Run(plan, clip=0.5, world=world), Mixture().double(), batch())
+
+
+@pytest.mark.parametrize("plan", ["ep=2 zero=3 mb=2 fp64", "ep=2 zero=1 mb=2 fp64", "zero=3 mb=2 fp64"])
+def test_experts_of_a_model_without_blocks(pool: Pool, plan: str) -> None:
+    model = Mixture()
+    of = anatomy_of(model, model.describe(), ((batch()["tokens"],), {}))
+    resolved = Plan.parse(plan).resolve(2)
+    for rank, seen in enumerate(pool.run(count_mixture, 2, plan)):
+        predicted = traffic(resolved, of, batch=BATCH, rank=rank)["dp_shard"]
+        assert {name: (m.calls, m.bytes) for name, m in predicted.items()} == {
+            name: (found["calls"], found["bytes"]) for name, found in seen["dp_shard"].items()
+        }

@@ -136,7 +136,7 @@ MIXTURE = replace(PLACED, num_experts=6, splits={**DESCRIPTION.splits, "blocks.*
 def test_a_ring_cuts_a_sequence_into_twice_as_many_chunks_as_ranks() -> None:
     problem = only(found("cp=4", 4, PLACED, sequence=12))
     assert problem.what == "cp=4 cuts a sequence into 8 chunks, and its 12 tokens cannot be divided evenly"
-    assert problem.fix == "--data.sequence 8 or 16, or cp=1, 2, 3 or 6"
+    assert problem.fix == "--data.sequence 8 or 16, or cp=1 or 2"
     assert found("cp=4 ulysses", 4, PLACED, sequence=12) == []
     assert "into 4 chunks" in only(found("cp=4 ulysses", 4, PLACED, sequence=10)).what
     assert found("cp=4", 4, PLACED, sequence=None) == []
@@ -170,10 +170,17 @@ def test_ep_divides_the_experts() -> None:
     assert problem.fix == "ep=1 or 2"
 
 
-@pytest.mark.parametrize("silent", [PLACED, replace(PLACED, num_experts=8)])
-def test_a_model_without_experts_is_told_what_to_declare(silent: Description) -> None:
+@pytest.mark.parametrize(
+    ("silent", "why"),
+    [
+        (PLACED, "the model says nothing of experts"),
+        (replace(PLACED, num_experts=8), "the model's describe() has no Split.EXPERTS in its splits"),
+        (replace(PLACED, splits={"experts": Split.EXPERTS}), "the model's describe() has no num_experts"),
+    ],
+)
+def test_a_model_without_experts_is_told_what_to_declare(silent: Description, why: str) -> None:
     problem = only(found("ep=2 zero=3", 4, silent))
-    assert problem.what == "ep=2 divides experts, but the model says nothing of experts"
+    assert problem.what == f"ep=2 divides experts, but {why}"
     assert problem.fix == EXPERTS_ESSAY
 
 

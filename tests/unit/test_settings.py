@@ -36,6 +36,14 @@ def test_yaml_and_overrides_become_one(tmp_path: Path) -> None:
     assert str(recipe.run.duration) == "2epoch"
 
 
+def test_another_model_on_the_command_line_does_not_get_the_keys_of_the_files(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("model: {name: llama, preset: tiny, num_layers: 2}\n")
+    assert load_recipe(path, [("model.name", "own.py:build")]).model.arguments == {}
+    assert load_recipe(path, [("model.name", "mlp"), ("model.sizes", "[4, 2]")]).model.arguments == {"sizes": [4, 2]}
+    assert load_recipe(path, [("model.name", "llama")]).model.arguments == {"preset": "tiny", "num_layers": 2}
+
+
 def test_plan_as_words_replaces_plan_as_keys(tmp_path: Path) -> None:
     file = write(tmp_path, "plan: {dp_replicate: 2, mb: 4}\n")
     assert load_recipe(file, [("plan", "bf16 mb=1")]).plan == Recipe.model_validate({"plan": "bf16 mb=1"}).plan

@@ -110,6 +110,8 @@ class Anatomy:
     """Parameters of embeddings, which cost nothing to compute with."""
     units_by_size: tuple[str, ...] = field(default=())
     """For a model without blocks: submodules that are sharded as one, children before parents."""
+    units_beside_experts: tuple[str, ...] = field(default=())
+    """The same where experts are divided over ep, and are units of their own already."""
 
     def shape(self, name: str) -> Shape:
         """The whole shape of a parameter, also by the second name of a tied one."""
@@ -270,7 +272,8 @@ def sharded_units(plan: Plan, anatomy: Anatomy, part: Part) -> list[tuple[Unit, 
     present = [module for module in part.modules if any(_is_in(name, [module]) for name in part.pieces)]
     found = list(units(anatomy.description, present))
     if not anatomy.description.blocks:
-        found = [*(Unit((name,)) for name in anatomy.units_by_size), Unit(("",), is_root=True)]
+        by_size = anatomy.units_beside_experts if plan.layout.ep > 1 else anatomy.units_by_size
+        found = [*(Unit((name,)) for name in by_size), Unit(("",), is_root=True)]
     left = dict(part.pieces)
     homes = {name: experts_of(anatomy.description, name) if plan.layout.ep > 1 else None for name in left}
     filled = []

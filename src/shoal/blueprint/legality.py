@@ -56,7 +56,7 @@ BLOCKS_ESSAY = """give the model a method that says where it may be cut:
             )
         with the names of your own modules, in the order of the forward"""
 
-POSITIONS_ESSAY = """let the model take the places of its tokens, and say by which argument:
+POSITIONS_ESSAY = """leave cp out, or let the model take the places of its tokens, and say by which argument:
         from shoal import Description
         def forward(self, tokens, positions=None): ...  # (batch, tokens); None: counted from 0
         def describe(self):
@@ -310,7 +310,8 @@ def _context_misfits(plan: Plan, description: Description, sequence: int | None)
     chunks = num_chunks(plan)
     if sequence is not None and sequence % chunks:
         around = sorted({max(1, sequence // chunks) * chunks, -(-sequence // chunks) * chunks})
-        legal = [degree for degree in range(1, max(cp, 8) + 1) if sequence % num_chunks(plan, degree) == 0]
+        degrees = divisors(plan.layout.world_size)
+        legal = [degree for degree in degrees if sequence % num_chunks(plan, degree) == 0]
         yield Problem(
             f"cp={cp} cuts a sequence into {chunks} chunks, and its {sequence} tokens cannot be divided evenly",
             f"--data.sequence {listed(around)}, or cp={listed(legal)}",
@@ -328,8 +329,11 @@ def _expert_misfits(plan: Plan, description: Description) -> Iterator[Problem]:
     layout, num_experts = plan.layout, description.num_experts
     if layout.ep == 1:
         return
-    if num_experts is None or Split.EXPERTS not in description.splits.values():
-        yield Problem(f"ep={layout.ep} divides experts, but the model says nothing of experts", EXPERTS_ESSAY)
+    has_split = Split.EXPERTS in description.splits.values()
+    if num_experts is None or not has_split:
+        half = "no num_experts" if has_split else "no Split.EXPERTS in its splits" if num_experts else ""
+        why = f"the model's describe() has {half}" if half else "the model says nothing of experts"
+        yield Problem(f"ep={layout.ep} divides experts, but {why}", EXPERTS_ESSAY)
     elif num_experts % layout.ep:
         legal = [degree for degree in divisors(layout.dp_shard * layout.cp) if num_experts % degree == 0]
         yield Problem(f"ep={layout.ep} does not divide num_experts={num_experts}", f"ep={listed(legal)}")

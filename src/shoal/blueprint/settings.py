@@ -64,12 +64,21 @@ def load_recipe(path: Path | None, overrides: Iterable[tuple[str, str]] = ()) ->
     """The recipe in the file (None: all defaults) with `("optim.lr", "3e-4")` and the like laid over it."""
     tree = {} if path is None else read_yaml(path)
     problems: list[Problem] = []
+    overrides = list(overrides)
+    _forget_other_model(tree, dict(overrides).get("model.name"))
     for key, text in overrides:
         try:
             put(tree, key, parse_value(key, text))
         except ShoalError as error:
             problems += error.problems
     return build_recipe(tree, title=str(path) if path else "the settings", problems=problems)
+
+
+def _forget_other_model(tree: Tree, name: str | None) -> None:
+    """Keys under `model:` belong to the model that the file names; another one's are said beside its name."""
+    model = tree.get("model")
+    if name is not None and isinstance(model, dict) and model.get("name", "llama") != name:
+        tree["model"] = {"name": name}
 
 
 def read_yaml(path: Path) -> Tree:

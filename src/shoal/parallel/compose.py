@@ -9,7 +9,7 @@ is gone before the next one is filled.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -175,13 +175,12 @@ class _How:
 def _lay_out(part: Part, how: _How) -> None:
     """One part of the model, unit by unit."""
     model, description, sharding = part.model, how.description, how.sharding
-    divided: list[Experts] = []
+    large = _large_units(model, how)
     for unit in _units(model, description):
         _fill(model, unit, how.options.seed)
         if not unit.is_rest:
             split(model, unit.names, description.splits, how.tensor)
         experts = _divide_experts(model, unit, how)
-        divided += experts
         _place(model, unit, how.mesh.device, how.precision.weight_dtype)
         for block in _modules(model, unit) if unit.is_block else ():
             _choose_attention(block, how.options)
@@ -202,9 +201,18 @@ def _lay_out(part: Part, how: _How) -> None:
     if how.context is not None:
         divide_tokens(model, description, how.context)
     if sharding is not None:
-        for large in units_by_size(model, except_for=divided) if not description.blocks else ():
-            sharding.shard(large)
+        for unit_by_size in large:
+            sharding.shard(unit_by_size)
         sharding.shard(part.stage or model, is_last=True)
+
+
+def _large_units(model: nn.Module, how: _How) -> Sequence[nn.Module]:
+    """What is sharded as one in a model that does not say what its blocks are. They are chosen while all is whole, as
+    the planner sees it."""
+    if how.sharding is None or how.description.blocks:
+        return ()
+    divided = experts_in(model).values() if how.experts is not None else ()
+    return units_by_size(model, except_for=divided)
 
 
 def _divide_experts(model: nn.Module, unit: Unit, how: _How) -> list[Experts]:

@@ -104,6 +104,11 @@ class Attention(nn.Module):
         context = self.context
         if context is not None:
             _check_attention(q_BNTH, v_BKTH, mask, context)
+        elif mask is not None and not (mask.dtype == torch.bool or mask.is_floating_point()):
+            raise ShoalError(
+                f"a mask of {mask.dtype} says which document a token is of, not what it may see",
+                fix="self.mask = shoal.DocumentMask(), and self.attention(q, k, v, self.mask(documents))",
+            )
         if context is None or q_BNTH.is_meta:  # without values there are only shapes, and those are of one rank
             own_mask = mask if context is None else None
             return attended(q_BNTH, k_BKTH, v_BKTH, own_mask, causal=self.causal, backend=self.backend)
@@ -132,6 +137,13 @@ class DocumentMask(nn.Module):
 
 def _check_attention(q_BNTH: Tensor, v_BKTH: Tensor, mask: Tensor | None, context: ContextParallel) -> None:
     """What one device can do, and ranks that divide the tokens cannot."""
+    own = None if context.num_tokens is None else context.num_tokens // context.degree
+    if own is not None and q_BNTH.shape[2] != own and q_BNTH.shape[1] == own and not q_BNTH.is_meta:
+        raise ShoalError(
+            f"attention takes (samples, heads, tokens, features), and queries of shape {tuple(q_BNTH.shape)} have their"
+            f" {own} tokens where heads belong",
+            fix="q, k, v = (x.transpose(1, 2) for x in (q, k, v))",
+        )
     if v_BKTH.shape[-1] != q_BNTH.shape[-1]:
         raise ShoalError(
             f"values of {v_BKTH.shape[-1]} features and queries of {q_BNTH.shape[-1]} cannot travel in one message",
@@ -142,7 +154,8 @@ def _check_attention(q_BNTH: Tensor, v_BKTH: Tensor, mask: Tensor | None, contex
             f"ulysses deals {q_BNTH.shape[1]} heads to cp={context.degree} ranks, which does not come out even",
             fix="ring instead of ulysses, or a cp that divides the heads",
         )
-    if context.kind == "ring" and mask is not None and (mask.dim() != 2 or mask.is_floating_point()):
+    is_documents = mask is not None and mask.dim() == 2 and mask.dtype != torch.bool and not mask.is_floating_point()
+    if context.kind == "ring" and mask is not None and not is_documents:
         raise ShoalError(
             f"a ring makes its masks from documents, and cannot use a mask of shape {tuple(mask.shape)}",
             fix="shoal.DocumentMask, or ulysses instead of ring",
@@ -231,6 +244,11 @@ def _places(tokens_BT: Tensor, documents_BT: Tensor | None, context: ContextPara
 
 def _check_call(tokens: Tensor, documents: Any, context: ContextParallel) -> None:
     whole = context.num_tokens
+    if whole is None and not tokens.is_meta:
+        raise ShoalError(
+            f"under cp={context.degree} the model is called with the rank's own tokens, and no batch was cut yet",
+            fix="call it with what run.batches, run.microbatches or run.own_tokens(batch) has given",
+        )
     if whole is not None and tokens.shape[1] * context.degree != whole:
         raise ShoalError(
             f"under cp={context.degree} this rank has {whole // context.degree} of the last batch's {whole} tokens, but"

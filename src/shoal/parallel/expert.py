@@ -72,6 +72,11 @@ class Experts(nn.Module):
         self.up_proj = nn.Parameter(torch.empty(num_experts * ffn, hidden))
         self.down_proj = nn.Parameter(torch.empty(num_experts * hidden, ffn))
         self.parallel: ExpertParallel | None = None
+        self.reset_parameters()
+
+    def extra_repr(self) -> str:
+        """For print(model)."""
+        return f"hidden={self.hidden}, ffn={self.ffn}, num_experts={self.num_experts}"
 
     def reset_parameters(self) -> None:
         """How they start, if no enclosing module says so."""
@@ -80,6 +85,7 @@ class Experts(nn.Module):
 
     def forward(self, x_TD: Tensor, routing: Routing) -> Tensor:
         """y_TD: for each token the sum over its experts of weight · expert(x)."""
+        _check_call(self, x_TD, routing)
         x_TD = in_autocast_dtype(x_TD)
         rows = sorted_rows(routing, self.num_experts)
         x_RD = spread(x_TD, rows)
@@ -98,6 +104,22 @@ class Experts(nn.Module):
         gate_RF = grouped_matmul(x_RD, gate_LDF, ends_L)
         up_RF = grouped_matmul(x_RD, up_LDF, ends_L)
         return grouped_matmul(gated(gate_RF, up_RF, weight_R), down_LFD, ends_L)
+
+
+def _check_call(experts: Experts, x_TD: Tensor, routing: Any) -> None:
+    """The three mistakes of whoever calls experts for the first time."""
+    right = "routing, *facts = router(x); y = experts(x.flatten(0, 1), routing).view_as(x)"
+    if not isinstance(routing, Routing):
+        raise ShoalError(f"experts take the routing of a router, not a {type(routing).__name__}", fix=right)
+    if x_TD.dim() != 2:
+        raise ShoalError(
+            f"experts take tokens one after the other, (tokens, features), not {tuple(x_TD.shape)}", fix=right
+        )
+    if routing.num_experts not in (None, experts.num_experts):
+        raise ShoalError(
+            f"a router of {routing.num_experts} experts cannot choose among {experts.num_experts}",
+            fix="the same num_experts for shoal.Router and shoal.Experts",
+        )
 
 
 def divide(experts: Experts, parallel: ExpertParallel) -> None:

@@ -28,7 +28,7 @@ from shoal.blueprint.memory import Memory
 from shoal.errors import ShoalError
 from shoal.parallel.composed import Composed
 from shoal.parallel.context import Attention
-from shoal.parallel.expert import Experts
+from shoal.parallel.expert import Experts, experts_in
 from shoal.parallel.pipeline import Call
 from shoal.parallel.routing import Router, Routing
 from shoal.parallel.shard import units_by_size
@@ -111,7 +111,9 @@ def anatomy_of(model: nn.Module, description: Description, call: Call) -> Anatom
     trace = _trace(skeleton, description, call)
     seconds = {second for _, second in description.tied}
     named = {name: parameter for name, parameter in skeleton.named_parameters() if name not in seconds}
-    by_size = units_by_size(skeleton) if not description.blocks else ()
+    has_blocks = bool(description.blocks)
+    by_size = () if has_blocks else units_by_size(skeleton)
+    beside_experts = () if has_blocks else units_by_size(skeleton, except_for=experts_in(skeleton).values())
     names = {module: name for name, module in skeleton.named_modules()}
     return Anatomy(
         description=description,
@@ -124,6 +126,7 @@ def anatomy_of(model: nn.Module, description: Description, call: Call) -> Anatom
         dispatches=tuple(trace.dispatches()),
         routers=tuple(trace.routers()),
         units_by_size=tuple(names[module] for module in by_size),
+        units_beside_experts=tuple(names[module] for module in beside_experts),
     )
 
 

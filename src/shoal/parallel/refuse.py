@@ -13,8 +13,9 @@ from shoal.blueprint.description import Description
 from shoal.blueprint.legality import misfits
 from shoal.blueprint.plan import Plan
 from shoal.errors import Problem, ShoalError, nearest, raise_if
-from shoal.parallel.context import Attention
+from shoal.parallel.context import Attention, DocumentMask
 from shoal.parallel.expert import experts_in
+from shoal.parallel.routing import routers
 from shoal.parallel.tensor import TensorParallel
 
 
@@ -40,6 +41,7 @@ def refuse(
         compiles=compiles,
     )
     found += [*_without_attention(model, plan), *_deaf(model, plan, description), *_without_experts(model, plan)]
+    found += [*_unsaid_documents(model, plan, description), *_other_experts(model, plan, description)]
     found += _without_fp8(plan, description)
     raise_if(found, title=f"plan '{plan.brief()}'")
     raise_if(_ties_that_break(model, plan, description))
@@ -81,6 +83,29 @@ def _without_experts(model: nn.Module, plan: Plan) -> Iterator[Problem]:
             f"ep={plan.layout.ep} divides experts, but the model has no shoal.Experts",
             "shoal.Experts in place of experts of your own, or ep=1",
         )
+
+
+def _unsaid_documents(model: nn.Module, plan: Plan, description: Description) -> Iterator[Problem]:
+    has_mask = any(isinstance(module, DocumentMask) for module in model.modules())
+    if plan.layout.cp > 1 and has_mask and description.documents is None:
+        yield Problem(
+            "the model has a shoal.DocumentMask, and describe() does not say which argument has the documents: cp would"
+            " cut them",
+            'Description(..., documents="documents")',
+        )
+
+
+def _other_experts(model: nn.Module, plan: Plan, description: Description) -> Iterator[Problem]:
+    """Numbers that the description and the modules have differently."""
+    facts = [("num_experts", description.num_experts, e.num_experts) for e in experts_in(model).values()]
+    facts += [
+        ("active_experts", description.active_experts, router.top_k)
+        for router in routers(model).values()
+        if router.choice == "token"
+    ]
+    for name, said, is_so in dict.fromkeys(facts):
+        if plan.layout.ep > 1 and said is not None and said != is_so:
+            yield Problem(f"describe() says {name}={said}, and the model has {is_so}", f"{name}={is_so}")
 
 
 def _without_fp8(plan: Plan, description: Description) -> Iterator[Problem]:

@@ -56,6 +56,9 @@ class Routing:
     top_k: int | None
     """k if every token has exactly k rows, and those of token 0 come first. None: anything goes."""
 
+    num_experts: int | None = None
+    """How many there were to choose from. None: it is not known."""
+
 
 class Router(nn.Module):
     """Scores every expert for every token, and chooses.
@@ -100,6 +103,11 @@ class Router(nn.Module):
         """Plain torch: of the last forward, the mean over its sequences."""
         self.load: Tensor | None = None
         """Plain torch: how often each expert was chosen since the last `update_biases`."""
+        self.reset_parameters()
+
+    def extra_repr(self) -> str:
+        """For print(model)."""
+        return f"num_experts={self.num_experts}, top_k={self.top_k}, score={self.score}, choice={self.choice}"
 
     def reset_parameters(self) -> None:
         """How it starts, if no enclosing module says so."""
@@ -166,13 +174,13 @@ class Router(nn.Module):
         row_R = torch.arange(num_tokens * self.top_k, device=scores_BTE.device)
         if self.capacity_factor is None or capacity >= scores_BTE.shape[1] * degree_of(group):
             rows = (row_R // self.top_k, expert_BTk.flatten(), weight_BTk.flatten())
-            return Routing(*rows, num_tokens, self.top_k), chosen_BTE, row_R.new_zeros(())
+            return Routing(*rows, num_tokens, self.top_k, self.num_experts), chosen_BTE, row_R.new_zeros(())
         wanted_BTE = scores_BTE.detach().masked_fill(~chosen_BTE, -math.inf)
         kept_BTE = best_of_each_sequence(wanted_BTE, capacity, group)[1] & chosen_BTE
         if not scores_BTE.is_meta:  # where nobody knows which, so all are kept
             row_R = kept_BTE.gather(-1, expert_BTk).flatten().nonzero()[:, 0]
         rows = (row_R // self.top_k, expert_BTk.flatten()[row_R], weight_BTk.flatten().gather(0, row_R))
-        return Routing(*rows, num_tokens, None), chosen_BTE, chosen_BTE.sum() - kept_BTE.sum()
+        return Routing(*rows, num_tokens, None, self.num_experts), chosen_BTE, chosen_BTE.sum() - kept_BTE.sum()
 
     def _experts_choose(self, scores_BTE: Tensor, group: Group) -> tuple[Routing, Tensor]:
         """Rows, and which experts took each token."""
@@ -187,7 +195,7 @@ class Router(nn.Module):
         else:
             token_R, expert_R = taken_BTE.flatten(0, 1).nonzero().unbind(1)
             weight_R = scores_BTE.flatten().gather(0, token_R * num_experts + expert_R)
-        return Routing(token_R, expert_R, weight_R * self.scale, batch * num_tokens, None), taken_BTE
+        return Routing(token_R, expert_R, weight_R * self.scale, batch * num_tokens, None, self.num_experts), taken_BTE
 
     def capacity(self, num_tokens: int, group: Group) -> int:
         """C: the most tokens of one sequence that one expert computes; `num_tokens` of it are here."""

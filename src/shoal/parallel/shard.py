@@ -16,6 +16,7 @@ reduced at its end, as under zero=1, whatever the stage.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -48,6 +49,8 @@ class Sharding:
     def shard(self, module: nn.Module | list[nn.Module], *, is_last: bool = False) -> None:
         """Make one unit of a module, or of several that are used together. `is_last`: the forward ends with it, and
         the backward begins with it: to let go of it in between would be in vain."""
+        # Of a layer that ends in a view, which FSDP2 fears may be changed in place; `verify` shows that none is.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         fully_shard(
             module,
             mesh=self.mesh,

@@ -24,6 +24,7 @@ from shoal.data.order import sample_ids
 from shoal.errors import ShoalError, raise_if
 from shoal.launch.local import launch
 from shoal.parallel.compose import refuse_unbuilt
+from shoal.parallel.routing import routers
 from shoal.parallel.stream import stream_of
 from shoal.proof.candidate import Findings, verify_on_rank
 from shoal.proof.case import TOLERANCES, Case, in_precision
@@ -111,9 +112,15 @@ def prove(case: Case) -> Proof:
 
 def _notes(case: Case) -> Iterator[str]:
     """What a reader of the verdict should know."""
-    if case.plan.zero and case.plan.layout.dp_shard == 1:
-        yield f"zero={case.plan.zero} divides nothing here: dp_shard is 1"
+    layout = case.plan.layout
+    if case.plan.zero and layout.dp_shard * layout.cp == 1:
+        yield f"zero={case.plan.zero} divides nothing here: dp_shard and cp are 1"
     model = without_memory(case.build)
+    if model is not None and routers(model) and case.plan.precision not in ("fp64", "fp32"):
+        yield (
+            f"experts in {case.plan.precision}: rounding, which differs from layout to layout, may send a token to"
+            " another expert, and then gradients differ where nothing is wrong; fp64 and fp32 decide"
+        )
     if model is not None and has_batch_norm(model):
         yield "batch norm: one device was given the batch in the plan's microbatches, on which its result depends"
 

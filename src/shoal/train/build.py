@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,14 @@ def build_to_lay_out(section: ModelSection, seed: int) -> nn.Module:
 def describe(model: nn.Module) -> Description:
     """What the model says about itself; a model that says nothing has an empty description."""
     method = getattr(model, "describe", None)
-    description = method() if callable(method) else None
+    if not callable(method):
+        return Description()
+    description = method()
+    if isinstance(description, Mapping):  # what else it may return is not meant for us
+        raise ShoalError(
+            f"describe() of {type(model).__name__} returned a {type(description).__name__}",
+            fix="return shoal.Description(...)",
+        )
     return description if isinstance(description, Description) else Description()
 
 

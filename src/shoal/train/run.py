@@ -559,9 +559,9 @@ class Run:
 
     def whole_tokens(self, x: Tensor, dim: int = 1) -> Tensor:
         """What every rank has computed for its own tokens (logits, say), for all tokens of the sequence, in order.
-        Without context parallelism it is all there already."""
+        Without context parallelism it is all there already. To look at: no gradient goes back through it."""
         context = self.composed.context
-        return x if context is None else context.join(x, dim)
+        return x.detach() if context is None else context.join(x.detach(), dim)
 
     def sum(self, *numbers: float) -> list[float]:
         """Each number summed over all ranks, for a validation of one's own; every rank must call it. Ranks that see the
