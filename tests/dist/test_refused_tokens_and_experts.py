@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
@@ -33,7 +34,8 @@ class Reader(nn.Module):
         mask: Any = self.mask(documents)
         if self.wrong == "mask":
             mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool)
-        y = self.attention(q, q, q, mask)
+        attend = F.scaled_dot_product_attention if self.wrong == "torch's" else self.attention
+        y = attend(q, q, q, mask)
         y = y if self.wrong == "layout" else y.transpose(1, 2)
         logits: Tensor = self.head(y.flatten(2))
         return logits
@@ -72,6 +74,12 @@ def test_whole_tokens_before_anything_was_cut(world: World) -> None:
 def test_heads_and_tokens_the_other_way_round(world: World) -> None:
     with pytest.raises(ShoalError, match="tokens where heads belong"):
         prepared(world, "cp=2 mb=2", Reader("layout")).step(batch())
+
+
+@on_ranks(2)
+def test_torchs_attention_in_place_of_the_models(world: World) -> None:
+    with pytest.raises(ShoalError, match="did not call it"):
+        prepared(world, "cp=2 mb=2", Reader("torch's")).step(batch())
 
 
 @on_ranks(2)

@@ -231,7 +231,7 @@ def test_all_bad_degrees_are_told_at_once() -> None:
         (
             lambda: Layout(dp_shard=4, cp=3, ep=5),
             "ep=5 does not divide dp_shard=4 x cp=3 = 12\n"
-            "    fix: ep=1, 2, 3, 4, 6 or 12, or a dp_shard x cp that 5 divides",
+            "    fix: ep=1, 2, 3, 4, 6 or 12, or a dp_shard x cp that 5 divides: more ranks, or less of other axes",
         ),
         (lambda: Layout(tp=2).coordinate(2), "there is no rank 2 in a world of 2\n    fix: 0 to 1"),
         (lambda: Layout(tp=2).peers(-1, "tp"), "there is no rank -1 in a world of 2\n    fix: 0 to 1"),

@@ -323,7 +323,7 @@ def test_values_are_checked_however_a_plan_is_made() -> None:
             "fsdp ep=3",
             4,
             "ep=3 does not divide dp_shard=4 x cp=1 = 4",
-            "ep=1, 2 or 4, or a dp_shard x cp that 3 divides",
+            "ep=1, 2 or 4, or a dp_shard x cp that 3 divides: more ranks, or less of other axes",
         ),
         ("ring tp=2", 2, "ring divides tokens among cp ranks, but cp=1", "cp=2, or leave ring out"),
         (

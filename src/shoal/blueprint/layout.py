@@ -67,7 +67,8 @@ class Layout:
             problems.append(
                 Problem(
                     f"ep={self.ep} does not divide dp_shard={self.dp_shard} x cp={self.cp} = {slots}",
-                    f"ep={listed(divisors(slots))}, or a dp_shard x cp that {self.ep} divides",
+                    f"ep={listed(divisors(slots))}, or a dp_shard x cp that {self.ep} divides: more ranks, or less of"
+                    " other axes",
                 )
             )
         raise_if(problems, "the layout" if len(problems) > 1 else "")

@@ -111,7 +111,7 @@ def compose(
         _lay_out(part, how)
     head = _loss_head(parts, how)
     if how.context is not None and skeleton is not model:
-        divide_tokens(skeleton, description, how.context)
+        divide_tokens(skeleton, description, how.context, is_compiled=True)
     whole = parts[0].model
     if how.sharding is None and parts[0].stage is None:
         peers = mesh.group_of_several(plan.gradient_axis)
@@ -199,7 +199,7 @@ def _lay_out(part: Part, how: _How) -> None:
         _compile(model, how.options)
     how.precision.install(model, how.mesh.device)
     if how.context is not None:
-        divide_tokens(model, description, how.context)
+        divide_tokens(model, description, how.context, is_compiled=bool(how.options.compile))
     if sharding is not None:
         for unit_by_size in large:
             sharding.shard(unit_by_size)

@@ -205,7 +205,7 @@ def positions_in_documents(documents_BT: Tensor) -> Tensor:
 # ---- from a description to a divided model --------------------------------------------------------------------------
 
 
-def divide(model: nn.Module, description: Description, context: ContextParallel) -> None:
+def divide(model: nn.Module, description: Description, context: ContextParallel, *, is_compiled: bool = False) -> None:
     """Let the attentions of a model ask the other ranks, and tell the model where its tokens are."""
     modules = [module for module in model.modules() if isinstance(module, Attention | DocumentMask)]
     if len({module.causal for module in modules}) > 1:
@@ -233,6 +233,25 @@ def divide(model: nn.Module, description: Description, context: ContextParallel)
         return bound.args, bound.kwargs
 
     model.register_forward_pre_hook(tell, with_kwargs=True)
+    if not is_compiled:  # for which every hook that comes and goes is another model
+        _expect_calls(model, [module for module in modules if isinstance(module, Attention)])
+
+
+def _expect_calls(model: nn.Module, attentions: list[Attention]) -> None:
+    """Refuse a model whose first forward went by all of them: its tokens have seen only those of their own rank."""
+    calls: list[int] = []
+    hooks = [attention.register_forward_pre_hook(lambda *_: calls.append(1)) for attention in attentions]
+
+    def look(_model: nn.Module, *_: Any) -> None:
+        while hooks:
+            hooks.pop().remove()
+        if attentions and not calls:
+            raise ShoalError(
+                "the model has a shoal.Attention and did not call it: under cp a token would see its own rank's only",
+                fix="self.attention(q, k, v) in place of scaled_dot_product_attention(q, k, v)",
+            )
+
+    hooks.append(model.register_forward_hook(look))
 
 
 def _places(tokens_BT: Tensor, documents_BT: Tensor | None, context: ContextParallel) -> Tensor:

@@ -342,7 +342,11 @@ def other_samples(e: Evidence) -> str | None:
             continue
         if e.difference.kind == "loss" or (seen & ~wanted).any():
             feeds = " or stage 0 of pp is fed a wrong microbatch" if e.context.num_stages > 1 else ""
-            feeds += ", or tokens and labels are cut unlike over cp" if e.context.layout.cp > 1 else ""
+            feeds += (
+                ", or tokens and labels are cut unlike over cp, or forward does not use the positions that it is given"
+                if e.context.layout.cp > 1
+                else ""
+            )
             return (
                 f"{name} has gradients in other rows than those that this batch uses: samples are dealt wrongly{feeds}."
             )
