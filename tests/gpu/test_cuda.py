@@ -67,7 +67,7 @@ def test_every_precision_learns(precision: str) -> None:
         "optim": {"lr": 1e-2, "warmup": "5step"},
         "plan": f"{precision} mb=8",
         "launch": {"device": "cuda"},
-        "run": {"duration": "60step"},
+        "run": {"duration": "60step", "fp8_narrow": 16},
     }
     job = check(build_recipe(tree, title="test"), 1)
     summary = train(None, None, job, None, True, 0.0)

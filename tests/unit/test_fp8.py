@@ -42,7 +42,7 @@ def test_it_follows_bf16(scaling: str) -> None:
     ("layer", "is_fit"),
     [
         (nn.Linear(2048, 8192, bias=False, device="meta"), True),
-        (nn.Linear(2048, 512, bias=False, device="meta"), False),  # narrow
+        (nn.Linear(2048, 256, bias=False, device="meta"), False),  # narrow
         (nn.Linear(2048, 2056, bias=False, device="meta"), False),  # no multiple of 16
         (nn.Embedding(2048, 2048, device="meta"), False),
     ],
@@ -61,5 +61,10 @@ def test_a_model_without_blocks_is_refused() -> None:
             y: Tensor = self.layer(x)
             return y
 
-    with Run("fp8", device="cpu") as run, pytest.raises(ShoalError, match=r"describe\(\)"):
+    with Run("fp8", device="cpu") as run, pytest.raises(ShoalError, match="does not say what its blocks are"):
         run.prepare(Plain())
+
+
+def test_a_model_that_is_too_small_is_refused() -> None:
+    with Run("fp8", device="cpu") as run, pytest.raises(ShoalError, match="large enough"):
+        run.prepare(Llama(LlamaConfig(hidden=64, ffn=128, num_layers=1)))

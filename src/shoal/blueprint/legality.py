@@ -101,6 +101,7 @@ def misfits(
         *_without_blocks(plan, description),
         *_pipeline_misfits(plan, description),
         *(_compile_misfits(plan, description) if compiles else ()),
+        *_precision_misfits(plan, description),
         *(_batch_misfits(plan, batch) if batch is not None else ()),
     ]
 
@@ -368,6 +369,18 @@ def _pipeline_misfits(plan: Plan, description: Description) -> Iterator[Problem]
             f"{plan.schedule} splits each backward in two, and torch then recomputes a block once for every parameter",
             "recompute=none, or 1f1b, interleaved, looped or gpipe",
         )
+
+
+def _precision_misfits(plan: Plan, description: Description) -> Iterator[Problem]:
+    if plan.precision != "fp8":
+        return
+    if plan.layout.tp > 1:
+        yield Problem(
+            f"fp8 computes with whole linear layers, and tp={plan.layout.tp} splits them",
+            "bf16 instead of fp8, or tp=1",
+        )
+    if not description.blocks:
+        yield Problem("fp8 is for the blocks of a model, and this one does not say what its blocks are", BLOCKS_ESSAY)
 
 
 def _compile_misfits(plan: Plan, description: Description) -> Iterator[Problem]:

@@ -251,6 +251,9 @@ class RunSection(Section):
     fp8: Literal["tensorwise", "rowwise"] = "tensorwise"
     """Under `precision: fp8`, what of a tensor shares one scale. rowwise is more exact, and slower on an H200."""
 
+    fp8_narrow: PositiveInt | None = None
+    """Under `precision: fp8`, layers with fewer features than this stay in bf16. None: 512."""
+
     loss: Literal["auto", "fused", "plain"] = "auto"
     """fused: the last layer of the model computes the loss, a part of the tokens at a time, and all logits never exist
     at once. plain: the model returns logits. auto: fused wherever a rank has the whole layer (no tp, no pp)."""

@@ -12,6 +12,9 @@ in bf16  embeddings, norms, the head, which the loss is most sensitive to, route
 from __future__ import annotations
 
 import dataclasses
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -21,8 +24,8 @@ from shoal.errors import ShoalError
 
 Scaling = Literal["tensorwise", "rowwise"]
 
-NARROW = 1024
-"""Layers with fewer features than this, in or out, stay in bf16."""
+NARROW = 512
+"""Layers with fewer features than this, in or out, stay in bf16. Measured on an H200."""
 
 
 def to_fp8(block: nn.Module, scaling: Scaling, device: torch.device, *, narrow: int | None = None) -> int:
@@ -31,7 +34,8 @@ def to_fp8(block: nn.Module, scaling: Scaling, device: torch.device, *, narrow: 
     A CPU has no such products, and computes them as float32 of the same values.
     """
     try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        with _silence("torchao", "torch.utils._pytree"):  # what it says when it is imported is not for our users
+            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError:
         raise ShoalError("fp8 needs torchao, which is not installed", fix="pip install 'shoal[fp8]'") from None
     config = Float8LinearConfig.from_recipe_name(scaling)
@@ -41,6 +45,19 @@ def to_fp8(block: nn.Module, scaling: Scaling, device: torch.device, *, narrow: 
     chosen = [layer for layer in block.modules() if is_fit_for_fp8(layer, least)]
     convert_to_float8_training(block, config=config, module_filter_fn=lambda layer, _: layer in chosen)
     return len(chosen)
+
+
+@contextmanager
+def _silence(*names: str) -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def is_fit_for_fp8(layer: nn.Module, narrow: int = NARROW) -> bool:

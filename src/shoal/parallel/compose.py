@@ -109,6 +109,11 @@ def compose(
     parts = list(_cut(model, plan, description, mesh))
     for part in parts:
         _lay_out(part, how)
+    if plan.precision == "fp8" and not how.num_in_fp8:
+        raise ShoalError(
+            "not one linear layer of the model's blocks is large enough to be computed in fp8",
+            fix="bf16; or fp8_narrow=16, which takes every layer whose features are multiples of 16",
+        )
     head = _loss_head(parts, how)
     if how.context is not None and skeleton is not model:
         divide_tokens(skeleton, description, how.context, is_compiled=True)

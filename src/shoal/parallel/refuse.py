@@ -42,7 +42,6 @@ def refuse(
     )
     found += [*_without_attention(model, plan), *_deaf(model, plan, description), *_without_experts(model, plan)]
     found += [*_unsaid_documents(model, plan, description), *_other_experts(model, plan, description)]
-    found += _without_fp8(plan, description)
     raise_if(found, title=f"plan '{plan.brief()}'")
     raise_if(_ties_that_break(model, plan, description))
     _refuse_unlike(model, plan, tensor)
@@ -106,16 +105,6 @@ def _other_experts(model: nn.Module, plan: Plan, description: Description) -> It
     for name, said, is_so in dict.fromkeys(facts):
         if plan.layout.ep > 1 and said is not None and said != is_so:
             yield Problem(f"describe() says {name}={said}, and the model has {is_so}", f"{name}={is_so}")
-
-
-def _without_fp8(plan: Plan, description: Description) -> Iterator[Problem]:
-    if plan.precision == "fp8" and plan.layout.tp > 1:
-        yield Problem(
-            f"fp8 computes with whole linear layers, and tp={plan.layout.tp} splits them",
-            "bf16 instead of fp8, or tp=1",
-        )
-    if plan.precision == "fp8" and not description.blocks:
-        yield Problem("fp8 is for the blocks of a model, and this one has no describe() that names them", "bf16")
 
 
 def _ties_that_break(model: nn.Module, plan: Plan, description: Description) -> Iterator[Problem]:

@@ -50,6 +50,7 @@ def train(
         attention=settings.attention,
         fused_loss={"auto": None, "fused": True, "plain": False}[settings.loss],
         fp8=settings.fp8,
+        fp8_narrow=settings.fp8_narrow,
         world=world,
     ) as run:
         console = Console(stderr=True)
