@@ -73,6 +73,7 @@ CASES = {
         "mb",
     ),
     "hybrid of what": ("train --plan hybrid_shard", "no degree is said", "dp_replicate="),
+    "bf16 states of sgd": ("train --optim.states bf16 --optim.name sgd", "is for adamw", "--optim.states fp32"),
     "fp8 with tp": ("train --plan.precision fp8 --plan.tp 2 --nproc 2", "tp=2 splits them", "bf16 instead of fp8"),
     "no such data": ("train --data.source shrot.txt", "no such file or folder", "short.txt"),
     "empty corpus": ("train --data.source empty.txt", "empty.txt is empty", "with text in it"),

@@ -99,6 +99,8 @@ def train_with_shoal(world: World, plan: str, tied: bool, kv_heads: int, on_meta
         initialise(model, 7)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     run.prepare(model, optimizer)
+    layout = run.plan.layout
+    assert (run.composed.head is not None) == (layout.tp == layout.pp == 1), "who computes the loss"
     trace: Trace = {"loss": [], "norm": [], "grad": [], "weight": []}
     run.on_gradients = lambda: trace["grad"].append(dict(run.composed.whole("gradient")))
     share = BATCH // run.degree

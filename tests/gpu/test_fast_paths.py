@@ -51,7 +51,8 @@ def test_the_kernel_of_cross_entropy(vocabulary: int, dtype: torch.dtype, bound:
 def test_a_label_that_is_no_word_gives_no_number() -> None:
     logits = torch.randn(4, 100, device="cuda")
     labels = torch.tensor([0, 100, 3, -1], device="cuda")
-    assert cross_entropy_(logits, labels, ignore=IGNORE, with_gradient=False).isnan()
+    assert cross_entropy_(logits, labels, ignore=IGNORE, with_gradient=True).isnan()
+    assert logits.isnan().any(dim=1).tolist() == [False, True, False, True], "its step would be made"
 
 
 @pytest.mark.parametrize(("autocast", "bound"), [(None, 1e-5), (torch.bfloat16, 1e-2)])

@@ -108,3 +108,31 @@ def test_the_same_again_and_from_a_saved_state() -> None:
     resumed.load_state_dict(copy.deepcopy(half.state_dict()))
     for one, other in zip(whole, run(range(3, 6), again, resumed), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_copies_of_one_parameter_are_rounded_alike_wherever_they_stand() -> None:
+    """The two ends of a pipeline each hold a tied embedding, among other parameters."""
+    first, last = nn.Parameter(torch.ones(64, 8)), nn.Parameter(torch.ones(64, 8))
+    ends = AdamW([first, *weights()], states="bf16", **OPTIONS), AdamW([*weights(), last], states="bf16", **OPTIONS)
+    for step in range(4):
+        for optimizer in ends:
+            for group in optimizer.param_groups:
+                give_gradients(group["params"], step)
+        first.grad = torch.randn(64, 8, generator=torch.Generator().manual_seed(step))
+        last.grad = first.grad.clone()
+        for optimizer in ends:
+            optimizer.step()
+    assert torch.equal(first, last)
+
+
+def test_a_copy_of_an_optimizer_is_one() -> None:
+    parameters = weights()
+    again = copy.deepcopy(AdamW(parameters, states="bf16", **OPTIONS))
+    give_gradients(again.param_groups[0]["params"], 0)
+    step_scaled(again, divisor=None, is_dropped=torch.tensor(0.0))
+    assert {state["exp_avg"].dtype for state in again.state.values()} == {torch.bfloat16}
+
+
+def test_what_is_not_a_number_is_not_rounded_to_one() -> None:
+    bits = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
+    assert stochastically_rounded(bits, torch.Generator().manual_seed(0)).isnan().all()

@@ -97,3 +97,17 @@ def test_a_second_backward_is_refused() -> None:
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_without_a_backward_no_gradient_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    h, weight, labels = inputs(torch.float64)
+    monkeypatch.setattr(fused, "_add_product", lambda *_, **__: pytest.fail("a gradient that nobody asked for"))
+    with torch.no_grad():
+        linear_cross_entropy(h, weight, labels, ignore=IGNORE)
+
+
+def test_no_tokens() -> None:
+    h, weight, labels = inputs(torch.float64, 1)
+    loss = linear_cross_entropy(h[:0], weight, labels[:0], ignore=IGNORE)
+    assert float(loss.detach()) == 0.0
+    assert float(torch.autograd.grad(loss, weight)[0].abs().max()) == 0.0

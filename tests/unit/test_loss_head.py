@@ -85,3 +85,36 @@ def test_where_it_cannot_be_logits_are_used() -> None:
     with Run("fp64") as run:
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         assert float(run.step(batch())) == pytest.approx(4.2, abs=0.5)
+
+
+class Careless(Biased):
+    """A head without a bias, and an author who forgets it, or does something to its logits."""
+
+    def __init__(self, wrong: str) -> None:
+        super().__init__()
+        self.wrong, self.head = wrong, nn.Linear(8, 61, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        if self.wrong == "forgets":
+            return x @ self.head.weight.T
+        logits: Tensor = self.head(x)
+        return logits[..., None] if self.wrong == "changes" else logits
+
+
+@pytest.mark.parametrize(("wrong", "message"), [("forgets", "did not call it"), ("changes", "returns something else")])
+def test_a_head_that_is_none(wrong: str, message: str) -> None:
+    model = Careless(wrong)
+    with Run("fp64") as run:
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(ShoalError, match=message):
+            run.step(batch())
+
+
+@pytest.mark.parametrize("labels", [torch.zeros(4, 2, dtype=torch.long), torch.zeros(4, 16)])
+def test_labels_that_do_not_fit(labels: Tensor) -> None:
+    model = Careless("")
+    with Run("fp64") as run:
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(ShoalError, match="whole number for each"):
+            run.step({"tokens": batch()["tokens"], "labels": labels})

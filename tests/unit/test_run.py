@@ -225,9 +225,22 @@ def test_an_update_judged_on_the_device_is_the_same(make_run: Any, kind: Any, cl
     assert_same_weights(*models, tolerance=1e-14)
 
 
+def test_a_first_step_that_is_dropped_leaves_no_state_unfilled(make_run: Any) -> None:
+    """torch's fused SGD makes its momentum of whatever is in memory, and would fill it in the step that is dropped."""
+    run = make_run("fp32 mb=2", on_nan="skip")
+    run.updates.judges_late = True
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    run.prepare(model, optimizer)
+    run.step(tuple(x.float() if x.is_floating_point() else x for x in poisoned()))
+    assert not optimizer.state
+    run.step((ragged_batch(1)[0].float(), ragged_batch(1)[1]))
+    assert all(state["momentum_buffer"].isfinite().all() for state in optimizer.state.values())
+
+
 def test_late_nan_stops_the_run_at_the_next_step_and_leaves_the_weights(make_run: Any) -> None:
     run = make_run("fp64 mb=2")
-    run.updates.judges_late = True
+    run.updates.judges_late = run.updates.has_updated = True
     model = network()
     run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
     before = [parameter.clone() for parameter in model.parameters()]
@@ -239,7 +252,7 @@ def test_late_nan_stops_the_run_at_the_next_step_and_leaves_the_weights(make_run
 
 def test_late_nan_in_the_last_step_stops_the_run_when_it_is_settled(make_run: Any) -> None:
     run = make_run("fp64 mb=2")
-    run.updates.judges_late = True
+    run.updates.judges_late = run.updates.has_updated = True
     model = network()
     run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
     run.step(poisoned())
@@ -252,7 +265,7 @@ def test_late_nan_can_be_skipped_as_if_the_step_had_not_been(make_run: Any) -> N
     models = []
     for batches in ([poisoned(), ragged_batch(1)], [ragged_batch(1)]):
         run = make_run("fp64 mb=2", on_nan="skip", clip=0.05)
-        run.updates.judges_late = True
+        run.updates.judges_late = run.updates.has_updated = True
         model = network()
         run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
         reports = []
@@ -268,7 +281,7 @@ def test_late_nan_can_be_skipped_as_if_the_step_had_not_been(make_run: Any) -> N
 
 def test_late_nan_can_be_ignored(make_run: Any) -> None:
     run = make_run("fp64", on_nan="ignore")
-    run.updates.judges_late = True
+    run.updates.judges_late = run.updates.has_updated = True
     model = network()
     run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
     run.step(poisoned())
@@ -292,7 +305,7 @@ def test_a_gradient_that_is_not_finite_is_named(make_run: Any) -> None:
     run = make_run("fp64", loss=lambda model, batch: Overflowing.apply(model(batch["x"])).square().mean())
     model = network()
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(RunFailed, match=r"every loss is finite, but the gradient of 0\.weight"):
+    with pytest.raises(RunFailed, match=r"every loss is finite, but the norm of the gradient of 0\.weight"):
         run.step({"x": torch.ones(2, 6, dtype=torch.float64)})
 
 

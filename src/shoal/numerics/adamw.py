@@ -33,9 +33,11 @@ class AdamW(Optimizer):
         states: States = "fp32",
         seed: int = 0,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.states, self.seed = states, seed
-        self._step_supports_amp_scaling = True  # see numerics.optim.takes_scale
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "states": states, "seed": seed}
+        super().__init__(params, options)
+
+    _step_supports_amp_scaling = True
+    """See `numerics.optim.takes_scale`."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -44,33 +46,32 @@ class AdamW(Optimizer):
         divisor, dropped = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         first = self.param_groups[0]
         first["num_calls"] = first.get("num_calls", 0) + 1  # what is rounded at random is rounded anew each time
-        place = 0
         for group in self.param_groups:
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
-            steps = [self._state(parameter)["step"] for parameter in trained]
+            steps = [self._state(parameter, group)["step"] for parameter in trained]
             if steps:
                 torch._foreach_add_(steps, 1.0)
                 if dropped is not None:
                     torch._foreach_sub_(steps, [dropped] * len(steps))
             for parameter in trained:
-                place += 1
-                seed = ((self.seed * 1_000_003 + first["num_calls"]) * 1_000_003 + place) * 2
-                self._update(parameter, group, seed % 2**31, divisor, dropped)
+                seed = _seed(group["seed"], first["num_calls"], parameter)
+                self._update(parameter, group, seed, divisor, dropped)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch does it, which would bring all moments to the precision of the weights."""
+        """As torch does it, which would bring all moments to the precision of the weights, and leave counters where
+        they come from."""
         super().load_state_dict(state_dict)
-        for parameter, state in self.state.items():
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = state[name].to(self._dtype_for(parameter))
+        for group in self.param_groups:
+            for parameter in (parameter for parameter in group["params"] if parameter in self.state):
+                state = self.state[parameter]
+                state["step"] = state["step"].to(local(parameter).device, torch.float32)
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state[name] = state[name].to(_dtype_for(parameter, group))
 
-    def _dtype_for(self, parameter: Tensor) -> torch.dtype:
-        return _DTYPES[self.states] if parameter.dtype == torch.float32 else parameter.dtype
-
-    def _state(self, parameter: Tensor) -> dict[str, Any]:
+    def _state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
         if not state:
-            dtype = self._dtype_for(parameter)
+            dtype = _dtype_for(parameter, group)
             state["step"] = torch.zeros((), dtype=torch.float32, device=local(parameter).device)
             state["exp_avg"] = torch.zeros_like(parameter, dtype=dtype)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype)
@@ -87,14 +88,32 @@ class AdamW(Optimizer):
             "lr": float(group["lr"]), "betas": group["betas"], "eps": group["eps"], "decay": group["weight_decay"],
             "divisor": divisor, "dropped": dropped,
         }  # fmt: skip
-        is_dense = all(x.is_contiguous() for x in (weight, gradient, first, second))
-        if weight.is_cuda and weight.dtype == torch.float32 and is_dense:
+        if weight.is_cuda and weight.dtype == torch.float32 and _is_dense(weight):
+            if gradient.stride() != weight.stride():  # the kernel goes through memory, whatever the places in it mean
+                gradient = torch.empty_like(weight).copy_(gradient)
             from shoal.numerics.adamw_kernel import update_  # Triton, which CPUs do not have
 
             update_(weight, gradient, first, second, state["step"], seed=seed, **options)
         else:
             generator = torch.Generator(weight.device).manual_seed(seed)
             _plain_update(weight, gradient, first, second, state["step"], generator=generator, **options)
+
+
+def _dtype_for(parameter: Tensor, group: dict[str, Any]) -> torch.dtype:
+    return _DTYPES[group["states"]] if parameter.dtype == torch.float32 else parameter.dtype
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether its numbers lie side by side in memory, in whatever order."""
+    return x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
+
+
+def _seed(seed: int, num_calls: int, parameter: Tensor) -> int:
+    """Of the rounding of one parameter in one step. It knows shapes only, so that copies of one parameter, on other
+    ranks or on other stages, are rounded alike."""
+    for part in (num_calls, *parameter.shape):
+        seed = (seed * 1_000_003 + part) % 2**30
+    return 2 * seed
 
 
 def _plain_update(
@@ -130,7 +149,8 @@ def _plain_update(
 def stochastically_rounded(x: Tensor, generator: torch.Generator) -> Tensor:
     """float32 → bfloat16, up or down with chances such that the mean is x."""
     noise = torch.randint(0, 2**16, x.shape, dtype=torch.int32, device=x.device, generator=generator)
-    return ((x.contiguous().view(torch.int32) + noise) & -65536).view(torch.float32).to(torch.bfloat16)
+    rounded = ((x.contiguous().view(torch.int32) + noise) & -65536).view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
 
 
 def local(x: Tensor) -> Tensor:

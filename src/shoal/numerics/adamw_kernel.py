@@ -23,7 +23,8 @@ def _to_stored(x, seed, places, is_rounded: tl.constexpr):  # type: ignore[no-un
     """As it is stored: bfloat16 is the upper half of a float32; what is cut off decides how likely it is rounded up."""
     if is_rounded:
         noise = (tl.randint(seed, places) & 0xFFFF).to(tl.int32)
-        stored = ((x.to(tl.int32, bitcast=True) + noise) & -65536).to(tl.float32, bitcast=True).to(tl.bfloat16)
+        rounded = ((x.to(tl.int32, bitcast=True) + noise) & -65536).to(tl.float32, bitcast=True)
+        stored = tl.where(x == x, rounded, x).to(tl.bfloat16)  # what is not a number stays none
     else:
         stored = x
     return stored

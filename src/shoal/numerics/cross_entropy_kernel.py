@@ -41,10 +41,11 @@ def _rows(  # type: ignore[no-untyped-def]
         target = tl.load(start + label, mask=is_word, other=float("nan")).to(tl.float32)
         tl.store(losses + row, lse - target)
         if with_gradient:
+            poison = tl.where(is_word, 0.0, float("nan"))  # a step with such a label must not be made
             for first in range(0, vocabulary, block):
                 here = first + columns < vocabulary
                 x = tl.load(start + first + columns, mask=here, other=-float("inf")).to(tl.float32)
-                gradient = tl.exp(x - lse) - tl.where(first + columns == label, 1.0, 0.0)
+                gradient = tl.exp(x - lse) - tl.where(first + columns == label, 1.0, 0.0) + poison
                 tl.store(start + first + columns, gradient.to(logits.dtype.element_ty), mask=here)
     else:
         tl.store(losses + row, 0.0)
@@ -55,8 +56,8 @@ def _rows(  # type: ignore[no-untyped-def]
 
 
 def cross_entropy_rows_(logits: Tensor, labels: Tensor, *, ignore: int, with_gradient: bool) -> Tensor:
-    """The loss of each row, in float32; 0 where the label is `ignore`, and not a number where it is no word. In the
-    place of the logits, their gradient."""
+    """The loss of each row, in float32; 0 where the label is `ignore`, and not a number where it is no word, as
+    is the gradient, which takes the place of the logits."""
     assert logits.stride(-1) == 1
     losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     launch: Any = _rows[(logits.shape[0],)]

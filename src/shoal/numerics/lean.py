@@ -11,7 +11,7 @@ made again is written down in another order of multiplications than in the forwa
 it is the same, and keep it.
 
 They take layers and use their weights without calling them. Where somebody has to be called (a layer that is split over
-ranks, or computes in fp8, or is watched by a hook), and where no backward will come, they call the layers one by one.
+ranks, or computes in fp8, or is watched by a hook) they call the layers one by one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def projected(x: Tensor, norm: RMSNorm | None, *layers: nn.Linear, together: boo
         normed = x if norm is None else norm(x)
         return tuple(layer(normed) for layer in layers)
     is_one = together and x.is_cuda
-    eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+    eps = torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps
     weights, dtype = [layer.weight for layer in layers], compute_dtype(x)
     with _without_autocast(x):
         products = _NormedLinears.apply(x, norm.weight, eps, dtype, is_one, *weights)  # type: ignore[no-untyped-call]
@@ -81,8 +81,8 @@ def _is_product(layer: nn.Module) -> bool:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Nobody watches it."""
-    return not (
+    """Nobody watches it, and nobody has put a forward of his own in its place."""
+    return "forward" not in module.__dict__ and not (
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
 
@@ -106,9 +106,14 @@ class _NormedLinears(torch.autograd.Function):
         x, scale, inverse, *weights = ctx.saved_tensors
         wide, dtype = x.to(inverse.dtype), grads[0].dtype
         normed = (wide * (inverse * scale)).to(dtype)
-        d_weights = [_product(grad, normed, weights[0].dtype) for grad in grads]
-        if ctx.is_one:
-            d_weights = list(d_weights[0].split([weight.shape[0] for weight in weights]))
+        needed = ctx.needs_input_grad[5:]
+        d_weights: list[Tensor | None] = [None] * len(weights)
+        if ctx.is_one and any(needed):
+            whole = _product(grads[0], normed, weights[0].dtype)
+            d_weights = list(whole.split([weight.shape[0] for weight in weights]))
+        elif not ctx.is_one:
+            pairs = zip(grads, needed, strict=True)
+            d_weights = [_product(grad, normed, weights[0].dtype) if is_needed else None for grad, is_needed in pairs]
         products = zip(grads, _cast(weights, dtype, ctx.is_one), strict=True)
         d_normed = sum((grad @ weight).to(inverse.dtype) for grad, weight in products)
         unscaled = wide * inverse
@@ -132,7 +137,7 @@ class _GatedLinear(torch.autograd.Function):
         open_part = torch.sigmoid(wide_gate)
         silu = wide_gate * open_part
         gated = (wide_up * silu).to(gate.dtype)
-        d_weight = _product(grad, gated, weight.dtype)
+        d_weight = _product(grad, gated, weight.dtype) if ctx.needs_input_grad[2] else None
         again = weight.T.to(grad.dtype).T  # turned around, so that a compiler does not keep the forward's either
         d_gated = (grad @ again).to(silu.dtype)
         d_gate = d_gated * wide_up * (open_part + silu * (1.0 - open_part))

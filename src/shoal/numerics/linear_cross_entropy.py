@@ -33,6 +33,8 @@ def linear_cross_entropy(h: Tensor, weight: Tensor, labels: Tensor, *, ignore: i
     h is (tokens, features), weight (vocabulary, features), labels (tokens). Under autocast the products are computed in
     its precision; the softmax is, and gradients of the weight are summed up, in at least float32.
     """
+    if not torch.is_grad_enabled():  # of which the function below would hear nothing
+        h, weight = h.detach(), weight.detach()
     dtype = compute_dtype(h)
     with torch.autocast(h.device.type, enabled=False):
         loss: Tensor = _LinearCrossEntropy.apply(h.to(dtype), weight, labels, ignore)  # type: ignore[no-untyped-call]
@@ -48,7 +50,7 @@ def tokens_of_chunk(num_tokens: int, vocabulary: int, size_bytes: int) -> int:
     most = max(1, CHUNK_BYTES // (vocabulary * size_bytes) // _TOKENS) * _TOKENS
     least = 1 if num_tokens * vocabulary * size_bytes < CHUNK_BYTES // 8 else 4
     chunks = max(least, -(-num_tokens // most))
-    return -(-num_tokens // chunks // _TOKENS) * _TOKENS
+    return max(1, -(-num_tokens // chunks // _TOKENS)) * _TOKENS
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -58,7 +60,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         w = weight.to(h.dtype)
         total = torch.zeros((), dtype=torch.promote_types(h.dtype, torch.float32), device=h.device)
         dh = torch.empty_like(h) if needs_h else None
-        dw = torch.empty_like(weight) if needs_weight else None
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        dw = (torch.empty_like if len(h) else torch.zeros_like)(weight, dtype=wide) if needs_weight else None
         size = tokens_of_chunk(h.shape[0], weight.shape[0], h.dtype.itemsize)
         for start in range(0, h.shape[0], size):
             part = slice(start, start + size)
@@ -68,6 +71,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(logits, w, out=dh[part])
             if dw is not None:
                 _add_product(dw, logits.T, h[part], keep=float(start > 0))
+        ctx.weight_dtype = weight.dtype
         ctx.save_for_backward(dh, dw)
         return total
 
@@ -77,7 +81,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dh, dw = ctx.saved_tensors
         return (
             None if dh is None else dh.mul_(grads[0]),
-            None if dw is None else dw.mul_(grads[0]),
+            None if dw is None else dw.mul_(grads[0]).to(ctx.weight_dtype),
             None,
             None,
         )

@@ -15,7 +15,7 @@ from shoal.numerics.adamw import AdamW as OwnAdamW
 
 
 def build_optimizer(
-    parameters: Iterable[nn.Parameter], section: OptimSection, *, lr: float, seed: int = 0
+    parameters: Iterable[nn.Parameter], section: OptimSection, *, lr: float, seed: int = 0, offload: str = "none"
 ) -> Optimizer:
     """AdamW or SGD over two groups: weight decay for matrices, none for norms, biases and other vectors."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -27,7 +27,7 @@ def build_optimizer(
     ]
     filled = [group for group in groups if group["params"]]
     fused, foreach = _implementation(section.implementation, trained)
-    if section.name == "adamw" and _is_own(section, trained):
+    if section.name == "adamw" and _is_own(section, trained, offload):
         return OwnAdamW(filled, lr=lr, betas=section.betas, eps=section.eps, states=section.states, seed=seed)
     if section.name == "adamw":
         return AdamW(filled, lr=lr, betas=section.betas, eps=section.eps, fused=fused, foreach=foreach)
@@ -57,12 +57,13 @@ def set_lr(optimizer: Optimizer, factor: float) -> None:
         group["lr"] = peak * factor
 
 
-def _is_own(section: OptimSection, parameters: list[nn.Parameter]) -> bool:
+def _is_own(section: OptimSection, parameters: list[nn.Parameter], offload: str) -> bool:
     """Whether the AdamW of shoal is used: for states in bf16, and on a GPU, where it is the fastest."""
     if section.states == "bf16":
         return True
     is_fp32 = all(parameter.dtype == torch.float32 for parameter in parameters)
-    return section.implementation == "auto" and is_fp32 and all(p.device.type == "cuda" for p in parameters)
+    stays = offload == "none"  # torch's is the faster one in host memory
+    return section.implementation == "auto" and stays and is_fp32 and all(p.device.type == "cuda" for p in parameters)
 
 
 def _implementation(choice: str, parameters: list[nn.Parameter]) -> tuple[bool, bool]:

@@ -114,7 +114,8 @@ def compose(
             "not one linear layer of the model's blocks is large enough to be computed in fp8",
             fix="bf16; or fp8_narrow=16, which takes every layer whose features are multiples of 16",
         )
-    head = _loss_head(parts, how)
+    if options.fused_loss and how.head is None:
+        raise ShoalError(f"the loss cannot be computed inside the model: {how.why_plain}", fix="loss: auto, or plain")
     if how.context is not None and skeleton is not model:
         divide_tokens(skeleton, description, how.context, is_compiled=True)
     whole = parts[0].model
@@ -130,7 +131,7 @@ def compose(
         model=whole,
         tensor=tensor,
         context=how.context,
-        head=head,
+        head=how.head,
         balance=how.balance,
         routed=routed,
         experts=frozenset(how.divided),
@@ -159,6 +160,10 @@ class _How:
     """Parameters that were divided over ep."""
     num_in_fp8: int = 0
     """Layers whose products are computed in fp8."""
+    head: LossHead | None = None
+    """The layer that computes the loss."""
+    why_plain: str = "the model's description names no head"
+    """Why there is none."""
 
     def __post_init__(self) -> None:
         plan, mesh = self.plan, self.mesh
@@ -187,6 +192,8 @@ def _lay_out(part: Part, how: _How) -> None:
             split(model, unit.names, description.splits, how.tensor)
         experts = _divide_experts(model, unit, how)
         _place(model, unit, how.mesh.device, how.precision.weight_dtype)
+        if description.head is not None and unit.holds(description.head):
+            _give_loss_to_head(model, how)  # before it is sharded, which makes another class of it
         for block in _modules(model, unit) if unit.is_block else ():
             _choose_attention(block, how.options)
             how.num_in_fp8 += _narrow_products(block, how)
@@ -298,25 +305,17 @@ def _narrow_products(block: nn.Module, how: _How) -> int:
     return to_fp8(block, how.options.fp8, how.mesh.device, narrow=how.options.fp8_narrow)
 
 
-def _loss_head(parts: list[Part], how: _How) -> LossHead | None:
-    """The head that computes the loss, if the run wants that and the layout leaves one rank a whole head."""
-    wanted, name = how.options.fused_loss, how.description.head
-    if wanted is False:
-        return None
-    if name is None:
-        reason = "the model's description names no head"
-    elif how.mesh.degree("pp") > 1:
-        reason = "a pipeline computes it from the output of its last stage"
+def _give_loss_to_head(model: nn.Module, how: _How) -> None:
+    """Let the head compute the loss, if the run wants that and the layout leaves one rank a whole head."""
+    assert how.description.head is not None
+    layer = model.get_submodule(how.description.head)
+    if how.mesh.degree("pp") > 1:
+        how.why_plain = "a pipeline computes it from the output of its last stage"
     else:
-        reason = why_not_fused(parts[0].model.get_submodule(name)) or ""
-    if not reason:
-        assert name is not None
-        layer = parts[0].model.get_submodule(name)
+        how.why_plain = why_not_fused(layer) or ""
+    if not how.why_plain and how.options.fused_loss is not False:
         assert isinstance(layer, nn.Linear)
-        return LossHead(layer)
-    if wanted:
-        raise ShoalError(f"the loss cannot be computed inside the model: {reason}", fix="loss: auto, or plain")
-    return None
+        how.head = LossHead(layer)
 
 
 def _compile(block: nn.Module, options: Options) -> None:

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from shoal.data.batch import IGNORE
+from shoal.errors import ShoalError
 from shoal.numerics.linear_cross_entropy import linear_cross_entropy
 
 
@@ -35,6 +36,12 @@ class LossHead:
         labels, self.labels = self.labels, None
         if labels is None:
             return self._logits(x)
+        if labels.is_floating_point() or labels.numel() != x[..., 0].numel():
+            raise ShoalError(
+                f"cross-entropy takes a whole number for each of the head's {x[..., 0].numel()} outputs, not labels of"
+                f" {labels.dtype} and shape {tuple(labels.shape)}",
+                fix="labels of the shape of the tokens; or Run(loss=lambda model, batch: ...)",
+            )
         return linear_cross_entropy(x.flatten(0, -2), self.layer.weight, labels.flatten(), ignore=IGNORE)
 
     @contextmanager
@@ -43,6 +50,10 @@ class LossHead:
         self.labels = labels
         try:
             yield
+            if self.labels is not None:
+                raise ShoalError(
+                    "describe() names a head, and the forward did not call it", fix="leave head= out of the description"
+                )
         finally:
             self.labels = None
 

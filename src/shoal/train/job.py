@@ -39,6 +39,7 @@ def check(recipe: Recipe, world_size: int) -> Job:
     """Find what is wrong with a recipe on this many ranks, without starting or writing anything."""
     found = Findings()
     plan = found.of(_runnable_plan, recipe, world_size)
+    found.problems += _idle_settings(recipe)
     for tracker in recipe.run.trackers:
         found.of(needs, tracker, what=f"the tracker {tracker}", extra=tracker)
     model = found.of(without_memory, lambda: build_model(recipe.model))
@@ -69,6 +70,15 @@ class Findings:
         except ShoalError as error:
             self.problems += error.problems
             return None
+
+
+def _idle_settings(recipe: Recipe) -> list[Problem]:
+    """Settings that nothing would come of."""
+    optim = recipe.optim
+    if optim.states == "bf16" and (optim.name != "adamw" or optim.implementation != "auto"):
+        what = f"optim.states bf16 is for adamw with its own kernel, not for {optim.name}, {optim.implementation}"
+        return [Problem(what, "--optim.states fp32, or --optim.name adamw --optim.implementation auto")]
+    return []
 
 
 def _runnable_plan(recipe: Recipe, world_size: int) -> Plan:

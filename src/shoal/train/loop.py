@@ -60,7 +60,7 @@ def train(
         description = describe(model)
         run.prepare(model)
         lr = scaled_lr(optim.lr, batch=recipe.data.batch, tuned_for_batch=optim.scale_lr_from_batch)
-        run.prepare(build_optimizer(run.parameters, optim, lr=lr, seed=settings.seed))
+        run.prepare(build_optimizer(run.parameters, optim, lr=lr, seed=settings.seed, offload=run.plan.offload))
         directory = _claim_directory(world, recipe) if keep else None
         meter = Meter(run, job, description, directory, began=began)
         line.note(_headline(run, job, lr))
@@ -82,9 +82,11 @@ def train(
             if not was_stopped:  # whoever asked for the end does not want to wait for an evaluation
                 meter.evaluated(_evaluate(run, job))
         finally:
-            line.close()
             loader.close()
-            meter.close()
+            try:
+                meter.close()
+            finally:
+                line.close()
         return meter.summary(was_stopped=was_stopped)
 
 
@@ -125,6 +127,8 @@ def _steps(run: Run, job: Job, loader: Loader, meter: Meter, line: ProgressLine,
             was_told = True
             line.say("stopping after the next step; Ctrl-C again ends at once")
         if evaluate_every and run.steps_done % evaluate_every == 0:
+            run.settle()
+            meter.settle()
             meter.evaluated(_evaluate(run, job))
             if meter.eval_loss is not None:
                 line.note(f"step {run.steps_done}: held-out loss {meter.eval_loss:.4f}")

@@ -160,9 +160,11 @@ class Meter:
 
     def close(self) -> None:
         """Tell the rest, and close all sinks."""
-        self.settle()
-        for sink in self.sinks:
-            sink.close()
+        try:
+            self.settle()
+        finally:
+            for sink in self.sinks:
+                sink.close()
 
     def _write(self, record: Record) -> None:
         for sink in self.sinks:

@@ -16,5 +16,9 @@ def nonfinite_places(world: World, unjudged: Unjudged) -> str:
         return f"step {unjudged.number}: the loss is not finite on {where}"
     bad = [name for name, norm in unjudged.norms.items() if not bool(norm.isfinite())]
     names = list(dict.fromkeys(name for rank in world.all_gather_object(bad) for name in rank))
-    whose = f"the gradient of {', '.join(names[:3])}" if names else "the norm of the gradients, each of which is,"
+    whose = (
+        f"the norm of the gradient of {', '.join(names[:3])}"
+        if names
+        else "the norm of the gradients, each of which is,"
+    )
     return f"step {unjudged.number}: every loss is finite, but {whose} is not"

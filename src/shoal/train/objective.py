@@ -52,6 +52,11 @@ class CrossEntropy:
         if self.head is not None:
             with self.head.takes(_labels(batch)):
                 total: Tensor = _output(model, batch)
+            if not isinstance(total, Tensor) or total.dim():
+                raise ShoalError(
+                    "describe() names a head, and the forward returns something else than what that head returned",
+                    fix="leave head= out of the description",
+                )
             return total if weight else total * 0.0
         with self.tensor.split_logits():
             logits, labels = _logits_and_labels(model, batch)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
@@ -572,8 +573,11 @@ class Run:
 
     def close(self) -> None:
         """Leave the world, if this run entered it."""
-        self.settle()
-        self.world.close()
+        try:
+            if sys.exc_info()[0] is None:  # else the other ranks may not be there to be asked
+                self.settle()
+        finally:
+            self.world.close()
 
     def __enter__(self) -> Run:
         return self

@@ -40,6 +40,8 @@ class Updates:
     on_nan: OnNan
     judges_late: bool | None = None
     """Whether the optimizer judges on the device whether a gradient is finite. None: not decided yet."""
+    has_updated: bool = False
+    """Whether the optimizer has made a step of this run."""
     unjudged: Unjudged | None = None
     """The last step, as long as nobody on the host knows whether its gradient was finite."""
 
@@ -57,13 +59,15 @@ class Updates:
             is_elsewhere = host_copies is not None or any(p.device != self.world.device for p in trained)
             can = self.world.device.type == "cuda" and not is_elsewhere and takes_scale(optimizer)
             self.judges_late = can and not self.loss_scale.is_dynamic
-        if self.judges_late:
+        # The first one is judged here: an optimizer that makes its states while it drops a step leaves them unfilled.
+        if self.judges_late and self.has_updated:
             return self._apply_on_device(optimizer, trained, norm)
         is_applied = self.keeps_nonfinite or bool(torch.isfinite(norm))
         if is_applied:
             self._scale_gradients(trained, norm)
             (host_copies or optimizer).step()
             self.loss_scale.succeeded()
+            self.has_updated = True
         return is_applied
 
     def _apply_on_device(self, optimizer: Optimizer, trained: list[nn.Parameter], norm: Tensor) -> Tensor:
