@@ -14,6 +14,7 @@ from shoal.comm.world import World
 from shoal.errors import ShoalError
 from shoal.train.run import Run
 from tests.dist.pool import on_ranks
+from tests.dist.test_refused_layouts import prepared
 
 
 class Reader(nn.Module):
@@ -48,12 +49,6 @@ class Reader(nn.Module):
 def batch() -> dict[str, Tensor]:
     tokens = torch.randint(0, 31, (4, 17), generator=torch.Generator().manual_seed(0))
     return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
-
-
-def prepared(world: World, plan: str, model: nn.Module) -> Run:
-    run = Run(plan, world=world)
-    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    return run
 
 
 @on_ranks(2)

@@ -14,7 +14,8 @@ from torch import Tensor
 from shoal.comm.environment import Placement
 from shoal.comm.world import World
 from shoal.launch.local import launch
-from shoal.numerics.attention import Attended, attend, attend_backward, merge_, wide
+from shoal.numerics.attention import Attended, attend, attend_backward, merge_
+from shoal.numerics.precision import wide
 from shoal.parallel.context import Attention, ContextParallel
 
 pytestmark = [

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.blueprint.recipe import OptimSection
-from shoal.numerics.adamw import AdamW, stochastically_rounded
+from shoal.numerics.adamw import AdamW
+from shoal.numerics.adamw_update import stochastically_rounded
 from shoal.numerics.optim import build_optimizer, step_scaled
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

@@ -12,8 +12,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from shoal.numerics.adamw_update import Update, update_plainly
+from shoal.numerics.pieces import local
 
 States = Literal["fp32", "bf16"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -84,19 +86,24 @@ class AdamW(Optimizer):
         assert parameter.grad is not None
         held = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
         weight, gradient, first, second = map(local, held)
-        options = {
-            "lr": float(group["lr"]), "betas": group["betas"], "eps": group["eps"], "decay": group["weight_decay"],
-            "divisor": divisor, "dropped": dropped,
-        }  # fmt: skip
+        update = Update(
+            step=state["step"],
+            lr=float(group["lr"]),
+            betas=group["betas"],
+            eps=group["eps"],
+            decay=group["weight_decay"],
+            seed=seed,
+            divisor=divisor,
+            dropped=dropped,
+        )
         if weight.is_cuda and weight.dtype == torch.float32 and _is_dense(weight):
             if gradient.stride() != weight.stride():  # the kernel goes through memory, whatever the places in it mean
                 gradient = torch.empty_like(weight).copy_(gradient)
-            from shoal.numerics.adamw_kernel import update_  # Triton, which CPUs do not have
+            from shoal.numerics.adamw_kernel import update_in_one_pass  # Triton, which CPUs do not have
 
-            update_(weight, gradient, first, second, state["step"], seed=seed, **options)
+            update_in_one_pass(weight, gradient, first, second, update)
         else:
-            generator = torch.Generator(weight.device).manual_seed(seed)
-            _plain_update(weight, gradient, first, second, state["step"], generator=generator, **options)
+            update_plainly(weight, gradient, first, second, update)
 
 
 def _dtype_for(parameter: Tensor, group: dict[str, Any]) -> torch.dtype:
@@ -114,45 +121,3 @@ def _seed(seed: int, num_calls: int, parameter: Tensor) -> int:
     for part in (num_calls, *parameter.shape):
         seed = (seed * 1_000_003 + part) % 2**30
     return 2 * seed
-
-
-def _plain_update(
-    weight: Tensor,
-    gradient: Tensor,
-    first: Tensor,
-    second: Tensor,
-    step: Tensor,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    decay: float,
-    generator: torch.Generator,
-    divisor: Tensor | None,
-    dropped: Tensor | None,
-) -> None:
-    """The kernel's arithmetic, one operation after the other."""
-    if dropped is not None and bool(dropped):
-        return
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    g = gradient.to(wide)
-    g = g if divisor is None else g / divisor.to(wide)
-    m = first.to(wide).lerp(g, 1.0 - betas[0])
-    v = second.to(wide) * betas[1] + (1.0 - betas[1]) * g * g
-    correction1, correction2 = (1.0 - beta ** float(step) for beta in betas)
-    update = lr / correction1 * m / (v.sqrt() / correction2**0.5 + eps)
-    weight.copy_(weight.to(wide) * (1.0 - lr * decay) - update)
-    for moment, value in ((first, m), (second, v)):
-        moment.copy_(stochastically_rounded(value, generator) if moment.dtype == torch.bfloat16 else value)
-
-
-def stochastically_rounded(x: Tensor, generator: torch.Generator) -> Tensor:
-    """float32 → bfloat16, up or down with chances such that the mean is x."""
-    noise = torch.randint(0, 2**16, x.shape, dtype=torch.int32, device=x.device, generator=generator)
-    rounded = ((x.contiguous().view(torch.int32) + noise) & -65536).view(torch.float32)
-    return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
-
-
-def local(x: Tensor) -> Tensor:
-    """The piece of a sharded tensor that this rank holds."""
-    return x.to_local() if isinstance(x, DTensor) else x

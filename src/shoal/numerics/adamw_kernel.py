@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shoal.numerics.adamw_update import Update
+
 _BLOCK = 2048
 _WARPS = 8
 
@@ -58,30 +60,14 @@ def _update(  # type: ignore[no-untyped-def]
     tl.store(second + places, _to_stored(v, seed + 1, places, is_rounded), mask=here)
 
 
-def update_(
-    weight: Tensor,
-    gradient: Tensor,
-    first: Tensor,
-    second: Tensor,
-    step: Tensor,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    decay: float,
-    seed: int,
-    divisor: Tensor | None,
-    dropped: Tensor | None,
-) -> None:
-    """Change a weight and its two moments in place. `step` has been counted up already; `divisor` and `dropped` are
-    numbers on the device, as `numerics.optim.step_scaled` has them."""
-    size = weight.numel()
-    launch: Any = _update[(triton.cdiv(size, _BLOCK),)]
-    nothing = step  # which is not read
+def update_in_one_pass(weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, update: Update) -> None:
+    """Change a weight and its two moments in place; all four lie in memory alike."""
+    launch: Any = _update[(triton.cdiv(weight.numel(), _BLOCK),)]
+    divisor, dropped, nothing = update.divisor, update.dropped, update.step  # nothing: it is not read
     launch(
-        weight, gradient, first, second, step,
+        weight, gradient, first, second, update.step,
         nothing if divisor is None else divisor, nothing if dropped is None else dropped,
-        size, lr, *betas, eps, decay, seed,
+        weight.numel(), update.lr, *update.betas, update.eps, update.decay, update.seed,
         is_divided=divisor is not None, may_drop=dropped is not None,
         is_rounded=first.dtype == torch.bfloat16, block=_BLOCK, num_warps=_WARPS,
     )  # fmt: skip

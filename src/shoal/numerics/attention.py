@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoal.numerics.precision import wide
+
 _aten = torch.ops.aten
 _LSE_ROWS = 32
 """The kernel for masks on CUDA fills the lse up to a multiple of so many queries."""
@@ -46,11 +48,6 @@ def is_part_of_attention() -> bool:
     """Whether what computes right now in this thread is attention to a part of the keys: worth nothing by itself, so
     nobody should keep it to save time."""
     return _now.is_part
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums are kept in: at least float32."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 @torch.no_grad()

@@ -1,7 +1,8 @@
 """Cross-entropy of rows of logits on a GPU: one program a row, read twice and written once.
 
-The second reading finds the row in the GPU's cache, where the rows of all programs that run at a time have room. What
-torch compiles for the same reads the row three times, and from memory.
+The rows of all programs that run at a time are larger than the GPU's cache, so both readings come from memory: 1.6 ms
+for 8,192 rows of 128,256 logits in bfloat16 on an H200 (measured 2026-11-15), 3.9 TB/s; the floor, if the second came
+from the cache, is 1.0 ms.
 """
 
 from __future__ import annotations

@@ -80,10 +80,3 @@ class _Gated(torch.autograd.Function):
             grad_RF = grad_RF * weight_R[:, None].to(grad_RF.dtype)
         (grad_gate_RF,) = torch.autograd.grad(silu_RF, gate_RF, grad_RF * up_RF)
         return grad_gate_RF, grad_RF * silu_RF.detach(), grad_weight_R
-
-
-def in_autocast_dtype(x: Tensor) -> Tensor:
-    """As autocast does for torch's own layers."""
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-        return x.to(torch.get_autocast_dtype(x.device.type))
-    return x

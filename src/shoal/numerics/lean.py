@@ -24,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.numerics.precision import compute_dtype, wide
+
 
 class RMSNorm(nn.RMSNorm):
     """torch's, also of an x in lower precision than its scale: it is computed in that of the scale."""
@@ -63,13 +65,6 @@ def gated_linear(gate: Tensor, up: Tensor, layer: nn.Linear) -> Tensor:
     return y
 
 
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """What products with x are computed in: autocast's, where it is on."""
-    device = x.device.type
-    is_on = not x.is_meta and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if is_on else x.dtype
-
-
 def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """All that is cast is cast by hand."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
@@ -94,9 +89,9 @@ class _NormedLinears(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, scale: Tensor, eps: float, dtype: torch.dtype, is_one: bool, *weights: Tensor
     ) -> Any:
-        wide = x.to(_wide(x))
-        inverse = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
-        normed = (wide * inverse * scale).to(dtype)
+        x_wide = x.to(wide(x.dtype))
+        inverse = (x_wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+        normed = (x_wide * inverse * scale).to(dtype)
         ctx.save_for_backward(x, scale, inverse, *weights)
         ctx.is_one = is_one
         return tuple(F.linear(normed, weight) for weight in _cast(weights, dtype, is_one))
@@ -104,8 +99,8 @@ class _NormedLinears(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, scale, inverse, *weights = ctx.saved_tensors
-        wide, dtype = x.to(inverse.dtype), grads[0].dtype
-        normed = (wide * (inverse * scale)).to(dtype)
+        x_wide, dtype = x.to(inverse.dtype), grads[0].dtype
+        normed = (x_wide * (inverse * scale)).to(dtype)
         needed = ctx.needs_input_grad[5:]
         d_weights: list[Tensor | None] = [None] * len(weights)
         if ctx.is_one and any(needed):
@@ -116,7 +111,7 @@ class _NormedLinears(torch.autograd.Function):
             d_weights = [_product(grad, normed, weights[0].dtype) if is_needed else None for grad, is_needed in pairs]
         products = zip(grads, _cast(weights, dtype, ctx.is_one), strict=True)
         d_normed = sum((grad @ weight).to(inverse.dtype) for grad, weight in products)
-        unscaled = wide * inverse
+        unscaled = x_wide * inverse
         d_scale = (d_normed * unscaled).flatten(0, -2).sum(0).to(scale.dtype)
         d_unscaled = d_normed * scale
         d_x = inverse * (d_unscaled - unscaled * (d_unscaled * unscaled).mean(-1, keepdim=True))
@@ -133,7 +128,7 @@ class _GatedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         gate, up, weight = ctx.saved_tensors
         (grad,) = grads
-        wide_gate, wide_up = gate.to(_wide(gate)), up.to(_wide(up))
+        wide_gate, wide_up = gate.to(wide(gate.dtype)), up.to(wide(up.dtype))
         open_part = torch.sigmoid(wide_gate)
         silu = wide_gate * open_part
         gated = (wide_up * silu).to(gate.dtype)
@@ -157,7 +152,3 @@ def _cast(weights: Sequence[Tensor], dtype: torch.dtype, is_one: bool) -> list[T
     """Weights that are cast anyway are cast into one tensor at no cost."""
     cast = [weight.to(dtype) for weight in weights]
     return [torch.cat(cast)] if is_one else cast
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.numerics.lean import compute_dtype
+from shoal.numerics.precision import compute_dtype, wide
 
 CHUNK_BYTES = 2**31
 """At most so many bytes of logits exist at a time, and a quarter of them all. Larger chunks would add to the gradient
@@ -58,10 +58,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, h: Tensor, weight: Tensor, labels: Tensor, ignore: int) -> Tensor:
         needs_h, needs_weight = ctx.needs_input_grad[:2]
         w = weight.to(h.dtype)
-        total = torch.zeros((), dtype=torch.promote_types(h.dtype, torch.float32), device=h.device)
+        total = torch.zeros((), dtype=wide(h.dtype), device=h.device)
         dh = torch.empty_like(h) if needs_h else None
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        dw = (torch.empty_like if len(h) else torch.zeros_like)(weight, dtype=wide) if needs_weight else None
+        dw = (
+            (torch.empty_like if len(h) else torch.zeros_like)(weight, dtype=wide(weight.dtype))
+            if needs_weight
+            else None
+        )
         size = tokens_of_chunk(h.shape[0], weight.shape[0], h.dtype.itemsize)
         for start in range(0, h.shape[0], size):
             part = slice(start, start + size)
@@ -104,11 +107,11 @@ def cross_entropy_(logits: Tensor, labels: Tensor, *, ignore: int, with_gradient
         from shoal.numerics.cross_entropy_kernel import cross_entropy_rows_  # Triton, which CPUs do not have
 
         return cross_entropy_rows_(logits, labels, ignore=ignore, with_gradient=with_gradient).sum()
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    total = F.cross_entropy(wide, labels, ignore_index=ignore, reduction="sum")
+    exact = logits.to(wide(logits.dtype))
+    total = F.cross_entropy(exact, labels, ignore_index=ignore, reduction="sum")
     if with_gradient:
-        counts = (labels != ignore)[:, None].to(wide.dtype)
-        gradient = wide.softmax(-1).mul_(counts)
+        counts = (labels != ignore)[:, None].to(exact.dtype)
+        gradient = exact.softmax(-1).mul_(counts)
         gradient.scatter_add_(-1, labels.clamp(min=0)[:, None], -counts)
         logits.copy_(gradient)
     return total

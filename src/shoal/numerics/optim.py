@@ -1,4 +1,5 @@
-"""The optimizer of a recipe: torch's own, with weight decay where it belongs and the fastest exact implementation."""
+"""The optimizer of a recipe: torch's, or shoal's AdamW where that is faster, with weight decay where it belongs; and
+how an optimizer takes a step without the host waiting for the device."""
 
 from __future__ import annotations
 

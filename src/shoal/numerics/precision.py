@@ -47,13 +47,27 @@ class Precision:
         module.forward = in_lower_precision
 
 
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """What products with x are computed in: autocast's dtype, where it is on and x is of numbers that it casts."""
+    device = x.device.type
+    is_cast = not x.is_meta and x.is_floating_point() and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if is_cast else x.dtype
+
+
+def in_autocast_dtype(x: Tensor) -> Tensor:
+    """Cast as autocast does it for torch's own layers."""
+    return x.to(compute_dtype(x))
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums are kept in: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def narrowed(x: Tensor) -> Tensor:
     """The residual stream of a model that computes in bfloat16, in bfloat16 too: half the bytes for every norm and sum,
     and the same on every layout. In float16 it would overflow, and stays in float32."""
-    device = x.device.type
-    if not x.is_meta and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
-        return x.to(torch.bfloat16)
-    return x
+    return x.to(torch.bfloat16) if compute_dtype(x) == torch.bfloat16 else x
 
 
 def hush(device: torch.device) -> None:

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shoal.blueprint.anatomy import chunk
 from shoal.blueprint.layout import AXES
@@ -28,6 +27,7 @@ from shoal.comm.collectives import all_reduce_together, join
 from shoal.comm.mesh import Mesh
 from shoal.errors import ShoalError
 from shoal.numerics.gradients import global_norm, gradients_of, norms_of
+from shoal.numerics.pieces import local
 from shoal.parallel import replicate, shard
 from shoal.parallel.balance import Balance
 from shoal.parallel.context import ContextParallel
@@ -304,8 +304,3 @@ class Composed:
         if self.is_sharded:
             for part in self.parts:
                 shard.reshard(part.model)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The piece of a tensor that this rank holds; changing it changes the tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

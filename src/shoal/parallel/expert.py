@@ -30,7 +30,8 @@ from torch.autograd.function import once_differentiable
 from shoal.blueprint.layout import divisors
 from shoal.comm.collectives import Group, part
 from shoal.errors import ShoalError, listed
-from shoal.numerics.grouped import gated, grouped_matmul, in_autocast_dtype
+from shoal.numerics.grouped import gated, grouped_matmul
+from shoal.numerics.precision import in_autocast_dtype
 from shoal.parallel.routing import Routing
 
 WEIGHTS = ("gate_proj", "up_proj", "down_proj")

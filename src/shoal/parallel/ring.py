@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shoal.blueprint.attention import Step, ring_steps
-from shoal.numerics.attention import Attended, attend, attend_backward, merge_, wide
+from shoal.numerics.attention import Attended, attend, attend_backward, merge_
+from shoal.numerics.precision import wide
 
 KEYS_AND_VALUES, GRADIENTS = 0, 1
 """Tags: two messages are on their way from one rank to the next at a time."""

@@ -30,6 +30,7 @@ from shoal.blueprint.layout import divisors
 from shoal.comm.collectives import Group, all_reduce, my_part, part
 from shoal.comm.differentiable import TOKENS, enter, gather_last, gather_tokens, leave, scatter_tokens
 from shoal.errors import ShoalError, listed
+from shoal.numerics.precision import in_autocast_dtype
 
 
 class TensorParallel:
@@ -57,7 +58,7 @@ class TensorParallel:
             return x
         if self._outside is not x or self._inside is None:
             self._outside = x
-            wide = _in_autocast_dtype(x)
+            wide = in_autocast_dtype(x)  # what the product would cast anyway, before it travels
             if self.splits_tokens:
                 _check_tokens(wide)
                 self._inside = gather_tokens(wide, self.group)
@@ -114,13 +115,6 @@ def _check_tokens(x: Tensor) -> None:
             " tokens, features), as after a mean over tokens",
             fix="sp=off in the plan",
         )
-
-
-def _in_autocast_dtype(x: Tensor) -> Tensor:
-    """What the matmul would cast anyway, cast before it travels."""
-    if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
-        return x.to(torch.get_autocast_dtype(x.device.type))
-    return x
 
 
 # ---- layers ---------------------------------------------------------------------------------------------------------

@@ -24,7 +24,8 @@ from shoal.comm.world import World
 from shoal.data.batch import length, rows
 from shoal.errors import ShoalError
 from shoal.numerics.init import can_fill
-from shoal.parallel.composed import Composed, local
+from shoal.numerics.pieces import local
+from shoal.parallel.composed import Composed
 from shoal.parallel.context import Attention
 from shoal.parallel.expert import Experts
 from shoal.parallel.holdings import anatomy_of, holdings, peak_bytes

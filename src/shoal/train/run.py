@@ -42,9 +42,10 @@ from shoal.numerics.determinism import make_deterministic
 from shoal.numerics.fp8 import Scaling
 from shoal.numerics.gradients import LossScale
 from shoal.numerics.offload import HostCopies
+from shoal.numerics.pieces import local
 from shoal.numerics.precision import precision_of
 from shoal.parallel.compose import Options, compose, refuse_unbuilt
-from shoal.parallel.composed import Composed, local
+from shoal.parallel.composed import Composed
 from shoal.parallel.context import Backend, cut_batch, mark_cut
 from shoal.parallel.pipeline import Feed
 from shoal.parallel.replicate import explain_unused

@@ -23,7 +23,7 @@ from shoal.errors import RunFailed
 from shoal.numerics.gradients import LossScale, clip_coefficient, gradients_of, scale_
 from shoal.numerics.offload import HostCopies
 from shoal.numerics.optim import step_scaled, takes_scale
-from shoal.parallel.composed import local
+from shoal.numerics.pieces import local
 from shoal.train.nonfinite import nonfinite_places
 from shoal.train.step import Unjudged
 
