@@ -212,27 +212,39 @@ def test_a_model_with_a_description_of_its_own(pool: Pool, plan: str) -> None:
 # ---- a mixture that does not say what its blocks are ----------------------------------------------------------------
 
 
+class Sparse(nn.Module):
+    """With its experts it is large enough to be a unit, without them it is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts, self.extra = Router(16, 4, top_k=2), Experts(16, 8, 4), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        routing, *facts = self.router(x)
+        y = self.experts(x.flatten(0, 1), routing).view_as(x)
+        settled: Tensor = self.router.settle(x + y + self.extra(x), *facts)
+        return settled
+
+
 class Mixture(nn.Module):
     """Two layers of experts, and layers of unlike sizes beside them."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.table, self.wide, self.narrow = nn.Embedding(VOCABULARY, 16), nn.Linear(16, 64), nn.Linear(64, 16)
-        self.routers = nn.ModuleList(Router(16, 4, top_k=2) for _ in range(2))
-        self.experts = nn.ModuleList(Experts(16, 8, 4) for _ in range(2))
+        self.table, self.wide, self.narrow = nn.Embedding(VOCABULARY, 16), nn.Linear(16, 640), nn.Linear(640, 16)
+        self.layers = nn.ModuleList(Sparse() for _ in range(2))
         self.head = nn.Linear(16, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.table(tokens)
-        for router, experts in zip(self.routers, self.experts, strict=True):
-            routing, *facts = router(x)
-            x = x + router.settle(experts(x.flatten(0, 1), routing).view_as(x), *facts)
+        for layer in self.layers:
+            x = layer(x)
         logits: Tensor = self.head(x + self.narrow(self.wide(x).tanh()))
         return logits
 
     def describe(self) -> Description:
-        return Description(num_experts=4, active_experts=2, splits={"experts.*": Split.EXPERTS})
+        return Description(num_experts=4, active_experts=2, splits={"layers.*.experts": Split.EXPERTS})
 
 
 def count_mixture(world: World, plan: str) -> Any:
