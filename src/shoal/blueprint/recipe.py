@@ -254,6 +254,10 @@ class RunSection(Section):
     fp8_narrow: PositiveInt | None = None
     """Under `precision: fp8`, layers with fewer features than this stay in bf16. None: 512."""
 
+    fp8_head: bool = True
+    """Under `precision: fp8`, whether a head that computes the loss (`loss: fused`) computes its gradients in fp8. Its
+    logits, and with them the loss, are computed in bf16 either way."""
+
     loss: Literal["auto", "fused", "plain"] = "auto"
     """fused: the last layer of the model computes the loss, a part of the tokens at a time, and all logits never exist
     at once. plain: the model returns logits. auto: fused wherever a rank has the whole layer (no tp, no pp)."""

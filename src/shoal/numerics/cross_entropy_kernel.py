@@ -16,11 +16,13 @@ from torch import Tensor
 
 _BLOCK = 4096
 _WARPS = 8
+_TILE = 64
+_TILE_WARPS = 4
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rows(  # type: ignore[no-untyped-def]
-    logits, labels, losses, stride, vocabulary, ignore, with_gradient: tl.constexpr, block: tl.constexpr
+    logits, labels, losses, lses, stride, vocabulary, ignore, with_gradient: tl.constexpr, block: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
@@ -41,6 +43,7 @@ def _rows(  # type: ignore[no-untyped-def]
         is_word = (label >= 0) & (label < vocabulary)
         target = tl.load(start + label, mask=is_word, other=float("nan")).to(tl.float32)
         tl.store(losses + row, lse - target)
+        tl.store(lses + row, lse)
         if with_gradient:
             poison = tl.where(is_word, 0.0, float("nan"))  # a step with such a label must not be made
             for first in range(0, vocabulary, block):
@@ -50,20 +53,59 @@ def _rows(  # type: ignore[no-untyped-def]
                 tl.store(start + first + columns, gradient.to(logits.dtype.element_ty), mask=here)
     else:
         tl.store(losses + row, 0.0)
+        tl.store(lses + row, 0.0)
         if with_gradient:
             for first in range(0, vocabulary, block):
                 nothing = tl.zeros([block], dtype=logits.dtype.element_ty)
                 tl.store(start + first + columns, nothing, mask=first + columns < vocabulary)
 
 
-def cross_entropy_rows_(logits: Tensor, labels: Tensor, *, ignore: int, with_gradient: bool) -> Tensor:
-    """The loss of each row, in float32; 0 where the label is `ignore`, and not a number where it is no word, as
-    is the gradient, which takes the place of the logits."""
+@triton.jit  # type: ignore[untyped-decorator]
+def _tiles(  # type: ignore[no-untyped-def]
+    logits, labels, lses, gradient, turned, num_rows, vocabulary, ignore, factor, tile: tl.constexpr
+):
+    row = tl.program_id(1).to(tl.int64) * tile + tl.arange(0, tile)
+    column = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    here = (row < num_rows)[:, None] & (column < vocabulary)[None, :]
+    places = row[:, None] * vocabulary + column[None, :]
+    x = tl.load(logits + places, mask=here, other=0.0).to(tl.float32)
+    lse = tl.load(lses + row, mask=row < num_rows, other=0.0)
+    label = tl.load(labels + row, mask=row < num_rows, other=ignore)
+    poison = tl.where((label >= 0) & (label < vocabulary), 0.0, float("nan"))
+    is_label = column[None, :] == label[:, None]
+    g = tl.exp(x - lse[:, None]) - tl.where(is_label, 1.0, 0.0) + poison[:, None]
+    g = tl.where((label != ignore)[:, None], g * factor, 0.0)
+    tl.store(gradient + places, g.to(tl.float8e5), mask=here)
+    turned_places = column[:, None] * num_rows + row[None, :]
+    tl.store(turned + turned_places, tl.trans(g).to(tl.float8e5), mask=tl.trans(here))
+
+
+def cross_entropy_rows_(logits: Tensor, labels: Tensor, *, ignore: int, with_gradient: bool) -> tuple[Tensor, Tensor]:
+    """The loss and the log of the sum of exponentials of each row, in float32. The loss is 0 where the label is
+    `ignore`, and not a number where it is no word, as is the gradient, which takes the place of the logits."""
     assert logits.stride(-1) == 1
-    losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    losses, lses = torch.empty(2, logits.shape[0], dtype=torch.float32, device=logits.device)
     launch: Any = _rows[(logits.shape[0],)]
     launch(
-        logits, labels.contiguous(), losses, logits.stride(0), logits.shape[1], ignore,
+        logits, labels.contiguous(), losses, lses, logits.stride(0), logits.shape[1], ignore,
         with_gradient=with_gradient, block=_BLOCK, num_warps=_WARPS,
     )  # fmt: skip
-    return losses
+    return losses, lses
+
+
+def gradient_in_fp8(
+    logits: Tensor, labels: Tensor, lses: Tensor, *, ignore: int, factor: float
+) -> tuple[Tensor, Tensor]:
+    """The gradient of the sum of losses times a factor, in 8-bit floats of a wide range; and the same turned around."""
+    assert logits.is_contiguous()
+    num_rows, vocabulary = logits.shape
+    gradient, turned = (
+        torch.empty(shape, dtype=torch.float8_e5m2, device=logits.device)
+        for shape in ((num_rows, vocabulary), (vocabulary, num_rows))
+    )
+    launch: Any = _tiles[(triton.cdiv(vocabulary, _TILE), triton.cdiv(num_rows, _TILE))]
+    launch(
+        logits, labels.contiguous(), lses, gradient, turned, num_rows, vocabulary, ignore, factor,
+        tile=_TILE, num_warps=_TILE_WARPS,
+    )  # fmt: skip
+    return gradient, turned

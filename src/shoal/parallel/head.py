@@ -25,8 +25,9 @@ from shoal.numerics.linear_cross_entropy import linear_cross_entropy
 class LossHead:
     """Puts itself in the place of a linear layer's forward; names and parameters of the layer stay."""
 
-    def __init__(self, layer: nn.Linear) -> None:
+    def __init__(self, layer: nn.Linear, *, fp8: bool = False) -> None:
         self.layer = layer
+        self.fp8 = fp8
         self.labels: Tensor | None = None
         self._logits = layer.forward
         layer.forward = self.forward  # type: ignore[method-assign, assignment]
@@ -42,7 +43,8 @@ class LossHead:
                 f" {labels.dtype} and shape {tuple(labels.shape)}",
                 fix="labels of the shape of the tokens; or Run(loss=lambda model, batch: ...)",
             )
-        return linear_cross_entropy(x.flatten(0, -2), self.layer.weight, labels.flatten(), ignore=IGNORE)
+        h, weight = x.flatten(0, -2), self.layer.weight
+        return linear_cross_entropy(h, weight, labels.flatten(), ignore=IGNORE, fp8=self.fp8)
 
     @contextmanager
     def takes(self, labels: Tensor) -> Iterator[None]:

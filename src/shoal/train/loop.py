@@ -51,6 +51,7 @@ def train(
         fused_loss={"auto": None, "fused": True, "plain": False}[settings.loss],
         fp8=settings.fp8,
         fp8_narrow=settings.fp8_narrow,
+        fp8_head=settings.fp8_head,
         world=world,
     ) as run:
         console = Console(stderr=True)

@@ -85,6 +85,7 @@ class Run:
     fused_loss      compute the loss inside the model's last layer, without ever holding all logits; None: where it can
     fp8             under the precision fp8, what of a tensor shares one scale: tensorwise or rowwise
     fp8_narrow      layers with fewer features than this stay in bf16 then; None: as fast as was measured
+    fp8_head        whether a head that computes the loss has its gradients in fp8 then; its logits never are
     timeout         seconds that a rank waits for the others in one collective
     threads         CPU threads of this process; None: an even share of the cores
     world           the ranks, if someone else has gathered them
@@ -109,6 +110,7 @@ class Run:
         fused_loss: bool | None = None,
         fp8: Scaling = "tensorwise",
         fp8_narrow: int | None = None,
+        fp8_head: bool = True,
         timeout: float = 600.0,
         threads: int | None = None,
         world: World | None = None,
@@ -134,6 +136,7 @@ class Run:
             fused_loss=fused_loss,
             fp8=fp8,
             fp8_narrow=fp8_narrow,
+            fp8_head=fp8_head,
         )
         self.mesh = Mesh.make(self.world, self.plan.layout)
         self.tensor = TensorParallel(self.mesh.groups.get("tp"), splits_tokens=bool(self.plan.sp))
