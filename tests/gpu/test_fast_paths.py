@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal import Run
+from shoal.data.batch import stream_of_copies, to_device
 from shoal.models.llama import Llama, LlamaConfig
 from shoal.numerics import linear_cross_entropy as fused
 from shoal.numerics.adamw import AdamW
@@ -179,6 +180,16 @@ def test_a_step_does_not_wait_for_the_device(run: Run) -> None:
         run.step(batch())
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_next_batch_is_copied_while_the_device_computes() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    given = torch.arange(1 << 24, dtype=torch.float64).pin_memory()
+    torch.cuda._sleep(1_000_000_000)  # the device computes for half a second
+    moved = to_device({"x": given}, device, torch.float32)["x"]
+    stream_of_copies(device).synchronize()
+    assert not torch.cuda.current_stream().query(), "the copy has waited for what was computed before it"
+    assert torch.equal(moved.cpu(), given.float())
 
 
 def test_a_step_that_is_not_finite_is_dropped_on_the_device_and_told_late(run: Run) -> None:
