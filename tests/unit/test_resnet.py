@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal import Run
 from shoal.errors import ShoalError
 from shoal.models.resnet import PRESETS, build
 from shoal.numerics.init import initialise, materialise
@@ -149,3 +152,22 @@ def test_mistakes_come_together() -> None:
     assert len(caught.value.problems) == 2
     with pytest.raises(ShoalError, match=r"no preset 'resnet51'[\s\S]*resnet50"):
         build(preset="resnet51")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch, while it compiles
+def test_blocks_of_many_shapes_are_compiled_with_all_that_is_between_them() -> None:
+    graphs: list[str] = []
+    torch._dynamo.reset()
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(str(graph.graph))
+        return graph.forward
+
+    model = build(preset="resnet18", num_classes=10)
+    initialise(model, 0)
+    with Run("fp32", device="cpu", compile=backend) as run:  # type: ignore[arg-type]
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        run.step((torch.randn(2, 3, 32, 32), torch.tensor([0, 1])))
+    assert len(graphs) == 1
+    assert "modules_conv1" in graphs[0]
+    assert "modules_fc" in graphs[0]

@@ -66,6 +66,8 @@ class Options:
     """What of a tensor shares one scale under the precision fp8."""
     fp8_narrow: int | None = None
     """Layers with fewer features stay in bf16 then. None: as measured on a GPU."""
+    fp8_head: bool = True
+    """Whether the head, where it computes the loss, computes its gradients in fp8 then; logits are always in bf16."""
 
 
 def refuse_unbuilt(plan: Plan) -> None:
@@ -186,6 +188,7 @@ def _lay_out(part: Part, how: _How) -> None:
     """One part of the model, unit by unit."""
     model, description, sharding = part.model, how.description, how.sharding
     large = _large_units(model, how)
+    is_compiled_whole = not description.blocks or _is_best_compiled_whole(part, how)
     for unit in _units(model, description):
         _fill(model, unit, how.options.seed)
         if not unit.is_rest:
@@ -198,9 +201,11 @@ def _lay_out(part: Part, how: _How) -> None:
             _choose_attention(block, how.options)
             how.num_in_fp8 += _narrow_products(block, how)
             recompute(block, how.plan.recompute, how.as_now)
-            _compile(block, how.options)
+            if not is_compiled_whole:
+                _compile(block, how.options)
         for name in set(unit.names) & set(description.after_blocks) - {description.head}:
-            _compile(model.get_submodule(name), how.options)  # the last norm
+            if not is_compiled_whole:
+                _compile(model.get_submodule(name), how.options)  # the last norm
         if how.expert_sharding is not None:
             for module in experts:
                 how.expert_sharding.shard(module)
@@ -208,6 +213,7 @@ def _lay_out(part: Part, how: _How) -> None:
             sharding.shard(_modules(model, unit), is_last=unit.is_last)
     if not description.blocks:
         _choose_attention(model, how.options)
+    if is_compiled_whole:
         _compile(model, how.options)
     how.precision.install(model, how.mesh.device)
     if how.context is not None:
@@ -315,7 +321,16 @@ def _give_loss_to_head(model: nn.Module, how: _How) -> None:
         how.why_plain = why_not_fused(layer) or ""
     if not how.why_plain and how.options.fused_loss is not False:
         assert isinstance(layer, nn.Linear)
-        how.head = LossHead(layer)
+        how.head = LossHead(layer, fp8=how.plan.precision == "fp8" and how.options.fp8_head)
+
+
+def _is_best_compiled_whole(part: Part, how: _How) -> bool:
+    """Whether nothing has to happen between blocks, and they are of many shapes, as in a convolutional network: what
+    was compiled for one would fit few others, and what lies between them is worth fusing."""
+    blocks = [part.model.get_submodule(name) for name in how.description.blocks]
+    kinds = {(type(block), *(parameter.shape for parameter in block.parameters())) for block in blocks}
+    is_undivided = how.sharding is None and part.stage is None and how.context is None and how.experts is None
+    return len(kinds) > 2 and is_undivided and how.plan.recompute == "none" and how.description.head is None
 
 
 def _compile(block: nn.Module, options: Options) -> None:
