@@ -15,7 +15,7 @@ from shoal.blueprint.settings import build_recipe
 from shoal.data.loading import Loader
 from shoal.data.open import open_datasets
 from shoal.numerics.optim import build_optimizer, set_lr
-from shoal.train.build import build_model
+from shoal.train.build import build_to_lay_out
 from shoal.train.run import Run
 
 MODEL = {"name": "llama", "hidden": 1024, "num_layers": 8, "num_heads": 16, "num_kv_heads": 16, "ffn": 4096}
@@ -32,7 +32,7 @@ def main() -> None:
     training, _ = open_datasets(recipe.data, 0)
     losses: list[torch.Tensor] = []
     with Run(f"mb=16 {arguments.precision}", compile=not arguments.eager, clip=1.0) as run:
-        run.prepare(build_model(recipe.model))
+        run.prepare(build_to_lay_out(recipe.model, 0))
         run.prepare(build_optimizer(run.parameters, OptimSection(), lr=6e-4))
         loader = Loader(training, seed=0, batch=16, workers=0, pin=run.device.type == "cuda")
         for batch in run.batches(loader):

@@ -16,12 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.models.resnet import build
+from shoal.numerics.init import initialise
 from shoal.train.run import Run
 
 
 def by_hand(images: Tensor, labels: Tensor) -> Callable[[], None]:
-    torch.manual_seed(0)
-    model = build(preset="resnet50").cuda().to(memory_format=torch.channels_last)
+    model = build(preset="resnet50")
+    initialise(model, 0)
+    model = model.cuda().to(memory_format=torch.channels_last)
     compiled = torch.compile(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
 
@@ -37,9 +39,10 @@ def by_hand(images: Tensor, labels: Tensor) -> Callable[[], None]:
 
 
 def by_shoal(images: Tensor, labels: Tensor) -> Callable[[], None]:
-    torch.manual_seed(0)
     run = Run(f"mb={len(images)} bf16", compile=True)
-    model = build(preset="resnet50").to(memory_format=torch.channels_last)
+    model = build(preset="resnet50")
+    initialise(model, 0)
+    model = model.to(memory_format=torch.channels_last)
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True))
 
     def step() -> None:

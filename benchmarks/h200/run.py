@@ -1,6 +1,6 @@
 """How fast is shoal on one GPU, against what a person would use instead, and against what the GPU could do?
 
-python benchmarks/h200/run.py TABLE ...      one or more of: speed large fp8 shapes long roofline curve images; or all
+python benchmarks/h200/run.py TABLE ...   one or more of: speed large fp8 rowwise shapes long roofline curve images all
 
 Every row is a process of its own (`systems.py`, `curve.py`, `images.py`), one after the other on an otherwise idle GPU;
 a table is one run, because GPUs of one kind differ by a few per cent. Peers need `pip install torchtitan==0.2.2
@@ -80,7 +80,12 @@ def compared(what: str, words: list[str], runs: dict[str, list[str]]) -> list[Ro
 
 def speed() -> tuple[str, list[Row]]:
     words = ["--shape", "1.5b", "--micro-batch", "8"]
-    runs = {"shoal": ["shoal"], "torchtitan 0.2.2": ["torchtitan"], "Accelerate + Transformers": ["accelerate"]}
+    runs = {
+        "shoal": ["shoal"],
+        "torchtitan 0.2.2": ["torchtitan"],
+        "shoal, fp8": ["shoal", "--precision", "fp8"],
+        "Accelerate + Transformers": ["accelerate"],
+    }
     return "1.50 B, 8 x 4096 tokens", compared("1.50 B", words, runs)
 
 
@@ -91,19 +96,21 @@ def large() -> tuple[str, list[Row]]:
 
 def fp8() -> tuple[str, list[Row]]:
     runs = {
-        "shoal, fp8": ["shoal", "--precision", "fp8"],
-        "shoal, fp8 rowwise": ["shoal", "--precision", "fp8", "--options", '{"fp8": "rowwise"}'],
-        "shoal, bf16": ["shoal"],
-        "torchtitan 0.2.2, bf16": ["torchtitan"],
-    }
-    rows = compared("1.50 B", ["--shape", "1.5b", "--micro-batch", "8"], runs)
-    runs = {
         "shoal, fp8, bf16 states": ["shoal", "--precision", "fp8"],
         "shoal, bf16, bf16 states": ["shoal"],
         "torchtitan 0.2.2, all in bf16": ["torchtitan"],
     }
-    words = ["--shape", "8b", "--micro-batch", "1", "--states", "bf16", "--steps", "8"]
-    return "fp8, tensorwise unless said", rows + compared("8.0 B", words, runs)
+    words = ["--shape", "8b", "--micro-batch", "2", "--states", "bf16", "--steps", "7", "--warmup", "3"]
+    return "fp8, 8.0 B, 2 x 4096 tokens", compared("8.0 B", words, runs)
+
+
+def rowwise() -> tuple[str, list[Row]]:
+    runs = {
+        "tensorwise": ["shoal", "--precision", "fp8"],
+        "tensorwise, head in bf16": ["shoal", "--precision", "fp8", "--options", '{"fp8_head": false}'],
+        "rowwise": ["shoal", "--precision", "fp8", "--options", '{"fp8": "rowwise"}'],
+    }
+    return "kinds of fp8, 1.50 B, 8 x 4096 tokens", compared("1.50 B", ["--shape", "1.5b", "--micro-batch", "8"], runs)
 
 
 OTHERS = {
@@ -121,19 +128,19 @@ def shapes() -> tuple[str, list[Row]]:
         what = (
             f"{s.parameters / 1e9:.2f} B: hidden {s.hidden}, {heads}, vocabulary {s.vocabulary:,}; {size} x {sequence}"
         )
-        words = ["--shape", shape, "--micro-batch", size, "--sequence", sequence, "--steps", "8", "--warmup", "3"]
+        words = ["--shape", shape, "--micro-batch", size, "--sequence", sequence, "--steps", "6", "--warmup", "3"]
         rows += compared(what, words, {"shoal": ["shoal"], "torchtitan 0.2.2": ["torchtitan"]})
     return "other shapes", rows
 
 
 def long() -> tuple[str, list[Row]]:
-    words = ["--shape", "1.5b", "--steps", "7", "--warmup", "3"]
+    words = ["--shape", "1.5b", "--steps", "5", "--warmup", "2"]
     runs = {
         "4k, nothing recomputed": ["shoal", "--micro-batch", "8", "--sequence", "4096"],
         "32k, nothing recomputed": ["shoal", "--micro-batch", "1", "--sequence", "32768"],
         "32k, selective": ["shoal", "--micro-batch", "1", "--sequence", "32768", "--recompute", "selective"],
         "32k, full": ["shoal", "--micro-batch", "1", "--sequence", "32768", "--recompute", "full"],
-        "256k, full": ["shoal", "--micro-batch", "1", "--sequence", "262144", "--recompute", "full", "--steps", "4"],
+        "256k, full": ["shoal", "--micro-batch", "1", "--sequence", "262144", "--recompute", "full"],
     }
     return "1.50 B, long sequences", compared("1.50 B", words, runs)
 
@@ -151,6 +158,7 @@ def roofline() -> tuple[str, list[Row]]:
         "matmul": (products / 785e12 * 1e3, f"{products / 1e12:.0f} TFLOP at 785 TFLOP/s"),
         "attention": (attention / 785e12 * 1e3, f"{attention / 1e12:.0f} TFLOP (causal) at 785 TFLOP/s"),
         "optimizer": (shape.parameters * 32 / 4.3e12 * 1e3, "28 bytes a parameter, and 4 for the norm, at 4.3 TB/s"),
+        "softmax of the loss": (4 * tokens * shape.vocabulary / 4.3e12 * 1e3, "logits read and written once"),
     }
     rows = [
         {
@@ -185,14 +193,14 @@ def curve() -> tuple[str, list[Row]]:
 
 
 def images() -> tuple[str, list[Row]]:
-    told = told_by("images.py")
+    told = told_by("images.py", "--rounds", "3")
     return "ResNet-50, bf16, channels-last, compiled, synthetic images", [
         {key: str(value) for key, value in told.items()}
     ]
 
 
 TABLES: dict[str, Callable[[], tuple[str, list[Row]]]] = {
-    "speed": speed, "large": large, "fp8": fp8, "shapes": shapes, "long": long,
+    "speed": speed, "large": large, "fp8": fp8, "rowwise": rowwise, "shapes": shapes, "long": long,
     "roofline": roofline, "curve": curve, "images": images,
 }  # fmt: skip
 
