@@ -107,7 +107,7 @@ def fp8() -> tuple[str, list[Row]]:
 def rowwise() -> tuple[str, list[Row]]:
     runs = {
         "tensorwise": ["shoal", "--precision", "fp8"],
-        "tensorwise, head in bf16": ["shoal", "--precision", "fp8", "--options", '{"fp8_head": false}'],
+        "tensorwise, head in bf16": ["shoal", "--precision", "fp8", "--options", '{"fp8_head": "none"}'],
         "rowwise": ["shoal", "--precision", "fp8", "--options", '{"fp8": "rowwise"}'],
     }
     return "kinds of fp8, 1.50 B, 8 x 4096 tokens", compared("1.50 B", ["--shape", "1.5b", "--micro-batch", "8"], runs)

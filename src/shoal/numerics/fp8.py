@@ -5,8 +5,10 @@ float, by one number a tensor or by one a row, and leaves the parameter itself i
 that gain by it and bear it:
 
 in fp8   linear layers inside of blocks whose features are multiples of 16 and that are not narrow
-in bf16  embeddings, norms, the head, which the loss is most sensitive to, routers and experts, and narrow layers, for
-         which casting costs more than a faster product saves
+in bf16  embeddings, norms, the logits of the head, which the loss is most sensitive to, routers and experts, and narrow
+         layers, for which casting costs more than a faster product saves
+
+The gradients of a head that computes the loss are products by hand: `numerics.linear_cross_entropy`.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from torch import nn
 from shoal.errors import ShoalError
 
 Scaling = Literal["tensorwise", "rowwise"]
+FromHead = Literal["gradients", "none"]
 
 NARROW = 512
 """Layers with fewer features than this, in or out, stay in bf16. Measured on an H200."""

@@ -29,7 +29,7 @@ from shoal.blueprint.description import Description
 from shoal.blueprint.plan import Plan
 from shoal.comm.mesh import Mesh
 from shoal.errors import Problem, ShoalError, raise_if
-from shoal.numerics.fp8 import Scaling, to_fp8
+from shoal.numerics.fp8 import FromHead, Scaling, to_fp8
 from shoal.numerics.init import initialise, materialise
 from shoal.numerics.precision import Precision
 from shoal.parallel.balance import Balance
@@ -66,8 +66,8 @@ class Options:
     """What of a tensor shares one scale under the precision fp8."""
     fp8_narrow: int | None = None
     """Layers with fewer features stay in bf16 then. None: as measured on a GPU."""
-    fp8_head: bool = True
-    """Whether the head, where it computes the loss, computes its gradients in fp8 then; logits are always in bf16."""
+    fp8_head: FromHead = "gradients"
+    """What a head that computes the loss computes in fp8 then; logits are always in bf16."""
 
 
 def refuse_unbuilt(plan: Plan) -> None:
@@ -321,7 +321,7 @@ def _give_loss_to_head(model: nn.Module, how: _How) -> None:
         how.why_plain = why_not_fused(layer) or ""
     if not how.why_plain and how.options.fused_loss is not False:
         assert isinstance(layer, nn.Linear)
-        how.head = LossHead(layer, fp8=how.plan.precision == "fp8" and how.options.fp8_head)
+        how.head = LossHead(layer, fp8=how.plan.precision == "fp8" and how.options.fp8_head == "gradients")
 
 
 def _is_best_compiled_whole(part: Part, how: _How) -> bool:

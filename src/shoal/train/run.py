@@ -39,7 +39,7 @@ from shoal.data.deal import DealtLoader
 from shoal.data.hashing import hashed
 from shoal.errors import ShoalError
 from shoal.numerics.determinism import make_deterministic
-from shoal.numerics.fp8 import Scaling
+from shoal.numerics.fp8 import FromHead, Scaling
 from shoal.numerics.gradients import LossScale
 from shoal.numerics.offload import HostCopies
 from shoal.numerics.pieces import local
@@ -85,7 +85,7 @@ class Run:
     fused_loss      compute the loss inside the model's last layer, without ever holding all logits; None: where it can
     fp8             under the precision fp8, what of a tensor shares one scale: tensorwise or rowwise
     fp8_narrow      layers with fewer features than this stay in bf16 then; None: as fast as was measured
-    fp8_head        whether a head that computes the loss has its gradients in fp8 then; its logits never are
+    fp8_head        gradients: a head that computes the loss computes its gradients in fp8 then; its logits never are
     timeout         seconds that a rank waits for the others in one collective
     threads         CPU threads of this process; None: an even share of the cores
     world           the ranks, if someone else has gathered them
@@ -110,7 +110,7 @@ class Run:
         fused_loss: bool | None = None,
         fp8: Scaling = "tensorwise",
         fp8_narrow: int | None = None,
-        fp8_head: bool = True,
+        fp8_head: FromHead = "gradients",
         timeout: float = 600.0,
         threads: int | None = None,
         world: World | None = None,
