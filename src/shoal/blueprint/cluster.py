@@ -1,0 +1,309 @@
+"""The machines on paper: devices, the links between them, how many there are, and what they cost.
+
+A `Cluster` is a preset (`h100:8x16`: 16 nodes of 8), a YAML file, or `here`, what `shoal calibrate` has measured. All
+rates are what one device sees: bandwidth of a link in one direction, as bytes that arrive per second. Two rates of
+compute stand side by side: the vendor's peak, of which an MFU is a fraction, and what the largest matrix products
+really reach, which is what time is predicted from.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import ShoalError, listed, nearest
+
+GIB = 2.0**30
+HERE = "here"
+"""The name of the machine at hand."""
+
+
+def here_file() -> Path:
+    """Where a machine's own measurement is kept: written by `shoal calibrate`, read by `--cluster here`."""
+    return Path.home() / ".config" / "shoal" / "here.yaml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One accelerator, as torch counts them."""
+
+    name: str
+    peak: Mapping[str, float]
+    """Precision → dense FLOP/s of the datasheet."""
+    achievable: Mapping[str, float]
+    """Precision → FLOP/s that large matrix products reach."""
+    memory: float
+    """Bytes that a process can allocate when nobody else does."""
+    bandwidth: float
+    """Bytes/s of its memory, by the datasheet."""
+    streaming: float = 0.85
+    """The part of that bandwidth that reading and writing long tensors reaches."""
+    attention: Mapping[str, float] = field(default_factory=dict)
+    """Precision → FLOP/s of a fused attention kernel with heads of 128. Empty: a fixed part of `achievable`."""
+    is_modern: bool = False
+    """Whether its matrix units are fed asynchronously, as Hopper's and later ones: older attention kernels do not."""
+    host_factor: float = 1.0
+    """How long the host takes to launch a kernel, beside the usual server. A calibrated machine says its own."""
+    context: float = 1.5 * GIB
+    """Bytes outside of torch's allocator: the context, libraries, buffers of communicators."""
+    source: str = ""
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.memory, self.bandwidth))
+
+    @cached_property
+    def is_host(self) -> bool:
+        """Whether it is the processor itself, with no libraries of a GPU's beside it."""
+        return self.name.lower().startswith("cpu")
+
+    def rate(self, precision: str) -> float:
+        """FLOP/s of large products at a precision; the next better one where there are no units for it."""
+        for word in _fallbacks(precision):
+            if word in self.achievable:
+                return self.achievable[word]
+        raise ShoalError(f"{self.name} has no rate for {precision}", fix=f"{listed(self.achievable)}")
+
+    def peak_rate(self, precision: str) -> float:
+        """The datasheet's FLOP/s at a precision."""
+        for word in _fallbacks(precision):
+            if word in self.peak:
+                return self.peak[word]
+        return self.rate(precision)
+
+
+def _fallbacks(precision: str) -> tuple[str, ...]:
+    """What is computed in instead where a device lacks a precision."""
+    return {
+        "fp8": ("fp8", "bf16", "fp16", "fp32"),
+        "bf16": ("bf16", "fp16", "fp32"),
+        "fp16": ("fp16", "bf16", "fp32"),
+        "fp64": ("fp64", "fp32"),
+    }.get(precision, (precision,))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tier:
+    """One kind of link."""
+
+    name: str
+    bandwidth: float
+    """Bytes/s that one device receives in long messages, while all do."""
+    latency: float
+    """Seconds that one step of a collective takes, however small."""
+    base: float = 10e-6
+    """Seconds that any collective takes, however few steps it has."""
+    source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Nodes of equal devices.
+
+    >>> cluster = Cluster.parse("h100:8x16")
+    >>> cluster.num_devices, cluster.device.name
+    (128, 'h100')
+    """
+
+    device: Device
+    per_node: int
+    nodes: int = 1
+    inside: Tier
+    between: Tier
+    price: float | None = None
+    """Money for one device and one hour. None: nobody said."""
+    is_measured: bool = False
+    """Whether the rates were measured on these very machines."""
+    source: str = ""
+    date: str = ""
+
+    def __post_init__(self) -> None:
+        for key in ("per_node", "nodes"):
+            if getattr(self, key) < 1:
+                raise ShoalError(f"{key}={getattr(self, key)} is not a number of machines", fix=f"{key}=1 or more")
+
+    def __hash__(self) -> int:
+        return hash((self.device, self.per_node, self.nodes))
+
+    @cached_property
+    def num_devices(self) -> int:
+        """All of them."""
+        return self.per_node * self.nodes
+
+    def resized(self, num_devices: int) -> Cluster:
+        """The same machines, as many as are needed for so many devices."""
+        if num_devices <= self.per_node:
+            return replace(self, per_node=num_devices, nodes=1)
+        if num_devices % self.per_node:
+            fix = f"a multiple of {self.per_node}"
+            raise ShoalError(f"{num_devices} devices do not fill nodes of {self.per_node}", fix=fix)
+        return replace(self, nodes=num_devices // self.per_node)
+
+    @classmethod
+    def parse(cls, text: str) -> Cluster:
+        """A preset with a size (`h200:8`, `h100:8x16`), the path of a YAML file, or the machine at hand as `shoal
+        calibrate` has measured it: `here`, and with other numbers of devices than were measured, `here:4`."""
+        if text.endswith((".yaml", ".yml")) or "/" in text:
+            return cls.from_yaml(Path(text))
+        from shoal.blueprint.hardware import DEVICES, preset
+
+        name, _, size = text.partition(":")
+        name = name.strip().lower()
+        if name == HERE:
+            return cls._here(size)
+        if name not in DEVICES:
+            near = nearest(name, DEVICES)
+            fix = f"{near}:{size or 8}" if near else f"one of {', '.join(DEVICES)}, or the path of a YAML file"
+            raise ShoalError(f"there is no preset of a device {name!r}", fix=fix)
+        per_node, nodes = _size(name, size or str(DEVICES[name].per_node))
+        return preset(name, per_node=per_node, nodes=nodes)
+
+    @classmethod
+    def _here(cls, size: str) -> Cluster:
+        """The machine at hand, with as many devices as were measured or as are asked for."""
+        path = here_file()
+        if not path.exists():
+            what = f"this machine was not measured: there is no {path}"
+            raise ShoalError(what, fix="shoal calibrate, which takes a minute; or a preset such as h100:8")
+        measured = cls.from_yaml(path)
+        if not size:
+            return measured
+        per_node, nodes = _size(HERE, size)
+        return replace(measured, per_node=per_node, nodes=nodes)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """As keys and values; `from_mapping` reads it back."""
+        return asdict(self)
+
+    @classmethod
+    def from_mapping(cls, said: Mapping[str, Any]) -> Cluster:
+        """From keys and values, such as those of a YAML file."""
+        said = dict(said)
+        for key, kind in (("device", Device), ("inside", Tier), ("between", Tier)):
+            if key not in said:
+                raise ShoalError(f"the cluster does not say its {key}", fix=f"{key}: with {listed(_keys(kind))}")
+            said[key] = _build(kind, said[key], key)
+        built: Cluster = _build(cls, said, "the cluster")
+        return built
+
+    def to_yaml(self) -> str:
+        """The text of a file that `from_yaml` reads."""
+        import yaml
+
+        text: str = yaml.safe_dump(self.to_mapping(), sort_keys=False)
+        return text
+
+    @classmethod
+    def from_yaml(cls, path: Path) -> Cluster:
+        """From a file, such as one that `shoal calibrate` has written."""
+        import yaml
+
+        try:
+            said = yaml.safe_load(path.read_text())
+        except OSError as error:
+            fix = "shoal calibrate writes one, or say a preset such as h100:8x2"
+            raise ShoalError(f"the cluster file {path} cannot be read: {error.strerror}", fix=fix) from error
+        except yaml.YAMLError as error:
+            raise ShoalError(f"{path} is not YAML: {error}", fix="shoal calibrate writes one") from error
+        if not isinstance(said, Mapping):
+            raise ShoalError(f"{path} holds no keys and values", fix="shoal calibrate writes one")
+        return cls.from_mapping(said)
+
+    def __str__(self) -> str:
+        return f"{self.device.name}:{self.per_node}x{self.nodes}"
+
+    # ---- collectives ------------------------------------------------------------------------------------------------
+
+    def link(self, degree: int, stride: int) -> Link:
+        """What a group of ranks sees that are `stride` apart, when ranks fill one node after the other."""
+        members = max(1, min(degree, self.per_node // stride))  # that share a node
+        if members >= degree:
+            return Link(degree, 1, self.inside.bandwidth, self.inside.latency, self.inside.base)
+        nodes = math.ceil(degree / members)
+        bandwidth = min(self.inside.bandwidth, members * self.between.bandwidth)
+        return Link(degree, nodes, bandwidth, self.between.latency, self.between.base, self.inside.latency)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A group of ranks, and the slowest link in it."""
+
+    degree: int
+    nodes: int
+    bandwidth: float
+    latency: float
+    base: float
+    inside_latency: float = 0.0
+
+    def gather(self, size: float) -> float:
+        """Seconds of an all-gather or reduce-scatter of `size` bytes in all."""
+        if self.degree == 1:
+            return 0.0
+        share = (self.degree - 1) / self.degree
+        return self.base + self._steps() + share * size / self.bandwidth
+
+    def latency_of_gather(self) -> float:
+        """Seconds of a gather of next to nothing."""
+        return self.base + self._steps() if self.degree > 1 else 0.0
+
+    def reduce(self, size: float) -> float:
+        """Seconds of an all-reduce: by a ring for long messages, by a tree for short ones."""
+        if self.degree == 1:
+            return 0.0
+        share = 2 * (self.degree - 1) / self.degree
+        ring = 2 * self._steps() + share * size / self.bandwidth
+        tree = 2 * math.log2(self.degree) * self.latency + 2.5 * size / self.bandwidth
+        return self.base + min(ring, tree)
+
+    def exchange(self, size: float) -> float:
+        """Seconds of an all-to-all in which each rank sends `size` bytes in all."""
+        if self.degree == 1:
+            return 0.0
+        return self.base + self.latency + (self.degree - 1) / self.degree * size / self.bandwidth
+
+    def send(self, size: float) -> float:
+        """Seconds of one message to a neighbour."""
+        return self.base + self.latency + size / self.bandwidth
+
+    def _steps(self) -> float:
+        """Latency of going round once: most hops stay inside a node."""
+        if self.nodes == 1:
+            return (self.degree - 1) * self.latency
+        return (self.nodes - 1) * self.latency + (self.degree - self.nodes) * self.inside_latency
+
+
+def _size(name: str, size: str) -> tuple[int, int]:
+    """Devices of a node, and nodes, as they are written behind the name of a cluster.
+
+    >>> _size("h100", "8x16"), _size("h100", "4")
+    ((8, 16), (4, 1))
+    """
+    match = re.fullmatch(r"(\d+)(?:x(\d+))?", size.strip())
+    if not match or int(match[1]) < 1 or (match[2] and int(match[2]) < 1):
+        what = f"{size!r} is not a number of devices"
+        raise ShoalError(what, fix=f"{name}:8 for one node of 8, {name}:8x16 for 16 of them")
+    return int(match[1]), int(match[2] or 1)
+
+
+def _keys(kind: type[Any]) -> list[str]:
+    return [entry.name for entry in fields(kind)]
+
+
+def _build(kind: type[Any], said: Any, where: str) -> Any:
+    """An object from its keys, each known and none missing."""
+    if not isinstance(said, Mapping):
+        raise ShoalError(f"{where} is {said!r}, not keys and values", fix=f"{where}: with {listed(_keys(kind))}")
+    for key in said:
+        if key not in _keys(kind):
+            fix = nearest(str(key), _keys(kind)) or listed(_keys(kind))
+            raise ShoalError(f"{where} has no key {key!r}", fix=fix)
+    try:
+        return kind(**said)
+    except TypeError as error:
+        raise ShoalError(
+            f"{where} is not complete: {error}", fix=f"shoal calibrate writes all of {_keys(kind)}"
+        ) from None

@@ -1,0 +1,352 @@
+"""What training systems do differently, as far as memory and time depend on it.
+
+A plan says how a model is laid out; it does not say whether gradients add up in fp32, whether attention ever holds its
+scores, or whether the last gradients travel while others are computed. Those are habits of the system that runs the
+plan. Each set of habits is read off the system's documentation and code; none belongs to a single run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Literal
+
+MS = 1e-3
+Cut = Literal["even", "balanced", "thresholds"]
+"""Stages of equally many layers; as equal in cost as can be, head included; or cut where the running cost passes equal
+shares of the whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Habits:
+    """One system. Bytes are those of one element."""
+
+    name: str
+    source: str = ""
+    is_known: bool = True
+    """Whether somebody has measured runs of it."""
+
+    # ---- states ----
+    weight: float = 2
+    """Bytes of a weight that layers compute with."""
+    master: float = 4
+    """Bytes of the copy that the optimizer steps. 0: it steps the weights themselves."""
+    gradient: float = 4
+    """Bytes that a gradient adds up in."""
+    moments: float = 8
+    """Bytes of Adam's two moments."""
+    gradients_come_late: bool = False
+    """Whether gradients are made in the backward and forgotten after the step: then those of a single microbatch never
+    meet all of its activations. Else their buffers are always there."""
+    gradient_copy: float = 0.0
+    """Bytes of gradients that are held during the backward beside those that add up: in the precision of compute, and
+    in buckets. They come when logits have gone."""
+    bucket: float = 0.0
+    """Bytes of communication buffers that stay."""
+
+    # ---- activations ----
+    attention: Literal["flash", "eager"] = "flash"
+    """flash: scores never leave the chip. eager: they do, and are kept for the backward."""
+    dropout: bool = False
+    """Whether masks of dropout are kept."""
+    keeps_normed: bool = True
+    """Whether the outputs of norms are kept, beside their inputs."""
+    keeps_rotated: bool = False
+    """Whether queries and keys are kept twice, since they are one tensor with the values before they are rotated."""
+    keeps_product: bool = True
+    """Whether a gated feed-forward keeps gate × up."""
+    keeps_silu: bool = False
+    """Whether it keeps silu(gate) too."""
+    norm_input: float = 2
+    """Bytes of what a norm keeps of its input."""
+    splits_experts: bool = False
+    """Whether tp divides experts too."""
+    splits_tokens: bool = True
+    """Whether tp ranks divide the tokens between their layers, where the plan does not say."""
+    selective: Literal["products", "half", "core"] = "products"
+    """What recompute=selective keeps: all matrix products and attention; every other product; all but the core of
+    attention."""
+    logits: float = 8
+    """Bytes of everything that is held of one logit at the fullest moment."""
+    fused_loss: bool = False
+    """Whether logits only ever exist in chunks (without tp and pp)."""
+    fragmentation: float = 0.04
+    """Reserved beyond allocated, as a part of activations and transients."""
+    pipeline_fragmentation: float = 0.0
+    """The same on top in a pipeline, whose microbatches come and go in another order than they were allocated in."""
+
+    # ---- time ----
+    attention_part: float = 0.6
+    """Part of the rate of large products that its attention kernels reach, up to Ampere."""
+    modern_attention_part: float = 0.44
+    """The same on Hopper and later, whose matrix units want kernels that are written for them."""
+    passes: float = 14
+    """Times that the element-wise work of a layer's forward reads or writes a tensor of `hidden` features."""
+    ffn_passes: float = 4
+    """The same for tensors of the feed-forward's width."""
+    host_forward: float = 0.4 * MS
+    """Seconds that the host needs to launch the forward of a layer."""
+    host_backward: float = 0.5 * MS
+    host_collective: float = 0.05 * MS
+    """Seconds that the host needs to launch one collective."""
+    host_scatter: float = 0.0
+    """The same for each layer and each of the tp ranks, where those divide the tokens."""
+    crossing: float = 0.05 * MS
+    """Seconds that a message of tp waits at each border of nodes, beside the latency of the link: hosts that are not in
+    step with each other."""
+    messages: float = 1
+    """Into how many messages the parameters of a layer are divided, where they are sharded."""
+    overlaps_gradients: bool = True
+    """Whether gradients travel while earlier layers are still computed."""
+    shadow: float = 0.8
+    """The part of the last backward in whose shadow gradients travel."""
+    bucket_size: float = 100e6
+    """Bytes of gradients that travel in one message, where they are reduced."""
+    overlaps_gathers: bool = True
+    """Whether the next unit of sharded parameters travels while one is computed."""
+    tp_exposed: float = 1.0
+    """The part of tp's traffic that nothing hides."""
+    reduce: float = 4
+    """Bytes in which gradients travel."""
+    gather: float = 2
+    """Bytes in which parameters travel."""
+    optimizer_traffic: float = 34
+    """Bytes read and written to update one parameter."""
+    fixed: float = 10 * MS
+    """Seconds of every step that nothing explains: data, logging, the host at the start."""
+    cut: Cut = "even"
+    """How stages are cut."""
+    expert_efficiency: float = 0.75
+    """Of that, what many small products of experts reach, some of them busier than others."""
+    efficiency: float = 0.84
+    """Of the achievable rate that its products sustain in a whole step: clocks drop under load, kernels follow each
+    other with gaps."""
+
+    def as_documented(self) -> Habits:
+        """Without what was learnt from measured runs of the system: those figures become those of an unknown one."""
+        learnt = {entry.name: entry.default for entry in fields(self) if entry.name in LEARNT}
+        return replace(self, name=f"{self.name}, documented", is_known=False, **learnt)  # type: ignore[arg-type]
+
+    @cached_property
+    def on_host(self) -> Habits:
+        """The same on a CPU: no workspaces, projections that are not one tensor, an allocator that gives back."""
+        return replace(
+            self,
+            name=f"{self.name} on the host",
+            bucket=0.0,
+            keeps_rotated=False,
+            fragmentation=0.0,
+            pipeline_fragmentation=0.0,
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+LEARNT = (
+    "fragmentation",
+    "pipeline_fragmentation",
+    "attention_part",
+    "modern_attention_part",
+    "passes",
+    "ffn_passes",
+    "host_forward",
+    "host_backward",
+    "host_collective",
+    "host_scatter",
+    "crossing",
+    "messages",
+    "shadow",
+    "fixed",
+    "expert_efficiency",
+    "efficiency",
+)
+"""What no documentation says, and measured runs of a system do. Nothing of it was chosen for a single run."""
+
+
+SHOAL = Habits(
+    name="shoal",
+    source="docs/concepts/gpu.md, blueprint/memory.py: float32 weights, autocast, lean layers, fused loss",
+    weight=4,
+    master=0,
+    gradient=4,
+    gradients_come_late=True,
+    bucket=0.3 * 2**30,  # workspaces of cuBLAS
+    keeps_normed=False,
+    keeps_rotated=True,
+    keeps_product=False,
+    logits=8,
+    fused_loss=True,
+    attention_part=0.6,
+    modern_attention_part=0.5,
+    passes=10,
+    cut="balanced",
+    optimizer_traffic=32,
+    efficiency=0.97,
+)
+
+MEGATRON = Habits(
+    name="megatron",
+    selective="core",
+    source="NVIDIA Megatron-Core: bf16 weights, fp32 main gradients and masters, Transformer Engine, dropout",
+    bucket=0.07 * 2**30,  # workspaces of cuBLAS and masks
+    dropout=True,
+    splits_experts=True,
+    logits=6,  # fp32 of the softmax, bf16 of the product
+    modern_attention_part=0.6,
+    splits_tokens=False,
+)
+
+MEGATRON_LM = Habits(
+    name="megatron-lm",
+    selective="core",
+    source="Narayanan et al. 2021, Korthikanti et al. 2022: eager attention, fp16, dropout, fused kernels",
+    efficiency=0.95,
+    attention="eager",
+    dropout=True,
+    splits_tokens=False,
+    overlaps_gradients=False,
+    logits=10,
+)
+
+DEEPSPEED = Habits(
+    name="deepspeed",
+    source="Narayanan et al. 2021, section 5.2: ZeRO-3 of DeepSpeed, gathering parameter by parameter",
+    attention="eager",
+    dropout=True,
+    selective="core",
+    gradient=2,
+    reduce=2,
+    messages=12,
+    overlaps_gathers=False,
+)
+
+MEGATRON_DEEPSPEED = Habits(
+    name="megatron-deepspeed",
+    bucket=2.8 * 2**30,  # DeepSpeed's all-gather and two reduce buckets, 5e8 elements of 2 bytes each
+    selective="core",
+    source="BigScience: ZeRO-1 of DeepSpeed under Megatron-LM of 2021, bf16 with fp32 gradients",
+    attention="eager",
+    dropout=True,
+    splits_tokens=False,
+    overlaps_gradients=False,
+    host_forward=0.85 * MS,
+    host_backward=1.2 * MS,
+    fixed=12 * MS,
+    logits=10,
+)
+
+NANOTRON = Habits(
+    name="nanotron",
+    source="huggingface/nanotron: bf16 weights, fp32 gradient accumulation, flash attention 2, no recompute",
+    gradient_copy=2,
+    keeps_normed=False,
+    keeps_silu=True,
+    fragmentation=0.4,
+    pipeline_fragmentation=0.45,
+    splits_tokens=True,
+    logits=12,
+    cut="thresholds",
+    passes=8,
+    ffn_passes=6,
+    host_forward=0.8 * MS,
+    host_backward=2.0 * MS,
+    host_collective=0.16 * MS,
+    host_scatter=2.2 * MS,
+    crossing=0.65 * MS,
+    messages=5.5,
+    shadow=0.45,
+    bucket_size=25e6,
+    fixed=16 * MS,
+    efficiency=0.64,
+)
+
+LLM_FOUNDRY = Habits(
+    name="llm-foundry",
+    source="mosaicml/llm-foundry: FSDP 1, ALiBi, flash attention 2, low-precision layer norm, full recompute",
+    weight=4,
+    master=0,
+    gradients_come_late=True,
+    reduce=2,
+    attention_part=0.42,
+    modern_attention_part=0.24,
+)
+
+TORCHTITAN = Habits(
+    name="torchtitan",
+    selective="half",
+    source="pytorch/torchtitan: FSDP 2, fp32 shards, compiled blocks, flash attention",
+    weight=4,
+    master=0,
+    gradients_come_late=True,
+    passes=10,
+    logits=6,
+)
+
+TORCHTITAN_2024 = replace(
+    TORCHTITAN,
+    name="torchtitan-2024",
+    source="pytorch/torchtitan before its loss was compiled: logits as bf16, as fp32, their softmax and its gradient",
+    logits=14,
+)
+
+INTERNEVO = Habits(
+    name="internevo",
+    source="InternLM/InternEvo: hybrid ZeRO-1, bf16 weights, flash attention, packed data",
+    gradient=2,
+    reduce=2,
+    messages=7,
+    efficiency=0.78,
+)
+
+NEMO = Habits(
+    name="nemo",
+    selective="core",
+    source="NVIDIA NeMo and Megatron-Bridge: Megatron-Core tuned, tp traffic overlapped",
+    splits_experts=True,
+    logits=6,
+    modern_attention_part=0.65,
+    tp_exposed=0.4,
+    efficiency=0.9,
+)
+
+AUTOMODEL = Habits(
+    name="automodel",
+    source="NVIDIA NeMo AutoModel: FSDP 2, Transformer Engine, DeepEP",
+    weight=4,
+    master=0,
+    gradients_come_late=True,
+    modern_attention_part=0.6,
+)
+
+PRIMUS = Habits(name="primus", source="AMD Primus: Megatron and torchtitan backends on ROCm")
+
+ALL = {
+    habits.name: habits
+    for habits in (
+        SHOAL,
+        MEGATRON,
+        MEGATRON_LM,
+        DEEPSPEED,
+        MEGATRON_DEEPSPEED,
+        NANOTRON,
+        LLM_FOUNDRY,
+        TORCHTITAN,
+        TORCHTITAN_2024,
+        INTERNEVO,
+        NEMO,
+        AUTOMODEL,
+        PRIMUS,
+    )
+}
+"""By name."""
+
+
+def shoal_habits(*, compile: bool = True, states: str = "fp32") -> Habits:
+    """Those of a run of shoal, with its settings `run.compile` and `optim.states`."""
+    habits = SHOAL
+    if states == "bf16":
+        habits = replace(habits, name=f"{habits.name}, bf16 states", moments=4, optimizer_traffic=24)
+    if not compile:
+        habits = replace(habits, name=f"{habits.name}, eager", passes=2 * habits.passes, ffn_passes=6, efficiency=0.93)
+    return habits

@@ -1,0 +1,77 @@
+"""What is to be trained, on what: a model, a cluster, a sequence, a batch. And what a plan would make of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from shoal.blueprint.cluster import Cluster
+from shoal.blueprint.footprint import Footprint, footprint
+from shoal.blueprint.habits import SHOAL, Habits
+from shoal.blueprint.plan import Plan
+from shoal.blueprint.step_time import StepTime, step_time
+from shoal.blueprint.workload import Workload
+
+SPARE = 0.05
+"""Of a device's memory that a plan leaves free, where nobody says how much it may take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A model to train on a cluster. Numbers that follow from it are predicted."""
+
+    workload: Workload
+    cluster: Cluster
+    sequence: int
+    """Tokens of a sample."""
+    global_batch: int
+    """Samples of a step, over all ranks."""
+    habits: Habits = SHOAL
+    compiles: bool = True
+    """Whether torch.compile captures blocks, which some schedules do not allow."""
+    max_memory: float | None = None
+    """Bytes of a device that may be used. None: all but a small part, since predictions are off by some per cent."""
+
+    @cached_property
+    def room(self) -> float:
+        """Bytes that a rank may use."""
+        return self.max_memory or self.cluster.device.memory * (1 - SPARE)
+
+    def memory(self, plan: Plan) -> Footprint:
+        """Of the fullest rank of a resolved plan."""
+        return footprint(
+            self.workload,
+            plan,
+            self.cluster,
+            sequence=self.sequence,
+            global_batch=self.global_batch,
+            habits=self.habits,
+        )
+
+    def time(self, plan: Plan) -> StepTime:
+        """Of a step of a resolved plan."""
+        return step_time(
+            self.workload,
+            plan,
+            self.cluster,
+            sequence=self.sequence,
+            global_batch=self.global_batch,
+            habits=self.habits,
+        )
+
+    def judged(self, plan: Plan) -> Verdict:
+        """Both."""
+        return Verdict(plan, self.memory(plan), self.time(plan))
+
+    def fits(self, memory: Footprint) -> bool:
+        """Whether a rank has room for it."""
+        return memory.total <= self.room
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A plan, and what it would need."""
+
+    plan: Plan
+    memory: Footprint
+    time: StepTime

@@ -1,0 +1,108 @@
+"""Machines on paper: presets, files, and what a group of ranks sees of the links."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shoal.blueprint.cluster import Cluster
+from shoal.blueprint.devices import peak_flops
+from shoal.blueprint.hardware import DEVICES, TIERS, preset_device
+from shoal.errors import ShoalError
+
+
+def test_a_preset_says_nodes_and_devices() -> None:
+    cluster = Cluster.parse("h100:8x16")
+    assert (cluster.per_node, cluster.nodes, cluster.num_devices) == (8, 16, 128)
+    assert cluster.device.peak["bf16"] == peak_flops("NVIDIA H100 80GB HBM3", "bf16")
+    assert Cluster.parse("h200:4").nodes == 1
+    assert Cluster.parse("a100-80").per_node == 8
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_every_preset_is_whole_and_says_where_it_is_from(name: str) -> None:
+    device, entry = preset_device(name), DEVICES[name]
+    assert device.source
+    assert entry.inside in TIERS
+    assert entry.between in TIERS
+    assert all(0 < device.achievable[word] <= device.peak[word] for word in device.peak)
+    assert device.rate("bf16") > 0, "where there is no bf16, something else computes it"
+
+
+@pytest.mark.parametrize(
+    "name", ["v100", "a100-40", "a100-80", "h100", "h100-pcie", "h100-nvl", "h200", "b200", "gb200"]
+)
+def test_devices_that_people_have_are_there(name: str) -> None:
+    assert Cluster.parse(f"{name}:8").device.memory > 30e9
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "fix"),
+    [
+        ("h10:8", "no preset of a device 'h10'", "h100:8"),
+        ("h100:eight", "'eight' is not a number of devices", "h100:8 for one node"),
+        ("h100:0", "'0' is not a number of devices", "h100:8x16"),
+        ("nowhere.yaml", "nowhere.yaml cannot be read", "shoal calibrate writes one"),
+    ],
+)
+def test_a_mistake_is_one_message_with_the_fix(text: str, what: str, fix: str) -> None:
+    with pytest.raises(ShoalError) as caught:
+        Cluster.parse(text)
+    assert what in str(caught.value)
+    assert fix in str(caught.value)
+
+
+def test_a_file_reads_back_what_was_written(tmp_path: Path) -> None:
+    cluster = replace(Cluster.parse("mi300x:8x2"), is_measured=True, price=2.5)
+    path = tmp_path / "here.yaml"
+    path.write_text(cluster.to_yaml())
+    assert Cluster.parse(str(path)) == cluster
+
+
+def test_a_file_with_a_mistyped_key_names_the_right_one(tmp_path: Path) -> None:
+    path = tmp_path / "here.yaml"
+    path.write_text(Cluster.parse("h100:8").to_yaml().replace("streaming:", "streaming_:"))
+    with pytest.raises(ShoalError) as caught:
+        Cluster.parse(str(path))
+    assert str(caught.value) == "device has no key 'streaming_'\n    fix: streaming"
+
+
+def test_a_file_without_links_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "here.yaml"
+    path.write_text("per_node: 8\n")
+    with pytest.raises(ShoalError, match="does not say its device"):
+        Cluster.parse(str(path))
+
+
+def test_a_group_inside_a_node_never_sees_the_network() -> None:
+    cluster = Cluster.parse("h100:8x4")
+    assert cluster.link(8, 1).bandwidth == cluster.inside.bandwidth
+    assert cluster.link(4, 2).nodes == 1
+
+
+def test_a_group_of_one_member_per_node_has_one_share_of_the_network() -> None:
+    cluster = Cluster.parse("h100:8x4")
+    alone, whole = cluster.link(4, 8), cluster.link(32, 1)
+    assert (alone.nodes, whole.nodes) == (4, 4)
+    assert alone.bandwidth == cluster.between.bandwidth
+    assert whole.bandwidth == min(cluster.inside.bandwidth, 8 * cluster.between.bandwidth)
+
+
+def test_ring_and_tree() -> None:
+    link = Cluster.parse("h100:8").link(8, 1)
+    large, small = 1e9, 1e3
+    ring = link.base + 14 * link.latency + 2 * 7 / 8 * large / link.bandwidth
+    assert link.reduce(large) == pytest.approx(ring)
+    assert link.reduce(small) < link.base + 14 * link.latency, "a tree is faster for short messages"
+    assert link.gather(large) == pytest.approx(link.base + 7 * link.latency + 7 / 8 * large / link.bandwidth)
+    assert Cluster.parse("h100:8").link(1, 1).reduce(large) == 0
+
+
+def test_as_many_machines_as_are_needed() -> None:
+    cluster = Cluster.parse("h100:8x4")
+    assert cluster.resized(16).nodes == 2
+    assert cluster.resized(4).per_node == 4
+    with pytest.raises(ShoalError, match="do not fill nodes of 8"):
+        cluster.resized(12)

@@ -1,0 +1,141 @@
+"""Predicted memory: the textbook's formulas written out, and what the schedules themselves hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shoal.blueprint import footprint as module
+from shoal.blueprint import simulate
+from shoal.blueprint.cluster import Cluster
+from shoal.blueprint.footprint import Footprint, footprint, in_flight, kept_per_token, layers_of_stages
+from shoal.blueprint.habits import MEGATRON_LM, SHOAL, Habits
+from shoal.blueprint.known_models import MODELS
+from shoal.blueprint.plan import Plan
+from shoal.blueprint.schedules import make
+
+GPT = MODELS["gpt3-175b"].resized(positions=0)
+H200 = Cluster.parse("h200:8")
+WITH_ANY_V = [("interleaved", 2), ("interleaved", 4), ("looped", 2), ("zb", 1), ("zb", 2)]
+
+
+def predicted(
+    words: str, *, ranks: int = 8, model: str = "llama3-8b", habits: Habits = SHOAL, **more: int
+) -> Footprint:
+    said = {"sequence": 4096, "global_batch": 64, **more}
+    return footprint(MODELS[model], Plan.parse(words).resolve(ranks), H200, habits=habits, **said)
+
+
+def test_a_classic_block_keeps_what_korthikanti_counts() -> None:
+    h, a, s = 12288, 96, 2048  # bytes of a token and layer: h (34 + 5 a s / h), tp and sp divide all of it
+
+    def kept(tp: int, *, sp: bool) -> float:
+        return kept_per_token(GPT, MEGATRON_LM, tp=tp, sp=sp, sequence=s, size=2.0)
+
+    assert kept(1, sp=False) == pytest.approx(h * (34 + 5 * a * s / h))
+    assert kept(8, sp=False) == pytest.approx(h * (10 + 24 / 8 + 5 * a * s / (h * 8)))
+    assert kept(8, sp=True) == pytest.approx(h * (34 + 5 * a * s / h) / 8)
+
+
+def test_selective_recompute_of_megatron_forgets_the_scores() -> None:
+    plain = module.recomputed(GPT, MEGATRON_LM, "selective", tp=8, sp=True, sequence=2048, size=2.0)
+    assert plain == pytest.approx(34 * 12288 / 8)
+
+
+def test_flash_attention_keeps_sums_instead_of_scores() -> None:
+    flash = replace(MEGATRON_LM, name="flash", attention="flash")
+    kept = kept_per_token(GPT, flash, tp=1, sp=False, sequence=2048, size=2.0)
+    assert kept == pytest.approx(34 * 12288 + 4 * 96)
+
+
+@pytest.mark.parametrize(
+    ("word", "v"),
+    [*WITH_ANY_V, ("gpipe", 1), ("1f1b", 1), ("zbv", 2), ("dualpipev", 2)],
+)
+@pytest.mark.parametrize(("pp", "m"), [(2, 4), (4, 8), (8, 32)])
+def test_microbatches_in_flight_are_those_of_the_schedule(word: str, v: int, pp: int, m: int) -> None:
+    table = make(word, num_ranks=pp, v=v, num_microbatches=m)  # type: ignore[arg-type]
+    played = [stages / v for stages in simulate.in_flight(table)]
+    assert [in_flight(word, place, pp, v, m) for place in range(pp)] == pytest.approx(played)
+
+
+@pytest.mark.parametrize(("zero", "states"), [(0, 16), (1, 4 / 8 + 2 + 4 + 8 / 8), (2, 4 / 8 + 2 + 4 / 8 + 1), (3, 2)])
+def test_states_of_shoal_are_those_of_its_sharding(zero: int, states: float) -> None:
+    """float32 weights, gradients and moments; zero=1 and 2 keep a gathered bf16 copy beside the shard."""
+    found = predicted(f"bf16 zero={zero} mb=1")
+    assert found.states / MODELS["llama3-8b"].parameters == pytest.approx(states, rel=1e-3)
+
+
+def test_gradients_of_one_microbatch_never_meet_its_activations() -> None:
+    one, two = predicted("bf16 mb=8", ranks=1, global_batch=8), predicted("bf16 mb=8", ranks=1, global_batch=16)
+    assert one.gradients == 0
+    assert two.gradients == pytest.approx(4 * MODELS["llama3-8b"].parameters, rel=1e-3)
+
+
+def test_a_fused_loss_holds_a_chunk_and_tp_holds_all_logits() -> None:
+    fused, split = predicted("bf16 mb=8", ranks=1), predicted("bf16 tp=2 zero=1 mb=8", ranks=8)
+    assert fused.logits < 8 * 4096 * 128256 * 2
+    assert split.logits == pytest.approx(8 * 4096 * 128256 / 2 * SHOAL.logits)
+
+
+def test_full_recompute_keeps_an_input_per_layer() -> None:
+    full, none = predicted("bf16 zero=3 mb=2 recompute=full"), predicted("bf16 zero=3 mb=2")
+    tokens = 2 * 4096
+    inputs = 32 * tokens * 4096 * 2
+    layer = kept_per_token(MODELS["llama3-8b"], SHOAL, tp=1, sp=False, sequence=4096, size=2.0) * tokens
+    assert full.activations == pytest.approx(inputs + layer + 2 * tokens * 4096 * 2)
+    assert full.total < none.total
+
+
+@pytest.mark.parametrize("axis", ["tp=2", "cp=2", "pp=2"])
+def test_every_axis_divides_activations_or_states(axis: str) -> None:
+    assert predicted(f"bf16 {axis} zero=1 mb=2").total < predicted("bf16 zero=1 mb=2").total + 4e9
+    assert predicted(f"bf16 {axis} mb=1", ranks=2).states < predicted("bf16 mb=1", ranks=1).states + 1
+
+
+def test_experts_are_divided_by_ep_and_shared_by_fewer() -> None:
+    whole = predicted("bf16 zero=1 mb=1", model="mixtral-8x7b")
+    divided = predicted("bf16 zero=1 ep=8 mb=1", model="mixtral-8x7b")
+    model = MODELS["mixtral-8x7b"]
+    experts = model.layers * model.expert_parameters
+    # all hold every expert's weight and gradient (6 bytes), or an eighth of them with all of its state (18 bytes)
+    assert whole.states - divided.states == pytest.approx(experts * (6 + 12 / 8) - experts / 8 * 18, rel=0.01)
+
+
+def test_stages_are_cut_evenly_by_cost_or_where_shares_end() -> None:
+    assert layers_of_stages(10, 4, 0.0, "even") == (3, 3, 2, 2)
+    assert layers_of_stages(8, 4, 2.0, "balanced") == (2, 2, 3, 1)
+    assert layers_of_stages(16, 8, 4.0, "thresholds") == (2, 3, 2, 3, 2, 3, 1, 0)
+
+
+def test_a_v_shaped_schedule_has_embedding_and_head_on_its_first_rank() -> None:
+    first = predicted("bf16 pp=4 zbv mb=1", ranks=4)
+    assert first.stage == 0
+    assert first.logits > 0
+
+
+def test_offloading_leaves_the_device() -> None:
+    assert predicted("bf16 zero=3 mb=1 offload=optimizer").optimizer == 0
+    assert predicted("bf16 zero=3 mb=1 offload=parameters").states == 0
+
+
+def test_three_numbers_are_told_apart() -> None:
+    found = predicted("bf16 zero=3 mb=1")
+    assert found.allocated < found.reserved < found.total
+    assert found.total - found.reserved == H200.device.context
+
+
+def test_a_cpu_has_no_workspaces_and_no_second_copy_of_queries() -> None:
+    plan, said = Plan.parse("mb=2").resolve(1), {"sequence": 512, "global_batch": 4}
+    there = footprint(MODELS["llama3-1b"], plan, H200, **said)
+    here = footprint(MODELS["llama3-1b"], plan, Cluster.parse("cpu:2"), **said)
+    assert here.buffers == here.allocator == 0
+    assert there.activations - here.activations == 16 * 2 * 512 * (32 + 8) * 64 * 4
+
+
+def test_a_traced_model_is_counted_by_its_blocks() -> None:
+    resnet, plan = MODELS["resnet50"], Plan.parse("mb=64").resolve(1)
+    found = footprint(resnet, plan, H200, sequence=1, global_batch=128)
+    assert found.states == pytest.approx(16 * resnet.parameters)
+    assert found.activations == pytest.approx(64 * sum(block.saved for block in resnet.blocks))

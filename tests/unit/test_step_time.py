@@ -1,0 +1,145 @@
+"""Predicted time: its parts against formulas, its bubble against the schedules, and what must make it longer."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from shoal.blueprint.cluster import Cluster
+from shoal.blueprint.footprint import footprint
+from shoal.blueprint.habits import ALL, MEGATRON, SHOAL, Habits
+from shoal.blueprint.known_models import MODELS
+from shoal.blueprint.plan import Plan
+from shoal.blueprint.schedules import make
+from shoal.blueprint.simulate import StageCost, simulate
+from shoal.blueprint.step_time import SPREAD, StepTime, bubble, step_time
+
+H100 = Cluster.parse("h100:8x4")
+WITH_ANY_V = [("interleaved", 2), ("interleaved", 4), ("looped", 2), ("zb", 1), ("zb", 2)]
+
+
+def predicted(
+    words: str,
+    *,
+    ranks: int = 32,
+    model: str = "llama3-8b",
+    habits: Habits = SHOAL,
+    cluster: Cluster = H100,
+    **more: int,
+) -> StepTime:
+    said = {"sequence": 4096, "global_batch": 256, **more}
+    return step_time(MODELS[model], Plan.parse(words).resolve(ranks), cluster, habits=habits, **said)
+
+
+def test_causes_add_up_and_rates_follow() -> None:
+    found = predicted("bf16 zero=3 mb=2")
+    assert found.total == pytest.approx(sum(found.causes().values()))
+    assert found.tokens_per_s_per_device == pytest.approx(256 * 4096 / found.total / 32)
+    flops = MODELS["llama3-8b"].flops_per_token(4096) * 256 * 4096
+    assert found.mfu == pytest.approx(flops / found.total / 32 / 989e12)
+    assert 0.3 < found.mfu < 0.7, "of a plan that everybody uses"
+
+
+def test_an_interval_holds_its_centre_and_is_narrower_where_machines_were_measured() -> None:
+    found = predicted("bf16 zero=3 mb=2")
+    here = predicted("bf16 zero=3 mb=2", cluster=replace(H100, is_measured=True))
+    assert found.low < found.total < found.high
+    assert here.high - here.low < 0.6 * (found.high - found.low)
+
+
+@pytest.mark.parametrize(
+    ("word", "v"),
+    [*WITH_ANY_V, ("gpipe", 1), ("1f1b", 1), ("zbv", 2), ("dualpipev", 2)],
+)
+@pytest.mark.parametrize(("pp", "m"), [(2, 4), (4, 16), (8, 32)])
+def test_the_bubble_is_that_of_the_schedule(word: str, v: int, pp: int, m: int) -> None:
+    table = make(word, num_ranks=pp, v=v, num_microbatches=m)  # type: ignore[arg-type]
+    third = 1 / (3 * v)
+    played = simulate(table, StageCost(forward=third, input_grad=third, weight_grad=third)).bubble_seconds
+    assert bubble(word, pp, v) * (pp - 1) == pytest.approx(played)
+
+
+def test_more_microbatches_shrink_the_part_of_the_bubble() -> None:
+    few, many = (predicted("bf16 pp=4 zero=1 mb=1", global_batch=batch) for batch in (32, 512))
+    assert few.bubble / few.total > 3 * many.bubble / many.total
+
+
+def test_full_recompute_costs_a_third_more_of_the_layers() -> None:
+    none, full = predicted("bf16 zero=3 mb=2"), predicted("bf16 zero=3 mb=2 recompute=full")
+    assert full.matmul / none.matmul == pytest.approx(4 / 3)
+    assert full.head == none.head
+
+
+def test_tp_between_nodes_is_slow() -> None:
+    inside, between = predicted("bf16 tp=8 zero=1 mb=1"), predicted("bf16 tp=16 zero=1 mb=1")
+    assert between.tp > 1.5 * inside.tp
+
+
+def test_sharded_accumulation_pays_its_gathers_again() -> None:
+    once, often = predicted("bf16 zero=3 mb=8"), predicted("bf16 zero=3 mb=1")
+    assert often.dp > 4 * once.dp
+
+
+def test_gradients_hide_in_the_shadow_of_the_backward() -> None:
+    plain = replace(MEGATRON, name="nothing overlaps", overlaps_gradients=False)
+    assert predicted("bf16 mb=1", habits=plain).dp > 2 * predicted("bf16 mb=1", habits=MEGATRON).dp
+
+
+def test_a_host_that_is_slow_is_waited_for() -> None:
+    slow = replace(H100, device=replace(H100.device, host_factor=20.0))
+    assert predicted("bf16 zero=3 mb=1", cluster=slow).host > 0
+    assert predicted("bf16 zero=3 mb=1").host == 0
+
+
+def test_experts_travel_and_a_ring_hides_behind_attention() -> None:
+    moe = predicted("bf16 zero=1 ep=8 mb=1", model="mixtral-8x7b")
+    assert moe.ep > 0
+    ring = predicted("bf16 cp=4 zero=3 mb=1", sequence=32768)
+    ulysses = predicted("bf16 cp=4 ulysses zero=3 mb=1", sequence=32768)
+    assert 0 < ring.cp < ulysses.cp
+
+
+def test_the_head_makes_the_last_stage_the_slowest_where_layers_are_even() -> None:
+    even = predicted("bf16 pp=8 zero=1 mb=1", model="llama3-1b", habits=MEGATRON)
+    assert even.head > 0
+    assert even.bubble > 0
+
+
+def test_a_traced_model_has_a_time() -> None:
+    found = predicted(
+        "mb=64", model="resnet50", ranks=8, sequence=1, global_batch=1024, cluster=Cluster.parse("h100:8")
+    )
+    assert found.matmul > 0
+    assert found.total < 5
+
+
+@pytest.mark.parametrize("habits", ALL.values(), ids=ALL)
+def test_every_system_has_a_source_and_a_finite_prediction(habits: Habits) -> None:
+    assert habits.source
+    found = predicted("bf16 tp=2 pp=2 zero=1 mb=1", habits=habits)
+    assert all(0 <= seconds < 1e3 for seconds in found.causes().values())
+    documented = habits.as_documented()
+    assert documented.efficiency == Habits(name="x").efficiency
+    stranger = predicted("bf16 tp=2 pp=2 zero=1 mb=1", habits=documented)
+    assert stranger.high / stranger.low > (found.high / found.low) ** 1.5
+    assert documented.gradient == habits.gradient
+
+
+def test_every_cause_has_a_spread() -> None:
+    assert set(predicted("bf16 zero=3 mb=1").causes()) == set(SPREAD)
+
+
+def test_one_call_of_both_takes_no_time() -> None:
+    """A search asks ten thousand times; the bar is 100 microseconds, and this machine may be busy."""
+    model, plan = MODELS["llama3-405b"], Plan.parse("bf16 tp=8 pp=2 zero=1 mb=1").resolve(32)
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        for _ in range(200):
+            footprint(model, plan, H100, sequence=8192, global_batch=256)
+            step_time(model, plan, H100, sequence=8192, global_batch=256)
+        return (time.perf_counter() - start) / 200
+
+    assert min(seconds() for _ in range(5)) < 300e-6
