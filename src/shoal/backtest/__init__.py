@@ -1,0 +1,1 @@
+"""The planner held against tables of measured runs: rows → predictions → errors, regret, recall, coverage."""
