@@ -1,0 +1,1 @@
+"""What the planner cannot know by itself: this machine, measured, and any model, counted."""
