@@ -292,3 +292,11 @@ def test_every_duration_is_documented() -> None:
     table = (ROOT / "docs" / "recipes.md").read_text().split("## Durations")[1].split("## In your editor")[0]
     spelled = re.findall(r"`([\de.]+[a-z]*)`", table)
     assert {Duration.parse(text).unit for text in spelled} == set(UNITS)
+
+
+def test_the_plan_of_the_readme_is_the_one_that_is_printed(ran: dict[str, Ran]) -> None:
+    command = next(c.text for c in OF_SHOAL if c.text.startswith("shoal plan llama3-8b"))
+    shown = next(block.text for block in blocks_of(ROOT / "README.md") if "all numbers predicted" in block.text)
+    printed = {" ".join(line.split()) for line in ran[command].stdout.splitlines()}
+    said = [" ".join(line.split()) for line in shown.splitlines()]
+    assert [line for line in said if line != "[...]" and line not in printed] == []

@@ -237,6 +237,9 @@ class RunSection(Section):
     """Size in MB of the buckets in which gradients are reduced over `dp_replicate`. None: 25, but 1 for the first one,
     so that the reduction begins early."""
 
+    planned: bool = False
+    """True: the planner fills in what the plan leaves open. `plan: auto` says the same."""
+
     find_unused: bool = False
     """True: parameters may be without a gradient in some steps (branches that are not taken). Costs a walk over the
     graph in every step with several ranks."""
@@ -254,9 +257,9 @@ class RunSection(Section):
     fp8_narrow: PositiveInt | None = None
     """Under `precision: fp8`, layers with fewer features than this stay in bf16. None: 512."""
 
-    fp8_head: bool = True
-    """Under `precision: fp8`, whether a head that computes the loss (`loss: fused`) computes its gradients in fp8. Its
-    logits, and with them the loss, are computed in bf16 either way."""
+    fp8_head: Literal["gradients", "none"] = "gradients"
+    """Under `precision: fp8`, what a head that computes the loss (`loss: fused`) computes in fp8: its gradients, or
+    nothing. Its logits, and with them the loss, are computed in bf16 either way."""
 
     loss: Literal["auto", "fused", "plain"] = "auto"
     """fused: the last layer of the model computes the loss, a part of the tokens at a time, and all logits never exist
@@ -270,6 +273,7 @@ class Recipe(Section):
     data: DataSection = DataSection()
     optim: OptimSection = OptimSection()
     plan: PlanField = Plan()
-    """The parallel layout: words such as `dp_replicate=2 mb=4 bf16`, or the same as keys, or `auto`."""
+    """The parallel layout: words such as `dp_replicate=2 mb=4 bf16`, or the same as keys. `auto`, alone or among other
+    words, lets the planner fill in what they leave open."""
     launch: LaunchSection = LaunchSection()
     run: RunSection = RunSection()

@@ -139,6 +139,7 @@ def put(tree: Tree, key: str, value: Any) -> None:
     for section in sections:
         below = tree.get(section)
         if section == "plan":
+            _note_auto(tree)
             below = Plan.of(below).to_mapping() if below is not None else {}
         elif not isinstance(below, dict):
             below = {}
@@ -154,6 +155,7 @@ def build_recipe(tree: Tree, *, title: str, problems: Iterable[Problem] = ()) ->
     tree = {key: value for key, value in copy.deepcopy(tree).items() if value is not None}
     if isinstance(tree.get("model"), str):
         tree["model"] = {"name": tree["model"]}
+    _note_auto(tree)
     try:
         recipe = Recipe.model_validate(tree)
     except ValidationError as error:
@@ -162,6 +164,15 @@ def build_recipe(tree: Tree, *, title: str, problems: Iterable[Problem] = ()) ->
     if found:
         raise ShoalError(*found, title=title)
     return recipe
+
+
+def _note_auto(tree: Tree) -> None:
+    """A plan that says `auto` asks for the planner, unless the recipe says that it does not."""
+    words = tree.get("plan")
+    if isinstance(words, str) and "auto" in words.lower().split():
+        if not isinstance(tree.setdefault("run", {}), dict):
+            return  # which is told as a mistake
+        tree["run"].setdefault("planned", True)
 
 
 def dump_recipe(recipe: Recipe) -> str:

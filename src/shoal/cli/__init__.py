@@ -12,8 +12,11 @@ from shoal.errors import BAD_INPUT, ShoalError, nearest
 from shoal.version import __version__
 
 VERBS = {
+    "plan": "rank all plans of a model on a cluster: what fits, how fast it would be, and why",
     "train": "train a recipe on this machine, or as one rank under torchrun, Slurm or mpirun",
     "verify": "prove that a plan computes what one device computes: every gradient, every weight, every byte",
+    "calibrate": "measure this machine in about a minute, as a cluster for the planner",
+    "backtest": "hold the planner against tables of measured runs: error, regret, failures foretold",
     "schema": "print the JSON schema of a recipe, for editors",
 }
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
@@ -69,6 +69,8 @@ def _train(options: Train, recipe: Recipe, began: float, out: TextIO) -> int:
 
     world_size = placement.world_size if placement else recipe.launch.nproc or default_nproc(recipe.launch.device)
     try:
+        if recipe.run.planned:
+            recipe = _planned(recipe, world_size, is_quiet=not is_main or options.json)
         job = check(recipe, world_size)
     except ShoalError as error:
         if placement is None or placement.local_rank == 0:
@@ -85,7 +87,29 @@ def _train(options: Train, recipe: Recipe, began: float, out: TextIO) -> int:
         summary = launch(train, arguments_of_train, nproc=world_size, patience=recipe.launch.patience)[0]
     if is_main:
         _keep_and_show(summary, options, out)
+        _note_for_backtest(job, summary)
     return 130 if summary["was_stopped"] else 0
+
+
+def _planned(recipe: Recipe, world_size: int, *, is_quiet: bool) -> Recipe:
+    """The recipe with the plan that the planner has chosen."""
+    from shoal.cli.auto_plan import planned
+
+    recipe, chosen = planned(recipe, world_size)
+    if not is_quiet:
+        seconds, gib = chosen.time.total, chosen.memory.total / 2**30
+        words = f"plan: auto is {chosen.plan.brief()}: {seconds * 1e3:,.0f} ms a step and {gib:.1f} GiB predicted"
+        print(words, file=sys.stderr)
+    return recipe
+
+
+def _note_for_backtest(job: Job, summary: dict[str, Any]) -> None:
+    """A row of what was predicted of the run and what was measured, beside its directory, for `shoal backtest`."""
+    if summary["directory"] and not summary["was_stopped"]:
+        from shoal.cli.auto_plan import note
+
+        with suppress(ShoalError, OSError):  # no preset describes the machine, the disk is full: the run is done anyway
+            note(job.recipe, summary, Path(summary["directory"]).parent / "measured.csv")
 
 
 @contextmanager

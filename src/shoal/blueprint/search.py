@@ -1,0 +1,211 @@
+"""Every legal plan of a task, the ones that fit, and the best of them.
+
+After divisibility there are some thousands to a hundred thousand plans: all are looked at, in an order in which most of
+them need not be judged, and what is left out is left out for a reason that always holds:
+
+    recompute   more of it is slower and smaller: once a plan fits, the next mode is not tried
+    mb          larger microbatches take more memory: once none of the modes fits, larger ones are not tried
+    schedule    all schedules compute the same: one is tried only if, without any bubble, it could be among the best
+    zero        in a pipeline, shoal holds for 2 and 3 what it holds for 1 (`blueprint.memory`)
+
+Plans that are predicted within a per cent of the best are as good as anybody can tell: the simplest comes first. A plan
+that comes out is one that `legality` lets run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from shoal.blueprint.candidates import LARGEST_MICROBATCH, layouts, microbatches, misfits_of
+from shoal.blueprint.plan import Plan, Recompute
+from shoal.blueprint.schedules import illegal
+from shoal.blueprint.task import Task, Verdict
+
+By = Literal["time", "memory", "money"]
+SCHEDULES: tuple[tuple[str, int], ...] = (
+    ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb", 1), ("zbv", 2), ("dualpipev", 2),
+)  # fmt: skip
+"""Schedules to try, with their stages per rank. gpipe and looped take more memory than 1f1b and interleaved for the
+same bubble, and are tried only if they are asked for."""
+EQUAL = 1.01
+"""Predictions closer than this are equal."""
+MODES: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+@dataclass
+class Found:
+    """What a search has come to."""
+
+    best: list[Verdict] = field(default_factory=list)
+    """One for each layout and stage of sharding, the best first."""
+    frontier: list[Verdict] = field(default_factory=list)
+    """Plans of which no other is both faster and smaller, from the fastest to the smallest."""
+    smallest: Verdict | None = None
+    """The one that takes least memory, whether it fits or not."""
+    num_judged: int = 0
+    num_too_large: int = 0
+
+
+def search(task: Task, wanted: Plan | None = None, *, keep: int = 5, by: By = "time") -> Found:
+    """The best plans of a task. `wanted` says what they must have: every word of it that is not left open."""
+    wanted = wanted or Plan(precision="bf16")
+    searching = _Search(task, wanted, keep, by)
+    for layout in layouts(task, wanted):
+        searching.look_at(layout)
+    found = searching.found
+    found.best = _undominated(searching.ranked())[:keep]
+    found.frontier = _frontier(searching.fitting.values())
+    return found
+
+
+class _Search:
+    """One search on its way."""
+
+    def __init__(self, task: Task, wanted: Plan, keep: int, by: By) -> None:
+        self.task, self.wanted, self.keep, self.by = task, wanted, keep, by
+        self.found = Found()
+        self.kept: dict[tuple[Any, ...], Verdict] = {}
+        self.fitting: dict[tuple[Any, ...], Verdict] = {}
+        self._worst = math.inf
+
+    def look_at(self, layout: Mapping[str, Any]) -> None:
+        """All that can be done on one layout."""
+        share = self.task.global_batch // (layout["dp_replicate"] * layout["dp_shard"])
+        modes = (self.wanted.recompute,) if self.wanted.recompute != "none" else self._modes(layout)
+        largest = LARGEST_MICROBATCH if self.task.workload.is_transformer else share
+        for mb in microbatches(share, self.wanted.mb, largest):
+            plan = self._plan(layout, mb, share // mb)
+            if plan is None:
+                continue
+            fits = False
+            for mode in modes:
+                fits |= self._judge(replace(plan, recompute=mode) if mode != "none" else plan, share // mb)
+                if fits and self.by != "memory":
+                    break
+            if not fits:
+                return
+
+    def _modes(self, layout: Mapping[str, Any]) -> tuple[Recompute, ...]:
+        return ("none", "full") if layout["ep"] > 1 else MODES
+
+    def _plan(self, layout: Mapping[str, Any], mb: int, count: int) -> Plan | None:
+        """The plan with the schedule that always runs; None if a schedule that was asked for does not."""
+        schedule, v = None, 1
+        if layout["pp"] > 1:
+            schedule, v = self._schedules()[0]
+            if illegal(schedule, num_ranks=layout["pp"], v=v, num_microbatches=count):
+                return None
+        return Plan(
+            **layout,
+            schedule=schedule,  # type: ignore[arg-type]
+            v=v,
+            mb=mb,
+            context=("ring" if self.wanted.context is None else self.wanted.context) if layout["cp"] > 1 else None,
+            sp=self.wanted.sp if layout["tp"] > 1 else None,
+            precision=self.wanted.precision,
+            offload=self.wanted.offload,
+            compress=self.wanted.compress,
+        )
+
+    def _schedules(self) -> tuple[tuple[str, int], ...]:
+        if self.wanted.schedule is None and self.wanted.v is None:
+            return SCHEDULES
+        resolved = replace(self.wanted, pp=2, dp_replicate=1, dp_shard=1, cp=1, tp=1, ep=1, mb=None, sp=None, zero=0)
+        resolved = replace(resolved, context=None, offload="none").resolve(2)
+        assert resolved.schedule is not None
+        return ((resolved.schedule, resolved.v or 1),)
+
+    def _judge(self, plan: Plan, count: int) -> bool:
+        """Whether it fits, with its first schedule; the others are tried if it does."""
+        memory = self.task.memory(plan)
+        self.found.num_judged += 1
+        least = self.found.smallest
+        if (least is None or memory.total < least.memory.total) and not misfits_of(self.task, plan):
+            self.found.smallest = Verdict(plan, memory, self.task.time(plan))
+        if not self.task.fits(memory):
+            self.found.num_too_large += 1
+            return False
+        first = Verdict(plan, memory, self.task.time(plan))
+        self._enter(first)
+        if plan.pp == 1:
+            return True
+        without_bubble = first.time.total - first.time.bubble
+        for schedule, v in self._schedules()[1:]:
+            if without_bubble > self._worst or illegal(schedule, num_ranks=plan.pp or 1, v=v, num_microbatches=count):
+                continue
+            if schedule in ("zb", "zbv", "dualpipev") and plan.recompute != "none":
+                continue
+            other = replace(plan, schedule=schedule, v=v)  # type: ignore[arg-type]
+            if (plan.pp or 1) * v <= self.task.workload.layers and self.task.fits(held := self.task.memory(other)):
+                self.found.num_judged += 1
+                self._enter(Verdict(other, held, self.task.time(other)))
+        return True
+
+    def _enter(self, verdict: Verdict) -> None:
+        """Among the best, if it is."""
+        corner = (round(verdict.memory.total / 2**30), verdict.plan.recompute)
+        held = self.fitting.get(corner)
+        is_corner = held is None or verdict.time.total < held.time.total
+        plan = verdict.plan
+        key = (plan.tp, plan.pp, plan.cp, plan.ep, plan.dp_shard, plan.zero)
+        is_best = key not in self.kept or self.rank(verdict) < self.rank(self.kept[key])
+        if not (is_corner or is_best) or misfits_of(self.task, plan):
+            return
+        if is_corner:
+            self.fitting[corner] = verdict
+        if is_best:
+            self.kept[key] = verdict
+            if len(self.kept) >= self.keep:
+                totals = sorted(one.time.total for one in self.kept.values())
+                self._worst = totals[self.keep - 1] if self.by == "time" else math.inf
+
+    def rank(self, verdict: Verdict) -> tuple[float, float]:
+        """What comes first, is best."""
+        time, memory = verdict.time.total, verdict.memory.total
+        return (memory, time) if self.by == "memory" else (time, memory)
+
+    def ranked(self) -> list[Verdict]:
+        """The best first; of those that are as good as the best, the simplest."""
+        if not self.kept:
+            return []
+        best = min(map(self.rank, self.kept.values()))[0]
+
+        def place(verdict: Verdict) -> tuple[float, ...]:
+            steps = math.floor(math.log(self.rank(verdict)[0] / best) / math.log(EQUAL))
+            return (steps, complexity(verdict.plan), *self.rank(verdict))
+
+        return sorted(self.kept.values(), key=place)
+
+
+def complexity(plan: Plan) -> float:
+    """How much there is to understand in a plan."""
+    axes = sum((degree or 1) > 1 for degree in (plan.tp, plan.cp, plan.pp, plan.ep))
+    hybrid = (plan.dp_replicate or 1) > 1 and (plan.dp_shard or 1) > 1
+    schedule = 0.0 if plan.schedule in (None, "1f1b", "gpipe") else 0.5
+    return axes + 0.3 * (plan.zero or 0) + 0.5 * hybrid + 0.4 * MODES.index(plan.recompute) + schedule
+
+
+def _undominated(ranked: list[Verdict]) -> list[Verdict]:
+    """Without those to which another one is preferable in everything: no slower, no larger and no less simple."""
+    chosen: list[Verdict] = []
+    for one in ranked:
+        if not any(
+            other.time.total <= one.time.total * EQUAL
+            and other.memory.total <= one.memory.total * EQUAL
+            and complexity(other.plan) <= complexity(one.plan)
+            for other in chosen
+        ):
+            chosen.append(one)
+    return chosen
+
+
+def _frontier(verdicts: Iterable[Verdict]) -> list[Verdict]:
+    """From the fastest on, each that is smaller than all before it by at least a per cent."""
+    chosen: list[Verdict] = []
+    for verdict in sorted(verdicts, key=lambda one: (one.time.total, one.memory.total)):
+        if not chosen or verdict.memory.total < 0.99 * chosen[-1].memory.total:
+            chosen.append(verdict)
+    return chosen

@@ -1,0 +1,146 @@
+"""`plan: auto`: the planner fills in what the plan of a recipe leaves open, for this machine and this model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.backtest.rows import append
+from shoal.blueprint.cluster import GIB, Cluster, here_file
+from shoal.blueprint.habits import shoal_habits
+from shoal.blueprint.recipe import Recipe
+from shoal.blueprint.remedies import refuse_contradictions, remedies
+from shoal.blueprint.search import search
+from shoal.blueprint.task import Task, Verdict
+from shoal.blueprint.workload import Workload, from_hugging_face
+from shoal.errors import ShoalError
+from shoal.train.build import build_model, without_memory
+
+if TYPE_CHECKING:
+    from torch import nn
+
+DIMENSIONS = {
+    "hidden": "hidden", "num_layers": "layers", "num_heads": "heads", "num_kv_heads": "kv_heads", "ffn": "ffn",
+    "vocabulary": "vocabulary", "tied": "tied", "head_dim": "head_dim", "num_experts": "experts", "top_k": "top_k",
+    "expert_ffn": "expert_ffn", "num_dense_layers": "dense_layers",
+}  # fmt: skip
+"""What the config of a transformer calls its dimensions → what a workload calls them."""
+
+
+def planned(recipe: Recipe, num_ranks: int) -> tuple[Recipe, Verdict]:
+    """The recipe with the best plan of this many ranks; what its own plan says is kept."""
+    workload = workload_for(recipe)
+    task = _task(recipe, workload, cluster_for(recipe.launch.device).resized(num_ranks))
+    refuse_contradictions(task, recipe.plan)
+    best = search(task, recipe.plan, keep=1).best
+    if not best:
+        helps = "; or ".join(remedies(task, recipe.plan))
+        what = f"no plan fits {workload.name} on {num_ranks} x {task.cluster.device.name} (predicted)"
+        raise ShoalError(what, fix=helps or "a smaller model")
+    return recipe.model_copy(update={"plan": best[0].plan}), best[0]
+
+
+def note(recipe: Recipe, summary: Mapping[str, Any], path: Path) -> None:
+    """One more row of a table that `shoal backtest` reads. Of models that are not told by dimensions, there is none."""
+    model = without_memory(lambda: build_model(recipe.model))
+    said = None if model is None else dimensions_of(model)
+    if said is None:
+        return
+    workload = Workload(name=recipe.model.name, **said)
+    cluster = cluster_for(recipe.launch.device).resized(summary["ranks"])
+    is_measured = here_file().exists()
+    task = _task(recipe, workload, cluster)
+    predicted = task.judged(recipe.plan)
+    append(
+        path,
+        {
+            "source": "shoal", "model": workload.name, "params_b": round(workload.parameters / 1e9, 6),
+            "layers": workload.layers, "hidden": workload.hidden, "heads": workload.heads,
+            "kv_heads": workload.kv_heads, "ffn": workload.ffn, "vocab": workload.vocabulary, "seq": task.sequence,
+            "gpu": cluster.device.name, "n_gpus": summary["ranks"], "global_batch": task.global_batch,
+            "precision": recipe.plan.precision, "recompute": recipe.plan.recompute,
+            "iter_time_s": round(summary["step_seconds_median"], 6), "mem_gib": round(summary["memory_gib_max"], 4),
+            "tokens_per_s_per_gpu": round(summary["tokens_per_s"] / summary["ranks"], 3), "plan": str(recipe.plan),
+            "cluster": f"here:{summary['ranks']}" if is_measured else f"{cluster.device.name}:{summary['ranks']}",
+            "predicted_s": round(predicted.time.total, 6), "predicted_gib": round(predicted.memory.total / GIB, 4),
+        },
+    )  # fmt: skip
+
+
+def _task(recipe: Recipe, workload: Workload, cluster: Cluster) -> Task:
+    return Task(
+        workload=workload,
+        cluster=cluster,
+        sequence=recipe.data.sequence if workload.is_transformer else 1,
+        global_batch=recipe.data.batch,
+        habits=shoal_habits(compile=recipe.run.compile, states=recipe.optim.states),
+        compiles=recipe.run.compile,
+    )
+
+
+def workload_for(recipe: Recipe) -> Workload:
+    """The recipe's model on paper: by its config if it is a transformer that has one, else traced on its data."""
+    model = without_memory(lambda: build_model(recipe.model))
+    if model is None:
+        raise ShoalError(
+            "plan: auto has to look at the model without memory, and it cannot be built on the meta device",
+            fix="a plan in words, such as zero=3",
+        )
+    said = dimensions_of(model)
+    if said is not None:
+        return Workload(name=recipe.model.name, **said)
+    config = getattr(model, "config", None)
+    if hasattr(config, "to_dict"):
+        return from_hugging_face(config.to_dict(), name=recipe.model.name)  # type: ignore[union-attr]
+    return _traced(model, recipe)
+
+
+def dimensions_of(model: nn.Module) -> dict[str, Any] | None:
+    """Those that a transformer's config says; None: it says none."""
+    config = getattr(model, "config", None)
+    said = {ours: getattr(config, theirs, None) for theirs, ours in DIMENSIONS.items()}
+    if any(said[name] is None for name in ("hidden", "layers", "heads", "ffn", "vocabulary")):
+        return None
+    shared = (getattr(config, "num_shared_experts", 0) or 0) * (said["expert_ffn"] or 0)
+    return {"shared_ffn": shared, **{name: value for name, value in said.items() if value is not None}}
+
+
+def _traced(model: nn.Module, recipe: Recipe) -> Workload:
+    import numpy as np
+
+    from shoal.bench.trace import workload_of
+    from shoal.data.open import open_datasets
+    from shoal.train.objective import CrossEntropy, call_of
+
+    training, _ = open_datasets(recipe.data, recipe.run.seed)
+    arguments, options = call_of(CrossEntropy(), training.batch(np.arange(2)))
+    return workload_of(model, options or arguments, name=recipe.model.name, precision=recipe.plan.precision)
+
+
+def cluster_for(device: str) -> Cluster:
+    """This machine: as it was measured, or the preset of its GPUs, or that of a CPU."""
+    if here_file().exists():
+        return Cluster.parse("here")
+    import torch
+
+    if device != "cpu" and torch.cuda.is_available():
+        return Cluster.parse(preset_of(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory))
+    return Cluster.parse("cpu")
+
+
+def preset_of(name: str, memory: int) -> str:
+    """The preset of a GPU by the name that torch gives it.
+
+    >>> preset_of("NVIDIA A100-SXM4-80GB", 80 * 2**30), preset_of("NVIDIA H200", 139 * 2**30)
+    ('a100-80', 'h200')
+    """
+    from shoal.blueprint.hardware import DEVICES
+
+    lower = name.lower().replace(" ", "")
+    if "a100" in lower:
+        return "a100-80" if memory > 50 * 2**30 else "a100-40"
+    for preset in sorted(DEVICES, key=len, reverse=True):
+        if preset.replace("-", "") in lower.replace("-", ""):
+            return preset
+    raise ShoalError(f"there is no preset for {name!r}", fix="shoal calibrate, which measures it in a minute")

@@ -1,0 +1,225 @@
+"""`shoal plan MODEL --cluster h100:8x4`: what fits, how fast it would be, and why."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+import tyro
+
+from shoal.blueprint.cluster import Cluster
+from shoal.blueprint.plan import Plan
+from shoal.blueprint.task import Task
+from shoal.blueprint.workload import Workload
+from shoal.errors import Problem, ShoalError, raise_if
+
+WIDTH = 150
+"""Columns of the tables where nobody says how many there are."""
+BATCH_TOKENS = 2**22
+"""Tokens of a global batch where nobody says how many."""
+DIMENSIONS = ("hidden", "layers", "heads", "kv_heads", "ffn", "vocabulary", "experts", "top_k", "expert_ffn")
+WORDS = ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate", "zero", "mb", "recompute", "schedule", "v", "offload")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Rank all plans by which a model can be trained on a cluster: what fits, how fast it would be, and why. Nothing is
+    run: every number is predicted.
+
+    shoal plan llama3-8b --cluster h200:8 --seq 8192 --global-batch 64
+    """
+
+    model: Annotated[str | None, tyro.conf.Positional] = None
+    """A preset (llama3-8b, mixtral-8x7b, ...), a Hugging Face config.json, or file.py:function. None: the dimensions
+    below."""
+
+    cluster: str = "here"
+    """A preset with its size (h100:8x16 are 16 nodes of 8), a YAML file, or here: what `shoal calibrate`
+    has measured."""
+
+    seq: int | None = None
+    """Tokens of a sample. None: the model's usual length."""
+
+    global_batch: int | None = None
+    """Samples of a step, over all devices. None: about 4 million tokens."""
+
+    plan: str = ""
+    """Words that every plan must have: "tp=8 zero=1 bf16". The same words have options of their own below."""
+
+    tp: int | None = None
+    pp: int | None = None
+    cp: int | None = None
+    ep: int | None = None
+    dp_shard: int | None = None
+    dp_replicate: int | None = None
+    zero: int | None = None
+    mb: int | None = None
+    recompute: Literal["none", "selective", "full"] | None = None
+    schedule: str | None = None
+    v: int | None = None
+    offload: Literal["none", "optimizer", "parameters"] | None = None
+    precision: str | None = None
+    """None: bf16 on a GPU that has it, fp32 on a CPU."""
+
+    max_memory: str | None = None
+    """Memory of a device that may be used, such as 70GiB, which 70 means as well. None: 95 % of it."""
+
+    states: Literal["fp32", "bf16"] = "fp32"
+    """What AdamW keeps its moments in."""
+
+    eager: bool = False
+    """Without torch.compile."""
+
+    by: Literal["time", "memory", "money"] = "time"
+    """What the best has least of. money: fewer devices are tried, too."""
+
+    top: int = 5
+    """Plans to show."""
+
+    explain: bool = False
+    """Walk from one device to the best plan, with what each move buys; laws of scaling; more devices and fewer."""
+
+    tokens: str | None = None
+    """Tokens of the whole run, such as 15T: tells its days, device-hours and cost."""
+
+    price: float | None = None
+    """Money for one device and one hour."""
+
+    hidden: int | None = None
+    layers: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    ffn: int | None = None
+    vocabulary: int | None = None
+    experts: int | None = None
+    top_k: int | None = None
+    expert_ffn: int | None = None
+
+    json: bool = False
+    """Print one JSON object and nothing else on stdout."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Plan; 0 when there is a plan, 1 when none fits."""
+    options = tyro.cli(Options, args=list(arguments), prog="shoal plan", config=(tyro.conf.FlagCreatePairsOff,))
+    from shoal.cli.plan_report import answer, render, to_mapping
+
+    task, wanted = task_of(options), wanted_of(options)
+    found = answer(task, wanted, options)
+    if options.json:
+        print(json.dumps(to_mapping(found)))
+    else:
+        from rich.console import Console
+
+        console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else WIDTH)
+        with console.capture() as drawn:  # rich would end the process with code 1 if nobody reads on
+            render(console, found)
+        print(drawn.get(), end="")
+    return 0 if found.best else 1
+
+
+def task_of(options: Options) -> Task:
+    """What is to be trained, on what."""
+    from shoal.blueprint.habits import shoal_habits
+
+    cluster = Cluster.parse(options.cluster)
+    if options.price is not None:
+        cluster = replace(cluster, price=options.price)
+    workload = workload_of(options)
+    sequence = options.seq or workload.sequence or (4096 if workload.is_transformer else 1)
+    batch = options.global_batch or _usual_batch(cluster, sequence)
+    raise_if(
+        Problem(f"{name} {value} is not a number of at least 1", f"{name} 1 or more")
+        for name, value in (("--seq", sequence), ("--global-batch", batch), ("--top", options.top))
+        if value < 1
+    )
+    return Task(
+        workload=workload,
+        cluster=cluster,
+        sequence=sequence,
+        global_batch=batch,
+        habits=shoal_habits(compile=not options.eager, states=options.states),
+        compiles=not options.eager,
+        max_memory=None if options.max_memory is None else size_in_bytes(options.max_memory),
+    )
+
+
+def _usual_batch(cluster: Cluster, sequence: int) -> int:
+    """About 4 million tokens, in samples that all devices can share."""
+    devices = cluster.num_devices
+    return devices * max(1, BATCH_TOKENS // sequence // devices)
+
+
+def workload_of(options: Options) -> Workload:
+    """The model: by its name with other dimensions, by dimensions alone, or traced."""
+    said = {name: getattr(options, name) for name in DIMENSIONS if getattr(options, name) is not None}
+    if options.model is None:
+        missing = [name for name in ("hidden", "layers", "heads") if name not in said]
+        if missing:
+            raise ShoalError(
+                f"which model? Its name, or at least its {', '.join(missing)}",
+                fix="shoal plan llama3-8b ..., or --hidden 4096 --layers 32 --heads 32",
+            )
+        return Workload(name="a model of these dimensions", **{"vocabulary": 32000, **said})
+    if ".py" in options.model:
+        if said:
+            raise ShoalError(
+                f"{options.model} is traced, and --{next(iter(said))} is for dimensions", fix="leave it out"
+            )
+        from shoal.bench.trace import load, workload_of  # torch, which nothing else here needs
+
+        model, inputs = load(options.model, sequence=options.seq)
+        return workload_of(model, inputs, name=options.model, precision=options.precision or "bf16")
+    named = Workload.of(options.model)
+    return named.resized(**said) if said else named
+
+
+def wanted_of(options: Options) -> Plan:
+    """The words that every plan must have."""
+    said = {name: getattr(options, name) for name in WORDS if getattr(options, name) is not None}
+    words = Plan.parse(options.plan).to_mapping()
+    raise_if(
+        Problem(f"{name} is said twice: {words[name]} in --plan, and --{name} {said[name]}", "leave one of them out")
+        for name in said
+        if name in words and words[name] != said[name]
+    )
+    precision = options.precision or words.get("precision") or _usual_precision(Cluster.parse(options.cluster))
+    return Plan.of({**words, **said, "precision": precision})
+
+
+def _usual_precision(cluster: Cluster) -> str:
+    words = ("fp32",) if cluster.device.is_host else ("bf16", "fp16", "fp32")
+    return next(word for word in words if word in cluster.device.achievable or word == "fp32")
+
+
+SIZES = {"": 2.0**30, "b": 1.0, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40, "mb": 1e6, "gb": 1e9}
+COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
+
+def size_in_bytes(text: str) -> float:
+    """A size as people write it.
+
+    >>> size_in_bytes("70GiB") == 70 * 2**30
+    True
+    """
+    return _number(text, SIZES, "70GiB")
+
+
+def count_of(text: str) -> float:
+    """A number of tokens as people write it.
+
+    >>> count_of("15T")
+    15000000000000.0
+    """
+    return _number(text, COUNTS, "15T")
+
+
+def _number(text: str, units: dict[str, float], such_as: str) -> float:
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", text.lower())
+    if not match or match[2] not in units:
+        raise ShoalError(f"{text!r} is not an amount", fix=f"a number and a unit, such as {such_as}")
+    return float(match[1]) * units[match[2]]

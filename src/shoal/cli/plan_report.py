@@ -1,0 +1,330 @@
+"""The answer of `shoal plan`, for people and for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from shoal.blueprint.explain import Laws, Move, Scale, Thumb, laws, moves, rules_of_thumb, scaling
+from shoal.blueprint.lint import Lint, lint
+from shoal.blueprint.neighbours import Rejected, neighbours
+from shoal.blueprint.plan import Plan
+from shoal.blueprint.remedies import refuse_contradictions, remedies
+from shoal.blueprint.search import Found, search
+from shoal.blueprint.task import Task, Verdict
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from shoal.cli.plan import Options
+
+GIB = 2.0**30
+MEMORY = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "gathered",
+    "buffers",
+    "logits",
+    "allocator",
+    "context",
+)
+TOLD_FRONTIER = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A plan that was found, and on how many devices."""
+
+    task: Task
+    verdict: Verdict
+
+    @property
+    def devices(self) -> int:
+        """That it takes."""
+        return self.task.cluster.num_devices
+
+    def device_hours(self, tokens: float) -> float:
+        """Of training on so many tokens."""
+        per_step = self.task.global_batch * self.task.sequence
+        return tokens / per_step * self.verdict.time.total * self.devices / 3600
+
+    def to_mapping(self) -> dict[str, Any]:
+        """For machines."""
+        memory, time = self.verdict.memory, self.verdict.time
+        seconds = {name: round(value, 6) for name, value in time.causes().items()}
+        return {
+            "plan": str(self.verdict.plan),
+            "devices": self.devices,
+            "memory_gib": {
+                **{name: round(getattr(memory, name) / GIB, 4) for name in MEMORY},
+                "allocated": round(memory.allocated / GIB, 4),
+                "reserved": round(memory.reserved / GIB, 4),
+                "total": round(memory.total / GIB, 4),
+            },
+            "step_s": {
+                **seconds,
+                "total": round(time.total, 6),
+                "low": round(time.low, 6),
+                "high": round(time.high, 6),
+            },
+            "mfu": round(time.mfu, 5),
+            "tokens_per_s_per_device": round(time.tokens_per_s_per_device, 2),
+        }
+
+
+@dataclass
+class Answer:
+    """All that there is to say."""
+
+    task: Task
+    wanted: Plan
+    found: Found
+    best: list[Choice]
+    rejected: list[Rejected] = field(default_factory=list)
+    lints: list[Lint] = field(default_factory=list)
+    remedies: list[str] = field(default_factory=list)
+    way: list[Move] = field(default_factory=list)
+    laws: Laws | None = None
+    scaling: list[Scale] = field(default_factory=list)
+    thumbs: list[Thumb] = field(default_factory=list)
+    tokens: float | None = None
+
+
+def answer(task: Task, wanted: Plan, options: Options) -> Answer:
+    """Search, and say why."""
+    refuse_contradictions(task, wanted)
+    found = search(task, wanted, keep=options.top, by=options.by)
+    choices = [Choice(task, verdict) for verdict in found.best]
+    if options.by == "money":
+        choices = _cheapest(task, wanted, options.top)
+    told = Answer(task, wanted, found, choices)
+    if options.tokens is not None:
+        from shoal.cli.plan import count_of
+
+        told.tokens = count_of(options.tokens)
+    if not choices:
+        told.remedies = list(remedies(task, wanted))
+        return told
+    first = choices[0]
+    told.rejected = neighbours(first.task, first.verdict)
+    told.lints = lint(first.task, first.verdict.plan)
+    told.thumbs = rules_of_thumb(first.task, first.verdict)
+    if options.explain:
+        told.way = moves(first.task, first.verdict.plan)
+        told.laws = laws(first.task, first.verdict)
+        told.scaling = scaling(first.task, first.verdict.plan)
+    return told
+
+
+def _cheapest(task: Task, wanted: Plan, keep: int) -> list[Choice]:
+    """The best plan of every size of the cluster that can be made by halving it, by device-seconds a step."""
+    choices: list[Choice] = []
+    devices = task.cluster.num_devices
+    while devices >= 1:
+        fewer = replace(task, cluster=task.cluster.resized(devices))
+        choices += [Choice(fewer, verdict) for verdict in search(fewer, wanted, keep=2).best]
+        if devices % 2 or (devices > task.cluster.per_node and (devices // 2) % task.cluster.per_node):
+            break
+        devices //= 2
+    return sorted(choices, key=lambda choice: choice.devices * choice.verdict.time.total)[:keep]
+
+
+def to_mapping(told: Answer) -> dict[str, Any]:
+    """For machines: every number is predicted."""
+    task = told.task
+    said: dict[str, Any] = {
+        "model": task.workload.name,
+        "parameters": task.workload.parameters,
+        "cluster": str(task.cluster),
+        "is_measured_cluster": task.cluster.is_measured,
+        "sequence": task.sequence,
+        "global_batch": task.global_batch,
+        "room_gib": round(task.room / GIB, 3),
+        "num_judged": told.found.num_judged,
+        "num_too_large": told.found.num_too_large,
+        "plans": [choice.to_mapping() for choice in told.best],
+        "frontier": [Choice(task, verdict).to_mapping() for verdict in told.found.frontier],
+        "rejected": [one.to_mapping() for one in told.rejected],
+        "lint": [one.to_mapping() for one in told.lints],
+        "rules_of_thumb": [{"rule": one.rule, "agrees": one.agrees, "why": one.why} for one in told.thumbs],
+    }
+    if not told.best:
+        said["remedies"] = told.remedies
+        said["smallest"] = None if told.found.smallest is None else Choice(task, told.found.smallest).to_mapping()
+    if told.way:
+        said["explain"] = [move.to_mapping() for move in told.way]
+    if told.laws is not None:
+        law = told.laws
+        limit = None if law.limit == float("inf") else law.limit
+        said["laws"] = {
+            "serial_part": law.serial_part, "amdahl_limit": limit, "message_bytes": law.message,
+            "latency_s": law.latency, "transfer_s": law.transfer,
+        }  # fmt: skip
+        said["scaling"] = [
+            {"devices": one.devices, "step_s": one.seconds, "efficiency": one.efficiency} for one in told.scaling
+        ]
+    if told.tokens is not None and told.best:
+        said["run"] = _run(told)
+    return said
+
+
+def _run(told: Answer) -> dict[str, Any]:
+    """What training on all tokens takes."""
+    assert told.tokens is not None
+    first = told.best[0]
+    hours = first.device_hours(told.tokens)
+    price = first.task.cluster.price
+    return {
+        "tokens": told.tokens,
+        "days": hours / first.devices / 24,
+        "device_hours": hours,
+        "cost": None if price is None else hours * price,
+    }
+
+
+# ---- for people -----------------------------------------------------------------------------------------------------
+
+
+def render(console: Console, told: Answer) -> None:
+    """As tables."""
+    task = told.task
+    size = f"{task.workload.parameters / 1e9:.3g} B parameters"
+    what = f" of {task.sequence:,} tokens" if task.workload.is_transformer else ""
+    console.print(
+        f"[bold]{task.workload.name}[/bold], {size}, on {task.cluster.num_devices} x {task.cluster.device.name},"
+        f" {task.global_batch:,} samples{what} a step",
+        highlight=False,
+    )
+    measured = "measured on this machine" if task.cluster.is_measured else "from datasheets and published runs"
+    console.print(
+        f"[dim]all numbers predicted, rates {measured}; {told.found.num_judged:,} plans judged,"
+        f" {told.found.num_too_large:,} larger than {task.room / GIB:.1f} GiB[/dim]\n",
+        highlight=False,
+    )
+    if not told.best:
+        _render_nothing(console, told)
+        return
+    rate = "tokens/s/device" if task.workload.is_transformer else "samples/s/device"
+    columns = ["plan", "devices", "GiB", "step", "in 8 of 10 runs", "MFU", rate]
+    _table(console, "", columns, map(_row, told.best))
+    _render_causes(console, told.best[0].verdict)
+    frontier = told.found.frontier[:TOLD_FRONTIER]
+    if len(frontier) > 1:
+        rows = [[v.plan.brief(), f"{v.memory.total / GIB:.1f}", seconds(v.time.total)] for v in frontier]
+        _table(console, "less memory for more time", ["plan", "GiB", "step"], rows)
+    rows = [[one.move, one.reason] for one in told.rejected]
+    _table(console, "why not", ["one thing else", "then"], rows)
+    for thumb in told.thumbs:
+        mark = "as usual" if thumb.agrees else "[yellow]not as usual[/yellow]"
+        console.print(f"{mark}: {thumb.rule}{': ' * bool(thumb.why)}{thumb.why}", highlight=False)
+    for one in told.lints:
+        console.print(f"[yellow]{one}[/yellow]", highlight=False)
+    if told.way:
+        _render_way(console, told)
+    if told.tokens is not None:
+        run = _run(told)
+        cost = "" if run["cost"] is None else f", {run['cost']:,.0f} in money"
+        days, hours = run["days"], run["device_hours"]
+        console.print(f"\n{told.tokens:.3g} tokens: {days:,.1f} days, {hours:,.0f} device-hours{cost}", highlight=False)
+    first = told.best[0].verdict.plan
+    console.print(f'\nshoal train ... --plan "{first.brief()}"', highlight=False)
+
+
+def _render_nothing(console: Console, told: Answer) -> None:
+    least = told.found.smallest
+    if least is not None:
+        console.print(
+            f"nothing fits: the smallest plan, {least.plan.brief()}, takes {least.memory.total / GIB:.1f} GiB,"
+            f" and {told.task.room / GIB:.1f} are there",
+            highlight=False,
+        )
+        _render_causes(console, least)
+    console.print("what would help:" if told.remedies else "nothing that was tried would help", highlight=False)
+    for remedy in told.remedies:
+        console.print(f"  {remedy}", highlight=False)
+
+
+def _render_causes(console: Console, verdict: Verdict) -> None:
+    """Memory and time of one plan, by cause, with bars."""
+    memory, time = verdict.memory, verdict.time
+    parts = [(name, getattr(memory, name) / GIB) for name in MEMORY if getattr(memory, name) > 0.005 * memory.total]
+    rows = [[name, f"{gib:.1f} GiB", bar(gib * GIB / memory.total)] for name, gib in parts]
+    _table(console, f"memory of the fullest rank, {memory.total / GIB:.1f} GiB", ["", "", ""], rows, has_head=False)
+    causes = sorted(time.causes().items(), key=lambda item: -item[1])
+    rows = [[name, seconds(value), bar(value / time.total)] for name, value in causes if value > 0.002 * time.total]
+    _table(console, f"time of a step, {seconds(time.total)}", ["", "", ""], rows, has_head=False)
+
+
+def _render_way(console: Console, told: Answer) -> None:
+    rows = [
+        [move.name, move.plan, f"{move.gib:.1f}", seconds(move.seconds), "yes" if move.fits else "no", move.note]
+        for move in told.way
+    ]
+    _table(console, "from one device to this plan", ["move", "plan", "GiB", "step", "fits", "against before"], rows)
+    assert told.laws is not None
+    law = told.laws
+    console.print(
+        f"Amdahl: {law.serial_part:.2e} of one device's step does not get faster, so no number of devices would be more"
+        f" than {law.limit:,.0f} times as fast",
+        highlight=False,
+    )
+    console.print(
+        f"alpha + beta M: gradients of {law.message / 1e9:.2f} GB take {law.latency * 1e3:.2f} ms whatever they are, "
+        f"and {law.transfer * 1e3:.1f} ms to travel\n",
+        highlight=False,
+    )
+    rows = [
+        [f"{one.devices:,}", seconds(one.seconds), f"{one.efficiency:.0%}", bar(one.efficiency)] for one in told.scaling
+    ]
+    _table(console, "the same batch on more devices", ["devices", "step", "efficiency", ""], rows)
+
+
+def _row(choice: Choice) -> list[str]:
+    memory, time = choice.verdict.memory, choice.verdict.time
+    return [
+        choice.verdict.plan.brief(),
+        f"{choice.devices:,}",
+        f"{memory.total / GIB:.1f}",
+        seconds(time.total),
+        f"{seconds(time.low)} to {seconds(time.high)}",
+        f"{time.mfu:.1%}",
+        f"{time.tokens_per_s_per_device:,.0f}",
+    ]
+
+
+def _table(
+    console: Console, title: str, columns: list[str], rows: Iterable[list[str]], *, has_head: bool = True
+) -> None:
+    from rich.table import Table
+
+    drawn = Table(box=None, show_header=has_head, header_style="dim", pad_edge=False)
+    for number, column in enumerate(columns):
+        is_number = column in ("GiB", "step", "MFU", "tokens/s/device", "samples/s/device", "devices", "efficiency")
+        drawn.add_column(column, justify="right" if is_number or (not has_head and number == 1) else "left")
+    for row in rows:
+        drawn.add_row(*row)
+    if title:
+        console.print(f"[bold]{title}[/bold]", highlight=False)
+    console.print(drawn)
+    console.print()
+
+
+def bar(part: float, width: int = 30) -> str:
+    """A part of 1 as a bar.
+
+    >>> bar(0.5, width=4)
+    '██'
+    """
+    return "█" * max(0, min(width, round(part * width)))
+
+
+def seconds(value: float) -> str:
+    """As people say it.
+
+    >>> seconds(0.01234), seconds(5.6721)
+    ('12.3 ms', '5.67 s')
+    """
+    return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.2f} s"

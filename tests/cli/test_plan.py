@@ -1,0 +1,207 @@
+"""`shoal plan`: fast, without torch, in JSON as promised, and kind to mistakes."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.cli import main
+
+COMMAND = Path(sys.executable).with_name("shoal")
+
+
+def plan(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([COMMAND, "plan", *words], capture_output=True, text=True, check=False, cwd=cwd)
+
+
+def asked(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(["plan", *words])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+LARGE = "llama3-405b --cluster h100:8x2048 --seq 8192 --global-batch 2048 --json"
+SMALL = "llama3-8b --cluster h200:8 --seq 8192 --global-batch 64"
+CHEAP = "llama3-1b --cluster h100:8x16 --seq 2048 --global-batch 128 --by money --json"
+LLAMA = "--hidden 4096 --layers 32 --heads 32 --kv-heads 8 --ffn 14336 --vocabulary 128256"
+TOO_LARGE = "llama3-70b --cluster h100:8 --seq 8192 --global-batch 64"
+
+
+@pytest.mark.parametrize(("words", "bound"), [(LARGE, 3.0), (SMALL, 1.0)])
+def test_it_is_fast(words: str, bound: float) -> None:
+    seconds = []
+    for _ in range(3):
+        began = _seconds_of_children()
+        ended = plan(*words.split())
+        seconds.append(_seconds_of_children() - began)
+        assert ended.returncode == 0, ended.stderr
+    assert min(seconds) <= bound
+
+
+def _seconds_of_children() -> float:
+    """Of a processor, which is what a command takes on a machine that has nothing else to do."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def test_torch_stays_away() -> None:
+    code = (
+        f"from shoal.cli import main; import sys; main(['plan', *{SMALL.split()!r}]); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_the_json_is_as_promised(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = asked(capsys, *SMALL.split(), "--json", "--explain", "--tokens", "1T", "--price", "2")
+    assert code == 0
+    told = json.loads(out)
+    assert len(told["plans"]) == 5
+    for one in told["plans"]:
+        memory, step = one["memory_gib"], one["step_s"]
+        assert set(one) >= {"plan", "memory_gib", "step_s", "mfu", "tokens_per_s_per_device"}
+        causes = ("parameters", "gradients", "optimizer", "activations", "gathered", "buffers", "logits", "allocator")
+        assert memory["total"] == pytest.approx(sum(memory[cause] for cause in causes) + memory["context"], abs=0.01)
+        seconds = [value for cause, value in step.items() if cause not in ("total", "low", "high")]
+        assert step["total"] == pytest.approx(sum(seconds), abs=1e-3)
+        assert step["low"] < step["total"] < step["high"]
+        assert 0 < one["mfu"] < 1
+    assert all(set(one) == {"move", "plan", "reason"} for one in told["rejected"])
+    assert isinstance(told["lint"], list)
+    assert told["explain"][0]["move"] == "one device"
+    assert told["run"]["cost"] == pytest.approx(2 * told["run"]["device_hours"])
+    assert told["run"]["days"] * 24 * 8 == pytest.approx(told["run"]["device_hours"])
+
+
+def test_people_see_plans_causes_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = asked(capsys, *SMALL.split(), "--explain")
+    assert code == 0
+    for words in (
+        "all numbers predicted",
+        "dp_shard=8",
+        "activations",
+        "matmul",
+        "why not",
+        "from one device",
+        "Amdahl",
+    ):
+        assert words in out
+    assert 'shoal train ... --plan "' in out
+
+
+def test_words_are_constraints(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["llama3-70b", "--cluster", "h100:8x8", "--seq", "8192", "--global-batch", "128", "--json"]
+    _, out, _ = asked(capsys, *words, "--tp", "8", "--plan", "zero=1 recompute=full", "--max-memory", "70GiB")
+    for one in json.loads(out)["plans"]:
+        assert {"tp=8", "zero=1", "recompute=full"} <= set(one["plan"].split())
+        assert one["memory_gib"]["total"] <= 70
+
+
+def test_money_may_want_fewer_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = asked(capsys, *CHEAP.split())
+    assert json.loads(out)["plans"][0]["devices"] < 128
+
+
+def test_dimensions_and_configs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    _, out, _ = asked(capsys, *LLAMA.split(), *SMALL.split()[1:], "--json")
+    _, named, _ = asked(capsys, *SMALL.split(), "--json")
+    ours, theirs = json.loads(out), json.loads(named)
+    assert ours["parameters"] == theirs["parameters"]
+    assert ours["plans"] == theirs["plans"]
+    config = {
+        "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "intermediate_size": 14336, "vocab_size": 128256, "model_type": "llama", "tie_word_embeddings": False,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    _, out, _ = asked(capsys, str(tmp_path / "config.json"), *SMALL.split()[1:], "--json")
+    assert json.loads(out)["plans"] == theirs["plans"]
+
+
+def test_any_module_is_traced(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "def build():\n"
+        "    layers = [nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(6)]\n"
+        "    return nn.Sequential(*layers), torch.zeros(4, 512)\n"
+    )
+    ended = plan("net.py:build", "--cluster", "h100:8", "--global-batch", "4096", "--json", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    told = json.loads(ended.stdout)
+    assert told["parameters"] == 6 * (2 * 512 * 2048 + 2048 + 512)
+    assert told["plans"][0]["plan"].startswith("dp_replicate=8")
+
+
+def test_what_fits_nowhere_ends_with_1_and_what_would_help(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = asked(capsys, *TOO_LARGE.split())
+    assert code == 1
+    assert "nothing fits: the smallest plan" in out
+    assert "--cluster h100:8x2" in out
+    code, out, _ = asked(capsys, *TOO_LARGE.split(), "--json")
+    assert code == 1
+    assert json.loads(out)["plans"] == []
+    assert json.loads(out)["remedies"]
+
+
+WRONG = {
+    "an unknown model": ("lama3-8b --cluster h100:8", "no model 'lama3-8b'", "llama3-8b"),
+    "an unknown device": ("llama3-8b --cluster h1000:8", "no preset of a device 'h1000'", "h100:8"),
+    "no size": ("llama3-8b --cluster h100:zero", "'zero' is not a number of devices", "h100:8 for one node"),
+    "no model": ("--cluster h100:8 --hidden 512", "which model?", "--layers 32"),
+    "a tp that is none": ("llama3-70b --cluster h100:8x8 --tp 3", "has tp=3", "tp=1, 2, 4 or 8"),
+    "two that exclude each other": ("llama3-70b --cluster h100:8x8 --tp 8 --pp 16", "all of tp=8 pp=16", "leave out"),
+    "said twice": ("llama3-8b --cluster h100:8 --plan tp=2 --tp 4", "tp is said twice", "leave one"),
+    "no amount": ("llama3-8b --cluster h100:8 --max-memory lots", "'lots' is not an amount", "70GiB"),
+    "no config": ("nowhere/config.json --cluster h100:8", "cannot be read", "config.json"),
+    "no file": ("llama3-8b --cluster nowhere.yaml", "cannot be read", "shoal calibrate"),
+    "no batch": ("llama3-8b --cluster h100:8 --global-batch -1", "--global-batch -1", "1 or more"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_mistakes_get_one_message(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    words, what, fix = WRONG[name]
+    code, out, err = asked(capsys, *words.split())
+    assert code == 2
+    assert out == ""
+    assert what in err
+    assert fix in err.split("fix:")[1]
+
+
+# ---- `plan: auto` ---------------------------------------------------------------------------------------------------
+
+QUICK = ["--data.source", "synthetic", "--data.sequence", "32", "--data.batch", "8", "--run.duration", "2step"]
+
+
+def train(cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [COMMAND, "train", *QUICK, "--nproc", "2", "--device", "cpu", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
+
+
+def test_auto_is_filled_in_by_the_planner_and_leaves_a_row(tmp_path: Path) -> None:
+    ended = train(tmp_path, "--plan", "auto zero=3", "--run.dir", "kept/one", "--json")
+    assert ended.returncode == 0, ended.stderr
+    words = json.loads(ended.stdout)["plan"].split()
+    assert {"zero=3", "dp_shard=2"} <= set(words)
+    assert any(word.startswith("mb=") for word in words)  # which no word has said
+    ended = train(tmp_path, "--plan", "auto", "--plan.zero", "1", "--run.dir", "kept/two")
+    assert ended.returncode == 0, ended.stderr
+    assert "plan: auto is dp_shard=2 zero=1 mb=" in ended.stderr
+    back = subprocess.run(
+        [COMMAND, "backtest", "kept/measured.csv", "--json"], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert back.returncode == 0, back.stderr
+    rows = (tmp_path / "kept" / "measured.csv").read_text().splitlines()
+    assert len(rows) == 3
+    assert rows[1].startswith("shoal,llama,")
+
+
+def test_auto_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    ended = train(tmp_path, "--plan", "auto tp=3")
+    assert ended.returncode == 2
+    assert "has tp=3" in ended.stderr
+    assert "fix: tp=1 or 2" in ended.stderr
