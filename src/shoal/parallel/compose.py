@@ -200,12 +200,14 @@ def _lay_out(part: Part, how: _How) -> None:
         for block in _modules(model, unit) if unit.is_block else ():
             _choose_attention(block, how.options)
             how.num_in_fp8 += _narrow_products(block, how)
-            recompute(block, how.plan.recompute, how.as_now)
-            if not is_compiled_whole:
+            if how.plan.recompute == "full":  # around what is compiled: a compiler would keep some of what it captures
                 _compile(block, how.options)
+                recompute(block, "full", how.as_now)
+            else:
+                recompute(block, how.plan.recompute, how.as_now)
+                _compile(block, how.options, unless=is_compiled_whole)
         for name in set(unit.names) & set(description.after_blocks) - {description.head}:
-            if not is_compiled_whole:
-                _compile(model.get_submodule(name), how.options)  # the last norm
+            _compile(model.get_submodule(name), how.options, unless=is_compiled_whole)  # the last norm
         if how.expert_sharding is not None:
             for module in experts:
                 how.expert_sharding.shard(module)
@@ -333,8 +335,8 @@ def _is_best_compiled_whole(part: Part, how: _How) -> bool:
     return len(kinds) > 2 and is_undivided and how.plan.recompute == "none" and how.description.head is None
 
 
-def _compile(block: nn.Module, options: Options) -> None:
-    if options.compile:
+def _compile(block: nn.Module, options: Options, *, unless: bool = False) -> None:
+    if options.compile and not unless:
         backend = "inductor" if options.compile is True else options.compile
         block.forward = torch.compile(block.forward, backend=backend)
 
