@@ -7,7 +7,7 @@ import csv
 import json
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,8 @@ from shoal.backtest.predict import Prediction, predict
 from shoal.backtest.report import backtest, to_mapping
 from shoal.backtest.rows import COLUMNS, PAPER_FIGURES, Row, append, read
 from shoal.blueprint.footprint import Footprint
+from shoal.blueprint.habits import SHOAL
+from shoal.blueprint.plan import Plan
 from shoal.blueprint.step_time import SPREAD, StepTime
 from shoal.cli import main
 from shoal.errors import ShoalError
@@ -162,6 +164,52 @@ def test_pipelines_of_the_sweep_are_late_where_it_says_so() -> None:
     assert seconds(512, pp=8) > 10 * seconds(128, pp=8) / 4
     assert seconds(32, pp=2, zero=0) > 10 * seconds(32, pp=2)
     assert seconds(512, pp=1, zero=0) > seconds(512, pp=1) + 1
+    late = swept(512, pp="8", dp="64").time
+    assert late is not None
+    assert late.tokens_per_s_per_device == pytest.approx(512 * 4096 / late.total / 512)
+
+
+def swept(devices: int, **cells: str) -> Prediction:
+    common = {"n_gpus": str(devices), "dp": str(devices), "pp": "1", "tp": "1", "micro_batch": "1"}
+    return predict(row(**{**SWEPT, **common, "global_batch": "512", **cells}))
+
+
+def test_ranks_of_the_sweep_divide_tokens_in_pipelines_on_several_nodes_and_in_its_largest_runs() -> None:
+    def sp(devices: int, *, tp: int, pp: int) -> bool | None:
+        found = swept(devices, tp=str(tp), pp=str(pp), dp=str(devices // tp // pp))
+        assert found.plan is not None
+        return found.plan.sp
+
+    assert [sp(8, tp=2, pp=2), sp(32, tp=2, pp=2)] == [False, True]
+    assert [sp(256, tp=8, pp=1), sp(512, tp=8, pp=1), sp(512, tp=32, pp=1)] == [False, True, False]
+
+
+def test_the_sweeps_key_heads_are_not_taken_from_what_was_measured() -> None:
+    told, silent = swept(32, kv_heads="8"), swept(32, kv_heads="")
+    assert told.workload == silent.workload
+    assert predict(row(**{**SWEPT, "source": "nobody", "n_gpus": "32", "kv_heads": "8"})).workload != told.workload
+
+
+MEASURED = ("tflops_per_gpu", "mfu", "tokens_per_s_per_gpu", "iter_time_s", "mem_gib", "status")
+
+
+def test_no_prediction_looks_at_what_was_measured() -> None:
+    rows = [*read([PAPER_FIGURES]), row(), Row({**RUN, **SWEPT, "n_gpus": "512", "tp": "8", "dp": "64"}, "runs.csv:3")]
+    for one in rows:
+        seen = predict(one)
+        blank = predict(Row({**one.cells, **dict.fromkeys(MEASURED, "")}, one.place))
+        assert (seen.plan, seen.time, seen.memory, seen.fits) == (blank.plan, blank.time, blank.memory, blank.fits)
+        assert seen.time is not None or seen.predicted_gib == blank.predicted_gib
+
+
+def test_a_stranger_has_to_leave_more_room() -> None:
+    cells = {"source": "llm-foundry", "gpu": "A100-80GB", "n_gpus": "4", "dp": "4", "recompute": "none"}
+    known, strange = (predict(row(**cells, micro_batch="1"), is_blind=blind) for blind in (False, True))
+    assert known.memory is not None
+    assert strange.memory is not None
+    room = 79.2 * 2**30
+    assert strange.memory.total < room < 1.2 * strange.memory.total
+    assert (known.fits, strange.fits) == (True, False)
 
 
 def test_a_stage_with_nothing_to_do_cannot_run() -> None:
@@ -229,7 +277,8 @@ def judged(
 def test_errors() -> None:
     off = score.errors([(1.1, 1.0), (0.8, 1.0), (1.0, 1.0)])
     assert off is not None
-    assert (off.count, off.mean, off.median, off.signed) == (3, pytest.approx(0.1), pytest.approx(0.1), 0.0)
+    assert (off.count, off.signed) == (3, 0.0)
+    assert [off.mean, off.median] == pytest.approx([0.1, 0.1])
     assert score.errors([]) is None
 
 
@@ -239,6 +288,29 @@ def test_regret_is_of_the_pick_among_what_fits() -> None:
     assert cell.regret == pytest.approx(2.2 / 2.0 - 1)
     assert cell.count == 5
     assert score.cells(runs[:4]) == [], "a cell has at least five runs"
+
+
+def test_of_plans_that_are_as_fast_the_one_on_fewer_axes_is_picked() -> None:
+    def on(words: str, predicted: float, measured: float, *, known: bool = True) -> Prediction:
+        habits = SHOAL if known else SHOAL.as_documented()
+        return replace(judged(predicted, measured), plan=Plan.parse(words).resolve(32), habits=habits)
+
+    def regret(apart: float, *, known: bool = True) -> float:
+        runs = [on("tp=2 pp=2", 1.0, 2.0, known=known), on("tp=2", 1.0 + apart, 1.0, known=known)]
+        return score.cells([*runs, *[on("pp=4", 9.0, 9.0, known=known)] * 3])[0].regret
+
+    assert [regret(0.04), regret(0.06)] == [0.0, 1.0]
+    assert [regret(0.12, known=False), regret(0.13, known=False)] == [0.0, 1.0]
+
+
+def test_among_random_halves_a_lucky_run_counts_half() -> None:
+    lucky = [judged(5.0, 1.0), *[judged(1.0, 2.0)] * 40]
+    (found,) = score.halves(lucky).values()
+    assert found.mean == pytest.approx(0.5, abs=0.1)
+    assert found.high == 1.0
+    assert found.close == pytest.approx(1 - found.mean)
+    assert score.halves(lucky) == score.halves(lucky)
+    assert score.halves(lucky[:9]) == {}, "half of a cell has at least five runs"
 
 
 def test_rank_correlation() -> None:
