@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoal.numerics import linear_cross_entropy as fused
 from shoal.numerics.fp8_products import PRECISE, Narrow, product, turned
-from shoal.numerics.linear_cross_entropy import linear_cross_entropy
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without products in bfloat16
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -25,7 +25,7 @@ def drawn(tokens: int, features: int, vocabulary: int, device: str) -> tuple[Ten
 
 def gradients(fp8: bool, h: Tensor, weight: Tensor, labels: Tensor) -> tuple[float, Tensor, Tensor]:
     h, weight = h.bfloat16().requires_grad_(), weight.clone().requires_grad_()
-    loss = linear_cross_entropy(h, weight, labels, ignore=-100, fp8=fp8)
+    loss = fused.linear_cross_entropy(h, weight, labels, ignore=-100, fp8=fp8)
     (loss / 100).backward()
     assert h.grad is not None
     assert weight.grad is not None
@@ -37,9 +37,14 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("tokens", [512, 4096])
-def test_the_loss_is_the_same_and_gradients_are_near(device: str, tokens: int) -> None:
-    h, weight, labels = drawn(tokens, 64, 1024, device)
+@pytest.mark.parametrize("num_chunks", [1, 4])
+def test_the_loss_is_the_same_and_gradients_are_near(
+    device: str, num_chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    h, weight, labels = drawn(512, 32, 512, device)
+    if num_chunks > 1:
+        monkeypatch.setattr(fused, "CHUNK_BYTES", 512 * 512 * 2)
+    assert -(-512 // fused.tokens_of_chunk(512, 512, 2)) == num_chunks
     loss, dh, dw = gradients(True, h, weight, labels)
     in_bf16, _, _ = gradients(False, h, weight, labels)
     assert loss == pytest.approx(in_bf16, rel=1e-6)

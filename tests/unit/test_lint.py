@@ -12,7 +12,7 @@ from shoal.blueprint.candidates import layouts
 from shoal.blueprint.cluster import Cluster
 from shoal.blueprint.known_models import MODELS
 from shoal.blueprint.lint import RULES, Lint, lint
-from shoal.blueprint.lint_case import WORTH
+from shoal.blueprint.lint_case import WORTH, Case
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.search import search
 from shoal.blueprint.task import Task
@@ -64,9 +64,9 @@ class Try:
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
-GPT3 = Try(model="gpt3-175b", cluster="h100:8x16", sequence=2048, batch=1536, plan="tp=8 pp=8 zero=1 mb=1 bf16")
+GPT3 = Try(model="gpt3-175b", cluster="h200:8x16", sequence=2048, batch=1536, plan="tp=8 pp=8 zero=1 mb=1 bf16")
 LLAMA = Try(model="llama3-8b", cluster="h100:8x16", sequence=4096, batch=1024, plan="zero=1 mb=1 bf16")
-LLAMA_70B = Try(model="llama3-70b", cluster="h100:8x8", sequence=8192, batch=512, plan="tp=4 pp=4 zero=1 mb=1 bf16")
+LLAMA_70B = Try(model="llama3-70b", cluster="h200:8x8", sequence=8192, batch=512, plan="tp=4 pp=4 zero=1 mb=1 bf16")
 ONE_NODE = Try(model="llama3-8b", cluster="h200:8", sequence=8192, batch=64, plan="zero=3 mb=2 bf16")
 MIXTRAL = Try(
     model="mixtral-8x7b", cluster="h100:8x8", sequence=4096, batch=1024, plan="zero=1 ep=8 mb=2 bf16 recompute=full"
@@ -88,16 +88,20 @@ CASES = [
     ),
     (
         "SH04",
-        GPT3.but(model="bigscience-108", cluster="a100-80:8x48", batch=2048, plan="tp=8 pp=6 zero=1 mb=4 bf16"),
-        GPT3.but(model="bigscience", cluster="a100-80:8x48", batch=2048, plan="tp=8 pp=6 zero=1 mb=4 bf16"),
+        GPT3.but(
+            model="bigscience-108", cluster="a100-80:8x48", batch=2048, plan="tp=8 pp=6 zero=1 mb=4 bf16 recompute=full"
+        ),
+        GPT3.but(
+            model="bigscience", cluster="a100-80:8x48", batch=2048, plan="tp=8 pp=6 zero=1 mb=4 bf16 recompute=full"
+        ),
     ),
     ("SH05", LLAMA_70B.but(plan="tp=4 pp=16 mb=1 bf16"), LLAMA_70B.but(plan="tp=4 pp=2 zero=1 mb=1 bf16")),
     ("SH06", GPT3.but(batch=8), GPT3.but(batch=16)),
     ("SH06", GPT3.but(batch=20, plan=f"{GPT3.plan} interleaved"), GPT3.but(batch=32, plan=f"{GPT3.plan} interleaved")),
     (
         "SH07",
-        LLAMA.but(cluster="h100:8", plan="zero=1 mb=1 bf16 recompute=full"),
-        LLAMA.but(cluster="h100:8", plan="zero=1 mb=4 bf16 recompute=full"),
+        LLAMA.but(cluster="h200:8", plan="zero=1 mb=1 bf16 recompute=full"),
+        LLAMA.but(cluster="h200:8", plan="zero=1 mb=8 bf16 recompute=full"),
     ),
     ("SH08", LLAMA_70B.but(plan="tp=8 zero=3 mb=1 bf16"), LLAMA_70B.but(plan="tp=8 zero=1 mb=1 bf16")),
     ("SH09", ONE_NODE.but(plan=f"{ONE_NODE.plan} recompute=full"), ONE_NODE),
@@ -134,7 +138,7 @@ SANE = [
         cluster="h100:8x256",
         sequence=8192,
         batch=2048,
-        plan="tp=8 pp=16 mb=1 bf16 zero=1",
+        plan="tp=8 pp=16 zero=1 mb=1 bf16 recompute=full",
     ),
     Try(model="llama3-1b", cluster="h100:8", sequence=4096, batch=256, plan="mb=8 bf16"),
     Try(model="gpt3-125m", cluster="a100-40:8", sequence=1024, batch=512, plan="mb=16 bf16"),
@@ -192,7 +196,11 @@ def check_promises(broken: Try) -> None:
         assert found.saves.seconds == pytest.approx(before.time.total - after.time.total)
         assert found.saves.part == pytest.approx(1 - after.time.total / before.time.total)
         assert found.saves.bytes == pytest.approx(before.memory.total - after.memory.total)
-        assert found.saves.bytes > 0 if found.code in MEMORY_LINTS else found.saves.part >= WORTH
+        if found.code in MEMORY_LINTS:
+            assert found.saves.bytes > 0
+            assert found.saves.part > -0.1
+        else:
+            assert found.saves.part >= WORTH
 
 
 def check_that_it_divides(task: Task, plan: Plan) -> None:
@@ -230,7 +238,7 @@ def test_plans_that_people_are_content_with_are_left_alone(sane: Try) -> None:
     assert len(sane.lints()) <= 2
 
 
-@pytest.mark.parametrize("sane", SANE, ids=[sane.model for sane in SANE])
+@pytest.mark.parametrize("sane", SANE[:5], ids=[sane.model for sane in SANE[:5]])
 def test_the_best_plan_of_a_search_has_no_neighbour_that_is_much_better(sane: Try) -> None:
     best = search(sane.task).best[0]
     found = lint(sane.task, best.plan)
@@ -282,16 +290,63 @@ def test_recompute_in_a_device_that_is_nearly_full_is_left_alone() -> None:
 
 
 def test_against_large_logits_the_fastest_plan_is_no_help_if_it_is_larger() -> None:
-    full = ONE_NODE.but(model="llama3-3b", cluster="l40s:8", plan="tp=8 mb=8 bf16")
-    assert "SH12" in full.lints()
-    check_promises(full)
+    plan = Plan.parse("tp=4 zero=1 mb=8 bf16").resolve(8)
+    task = replace(ONE_NODE.task, workload=MODELS["llama3-1b"])
+    task = replace(task, max_memory=1.4 * task.memory(plan).total)
+    (found,) = [one for one in lint(task, plan) if one.code == "SH12"]
+    assert found.saves is not None
+    assert found.saves.bytes > 0.05 * task.memory(plan).total
 
 
-def test_sequences_are_not_cut_into_crumbs() -> None:
-    """The fix for 12 samples on 16 ranks is cp=4; with short samples that leaves too few tokens."""
-    long, short = (LLAMA.but(cluster="h100:8x2", batch=12, sequence=tokens) for tokens in (4096, 1024))
-    plans = [found.plan for each in (long, short) if (found := each.lints()["SH14"].saves)]
-    assert [1024 // (plan.cp or 1) >= 512 for plan in plans] == [False, True]
+def test_logits_are_not_made_smaller_at_any_price() -> None:
+    """Half the microbatch would halve them, and take more than half as long again."""
+    plan = Plan.parse("tp=8 mb=2 bf16").resolve(8)
+    task = replace(ONE_NODE.task, workload=MODELS["qwen3-0.6b"])
+    task = replace(task, max_memory=1.4 * task.memory(plan).total)
+    (found,) = [one for one in lint(task, plan) if one.code == "SH12"]
+    assert task.memory(replace(plan, mb=1)).total < 0.95 * task.memory(plan).total
+    assert task.time(replace(plan, mb=1)).total > 1.5 * task.time(plan).total
+    assert found.fix == "a loss that is fused or computed in chunks"
+
+
+def test_logits_that_exist_in_chunks_are_left_alone() -> None:
+    plan = Plan.parse("zero=3 mb=1 bf16 recompute=full").resolve(8)
+    task = replace(ONE_NODE.task, workload=MODELS["qwen3-0.6b"])
+    held = task.memory(plan)
+    assert held.logits > 0.2 * held.total
+    assert "SH12" not in {found.code for found in lint(replace(task, max_memory=1.2 * held.total), plan)}
+
+
+@pytest.mark.parametrize(
+    ("change", "tokens", "ffn", "can_run"),
+    [
+        ({"dp_shard": 4, "cp": 4}, 4096, 8192, True),
+        ({"dp_shard": 4, "cp": 4}, 1024, 8192, False),
+        ({"dp_shard": 4, "tp": 4}, 4096, 8192, True),
+        ({"dp_shard": 4, "tp": 4}, 4096, 8202, False),
+        ({"dp_shard": 4, "tp": 8}, 4096, 8192, False),
+    ],
+)
+def test_changes_that_cannot_run_are_passed_over(change: dict[str, int], tokens: int, ffn: int, can_run: bool) -> None:
+    """Sequences are not cut into crumbs, features come out even, and the ranks are those of the cluster."""
+    model = replace(MODELS["gpt3-1.3b"], ffn=ffn)
+    task = replace(LLAMA.task, workload=model, cluster=Cluster.parse("h100:8x2"), sequence=tokens, global_batch=64)
+    plan = Plan.parse("zero=1 mb=1 bf16").resolve(16)
+    assert (Case(task, task.judged(plan)).changed(change) is not None) == can_run
+
+
+def test_copies_that_do_not_fit_are_sharded() -> None:
+    copies = LLAMA.but(model="gpt3-6.7b", cluster="h100:8x2", sequence=2048, batch=64, plan="tp=16 mb=1 bf16")
+    assert copies.lints()["SH01"].fix == "dp_shard=16 tp=1 zero=3"
+
+
+def test_a_small_batch_is_not_blamed_on_one_device_nor_where_a_larger_one_does_not_help() -> None:
+    alone = Try(model="gpt3-125m", cluster="h100:1", sequence=512, batch=1, plan="mb=1 bf16")
+    assert alone.task.time(alone.resolved).fixed > 0.1 * alone.task.time(alone.resolved).total
+    assert "SH10" not in alone.lints()
+    slow = Try(model="llama3-8b", cluster="rtx4090:1x4", sequence=4096, batch=4, plan="zero=3 mb=1 bf16")
+    assert slow.task.time(slow.resolved).dp > 0.1 * slow.task.time(slow.resolved).total
+    assert "SH10" not in slow.lints()
 
 
 def test_offload_that_is_needed_is_left_alone() -> None:
@@ -321,16 +376,34 @@ def test_heads_are_rounded_to_both_sides_and_features_of_tp_ranks_count() -> Non
     (found,) = [one for one in lint(task, Plan.parse("tp=4 mb=8 bf16").resolve(8)) if one.code == "SH04"]
     assert found.fix == "tp=1 or 2, or ffn=8192 or 8224"
     assert "SH04" not in {one.code for one in lint(task, Plan.parse("tp=2 mb=8 bf16").resolve(8))}
+    host = replace(task, cluster=Cluster.parse("cpu:8"))
+    assert "SH04" not in {one.code for one in lint(host, Plan.parse("tp=4 mb=8 bf16").resolve(8))}
 
 
-def test_layers_that_come_out_even_are_named_where_no_plan_does() -> None:
-    """BigScience took two layers less; here a stage more than fills up, and all devices are in the pipeline."""
-    task = Task(
-        workload=BIGSCIENCE.resized(layers=18), cluster=Cluster.parse("h100:1x8"), sequence=2048, global_batch=512
-    )
+@pytest.mark.parametrize(
+    ("layers", "fix"), [(18, "16 layers instead of 18"), (21, "fewer stages, beside which the head weighs less")]
+)
+def test_layers_that_come_out_even_are_named_where_no_plan_does(layers: int, fix: str) -> None:
+    """BigScience took two layers less. Here all devices are in the pipeline, and nothing next to it fits."""
+    model, cluster = BIGSCIENCE.resized(layers=layers), Cluster.parse("h100:1x8")
+    task = Task(workload=model, cluster=cluster, sequence=2048, global_batch=512)
     found = {one.code: one for one in lint(task, Plan.parse("pp=8 mb=1 bf16").resolve(8))}
     assert found["SH05"].saves is None
-    assert found["SH05"].fix == "16 layers instead of 18"
+    assert found["SH05"].fix == fix
+
+
+def test_stages_are_not_blamed_for_what_other_plans_gain_elsewhere() -> None:
+    faster = GPT3.but(plan="tp=4 pp=16 zero=1 mb=1 bf16")  # with stages that are less equal
+    assert faster.task.time(faster.resolved).total < 0.95 * GPT3.task.time(GPT3.resolved).total
+    assert "SH05" not in GPT3.lints()
+
+
+def test_groups_that_leave_a_node_are_brought_back_not_dissolved() -> None:
+    long = LLAMA.but(cluster="h100:8x8", sequence=32768, batch=64, plan="zero=3 cp=8 ulysses tp=2 mb=1 bf16")
+    saves = long.lints()["SH15"].saves
+    assert saves is not None
+    assert saves.plan.cp in (2, 4, 8)
+    assert 8 % (saves.plan.layout.cp * saves.plan.layout.tp) == 0
 
 
 def test_a_group_that_straddles_two_nodes_is_told_which_degrees_do_not() -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from shoal.blueprint.candidates import can_cut, can_split, description_of, microbatches
 from shoal.blueprint.cluster import GIB
-from shoal.blueprint.footprint import microbatch, num_microbatches
+from shoal.blueprint.footprint import Footprint, microbatch, num_microbatches
 from shoal.blueprint.layout import divisors
 from shoal.blueprint.legality import misfits
 from shoal.blueprint.plan import BARE_WORDS, Plan
@@ -110,16 +110,15 @@ class Case:
         return plan if _can_run(self.task, plan) else None
 
     def savings(self, changes: Iterable[Change], keeps: Callable[[Plan], bool] = lambda plan: True) -> list[Saving]:
-        """Of those changes that can run and fit, the fastest first."""
+        """Of those changes that can run and fit, the fastest first. None of them starves a pipeline."""
         plans = dict.fromkeys(plan for change in changes if (plan := self.changed(change)))
-        verdicts = [self.task.judged(plan) for plan in plans if plan != self.plan and keeps(plan)]
-        found = [self._saving(verdict) for verdict in verdicts if self.task.fits(verdict.memory)]
-        return sorted(found, key=lambda saving: -saving.seconds)
+        wanted = [plan for plan in plans if plan != self.plan and keeps(plan) and not is_starved(self.task, plan)]
+        fitting = [(plan, memory) for plan in wanted if self.task.fits(memory := self.task.memory(plan))]
+        return sorted((self._saving(plan, memory) for plan, memory in fitting), key=lambda saving: -saving.seconds)
 
-    def _saving(self, other: Verdict) -> Saving:
-        seconds = self.verdict.time.total - other.time.total
-        freed = self.verdict.memory.total - other.memory.total
-        return Saving(other.plan, seconds, seconds / self.verdict.time.total, freed)
+    def _saving(self, plan: Plan, memory: Footprint) -> Saving:
+        seconds = self.verdict.time.total - self.task.time(plan).total
+        return Saving(plan, seconds, seconds / self.verdict.time.total, self.verdict.memory.total - memory.total)
 
     def found(
         self,
@@ -148,6 +147,12 @@ def _can_run(task: Task, plan: Plan) -> bool:
         sequence=task.sequence,
         compiles=task.compiles,
     )
+
+
+def is_starved(task: Task, plan: Plan) -> bool:
+    """Whether a pipeline has too few microbatches to fill, or a last round that is not whole."""
+    m, pp = num_microbatches(plan, task.global_batch), plan.pp or 1
+    return m < pp or bool(plan.schedule == "interleaved" and m % pp)
 
 
 def words(plan: Plan, other: Plan) -> str:
@@ -191,15 +196,20 @@ def trades(case: Case, axis: str, *others: str) -> Iterator[Change]:
 
 def roomier(case: Case, changes: Iterable[Change]) -> Iterator[Change]:
     """Each of them, and with less on a rank: smaller microbatches, sharded parameters, recompute."""
-    smaller = [size for size in divisors(case.mb) if size < case.mb]
     for change in changes:
         yield change
-        yield from ({**change, "mb": size} for size in smaller)
+        yield from ({**change, "mb": size} for size in smaller_microbatches(case))
         yield from ({**change, "recompute": mode} for mode in ("selective", "full") if case.plan.recompute == "none")
         if case.plan.zero in (1, 2):
             yield {**change, "zero": 3}
         if case.plan.zero == 0:
             yield {**change, "zero": 3, "dp_shard": change.get("dp_replicate", case.degree("dp")), "dp_replicate": 1}
+
+
+def smaller_microbatches(case: Case) -> list[int]:
+    """The next few sizes below, and the smallest."""
+    sizes = [size for size in divisors(case.mb) if size < case.mb]
+    return sorted({*sizes[:1], *sizes[-3:]})
 
 
 def any_microbatch(case: Case, changes: Iterable[Change]) -> Iterator[Change]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from shoal.blueprint.footprint import head_cost, layers_of_ranks, num_microbatches
+from shoal.blueprint.footprint import head_cost, layers_of_ranks
 from shoal.blueprint.layout import divisors
 from shoal.blueprint.lint_case import (
     WORTH,
@@ -19,9 +19,11 @@ from shoal.blueprint.lint_case import (
     any_microbatch,
     gib,
     hybrids,
+    is_starved,
     percent,
     roomier,
     schedules,
+    smaller_microbatches,
     trades,
     words,
 )
@@ -46,6 +48,8 @@ LARGE_LOGITS = 0.2
 HOT = 0.25
 """Of the time and the activations of experts, by which the busiest rank has more. Whole steps of Qwen3-235B, which is
 mostly experts, take 9 % (128k tokens) to 24 % (16k) longer with real routing than with forced balance."""
+SMALLER = 0.05
+"""Of what a rank holds, that has to be saved for a fix to be one."""
 SLOW_LINK = 64e9
 """Bytes/s inside a node: PCIe is below, NVLink above."""
 ALIGNED = 8
@@ -212,33 +216,23 @@ def too_few_microbatches(case: Case) -> Finding | None:
     if pp == 1:
         return None
     wrong = illegal(schedule, num_ranks=pp, v=case.degree("v"), num_microbatches=m)
-    if not wrong and (not _is_short(case.task, case.plan) or case.part("bubble") < WORTH):
+    if not wrong and (not is_starved(case.task, case.plan) or case.part("bubble") < WORTH):
         return None
     numbers = wrong[0].what if wrong else f"{m} microbatch{'es' * (m > 1)} on pp={pp} with {schedule}"
     numbers += f"; the bubble takes {case.takes('bubble')}"
     changes = [*any_microbatch(case, [{}, *schedules(case)]), *roomier(case, trades(case, "pp", "dp", "tp"))]
     need = max(pp * (2 if schedule == "dualpipev" else 1), -(-m // pp) * pp)
-    return case.found(
-        numbers,
-        changes,
-        otherwise=f"{need} microbatches: a global batch of {need * case.mb * case.degree('dp')}",
-        keeps=lambda plan: not _is_short(case.task, plan),
-    )
-
-
-def _is_short(task: Task, plan: Plan) -> bool:
-    """Whether a pipeline has too few microbatches to fill, or a last round that is not whole."""
-    m, pp = num_microbatches(plan, task.global_batch), plan.pp or 1
-    return m < pp or bool(plan.schedule == "interleaved" and m % pp)
+    batch = need * case.mb * case.degree("dp")
+    return case.found(numbers, changes, otherwise=f"{need} microbatches: a global batch of {batch}")
 
 
 def large_bubble(case: Case) -> Finding | None:
     """Enough microbatches to fill a pipeline, and too few for its filling not to matter."""
-    pp = case.degree("pp")
-    if pp == 1 or case.part("bubble") < MUCH:
+    if case.part("bubble") < MUCH:
         return None
-    numbers = f"{case.m} microbatches on pp={pp} with {case.plan.schedule}: the bubble takes {case.takes('bubble')}"
-    smaller = [{"mb": size} for size in divisors(case.mb) if size < case.mb]
+    numbers = f"{case.m} microbatches on pp={case.plan.pp} with {case.plan.schedule}:"
+    numbers += f" the bubble takes {case.takes('bubble')}"
+    smaller = [{"mb": size} for size in smaller_microbatches(case)]
     orders = [{**order, **change} for order in schedules(case) for change in ({}, *smaller)]
     return case.found(numbers, [*smaller, *orders, *roomier(case, trades(case, "pp", "dp", "tp"))])
 
@@ -313,13 +307,13 @@ def logits_at_peak(case: Case) -> Finding | None:
     if is_fused or memory.logits < LARGE_LOGITS * memory.total or memory.total < (1 - FREE) * task.room:
         return None
     numbers = f"logits are {gib(memory.logits)} of the {gib(memory.total)} that the fullest rank needs (predicted)"
-    smaller = [{"mb": size} for size in divisors(case.mb) if size < case.mb]
+    smaller = [{"mb": size} for size in smaller_microbatches(case)]
     moves = [
         *smaller,
         *roomier(case, [*trades(case, "pp", "dp"), *trades(case, "tp", "dp"), *trades(case, "dp", "tp")]),
     ]
     for saving in case.savings(moves):
-        if saving.bytes > 0.05 * memory.total:
+        if saving.bytes > SMALLER * memory.total and saving.part > -MUCH:
             return Finding(numbers, words(case.plan, saving.plan), saving)
     return Finding(numbers, "a loss that is fused or computed in chunks")
 

@@ -13,6 +13,9 @@ from shoal.blueprint.search import EQUAL, MODES, SCHEDULES
 from shoal.blueprint.task import Task, Verdict
 from shoal.errors import ShoalError
 
+SAME = 0.01
+"""A difference that is not worth a word."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
@@ -71,8 +74,10 @@ def _weighed(task: Task, best: Verdict, move: str, said: Mapping[str, Any]) -> R
     if not task.fits(other.memory):
         return Rejected(move, plan.brief(), f"does not fit: {why_larger(task, best.memory, other.memory)}")
     change = other.time.total / best.time.total - 1
-    if abs(change) < EQUAL - 1:
+    if abs(change) < SAME:
         return Rejected(move, plan.brief(), f"as fast ({change:+.1%}), and no simpler")
+    if 1 / EQUAL < 1 + change < 1:
+        return Rejected(move, plan.brief(), f"only {-change:.1%} faster, and less simple")
     how = "slower" if change > 0 else "faster"
     return Rejected(move, plan.brief(), f"{how} by {abs(change):.1%}: {cause_of(best, other)}")
 
