@@ -1,0 +1,274 @@
+"""The manifest of a checkpoint: one JSON file that says which tensors there are, where their pieces lie, and what every
+byte of every file has to be.
+
+    step-00000120/
+      manifest.json                       written last
+      shard-00000.safetensors ...         one file for each rank that has something to say
+
+torch's checkpoints say this in a pickle, which runs code, and say nothing of the bytes. This one is data that somebody
+may have damaged, or made up: whatever it is, parsing it either gives a manifest in which nothing contradicts itself, or
+a `ShoalError` that names the entry. Names of files lead nowhere else, sizes are bounded before anything is allocated,
+and the pieces of a tensor fill it exactly, without a gap and without a place that two of them claim.
+
+That last thing is one sum. A box is the difference of corners: its indicator has +1 and -1 where its edges begin and
+end. Boxes fill another one, once each place, if and only if their corners cancel to the corners of that one:
+
+    ┌───┬─────┐     + - at every corner; inside, every + meets a -
+    │ a │  b  │
+    ├───┴──┬──┤
+    │  c   │ d│
+    └──────┴──┘
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from shoal.errors import ShoalError
+
+FORMAT = "shoal checkpoint"
+VERSION = 1
+NAME = "manifest.json"
+CHUNK = 4 * 2**20
+"""Bytes of a file that have one hash, so that a part of it can be read and checked."""
+
+MOST_BYTES = 256 * 2**20
+"""Of a manifest: that of a model with a million tensors on a thousand ranks is smaller."""
+MOST_DIMS = 8
+MOST_ELEMENTS = 2**53
+DEEPEST = 64
+"""Levels of nesting."""
+
+SIZES = {
+    "F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+"""Names that safetensors gives to dtypes → bytes of one element."""
+
+Shape = tuple[int, ...]
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+_HASH = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a tensor, and where its values are."""
+
+    file: str
+    key: str
+    """Its name in that file."""
+    begin: Shape
+    shape: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor."""
+
+    dtype: str
+    shape: Shape
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """One file, and the SHA-256 of each of its chunks."""
+
+    size: int
+    hashes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """All of a checkpoint but the values."""
+
+    step: int
+    tensors: Mapping[str, Entry]
+    files: Mapping[str, File]
+    state: Mapping[str, Any] = field(default_factory=dict)
+    """What is no tensor: the position in the data, seeds, the recipe, the layout. JSON."""
+
+    def to_bytes(self) -> bytes:
+        """The text of the file."""
+        said = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": self.step,
+            "state": self.state,
+            "files": {
+                name: {"bytes": file.size, "chunk_bytes": CHUNK, "sha256": file.hashes}
+                for name, file in self.files.items()
+            },
+            "tensors": {
+                name: {
+                    "dtype": entry.dtype,
+                    "shape": entry.shape,
+                    "pieces": [
+                        {"file": piece.file, "key": piece.key, "begin": piece.begin, "shape": piece.shape}
+                        for piece in entry.pieces
+                    ],
+                }
+                for name, entry in self.tensors.items()
+            },
+        }
+        return json.dumps(said, allow_nan=False, separators=(",", ":")).encode()
+
+    @classmethod
+    def parse(cls, text: bytes) -> Manifest:
+        """Read what somebody has written; raises if anything in it cannot be."""
+        tree = _Reader("", _json(text))
+        if tree.text("format") != FORMAT:
+            raise _wrong(f"is of the format {tree.value['format']!r}", f"a manifest of the format {FORMAT!r}")
+        if tree.number("version") != VERSION:
+            raise _wrong(f"is of version {tree.value['version']}", f"a shoal that reads it; this one reads {VERSION}")
+        files = {name: _file(name, entry) for name, entry in tree.mapping("files").items()}
+        tensors = {name: _entry(entry, files) for name, entry in tree.mapping("tensors").items()}
+        return cls(step=tree.number("step"), tensors=tensors, files=files, state=tree.mapping("state").value)
+
+
+def tiles(shape: Shape, boxes: Iterable[tuple[Shape, Shape]]) -> bool:
+    """Whether boxes, each with its begin and its shape, fill a whole exactly: the corners cancel.
+
+    >>> tiles((2, 3), [((0, 0), (1, 3)), ((1, 0), (1, 1)), ((1, 1), (1, 2))])
+    True
+    >>> tiles((4,), [((0,), (3,)), ((2,), (2,))])
+    False
+    """
+    corners: defaultdict[Shape, int] = defaultdict(int)
+    whole = ((0,) * len(shape), shape)
+    for sign, (begin, size) in itertools.chain([(-1, whole)], ((1, box) for box in boxes)):
+        for upper in itertools.product((0, 1), repeat=len(shape)):
+            place = tuple(b + s * u for b, s, u in zip(begin, size, upper, strict=True))
+            corners[place] += sign * (-1) ** sum(upper)
+    return not any(corners.values())
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+def _file(name: str, said: _Reader) -> File:
+    if not _FILE.fullmatch(name):
+        raise _wrong(f"names a file {name[:80]!r}", "a plain name, without a path")
+    size, chunk = said.number("bytes"), said.number("chunk_bytes")
+    if chunk != CHUNK:
+        raise _wrong(f"hashes {name!r} in chunks of {chunk} bytes", f"chunks of {CHUNK}")
+    hashes = said.list("sha256")
+    if len(hashes) != -(-size // CHUNK):
+        raise _wrong(f"has {len(hashes)} hashes for the {size} bytes of {name!r}", f"{-(-size // CHUNK)}")
+    if not all(isinstance(one, str) and _HASH.fullmatch(one) for one in hashes):
+        raise _wrong(f"has a hash of {name!r} that is none", "64 hexadecimal digits")
+    return File(size, tuple(hashes))
+
+
+def _entry(said: _Reader, files: Mapping[str, File]) -> Entry:
+    dtype, shape = said.text("dtype"), said.shape("shape")
+    if dtype not in SIZES:
+        raise _wrong(f"says that {said.place} is of {dtype[:40]!r}", f"one of {', '.join(SIZES)}")
+    pieces = tuple(_piece(_Reader(f"{said.place}: a piece", one), len(shape), files) for one in said.list("pieces"))
+    if not tiles(shape, ((piece.begin, piece.shape) for piece in pieces)):
+        raise _wrong(
+            f"has pieces of {said.place} that do not fill its shape {list(shape)}, each place once", "all of it"
+        )
+    return Entry(dtype, shape, pieces)
+
+
+def _piece(said: _Reader, num_dims: int, files: Mapping[str, File]) -> Piece:
+    piece = Piece(said.text("file"), said.text("key"), said.shape("begin"), said.shape("shape"))
+    if piece.file not in files:
+        raise _wrong(
+            f"puts {said.place} into the file {piece.file[:80]!r}, which it does not list", "a file of its own"
+        )
+    if not len(piece.begin) == len(piece.shape) == num_dims:
+        raise _wrong(f"gives {said.place} another number of dims than its tensor", f"{num_dims}")
+    return piece
+
+
+class _Reader:
+    """Keys and values that may be anything, asked for as what they should be."""
+
+    def __init__(self, place: str, value: Any) -> None:
+        if not isinstance(value, dict):
+            raise _wrong(f"has no keys and values at {place or 'the top'}", "keys and values")
+        self.place, self.value = place, value
+
+    def _get(self, key: str, kind: type[Any], what: str) -> Any:
+        found = self.value.get(key)
+        if type(found) is not kind:
+            raise _wrong(f"has no {key!r} at {self.place or 'the top'} that is {what}", what)
+        return found
+
+    def text(self, key: str) -> str:
+        found: str = self._get(key, str, "a text")
+        return found
+
+    def number(self, key: str) -> int:
+        found: int = self._get(key, int, "a whole number")
+        if not 0 <= found <= MOST_ELEMENTS:
+            raise _wrong(f"says {key}={found} at {self.place or 'the top'}", f"0 to {MOST_ELEMENTS}")
+        return found
+
+    def list(self, key: str) -> list[Any]:
+        found: list[Any] = self._get(key, list, "a list")
+        return found
+
+    def mapping(self, key: str) -> _Mapping:
+        return _Mapping(f"{self.place}{key}", self._get(key, dict, "keys and values"))
+
+    def shape(self, key: str) -> Shape:
+        found = self.list(key)
+        if len(found) > MOST_DIMS or not all(type(size) is int and 0 <= size <= MOST_ELEMENTS for size in found):
+            raise _wrong(f"gives {self.place} the {key} {str(found)[:80]}", f"up to {MOST_DIMS} numbers from 0 on")
+        if prod(found) > MOST_ELEMENTS:
+            raise _wrong(f"gives {self.place} the {key} {found}: more elements than there can be", "a smaller one")
+        return tuple(found)
+
+
+class _Mapping(_Reader):
+    def items(self) -> Iterable[tuple[str, _Reader]]:
+        return ((name, _Reader(repr(name[:200]), value)) for name, value in self.value.items())
+
+
+def _json(text: bytes) -> Any:
+    """What the text says, if it is not too long, not too deep, and says nothing twice."""
+    if len(text) > MOST_BYTES:
+        raise _wrong(f"has {len(text):,} bytes", f"at most {MOST_BYTES:,}")
+    if _depth(text) > DEEPEST:
+        raise _wrong(f"is nested more than {DEEPEST} levels deep", "a flat one")
+    try:
+        return json.loads(text, object_pairs_hook=_no_twins, parse_constant=_no_constant)
+    except ShoalError:
+        raise
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one
+        raise _wrong(f"is not JSON: {error}", "the file that was written") from None
+
+
+def _depth(text: bytes) -> int:
+    """How deep brackets are nested, without building anything; those inside of texts count too, which does no harm."""
+    depth = deepest = 0
+    for match in re.finditer(rb"[\[{]+|[\]}]+", text):
+        size = match.end() - match.start()
+        depth += size if match[0][:1] in b"[{" else -size
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise _wrong("says something twice", "every key once")
+    return found
+
+
+def _no_constant(word: str) -> Any:
+    raise _wrong(f"has a number that is {word}", "numbers")
+
+
+def _wrong(what: str, wanted: str) -> ShoalError:
+    return ShoalError(f"the manifest {what}", fix=f"wanted is {wanted}: load another checkpoint, this one is damaged")
