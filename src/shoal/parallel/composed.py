@@ -187,6 +187,29 @@ class Composed:
             return not self.is_sharded
         return {"tp": name not in self.tensor.cuts, "pp": False}.get(axis, True)
 
+    def box(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Where this rank's piece of a parameter begins in the whole, and its shape."""
+        layout, rank, whole = self.plan.layout, self.mesh.rank, self.shapes[name]
+        begin, shape = [0] * len(whole), list(whole)
+
+        def cut(dim: int, index: int, degree: int) -> None:
+            size = shape[dim]
+            begin[dim] += min(size, -(-size // degree) * index)
+            shape[dim] = chunk(size, index=index, degree=degree)
+
+        if (dim := self.tensor.cuts.get(name)) is not None:
+            cut(dim, self.tensor.index, self.tensor.degree)
+        if name in self.experts:
+            cut(0, layout.place(rank, "ep"), layout.ep)
+        if self.is_sharded:
+            axis = "edp" if name in self.experts else self.plan.shard_axis
+            cut(0, layout.place(rank, axis), layout.degree(axis))
+        return tuple(begin), tuple(shape)
+
+    def speaks_for(self, name: str) -> bool:
+        """Whether this rank is the one, of all that hold this very piece of a parameter, that tells it to others."""
+        return self._counts(name)
+
     def _counts(self, name: str) -> bool:
         """Whether this rank is the one, of all that hold this very piece, that counts it."""
         place = self.mesh.coordinate

@@ -20,6 +20,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -215,6 +216,20 @@ class Run:
         self.settle()
         found = {**dict(self.composed.whole("weight")), **self.composed.biases()}
         return {name: tensor for name, tensor in found.items() if tensor is not None and self.is_main}
+
+    def save(self, directory: str | Path) -> None:
+        """Save the run as it is after its last step: parameters, optimizer, loss scale and how many steps were made, to
+        a directory of this step in `directory`. Every rank calls it, and it returns when all of it is on the disk."""
+        from shoal.train.checkpointing import save_run
+
+        save_run(self, Path(directory))
+
+    def load(self, directory: str | Path, *, step: int | None = None) -> int:
+        """Go on from what was saved, by any layout on any number of ranks, of a step, or of the newest one. Every rank
+        calls it, when model and optimizer are prepared; returns how many steps were made."""
+        from shoal.train.checkpointing import load_run
+
+        return load_run(self, Path(directory), step)
 
     def prepare(self, *things: Any) -> Any:
         """Place a model, an optimizer and loaders, in any order; returns them in that order.

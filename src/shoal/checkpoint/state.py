@@ -1,0 +1,105 @@
+"""The tensors of a run, as a checkpoint knows them: by the names that they have on one device, each rank with its box.
+
+A layout divides a parameter into boxes (`Composed.box`); what the optimizer keeps for it is divided alike. So a
+checkpoint does not know layouts: it knows whole tensors, and where in them each piece lies. Any layout can read what
+any other has written, by asking for its own boxes.
+
+    model/NAME                 parameters, and the biases and running statistics that a run learns
+    optimizer/STATE/NAME       what the optimizer keeps for a parameter, such as exp_avg
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.checkpoint.manifest import Shape
+from shoal.numerics.pieces import local
+from shoal.parallel.composed import Composed
+from shoal.parallel.routing import biases
+
+LEARNT = ("running_mean", "running_var", "num_batches_tracked")
+"""Buffers that training changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A piece of a tensor on this rank."""
+
+    name: str
+    whole: Shape
+    begin: Shape
+    value: Tensor
+    """In the memory of the run: what is written to it changes the run."""
+    is_told: bool
+    """Whether this rank writes it, of all that hold the same."""
+
+
+def held_by(composed: Composed, optimizer: Optimizer) -> Iterator[Held]:
+    """Everything that this rank holds of a run, optimizer states as far as there are any."""
+    firsts = {second: first for first, second in composed.tied}
+    for name, parameter in composed.named.items():
+        whole, (begin, shape), is_told = composed.shapes[name], composed.box(name), composed.speaks_for(name)
+        known = firsts.get(name, name)
+        value = local(parameter.detach())
+        assert tuple(value.shape) == shape, f"{name} has the box {shape} and holds {tuple(value.shape)}"
+        yield Held(f"model/{known}", whole, begin, value, is_told)
+        for kind, state in optimizer.state.get(parameter, {}).items():
+            if isinstance(state, Tensor) and state.dim() == parameter.dim() > 0:
+                yield Held(f"optimizer/{kind}/{known}", whole, begin, local(state), is_told)
+    is_first = all(not place for axis, place in composed.mesh.coordinate.items() if axis != "pp")
+    for name, buffer in _learnt(composed):
+        yield Held(f"model/{name}", tuple(buffer.shape), (0,) * buffer.dim(), buffer, is_first)
+
+
+def _learnt(composed: Composed) -> Iterator[tuple[str, Tensor]]:
+    for part in composed.parts:
+        yield from biases(part.model).items()
+        for name, buffer in part.model.named_buffers():
+            if name.rpartition(".")[2] in LEARNT:
+                yield name, buffer
+
+
+def scalars_of(composed: Composed, optimizer: Optimizer) -> dict[str, dict[str, float]]:
+    """Name → what the optimizer keeps of a parameter in one number, of the parameters that this rank tells."""
+    found: dict[str, dict[str, float]] = {}
+    for name, parameter in composed.named.items():
+        states = optimizer.state.get(parameter, {})
+        numbers = {
+            kind: float(state)
+            for kind, state in states.items()
+            if not isinstance(state, Tensor) or state.dim() == 0 or not parameter.dim()
+        }
+        if numbers and composed.speaks_for(name):
+            found[name] = numbers
+    return found
+
+
+def make_states(
+    composed: Composed, optimizer: Optimizer, kinds: dict[str, dict[str, torch.dtype]], scalars: dict[str, Any]
+) -> None:
+    """Let the optimizer hold, for each parameter of this rank, states of the kinds that a checkpoint has."""
+    firsts = {second: first for first, second in composed.tied}
+    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in composed.named.items():
+        known = firsts.get(name, name)
+        if parameter not in groups or (known not in kinds and known not in scalars):
+            continue
+        state = optimizer.state[parameter]
+        for kind, dtype in kinds.get(known, {}).items():
+            state[kind] = torch.zeros_like(parameter, dtype=dtype)
+        for kind, number in scalars.get(known, {}).items():
+            state[kind] = torch.tensor(
+                number, dtype=torch.float32, device=_device_of_step(groups[parameter], parameter)
+            )
+
+
+def _device_of_step(group: dict[str, Any], parameter: nn.Parameter) -> torch.device:
+    """Where an optimizer keeps its counters: with the parameters if its kernels read them, else on the host."""
+    is_near = group.get("fused") or group.get("capturable") or "states" in group
+    return local(parameter).device if is_near else torch.device("cpu")
