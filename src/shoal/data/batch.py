@@ -67,7 +67,8 @@ def to_device(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """
 
     def move(tensor: Tensor) -> Tensor:
-        return tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype, non_blocking=True)
+        there = tensor.to(device, non_blocking=True)  # first: what is cast on the host would not be pinned any more
+        return there.to(dtype) if tensor.is_floating_point() else there
 
     if device.type != "cuda":
         return map_tensors(move, batch)

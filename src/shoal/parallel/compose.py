@@ -331,7 +331,8 @@ def _is_best_compiled_whole(part: Part, how: _How) -> bool:
     was compiled for one would fit few others, and what lies between them is worth fusing."""
     blocks = [part.model.get_submodule(name) for name in how.description.blocks]
     kinds = {(type(block), *(parameter.shape for parameter in block.parameters())) for block in blocks}
-    is_undivided = how.sharding is None and part.stage is None and how.context is None and how.experts is None
+    axes = (how.sharding, part.stage, how.context, how.experts, how.tensor.group)
+    is_undivided = all(one is None for one in axes)
     return len(kinds) > 2 and is_undivided and how.plan.recompute == "none" and how.description.head is None
 
 
