@@ -101,6 +101,28 @@ def test_words_are_constraints(capsys: pytest.CaptureFixture[str]) -> None:
         assert one["memory_gib"]["total"] <= 70
 
 
+def test_words_that_say_a_default_are_constraints_too(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["llama3-70b", "--cluster", "h100:8x8", "--seq", "8192", "--global-batch", "512", "--json"]
+    _, free, _ = asked(capsys, *words)
+    assert any("recompute=" in one["plan"] for one in json.loads(free)["plans"])
+    for said in (["--recompute", "none"], ["--plan", "recompute=none"]):
+        _, out, _ = asked(capsys, *words, *said)
+        assert not any("recompute=" in one["plan"] for one in json.loads(out)["plans"])
+    _, out, _ = asked(capsys, *SMALL.split(), "--plan", "fp32", "--json")
+    assert not any("bf16" in one["plan"] for one in json.loads(out)["plans"])
+    _, out, _ = asked(capsys, *SMALL.split(), "--schedule", "interleaved", "--json")
+    assert all("interleaved" in one["plan"] for one in json.loads(out)["plans"])
+
+
+def test_what_a_run_would_refuse_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = asked(capsys, *SMALL.split(), "--pp", "2", "--schedule", "zbv")
+    assert code == 1
+    assert "refused: zbv splits each backward in two" in out
+    assert "--eager" in out
+    code, out, _ = asked(capsys, *SMALL.split(), "--pp", "2", "--schedule", "zbv", "--eager")
+    assert code == 0
+
+
 def test_money_may_want_fewer_devices(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = asked(capsys, *CHEAP.split())
     assert json.loads(out)["plans"][0]["devices"] < 128
@@ -133,7 +155,7 @@ def test_any_module_is_traced(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     told = json.loads(ended.stdout)
     assert told["parameters"] == 6 * (2 * 512 * 2048 + 2048 + 512)
-    assert told["plans"][0]["plan"].startswith("dp_replicate=8")
+    assert {"tp=1", "pp=1", "cp=1", "mb=512"} <= set(told["plans"][0]["plan"].split())
 
 
 def test_what_fits_nowhere_ends_with_1_and_what_would_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,6 +176,12 @@ WRONG = {
     "no model": ("--cluster h100:8 --hidden 512", "which model?", "--layers 32"),
     "a tp that is none": ("llama3-70b --cluster h100:8x8 --tp 3", "has tp=3", "tp=1, 2, 4 or 8"),
     "two that exclude each other": ("llama3-70b --cluster h100:8x8 --tp 8 --pp 16", "all of tp=8 pp=16", "leave out"),
+    "a device of two sizes": ("llama3-8b --cluster a100:8", "no preset of a device 'a100'", "a100-40:8 or a100-80:8"),
+    "an mb that divides nothing": ("llama3-8b --cluster h100:8 --global-batch 64 --mb 3", "mb=3 divides no", "mb=1, 2"),
+    "a sequence of nothing": ("llama3-8b --cluster h100:8 --seq 0", "--seq 0", "1 or more"),
+    "more memory than there is": ("llama3-8b --cluster h100:8 --max-memory 200GiB", "has 79.1 GiB", "75GiB"),
+    "a price below 0": ("llama3-8b --cluster h100:8 --price -1", "--price -1.0 is below 0", "--price 2.5"),
+    "a file without a function": ("net.py --cluster h100:8", "which function of it?", "net.py:function"),
     "said twice": ("llama3-8b --cluster h100:8 --plan tp=2 --tp 4", "tp is said twice", "leave one"),
     "no amount": ("llama3-8b --cluster h100:8 --max-memory lots", "'lots' is not an amount", "70GiB"),
     "no config": ("nowhere/config.json --cluster h100:8", "cannot be read", "config.json"),

@@ -94,7 +94,7 @@ def test_a_run_of_shoal_is_appended_and_read_back(tmp_path: Path) -> None:
     assert found[0].plan is not None
     assert found[0].plan.zero == 3
     assert found[0].habits is not None
-    assert found[0].habits.name == "shoal"
+    assert found[0].habits.name == "shoal, eager"
     with pytest.raises(ShoalError, match="no column 'duration'"):
         append(path, {"duration": 1})
 

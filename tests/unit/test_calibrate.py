@@ -93,6 +93,16 @@ def test_the_link_is_found_again(num_ranks: int) -> None:
     assert tier.base + tier.latency == pytest.approx(TIER["base"] + TIER["latency"], rel=within)
 
 
+def test_gathers_that_are_slower_are_found_again() -> None:
+    slow = [each for each in messages(2) if each.what in ("all_gather", "reduce_scatter")]
+    per_byte = 0.5 / TIER["bandwidth"]  # of two ranks each sends the half
+    slower = [replace(each, seconds=each.seconds + per_byte * each.size[0]) for each in slow]
+    tier = fit_tier([each for each in messages(2) if each not in slow] + slower, 2)
+    assert tier.gathering == pytest.approx(0.5)
+    assert tier.bandwidth == pytest.approx(TIER["bandwidth"])
+    assert fit_tier(messages(2), 2).gathering == pytest.approx(1)
+
+
 def test_no_part_of_a_link_is_negative() -> None:
     shrinking = [replace(each, seconds=1.0 / (1 + number)) for number, each in enumerate(messages(2))]
     tier = fit_tier(shrinking, 2)
@@ -198,7 +208,8 @@ def test_two_ranks_measure_this_cpu(tmp_path: Path, capfd: pytest.CaptureFixture
     sizes = {each["size"][0] for each in said["measured"]["readings"] if each["what"] == "all_reduce"}
     assert len(sizes) == 3
     assert set(cluster.device.attention) == {"fp32", "fp64"}
-    assert cluster.device.rate("fp32") == pytest.approx(rate_of_one_thread(), rel=0.6)
+    alone = rate_of_one_thread()
+    assert alone / 5 < cluster.device.rate("fp32") < 5 * alone  # another moment of a machine that may be busy
     assert 1e7 < cluster.inside.bandwidth < 1e11
     assert 0 < cluster.device.context < cluster.device.memory
 

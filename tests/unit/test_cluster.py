@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.blueprint.cluster import Cluster
+from shoal.blueprint.cluster import Cluster, here_file
 from shoal.blueprint.devices import peak_flops
 from shoal.blueprint.hardware import DEVICES, TIERS, preset_device
 from shoal.errors import ShoalError
@@ -61,6 +61,31 @@ def test_a_file_reads_back_what_was_written(tmp_path: Path) -> None:
     assert Cluster.parse(str(path)) == cluster
 
 
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    return tmp_path
+
+
+def test_here_is_what_was_measured(home: Path) -> None:
+    cluster = replace(Cluster.parse("mi300x:8"), is_measured=True)
+    here_file().parent.mkdir(parents=True)
+    here_file().write_text(cluster.to_yaml())
+    assert here_file().is_relative_to(home)
+    assert Cluster.parse("here") == cluster
+    assert Cluster.parse("here:4") == replace(cluster, per_node=4)
+    assert Cluster.parse("here:4x2") == replace(cluster, per_node=4, nodes=2)
+    with pytest.raises(ShoalError, match="'many' is not a number of devices"):
+        Cluster.parse("here:many")
+
+
+def test_here_that_was_not_measured_says_how(home: Path) -> None:
+    with pytest.raises(ShoalError) as caught:
+        Cluster.parse("here:2")
+    assert f"this machine was not measured: there is no {here_file()}" in str(caught.value)
+    assert "fix: shoal calibrate" in str(caught.value)
+
+
 def test_a_file_with_a_mistyped_key_names_the_right_one(tmp_path: Path) -> None:
     path = tmp_path / "here.yaml"
     path.write_text(Cluster.parse("h100:8").to_yaml().replace("streaming:", "streaming_:"))
@@ -98,6 +123,14 @@ def test_ring_and_tree() -> None:
     assert link.reduce(small) < link.base + 14 * link.latency, "a tree is faster for short messages"
     assert link.gather(large) == pytest.approx(link.base + 7 * link.latency + 7 / 8 * large / link.bandwidth)
     assert Cluster.parse("h100:8").link(1, 1).reduce(large) == 0
+
+
+def test_gathers_may_be_slower_than_sums() -> None:
+    cluster = Cluster.parse("h100:8")
+    slow = replace(cluster, inside=replace(cluster.inside, gathering=0.5)).link(8, 1)
+    fast, size = cluster.link(8, 1), 1e9
+    assert slow.gather(size) - slow.gather(0) == pytest.approx(2 * (fast.gather(size) - fast.gather(0)))
+    assert slow.reduce(size) == fast.reduce(size)
 
 
 def test_as_many_machines_as_are_needed() -> None:

@@ -10,14 +10,18 @@ from shoal.blueprint import footprint as module
 from shoal.blueprint import simulate
 from shoal.blueprint.cluster import Cluster
 from shoal.blueprint.footprint import Footprint, footprint, in_flight, kept_per_token, layers_of_stages
-from shoal.blueprint.habits import MEGATRON_LM, SHOAL, Habits
+from shoal.blueprint.habits import MEGATRON_LM, SHOAL, SHOAL_EAGER, Habits, shoal_habits
 from shoal.blueprint.known_models import MODELS
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.schedules import make
+from shoal.blueprint.workload import Block, Workload
 
 GPT = MODELS["gpt3-175b"].resized(positions=0)
 H200 = Cluster.parse("h200:8")
 WITH_ANY_V = [("interleaved", 2), ("interleaved", 4), ("looped", 2), ("zb", 1), ("zb", 2)]
+
+
+LLAMA = MODELS["llama3-8b"]
 
 
 def predicted(
@@ -76,7 +80,64 @@ def test_gradients_of_one_microbatch_never_meet_its_activations() -> None:
 def test_a_fused_loss_holds_a_chunk_and_tp_holds_all_logits() -> None:
     fused, split = predicted("bf16 mb=8", ranks=1), predicted("bf16 tp=2 zero=1 mb=8", ranks=8)
     assert fused.logits < 8 * 4096 * 128256 * 2
-    assert split.logits == pytest.approx(8 * 4096 * 128256 / 2 * SHOAL.logits)
+    assert split.logits == pytest.approx(8 * 4096 * 128256 / 2 * 8)  # exponentials, and their gradient
+    staged = predicted("bf16 pp=2 zero=1 mb=8", stage=1)
+    assert staged.logits == pytest.approx(8 * 4096 * 128256 * 12)  # and of a plain loss, what goes in, too
+
+
+def test_few_logits_exist_all_at_once() -> None:
+    few, many = (module.logit_bytes(LLAMA, SHOAL, tokens=t, tp=1, pp=1, size=2.0) for t in (512, 4096))
+    weight = LLAMA.head_parameters * (2 + 4)
+    assert few - weight == pytest.approx(512 * (128256 + 4096) * 2)
+    assert many - weight == pytest.approx(4096 * (128256 / 4 + 4096) * 2)
+
+
+# ---- shoal's own ----------------------------------------------------------------------------------------------------
+
+
+def test_replicas_that_accumulate_hold_gradients_twice() -> None:
+    once, twice = (predicted("bf16 mb=1", ranks=8, global_batch=batch) for batch in (8, 16))
+    assert once.gradients == twice.gradients == pytest.approx(4 * LLAMA.parameters, rel=1e-3)
+    assert twice.buffers - once.buffers == pytest.approx(4 * LLAMA.parameters, rel=1e-3)
+
+
+def test_a_stage_has_a_buffer_for_every_message_of_a_step() -> None:
+    message = 4096 * 4096 * 2
+    few, many = (predicted("bf16 pp=4 mb=1", ranks=4, global_batch=batch, stage=1) for batch in (8, 32))
+    assert many.buffers - few.buffers == pytest.approx(24 * 2 * message)  # from before and from behind
+    few, many = (predicted("bf16 pp=4 mb=1", ranks=4, global_batch=batch, stage=0) for batch in (8, 32))
+    assert many.buffers - few.buffers == pytest.approx(24 * message)
+
+
+def test_layers_that_tp_divides_keep_what_autograd_keeps() -> None:
+    lean = kept_per_token(LLAMA, SHOAL_EAGER, tp=2, sp=True, sequence=4096, size=2.0)
+    plain = kept_per_token(LLAMA, SHOAL_EAGER.where_split, tp=2, sp=True, sequence=4096, size=2.0)
+    whole_inputs, gated = 2 * 2 * 4096, 2 * 14336 * 2 / 2  # of projections; silu(gate), and times up
+    assert plain - lean == pytest.approx(whole_inputs + gated)
+    assert MEGATRON_LM.where_split == MEGATRON_LM
+
+
+def test_without_a_compiler_a_backward_needs_room() -> None:
+    words = "bf16 mb=8 recompute=selective"
+    eager = predicted(words, ranks=1, habits=SHOAL_EAGER)
+    compiled = predicted(words, ranks=1, habits=replace(SHOAL, name="x", keeps_rotated=False))
+    assert compiled.logits > 0
+    assert eager.logits == 0, "its fullest moment is another one"
+    wide = (7 + 1.5) * 4 * 14336  # seven tensors; and two more that were cast, less what is narrow
+    room = 8 * 4096 * (wide + 3 * 2 * 4096) + 4 * 4096 * 14336
+    assert eager.buffers - compiled.buffers == pytest.approx(room)
+
+
+def test_ends_are_gathered_alone() -> None:
+    found = predicted("bf16 zero=3 mb=8")
+    assert found.logits > 0
+    assert found.gathered == pytest.approx(2 * 2 * LLAMA.head_parameters)
+
+
+def test_states_in_bf16_are_half_as_large() -> None:
+    full, half = (predicted("bf16 mb=1", ranks=1, habits=shoal_habits(states=states)) for states in ("fp32", "bf16"))
+    assert full.optimizer == 2 * half.optimizer == pytest.approx(8 * LLAMA.parameters, rel=1e-3)
+    assert shoal_habits(compile=False, states="bf16").passes == SHOAL_EAGER.passes
 
 
 def test_full_recompute_keeps_an_input_per_layer() -> None:
@@ -131,7 +192,8 @@ def test_a_cpu_has_no_workspaces_and_no_second_copy_of_queries() -> None:
     there = footprint(MODELS["llama3-1b"], plan, H200, **said)
     here = footprint(MODELS["llama3-1b"], plan, Cluster.parse("cpu:2"), **said)
     assert here.buffers == here.allocator == 0
-    assert there.activations - here.activations == 16 * 2 * 512 * (32 + 8) * 64 * 4
+    twice, norm = 16 * 2 * 512 * (32 + 8) * 64 * 4, 2 * 512 * 2048 * 4
+    assert there.activations - here.activations == twice - norm
 
 
 def test_a_traced_model_is_counted_by_its_blocks() -> None:
@@ -139,3 +201,16 @@ def test_a_traced_model_is_counted_by_its_blocks() -> None:
     found = footprint(resnet, plan, H200, sequence=1, global_batch=128)
     assert found.states == pytest.approx(16 * resnet.parameters)
     assert found.activations == pytest.approx(64 * sum(block.saved for block in resnet.blocks))
+
+
+def test_what_does_not_grow_with_samples_is_counted_once() -> None:
+    blocks = tuple(Block(name=f"b{i}", parameters=1000, flops=1.0, saved=10.0, saved_anyway=7.0) for i in range(4))
+    model = Workload(name="mine", blocks=blocks)
+
+    def activations(words: str, ranks: int = 1) -> float:
+        return footprint(model, Plan.parse(words).resolve(ranks), H200, sequence=1, global_batch=32).activations
+
+    assert activations("mb=8") == 8 * 40 + 28
+    assert activations("mb=16") == 16 * 40 + 28
+    assert activations("mb=8 pp=2 1f1b", ranks=2) == 2 * (8 * 20 + 14), "each microbatch has its own"
+    assert activations("mb=8 recompute=full") == 8 * 10 + 7, "one block at a time"

@@ -235,7 +235,7 @@ def test_what_a_line_looks_like() -> None:
 @pytest.mark.parametrize("sane", SANE, ids=[sane.model for sane in SANE])
 def test_plans_that_people_are_content_with_are_left_alone(sane: Try) -> None:
     assert sane.task.fits(sane.task.memory(sane.resolved))
-    assert len(sane.lints()) <= 2
+    assert len(sane.lints()) <= 2 + (sane.model == "deepseek-v3")  # whose experts talk over the network
 
 
 @pytest.mark.parametrize("sane", SANE[:5], ids=[sane.model for sane in SANE[:5]])

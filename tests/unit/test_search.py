@@ -10,6 +10,7 @@ import pytest
 from shoal.blueprint.candidates import misfits_of
 from shoal.blueprint.cluster import Cluster
 from shoal.blueprint.explain import laws, moves, rules_of_thumb, scaling
+from shoal.blueprint.footprint import footprint
 from shoal.blueprint.legality import SPLIT_BACKWARD
 from shoal.blueprint.neighbours import neighbours
 from shoal.blueprint.plan import Plan
@@ -115,6 +116,59 @@ def test_constraints_are_kept() -> None:
 def test_the_simpler_of_equals_comes_first() -> None:
     plan = search(task("llama3-8b", "h200:8")).best[0].plan
     assert (plan.cp, plan.tp, plan.pp) == (1, 1, 1)  # cp=2 is predicted within a part in a thousand of it
+
+
+def test_the_first_is_never_slower_and_larger_than_another() -> None:
+    for cluster in ("mi300x:8", "gb200:72", "h100:8x4", "a100-80:8"):
+        best = search(task("llama3-8b", cluster, batch=72 * 8)).best
+        first = best[0]
+        assert not [o for o in best if o.time.total < first.time.total and o.memory.total < first.memory.total], cluster
+
+
+def test_what_fits_in_one_microbatch_alone_is_found() -> None:
+    """Gradients of a single microbatch never meet all of its activations: the largest mb takes least memory."""
+    work = task("llama3-3b", "h100:8", 2048, 16)
+    wanted = {"zero": 0, "tp": 1, "pp": 1, "cp": 1, "recompute": "none", "precision": "bf16"}
+    sizes = {mb: work.memory(Plan.of({**wanted, "mb": mb}).resolve(8)).total for mb in (1, 2)}
+    assert sizes[2] < sizes[1]
+    found = search(replace(work, max_memory=(sizes[1] + sizes[2]) / 2), wanted).best
+    assert [verdict.plan.mb for verdict in found] == [2]
+
+
+@pytest.mark.parametrize(
+    "words", ["dp_replicate=2 dp_shard=4 zero=3", "dp_shard=2 dp_replicate=4 zero=1", "mb=2 zero=3"]
+)
+def test_any_legal_words_can_be_asked_for(words: str) -> None:
+    found = search(task("llama3-8b", "h200:8", batch=64), Plan.parse(f"{words} bf16")).best
+    assert found
+    assert all(word in str(found[0].plan).split() for word in words.split())
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "llama3-70b", "qwen2.5-7b", "gpt-oss-20b"])
+@pytest.mark.parametrize("words", ["pp=16 1f1b", "pp=8 zb", "pp=8 gpipe", "pp=8 interleaved v=2", "pp=8 zbv"])
+def test_the_fullest_rank_of_a_pipeline_is_found(model: str, words: str) -> None:
+    work = task(model, "h100:8x8", batch=256)
+    plan = Plan.parse(f"{words} mb=1 bf16 zero=0").resolve(64)
+    said = work.memory(plan).allocated
+    each = [
+        footprint(
+            work.workload, plan, work.cluster, sequence=work.sequence, global_batch=work.global_batch, stage=stage
+        ).allocated
+        for stage in range(plan.pp or 1)
+    ]
+    assert said == max(each)
+
+
+def test_experts_of_other_nodes_are_reached_by_one_share_of_the_network() -> None:
+    cluster = Cluster.parse("h100:8x8")
+    seconds = cluster.link(64, 1).exchange(1e9)
+    assert seconds == pytest.approx(56 / 64 * 1e9 / cluster.between.bandwidth, rel=0.05)
+    assert cluster.link(8, 1).exchange(1e9) < seconds / 4
+
+
+def test_as_fast_in_fewer_microbatches_is_better() -> None:
+    plan = search(task("resnet50", "a100-80:1", 1, 256)).best[0].plan
+    assert plan.mb == 256
 
 
 def test_contradictions_are_refused_with_what_could_be() -> None:

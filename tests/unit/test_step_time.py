@@ -9,7 +9,7 @@ import pytest
 
 from shoal.blueprint.cluster import Cluster
 from shoal.blueprint.footprint import footprint
-from shoal.blueprint.habits import ALL, MEGATRON, SHOAL, Habits
+from shoal.blueprint.habits import ALL, MEGATRON, SHOAL, Habits, shoal_habits
 from shoal.blueprint.known_models import MODELS
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.schedules import make
@@ -58,7 +58,17 @@ def test_the_bubble_is_that_of_the_schedule(word: str, v: int, pp: int, m: int) 
     table = make(word, num_ranks=pp, v=v, num_microbatches=m)  # type: ignore[arg-type]
     third = 1 / (3 * v)
     played = simulate(table, StageCost(forward=third, input_grad=third, weight_grad=third)).bubble_seconds
-    assert bubble(word, pp, v) * (pp - 1) == pytest.approx(played)
+    assert bubble(word, pp, v, m) * (pp - 1) == pytest.approx(played)
+
+
+@pytest.mark.parametrize(("word", "v"), [("1f1b", 1), *WITH_ANY_V, ("zbv", 2)])
+@pytest.mark.parametrize("pp", [2, 4])
+def test_few_microbatches_leave_a_larger_bubble(word: str, v: int, pp: int) -> None:
+    third = 1 / (3 * v)
+    for m in (1, pp):
+        table = make(word, num_ranks=pp, v=v, num_microbatches=m)  # type: ignore[arg-type]
+        played = simulate(table, StageCost(forward=third, input_grad=third, weight_grad=third)).bubble_seconds
+        assert bubble(word, pp, v, m) * (pp - 1) == pytest.approx(played, rel=0.35 if word == "zb" else 1e-6)
 
 
 def test_more_microbatches_shrink_the_part_of_the_bubble() -> None:
@@ -107,6 +117,48 @@ def test_the_head_makes_the_last_stage_the_slowest_where_layers_are_even() -> No
     assert even.bubble > 0
 
 
+def test_numbers_in_fp32_travel_as_such() -> None:
+    half, full = (predicted(f"{word} tp=8 sp=off mb=1") for word in ("bf16", "fp32"))
+    sums = 64 * 32 * 4  # of every microbatch, in every layer
+    extra = 2 * 4096 * 4096  # two bytes more of every feature of every token, round a ring and back
+    assert full.tp - half.tp == pytest.approx(sums * 2 * 7 / 8 * extra / H100.inside.bandwidth)
+    assert full.memory_bound > 1.5 * half.memory_bound
+
+
+def test_a_cpu_hides_no_message() -> None:
+    """Who sends does not compute meanwhile."""
+    cpu = Cluster.parse("cpu:2")
+    fast = replace(cpu, inside=replace(cpu.inside, bandwidth=1e15, latency=0.0, base=0.0))
+    for words in ("fp32 zero=0 mb=1", "fp32 zero=3 mb=1"):
+        slow = predicted(words, ranks=2, model="llama3-1b", cluster=cpu, sequence=512, global_batch=4)
+        free = predicted(words, ranks=2, model="llama3-1b", cluster=fast, sequence=512, global_batch=4)
+        size, messages = 4 * MODELS["llama3-1b"].parameters, 1 if "zero=0" in words else 2 * 3 / 2
+        assert slow.dp - free.dp > 0.99 * messages * size / cpu.inside.bandwidth
+        assert free.dp > size / (cpu.device.bandwidth * cpu.device.streaming), "what is sent is copied"
+
+
+def test_a_cpu_pays_for_every_action_of_a_pipeline() -> None:
+    cpu = Cluster.parse("cpu:2")
+    said = {"ranks": 2, "model": "llama3-1b", "sequence": 512, "global_batch": 8}
+    simple, divided = (predicted(f"fp32 pp=2 {word} mb=1", cluster=cpu, **said) for word in ("1f1b", "zb"))  # type: ignore[arg-type]
+    assert divided.host - simple.host == pytest.approx(8 * 0.4e-3), "gradients of weights are one more"
+    assert predicted("bf16 pp=2 zb mb=1", ranks=2, cluster=Cluster.parse("h100:2"), global_batch=8).host == 0
+
+
+def test_a_compiler_and_states_in_bf16_save_time() -> None:
+    eager, compiled, half = (
+        predicted("bf16 zero=3 mb=2", habits=habits)
+        for habits in (shoal_habits(compile=False), shoal_habits(), shoal_habits(states="bf16"))
+    )
+    touched = (
+        2 * 8 * 4096 * 2.5 * 32 * ((43 + 60 - 10) * 4096 + (12 + 17 - 4) * 14336)
+    )  # eight sequences of 4096 a rank
+    stream = H100.device.bandwidth * H100.device.streaming
+    assert eager.memory_bound - compiled.memory_bound == pytest.approx(touched / stream)
+    assert half.optimizer == pytest.approx(24 / 32 * compiled.optimizer)
+    assert eager.matmul == pytest.approx(compiled.matmul)
+
+
 def test_a_traced_model_has_a_time() -> None:
     found = predicted(
         "mb=64", model="resnet50", ranks=8, sequence=1, global_batch=1024, cluster=Cluster.parse("h100:8")
@@ -123,7 +175,8 @@ def test_every_system_has_a_source_and_a_finite_prediction(habits: Habits) -> No
     documented = habits.as_documented()
     assert documented.efficiency == Habits(name="x").efficiency
     stranger = predicted("bf16 tp=2 pp=2 zero=1 mb=1", habits=documented)
-    assert stranger.high / stranger.low > (found.high / found.low) ** 1.5
+    wider = 1.5 if habits.is_known_together else 0.9  # shoal itself is a stranger on several devices
+    assert stranger.high / stranger.low > (found.high / found.low) ** wider
     assert documented.gradient == habits.gradient
 
 

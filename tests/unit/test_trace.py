@@ -240,6 +240,11 @@ def test_each_block_is_charged_what_it_does() -> None:
     assert (first.kernels, second.kernels, outside.kernels) == (1, 1, 1)
 
 
+def test_a_product_of_a_sequence_is_one_kernel_that_reads_nothing_else() -> None:
+    (block,) = trace(nn.Sequential(nn.Linear(8, 4, bias=False)), torch.empty(2, 5, 8))
+    assert (block.kernels, block.traffic) == (1, 0)
+
+
 def test_a_storage_counts_once_and_whole() -> None:
     class Views(nn.Module):
         def __init__(self) -> None:
@@ -295,7 +300,8 @@ def test_a_workload_for_the_planner() -> None:
     assert workload.name == "two"
     assert workload.parameters == sum(p.numel() for p in model.parameters())
     assert [block.name for block in workload.blocks] == [block.name for block in traced]
-    assert [b.saved for b in workload.blocks] == [b.saved + b.saved_anyway / 10 for b in traced]
+    assert [b.saved for b in workload.blocks] == [b.saved for b in traced]
+    assert [b.saved_anyway for b in workload.blocks] == [0, 2 * 16 * 4, 0]
     assert workload.flops_per_token(1) == 3 * 2 * (8 * 16 + 16 * 4)
 
 

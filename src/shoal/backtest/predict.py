@@ -2,7 +2,8 @@
 
 A row gives dimensions, degrees and words. Here they become a workload, a plan, a cluster and habits: the objects that
 `shoal plan` works with. Facts about published systems (which network, which attention) are in the tables below, with
-the words by which a source is recognised; nothing here is fitted to a row.
+the words by which a source is recognised. Nothing here is fitted to a single row; what was observed on many runs of one
+sweep, and is not understood, says so (`_late`).
 """
 
 from __future__ import annotations
@@ -200,6 +201,8 @@ where parameters are sharded, else for Megatron."""
 def habits_of(row: Row) -> Habits:
     """The system that ran a row."""
     source = row.text("source").lower()
+    if source == "shoal":
+        return known.shoal_habits(compile="compiled" in row.text("notes"))
     if source.startswith("narayanan") and row.whole("zero_stage") == 3:
         return known.DEEPSPEED
     if "torchtitan" in source and re.search(r"202[34]", source):
@@ -518,7 +521,8 @@ def _measured_seconds(row: Row, workload: Workload, sequence: int, global_batch:
 def _as_printed(row: Row, memory: Footprint) -> float:
     """GiB of the number that the source prints."""
     source = row.text("source")
-    if "bigscience" in source.lower():
+    is_of_process = source == "shoal" and row.text("gpu").lower().startswith("cpu")  # what the system says it holds
+    if "bigscience" in source.lower() or is_of_process:
         return memory.total / GIB
     if "torchtitan" in source or "InternEvo" in source or "nanotron" in source:
         return memory.reserved / GIB

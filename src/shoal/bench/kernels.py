@@ -23,8 +23,11 @@ aten = torch.ops.aten
 LSTM = aten.mkldnn_rnn_layer.default
 """The kernel of one layer of an LSTM on the CPU."""
 
-WITHOUT_KERNEL = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
-"""Operations that only make a tensor."""
+WITHOUT_KERNEL = {
+    *(aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided),
+    aten._unsafe_view,
+}
+"""Operations that only make a tensor, or another view of one that nobody else has."""
 
 CAUSAL_AT: Mapping[Any, int] = {
     aten._scaled_dot_product_flash_attention_for_cpu: 4,

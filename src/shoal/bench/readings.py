@@ -5,7 +5,8 @@ will use it, so that what one reading says wrong, the others outvote:
 
     product    seconds = 2MNK / achievable + bytes / bandwidth       `blueprint.step_time`
     attention  seconds = 3.5 x FLOPs of the forward / attention      the same
-    message    seconds = base + steps x latency + bytes / bandwidth  `blueprint.cluster.Link`
+    message    seconds = base + steps x latency + bytes / bandwidth  `blueprint.cluster.Link`; of gathers and scatters
+                                                                     only a part of the bandwidth
 
 Readings are measured; what is fitted to them says so.
 """
@@ -154,19 +155,25 @@ def fit_rate(products: Sequence[Reading], bandwidth: float) -> float:
 
 def fit_tier(messages: Sequence[Reading], num_ranks: int) -> Tier:
     """A link such that messages take what `Link` says, with the least sum of squared relative errors."""
-    columns = [[_predicted(each, num_ranks, *unit) / each.seconds for each in messages] for unit in np.eye(3).tolist()]
-    base, latency, per_byte = _nonnegative(np.array(columns).T)
+    columns = [[_predicted(each, num_ranks, *unit) / each.seconds for each in messages] for unit in np.eye(4).tolist()]
+    base, latency, *per_bytes = _nonnegative(np.array(columns).T)
+    per_byte, per_gathered_byte = (max(each, 1e-15) for each in per_bytes)
     return Tier(
         name="measured",
-        bandwidth=1 / max(per_byte, 1e-15),
+        bandwidth=1 / per_byte,
         latency=latency,
         base=base,
+        gathering=per_byte / per_gathered_byte,
         source=f"measured between {num_ranks} ranks",
     )
 
 
-def _predicted(message: Reading, num_ranks: int, base: float, latency: float, per_byte: float) -> float:
+def _predicted(
+    message: Reading, num_ranks: int, base: float, latency: float, per_byte: float, per_gathered_byte: float
+) -> float:
     """Seconds of a message over a link of such numbers. A unit of one and none of the others: its coefficient."""
+    is_direct = message.what in ("send", "all_reduce")
+    per_byte = per_byte if is_direct else per_gathered_byte
     link = Link(num_ranks, 1, 1 / per_byte if per_byte else math.inf, latency, base)
     seconds = {"send": link.send, "all_reduce": link.reduce}.get(message.what, link.gather)
     return seconds(message.size[0])
@@ -218,7 +225,7 @@ def error_of_products(found: Readings, device: Device, precision: str) -> float:
 
 def error_of_messages(found: Readings, tier: Tier) -> float:
     """The same of messages."""
-    numbers = tier.base, tier.latency, 1 / tier.bandwidth
+    numbers = tier.base, tier.latency, 1 / tier.bandwidth, 1 / (tier.bandwidth * tier.gathering)
     return _mean_error([(_predicted(each, found.num_ranks, *numbers), each.seconds) for each in found.of_messages()])
 
 

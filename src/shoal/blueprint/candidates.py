@@ -40,7 +40,7 @@ def _sharded(task: Task, wanted: Plan, chosen: dict[str, int], dp: int) -> Itera
     shared = dp * chosen["cp"]
     stages = (0,) if shared == 1 else (0, 1) if chosen["pp"] > 1 else (0, 1, 2, 3)
     for zero in stages if wanted.zero is None else (wanted.zero,):
-        for shard in _groups(task, chosen, dp, zero):
+        for shard in _groups(dp, zero):
             said = {"dp_shard": shard, "dp_replicate": dp // shard}
             if any(getattr(wanted, axis) not in (None, degree) for axis, degree in said.items()):
                 continue
@@ -48,14 +48,9 @@ def _sharded(task: Task, wanted: Plan, chosen: dict[str, int], dp: int) -> Itera
                 yield {**chosen, **said, "ep": ep, "zero": zero}
 
 
-def _groups(task: Task, chosen: dict[str, int], dp: int, zero: int) -> list[int]:
-    """Sizes of groups that share one copy: all data ranks, or those of a node, or of some nodes."""
-    if zero == 0:
-        return [1]
-    inside = task.cluster.per_node // (chosen["tp"] * chosen["cp"])
-    sizes = [size for size in divisors(dp) if size >= max(2, inside) and (size % max(1, inside) == 0 or size == dp)]
-    few = {dp, *sizes[:1], *sizes[2:3], *sizes[4:5]}
-    return sorted(few, reverse=True)
+def _groups(dp: int, zero: int) -> list[int]:
+    """Sizes of groups that share one copy: all data ranks, or any part of them, the rest being replicas."""
+    return [1] if zero == 0 else [size for size in reversed(divisors(dp)) if size > 1 or dp == 1]
 
 
 def _expert_degrees(model: Workload, wanted: int | None, shared: int, zero: int) -> list[int]:
@@ -85,16 +80,15 @@ def can_cut(task: Task, tp: int, cp: int) -> bool:
 
 
 def microbatches(share: int, wanted: int | None, largest: int = LARGEST_MICROBATCH) -> list[int]:
-    """Sizes to try: powers of two that divide a rank's share, and the share itself if it is small."""
+    """Sizes to try: those that divide a rank's share."""
     if wanted is not None:
         return [wanted] if share % wanted == 0 else []
-    sizes = {2**n for n in range(largest.bit_length()) if share % 2**n == 0}
-    return sorted(sizes | {share} if share <= largest else sizes)
+    return [size for size in divisors(share) if size <= largest]
 
 
 def misfits_of(task: Task, plan: Plan) -> list[Problem]:
     """Why a run would refuse a resolved plan."""
-    description = description_of(task.workload)
+    description = task.description or description_of(task.workload)
     return misfits(plan, description=description, sequence=task.sequence, compiles=task.compiles)
 
 

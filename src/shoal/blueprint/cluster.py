@@ -97,6 +97,8 @@ class Tier:
     """Seconds that one step of a collective takes, however small."""
     base: float = 10e-6
     """Seconds that any collective takes, however few steps it has."""
+    gathering: float = 1.0
+    """The part of that bandwidth that gathers and scatters reach. NCCL's are as fast as its sums, gloo's are not."""
     source: str = ""
 
 
@@ -156,9 +158,10 @@ class Cluster:
         if name == HERE:
             return cls._here(size)
         if name not in DEVICES:
+            longer = [f"{known}:{size or 8}" for known in DEVICES if known.startswith(name)]
             near = nearest(name, DEVICES)
-            fix = f"{near}:{size or 8}" if near else f"one of {', '.join(DEVICES)}, or the path of a YAML file"
-            raise ShoalError(f"there is no preset of a device {name!r}", fix=fix)
+            others = f"{f'{near}:{size or 8}? ' * bool(near)}There are {', '.join(DEVICES)}; or the path of a YAML file"
+            raise ShoalError(f"there is no preset of a device {name!r}", fix=listed(longer) if longer else others)
         per_node, nodes = _size(name, size or str(DEVICES[name].per_node))
         return preset(name, per_node=per_node, nodes=nodes)
 
@@ -222,10 +225,22 @@ class Cluster:
         """What a group of ranks sees that are `stride` apart, when ranks fill one node after the other."""
         members = max(1, min(degree, self.per_node // stride))  # that share a node
         if members >= degree:
-            return Link(degree, 1, self.inside.bandwidth, self.inside.latency, self.inside.base)
+            one = self.inside
+            return Link(degree, 1, one.bandwidth, one.latency, one.base, gathering=one.gathering)
         nodes = math.ceil(degree / members)
         bandwidth = min(self.inside.bandwidth, members * self.between.bandwidth)
-        return Link(degree, nodes, bandwidth, self.between.latency, self.between.base, self.inside.latency)
+        between = self.between
+        return Link(
+            degree,
+            nodes,
+            bandwidth,
+            between.latency,
+            between.base,
+            self.inside.latency,
+            gathering=between.gathering,
+            alone=min(self.inside.bandwidth, between.bandwidth),
+            members=members,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,13 +253,19 @@ class Link:
     latency: float
     base: float
     inside_latency: float = 0.0
+    gathering: float = 1.0
+    alone: float = 0.0
+    """Bytes/s between two devices of different nodes: one share of the network, where `bandwidth` is that of all
+    members of a node together."""
+    members: int = 1
+    """Of a node."""
 
     def gather(self, size: float) -> float:
         """Seconds of an all-gather or reduce-scatter of `size` bytes in all."""
         if self.degree == 1:
             return 0.0
         share = (self.degree - 1) / self.degree
-        return self.base + self._steps() + share * size / self.bandwidth
+        return self.base + self._steps() + share * size / (self.bandwidth * self.gathering)
 
     def latency_of_gather(self) -> float:
         """Seconds of a gather of next to nothing."""
@@ -260,14 +281,17 @@ class Link:
         return self.base + min(ring, tree)
 
     def exchange(self, size: float) -> float:
-        """Seconds of an all-to-all in which each rank sends `size` bytes in all."""
+        """Seconds of an all-to-all in which each rank sends `size` bytes in all: what leaves a node goes by the rank's
+        own share of the network."""
         if self.degree == 1:
             return 0.0
-        return self.base + self.latency + (self.degree - 1) / self.degree * size / self.bandwidth
+        if self.nodes == 1:
+            return self.base + self.latency + (self.degree - 1) / self.degree * size / self.bandwidth
+        return self.base + self.latency + (self.degree - self.members) / self.degree * size / self.alone
 
     def send(self, size: float) -> float:
-        """Seconds of one message to a neighbour."""
-        return self.base + self.latency + size / self.bandwidth
+        """Seconds of one message to a neighbour, who is on another node for some if there are several."""
+        return self.base + self.latency + size / (self.bandwidth if self.nodes == 1 else self.alone)
 
     def _steps(self) -> float:
         """Latency of going round once: most hops stay inside a node."""

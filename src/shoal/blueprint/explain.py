@@ -31,8 +31,8 @@ class Move:
         return {
             "move": self.name,
             "plan": self.plan,
-            "memory_gib": round(self.gib, 2),
-            "step_s": round(self.seconds, 4),
+            "memory_gib": None if math.isnan(self.gib) else round(self.gib, 2),
+            "step_s": None if math.isnan(self.seconds) else round(self.seconds, 4),
             "fits": self.fits,
             "note": self.note,
         }
@@ -44,7 +44,7 @@ def moves(task: Task, best: Plan) -> list[Move]:
     alone = replace(task, cluster=task.cluster.resized(1))
     start = Plan(mb=1, precision=best.precision).resolve(1)
     told = [_told(alone, "one device", start, None)]
-    for name, plan in _way(best):
+    for name, plan in _way(best, task.cluster.num_devices):
         before = told[-1]
         try:
             told.append(_told(task, name, plan.resolve(task.cluster.num_devices), before))
@@ -53,10 +53,11 @@ def moves(task: Task, best: Plan) -> list[Move]:
     return told
 
 
-def _way(best: Plan) -> Iterator[tuple[str, Plan]]:
+def _way(best: Plan, num_devices: int) -> Iterator[tuple[str, Plan]]:
     """The words of the plan, a few at a time, in the order in which people think of them."""
     plan = Plan(mb=1, precision=best.precision, zero=0)
-    yield "copies on all devices", plan
+    if num_devices > 1:
+        yield "copies on all devices", plan
     steps: list[tuple[str, dict[str, Any]]] = []
     if best.tp != 1:
         steps.append((f"layers split over {best.tp}", {"tp": best.tp, "sp": best.sp}))
@@ -149,8 +150,8 @@ class Scale:
 
 
 def scaling(task: Task, plan: Plan) -> list[Scale]:
-    """One model copy, two, four, ... with the same global batch, as long as every data rank has a sample; microbatches
-    stay as they are."""
+    """One model copy, two, four, ... as many as there are devices, with the same global batch, where it fits;
+    microbatches stay as they are."""
     unit = (plan.tp or 1) * (plan.pp or 1) * (plan.cp or 1)
     is_hybrid = (plan.dp_replicate or 1) > 1 and (plan.dp_shard or 1) > 1
     unit *= (plan.dp_shard or 1) if is_hybrid else 1
@@ -163,7 +164,10 @@ def scaling(task: Task, plan: Plan) -> list[Scale]:
             there = replace(task, cluster=task.cluster.resized(devices))
         except ShoalError:  # it does not fill nodes
             continue
-        seconds = there.time(replace(plan, **{axis: devices // unit})).total
+        same = replace(plan, **{axis: devices // unit})
+        if not there.fits(there.memory(same)):
+            continue
+        seconds = there.time(same).total
         first = told[0] if told else None
         efficiency = 1.0 if first is None else first.seconds * first.devices / (seconds * devices)
         told.append(Scale(devices, seconds, efficiency))

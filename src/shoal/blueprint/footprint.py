@@ -24,10 +24,12 @@ from shoal.blueprint.cluster import Cluster
 from shoal.blueprint.habits import SHOAL, Cut, Habits
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.schedule_table import V_SHAPED
-from shoal.blueprint.workload import Workload
+from shoal.blueprint.workload import Block, Workload
 
 CHUNK = 2.0**31
 """Bytes of logits that exist at a time where the loss is fused: `shoal.numerics.linear_cross_entropy`."""
+FEW = CHUNK / 8
+"""Bytes of logits below which there is but one chunk."""
 PLENTY = 2**20
 """Microbatches, where nobody says how many."""
 
@@ -88,11 +90,14 @@ def footprint(
     if cluster.device.is_host:
         habits = habits.on_host
     layout = Degrees.of(plan, habits)
+    if layout.tp > 1:
+        habits = habits.where_split
     m = num_microbatches(plan, global_batch) if global_batch else PLENTY
     samples = microbatch(plan, global_batch)
     if not workload.is_transformer:
         return _of_blocks(workload, plan, layout, cluster, samples, m, habits)
-    places = {0, 1, layout.pp - 1} if layout.pp > 1 else {0}
+    counts = layers_of_ranks(workload, layout.pp, layout.v, layout.is_v_shaped, habits.cut)
+    places = {counts.index(count) for count in counts} | {0, layout.pp - 1}  # of as many layers, the first holds most
     if stage is not None:
         places = {stage}
     found = [_of_rank(workload, plan, layout, cluster, place, samples, m, sequence, habits) for place in places]
@@ -202,6 +207,8 @@ class Held(NamedTuple):
     """Parameters of one layer: what is gathered at a time."""
     root: float
     """Parameters of embedding and head, if they are here."""
+    end: float = 0.0
+    """Those of one of the two."""
 
 
 @lru_cache(maxsize=2**14)
@@ -220,7 +227,8 @@ def held_by(
     rows = -(-workload.vocabulary // (128 * tp)) * 128  # of a rank, filled up
     root = is_first * (rows + workload.positions) * workload.hidden
     root += is_last * (not (workload.tied and is_first)) * rows * workload.hidden
-    return Held(layers, layers * layer + root + is_last * workload.hidden, layers * experts, layer + experts, root)
+    end = (is_first or is_last) * rows * workload.hidden
+    return Held(layers, layers * layer + root + is_last * workload.hidden, layers * experts, layer + experts, root, end)
 
 
 @lru_cache(maxsize=2**14)
@@ -269,11 +277,33 @@ def _of_rank(
     if plan.recompute == "full":
         activations += tokens * layer  # one layer at a time is computed again,
         reducing += tokens * layer  # and has gradients
+    is_last = place == (0 if on.is_v_shaped else on.pp - 1)
     logits = 0.0
-    if place == (0 if on.is_v_shaped else on.pp - 1):
+    if is_last:
         logits = logit_bytes(workload, habits, tokens=tokens, tp=on.tp, pp=on.pp, size=on.size)
-        activations += 2 * tokens * workload.hidden * on.size  # the last norm
-    return _summed(plan, on, cluster, habits, held, activations, reducing, logits, place, m)
+        activations += (2 + habits.copies_in_norm) * tokens * workload.hidden * on.size  # the last norm
+    moments = Moments(
+        activations=activations,
+        logits=logits,
+        reducing=reducing,
+        working=backward_bytes(workload, habits, tokens=tokens, tp=on.tp, size=on.size),
+        messages=message_bytes(workload, habits, on, place=place, is_last=is_last, tokens=tokens, m=m),
+    )
+    return _summed(plan, on, cluster, habits, held, moments, place, m)
+
+
+class Moments(NamedTuple):
+    """Bytes of a rank that are there beside its states: always, or at one of two moments."""
+
+    activations: float
+    logits: float = 0.0
+    """At the end of the forward."""
+    reducing: float = 0.0
+    """In the backward: gradients on their way."""
+    working: float = 0.0
+    """In the backward: what a layer holds for a moment."""
+    messages: float = 0.0
+    """At any time: buffers of a pipeline and of tp."""
 
 
 def _summed(
@@ -282,24 +312,25 @@ def _summed(
     cluster: Cluster,
     habits: Habits,
     held: Held,
-    activations: float,
-    reducing: float,
-    logits: float,
+    moments: Moments,
     place: int,
     m: int,
 ) -> Footprint:
     """States and transients beside activations, at the fuller of two moments."""
     parameters, gradients, optimizer = states(held, on, habits)
-    gathered, reduced = transients(held, on, habits)
-    reducing += reduced
-    buffers = habits.bucket
-    if reducing > logits:  # the fullest moment is in the backward, when logits have gone
-        buffers, logits = buffers + reducing, 0.0
+    gathered, gathered_late, reducing = transients(held, on, habits, moments.working)
+    activations, logits = moments.activations, moments.logits
+    reducing += moments.reducing
+    buffers = habits.bucket + moments.messages
+    if habits.keeps_buckets and m > 1 and on.pp == 1 and on.zero == 0 and on.replicas * on.shards > 1:
+        buffers += gradients
+    if gathered_late + reducing > gathered + logits:  # the fullest moment is in the backward, when logits have gone
+        buffers, logits, gathered = buffers + reducing, 0.0, gathered_late
     if m == 1 and habits.gradients_come_late and (on.zero or on.replicas == 1):
         gradients = max(0.0, gradients - activations - logits)
     if plan.offload != "none":
         optimizer = 0.0
-    if plan.offload == "parameters":
+    if plan.offload == "parameters" and on.zero == 3 and on.pp == 1:  # else what is gathered stays on the device
         parameters = gradients = 0.0
     loose = habits.fragmentation + (on.pp > 1) * habits.pipeline_fragmentation
     return Footprint(
@@ -332,12 +363,22 @@ def states(held: Held, on: Degrees, habits: Habits) -> tuple[float, float, float
     return parameters, gradients, optimizer
 
 
-def transients(held: Held, on: Degrees, habits: Habits) -> tuple[float, float]:
-    """Bytes of units that are gathered for a moment, and of gradients that are just being reduced."""
-    if on.zero < 3 or on.shards == 1:
-        return 0.0, 0.0
-    gathered = 0.0 if on.pp > 1 else on.size * (2 * held.unit + held.root)
-    return gathered, 2 * habits.reduce * max(held.unit, held.root / 2)
+def transients(held: Held, on: Degrees, habits: Habits, working: float = 0.0) -> tuple[float, float, float]:
+    """Bytes of units that are gathered for a moment, at the end of the forward and in the backward; and of gradients
+    that are just being reduced then, and what a layer is `working` with."""
+    if on.shards == 1 or on.zero < (1 if habits.gathers_ends_alone else 3):
+        return 0.0, 0.0, working
+    reduced = habits.reduce * max(held.unit, held.end if habits.gathers_ends_alone else held.root / 2)
+    gathers = on.zero == 3 and on.pp == 1
+    if not habits.gathers_ends_alone:
+        gathered = on.size * (2 * held.unit + held.root) * gathers
+        return gathered, gathered, max(2 * reduced, reduced + working)
+    # A unit is gathered as one buffer, and parameter by parameter. Its gradients are reduced from another buffer, and
+    # the next unit is gathered meanwhile; when that one works, those are still on their way.
+    unit = on.size * held.unit * gathers
+    copies = 2 + (habits.copies_of_messages > 0) * (on.zero > 1) * (1 + 1 / on.shards)
+    moments = (2 * unit, copies * reduced), (3 * unit, reduced + working)
+    return on.size * 2 * held.end * gathers, *max(moments, key=sum)
 
 
 # ---- activations ----------------------------------------------------------------------------------------------------
@@ -353,6 +394,7 @@ def kept_per_token(
     between = 2 * habits.norm_input * size / 2 * h  # inputs of both norms
     between += 2 * size * h if habits.keeps_normed else 0.0
     between += 2 * h if habits.dropout else 0.0
+    whole = 2 * size * h if habits.keeps_gathered else 0.0
     inside = _attention_kept(workload, habits, sequence, size, has_scores)
     part = workload.sparse_layers / workload.layers
     inside += (1 - part) * _ffn_kept(workload.ffn, workload.gated, habits, size)
@@ -360,7 +402,7 @@ def kept_per_token(
         expert = 2 * size * h + _ffn_kept(workload.expert_ffn, workload.gated, habits, size)
         shared = _ffn_kept(workload.shared_ffn, workload.gated, habits, size)
         inside += part * (workload.top_k * expert + shared)
-    return between / (tp if sp else 1) + inside / tp
+    return between / (tp if sp else 1) + inside / tp + whole
 
 
 def _attention_kept(workload: Workload, habits: Habits, sequence: int, size: float, has_scores: bool) -> float:
@@ -400,13 +442,43 @@ def recomputed(workload: Workload, habits: Habits, how: str, *, tp: int, sp: boo
 def logit_bytes(workload: Workload, habits: Habits, *, tokens: float, tp: int, pp: int, size: float) -> float:
     """Bytes of logits and what is made of them, at the fullest moment.
 
-    Fused, they exist in chunks of a quarter of all, or of `CHUNK` bytes; beside them a copy of the head's weight in the
-    precision of compute, its whole gradient, and that of what goes into it.
+    Plain, all but one of what is as large as they are has gone when the gradient of the head's weight is computed.
+    Fused, they exist in chunks of a quarter of all, or of `CHUNK` bytes, or if they are few, as they are; beside them a
+    copy of the head's weight in the precision of compute, its whole gradient, and that of what goes into it.
     """
     if habits.fused_loss and tp == 1 and pp == 1:
-        chunk = min(tokens * workload.vocabulary * size / 4, CHUNK)
-        return chunk + (size + 4) * workload.head_parameters + tokens * workload.hidden * size
-    return tokens * workload.vocabulary / tp * habits.logits
+        whole = tokens * workload.vocabulary * size
+        chunk = whole if whole < FEW else min(whole / 4, CHUNK)
+        copies = habits.copies_in_loss * (1 + (size < 4))  # softmax; and where it is computed in more, its input
+        weight = (size if size < 4 else 0.0) + 4
+        return chunk * (1 + copies * 4 / size) + weight * workload.head_parameters + tokens * workload.hidden * size
+    logits = tokens * workload.vocabulary / tp
+    if not habits.is_lean:
+        return logits * habits.logits
+    return max(logits * habits.logits, 4 * (logits + workload.head_parameters / tp))  # or those of its weight
+
+
+def backward_bytes(workload: Workload, habits: Habits, *, tokens: float, tp: int, size: float) -> float:
+    """Bytes that the backward of a feed-forward holds for a moment, where its kernels are not fused: in float32, as
+    wide as it is; gate and up as well, where they are kept in less. And the gradient of one of its weights."""
+    if not habits.backward_tensors:
+        return 0.0
+    width = max(workload.ffn, workload.top_k * workload.expert_ffn) / tp
+    wide = 4 * (habits.backward_tensors + 1.5 * (size < 4)) * width
+    return tokens * (wide + 3 * size * workload.hidden) + habits.gradient * workload.hidden * workload.ffn / tp
+
+
+def message_bytes(
+    workload: Workload, habits: Habits, on: Degrees, *, place: int, is_last: bool, tokens: float, m: int
+) -> float:
+    """Bytes of messages: what stages of a pipeline receive in, from both sides and for every microbatch of a step; and
+    what tp has just sent."""
+    each = tokens * workload.hidden * on.size
+    sent = (2 + habits.copies_of_messages) * each if on.tp > 1 and habits.copies_of_messages else 0.0
+    if on.pp == 1 or not habits.receives_ahead or m >= PLENTY:
+        return sent
+    received = m * (2 * on.v - (place == 0) - is_last)
+    return sent + received * each / (on.tp if on.splits_tokens else 1)
 
 
 # ---- traced models --------------------------------------------------------------------------------------------------
@@ -420,8 +492,13 @@ def _of_blocks(
     biggest = max(block.parameters for block in workload.blocks) / on.tp
     held = Held(len(workload.blocks) // on.pp, numel, 0.0, biggest, 0.0)
     is_full = plan.recompute == "full"
-    kept = sum(block.output if is_full else block.saved for block in workload.blocks)
-    working = max(block.working + is_full * block.saved for block in workload.blocks)
+    kept = samples * sum(block.output if is_full else block.saved for block in workload.blocks)
+    kept += sum(0.0 if is_full else block.saved_anyway for block in workload.blocks)
+    working = max(samples * block.working + is_full * _saved(block, samples) for block in workload.blocks)
     flying = in_flight(plan.schedule or "1f1b", 0, on.pp, on.v, m)
-    activations = samples * (kept / on.pp * flying + working) / on.tp
-    return _summed(plan, on, cluster, habits, held, activations, 0.0, 0.0, 0, m)
+    activations = (kept / on.pp * flying + working) / on.tp
+    return _summed(plan, on, cluster, habits, held, Moments(activations), 0, m)
+
+
+def _saved(block: Block, samples: int) -> float:
+    return samples * block.saved + block.saved_anyway

@@ -25,6 +25,8 @@ class Habits:
     source: str = ""
     is_known: bool = True
     """Whether somebody has measured runs of it."""
+    is_known_together: bool = True
+    """And on several devices."""
 
     # ---- states ----
     weight: float = 2
@@ -43,6 +45,14 @@ class Habits:
     in buckets. They come when logits have gone."""
     bucket: float = 0.0
     """Bytes of communication buffers that stay."""
+    keeps_buckets: bool = False
+    """Whether buckets of replicated gradients stay beside the gradients of earlier microbatches, as those of DDP do."""
+    receives_ahead: bool = False
+    """Whether a stage of a pipeline has a buffer for every message that it receives in a step, as torch's have."""
+    copies_of_messages: int = 0
+    """Copies of what tp sends that are held for a while after it was sent, as gloo does."""
+    gathers_ends_alone: bool = False
+    """Whether embedding and head are gathered by themselves, each when it is about to compute."""
 
     # ---- activations ----
     attention: Literal["flash", "eager"] = "flash"
@@ -57,6 +67,15 @@ class Habits:
     """Whether a gated feed-forward keeps gate × up."""
     keeps_silu: bool = False
     """Whether it keeps silu(gate) too."""
+    keeps_gathered: bool = False
+    """Whether a layer that tp divides keeps its input of all tokens. Else it gathers that again in the backward."""
+    is_lean: bool = False
+    """Whether layers keep less than autograd would, by computing inputs again (`numerics.lean`): those that tp does not
+    divide."""
+    copies_in_norm: bool = False
+    """Whether a norm by itself keeps a scaled copy of its input: one that is computed by several kernels does."""
+    backward_tensors: float = 0.0
+    """Tensors of the feed-forward's width in float32 that its backward holds for a moment, where nothing is fused."""
     norm_input: float = 2
     """Bytes of what a norm keeps of its input."""
     splits_experts: bool = False
@@ -70,6 +89,8 @@ class Habits:
     """Bytes of everything that is held of one logit at the fullest moment."""
     fused_loss: bool = False
     """Whether logits only ever exist in chunks (without tp and pp)."""
+    copies_in_loss: int = 0
+    """Copies of a chunk of logits in float32 that its softmax is computed in. 0: it is computed in place."""
     fragmentation: float = 0.04
     """Reserved beyond allocated, as a part of activations and transients."""
     pipeline_fragmentation: float = 0.0
@@ -80,10 +101,18 @@ class Habits:
     """Part of the rate of large products that its attention kernels reach, up to Ampere."""
     modern_attention_part: float = 0.44
     """The same on Hopper and later, whose matrix units want kernels that are written for them."""
+    fp8_casts: float = 0.0
+    """Bytes read and written in each microbatch to find the scale of one weight and to cast it to fp8."""
+    attention_ramp: float = 0.0
+    """Tokens at which its attention kernels reach half of their rate; longer sequences are faster than usual ones."""
     passes: float = 14
     """Times that the element-wise work of a layer's forward reads or writes a tensor of `hidden` features."""
     ffn_passes: float = 4
     """The same for tensors of the feed-forward's width."""
+    cast_passes: float = 0.0
+    """What comes to `passes` in lower precision than float32, in which norms and sums are computed, and cast to it."""
+    cast_ffn_passes: float = 0.0
+    """The same for `ffn_passes`."""
     host_forward: float = 0.4 * MS
     """Seconds that the host needs to launch the forward of a layer."""
     host_backward: float = 0.5 * MS
@@ -91,11 +120,14 @@ class Habits:
     """Seconds that the host needs to launch one collective."""
     host_scatter: float = 0.0
     """The same for each layer and each of the tp ranks, where those divide the tokens."""
+    host_action: float = 0.0
+    """Seconds that the host needs around one action of a pipeline, where it does not run ahead of a device."""
     crossing: float = 0.05 * MS
     """Seconds that a message of tp waits at each border of nodes, beside the latency of the link: hosts that are not in
     step with each other."""
     messages: float = 1
-    """Into how many messages the parameters of a layer are divided, where they are sharded."""
+    """Into how many messages the parameters of a layer are divided, where they are sharded: as many as it has, where a
+    system sends each by itself."""
     overlaps_gradients: bool = True
     """Whether gradients travel while earlier layers are still computed."""
     shadow: float = 0.8
@@ -104,6 +136,8 @@ class Habits:
     """Bytes of gradients that travel in one message, where they are reduced."""
     overlaps_gathers: bool = True
     """Whether the next unit of sharded parameters travels while one is computed."""
+    copies_in_traffic: float = 0.0
+    """Times that parameters and gradients are copied on their way, where memory is so slow that it matters."""
     tp_exposed: float = 1.0
     """The part of tp's traffic that nothing hides."""
     reduce: float = 4
@@ -129,14 +163,41 @@ class Habits:
 
     @cached_property
     def on_host(self) -> Habits:
-        """The same on a CPU: no workspaces, projections that are not one tensor, an allocator that gives back."""
+        """The same on a CPU: no workspaces, projections that are not one tensor, an allocator that gives back; kernels
+        that are not fused; and nobody else who would send while it computes."""
         return replace(
             self,
             name=f"{self.name} on the host",
             bucket=0.0,
             keeps_rotated=False,
+            copies_of_messages=4,
+            copies_in_norm=True,
+            copies_in_loss=1,
             fragmentation=0.0,
             pipeline_fragmentation=0.0,
+            attention_ramp=0.0,
+            host_action=0.4 * MS,  # autograd and sends around an action: benchmarks/results/bubble_*
+            overlaps_gradients=False,  # what sends computes, too
+            overlaps_gathers=False,
+            copies_in_traffic=1.5,  # into one message, out of it, and some by gloo
+            optimizer_traffic=self.optimizer_traffic + 8,  # clipping is a pass of its own
+        )
+
+    @cached_property
+    def where_split(self) -> Habits:
+        """The same where tp divides layers: they are called one by one, and keep what autograd keeps."""
+        if not self.is_lean:
+            return self
+        return replace(
+            self,
+            name=f"{self.name}, split",
+            keeps_gathered=True,
+            keeps_normed=self.copies_in_norm,
+            keeps_rotated=False,
+            keeps_product=True,
+            keeps_silu=self.backward_tensors > 0,
+            backward_tensors=min(self.backward_tensors, 4.0),
+            logits=8,  # exponentials, and their gradient
         )
 
     def __hash__(self) -> int:
@@ -155,7 +216,7 @@ LEARNT = (
     "host_collective",
     "host_scatter",
     "crossing",
-    "messages",
+    "tp_exposed",
     "shadow",
     "fixed",
     "expert_efficiency",
@@ -166,24 +227,58 @@ LEARNT = (
 
 SHOAL = Habits(
     name="shoal",
+    is_known_together=False,
     source="docs/concepts/gpu.md, blueprint/memory.py: float32 weights, autocast, lean layers, fused loss",
     weight=4,
     master=0,
     gradient=4,
     gradients_come_late=True,
     bucket=0.3 * 2**30,  # workspaces of cuBLAS
+    keeps_buckets=True,
+    receives_ahead=True,
+    gathers_ends_alone=True,
     keeps_normed=False,
     keeps_rotated=True,
     keeps_product=False,
-    logits=8,
+    is_lean=True,
+    logits=12,  # their softmax, its gradient and their own
     fused_loss=True,
     attention_part=0.6,
     modern_attention_part=0.5,
+    fp8_casts=14,  # torchao: its largest value, itself, and itself turned around
+    attention_ramp=1900,  # cuDNN on an H200: 32k tokens at 1.38 times the rate of 4k
     passes=10,
     cut="balanced",
     optimizer_traffic=32,
     efficiency=0.97,
 )
+
+SHOAL_EAGER = replace(
+    SHOAL,
+    name="shoal, eager",
+    source="the same without torch.compile; kernels of one block, forward and backward, and what they touch, counted",
+    keeps_rotated=False,  # what was projected is let go when it is rotated
+    backward_tensors=7,
+    passes=43,
+    ffn_passes=12,
+    cast_passes=60,
+    cast_ffn_passes=17,
+)
+
+
+def shoal_habits(*, compile: bool = True, states: str = "fp32") -> Habits:
+    """Those of a run with `run.compile` on or off, and AdamW's moments in fp32 or bf16 (`optim.states`).
+
+    >>> shoal_habits(compile=True, states="bf16").moments
+    4.0
+    """
+    habits = SHOAL if compile else SHOAL_EAGER
+    if states != "bf16":
+        return habits
+    moments = habits.moments / 2
+    traffic = habits.optimizer_traffic - 2 * moments  # read and written
+    return replace(habits, name=f"{habits.name}, bf16 states", moments=moments, optimizer_traffic=traffic)
+
 
 MEGATRON = Habits(
     name="megatron",
@@ -254,9 +349,10 @@ NANOTRON = Habits(
     host_collective=0.16 * MS,
     host_scatter=2.2 * MS,
     crossing=0.65 * MS,
-    messages=5.5,
+    messages=6,
     shadow=0.45,
     bucket_size=25e6,
+    tp_exposed=0.65,
     fixed=16 * MS,
     efficiency=0.64,
 )
@@ -325,6 +421,7 @@ ALL = {
     habits.name: habits
     for habits in (
         SHOAL,
+        SHOAL_EAGER,
         MEGATRON,
         MEGATRON_LM,
         DEEPSPEED,
@@ -340,13 +437,3 @@ ALL = {
     )
 }
 """By name."""
-
-
-def shoal_habits(*, compile: bool = True, states: str = "fp32") -> Habits:
-    """Those of a run of shoal, with its settings `run.compile` and `optim.states`."""
-    habits = SHOAL
-    if states == "bf16":
-        habits = replace(habits, name=f"{habits.name}, bf16 states", moments=4, optimizer_traffic=24)
-    if not compile:
-        habits = replace(habits, name=f"{habits.name}, eager", passes=2 * habits.passes, ffn_passes=6, efficiency=0.93)
-    return habits

@@ -9,12 +9,9 @@ from typing import Any
 from shoal.blueprint.candidates import can_split, misfits_of
 from shoal.blueprint.footprint import Footprint
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.search import EQUAL, MODES, SCHEDULES
+from shoal.blueprint.search import EQUAL, MODES, SAME, SCHEDULES, complexity
 from shoal.blueprint.task import Task, Verdict
 from shoal.errors import ShoalError
-
-SAME = 0.01
-"""A difference that is not worth a word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +72,10 @@ def _weighed(task: Task, best: Verdict, move: str, said: Mapping[str, Any]) -> R
         return Rejected(move, plan.brief(), f"does not fit: {why_larger(task, best.memory, other.memory)}")
     change = other.time.total / best.time.total - 1
     if abs(change) < SAME:
-        return Rejected(move, plan.brief(), f"as fast ({change:+.1%}), and no simpler")
+        return Rejected(move, plan.brief(), f"as fast ({change:+.1%})")
     if 1 / EQUAL < 1 + change < 1:
-        return Rejected(move, plan.brief(), f"only {-change:.1%} faster, and less simple")
+        simple = ", and less simple" * (complexity(plan) > complexity(best.plan))
+        return Rejected(move, plan.brief(), f"only {-change:.1%} faster, which no prediction can tell{simple}")
     how = "slower" if change > 0 else "faster"
     return Rejected(move, plan.brief(), f"{how} by {abs(change):.1%}: {cause_of(best, other)}")
 

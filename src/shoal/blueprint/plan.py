@@ -134,6 +134,15 @@ class Plan:
         >>> Plan.parse("tp=2 FULL_SHARD") == Plan(tp=2, zero=3)
         True
         """
+        return cls(**cls.read(text))
+
+    @staticmethod
+    def read(text: str) -> dict[str, Any]:
+        """What words say, by key; also what would be so without them.
+
+        >>> Plan.read("recompute=none fp32")
+        {'recompute': 'none', 'precision': 'fp32'}
+        """
         said: dict[str, Any] = {}
         spelled: dict[str, str] = {}
         problems: list[Problem] = []
@@ -150,7 +159,7 @@ class Plan:
             what = "HYBRID_SHARD shards inside groups of ranks and replicates over the groups, but no degree is said"
             problems.append(Problem(what, "dp_replicate=<number of nodes> beside it"))
         raise_if(problems, f"plan {text!r}")
-        return cls(**said)
+        return said
 
     def to_mapping(self) -> dict[str, Any]:
         """What it says, as keys and values; `Plan.of` reads it back."""

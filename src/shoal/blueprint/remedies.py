@@ -8,6 +8,7 @@ from typing import Any
 
 from shoal.blueprint.candidates import layouts
 from shoal.blueprint.footprint import Footprint
+from shoal.blueprint.layout import divisors
 from shoal.blueprint.plan import DEGREES, Plan
 from shoal.blueprint.search import search
 from shoal.blueprint.task import Task
@@ -18,7 +19,13 @@ MOST_NODES = 2**14
 
 def refuse_contradictions(task: Task, wanted: Plan) -> None:
     """Raise if there is not one layout to try: the words that cannot be, each with what could."""
-    if any(True for _ in layouts(task, wanted)):
+    found = list(layouts(task, wanted))
+    shares = sorted({task.global_batch // (one["dp_shard"] * one["dp_replicate"]) for one in found})
+    if wanted.mb is not None and found and not any(share % wanted.mb == 0 for share in shares):
+        sizes = sorted({size for share in shares for size in divisors(share) if size <= 128})
+        what = f"mb={wanted.mb} divides no rank's share of {task.global_batch} samples"
+        raise ShoalError(what, fix=f"mb={listed(sizes)}")
+    if found:
         return
     model, free = task.workload.name, Plan(precision=wanted.precision)
     said = {axis: getattr(wanted, axis) for axis in (*DEGREES, "zero") if getattr(wanted, axis) is not None}
@@ -55,7 +62,7 @@ def remedies(task: Task, wanted: Plan) -> Iterator[str]:
     if task.habits.moments > 4:
         lean = replace(task.habits, name=f"{task.habits.name}, bf16 states", moments=4)
         changes.append(("optim.states: bf16", replace(task, habits=lean), wanted))
-    if wanted.offload == "none":
+    if wanted.offload == "none" and not task.cluster.device.is_host:
         changes.append(("offload=optimizer", task, replace(wanted, offload="optimizer")))
     if wanted != (free := Plan(precision=wanted.precision)):
         changes.append(("no constraints", task, free))
@@ -78,7 +85,8 @@ def _smallest_cluster(task: Task, wanted: Plan) -> str:
         cluster = replace(task.cluster, nodes=nodes)
         batch = max(task.global_batch, cluster.num_devices)
         if best := search(replace(task, cluster=cluster, global_batch=batch), free, keep=1).best:
-            return f"--cluster {cluster}: {best[0].plan.brief()} takes {_gib(best[0].memory)} GiB"
+            name = f"here:{cluster.per_node}x{nodes}" if cluster.is_measured else str(cluster)
+            return f"--cluster {name}: {best[0].plan.brief()} takes {_gib(best[0].memory)} GiB"
     return ""
 
 

@@ -4,7 +4,8 @@ After divisibility there are some thousands to a hundred thousand plans: all are
 them need not be judged, and what is left out is left out for a reason that always holds:
 
     recompute   more of it is slower and smaller: once a plan fits, the next mode is not tried
-    mb          larger microbatches take more memory: once none of the modes fits, larger ones are not tried
+    mb          larger microbatches take more memory: once none of the modes fits, only the largest is tried, of which
+                there is one, and whose gradients need no room of their own
     schedule    all schedules compute the same: one is tried only if, without any bubble, it could be among the best
     zero        in a pipeline, shoal holds for 2 and 3 what it holds for 1 (`blueprint.memory`)
 
@@ -25,13 +26,16 @@ from shoal.blueprint.schedules import illegal
 from shoal.blueprint.task import Task, Verdict
 
 By = Literal["time", "memory", "money"]
+Wanted = Plan | Mapping[str, Any] | None
 SCHEDULES: tuple[tuple[str, int], ...] = (
     ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb", 1), ("zbv", 2), ("dualpipev", 2),
 )  # fmt: skip
 """Schedules to try, with their stages per rank. gpipe and looped take more memory than 1f1b and interleaved for the
 same bubble, and are tried only if they are asked for."""
+SAME = 0.01
+"""A difference of time that is not worth a word."""
 EQUAL = 1.05
-"""Predictions closer than this are equal: errors are larger, and `shoal backtest` picks by the same rule."""
+"""Predictions closer than this are equal: errors are larger. `shoal backtest` picks the one on fewest axes of them."""
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
@@ -45,15 +49,17 @@ class Found:
     """Plans of which no other is both faster and smaller, from the fastest to the smallest."""
     smallest: Verdict | None = None
     """The one that takes least memory, whether it fits or not."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Why plans that fit cannot be run → what could be."""
     num_judged: int = 0
     num_too_large: int = 0
 
 
-def search(task: Task, wanted: Plan | None = None, *, keep: int = 5, by: By = "time") -> Found:
-    """The best plans of a task. `wanted` says what they must have: every word of it that is not left open."""
-    wanted = wanted or Plan(precision="bf16")
+def search(task: Task, wanted: Wanted = None, *, keep: int = 5, by: By = "time") -> Found:
+    """The best plans of a task. `wanted` says what they must have: keys and values, or a plan, of which only what is
+    not as it would be anyway is meant."""
     searching = _Search(task, wanted, keep, by)
-    for layout in layouts(task, wanted):
+    for layout in layouts(task, searching.wanted):
         searching.look_at(layout)
     found = searching.found
     found.best = _undominated(searching.ranked())[:keep]
@@ -64,8 +70,10 @@ def search(task: Task, wanted: Plan | None = None, *, keep: int = 5, by: By = "t
 class _Search:
     """One search on its way."""
 
-    def __init__(self, task: Task, wanted: Plan, keep: int, by: By) -> None:
-        self.task, self.wanted, self.keep, self.by = task, wanted, keep, by
+    def __init__(self, task: Task, wanted: Wanted, keep: int, by: By) -> None:
+        self.said = set(wanted.to_mapping() if isinstance(wanted, Plan) else wanted or {})
+        self.wanted = Plan.of(wanted) if wanted is not None else Plan(precision="bf16")
+        self.task, self.keep, self.by = task, keep, by
         self.found = Found()
         self.kept: dict[tuple[Any, ...], Verdict] = {}
         self.fitting: dict[tuple[Any, ...], Verdict] = {}
@@ -74,9 +82,17 @@ class _Search:
     def look_at(self, layout: Mapping[str, Any]) -> None:
         """All that can be done on one layout."""
         share = self.task.global_batch // (layout["dp_replicate"] * layout["dp_shard"])
-        modes = (self.wanted.recompute,) if self.wanted.recompute != "none" else self._modes(layout)
+        if ("schedule" in self.said or "v" in self.said) and layout["pp"] == 1:
+            return  # which speak of pipelines
+        if "context" in self.said and layout["cp"] == 1:
+            return
+        modes = (self.wanted.recompute,) if "recompute" in self.said else self._modes(layout)
         largest = LARGEST_MICROBATCH if self.task.workload.is_transformer else share
-        for mb in microbatches(share, self.wanted.mb, largest):
+        sizes = microbatches(share, self.wanted.mb, largest)
+        is_full = False
+        for mb in sizes:
+            if is_full and mb != sizes[-1]:
+                continue
             plan = self._plan(layout, mb, share // mb)
             if plan is None:
                 continue
@@ -85,8 +101,7 @@ class _Search:
                 fits |= self._judge(replace(plan, recompute=mode) if mode != "none" else plan, share // mb)
                 if fits and self.by != "memory":
                     break
-            if not fits:
-                return
+            is_full = not fits
 
     def _modes(self, layout: Mapping[str, Any]) -> tuple[Recompute, ...]:
         return ("none", "full") if layout["ep"] > 1 else MODES
@@ -96,7 +111,8 @@ class _Search:
         schedule, v = None, 1
         if layout["pp"] > 1:
             schedule, v = self._schedules()[0]
-            if illegal(schedule, num_ranks=layout["pp"], v=v, num_microbatches=count):
+            if wrong := illegal(schedule, num_ranks=layout["pp"], v=v, num_microbatches=count):
+                self.found.refused.setdefault(wrong[0].what, wrong[0].fix)
                 return None
         return Plan(
             **layout,
@@ -151,8 +167,11 @@ class _Search:
         is_corner = held is None or verdict.time.total < held.time.total
         plan = verdict.plan
         key = (plan.tp, plan.pp, plan.cp, plan.ep, plan.dp_shard, plan.zero)
-        is_best = key not in self.kept or self.rank(verdict) < self.rank(self.kept[key])
-        if not (is_corner or is_best) or misfits_of(self.task, plan):
+        is_best = key not in self.kept or self._is_better(verdict, self.kept[key])
+        if not (is_corner or is_best):
+            return
+        if wrong := misfits_of(self.task, plan):
+            self.found.refused.setdefault(wrong[0].what, wrong[0].fix)
             return
         if is_corner:
             self.fitting[corner] = verdict
@@ -167,17 +186,27 @@ class _Search:
         time, memory = verdict.time.total, verdict.memory.total
         return (memory, time) if self.by == "memory" else (time, memory)
 
+    def _is_better(self, one: Verdict, other: Verdict) -> bool:
+        """Of two that differ in microbatches, recompute and schedule; as fast in fewer microbatches is better."""
+        if self.by == "memory":
+            return self.rank(one) < self.rank(other)
+        change = one.time.total / other.time.total - 1
+        return change < -SAME or (abs(change) <= SAME and (one.plan.mb or 0) > (other.plan.mb or 0))
+
     def ranked(self) -> list[Verdict]:
-        """The best first; of those that are as good as the best, the simplest."""
-        if not self.kept:
-            return []
-        best = min(map(self.rank, self.kept.values()))[0]
+        """The best first; before it, if there is one, a simpler one that is as good. Never one to which another is
+        preferable in both time and memory."""
+        ordered = sorted(self.kept.values(), key=self.rank)
+        if not ordered or self.by == "memory":
+            return ordered
+        near = [one for one in ordered if one.time.total <= ordered[0].time.total * EQUAL]
+        good = [one for number, one in enumerate(near) if not any(_is_smaller(other, one) for other in near[:number])]
+        simplest = min(good, key=lambda one: (complexity(one.plan), one.time.total))
+        return [simplest, *(one for one in ordered if one is not simplest)]
 
-        def place(verdict: Verdict) -> tuple[float, ...]:
-            steps = math.floor(math.log(self.rank(verdict)[0] / best) / math.log(EQUAL))
-            return (steps, complexity(verdict.plan), *self.rank(verdict))
 
-        return sorted(self.kept.values(), key=place)
+def _is_smaller(one: Verdict, other: Verdict) -> bool:
+    return one.memory.total < other.memory.total
 
 
 def complexity(plan: Plan) -> float:

@@ -22,7 +22,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from shoal.blueprint.cluster import Cluster, Device, Link
-from shoal.blueprint.footprint import Degrees, held_by, layers_of_ranks, microbatch, num_microbatches
+from shoal.blueprint.footprint import BYTES, Degrees, held_by, layers_of_ranks, microbatch, num_microbatches
 from shoal.blueprint.habits import SHOAL, Habits
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.workload import Workload
@@ -35,6 +35,8 @@ EAGER_PART = 0.6
 """Of the rate of large products that the two products of eager attention reach."""
 NARROW_HEADS = 0.36
 """Heads of 64 reach 0.78 of the rate of heads of 128: cuDNN on an H200, from a trace (docs/concepts/gpu.md)."""
+USUAL_SEQUENCE = 4096
+"""Tokens at which rates of attention kernels are given."""
 HOST_LINK = 25e9
 """Bytes/s between device and host, where states are offloaded."""
 LAUNCH = 8e-6
@@ -116,6 +118,8 @@ def step_time(
     workload: Workload, plan: Plan, cluster: Cluster, *, sequence: int, global_batch: int, habits: Habits = SHOAL
 ) -> StepTime:
     """Of a resolved plan."""
+    if cluster.device.is_host:
+        habits = habits.on_host
     on = Degrees.of(plan, habits)
     m, samples = num_microbatches(plan, global_batch), microbatch(plan, global_batch)
     if workload.is_transformer:
@@ -124,7 +128,8 @@ def step_time(
         causes = _of_blocks(workload, plan, on, cluster, samples, m, habits)
     total = sum(causes.values())
     variance = COMMON**2 + sum((SPREAD[name] * seconds / total) ** 2 for name, seconds in causes.items())
-    width = (MEASURED if cluster.is_measured else 1.0) * (1.0 if habits.is_known else STRANGER)
+    is_known = habits.is_known and (habits.is_known_together or cluster.is_measured or cluster.num_devices == 1)
+    width = (MEASURED if cluster.is_measured else 1.0) * (1.0 if is_known else STRANGER)
     factor = math.exp(EIGHTY * math.sqrt(variance) * width)
     tokens = global_batch * sequence
     devices = on.replicas * on.shards * on.tp * on.pp
@@ -173,12 +178,12 @@ def _of_layers(
         "attention": layer.attention * passes,
         "memory_bound": layer.memory * passes,
         "head": head * m * (place == home),
-        "host": layer.waiting * passes,
+        "host": layer.waiting * passes + actions(plan.schedule, on, m) * habits.host_action * device.host_factor,
         "tp": layer.tp * passes,
         "cp": layer.cp * passes,
         "ep": layer.ep * passes,
-        "pp": send * m,
-        "bubble": bubble(plan.schedule or "1f1b", on.pp, on.v) * (sum(busy) - slowest + (on.pp - 1) * send),
+        "pp": send * m * on.v,
+        "bubble": bubble(plan.schedule or "1f1b", on.pp, on.v, m) * (sum(busy) - slowest + (on.pp - 1) * on.v * send),
         "dp": data_parallel(held.dense, held.experts, on, cluster, habits, m, slowest, backward, held.layers),
         "optimizer": owned * habits.optimizer_traffic / (device.bandwidth * device.streaming),
         "offload": owned * 16 / HOST_LINK if plan.offload != "none" else 0.0,
@@ -186,13 +191,26 @@ def _of_layers(
     }
 
 
-def bubble(schedule: str, pp: int, v: int) -> float:
-    """The part of one microbatch's way through all other stages that a schedule waits for."""
+def bubble(schedule: str, pp: int, v: int, m: int) -> float:
+    """The part of one microbatch's way through all other stages that a schedule waits for.
+
+    A single microbatch has nothing to fill it with but gradients of weights; zbv wants one and a half for each rank.
+    """
     if pp == 1:
         return 0.0
-    return {"interleaved": 1 / v, "looped": 1 / v, "zb": 1 / (3 * v), "zbv": 1 / 6, "dualpipev": 1 / 3}.get(
-        schedule, 1.0
-    )
+    if m == 1:
+        return 2 / 3 if schedule in ("zb", "zbv") else 1.0
+    if schedule == "zbv":
+        return 1 / 6 + max(0.0, 0.5 - m / (3 * pp))
+    return {"interleaved": 1 / v, "looped": 1 / v, "zb": 1 / (3 * v), "dualpipev": 1 / 3}.get(schedule, 1.0)
+
+
+def actions(schedule: str | None, on: Degrees, m: int) -> int:
+    """What a rank of a pipeline does in a step: forward and backward of every microbatch on each of its stages, and the
+    gradients of weights by themselves where a schedule divides them; and as much as three of those at the start."""
+    if on.pp == 1:
+        return 0
+    return 3 + m * on.v * (3 if schedule in ("zb", "zbv") else 2)
 
 
 # ---- compute --------------------------------------------------------------------------------------------------------
@@ -253,6 +271,11 @@ def layer_pass(workload: Workload, cluster: Cluster, habits: Habits, work: Work)
     )
 
 
+def bytes_in(precision: str) -> float:
+    """Of a number that layers hand on."""
+    return BYTES.get(precision, 4.0)
+
+
 @lru_cache(maxsize=2**16)
 def product(device: Device, rows: float, columns: float, inner: float, precision: str, efficiency: float) -> float:
     """Seconds of one matrix product."""
@@ -303,20 +326,28 @@ def _attention(workload: Workload, device: Device, habits: Habits, work: Work, a
     part = habits.modern_attention_part if device.is_modern else habits.attention_part
     rate = device.attention.get(wide) or device.rate(wide) * part
     narrow: float = min(1.0, (workload.head_dim / 128) ** NARROW_HEADS)
-    return flops / (rate * narrow) * (3.5 + again)
+    ramp = habits.attention_ramp
+    short = (1 + ramp / work.sequence) / (1 + ramp / USUAL_SEQUENCE)
+    return flops / (rate * narrow) * short * (3.5 + again)
 
 
 def _element_wise(workload: Workload, device: Device, habits: Habits, work: Work, again: int) -> float:
     """Seconds of norms, residuals, rotations and activation functions, and of gradients that add up."""
     part = workload.sparse_layers / workload.layers
-    elements = habits.passes * workload.hidden / (work.tp if work.sp else 1)
-    elements += (1 - part) * habits.ffn_passes * workload.ffn / work.tp
-    elements += part * workload.top_k * (6 * workload.hidden + habits.ffn_passes * workload.expert_ffn) / work.tp
+    size = bytes_in(work.precision)
+    is_cast = size < 4
+    passes = habits.passes + is_cast * habits.cast_passes
+    ffn_passes = habits.ffn_passes + is_cast * habits.cast_ffn_passes
+    elements = passes * workload.hidden / (work.tp if work.sp else 1)
+    elements += (1 - part) * ffn_passes * workload.ffn / work.tp
+    elements += part * workload.top_k * (6 * workload.hidden + ffn_passes * workload.expert_ffn) / work.tp
     tokens = work.samples * work.sequence / work.cp
-    traffic = 2 * tokens * elements * (2.5 + again + 0.5 * (work.recompute == "selective"))
+    traffic = size * tokens * elements * (2.5 + again + 0.5 * (work.recompute == "selective"))
     plain = workload.attention_parameters + (1 - part) * workload.ffn_parameters
     held = plain / work.tp + part * workload.expert_parameters / work.ep / (work.tp if habits.splits_experts else 1)
-    return (traffic + 2 * habits.gradient * held) / (device.bandwidth * device.streaming)
+    casts = (habits.weight + 2) * held if habits.weight > 2 and work.precision in ("bf16", "fp16", "fp8") else 0.0
+    casts += habits.fp8_casts * held if work.precision == "fp8" else 0.0
+    return (traffic + 2 * habits.gradient * held + casts) / (device.bandwidth * device.streaming)
 
 
 @lru_cache(maxsize=2**14)
@@ -324,7 +355,7 @@ def head_pass(workload: Workload, device: Device, habits: Habits, tp: int, token
     """Seconds of the last layer, the loss and their backward, for one microbatch."""
     columns, wide = workload.vocabulary / tp, "bf16" if precision == "fp8" else precision
     compute = 3 * product(device, tokens, columns, workload.hidden, wide, habits.efficiency)
-    passes = 8.0 if habits.fused_loss else 3 * habits.logits
+    passes = 8.0 + 32 * habits.copies_in_loss if habits.fused_loss else 3 * habits.logits
     return compute + tokens * columns * passes / (device.bandwidth * device.streaming)
 
 
@@ -336,7 +367,7 @@ def _tensor_parallel(workload: Workload, cluster: Cluster, habits: Habits, work:
     if work.tp == 1:
         return 0.0
     link, rounds = cluster.link(work.tp, 1), 4 + 2 * again
-    size = 2 * work.samples * work.sequence / work.cp * workload.hidden
+    size = bytes_in(work.precision) * work.samples * work.sequence / work.cp * workload.hidden
     travel = (2 * rounds + 2) * link.gather(size) if work.sp else rounds * link.reduce(size)
     return habits.tp_exposed * travel + 2 * rounds * (1 + work.sp) * (link.nodes - 1) * habits.crossing
 
@@ -346,10 +377,11 @@ def _context_parallel(workload: Workload, cluster: Cluster, work: Work, again: i
     if work.cp == 1:
         return 0.0
     link, tokens = cluster.link(work.cp, work.tp), work.samples * work.sequence / work.cp
+    size = bytes_in(work.precision)
     if work.context == "ulysses":
         features = 2 * (workload.heads + workload.kv_heads) * workload.head_dim / work.tp
-        return (2 + again) * link.exchange(2 * tokens * features)
-    ring = (work.cp - 1) * link.send(4 * tokens * workload.kv_heads * workload.head_dim / work.tp) * (3 + again)
+        return (2 + again) * link.exchange(size * tokens * features)
+    ring = (work.cp - 1) * link.send(2 * size * tokens * workload.kv_heads * workload.head_dim / work.tp) * (3 + again)
     return _exposed(ring, attention, True)
 
 
@@ -359,7 +391,8 @@ def _expert_parallel(workload: Workload, cluster: Cluster, work: Work, again: in
         return 0.0
     rows = work.samples * work.sequence / work.cp * workload.top_k / work.tp
     part = workload.sparse_layers / workload.layers
-    return part * (4 + 2 * again) * cluster.link(work.ep, work.tp).exchange(2 * rows * workload.hidden)
+    size = bytes_in(work.precision) * rows * workload.hidden
+    return part * (4 + 2 * again) * cluster.link(work.ep, work.tp).exchange(size)
 
 
 # ---- data parallelism -----------------------------------------------------------------------------------------------
@@ -382,10 +415,12 @@ def data_parallel(
         return 0.0
     window = backward * habits.shadow
     whole = cluster.link(on.replicas * on.shards, on.tp)
+    copying = 2 * habits.copies_in_traffic / (cluster.device.bandwidth * cluster.device.streaming)  # seconds of a byte
     if on.zero == 0:
-        size = (dense + experts) * habits.reduce
+        size = (dense + experts) * max(habits.reduce, on.size)
         buckets = max(1.0, size / habits.bucket_size)
-        return _exposed(buckets * whole.reduce(size / buckets), window, habits.overlaps_gradients)
+        travel = buckets * whole.reduce(size / buckets) + copying * size / 2
+        return _exposed(travel, window, habits.overlaps_gradients)
     scatter = gather = across = 0.0
     sharers = max(1, on.shards // on.ep)
     for numel, link in (
@@ -395,11 +430,12 @@ def data_parallel(
         if not numel:
             continue
         more = _more_messages(link, layers * habits.messages)
-        scatter += link.gather(numel * habits.reduce) + more
-        gather += link.gather(numel * habits.gather) + more
+        scattered, gathered = numel * max(habits.reduce, on.size), numel * max(habits.gather, on.size)
+        scatter += link.gather(scattered) + more + copying * scattered
+        gather += link.gather(gathered) + more + copying * gathered
         if on.replicas > 1:
             outer = cluster.link(on.replicas, on.tp * on.shards)
-            across += outer.reduce(numel * habits.reduce / link.degree)
+            across += outer.reduce(numel * max(habits.reduce, on.size) / link.degree)
     if on.zero == 3 and on.pp == 1:
         each = _exposed(gather, micro - backward, habits.overlaps_gathers)
         each += _exposed(gather + scatter, backward, habits.overlaps_gathers)
@@ -443,7 +479,7 @@ def _of_blocks(
         "matmul": matmul * m,
         "memory_bound": memory * m,
         "host": host * m,
-        "bubble": bubble(plan.schedule or "1f1b", on.pp, on.v) * (on.pp - 1) * micro,
+        "bubble": bubble(plan.schedule or "1f1b", on.pp, on.v, m) * (on.pp - 1) * micro,
         "dp": data_parallel(numel, 0.0, on, cluster, habits, m, micro, micro * 2 / 3, len(workload.blocks)),
         "optimizer": owned * habits.optimizer_traffic / stream,
         "offload": owned * 16 / HOST_LINK if plan.offload != "none" else 0.0,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shoal.blueprint.cluster import Cluster
+from shoal.blueprint.description import Description
 from shoal.blueprint.footprint import Footprint, footprint
 from shoal.blueprint.habits import SHOAL, Habits
 from shoal.blueprint.plan import Plan
@@ -29,13 +30,15 @@ class Task:
     habits: Habits = SHOAL
     compiles: bool = True
     """Whether torch.compile captures blocks, which some schedules do not allow."""
+    description: Description | None = None
+    """What the model says of itself. None: all that a transformer of these dimensions could say."""
     max_memory: float | None = None
     """Bytes of a device that may be used. None: all but a small part, since predictions are off by some per cent."""
 
     @cached_property
     def room(self) -> float:
         """Bytes that a rank may use."""
-        return self.max_memory or self.cluster.device.memory * (1 - SPARE)
+        return self.cluster.device.memory * (1 - SPARE) if self.max_memory is None else self.max_memory
 
     def memory(self, plan: Plan) -> Footprint:
         """Of the fullest rank of a resolved plan."""

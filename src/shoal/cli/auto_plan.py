@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from shoal.blueprint.search import search
 from shoal.blueprint.task import Task, Verdict
 from shoal.blueprint.workload import Workload, from_hugging_face
 from shoal.errors import ShoalError
-from shoal.train.build import build_model, without_memory
+from shoal.train.build import build_model, describe, without_memory
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,17 +29,20 @@ DIMENSIONS = {
 """What the config of a transformer calls its dimensions → what a workload calls them."""
 
 
-def planned(recipe: Recipe, num_ranks: int) -> tuple[Recipe, Verdict]:
-    """The recipe with the best plan of this many ranks; what its own plan says is kept."""
-    workload = workload_for(recipe)
-    task = _task(recipe, workload, cluster_for(recipe.launch.device).resized(num_ranks))
+def planned(recipe: Recipe, num_ranks: int, per_node: int) -> tuple[Recipe, Verdict]:
+    """The recipe with the best plan of this many ranks, so many on each machine; what its own plan says is kept."""
+    model = model_of(recipe)
+    workload = workload_for(recipe, model)
+    cluster = replace(cluster_for(recipe.launch.device), per_node=per_node, nodes=-(-num_ranks // per_node))
+    task = replace(_task(recipe, workload, cluster), description=describe(model))
     refuse_contradictions(task, recipe.plan)
     best = search(task, recipe.plan, keep=1).best
     if not best:
-        helps = "; or ".join(remedies(task, recipe.plan))
+        helps = "; or ".join(one for one in remedies(task, recipe.plan) if not one.startswith("--cluster"))
         what = f"no plan fits {workload.name} on {num_ranks} x {task.cluster.device.name} (predicted)"
         raise ShoalError(what, fix=helps or "a smaller model")
-    return recipe.model_copy(update={"plan": best[0].plan}), best[0]
+    chosen = {"plan": best[0].plan, "run": recipe.run.model_copy(update={"planned": False})}  # now it is said
+    return recipe.model_copy(update=chosen), best[0]
 
 
 def note(recipe: Recipe, summary: Mapping[str, Any], path: Path) -> None:
@@ -48,8 +52,8 @@ def note(recipe: Recipe, summary: Mapping[str, Any], path: Path) -> None:
     if said is None:
         return
     workload = Workload(name=recipe.model.name, **said)
-    cluster = cluster_for(recipe.launch.device).resized(summary["ranks"])
-    is_measured = here_file().exists()
+    cluster = replace(cluster_for(recipe.launch.device), per_node=summary["ranks"], nodes=1)
+    is_measured = cluster.is_measured
     task = _task(recipe, workload, cluster)
     predicted = task.judged(recipe.plan)
     append(
@@ -59,7 +63,8 @@ def note(recipe: Recipe, summary: Mapping[str, Any], path: Path) -> None:
             "layers": workload.layers, "hidden": workload.hidden, "heads": workload.heads,
             "kv_heads": workload.kv_heads, "ffn": workload.ffn, "vocab": workload.vocabulary, "seq": task.sequence,
             "gpu": cluster.device.name, "n_gpus": summary["ranks"], "global_batch": task.global_batch,
-            "precision": recipe.plan.precision, "recompute": recipe.plan.recompute,
+            "notes": "compiled" if recipe.run.compile else "eager", "recompute": recipe.plan.recompute,
+            "precision": recipe.plan.precision,
             "iter_time_s": round(summary["step_seconds_median"], 6), "mem_gib": round(summary["memory_gib_max"], 4),
             "tokens_per_s_per_gpu": round(summary["tokens_per_s"] / summary["ranks"], 3), "plan": str(recipe.plan),
             "cluster": f"here:{summary['ranks']}" if is_measured else f"{cluster.device.name}:{summary['ranks']}",
@@ -79,14 +84,19 @@ def _task(recipe: Recipe, workload: Workload, cluster: Cluster) -> Task:
     )
 
 
-def workload_for(recipe: Recipe) -> Workload:
-    """The recipe's model on paper: by its config if it is a transformer that has one, else traced on its data."""
+def model_of(recipe: Recipe) -> nn.Module:
+    """The recipe's model, without memory."""
     model = without_memory(lambda: build_model(recipe.model))
     if model is None:
         raise ShoalError(
             "plan: auto has to look at the model without memory, and it cannot be built on the meta device",
             fix="a plan in words, such as zero=3",
         )
+    return model
+
+
+def workload_for(recipe: Recipe, model: nn.Module) -> Workload:
+    """A model on paper: by its config if it is a transformer that has one, else traced on its data."""
     said = dimensions_of(model)
     if said is not None:
         return Workload(name=recipe.model.name, **said)
@@ -120,10 +130,11 @@ def _traced(model: nn.Module, recipe: Recipe) -> Workload:
 
 def cluster_for(device: str) -> Cluster:
     """This machine: as it was measured, or the preset of its GPUs, or that of a CPU."""
-    if here_file().exists():
-        return Cluster.parse("here")
     import torch
 
+    is_cpu = device == "cpu" or not torch.cuda.is_available()
+    if here_file().exists() and (here := Cluster.parse("here")).device.is_host == is_cpu:
+        return here
     if device != "cpu" and torch.cuda.is_available():
         return Cluster.parse(preset_of(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory))
     return Cluster.parse("cpu")

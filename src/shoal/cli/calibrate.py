@@ -206,6 +206,7 @@ def _rows(found: Readings, cluster: Cluster) -> list[tuple[str, str]]:
     ]
     link = cluster.inside
     numbers = f"{link.base * 1e6:.0f} µs, {link.latency * 1e6:.0f} µs a step, {_figure(link.bandwidth)}B/s"
+    numbers += f", of which gathers reach {link.gathering:.0%}" if found.of_messages() else ""
     if not found.of_messages():
         return [*rows, ("link between ranks", f"{numbers}; not measured, but a preset")]
     return [*rows, ("link between ranks, fitted", f"{numbers}; mean error {_errors(found, cluster)['messages']:.0%}")]

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -21,6 +21,10 @@ WIDTH = 150
 """Columns of the tables where nobody says how many there are."""
 BATCH_TOKENS = 2**22
 """Tokens of a global batch where nobody says how many."""
+BATCH_SAMPLES = 256
+"""Samples of a device, of a model that does not take tokens."""
+LONGEST = 8192
+"""Tokens of a sample where nobody says how many, of a model that would take more."""
 DIMENSIONS = ("hidden", "layers", "heads", "kv_heads", "ffn", "vocabulary", "experts", "top_k", "expert_ffn")
 WORDS = ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate", "zero", "mb", "recompute", "schedule", "v", "offload")
 
@@ -42,10 +46,10 @@ class Options:
     has measured."""
 
     seq: int | None = None
-    """Tokens of a sample. None: the model's usual length."""
+    """Tokens of a sample. None: as many as the model takes, at most 8192."""
 
     global_batch: int | None = None
-    """Samples of a step, over all devices. None: about 4 million tokens."""
+    """Samples of a step, over all devices. None: about 4 million tokens, or 256 images and the like on each device."""
 
     plan: str = ""
     """Words that every plan must have: "tp=8 zero=1 bf16". The same words have options of their own below."""
@@ -111,7 +115,7 @@ def main(arguments: Sequence[str]) -> int:
     task, wanted = task_of(options), wanted_of(options)
     found = answer(task, wanted, options)
     if options.json:
-        print(json.dumps(to_mapping(found)))
+        print(json.dumps(to_mapping(found), allow_nan=False))
     else:
         from rich.console import Console
 
@@ -130,13 +134,16 @@ def task_of(options: Options) -> Task:
     if options.price is not None:
         cluster = replace(cluster, price=options.price)
     workload = workload_of(options)
-    sequence = options.seq or workload.sequence or (4096 if workload.is_transformer else 1)
-    batch = options.global_batch or _usual_batch(cluster, sequence)
+    usual = min(workload.sequence or 4096, LONGEST) if workload.is_transformer else 1
+    sequence = usual if options.seq is None else options.seq
+    batch = _usual_batch(cluster, workload, sequence) if options.global_batch is None else options.global_batch
     raise_if(
         Problem(f"{name} {value} is not a number of at least 1", f"{name} 1 or more")
         for name, value in (("--seq", sequence), ("--global-batch", batch), ("--top", options.top))
         if value < 1
     )
+    if options.price is not None and options.price < 0:
+        raise ShoalError(f"--price {options.price} is below 0", fix="--price 2.5, for one device and one hour")
     return Task(
         workload=workload,
         cluster=cluster,
@@ -144,14 +151,23 @@ def task_of(options: Options) -> Task:
         global_batch=batch,
         habits=shoal_habits(compile=not options.eager, states=options.states),
         compiles=not options.eager,
-        max_memory=None if options.max_memory is None else size_in_bytes(options.max_memory),
+        max_memory=None if options.max_memory is None else _room(options.max_memory, cluster),
     )
 
 
-def _usual_batch(cluster: Cluster, sequence: int) -> int:
-    """About 4 million tokens, in samples that all devices can share."""
+def _room(text: str, cluster: Cluster) -> float:
+    room, there = size_in_bytes(text), cluster.device.memory
+    if room > there:
+        what = f"--max-memory {text}, and a {cluster.device.name} has {there / 2**30:.1f} GiB"
+        raise ShoalError(what, fix=f"--max-memory {there * 0.95 / 2**30:.0f}GiB or less")
+    return room
+
+
+def _usual_batch(cluster: Cluster, workload: Workload, sequence: int) -> int:
+    """About 4 million tokens, in samples that all devices can share; of what is not made of tokens, some for each."""
     devices = cluster.num_devices
-    return devices * max(1, BATCH_TOKENS // sequence // devices)
+    each = BATCH_TOKENS // max(1, sequence) // devices if workload.is_transformer else BATCH_SAMPLES
+    return devices * max(1, each)
 
 
 def workload_of(options: Options) -> Workload:
@@ -170,25 +186,30 @@ def workload_of(options: Options) -> Workload:
             raise ShoalError(
                 f"{options.model} is traced, and --{next(iter(said))} is for dimensions", fix="leave it out"
             )
+        if ":" not in options.model:
+            raise ShoalError(f"{options.model} is a file: which function of it?", fix=f"{options.model}:function")
         from shoal.bench.trace import load, workload_of  # torch, which nothing else here needs
 
         model, inputs = load(options.model, sequence=options.seq)
-        return workload_of(model, inputs, name=options.model, precision=options.precision or "bf16")
+        return workload_of(model, inputs, name=options.model, precision=wanted_of(options)["precision"])
     named = Workload.of(options.model)
     return named.resized(**said) if said else named
 
 
-def wanted_of(options: Options) -> Plan:
-    """The words that every plan must have."""
-    said = {name: getattr(options, name) for name in WORDS if getattr(options, name) is not None}
-    words = Plan.parse(options.plan).to_mapping()
+def wanted_of(options: Options) -> dict[str, Any]:
+    """The words that every plan must have, as keys and values."""
+    own = {name: getattr(options, name) for name in (*WORDS, "precision")}
+    said = {name: value for name, value in own.items() if value is not None}
+    words = Plan.read(options.plan)
     raise_if(
         Problem(f"{name} is said twice: {words[name]} in --plan, and --{name} {said[name]}", "leave one of them out")
         for name in said
         if name in words and words[name] != said[name]
     )
-    precision = options.precision or words.get("precision") or _usual_precision(Cluster.parse(options.cluster))
-    return Plan.of({**words, **said, "precision": precision})
+    wanted = {**words, **said}
+    wanted.setdefault("precision", _usual_precision(Cluster.parse(options.cluster)))
+    Plan.of(wanted)  # refuses what cannot be
+    return wanted
 
 
 def _usual_precision(cluster: Cluster) -> str:

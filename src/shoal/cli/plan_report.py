@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +80,6 @@ class Answer:
     """All that there is to say."""
 
     task: Task
-    wanted: Plan
     found: Found
     best: list[Choice]
     rejected: list[Rejected] = field(default_factory=list)
@@ -93,25 +92,25 @@ class Answer:
     tokens: float | None = None
 
 
-def answer(task: Task, wanted: Plan, options: Options) -> Answer:
+def answer(task: Task, wanted: Mapping[str, Any], options: Options) -> Answer:
     """Search, and say why."""
-    refuse_contradictions(task, wanted)
+    refuse_contradictions(task, Plan.of(wanted))
     found = search(task, wanted, keep=options.top, by=options.by)
     choices = [Choice(task, verdict) for verdict in found.best]
     if options.by == "money":
         choices = _cheapest(task, wanted, options.top)
-    told = Answer(task, wanted, found, choices)
+    told = Answer(task, found, choices)
     if options.tokens is not None:
         from shoal.cli.plan import count_of
 
         told.tokens = count_of(options.tokens)
     if not choices:
-        told.remedies = list(remedies(task, wanted))
+        told.remedies = list(remedies(task, Plan.of(wanted)))
         return told
     first = choices[0]
     told.rejected = neighbours(first.task, first.verdict)
     told.lints = lint(first.task, first.verdict.plan)
-    told.thumbs = rules_of_thumb(first.task, first.verdict)
+    told.thumbs = rules_of_thumb(first.task, first.verdict) if options.by == "time" else []
     if options.explain:
         told.way = moves(first.task, first.verdict.plan)
         told.laws = laws(first.task, first.verdict)
@@ -119,7 +118,7 @@ def answer(task: Task, wanted: Plan, options: Options) -> Answer:
     return told
 
 
-def _cheapest(task: Task, wanted: Plan, keep: int) -> list[Choice]:
+def _cheapest(task: Task, wanted: Mapping[str, Any], keep: int) -> list[Choice]:
     """The best plan of every size of the cluster that can be made by halving it, by device-seconds a step."""
     choices: list[Choice] = []
     devices = task.cluster.num_devices
@@ -153,6 +152,7 @@ def to_mapping(told: Answer) -> dict[str, Any]:
     }
     if not told.best:
         said["remedies"] = told.remedies
+        said["refused"] = [{"what": what, "fix": fix} for what, fix in told.found.refused.items()]
         said["smallest"] = None if told.found.smallest is None else Choice(task, told.found.smallest).to_mapping()
     if told.way:
         said["explain"] = [move.to_mapping() for move in told.way]
@@ -192,13 +192,15 @@ def render(console: Console, told: Answer) -> None:
     """As tables."""
     task = told.task
     size = f"{task.workload.parameters / 1e9:.3g} B parameters"
-    what = f" of {task.sequence:,} tokens" if task.workload.is_transformer else ""
+    what = f" of {task.sequence:,} tokens" if task.sequence > 1 else ""
     console.print(
         f"[bold]{task.workload.name}[/bold], {size}, on {task.cluster.num_devices} x {task.cluster.device.name},"
         f" {task.global_batch:,} samples{what} a step",
         highlight=False,
     )
     measured = "measured on this machine" if task.cluster.is_measured else "from datasheets and published runs"
+    if task.cluster.num_devices > 1 and not task.cluster.device.is_host:
+        measured += ", and shoal was never run on several GPUs"
     console.print(
         f"[dim]all numbers predicted, rates {measured}; {told.found.num_judged:,} plans judged,"
         f" {told.found.num_too_large:,} larger than {task.room / GIB:.1f} GiB[/dim]\n",
@@ -207,9 +209,12 @@ def render(console: Console, told: Answer) -> None:
     if not told.best:
         _render_nothing(console, told)
         return
-    rate = "tokens/s/device" if task.workload.is_transformer else "samples/s/device"
+    rate = "tokens/s/device" if task.sequence > 1 else "samples/s/device"
     columns = ["plan", "devices", "GiB", "step", "in 8 of 10 runs", "MFU", rate]
     _table(console, "", columns, map(_row, told.best))
+    fastest = min(told.best, key=lambda choice: choice.verdict.time.total)
+    if told.best[0] is not fastest and told.best[0].devices == fastest.devices:
+        console.print("[dim]the first is the simplest of those that are within 5 % of the fastest[/dim]\n")
     _render_causes(console, told.best[0].verdict)
     frontier = told.found.frontier[:TOLD_FRONTIER]
     if len(frontier) > 1:
@@ -242,6 +247,10 @@ def _render_nothing(console: Console, told: Answer) -> None:
             highlight=False,
         )
         _render_causes(console, least)
+    for what, fix in list(told.found.refused.items())[:3]:
+        console.print(
+            f"refused: {what}\n    fix: {fix.splitlines()[0]}{' or --eager' * told.task.compiles}", highlight=False
+        )
     console.print("what would help:" if told.remedies else "nothing that was tried would help", highlight=False)
     for remedy in told.remedies:
         console.print(f"  {remedy}", highlight=False)
@@ -267,8 +276,12 @@ def _render_way(console: Console, told: Answer) -> None:
     assert told.laws is not None
     law = told.laws
     console.print(
-        f"Amdahl: {law.serial_part:.2e} of one device's step does not get faster, so no number of devices would be more"
-        f" than {law.limit:,.0f} times as fast",
+        f"Amdahl: {law.serial_part:.2e} of one device's step does not get faster"
+        + (
+            ""
+            if law.limit == float("inf")
+            else f", so no number of devices is more than {law.limit:,.0f} times as fast"
+        ),
         highlight=False,
     )
     console.print(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import tyro
 
+from shoal.blueprint.cluster import here_file
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.recipe import Recipe
 from shoal.blueprint.settings import dump_recipe
@@ -70,7 +71,8 @@ def _train(options: Train, recipe: Recipe, began: float, out: TextIO) -> int:
     world_size = placement.world_size if placement else recipe.launch.nproc or default_nproc(recipe.launch.device)
     try:
         if recipe.run.planned:
-            recipe = _planned(recipe, world_size, is_quiet=not is_main or options.json)
+            per_node = placement.local_world_size if placement else world_size
+            recipe = _planned(recipe, world_size, per_node, is_quiet=not is_main or options.json)
         job = check(recipe, world_size)
     except ShoalError as error:
         if placement is None or placement.local_rank == 0:
@@ -91,15 +93,17 @@ def _train(options: Train, recipe: Recipe, began: float, out: TextIO) -> int:
     return 130 if summary["was_stopped"] else 0
 
 
-def _planned(recipe: Recipe, world_size: int, *, is_quiet: bool) -> Recipe:
+def _planned(recipe: Recipe, world_size: int, per_node: int, *, is_quiet: bool) -> Recipe:
     """The recipe with the plan that the planner has chosen."""
     from shoal.cli.auto_plan import planned
 
-    recipe, chosen = planned(recipe, world_size)
+    recipe, chosen = planned(recipe, world_size, per_node)
     if not is_quiet:
         seconds, gib = chosen.time.total, chosen.memory.total / 2**30
         words = f"plan: auto is {chosen.plan.brief()}: {seconds * 1e3:,.0f} ms a step and {gib:.1f} GiB predicted"
         print(words, file=sys.stderr)
+        if not here_file().exists():
+            print("this machine was not measured, and a usual one is assumed: shoal calibrate", file=sys.stderr)
     return recipe
 
 
@@ -108,7 +112,7 @@ def _note_for_backtest(job: Job, summary: dict[str, Any]) -> None:
     if summary["directory"] and not summary["was_stopped"]:
         from shoal.cli.auto_plan import note
 
-        with suppress(ShoalError, OSError):  # no preset describes the machine, the disk is full: the run is done anyway
+        with suppress(Exception):  # no preset describes the machine, the disk is full: the run is done anyway
             note(job.recipe, summary, Path(summary["directory"]).parent / "measured.csv")
 
 
