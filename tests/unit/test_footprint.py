@@ -134,6 +134,19 @@ def test_ends_are_gathered_alone() -> None:
     assert found.gathered == pytest.approx(2 * 2 * LLAMA.head_parameters)
 
 
+def test_gloo_copies_what_it_scatters() -> None:
+    model = MODELS["llama3-1b"]
+    found = footprint(model, Plan.parse("zero=2 mb=1").resolve(2), Cluster.parse("cpu:2"), sequence=16, global_batch=8)
+    assert found.logits == 0
+    head = 4 * model.head_parameters
+    assert found.buffers == pytest.approx(head * (2 + 1 + 1 / 2))  # as it is, as one message, its copy; and a half
+
+
+def test_a_head_has_a_gradient_beside_the_one_that_adds_up() -> None:
+    few = module.logit_bytes(LLAMA, SHOAL.where_split, tokens=512, tp=2, pp=1, size=2.0)
+    assert few == pytest.approx(4 * (512 + 4096) * 128256 / 2)
+
+
 def test_states_in_bf16_are_half_as_large() -> None:
     full, half = (predicted("bf16 mb=1", ranks=1, habits=shoal_habits(states=states)) for states in ("fp32", "bf16"))
     assert full.optimizer == 2 * half.optimizer == pytest.approx(8 * LLAMA.parameters, rel=1e-3)

@@ -76,6 +76,11 @@ def test_more_microbatches_shrink_the_part_of_the_bubble() -> None:
     assert few.bubble / few.total > 3 * many.bubble / many.total
 
 
+def test_every_virtual_stage_sends() -> None:
+    plain, looped = (predicted(f"bf16 pp=4 zero=1 {words} mb=1") for words in ("1f1b", "interleaved v=2"))
+    assert looped.pp == pytest.approx(2 * plain.pp)
+
+
 def test_full_recompute_costs_a_third_more_of_the_layers() -> None:
     none, full = predicted("bf16 zero=3 mb=2"), predicted("bf16 zero=3 mb=2 recompute=full")
     assert full.matmul / none.matmul == pytest.approx(4 / 3)
