@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shoal import ShoalError
 from shoal.comm.world import World
+from shoal.errors import RunFailed
 from shoal.models import llama, moe
 from shoal.numerics.init import initialise
 from shoal.train.run import Run
@@ -132,3 +133,33 @@ def test_another_model_is_refused_with_the_difference(pool: Pool, tmp_path: Path
     told = pool.run(_refused, 1, str(tmp_path))[0]
     assert "is of another model" in told
     assert "experts" in told
+
+
+def _told_of_damage(world: World, folder: str) -> str:
+    with pytest.raises(ShoalError) as told:
+        steps(world, "zero=3 mb=2", "llama", folder, 2, 3)
+    return str(told.value)
+
+
+def test_damage_that_one_rank_sees_ends_the_load_on_all(pool: Pool, tmp_path: Path) -> None:
+    pool.run(_steps, 2, "zero=3 mb=2", "llama", str(tmp_path), 0, 2, None)
+    path = tmp_path / "step-00000002" / "shard-00001.safetensors"  # which the other rank does not read
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    for told in pool.run(_told_of_damage, 2, str(tmp_path)):
+        assert "step-00000002/shard-00001.safetensors bytes" in told
+        assert "are not those that were written" in told
+
+
+def _told_of_failure(world: World, folder: str) -> str:
+    with pytest.raises(RunFailed) as told:
+        steps(world, "zero=3 mb=2", "llama", folder, 0, 1)
+    return str(told.value)
+
+
+def test_a_save_that_one_rank_cannot_make_fails_on_all(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for told in pool.run(_told_of_failure, 2, str(tmp_path / "file" / "below")):
+        assert "was not saved" in told
+        assert "rank 0" in told

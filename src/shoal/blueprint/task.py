@@ -42,25 +42,13 @@ class Task:
 
     def memory(self, plan: Plan) -> Footprint:
         """Of the fullest rank of a resolved plan."""
-        return footprint(
-            self.workload,
-            plan,
-            self.cluster,
-            sequence=self.sequence,
-            global_batch=self.global_batch,
-            habits=self.habits,
-        )
+        size, batch = self.sequence, self.global_batch
+        return footprint(self.workload, plan, self.cluster, sequence=size, global_batch=batch, habits=self.habits)
 
     def time(self, plan: Plan) -> StepTime:
         """Of a step of a resolved plan."""
-        return step_time(
-            self.workload,
-            plan,
-            self.cluster,
-            sequence=self.sequence,
-            global_batch=self.global_batch,
-            habits=self.habits,
-        )
+        size, batch = self.sequence, self.global_batch
+        return step_time(self.workload, plan, self.cluster, sequence=size, global_batch=batch, habits=self.habits)
 
     def judged(self, plan: Plan) -> Verdict:
         """Both."""

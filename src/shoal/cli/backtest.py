@@ -11,8 +11,7 @@ from typing import Annotated
 
 import tyro
 
-WIDTH = 150
-"""Columns of the tables where nobody says how many there are."""
+from shoal.cli.screen import WIDTH, show
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +46,5 @@ def main(arguments: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(to_mapping(report)))
     else:
-        from rich.console import Console
-
-        console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else WIDTH)
-        with console.capture() as drawn:  # rich would end the process with code 1 if nobody reads on
-            render(console, report)
-        print(drawn.get(), end="")
+        show(lambda console: render(console, report), sys.stdout, width=WIDTH)
     return 1 if options.strict and not all(bar.holds for bar in report.bars) else 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,10 +14,10 @@ from shoal.blueprint.cluster import Cluster
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.task import Task
 from shoal.blueprint.workload import Workload
+from shoal.cli.amounts import size_in_bytes
+from shoal.cli.screen import WIDTH, show
 from shoal.errors import Problem, ShoalError, raise_if
 
-WIDTH = 150
-"""Columns of the tables where nobody says how many there are."""
 BATCH_TOKENS = 2**22
 """Tokens of a global batch where nobody says how many."""
 BATCH_SAMPLES = 256
@@ -117,12 +116,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(to_mapping(found), allow_nan=False))
     else:
-        from rich.console import Console
-
-        console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else WIDTH)
-        with console.capture() as drawn:  # rich would end the process with code 1 if nobody reads on
-            render(console, found)
-        print(drawn.get(), end="")
+        show(lambda console: render(console, found), sys.stdout, width=WIDTH)
     return 0 if found.best else 1
 
 
@@ -215,32 +209,3 @@ def wanted_of(options: Options) -> dict[str, Any]:
 def _usual_precision(cluster: Cluster) -> str:
     words = ("fp32",) if cluster.device.is_host else ("bf16", "fp16", "fp32")
     return next(word for word in words if word in cluster.device.achievable or word == "fp32")
-
-
-SIZES = {"": 2.0**30, "b": 1.0, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40, "mb": 1e6, "gb": 1e9}
-COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-
-
-def size_in_bytes(text: str) -> float:
-    """A size as people write it.
-
-    >>> size_in_bytes("70GiB") == 70 * 2**30
-    True
-    """
-    return _number(text, SIZES, "70GiB")
-
-
-def count_of(text: str) -> float:
-    """A number of tokens as people write it.
-
-    >>> count_of("15T")
-    15000000000000.0
-    """
-    return _number(text, COUNTS, "15T")
-
-
-def _number(text: str, units: dict[str, float], such_as: str) -> float:
-    match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", text.lower())
-    if not match or match[2] not in units:
-        raise ShoalError(f"{text!r} is not an amount", fix=f"a number and a unit, such as {such_as}")
-    return float(match[1]) * units[match[2]]

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from shoal.blueprint.cluster import GIB
 from shoal.blueprint.explain import Laws, Move, Scale, Thumb, laws, moves, rules_of_thumb, scaling
 from shoal.blueprint.lint import Lint, lint
 from shoal.blueprint.neighbours import Rejected, neighbours
@@ -13,13 +14,13 @@ from shoal.blueprint.plan import Plan
 from shoal.blueprint.remedies import refuse_contradictions, remedies
 from shoal.blueprint.search import Found, search
 from shoal.blueprint.task import Task, Verdict
+from shoal.cli.amounts import count_of
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from shoal.cli.plan import Options
 
-GIB = 2.0**30
 MEMORY = (
     "parameters",
     "gradients",
@@ -101,8 +102,6 @@ def answer(task: Task, wanted: Mapping[str, Any], options: Options) -> Answer:
         choices = _cheapest(task, wanted, options.top)
     told = Answer(task, found, choices)
     if options.tokens is not None:
-        from shoal.cli.plan import count_of
-
         told.tokens = count_of(options.tokens)
     if not choices:
         told.remedies = list(remedies(task, Plan.of(wanted)))

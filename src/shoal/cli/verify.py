@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import tyro
 
 from shoal.blueprint.recipe import Recipe
+from shoal.cli.screen import show
 from shoal.cli.settings import parse
 from shoal.comm.environment import read_environment
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from shoal.proof.prove import How
 
 
@@ -84,7 +83,7 @@ def _one(options: Verify, recipe: Recipe, out: TextIO) -> int:
     if options.json:
         print(json.dumps(to_mapping(proof)), file=out)
     else:
-        _print(lambda console: render(console, proof), out)
+        show(lambda console: render(console, proof), out)
     return 0 if proof.verdict.equal else 1
 
 
@@ -104,18 +103,8 @@ def _matrix(options: Verify, recipe: Recipe, out: TextIO) -> int:
     if options.json:
         print(json.dumps({"equal": are_equal, "proofs": [to_mapping(proof) for proof in proofs]}), file=out)
     else:
-        _print(lambda console: console.print(matrix_table(proofs)), out)
+        show(lambda console: console.print(matrix_table(proofs)), out)
     return 0 if are_equal else 1
-
-
-def _print(draw: Callable[[Console], None], out: TextIO) -> None:
-    """Drawn first and printed then: rich would end the process with code 1 if nobody reads on."""
-    from rich.console import Console
-
-    console = Console(file=out)
-    with console.capture() as drawn:
-        draw(console)
-    print(drawn.get(), end="", file=out)
 
 
 def _how(options: Verify) -> How:

@@ -89,7 +89,7 @@ class Composed:
         self._match(self.originals)
         self.originals = {}
         self._copies = {second for _, second in self.tied if self.pipeline is not None}
-        self._counted = [name for name in self.named if self._counts(name)]
+        self._counted = [name for name in self.named if self.speaks_for(name)]
         self._routers = {name: r for part in self.parts for name, r in routers(part.model).items()}
 
     @property
@@ -207,11 +207,7 @@ class Composed:
         return tuple(begin), tuple(shape)
 
     def speaks_for(self, name: str) -> bool:
-        """Whether this rank is the one, of all that hold this very piece of a parameter, that tells it to others."""
-        return self._counts(name)
-
-    def _counts(self, name: str) -> bool:
-        """Whether this rank is the one, of all that hold this very piece, that counts it."""
+        """Whether this rank is the one, of all that hold this very piece of a parameter, that counts and tells it."""
         place = self.mesh.coordinate
         others = [axis for axis in AXES if place[axis] and self.is_replicated(name, axis)]
         return not others and name not in self._copies

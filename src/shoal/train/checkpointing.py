@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from shoal.checkpoint.load import load
 from shoal.checkpoint.save import save
 from shoal.checkpoint.store import Store
+from shoal.checkpoint.together import together
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
@@ -31,14 +32,16 @@ def save_run(run: Run, directory: Path) -> None:
 def load_run(run: Run, directory: Path, step: int | None) -> int:
     """Returns how many steps the run had made."""
     _refuse_offloaded(run)
-    manifest = load(Store(directory), run.composed, run.optimizer, step=step)
+    how = {"failed": f"{directory} was not loaded", "fix": "load another step: run.load(directory, step=...)"}
+    manifest = together(run.world, lambda: load(Store(directory), run.composed, run.optimizer, step=step), **how)[
+        0
+    ]  # and nobody trains, or saves, while another one reads
     scale = manifest.state.get("loss_scale", {})
     run.loss_scale.scale = float(scale.get("scale", run.loss_scale.scale))
     run.loss_scale.good_steps = int(scale.get("good_steps", 0))
     if calls := manifest.state.get("num_calls", 0):
         run.optimizer.param_groups[0]["num_calls"] = int(calls)
     run.steps_done = manifest.step
-    run.world.barrier()  # nobody trains, and nobody saves, while another one reads
     return manifest.step
 
 
