@@ -3,7 +3,7 @@
 A row gives dimensions, degrees and words. Here they become a workload, a plan, a cluster and habits: the objects that
 `shoal plan` works with. Facts about published systems (which network, which attention) are in the tables below, with
 the words by which a source is recognised. Nothing here is fitted to a single row; what was observed on many runs of one
-sweep, and is not understood, says so (`_late`).
+sweep, and is not understood, says so (`nanotron_sweep`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+from shoal.backtest.nanotron_sweep import late, scatters
 from shoal.backtest.rows import Row
 from shoal.blueprint import habits as known
 from shoal.blueprint.cluster import GIB, Cluster
@@ -93,7 +94,7 @@ def _predict(row: Row, is_blind: bool) -> Prediction:
     if global_batch:
         time = step_time(workload, plan, cluster, sequence=sequence, global_batch=global_batch, habits=habits)
         if habits is known.NANOTRON:
-            time = _late(time, workload, plan, cluster, global_batch, memory.total <= cluster.device.memory)
+            time = late(time, workload, plan, cluster, global_batch, memory.total <= cluster.device.memory)
     return Prediction(
         row=row,
         workload=workload,
@@ -114,38 +115,6 @@ def _predict(row: Row, is_blind: bool) -> Prediction:
 HEADROOM = 1.2
 """What a system that nobody has measured may hold, over what is predicted for it: 9 of 10 runs of Megatron's CI and of
 BigScience hold at most that much more."""
-
-
-STALL = 1.0
-"""Seconds by which each microbatch of a late pipeline of the nanotron sweep is late, whatever the model and the plan.
-163 of 171 pipelines of 512 devices are late and half of those of 256; of fewer devices, those whose memory is full, and
-at 32 and 64 most of those without ZeRO. Why is not known."""
-
-
-REDUCED = 2.6
-"""Seconds that reducing the gradients of 1e9 parameters takes in that sweep on 64 nodes; on 32 nodes a step shows a
-tenth of that. Scattering them, as zero=1 does, is as fast as anywhere."""
-
-
-def _late(time: StepTime, workload: Workload, plan: Plan, cluster: Cluster, global_batch: int, fits: bool) -> StepTime:
-    """What the nanotron sweep shows beyond any model: observed on many runs of it, not understood."""
-    pp, data = plan.pp or 1, (plan.dp_replicate or 1) * (plan.dp_shard or 1)
-    more = 0.0
-    if _is_late(plan, data, cluster.num_devices) or not fits:  # full memory: the allocator gives back and asks again
-        slots = global_batch / data / (plan.mb or 1) + pp - 1
-        more += STALL * slots * (pp - 1) / pp
-    if not plan.zero and data > 1 and cluster.nodes >= 64:
-        more += REDUCED * workload.parameters / 1e9 / (plan.tp or 1) / pp
-    grown = 1 + more / time.total
-    rates = {"mfu": time.mfu / grown, "tokens_per_s_per_device": time.tokens_per_s_per_device / grown}
-    return replace(time, bubble=time.bubble + more, low=time.low * grown, high=time.high * grown, **rates)
-
-
-def _is_late(plan: Plan, data: int, devices: int) -> bool:
-    """Whether most pipelines of such plans are late."""
-    if devices >= 256:
-        return devices >= 512 or (plan.zero == 1 and ((plan.mb or 1) > 1 or data >= 32))
-    return not plan.zero and data > 1 and 32 <= devices < 128
 
 
 def _has_empty_stage(workload: Workload, plan: Plan, habits: Habits) -> bool:
@@ -408,17 +377,11 @@ def plan_of(row: Row, workload: Workload) -> tuple[Plan, int]:
         "dp_replicate": dp // shard if zero else dp,
     }
     if tp > 1 and "nanotron" in row.text("source"):
-        said["sp"] = _scatters(tp, pp, devices)
+        said["sp"] = scatters(tp, pp, devices)
     if pp > 1:
         said["v"] = v
         said["schedule"] = "interleaved" if v > 1 else "1f1b"
     return Plan.of(said).resolve(devices), batch or 0
-
-
-def _scatters(tp: int, pp: int, devices: int) -> bool:
-    """Whether tp ranks of the nanotron sweep divide tokens, which it does not print. Time and memory of its runs, taken
-    together, say so of pipelines on several nodes and of most of its largest runs."""
-    return devices > 8 and (pp > 1 or (devices >= 512 and 8 <= tp <= 16))
 
 
 def _shard_group(row: Row, dp: int) -> int:

@@ -156,6 +156,12 @@ class Habits:
     """Of the achievable rate that its products sustain in a whole step: clocks drop under load, kernels follow each
     other with gaps."""
 
+    def with_narrow_moments(self) -> Habits:
+        """The same with Adam's moments in half the bytes."""
+        moments = self.moments / 2
+        traffic = self.optimizer_traffic - 2 * moments  # read and written
+        return replace(self, name=f"{self.name}, bf16 states", moments=moments, optimizer_traffic=traffic)
+
     def as_documented(self) -> Habits:
         """Without what was learnt from measured runs of the system: those figures become those of an unknown one."""
         learnt = {entry.name: entry.default for entry in fields(self) if entry.name in LEARNT}
@@ -273,11 +279,7 @@ def shoal_habits(*, compile: bool = True, states: str = "fp32") -> Habits:
     4.0
     """
     habits = SHOAL if compile else SHOAL_EAGER
-    if states != "bf16":
-        return habits
-    moments = habits.moments / 2
-    traffic = habits.optimizer_traffic - 2 * moments  # read and written
-    return replace(habits, name=f"{habits.name}, bf16 states", moments=moments, optimizer_traffic=traffic)
+    return habits.with_narrow_moments() if states == "bf16" else habits
 
 
 MEGATRON = Habits(

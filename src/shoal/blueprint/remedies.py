@@ -60,7 +60,7 @@ def remedies(task: Task, wanted: Plan) -> Iterator[str]:
     """Changes that make room, the cheapest first; each was tried."""
     changes: list[tuple[str, Task, Plan]] = []
     if task.habits.moments > 4:
-        lean = replace(task.habits, name=f"{task.habits.name}, bf16 states", moments=4)
+        lean = task.habits.with_narrow_moments()
         changes.append(("optim.states: bf16", replace(task, habits=lean), wanted))
     if wanted.offload == "none" and not task.cluster.device.is_host:
         changes.append(("offload=optimizer", task, replace(wanted, offload="optimizer")))
