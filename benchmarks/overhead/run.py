@@ -98,7 +98,7 @@ class TakingTurns(Loader):
 def take_turns(placement: Placement, store: dist.Store, job: Job) -> tuple[list[float], list[float]]:
     TakingTurns.job = job
     loop.Loader = TakingTurns  # the one thing that differs from `shoal train`
-    loop.train(placement, store, job, True, True, time.time())
+    loop.train(placement, store, job, loop.Manner(quiet=True, began=time.time()))
     both = TakingTurns.last
     return both.ours[WARMUP:], both.theirs[WARMUP:]
 

@@ -61,6 +61,8 @@ class RunFailed(ShoalError):
     """A worker died or raised; the text is what the first one to fail had to say."""
 
     exit_code = RUN_FAILED
+    may_pass = False
+    """Whether it may go well the next time."""
 
 
 def raise_if(problems: Iterable[Problem], title: str = "") -> None:

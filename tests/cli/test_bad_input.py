@@ -183,7 +183,7 @@ def earlier(folder: Path, capsys: pytest.CaptureFixture[str]) -> Path:
 
 def test_a_run_is_never_written_over(earlier: Path, refused: Refused) -> None:
     again = ["train", *SMALL, *MADE_UP, "--nproc", "1", "--run.dir", "earlier"]
-    refused(*again, what="'earlier' already holds a run of this recipe; nothing was touched", fix="--run.overwrite")
+    refused(*again, what="'earlier' already holds a run of this recipe, which has ended", fix="--resume fresh")
     other = "the run of another recipe: optim.lr: 0.0003 → 0.001; nothing was touched"
     refused(*again, "--optim.lr", "1e-3", what=other, fix="--run.dir SOMEWHERE_ELSE")
 

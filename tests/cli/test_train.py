@@ -34,6 +34,7 @@ SUMMARY = {
     *("ranks", "plan"),
     *("parameters", "step_seconds_median", "tokens_per_s", "mfu", "data_wait_part", "memory_gib_max"),
     *("seconds_to_first_step", "seconds_training", "directory"),
+    *("saves", "saves_failed", "saved_step", "seconds_held_by_saves", "checkpoints", "resumed_from", "restarts"),
 }
 # The stable keys of a step in metrics.jsonl.
 STEP = {
@@ -171,7 +172,8 @@ def test_json_is_the_summary_alone(two_ranks: Run) -> None:
 def test_run_directory_holds_what_was_asked_and_what_came_of_it(two_ranks: Run) -> None:
     names = {path.name for path in two_ranks.directory.iterdir()}
     per_rank = {"metrics.rank0.jsonl", "metrics.rank1.jsonl"}
-    assert names == {"recipe.yaml", "environment.json", "metrics.jsonl", "summary.json"} | per_rank
+    kept = {"recipe.yaml", "environment.json", "metrics.jsonl", "summary.json", "checkpoints", "lock"}
+    assert names == kept | per_rank
     assert json.loads((two_ranks.directory / "summary.json").read_text()) == two_ranks.ended.json
     environment = json.loads((two_ranks.directory / "environment.json").read_text())
     assert environment["torch"] == torch.__version__

@@ -18,7 +18,7 @@ from shoal.launch.local import launch
 from shoal.numerics.init import initialise
 from shoal.train.build import build_model
 from shoal.train.job import check
-from shoal.train.loop import train
+from shoal.train.loop import Manner, train
 from shoal.train.run import Run
 
 pytestmark = [
@@ -70,7 +70,7 @@ def test_every_precision_learns(precision: str) -> None:
         "run": {"duration": "60step", "fp8_narrow": 16},
     }
     job = check(build_recipe(tree, title="test"), 1)
-    summary = train(None, None, job, None, True, 0.0)
+    summary = train(None, None, job, Manner(keep=False, quiet=True, began=0.0))
     assert summary["loss_first"] > 5.0
     assert summary["loss_last"] < 3.5
     assert summary["memory_gib_max"] > 0

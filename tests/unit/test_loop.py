@@ -11,7 +11,7 @@ import pytest
 
 from shoal.blueprint.settings import build_recipe
 from shoal.train.job import Job, check
-from shoal.train.loop import _lr_factor, train
+from shoal.train.loop import Manner, _lr_factor, train
 
 
 def job(**sections: Any) -> Job:
@@ -49,7 +49,7 @@ def test_the_first_step_by_the_clock_is_not_wasted() -> None:
 
 def test_the_learning_rate_in_the_metrics_is_the_schedule(tmp_path: Path) -> None:
     sections = {"run": {"duration": "8step", "dir": str(tmp_path / "run")}, "optim": {"lr": 0.01, "warmup": "2step"}}
-    train(None, None, job(**sections), True, True, 0.0)
+    train(None, None, job(**sections), Manner(quiet=True, began=0.0))
     rates = [json.loads(line)["lr"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     expected = [0.005, 0.01, *(0.01 * (0.1 + 0.9 * (1 + math.cos(math.pi * k / 6)) / 2) for k in range(1, 7))]
     assert rates == pytest.approx(expected)
@@ -74,5 +74,6 @@ class Zeroed(nn.Module):
 def test_a_users_model_starts_with_its_own_weights(tmp_path: Path) -> None:
     """A head of zeros gives every token the same chance; pretrained weights would be lost in the same way."""
     (tmp_path / "zeroed.py").write_text(MODEL)
-    summary = train(None, None, job(model=f"{tmp_path}/zeroed.py:Zeroed", run={"duration": "1step"}), False, True, 0.0)
+    manner = Manner(keep=False, quiet=True, began=0.0)
+    summary = train(None, None, job(model=f"{tmp_path}/zeroed.py:Zeroed", run={"duration": "1step"}), manner)
     assert summary["loss_first"] == pytest.approx(math.log(256), rel=1e-6)

@@ -30,7 +30,7 @@ def manifest() -> Manifest:
             "scalar": Entry("I64", (), (Piece("shard-1.safetensors", "s", (), ()),)),
             "empty": Entry("F32", (0, 3), ()),
         },
-        files={"shard-0.safetensors": File(CHUNK + 1, (HASH, HASH)), "shard-1.safetensors": File(10, (HASH,))},
+        files={"shard-0.safetensors": File(CHUNK + 1, (HASH, HASH)), "shard-1.safetensors": File(40, (HASH,))},
         state={"data": {"step": 120}, "seed": 7},
     )
 
@@ -79,6 +79,12 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "a gap": (changed(*FIRST, "shape", to=[2, 6]), "do not fill"),
     "an overlap": (changed(*FIRST, "shape", to=[4, 6]), "do not fill"),
     "one piece too many": (changed("tensors", "a.bias", "pieces", to=[]), "do not fill"),
+    "a piece larger than its file": (changed("files", "shard-1.safetensors", "bytes", to=23), "which has 23"),
+    "an infinite number": (changed("state", "x", to=1).replace(b'"x": 1', b'"x": 1e999'), "a number is 1e999"),
+    "a very long number": (changed("step", to=1).replace(b'"step": 1,', b'"step": ' + b"9" * 5000 + b","), "not JSON"),
+    "half of a character": (changed("tensors", "\ud800", to={}), "not JSON"),
+    "another encoding": (manifest().to_bytes().decode().encode("utf-16"), "not JSON"),
+    "more parts than there can be": (b"[" + b"[]," * (2**25 // 2) + b"[]]", "parts"),
     "deep nesting": (b"[" * 100_000 + b"]" * 100_000, "levels deep"),
     "deep nesting in the state": (changed("state", "x", to=json.loads("[" * 90 + "]" * 90)), "levels deep"),
     "not a number": (manifest().to_bytes().replace(b"120", b"NaN", 1), "NaN"),
@@ -161,16 +167,49 @@ def test_any_bytes_are_refused_or_read(text: bytes) -> None:
         Manifest.parse(text)
 
 
+def check(text: bytes) -> bool:
+    """Whether it is read; then nothing in it contradicts itself, and it is written as it was read."""
+    try:
+        read = Manifest.parse(text)
+    except ShoalError:
+        return False
+    assert Manifest.parse(read.to_bytes()) == read
+    for entry in read.tensors.values():
+        assert tiles(entry.shape, [(piece.begin, piece.shape) for piece in entry.pieces])
+        assert all(piece.file in read.files for piece in entry.pieces)
+    assert all("/" not in name and not name.startswith(".") for name in read.files)
+    return True
+
+
 @given(st.data())
 @settings(max_examples=300, deadline=None)
 def test_a_damaged_manifest_is_refused_or_says_what_can_be(data: st.DataObject) -> None:
     text = bytearray(manifest().to_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
         text[data.draw(st.integers(0, len(text) - 1))] = data.draw(st.integers(0, 255))
-    try:
-        read = Manifest.parse(bytes(text))
-    except ShoalError:
-        return
-    for entry in read.tensors.values():
-        assert tiles(entry.shape, [(piece.begin, piece.shape) for piece in entry.pieces])
-        assert all(piece.file in read.files for piece in entry.pieces)
+    check(bytes(text))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_manifest_with_other_values_is_refused_or_says_what_can_be(data: st.DataObject) -> None:
+    """The text is JSON as before, and what it says at some places is not."""
+    tree = json.loads(manifest().to_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        below: Any = tree
+        for _ in range(data.draw(st.integers(0, 5))):
+            inner = list(below.values()) if isinstance(below, dict) else below
+            inner = [value for value in inner if isinstance(value, dict | list) and value]
+            if not inner:
+                break
+            below = data.draw(st.sampled_from(inner))
+        key = data.draw(st.sampled_from(sorted(below) if isinstance(below, dict) else range(len(below))))
+        below[key] = data.draw(JSON | st.sampled_from([0, 1, 3, 4, 6, [0], [3, 0], [4, 6], "F32", HASH]))
+    check(json.dumps(tree).encode())

@@ -36,35 +36,65 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
 
 
+def claimed(resume: str = "auto", *, ended: bool = False, **run: Any) -> RunDirectory:
+    """A directory that a process had, and that it has left."""
+    directory = RunDirectory.claim(recipe(**run), resume)
+    if ended:
+        directory.write_summary({"steps": 2, "was_stopped": False})
+    directory.close()
+    return directory
+
+
 def test_the_first_free_name_is_taken() -> None:
-    assert [RunDirectory.claim(recipe(name="a")).path for _ in range(3)] == [
-        Path("runs/a"),
-        Path("runs/a-2"),
-        Path("runs/a-3"),
-    ]
+    assert [claimed(name="a", ended=True).path.name for _ in range(3)] == ["a", "a-2", "a-3"]
+
+
+def test_the_last_name_goes_on_unless_it_has_ended_or_is_of_another_recipe() -> None:
+    assert not claimed(name="a").goes_on
+    again = claimed(name="a")
+    assert (again.path, again.goes_on) == (Path("runs/a"), True)
+    other = claimed(name="a", seed=7)
+    assert (other.path, other.goes_on) == (Path("runs/a-2"), False)
+    assert claimed(name="a").path == Path("runs/a-3")  # the last one is the other's
+    assert claimed("fresh", name="a").path == Path("runs/a-4")
+
+
+def test_a_directory_in_use_is_left_alone() -> None:
+    held = RunDirectory.claim(recipe(name="a"))
+    assert claimed(name="a").path == Path("runs/a-2")
+    for resume in ("auto", "latest", "fresh"):
+        with pytest.raises(ShoalError, match="another process is training in"):
+            RunDirectory.claim(recipe(dir="runs/a"), resume)
+    held.close()
+    assert claimed(dir="runs/a").goes_on
 
 
 def test_an_empty_folder_may_be_used() -> None:
     Path("mine").mkdir()
-    assert RunDirectory.claim(recipe(dir="mine")).path == Path("mine")
+    assert claimed(dir="mine").path == Path("mine")
     assert yaml.safe_load(Path("mine/recipe.yaml").read_text())["run"]["dir"] == "mine"
 
 
 def test_the_difference_to_the_earlier_run_is_told() -> None:
-    RunDirectory.claim(recipe(dir="mine", seed=1))
+    claimed(dir="mine", seed=1, ended=True)
     before = Path("mine/recipe.yaml").read_bytes()
-    with pytest.raises(ShoalError, match=r"another recipe: run.seed: 1 → 2; nothing was touched"):
-        RunDirectory.claim(recipe(dir="mine", seed=2))
-    with pytest.raises(ShoalError, match="a run of this recipe; nothing was touched"):
+    for resume in ("auto", "latest", "7"):
+        with pytest.raises(ShoalError, match=r"another recipe: run.seed: 1 → 2; nothing was touched"):
+            RunDirectory.claim(recipe(dir="mine", seed=2), resume)
+    with pytest.raises(ShoalError, match="a run of this recipe, which has ended; nothing was touched"):
         RunDirectory.claim(recipe(dir="./mine", seed=1))
     assert Path("mine/recipe.yaml").read_bytes() == before
+    assert claimed("latest", dir="mine", seed=1, duration="900step", log_every=5).goes_on
+    assert not Path("mine/summary.json").exists()
 
 
 def test_overwrite_removes_a_run_and_nothing_else() -> None:
-    RunDirectory.claim(recipe(dir="mine"))
+    claimed(dir="mine")
     Path("mine/metrics.jsonl").write_text("old")
-    RunDirectory.claim(recipe(dir="mine", overwrite=True))
+    Path("mine/checkpoints").mkdir()
+    assert not claimed(dir="mine", overwrite=True).goes_on
     assert not Path("mine/metrics.jsonl").exists()
+    assert not Path("mine/checkpoints").exists()
     Path("other").mkdir()
     Path("other/notes.txt").write_text("precious")
     with pytest.raises(ShoalError, match="holds no run of shoal"):
@@ -72,8 +102,16 @@ def test_overwrite_removes_a_run_and_nothing_else() -> None:
     assert Path("other/notes.txt").read_text() == "precious"
 
 
+def test_what_was_told_of_later_steps_is_left_out() -> None:
+    directory = claimed(dir="mine")
+    lines = ['{"step": 1, "loss": 2.5}', '{"step": 2, "loss": 2.0}', '{"step": 2, "eval_loss": 2.1}', '{"step": 3}']
+    Path("mine/metrics.jsonl").write_text("\n".join([*lines, '{"step": 4, "lo']))
+    directory.forget_after(2)
+    assert Path("mine/metrics.jsonl").read_text().splitlines() == lines[:3]
+
+
 def test_a_summary_is_json_whatever_the_loss() -> None:
-    directory = RunDirectory.claim(recipe(dir="mine"))
+    directory = claimed(dir="mine")
     directory.write_summary({"steps": 2, "loss_last": float("nan"), "mfu": None})
     assert json.loads(Path("mine/summary.json").read_text()) == {"steps": 2, "loss_last": "nan", "mfu": None}
 

@@ -115,7 +115,7 @@ def test_what_is_not_a_recipe_is_refused(tmp_path: Path, text: str, message: str
         ("run: {duration: 1e400step}", "is not a duration"),
         ("run: {seed: 1, seed: 2}", "'seed' stands twice"),
         ("launch: {timeout: 1e14}", "less than or equal"),
-        ("resume: true", "no checkpoints to resume from"),
+        ("save_steps: 100", "checkpoint.every"),
     ],
 )
 def test_what_cannot_be_is_refused_with_a_fix(tmp_path: Path, text: str, message: str) -> None:

@@ -190,7 +190,41 @@ class LaunchSection(Section):
     """Seconds that a rank waits for the others in one collective before it gives up."""
 
     patience: PositiveFloat = 30.0
-    """Seconds that ranks have to finish their step after Ctrl-C or SIGTERM before they are killed."""
+    """Seconds that ranks have to finish their step, and to save, after Ctrl-C, SIGTERM or SIGUSR1 before they are
+    killed."""
+
+    max_restarts: Annotated[int, Number, Field(ge=0)] = 3
+    """How often all workers are started again, from the last checkpoint, after one of them has died. torchrun has its
+    own flag of this name."""
+
+
+def _interval(value: Any) -> Any:
+    """`auto`, or a duration as it is spelled everywhere."""
+    return "auto" if value == "auto" else str(Duration.parse(value))
+
+
+class CheckpointSection(Section):
+    """When a run is saved, and where. The same command goes on from the last step that was saved, on any layout."""
+
+    every: Annotated[str, BeforeValidator(_interval)] = "auto"
+    """How often: `100step`, `10min`; 0step: only when the run ends or is asked to stop. auto: so often that saving and
+    doing steps over after a failure together cost least, from the measured cost of a save and from `mtbf`."""
+
+    dir: str | None = None
+    """A folder, or a URL of an object store (`s3://bucket/run`). None: `checkpoints` in the run directory."""
+
+    keep: PositiveInt = 2
+    """How many of the newest steps are kept."""
+
+    mtbf: DurationField = Duration(24, "h")
+    """The mean time between two failures that `auto` reckons with."""
+
+    memory_every: DurationField = Duration(0, "step")
+    """How often the state is also kept in this host's shared memory, from which a run goes on after a worker has died
+    without reading a disk: `1step`. It takes two to three times the size of the state. 0step: never."""
+
+    memory_dir: str = "/dev/shm"
+    """The memory file system to keep it in."""
 
 
 class RunSection(Section):
@@ -200,10 +234,11 @@ class RunSection(Section):
     """Names the run directory and the run in a tracker."""
 
     dir: str | None = None
-    """The run directory. None: the first of `runs/NAME`, `runs/NAME-2`, ... that is free."""
+    """The run directory. None: the last of `runs/NAME`, `runs/NAME-2`, ... if it holds a run of this recipe that has
+    not ended, which then goes on; else the first one that is free."""
 
     overwrite: bool = False
-    """True: an earlier run in `dir` is removed first."""
+    """True: an earlier run in `dir` is removed first, with its checkpoints."""
 
     duration: DurationField = Duration(200, "step")
     """How long to train: `1000step`, `2epoch`, `1e9tok`, `10min`."""
@@ -276,4 +311,5 @@ class Recipe(Section):
     """The parallel layout: words such as `dp_replicate=2 mb=4 bf16`, or the same as keys. `auto`, alone or among other
     words, lets the planner fill in what they leave open."""
     launch: LaunchSection = LaunchSection()
+    checkpoint: CheckpointSection = CheckpointSection()
     run: RunSection = RunSection()

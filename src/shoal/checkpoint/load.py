@@ -3,36 +3,68 @@ reads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
 
+from shoal.checkpoint.disk import Disk
 from shoal.checkpoint.manifest import Entry, Manifest, Piece, Shape
-from shoal.checkpoint.shard import DTYPES, Reader
-from shoal.checkpoint.state import Held, held_by, make_states
+from shoal.checkpoint.shard import DTYPES, Reader, Reading
+from shoal.checkpoint.state import Held, Holder, held_by, make_states
 from shoal.checkpoint.store import Store
-from shoal.errors import Problem, ShoalError, raise_if
-from shoal.parallel.composed import Composed
+from shoal.checkpoint.together import together
+from shoal.comm.world import World
+from shoal.errors import Problem, RunFailed, ShoalError
+from shoal.numerics.pieces import local
 
 
-def load(store: Store, composed: Composed, optimizer: Optimizer, *, step: int | None = None) -> Manifest:
-    """Fill a run with what was saved of a step; None: the newest. Returns its manifest."""
-    steps = store.steps()
-    if not steps:
-        raise ShoalError(f"there is no checkpoint in {store.root}", fix="the directory that a run was saved to")
-    manifest = store.manifest(steps[-1] if step is None else step)
-    make_states(composed, optimizer, _kinds(manifest), dict(manifest.state.get("scalars", {})))
-    held = list(held_by(composed, optimizer))
-    raise_if(_misfits(manifest, held), title=f"step {manifest.step} of {store.root} is of another model")
-    with _Files(store.path(manifest.step), manifest) as files, torch.no_grad():
+class Misfit(ShoalError):
+    """The checkpoint is whole, and of another model: an older one would be, too."""
+
+
+def load(store: Store, holder: Holder, *, step: int) -> Manifest:
+    """Fill this rank's part of a run with what was saved of a step. Returns its manifest."""
+    manifest = store.manifest(step)
+    make_states(holder, _kinds(manifest), dict(manifest.state.get("scalars", {})))
+    held = list(held_by(holder))
+    if misfits := list(_misfits(manifest, held)):
+        raise Misfit(*misfits, title=f"step {step} of {store.root} is of another model")
+    with _Files(store.path(step), manifest, store.disk) as files, torch.no_grad():
         for piece in held:
             fill(piece, manifest.tensors[piece.name], files)
+        for parameter, copy in holder.copies.items():
+            copy.copy_(local(parameter))
     return manifest
+
+
+def load_newest(
+    stores: Sequence[Store], world: World, holder: Holder, say: Callable[[str], None] = lambda text: None
+) -> Manifest | None:
+    """Fill a run with the newest step that is whole, wherever it is; every rank calls it. None: there is none at all.
+    What is damaged is told, and the one before it is tried."""
+    places = {step: place for place, store in reversed([*enumerate(stores)]) for step in store.steps()}
+    known = world.all_gather_object(places)[0]  # one rank has looked for all
+    told: list[Problem] = []
+    for step in sorted(known, reverse=True):
+        try:
+            return load_step(stores[known[step]], world, holder, step)
+        except Misfit:
+            raise
+        except ShoalError as error:
+            told += error.problems
+            say(f"step {step} cannot be used, and the one before it is tried: {error}")
+    if told:
+        raise RunFailed(*told, title=f"the checkpoints in {stores[-1].root}, of which not one can be used")
+    return None
+
+
+def load_step(store: Store, world: World, holder: Holder, step: int) -> Manifest:
+    """Fill a run with one step; every rank calls it, and all raise if one cannot."""
+    how = {"failed": f"step {step} of {store.root} was not loaded", "fix": "load another step: --resume STEP"}
+    return together(world, lambda: load(store, holder, step=step), **how)[0]
 
 
 def fill(held: Held, entry: Entry, files: _Files) -> None:
@@ -40,7 +72,7 @@ def fill(held: Held, entry: Entry, files: _Files) -> None:
     for piece in entry.pieces:
         here, there = overlap(held.begin, tuple(held.value.shape), piece)
         if all(part.stop > part.start for part in here):
-            held.value[here].copy_(_read(files, entry, piece, there))
+            files[piece.file].fill(held.value[here], piece.key, entry.dtype, piece.shape, there)
 
 
 def overlap(begin: Shape, shape: Shape, piece: Piece) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
@@ -55,12 +87,6 @@ def overlap(begin: Shape, shape: Shape, piece: Piece) -> tuple[tuple[slice, ...]
         here.append(slice(first - own, last - own))
         there.append(slice(first - other, last - other))
     return tuple(here), tuple(there)
-
-
-def _read(files: _Files, entry: Entry, piece: Piece, part: tuple[slice, ...]) -> Tensor:
-    first = part[0] if part else slice(0, 1)
-    rows = files[piece.file].rows(piece.key, entry.dtype, piece.shape, first.start, first.stop)
-    return rows[(slice(None), *part[1:])] if part else rows
 
 
 def _kinds(manifest: Manifest) -> dict[str, dict[str, torch.dtype]]:
@@ -84,22 +110,25 @@ def _misfits(manifest: Manifest, held: list[Held]) -> Iterator[Problem]:
 
 
 class _Files(Mapping[str, Reader]):
-    """The files of a step, each opened when it is first asked for."""
+    """The files of a step, each opened when it is first asked for; they share the threads that read and hash."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self.folder, self.manifest = folder, manifest
+    def __init__(self, folder: Path, manifest: Manifest, disk: Disk | None = None) -> None:
+        self.folder, self.manifest, self.disk = folder, manifest, disk or Disk()
         self._open: dict[str, Reader] = {}
         self._stack = ExitStack()
+        self._reading = Reading()
 
     def __enter__(self) -> _Files:
         return self
 
     def __exit__(self, *_: Any) -> None:
+        self._reading.close()
         self._stack.close()
 
     def __getitem__(self, name: str) -> Reader:
         if name not in self._open:
-            self._open[name] = self._stack.enter_context(Reader(self.folder / name, self.manifest.files[name]))
+            reader = Reader(self.folder / name, self.manifest.files[name], disk=self.disk, reading=self._reading)
+            self._open[name] = self._stack.enter_context(reader)
         return self._open[name]
 
     def __iter__(self) -> Iterator[str]:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -43,6 +44,8 @@ MOST_BYTES = 256 * 2**20
 """Of a manifest: that of a model with a million tensors on a thousand ranks is smaller."""
 MOST_DIMS = 8
 MOST_ELEMENTS = 2**53
+MOST_PARTS = 2**25
+"""Brackets and commas of a manifest: what it becomes in memory grows with them. That of a million tensors has fewer."""
 DEEPEST = 64
 """Levels of nesting."""
 
@@ -123,7 +126,14 @@ class Manifest:
     @classmethod
     def parse(cls, text: bytes) -> Manifest:
         """Read what somebody has written; raises if anything in it cannot be."""
-        tree = _Reader("", _json(text))
+        if len(text) > MOST_BYTES:
+            raise _wrong(f"has {len(text):,} bytes", f"at most {MOST_BYTES:,}")
+        try:
+            tree = _Reader("", read_json(text))
+        except ShoalError:
+            raise
+        except ValueError as error:  # UnicodeDecodeError is one
+            raise _wrong(f"is not JSON that can be read: {error}", "the file that was written") from None
         if tree.text("format") != FORMAT:
             raise _wrong(f"is of the format {tree.value['format']!r}", f"a manifest of the format {FORMAT!r}")
         if tree.number("version") != VERSION:
@@ -172,6 +182,10 @@ def _entry(said: _Reader, files: Mapping[str, File]) -> Entry:
     if dtype not in SIZES:
         raise _wrong(f"says that {said.place} is of {dtype[:40]!r}", f"one of {', '.join(SIZES)}")
     pieces = tuple(_piece(_Reader(f"{said.place}: a piece", one), len(shape), files) for one in said.list("pieces"))
+    for piece in pieces:
+        needed, size = prod(piece.shape) * SIZES[dtype], files[piece.file].size
+        if needed > size:
+            raise _wrong(f"puts {needed} bytes of {said.place} into {piece.file!r}, which has {size}", "a larger file")
     if not tiles(shape, ((piece.begin, piece.shape) for piece in pieces)):
         raise _wrong(
             f"has pieces of {said.place} that do not fill its shape {list(shape)}, each place once", "all of it"
@@ -235,18 +249,17 @@ class _Mapping(_Reader):
         return ((name, _Reader(repr(name[:200]), value)) for name, value in self.value.items())
 
 
-def _json(text: bytes) -> Any:
-    """What the text says, if it is not too long, not too deep, and says nothing twice."""
-    if len(text) > MOST_BYTES:
-        raise _wrong(f"has {len(text):,} bytes", f"at most {MOST_BYTES:,}")
+def read_json(text: bytes) -> Any:
+    """What a text says, if it has no more parts than a checkpoint needs, is not too deep, and says nothing twice.
+    Raises `ValueError` before it costs more than a multiple of what was sent."""
+    if sum(map(text.count, (b"[", b"{", b","))) > MOST_PARTS:
+        raise ValueError(f"more than {MOST_PARTS:,} parts")
     if _depth(text) > DEEPEST:
-        raise _wrong(f"is nested more than {DEEPEST} levels deep", "a flat one")
+        raise ValueError(f"nested more than {DEEPEST} levels deep")
     try:
-        return json.loads(text, object_pairs_hook=_no_twins, parse_constant=_no_constant)
-    except ShoalError:
-        raise
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one
-        raise _wrong(f"is not JSON: {error}", "the file that was written") from None
+        return json.loads(text.decode(), object_pairs_hook=_no_twins, parse_constant=_no_constant, parse_float=_finite)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
 
 
 def _depth(text: bytes) -> int:
@@ -262,12 +275,18 @@ def _depth(text: bytes) -> int:
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise _wrong("says something twice", "every key once")
+        raise ValueError("it says something twice")
+    "".join(found).encode()  # raises where a name holds half of a character, which nobody could print
     return found
 
 
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _no_constant(text)
+
+
 def _no_constant(word: str) -> Any:
-    raise _wrong(f"has a number that is {word}", "numbers")
+    raise ValueError(f"a number is {word[:40]}")
 
 
 def _wrong(what: str, wanted: str) -> ShoalError:

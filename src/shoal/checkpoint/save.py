@@ -7,54 +7,71 @@ all       ────────────────┴─ write a shard, 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from torch.optim import Optimizer
+from torch import Tensor
 
 from shoal.checkpoint import shard
 from shoal.checkpoint.manifest import Entry, File, Manifest, Piece, Shape
-from shoal.checkpoint.state import held_by, scalars_of
+from shoal.checkpoint.state import Held, Holder, held_by, scalars_of
 from shoal.checkpoint.store import Store
 from shoal.checkpoint.together import together
 from shoal.comm.world import World
-from shoal.parallel.composed import Composed
 
 Told = tuple[str, str, Shape, Shape, Shape]
 """Of one piece: the tensor's name, its dtype and whole shape, where the piece begins, and its shape."""
 
 
-def save(
-    store: Store, world: World, composed: Composed, optimizer: Optimizer, *, step: int, state: Mapping[str, Any]
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What one rank has to tell of a step. `values` are the run's own tensors, or copies that it does not touch."""
+
+    step: int
+    pieces: list[Held]
+    values: list[Tensor]
+    scalars: dict[str, dict[str, float]]
+    state: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, holder: Holder, *, step: int, state: Mapping[str, Any]) -> Snapshot:
+        """The run as it is now; nothing is copied."""
+        told = (piece for piece in held_by(holder) if piece.is_told)
+        pieces = [
+            piece for piece in told if piece.value.numel() or not prod(piece.whole)
+        ]  # an empty share says nothing
+        return cls(step, pieces, [piece.value for piece in pieces], scalars_of(holder), state)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the values."""
+        return sum(value.numel() * value.element_size() for value in self.values)
+
+
+def save(store: Store, world: World, snapshot: Snapshot) -> None:
     """Write one step; returns on every rank when it is on the disk, and raises on every rank if it could not be."""
+    step = snapshot.step
     how = {
         "failed": f"the checkpoint of step {step} was not saved, and the one before it is as it was",
-        "fix": "make room, or save to a directory that can be written to",
+        "fix": "make room, or --checkpoint.dir SOMEWHERE that can be written to",
     }
     together(world, lambda: store.begin(step) if world.is_main else None, **how)
-    told = together(world, lambda: _write_own(store, world, composed, optimizer, step), **how)
+    told = together(world, lambda: _write_own(store, world, snapshot), **how)
     scalars = {name: numbers for _, _, _, own in told for name, numbers in own.items()}
-    known = {**state, "scalars": scalars}
+    known = {**snapshot.state, "scalars": scalars}
     together(world, lambda: _commit(store, told, step, known) if world.is_main else None, **how)
 
 
 def _write_own(
-    store: Store, world: World, composed: Composed, optimizer: Optimizer, step: int
+    store: Store, world: World, snapshot: Snapshot
 ) -> tuple[str, File | None, list[Told], dict[str, dict[str, float]]]:
-    told_here = (piece for piece in held_by(composed, optimizer) if piece.is_told)
-    own = [piece for piece in told_here if piece.value.numel() or not prod(piece.whole)]  # an empty share says nothing
     name = f"shard-{world.rank:05d}.safetensors"
-    file = (
-        shard.write(store.draft(step) / name, {key_of(p.name, p.begin): p.value for p in own}, store.disk)
-        if own
-        else None
-    )
-    told = [
-        (piece.name, shard.NAMES[piece.value.dtype], piece.whole, piece.begin, tuple(piece.value.shape))
-        for piece in own
-    ]
-    return name, file, told, scalars_of(composed, optimizer)
+    pairs = list(zip(snapshot.pieces, snapshot.values, strict=True))
+    keyed = {key_of(piece.name, piece.begin): value for piece, value in pairs}
+    file = shard.write(store.draft(snapshot.step) / name, keyed, store.disk) if pairs else None
+    told = [(p.name, shard.NAMES[value.dtype], p.whole, p.begin, tuple(value.shape)) for p, value in pairs]
+    return name, file, told, snapshot.scalars
 
 
 def key_of(name: str, begin: Shape) -> str:

@@ -10,8 +10,8 @@ any other has written, by asking for its own boxes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,8 +40,23 @@ class Held:
     """Whether this rank writes it, of all that hold the same."""
 
 
-def held_by(composed: Composed, optimizer: Optimizer) -> Iterator[Held]:
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """What holds the tensors of a run on this rank."""
+
+    composed: Composed
+    optimizer: Optimizer
+    copies: Mapping[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+    """Parameters whose copies in host memory the optimizer has instead (`offload=optimizer`)."""
+
+    def updated(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What the optimizer updates for a parameter."""
+        return self.copies.get(parameter, parameter)
+
+
+def held_by(holder: Holder) -> Iterator[Held]:
     """Everything that this rank holds of a run, optimizer states as far as there are any."""
+    composed = holder.composed
     firsts = {second: first for first, second in composed.tied}
     for name, parameter in composed.named.items():
         whole, (begin, shape), is_told = composed.shapes[name], composed.box(name), composed.speaks_for(name)
@@ -49,7 +64,7 @@ def held_by(composed: Composed, optimizer: Optimizer) -> Iterator[Held]:
         value = local(parameter.detach())
         assert tuple(value.shape) == shape, f"{name} has the box {shape} and holds {tuple(value.shape)}"
         yield Held(f"model/{known}", whole, begin, value, is_told)
-        for kind, state in optimizer.state.get(parameter, {}).items():
+        for kind, state in holder.optimizer.state.get(holder.updated(parameter), {}).items():
             if isinstance(state, Tensor) and state.dim() == parameter.dim() > 0:
                 yield Held(f"optimizer/{kind}/{known}", whole, begin, local(state), is_told)
     is_first = all(not place for axis, place in composed.mesh.coordinate.items() if axis != "pp")
@@ -65,29 +80,28 @@ def _learnt(composed: Composed) -> Iterator[tuple[str, Tensor]]:
                 yield name, buffer
 
 
-def scalars_of(composed: Composed, optimizer: Optimizer) -> dict[str, dict[str, float]]:
+def scalars_of(holder: Holder) -> dict[str, dict[str, float]]:
     """Name → what the optimizer keeps of a parameter in one number, of the parameters that this rank tells."""
     found: dict[str, dict[str, float]] = {}
-    for name, parameter in composed.named.items():
-        states = optimizer.state.get(parameter, {})
+    for name, parameter in holder.composed.named.items():
+        states = holder.optimizer.state.get(holder.updated(parameter), {})
         numbers = {
             kind: float(state)
             for kind, state in states.items()
             if not isinstance(state, Tensor) or state.dim() == 0 or not parameter.dim()
         }
-        if numbers and composed.speaks_for(name):
+        if numbers and holder.composed.speaks_for(name):
             found[name] = numbers
     return found
 
 
-def make_states(
-    composed: Composed, optimizer: Optimizer, kinds: dict[str, dict[str, torch.dtype]], scalars: dict[str, Any]
-) -> None:
+def make_states(holder: Holder, kinds: dict[str, dict[str, torch.dtype]], scalars: dict[str, Any]) -> None:
     """Let the optimizer hold, for each parameter of this rank, states of the kinds that a checkpoint has."""
-    firsts = {second: first for first, second in composed.tied}
+    optimizer = holder.optimizer
+    firsts = {second: first for first, second in holder.composed.tied}
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
-    for name, parameter in composed.named.items():
-        known = firsts.get(name, name)
+    for name, of_model in holder.composed.named.items():
+        known, parameter = firsts.get(name, name), holder.updated(of_model)
         if parameter not in groups or (known not in kinds and known not in scalars):
             continue
         state = optimizer.state[parameter]

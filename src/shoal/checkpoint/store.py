@@ -5,112 +5,252 @@
       step-00000120/
       step-00000120-2/        saved once more; the later one counts, and the earlier one goes when it is there
       latest                  the name of the newest one; moves last
+      aside-step-00000130/    what a run has left behind that went on from an earlier step; nobody removes it
       .draft-step-00000140/   on its way; what a crash leaves of it is removed by the next save
 
 A step is written under the name of a draft, every file of it is on the disk before its manifest, the manifest before
 the rename, and the rename before `latest` moves. So whatever moment a process dies at, the newest step that is there is
 one that was finished. Nothing that is finished is ever written to again.
+
+An object store has no rename. There the files of a step have their last names from the start, and it is a step when its
+manifest is there; one is set aside by an object beside it, `aside-step-00000130`, that says so.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from shoal.checkpoint.disk import Disk
 from shoal.checkpoint.manifest import MOST_BYTES, NAME, Manifest
-from shoal.errors import ShoalError
+from shoal.checkpoint.remote import disk_at
+from shoal.errors import Problem, ShoalError
 
+LATEST = "latest"
+ASIDE = "aside-"
+DRAFT = ".draft-"
 _STEP = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 
 
 class Store:
     """The checkpoints of one run, on a disk."""
 
-    def __init__(self, root: Path, disk: Disk | None = None) -> None:
+    def __init__(self, root: Path, disk: Disk | None = None, *, where: str = "") -> None:
         self.root, self.disk = root, disk or Disk()
+        self.where = where or str(root)
+        """As a person names it: the path, or the URL."""
 
-    def path(self, step: int) -> Path:
-        """Of a step that is done; where it would be, if it is not."""
-        return max(self._found().get(step, {1: self.root / f"step-{step:08d}"}).items())[1]
+    @classmethod
+    def at(cls, where: str | Path) -> Store:
+        """In a directory of this machine, or at a URL of any store that fsspec knows."""
+        disk, root = disk_at(where)
+        return cls(root, disk, where=str(where))
+
+    # ---- saving -----------------------------------------------------------------------------------------------------
 
     def draft(self, step: int) -> Path:
         """Of a step that is on its way."""
-        return self.root / f".draft-step-{step:08d}"
+        self.disk.saving(step)
+        if self.disk.renames:
+            return self.root / f"{DRAFT}step-{step:08d}"
+        return self._next(step)
 
     def begin(self, step: int) -> Path:
         """Make room for a step, by one rank; drafts that were never finished go."""
+        self.disk.saving(step, again=True)
         self.disk.make(self.root)
-        for left in sorted(self.root.glob(".draft-*")):
+        for left in self._leftovers():
             self.disk.remove(left)
-        self.disk.make(self.draft(step))
-        return self.draft(step)
+        draft = self.draft(step)
+        self.disk.make(draft)
+        return draft
 
     def commit(self, manifest: Manifest) -> Path:
-        """Finish a step, by one rank, when all files of it are on the disk."""
+        """Finish a step, by one rank, when all files of it are on the disk. What fails leaves no draft, if it can."""
         draft, disk = self.draft(manifest.step), self.disk
-        file = disk.create(draft / NAME)
-        disk.write(file, manifest.to_bytes())
-        disk.close(file)
-        disk.sync(draft)
         earlier = self._found().get(manifest.step, {})
-        number = max(earlier, default=0) + 1
-        done = self.root / f"step-{manifest.step:08d}{f'-{number}' * (number > 1)}"
-        disk.rename(draft, done)
+        done = self._next(manifest.step)
+        try:
+            self.disk.put(draft / NAME, manifest.to_bytes())
+            disk.sync(draft)
+            if draft != done:
+                disk.rename(draft, done)
+        except OSError:
+            self.abandon(manifest.step)
+            raise
         disk.sync(self.root)
         self._point_to(done.name)
         for old in earlier.values():
             self._drop(old)
         return done
 
+    def abandon(self, step: int) -> None:
+        """Remove what there is of a step that will not be finished, as far as that can be done."""
+        with suppress(OSError):
+            self.disk.remove(self.draft(step))
+
+    def _next(self, step: int) -> Path:
+        """The name that a step gets when it is done."""
+        number = max(self._named().get(step, {}), default=0) + 1
+        return self.root / f"step-{step:08d}{f'-{number}' * (number > 1)}"
+
+    def _leftovers(self) -> list[Path]:
+        """What nobody will finish."""
+        names = self.disk.names(self.root)
+        left = [name for name in names if name.startswith(DRAFT)]
+        if not self.disk.renames:
+            left += [name for name in names if _STEP.fullmatch(name) and not self.disk.has(self.root / name / NAME)]
+        return [self.root / name for name in left]
+
     def _point_to(self, name: str) -> None:
-        new = self.root / ".draft-latest"
-        file = self.disk.create(new)
-        self.disk.write(file, f"{name}\n".encode())
-        self.disk.close(file)
-        self.disk.rename(new, self.root / "latest")
+        text = f"{name}\n".encode()
+        if not self.disk.renames:
+            self.disk.put(self.root / LATEST, text)
+            return
+        new = self.root / f"{DRAFT}{LATEST}"
+        self.disk.put(new, text)
+        self.disk.rename(new, self.root / LATEST)
         self.disk.sync(self.root)
+
+    # ---- what is there ----------------------------------------------------------------------------------------------
+
+    def path(self, step: int) -> Path:
+        """Of a step that is done; where it would be, if it is not."""
+        return max(self._found().get(step, {1: self.root / f"step-{step:08d}"}).items())[1]
 
     def steps(self) -> list[int]:
         """Those that are done, the oldest first."""
         return sorted(self._found())
 
-    def _found(self) -> dict[int, dict[int, Path]]:
-        """Step → how often it was saved → where. Only what has a manifest is done."""
-        found: dict[int, dict[int, Path]] = {}
-        for path in self.root.iterdir() if self.root.is_dir() else ():
-            match = _STEP.fullmatch(path.name)
-            if match and (path / NAME).is_file():
-                found.setdefault(int(match[1]), {})[int(match[2] or 1)] = path
-        return found
-
     def manifest(self, step: int) -> Manifest:
         """Of a step that is done."""
         path = self.path(step) / NAME
         try:
-            with path.open("rb") as file:
-                text = file.read(MOST_BYTES + 1)
+            text = self.disk.read(path, MOST_BYTES + 1)
         except OSError as error:
             known = ", ".join(map(str, self.steps()[-5:])) or "none"
             raise ShoalError(
-                f"there is no checkpoint of step {step} in {self.root}: {error.strerror}",
+                f"there is no checkpoint of step {step} in {self.where}: {error.strerror or error}",
                 fix=f"steps that are: {known}",
             ) from error
-        read = Manifest.parse(text)
+        try:
+            read = Manifest.parse(text)
+        except ShoalError as error:
+            raise ShoalError(*(Problem(f"{path.parent.name}: {p.what}", p.fix) for p in error.problems)) from error
         if read.step != step:
             raise ShoalError(f"{path} says that it is of step {read.step}", fix="load another one: this one was moved")
         return read
 
+    def good(self, steps: Iterable[int] | None = None) -> tuple[int | None, dict[int, str]]:
+        """The newest of some steps (None: of all) with a manifest that can be read and files of the sizes that it says,
+        and what is wrong with each one that is newer. What their bytes are is not looked at."""
+        wrong: dict[int, str] = {}
+        for step in sorted(self.steps() if steps is None else steps, reverse=True):
+            try:
+                self._check_sizes(step)
+            except ShoalError as error:
+                wrong[step] = str(error)
+            else:
+                return step, wrong
+        return None, wrong
+
+    def _check_sizes(self, step: int) -> None:
+        folder, problems = self.path(step), []
+        for name, file in self.manifest(step).files.items():
+            try:
+                size = self.disk.size(folder / name)
+                what = f"has {size:,} bytes, and the manifest says {file.size:,}" if size != file.size else ""
+            except OSError as error:
+                what = f"cannot be read: {error.strerror or error}"
+            if what:
+                problems.append(Problem(f"{folder.name}/{name} {what}", "load another step: --resume STEP"))
+        if problems:
+            raise ShoalError(*problems)
+
+    def _named(self) -> dict[int, dict[int, Path]]:
+        """Step → how often it was saved → where. Only what has a manifest is done."""
+        found: dict[int, dict[int, Path]] = {}
+        for name in self.disk.names(self.root):
+            match = _STEP.fullmatch(name)
+            if match and self.disk.has(self.root / name / NAME):
+                found.setdefault(int(match[1]), {})[int(match[2] or 1)] = self.root / name
+        return found
+
+    def _found(self) -> dict[int, dict[int, Path]]:
+        """Those that nobody has set aside."""
+        if self.disk.renames:
+            return self._named()
+        aside = {name.removeprefix(ASIDE) for name in self.disk.names(self.root) if name.startswith(ASIDE)}
+        kept = {
+            step: {number: path for number, path in saved.items() if path.name not in aside}
+            for step, saved in self._named().items()
+        }
+        return {step: saved for step, saved in kept.items() if saved}
+
+    # ---- making room ------------------------------------------------------------------------------------------------
+
+    def room(self, num_bytes: int) -> None:
+        """Raise if so many bytes have no place here, or if nothing can be written here at all."""
+        try:
+            self.disk.probe(self.root)
+        except Exception as error:  # each store has its own
+            why = (
+                error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+            )
+            raise ShoalError(f"{self.where} cannot be written to: {why}", fix="--checkpoint.dir ELSEWHERE") from error
+        free = self.disk.free(self.root)
+        if free is not None and free < num_bytes:
+            raise ShoalError(
+                f"{self.where} has room for {free / 2**30:.2f} GiB, and a checkpoint needs {num_bytes / 2**30:.2f} GiB",
+                fix="--checkpoint.dir ELSEWHERE, or make room",
+            )
+
     def retain(self, number: int) -> list[int]:
-        """Remove all but the newest ones; returns those that are gone. The newest is never removed."""
-        gone = self.steps()[: -max(1, number)]
+        """Remove all but the newest ones; returns those that are gone. The newest is never removed, nor is the newest
+        one that is good."""
+        steps = self.steps()
+        gone, kept = steps[: -max(1, number)], steps[-max(1, number) :]
+        if gone and self.good(kept)[0] is None:
+            last = self.good(gone)[0]
+            gone = [step for step in gone if step != last]
         for step in gone:
-            for path in self._found()[step].values():
+            for path in self._found().get(step, {}).values():
                 self._drop(path)
         return gone
 
+    def set_aside(self, *, after: int) -> list[int]:
+        """Take the steps after one out of the way of a run that goes on from there, and remove none; returns them."""
+        found = self._found()
+        later = sorted(step for step in found if step > after)
+        if not later:
+            return []
+        if earlier := [step for step in found if step <= after]:
+            self._point_to(self.path(max(earlier)).name)
+        else:
+            self.disk.remove(self.root / LATEST)
+        for path in (path for step in later for path in found[step].values()):
+            if self.disk.renames:
+                self.disk.rename(path, self._free(f"{ASIDE}{path.name}"))
+            else:
+                self.disk.put(self.root / f"{ASIDE}{path.name}", f"{path.name}\n".encode())
+        self.disk.sync(self.root)
+        return later
+
+    def _free(self, name: str) -> Path:
+        """A name that nothing has."""
+        taken = set(self.disk.names(self.root))
+        names = itertools.chain([name], (f"{name}.{number}" for number in itertools.count(2)))
+        return self.root / next(one for one in names if one not in taken)
+
     def _drop(self, path: Path) -> None:
-        """A step is never half there: first it has no name, then no files."""
-        left = self.root / f".draft-gone-{path.name}"
-        self.disk.rename(path, left)
-        self.disk.remove(left)
+        """A step is never half there: first it is no step, then it has no files."""
+        if self.disk.renames:
+            left = self.root / f"{DRAFT}gone-{path.name}"
+            self.disk.rename(path, left)
+            self.disk.remove(left)
+        else:
+            self.disk.remove(path / NAME)
+            self.disk.remove(path)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -47,6 +47,10 @@ class Train:
     dry_run: bool = False
     """Check everything, print the resolved recipe and the layout, and stop."""
 
+    resume: str = "auto"
+    """auto: go on with a run of this recipe that has not ended. latest: also with one that has. A number: from that
+    step. fresh: begin anew; an earlier run in --run.dir is removed."""
+
 
 def main(arguments: Sequence[str]) -> int:
     """Train; 0 when the run reached its end, 130 when it was asked to stop before."""
@@ -59,14 +63,16 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _train(options: Train, recipe: Recipe, began: float, out: TextIO) -> int:
+    if options.resume not in ("auto", "latest", "fresh") and not options.resume.isdecimal():
+        raise ShoalError(f"--resume {options.resume!r} is not known", fix="--resume auto, latest, fresh, or a step")
     placement = read_environment(os.environ)
     is_main = placement is None or placement.rank == 0
 
     # torch is loaded from here on: once, in the process that the workers are forked from.
     with _ended_by_interrupt():
-        from shoal.launch.local import default_nproc, launch
+        import shoal.train.loop  # noqa: F401  # all that workers need
+        from shoal.launch.local import default_nproc
         from shoal.train.job import check
-        from shoal.train.loop import train
 
     world_size = placement.world_size if placement else recipe.launch.nproc or default_nproc(recipe.launch.device)
     try:
@@ -82,15 +88,39 @@ def _train(options: Train, recipe: Recipe, began: float, out: TextIO) -> int:
         if is_main:
             _show_plan(job, options, out)
         return 0
-    arguments_of_train = (job, not recipe.run.fast_dev_run, options.quiet or options.json, began)
-    if placement or world_size == 1:
-        summary = _train_here(train, placement, arguments_of_train)
-    else:
-        summary = launch(train, arguments_of_train, nproc=world_size, patience=recipe.launch.patience)[0]
+    summary = _carried_out(job, options, placement, world_size, began)
     if is_main:
         _keep_and_show(summary, options, out)
         _note_for_backtest(job, summary)
     return 130 if summary["was_stopped"] else 0
+
+
+def _carried_out(
+    job: Job, options: Train, placement: Placement | None, world_size: int, began: float
+) -> dict[str, Any]:
+    """The run, on workers of our own, or as one of the workers that somebody else has started."""
+    from shoal.elastic.memory_tier import memory_tier
+    from shoal.elastic.restart import with_restarts
+    from shoal.launch.local import launch
+    from shoal.train.loop import Manner, train
+
+    launched, settings = job.recipe.launch, job.recipe.checkpoint
+    keep = not job.recipe.run.fast_dev_run
+    quiet = options.quiet or options.json
+    manner = Manner(keep=keep, quiet=quiet, began=began, resume=options.resume)
+    if placement or world_size == 1:
+        generation = placement.generation if placement else 0
+        return _train_here(train, placement, (job, replace(manner, generation=generation)))
+
+    def start(generation: int) -> dict[str, Any]:
+        at = replace(manner, generation=generation, memory_root=root, began=began if not generation else time.time())
+        return launch(train, (job, at), nproc=world_size, patience=launched.patience)[0]
+
+    def say(text: str) -> None:
+        print(f"shoal: {text}", file=sys.stderr, flush=True)
+
+    with memory_tier(settings.memory_dir) if settings.memory_every.amount and keep else nullcontext() as root:
+        return with_restarts(start, most=launched.max_restarts if keep else 0, say=say)
 
 
 def _planned(recipe: Recipe, world_size: int, per_node: int, *, is_quiet: bool) -> Recipe:
@@ -193,8 +223,21 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("kept in", summary["directory"] or "nothing kept"),
     ]
+    if summary.get("saves"):
+        rows.insert(-1, ("saved", f"step {summary['saved_step']:,}; {_times(summary['saves'], 'save')} held the steps"
+                         f" {summary['seconds_held_by_saves']:.2f} s, measured"))  # fmt: skip
+    if summary.get("saves_failed"):
+        rows.insert(-1, ("NOT saved", f"{_times(summary['saves_failed'], 'save')} failed; see above"))
+    if summary["resumed_from"] is not None or summary["restarts"]:
+        rows.insert(
+            0, ("went on", f"from step {summary['resumed_from'] or 0:,}; {_times(summary['restarts'], 'restart')}")
+        )
     if summary["mfu"] is not None:
         rows.insert(5, ("MFU", f"{summary['mfu']:.1%} of the datasheet's peak"))
     if summary["skipped_steps"]:
         rows.insert(1, ("dropped steps", f"{summary['skipped_steps']} with gradients that were not finite"))
     return rows
+
+
+def _times(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"

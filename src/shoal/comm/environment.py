@@ -36,6 +36,8 @@ class Placement:
     """Where rank 0 listens. None: the processes meet in another way (a store is handed to them)."""
     master_port: int | None = None
     source: Source = "shoal"
+    generation: int = 0
+    """How often the processes of this run were started again."""
 
 
 def read_environment(environ: Mapping[str, str]) -> Placement | None:
@@ -65,6 +67,7 @@ def _from_torchrun(read: _Reader) -> Placement:
         master_addr=read.text("MASTER_ADDR", default=LOOPBACK if alone else None),
         master_port=read.port("MASTER_PORT", default=DEFAULT_PORT if alone else None),
         source="torchrun",
+        generation=read.integer("TORCHELASTIC_RESTART_COUNT", default=0),
     )
     read.finish()
     return placement

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
 from itertools import count
@@ -130,6 +130,15 @@ class World:
         dist.all_gather_object(gathered, value, group=self.control_group)
         return gathered
 
+    def beside(self) -> World:
+        """The same ranks over connections of their own, for a thread that talks to its peers while training does. Every
+        rank must call this together."""
+        if self.size == 1:
+            return self
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
+        keep_after_closing(group)
+        return replace(self, control_group=group, is_owner=False)
+
     def barrier(self) -> None:
         """Return when every rank has come here. On the CPU only: it does not wait for a GPU."""
         self.all_reduce_host([0.0]).wait()
@@ -207,8 +216,10 @@ def _make_group(place: Placement, *, backend: str, timeout: timedelta, store: di
         store = dist.HashStore()  # in memory: no port, nobody to wait for
     elif store is None:
         try:
-            # A prefix of its own for each world, so that a second one never reads what the first one wrote.
-            store = dist.PrefixStore(f"world {next(_WORLDS)}", _meeting_place(place, timeout))
+            # A prefix of its own for each world, so that a second one never reads what the first one wrote; and for
+            # each generation: torchrun's store outlives the workers, with the addresses of those that are dead.
+            name = f"generation {place.generation} world {next(_WORLDS)}"
+            store = dist.PrefixStore(name, _meeting_place(place, timeout))
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise _meeting_failed(place, str(error)) from error
     dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, timeout=timeout, store=store)

@@ -7,6 +7,7 @@ the same order on any number of ranks, each once per epoch.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,10 @@ class DealtLoader:
             )
         self.loader, self.seed, self.coordinate, self.degree = loader, seed, coordinate, degree
         self.epoch = 0
+        """The epoch that begins next; while one goes on, the one after it."""
+        self._current: int | None = None
+        self._taken = 0
+        """Batches of the current epoch that were taken; without one, those that the next epoch leaves out."""
         self.must_meet: Callable[[], bool] = lambda: False
         """Whether ranks meet in every forward, so that one without a batch would keep the others waiting."""
         self.cut: Callable[[Any], Any] = lambda batch: batch
@@ -80,17 +85,39 @@ class DealtLoader:
     def shares(self) -> Iterator[Share]:
         """This rank's share of every batch; as many on every rank, stand-ins among them."""
         epoch, self.epoch = self.epoch, self.epoch + 1
-        return self._by_index(epoch) if _can_be_indexed(self.loader) else self._by_slicing(epoch)
+        first, self._taken = (0, 0) if self._current is not None else (self._taken, self._taken)
+        self._current = epoch
+        shares = self._by_index(epoch, first) if _can_be_indexed(self.loader) else self._by_slicing(epoch, first)
+        return self._counted(shares, epoch)
 
-    def _by_index(self, epoch: int) -> Iterator[Share]:
-        """Load only this rank's samples."""
+    def _counted(self, shares: Iterator[Share], epoch: int) -> Iterator[Share]:
+        for share in shares:
+            if self._current == epoch:
+                self._taken += 1
+            yield share
+        if self._current == epoch:
+            self._current, self._taken = None, 0
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """An epoch, and how many batches of it were taken. Set it to go on from there: the next epoch is that one, and
+        leaves those out."""
+        return (self.epoch if self._current is None else self._current, self._taken)
+
+    @position.setter
+    def position(self, place: tuple[int, int]) -> None:
+        self.epoch, self._taken = place
+        self._current = None
+
+    def _by_index(self, epoch: int, first: int) -> Iterator[Share]:
+        """Load only this rank's samples, from the batch `first` on."""
         torch.manual_seed(int(hashed(self.seed, epoch, self.coordinate)[0]))  # each rank augments in its own way
         size = len(self.loader.dataset)  # type: ignore[arg-type]
         shuffled = isinstance(self.loader.sampler, RandomSampler)
         order = sample_ids(self.seed, size, epoch * size, size) if shuffled else np.arange(size)
         batch_size = self.loader.batch_size
         assert batch_size is not None
-        batches = [order[start : start + batch_size] for start in range(0, size, batch_size)][: len(self.loader)]
+        batches = [order[start : start + batch_size] for start in range(0, size, batch_size)][first : len(self.loader)]
         places = [share(len(batch), self.coordinate, self.degree) for batch in batches]
         mine = [batch[place] for batch, place in zip(batches, places, strict=True)]
         # A rank must take part in every step; where there is no sample for it, it computes one that counts for nothing.
@@ -98,10 +125,10 @@ class DealtLoader:
         for place, ids, batch in zip(places, batches, _with_batches(self.loader, filled), strict=True):
             yield self._share(batch, place, len(ids))
 
-    def _by_slicing(self, epoch: int) -> Iterator[Share]:
+    def _by_slicing(self, epoch: int, first: int) -> Iterator[Share]:
         """Load everything, keep this rank's rows: for streams and for samplers of the user's own."""
         torch.manual_seed(int(hashed(self.seed, epoch)[0]))  # what draws, draws alike on every rank
-        for batch in self.loader:
+        for batch in itertools.islice(self.loader, first, None):
             place = share(length(batch), self.coordinate, self.degree)
             counts = place.stop > place.start
             mine = rows(batch, place.start, place.stop) if counts else rows(batch, 0, 1)

@@ -39,6 +39,9 @@ class Failure:
     """True: most likely the consequence of another worker's failure."""
     is_sudden: bool = False
     """True: the worker ended without a word, so `at` is when the parent saw it."""
+    may_pass: bool = False
+    """True: it may go well the next time: a process was killed, a connection lost, a device failed. A mistake in a
+    program is made again."""
 
 
 def first_failure(failures: Iterable[Failure]) -> Failure:
@@ -56,6 +59,7 @@ def failure_of(rank: int, error: BaseException) -> Failure:
         what="".join(traceback.format_exception_only(error)).strip() or type(error).__name__,
         details="".join(traceback.format_exception(type(error), error, trace)).rstrip(),
         is_echo=isinstance(error, RuntimeError) and bool(_ECHO.search(str(error))),
+        may_pass=isinstance(error, RuntimeError | OSError | MemoryError),
     )
 
 
@@ -85,7 +89,7 @@ def sudden_end(rank: int, exit_code: int, memory: Memory) -> Failure:
         what = f"was killed by signal {-exit_code} ({_signal_name(-exit_code)})"
     if exit_code == -signal.SIGKILL:
         what += memory.verdict()
-    return Failure(rank=rank, at=time.monotonic(), what=what, is_sudden=True)
+    return Failure(rank=rank, at=time.monotonic(), what=what, is_sudden=True, may_pass=True)
 
 
 def as_exception(failure: Failure, *, directory: Path, num_workers: int) -> ShoalError:
@@ -95,9 +99,10 @@ def as_exception(failure: Failure, *, directory: Path, num_workers: int) -> Shoa
         assert isinstance(error, ShoalError)
         return error
     who = f"rank {failure.rank} of {num_workers}"
-    if failure.is_sudden:
-        return RunFailed(f"{who} {failure.what}")
-    return RunFailed(f"{who} failed: {failure.what}\n{failure.details}")
+    told = f"{who} {failure.what}" if failure.is_sudden else f"{who} failed: {failure.what}\n{failure.details}"
+    ended = RunFailed(told)
+    ended.may_pass = failure.may_pass
+    return ended
 
 
 @dataclass(slots=True)

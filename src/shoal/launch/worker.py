@@ -26,7 +26,8 @@ import torch.distributed as dist
 from shoal.comm.environment import Placement
 from shoal.launch.failure import failure_of, write_failure
 
-PASSED_ON = (signal.SIGINT, signal.SIGTERM)
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Signals that ask a run to end in good order: those of a person, of a scheduler, and of Slurm before its time is up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +95,7 @@ def _settle_in(assignment: Assignment) -> None:
     lead_own_group()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a fork inherits the parent's, which pass signals on
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     if assignment.to_close is not None:
         assignment.to_close.close()

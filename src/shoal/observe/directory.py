@@ -4,12 +4,16 @@ runs/tiny/
   recipe.yaml         every setting, resolved; `shoal train recipe.yaml` does it again
   environment.json    versions, machine, command, time
   metrics.jsonl       one JSON object per logged step
+  checkpoints/        steps that it can go on from
+  lock                held by the process that writes here, for as long as it lives
   summary.json        written last: a directory without it is a run that did not end well
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+import math
 import os
 import platform
 import shutil
@@ -17,51 +21,84 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import yaml
 
+from shoal.blueprint.continuing import changes, refuse_changes
 from shoal.blueprint.recipe import Recipe
-from shoal.blueprint.settings import difference, dump_recipe
+from shoal.blueprint.settings import dump_recipe
 from shoal.errors import ShoalError
 from shoal.observe.metrics import jsonable
 from shoal.version import __version__
 
-# Settings that decide where and how a run is shown, not what it computes: they may differ between two of the same.
-_INCIDENTAL = ("run.dir", "run.overwrite")
-
 # environment.json goes last: while it is there, an interrupted removal can be told from a folder of the user's own.
-_WRITTEN = ("recipe.yaml", "metrics*.jsonl", "summary.json", "events.out.tfevents.*", "wandb", "environment.json")
+_WRITTEN = (
+    *("recipe.yaml", "metrics*.jsonl", "summary.json", "events.out.tfevents.*", "wandb", "checkpoints"),
+    *("lock", "environment.json"),
+)
 
 
 class RunDirectory:
-    """A directory that belongs to one run. Only the main rank makes one."""
+    """A directory that belongs to one run, and to one process that writes to it. Only the main rank makes one."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, goes_on: bool = False, lock: BinaryIO | None = None) -> None:
+        self.path, self.goes_on = path, goes_on
+        """Whether it holds a run of this recipe that is to go on."""
+        self._lock = lock
 
     @classmethod
-    def claim(cls, recipe: Recipe) -> RunDirectory:
-        """Make the directory of this recipe, or say why it cannot be had; what is in it is never written over."""
-        path = Path(recipe.run.dir) if recipe.run.dir else _first_free(Path("runs") / recipe.run.name)
+    def claim(cls, recipe: Recipe, resume: str = "auto") -> RunDirectory:
+        """The directory of this recipe, made or found, or say why it cannot be had.
+
+        resume    auto: go on with a run of this recipe that has not ended; what else is there is never written over
+                  fresh: begin anew; an earlier run in a directory that was named is removed
+                  else: go on with what is there, whether or not it has ended
+        """
+        is_fresh = resume == "fresh" or recipe.run.overwrite
+        path = Path(recipe.run.dir) if recipe.run.dir else _numbered(recipe, resume="fresh" if is_fresh else resume)
         try:
-            if recipe.run.overwrite:
+            if is_fresh:
+                _refuse_locked(path)
                 _remove_run(path)
-            _refuse_taken(path, recipe)
+            goes_on = _goes_on(path, recipe, resume)
             path.mkdir(parents=True, exist_ok=True)
+            lock = _locked(path)
             (path / "recipe.yaml").write_text(dump_recipe(recipe))
             (path / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n")
+            (path / "summary.json").unlink(missing_ok=True)  # it has not ended any more
         except OSError as error:
             raise ShoalError(
                 f"the run directory {str(path)!r} cannot be written: {error.strerror}",
                 fix="--run.dir SOMEWHERE that you may write to",
             ) from None
-        return cls(path)
+        return cls(path, goes_on=goes_on, lock=lock)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Say how the run ended."""
         (self.path / "summary.json").write_text(json.dumps(jsonable(summary), indent=2) + "\n")
+
+    def forget_after(self, step: int) -> None:
+        """Leave out what was told of later steps, which are made once more."""
+        for path in self.path.glob("metrics*.jsonl"):
+            kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
+            part = path.with_suffix(".part")
+            part.write_text("".join(f"{line}\n" for line in kept))
+            part.replace(path)
+
+    def close(self) -> None:
+        """Let others have it."""
+        if self._lock is not None:
+            self._lock.close()
+
+
+def _step_of(line: str) -> float:
+    """Of a line of metrics; infinity, if a crash has torn it."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
 
 def environment() -> dict[str, Any]:
@@ -81,13 +118,95 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _first_free(path: Path) -> Path:
+def _numbered(recipe: Recipe, *, resume: str) -> Path:
+    """The last of `runs/NAME`, `runs/NAME-2`, ..., if it is to go on; else the first one that is free."""
+    last, path = None, Path("runs") / recipe.run.name
     number = 1
-    candidate = path
-    while candidate.exists():
-        number += 1
-        candidate = path.with_name(f"{path.name}-{number}")
-    return candidate
+    while path.exists():
+        last, number = path, number + 1
+        path = path.with_name(f"{recipe.run.name}-{number}")
+    if last is None or resume == "fresh" or _is_locked(last):
+        return path
+    if resume != "auto":
+        return last
+    stored = _stored(last)
+    return last if stored is not None and not _has_ended(last) and not changes(stored, recipe) else path
+
+
+def _goes_on(path: Path, recipe: Recipe, resume: str) -> bool:
+    """Whether there is a run to go on with; raises, if there is something else."""
+    if path.exists() and not path.is_dir():
+        raise ShoalError(f"the run directory {str(path)!r} is a file", fix="--run.dir SOMEWHERE_ELSE")
+    if not path.exists() or not any(path.iterdir()):
+        return False
+    stored = _stored(path)
+    if stored is None:
+        raise ShoalError(
+            f"{str(path)!r} is not empty and holds no run of shoal; nothing was touched", fix="--run.dir SOMEWHERE_ELSE"
+        )
+    _refuse_locked(path)
+    refuse_changes(stored, recipe, where=repr(str(path)))
+    if resume == "auto" and _has_ended(path):
+        raise ShoalError(
+            f"{str(path)!r} already holds a run of this recipe, which has ended; nothing was touched",
+            fix="--resume latest and a longer --run.duration to go on; --resume fresh to remove it and begin anew; or"
+            " --run.dir SOMEWHERE_ELSE",
+        )
+    return True
+
+
+def _stored(path: Path) -> dict[str, Any] | None:
+    """The recipe that a run directory was made for."""
+    try:
+        found = yaml.safe_load((path / "recipe.yaml").read_text())
+    except (OSError, yaml.YAMLError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _has_ended(path: Path) -> bool:
+    """Whether the run reached its end; one that was stopped, or died, did not."""
+    try:
+        summary = json.loads((path / "summary.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return not summary.get("was_stopped", False)
+
+
+def _locked(path: Path) -> BinaryIO:
+    """A lock that goes with this process, however it ends."""
+    file = (path / "lock").open("wb")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise _taken(path) from None
+    except OSError:  # a file system without locks
+        pass
+    return file
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        with (path / "lock").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _refuse_locked(path: Path) -> None:
+    if _is_locked(path):
+        raise _taken(path)
+
+
+def _taken(path: Path) -> ShoalError:
+    return ShoalError(
+        f"another process is training in {str(path)!r}; nothing was touched",
+        fix="wait for it, or --run.dir SOMEWHERE_ELSE",
+    )
 
 
 def _remove_run(path: Path) -> None:
@@ -96,22 +215,3 @@ def _remove_run(path: Path) -> None:
         for pattern in _WRITTEN:
             for entry in path.glob(pattern):
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-
-
-def _refuse_taken(path: Path, recipe: Recipe) -> None:
-    if path.exists() and not path.is_dir():
-        raise ShoalError(f"the run directory {str(path)!r} is a file", fix="--run.dir SOMEWHERE_ELSE")
-    if not path.exists() or not any(path.iterdir()):
-        return
-    stored = path / "recipe.yaml"
-    if not stored.exists():
-        raise ShoalError(
-            f"{str(path)!r} is not empty and holds no run of shoal; nothing was touched", fix="--run.dir SOMEWHERE_ELSE"
-        )
-    lines = difference(yaml.safe_load(stored.read_text()) or {}, recipe.model_dump(mode="json"))
-    changed = [line for line in lines if not line.startswith(_INCIDENTAL)]
-    what = "the run of another recipe: " + "; ".join(changed[:5]) if changed else "a run of this recipe"
-    raise ShoalError(
-        f"{str(path)!r} already holds {what}; nothing was touched",
-        fix="--run.dir SOMEWHERE_ELSE, or --run.overwrite true to remove the earlier run",
-    )

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,24 +16,43 @@ from rich.console import Console
 from torch.distributed import Store
 
 from shoal.blueprint.recipe import Recipe
+from shoal.checkpoint.manifest import Manifest
+from shoal.checkpoint.together import together
 from shoal.comm.environment import Placement
 from shoal.comm.world import World
 from shoal.data.loading import Loader, evaluation_batches
-from shoal.errors import ShoalError
+from shoal.launch.worker import PASSED_ON
 from shoal.numerics.optim import build_optimizer, set_lr
 from shoal.numerics.schedule import lr_factor, scaled_lr
 from shoal.observe.directory import RunDirectory
 from shoal.observe.progress import ProgressLine, Quiet, progress_line
 from shoal.train.build import build_to_lay_out, describe
+from shoal.train.injected import inject_faults
 from shoal.train.job import Job, steps_of, units
+from shoal.train.keeping import Keeper
 from shoal.train.meter import Meter
 from shoal.train.run import Run
 
 
-def train(
-    placement: Placement | None, store: Store | None, job: Job, keep: bool, quiet: bool, began: float
-) -> dict[str, Any]:
-    """Train on this rank; returns the summary of the run, the same on every rank. `keep`: in a run directory."""
+@dataclass(frozen=True, kw_only=True)
+class Manner:
+    """How a run is carried out, beside what its recipe says."""
+
+    keep: bool = True
+    """In a run directory, with checkpoints."""
+    quiet: bool = False
+    began: float
+    """When whoever asked for the run did so."""
+    resume: str = "auto"
+    """Where to go on from: auto, fresh, latest, or a step."""
+    generation: int = 0
+    """How often the workers of this run were started again."""
+    memory_root: Path | None = None
+    """A folder in shared memory that outlives the workers."""
+
+
+def train(placement: Placement | None, store: Store | None, job: Job, manner: Manner) -> dict[str, Any]:
+    """Train on this rank; returns the summary of the run, the same on every rank."""
     recipe = job.recipe
     launch, optim, settings = recipe.launch, recipe.optim, recipe.run
     world = World.start(placement, device=launch.device, timeout=launch.timeout, store=store, threads=launch.threads)
@@ -56,74 +76,116 @@ def train(
     ) as run:
         console = Console(stderr=True)
         unit = "tok" if job.training.tokens_per_sample > 1 else "sample"
-        line = progress_line(console, quiet=quiet, unit=unit) if world.is_main else Quiet(Console(quiet=True))
+        line = progress_line(console, quiet=manner.quiet, unit=unit) if world.is_main else Quiet(Console(quiet=True))
         model = build_to_lay_out(recipe.model, settings.seed)
         description = describe(model)
         run.prepare(model)
         lr = scaled_lr(optim.lr, batch=recipe.data.batch, tuned_for_batch=optim.scale_lr_from_batch)
         run.prepare(build_optimizer(run.parameters, optim, lr=lr, seed=settings.seed, offload=run.plan.offload))
-        directory = _claim_directory(world, recipe) if keep else None
-        meter = Meter(run, job, description, directory, began=began)
+        inject_faults(run, manner.generation)
+        directory, keeper, manifest = _kept(run, job, manner, line) if manner.keep else (None, None, None)
+        known = manifest.state if manifest is not None else {}
+        path = directory.path if directory is not None else None
+        meter = Meter(run, job, description, path, began=manner.began, history=known.get("history"))
+        if keeper is not None:
+            keeper.facts = lambda: {"history": meter.history()}
         line.note(_headline(run, job, lr))
+        if manifest is not None:
+            line.note(f"resume from step {manifest.step}, which {_counted(int(known['ranks']), 'rank')} saved")
         loader = Loader(
             job.training,
             seed=settings.seed,
             batch=recipe.data.batch,
             coordinate=run.coordinate,
             degree=run.degree,
+            position=run.steps_done * recipe.data.batch,
             workers=recipe.data.workers,
             prefetch=recipe.data.prefetch,
             pin=world.device.type == "cuda",
         )
         try:
             with _asked_to_stop() as asked:
-                was_stopped = _steps(run, job, loader, meter, line, asked)
-            run.settle()
-            meter.settle()
-            if not was_stopped:  # whoever asked for the end does not want to wait for an evaluation
-                meter.evaluated(_evaluate(run, job))
+                was_stopped = _steps(run, job, loader, meter, line, asked, keeper)
+                run.settle()
+                meter.settle()
+                if not was_stopped:  # whoever asked for the end does not want to wait for an evaluation
+                    meter.evaluated(_evaluate(run, job))
+                if keeper is not None:
+                    keeper.end()
         finally:
             loader.close()
             try:
                 meter.close()
             finally:
                 line.close()
-        return meter.summary(was_stopped=was_stopped)
+                if directory is not None:
+                    directory.close()
+        return {
+            **meter.summary(was_stopped=was_stopped),
+            **(keeper.summary() if keeper is not None else {}),
+            "resumed_from": manifest.step if manifest is not None else None,
+            "restarts": manner.generation,
+        }
 
 
-def _claim_directory(world: World, recipe: Recipe) -> Path:
+def _kept(run: Run, job: Job, manner: Manner, line: ProgressLine) -> tuple[RunDirectory, Keeper, Manifest | None]:
+    """The directory of the run, what keeps it, and the step that it goes on from, if there is one."""
+    resume = manner.resume if manner.generation == 0 else "auto"
+    directory = _claim_directory(run.world, job.recipe, resume)
+    try:
+        keeper = Keeper.of(run, job, directory=directory.path, memory_root=manner.memory_root, say=line.say)
+        keeper.refuse_too_little_room()
+        is_elsewhere = job.recipe.checkpoint.dir is not None  # where steps may be although the directory is new
+        goes_on = resume not in ("auto", "fresh") or (resume == "auto" and (directory.goes_on or is_elsewhere))
+        manifest = keeper.go_on(resume) if goes_on else None
+        if run.world.is_main:
+            directory.forget_after(run.steps_done)
+        run.world.barrier()  # nobody opens a file of metrics before that
+    except BaseException:
+        directory.close()
+        raise
+    return directory, keeper, manifest
+
+
+def _claim_directory(world: World, recipe: Recipe, resume: str) -> RunDirectory:
     """Made by the main rank, now that all have met and nothing can be wrong any more; refused on all ranks alike."""
-    outcome: Path | ShoalError | None = None
-    if world.is_main:
-        try:
-            outcome = RunDirectory.claim(recipe).path
-        except ShoalError as error:
-            outcome = error
-    outcome = world.all_gather_object(outcome)[0]
-    if isinstance(outcome, ShoalError):
-        raise outcome
-    assert outcome is not None
-    return outcome
+    own: list[RunDirectory] = []
+
+    def claim() -> tuple[Path, bool]:
+        own.append(RunDirectory.claim(recipe, resume))
+        return own[0].path, own[0].goes_on
+
+    how = {"failed": "the run has no directory", "fix": "--run.dir SOMEWHERE that you may write to"}
+    claimed = together(world, lambda: claim() if world.is_main else None, **how)[0]
+    assert claimed is not None
+    path, goes_on = claimed
+    return own[0] if own else RunDirectory(path, goes_on=goes_on)
 
 
-def _steps(run: Run, job: Job, loader: Loader, meter: Meter, line: ProgressLine, asked: list[int]) -> bool:
+def _steps(
+    run: Run, job: Job, loader: Loader, meter: Meter, line: ProgressLine, asked: list[int], keeper: Keeper | None
+) -> bool:
     """Optimizer steps until the duration is reached, or until any rank was asked to stop: then True, on every rank."""
     settings = job.recipe.run
     num_steps, seconds = steps_of(job), settings.duration.seconds or 0.0
     evaluate_every = settings.evaluate_every.steps(**units(job.recipe, job.training))
-    start = time.monotonic()
-    elapsed, was_told = 0.0, False
+    start = time.monotonic() - meter.seconds_before
+    elapsed, was_told = meter.seconds_before, False
+    if run.steps_done >= num_steps if num_steps else elapsed >= seconds:  # it went on from its end
+        return False
     for batch in run.batches(loader):
         done = (run.steps_done + 1) / num_steps if num_steps else min(elapsed / seconds, 1.0)
         set_lr(run.optimizer, _lr_factor(job, run.steps_done + 1, done))
         run.step(batch)
         meter.stepped(loader, line, done)
         # One clock, rank 0's, and one answer to "was anyone asked to stop": both travel with the step's token count.
-        elapsed = run.agreed.get("seconds", 0.0)
+        elapsed = run.agreed.get("seconds", meter.seconds_before)
         is_over = run.steps_done >= num_steps if num_steps else elapsed >= seconds
         if is_over or run.agreed.get("stop", 0.0):
             return not is_over
-        run.signals = {"stop": float(bool(asked)), "seconds": time.monotonic() - start if run.world.is_main else 0.0}
+        is_wanted = bool(run.agreed.get("save", 0.0))
+        clock = _clock_of_main(start, keeper) if run.world.is_main else _NO_CLOCK
+        run.signals = {"stop": float(bool(asked)), **clock}
         if asked and not was_told:
             was_told = True
             line.say("stopping after the next step; Ctrl-C again ends at once")
@@ -133,7 +195,17 @@ def _steps(run: Run, job: Job, loader: Loader, meter: Meter, line: ProgressLine,
             meter.evaluated(_evaluate(run, job))
             if meter.eval_loss is not None:
                 line.note(f"step {run.steps_done}: held-out loss {meter.eval_loss:.4f}")
+        if keeper is not None:
+            keeper.stepped(is_wanted=is_wanted)
     raise AssertionError("a Loader never ends")
+
+
+_NO_CLOCK = {"seconds": 0.0, "save": 0.0}
+
+
+def _clock_of_main(start: float, keeper: Keeper | None) -> dict[str, float]:
+    """What the clock of the main rank says to all."""
+    return {"seconds": time.monotonic() - start, "save": float(keeper is not None and keeper.wants)}
 
 
 def _evaluate(run: Run, job: Job) -> float | None:
@@ -162,15 +234,15 @@ def _lr_factor(job: Job, step: int, done: float) -> float:
 
 @contextmanager
 def _asked_to_stop() -> Iterator[list[int]]:
-    """A list that holds a signal once one came (Ctrl-C, SIGTERM); a second Ctrl-C ends the process at once."""
+    """A list that holds a signal once one came (Ctrl-C, SIGTERM, SIGUSR1); a second Ctrl-C ends the process at once."""
     asked: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        if asked:
+        if asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         asked.append(number)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, note) for number in PASSED_ON}
     try:
         yield asked
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from array import array
@@ -49,22 +50,34 @@ class _Untold:
 class Meter:
     """Clock, counters and sinks of one rank. `directory` is None on ranks, and in runs, that keep nothing."""
 
-    def __init__(self, run: Run, job: Job, description: Description, directory: Path | None, *, began: float) -> None:
+    def __init__(
+        self,
+        run: Run,
+        job: Job,
+        description: Description,
+        directory: Path | None,
+        *,
+        began: float,
+        history: Record | None = None,
+    ) -> None:
         self.run, self.job, self.directory, self.began = run, job, directory, began
         self.sinks = _sinks(run, job, directory)
         self.tokens_per_step = job.recipe.data.batch * job.training.tokens_per_sample
         self.flops_per_step = _flops_per_step(job, description)
         self.peak = _peak(run)
-        self.loss_first: float | None = None
-        self.last_losses: deque[float] = deque(maxlen=10)
+        history = history or {}
+        self.loss_first: float | None = history.get("loss_first")
+        self.last_losses: deque[float] = deque(history.get("last_losses", ()), maxlen=10)
         self.step_seconds, self.data_seconds = array("d"), array("d")
-        self.eval_loss: float | None = None
-        self.num_skipped = 0
+        self.eval_loss: float | None = history.get("eval_loss")
+        self.num_skipped = int(history.get("skipped_steps", 0))
+        self.seconds_before = float(history.get("seconds_training", 0.0))
+        """How long the run was trained before it was interrupted."""
         self.waited = 0.0
         self.start = self.last = time.perf_counter()
         self.setup_seconds = time.time() - began
         self.first_step_seconds: float | None = None
-        self.seconds_training = 0.0
+        self.seconds_training = self.seconds_before
         self.num_experts = torch.tensor(list(run.composed.routed.values()), device=run.device)
         self._untold: deque[_Untold] = deque()
 
@@ -116,12 +129,23 @@ class Meter:
         self.last_losses.append(loss)
         self.step_seconds.append(seconds)
         self.data_seconds.append(record["data_seconds"])
-        self.seconds_training = now - self.start
+        self.seconds_training = self.seconds_before + now - self.start
         if record["step"] % self.job.recipe.run.log_every == 0:
             self._write(record)
         if report.note:
             untold.line.say(f"dropped: {report.note}")
         untold.line.show(record, untold.done)
+
+    def history(self) -> Record:
+        """What a run that goes on has to know of the steps before; JSON."""
+        self.settle()
+        return {
+            "loss_first": self.loss_first,
+            "last_losses": list(self.last_losses),
+            "eval_loss": self.eval_loss,
+            "skipped_steps": self.num_skipped,
+            "seconds_training": self.seconds_training,
+        }
 
     def evaluated(self, loss: float | None) -> None:
         """The held-out samples were scored."""
@@ -135,7 +159,7 @@ class Meter:
         """How the run went. Times are measured; every rank must call it together."""
         memory = self.run.world.all_gather_object(peak_memory_gib(self.run.device))
         settled = len(self.step_seconds) // 5  # the first steps pay for allocation and compilation
-        step_seconds = statistics.median(self.step_seconds[settled:])
+        step_seconds = statistics.median(self.step_seconds[settled:]) if self.step_seconds else math.nan
         return {
             "steps": self.run.steps_done,
             "samples": self.run.steps_done * self.job.recipe.data.batch,
@@ -151,7 +175,7 @@ class Meter:
             "step_seconds_median": step_seconds,
             "tokens_per_s": self.tokens_per_step / step_seconds,
             "mfu": self._mfu(step_seconds),
-            "data_wait_part": sum(self.data_seconds[settled:]) / sum(self.step_seconds[settled:]),
+            "data_wait_part": sum(self.data_seconds[settled:]) / (sum(self.step_seconds[settled:]) or math.nan),
             "memory_gib_max": max(memory),
             "seconds_to_first_step": self.first_step_seconds,
             "seconds_training": self.seconds_training,

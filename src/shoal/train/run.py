@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader
 
 from shoal.blueprint.description import Description
 from shoal.blueprint.plan import Plan
+from shoal.checkpoint.saver import Saver
 from shoal.comm.environment import read_environment
 from shoal.comm.mesh import Mesh
 from shoal.comm.world import World
@@ -158,8 +159,10 @@ class Run:
         self._composed: Composed | None = None
         self._description = Description()
         self._optimizer: Optimizer | None = None
-        self._host_copies: HostCopies | None = None
-        self._loaders: list[DealtLoader] = []
+        self.host_copies: HostCopies | None = None
+        self.loaders: list[DealtLoader] = []
+        self.savers: dict[str, Saver] = {}
+        """Directory → what saves to it while the run goes on."""
         self._step: OpenStep | None = None
 
     # ---- what a loop prepares --------------------------------------------------------------------------------------
@@ -217,19 +220,31 @@ class Run:
         found = {**dict(self.composed.whole("weight")), **self.composed.biases()}
         return {name: tensor for name, tensor in found.items() if tensor is not None and self.is_main}
 
-    def save(self, directory: str | Path) -> None:
-        """Save the run as it is after its last step: parameters, optimizer, loss scale and how many steps were made, to
-        a directory of this step in `directory`. Every rank calls it, and it returns when all of it is on the disk."""
+    def save(self, directory: str | Path, *, wait: bool = True, keep: int | None = None) -> None:
+        """Save the run as it is after its last step to a directory of this step in `directory`: parameters, optimizer,
+        loss scale, the positions of prepared loaders, and how many steps were made. Every rank calls it.
+
+        wait    True: return when all of it is on the disk, or raise. False: when it is copied; it is written while the
+                run goes on, one save at a time, and `run.saved(directory)` waits for it
+        keep    how many of the newest steps stay; None: all of them, and two if nobody waits
+        """
         from shoal.train.checkpointing import save_run
 
-        save_run(self, Path(directory))
+        save_run(self, directory, wait=wait, keep=keep)
+
+    def saved(self, directory: str | Path) -> None:
+        """Return when what was saved without waiting is on the disk; raise if it could not be."""
+        from shoal.train.checkpointing import wait_for
+
+        if (saver := self.savers.get(str(directory))) is not None:
+            wait_for(saver)
 
     def load(self, directory: str | Path, *, step: int | None = None) -> int:
         """Go on from what was saved, by any layout on any number of ranks, of a step, or of the newest one. Every rank
         calls it, when model and optimizer are prepared; returns how many steps were made."""
         from shoal.train.checkpointing import load_run
 
-        return load_run(self, Path(directory), step)
+        return load_run(self, directory, step)
 
     def prepare(self, *things: Any) -> Any:
         """Place a model, an optimizer and loaders, in any order; returns them in that order.
@@ -252,7 +267,7 @@ class Run:
             loader = DealtLoader(thing, seed=self.seed, coordinate=self.coordinate, degree=self.degree)
             loader.cut = self.own_tokens
             loader.must_meet = lambda: self._composed is not None and self._composed.has_collective_forward
-            self._loaders.append(loader)
+            self.loaders.append(loader)
             return loader
         raise ShoalError(
             f"prepare cannot place a {type(thing).__name__}",
@@ -284,7 +299,7 @@ class Run:
         """Let an optimizer hold what became of its parameters; under offload, copies of it in host memory."""
         hand_over(optimizer, composed)
         is_elsewhere = self.plan.offload == "optimizer" and self.device.type != "cpu"
-        self._host_copies = HostCopies(optimizer, local) if is_elsewhere else None
+        self.host_copies = HostCopies(optimizer, local) if is_elsewhere else None
 
     # ---- one step --------------------------------------------------------------------------------------------------
 
@@ -390,7 +405,7 @@ class Run:
             self.on_gradients()
         trained = self._trained_parameters()
         norm = self.composed.norm(trained) / self.loss_scale.scale
-        is_applied = self.updates.apply(self.optimizer, self._host_copies, trained, norm)
+        is_applied = self.updates.apply(self.optimizer, self.host_copies, trained, norm)
         experts = self.composed.balance_experts(is_applied=is_applied)
         if reduction is not None:
             reduction.wait()
@@ -417,8 +432,8 @@ class Run:
 
     def _trained_parameters(self) -> list[nn.Parameter]:
         """Of the model; under offload, the optimizer holds copies of them."""
-        if self._host_copies is not None:
-            return [parameter for parameter, _ in self._host_copies.pairs]
+        if self.host_copies is not None:
+            return [parameter for parameter, _ in self.host_copies.pairs]
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def _own_loss(self, step: OpenStep) -> Tensor:
@@ -453,7 +468,7 @@ class Run:
                 )
 
     def _refuse_direct_loop(self) -> None:
-        if self.gradient_degree > 1 and any(loader.is_iterated_directly for loader in self._loaders):
+        if self.gradient_degree > 1 and any(loader.is_iterated_directly for loader in self.loaders):
             raise ShoalError(
                 "this loop takes batches from the loader itself; where the last batch has fewer samples than there"
                 " are ranks, some ranks would take a step less and the others wait for ever",
@@ -595,6 +610,7 @@ class Run:
         try:
             if sys.exc_info()[0] is None:  # else the other ranks may not be there to be asked
                 self.settle()
+                self._finish_saves()
         finally:
             self.world.close()
 
@@ -607,8 +623,13 @@ class Run:
         try:
             if error is None:
                 self.settle()
+                self._finish_saves()
         finally:
             self.world.__exit__(kind, error, trace)
+
+    def _finish_saves(self) -> None:
+        for directory in self.savers:
+            self.saved(directory)
 
 
 def _refuse_second(kind: str, first: object) -> None:

@@ -1,0 +1,48 @@
+"""May a run go on under another recipe? What decides the numbers that it computes may not change on the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.blueprint.plan import Plan
+from shoal.blueprint.recipe import Recipe
+from shoal.blueprint.settings import difference
+from shoal.errors import ShoalError
+
+FREE = (
+    *("launch.", "checkpoint.", "data.workers", "data.prefetch", "plan"),
+    *("run.dir", "run.overwrite", "run.name", "run.duration", "run.log_every", "run.evaluate_every"),
+    *("run.per_rank_metrics", "run.trackers", "run.on_nan", "run.deterministic", "run.fast_dev_run", "run.bucket_mb"),
+    *("run.planned", "run.find_unused", "run.compile", "run.attention", "run.loss"),
+)
+"""How keys begin that decide where and how a run computes, not what. Of a plan, the precision alone decides what."""
+
+
+def changes(old: dict[str, Any], new: Recipe) -> list[str]:
+    """One line for each key that differs and that matters: `optim.lr: 0.001 → 0.002`.
+
+    >>> changes({"optim": {"lr": 0.1}, "run": {"duration": "5step"}}, Recipe())
+    ['optim.lr: 0.1 → 0.0003']
+    """
+    before, after = _filled(old), new.model_dump(mode="json")
+    found = [line for line in difference(before, after) if not line.startswith(FREE)]
+    was, is_now = Plan.of(before["plan"]).precision, new.plan.precision
+    return [*found, f"plan.precision: {was} → {is_now}"] if was != is_now else found
+
+
+def refuse_changes(old: dict[str, Any], new: Recipe, *, where: str) -> None:
+    """Raise if a run of `old` cannot go on as `new`."""
+    if found := changes(old, new):
+        more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
+        raise ShoalError(
+            f"{where} holds the run of another recipe: {'; '.join(found[:5])}{more}; nothing was touched",
+            fix="the recipe as it was; or --run.dir SOMEWHERE_ELSE; or --resume fresh to remove the earlier run",
+        )
+
+
+def _filled(old: dict[str, Any]) -> dict[str, Any]:
+    """A stored recipe with the defaults of keys that it was written without."""
+    try:
+        return Recipe.model_validate(old).model_dump(mode="json")
+    except ValueError:  # it has keys that are gone
+        return {**Recipe().model_dump(mode="json"), **old}

@@ -1,0 +1,26 @@
+"""Faults of a step on demand (`shoal.blueprint.faults`): between its backward and its update, where peers wait."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from shoal.blueprint.faults import GENERATION, Faults
+from shoal.train.run import Run
+
+
+def inject_faults(run: Run, generation: int) -> None:
+    """Let what the environment orders happen in the steps of a run."""
+    os.environ[GENERATION] = str(generation)  # for the operations of the disk
+    faults = Faults.here(run.world.rank)
+    if not faults.ordered:
+        return
+
+    def fail() -> None:
+        step = run.steps_done + 1
+        if faults.due("kill_at", step=step):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if faults.due("fail_allreduce_at", step=step):
+            raise RuntimeError(f"the exchange of step {step} fails, as SHOAL_FAULTS orders")
+
+    run.on_gradients = fail

@@ -1,0 +1,233 @@
+"""A run that is kept: when it is saved, where to, and from which step it goes on.
+
+Two places can hold its steps, in one format:
+
+    disk      a folder or an object store; every so often, and when the run ends or is asked to stop
+    memory    a folder in shared memory, which outlives the workers but not the machine; every step or few, if asked for
+
+A run goes on from the newest step that is whole in either.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shoal.blueprint.continuing import refuse_changes
+from shoal.blueprint.duration import Duration
+from shoal.checkpoint.load import load_newest, load_step
+from shoal.checkpoint.manifest import Manifest
+from shoal.checkpoint.saver import Saved, Saver
+from shoal.checkpoint.store import Store
+from shoal.checkpoint.together import together
+from shoal.errors import ShoalError
+from shoal.train.checkpointing import holder_of, restore, settle_to_save, state_of
+from shoal.train.job import Job, units
+from shoal.train.run import Run
+
+FIRST_AUTO = 30.0
+"""Seconds after which `auto` saves for the first time: what a save costs is not known before."""
+LEAST_AUTO = 5.0
+
+Say = Callable[[str], None]
+
+
+def best_interval(cost: float, mtbf: float) -> float:
+    """Seconds between two saves for which the time that they cost and the time that is lost to a failure, half an
+    interval on average, are least together (Young's formula).
+
+    >>> round(best_interval(cost=0.5, mtbf=24 * 3600))
+    294
+    """
+    return math.sqrt(2 * cost * mtbf)
+
+
+@dataclass(kw_only=True)
+class Keeper:
+    """The saves of one run. Every rank has one and calls the same methods after the same steps."""
+
+    run: Run
+    job: Job
+    disk: Saver
+    memory: Saver | None
+    say: Say
+    facts: Callable[[], dict[str, Any]]
+    """What is saved beside what the run itself knows."""
+    every_steps: int | None = None
+    """Steps between two saves; None: the clock decides; 0: only at the end."""
+    every_seconds: float | None = None
+    """The same in seconds; None, with the clock: `auto`."""
+    memory_steps: int = 0
+    last: int | None = None
+    """The step that was saved last."""
+    num_saved: int = 0
+    num_failed: int = 0
+    _clock: float = field(default_factory=time.monotonic)
+    _cost: float | None = None
+    _has_room: bool = False
+
+    @classmethod
+    def of(cls, run: Run, job: Job, *, directory: Path, memory_root: Path | None, say: Say) -> Keeper:
+        """Every rank calls it."""
+        settings, per = job.recipe.checkpoint, units(job.recipe, job.training)
+        every = None if settings.every == "auto" else Duration.parse(settings.every)
+        disk = Saver(Store.at(settings.dir or directory / "checkpoints"), run.world.beside(), keep=settings.keep)
+        memory_steps = settings.memory_every.steps(**per) or 0 if memory_root is not None else 0
+        memory = Saver(Store(memory_root), run.world.beside(), keep=1) if memory_steps and memory_root else None
+        return cls(
+            run=run,
+            job=job,
+            disk=disk,
+            memory=memory,
+            say=say,
+            facts=dict,
+            every_steps=every.steps(**per) if every is not None else None,
+            every_seconds=every.seconds if every is not None else None,
+            memory_steps=memory_steps,
+        )
+
+    # ---- going on --------------------------------------------------------------------------------------------------
+
+    def go_on(self, resume: str) -> Manifest | None:
+        """Fill the run with the step that it goes on from; None: it begins. Every rank calls it."""
+        store, world = self.disk.store, self.run.world
+        if resume.isdecimal():
+            manifest: Manifest | None = load_step(store, world, holder_of(self.run), int(resume))
+        else:
+            stores = [self.memory.store, store] if self.memory is not None else [store]
+            manifest = load_newest(stores, world, holder_of(self.run), self.say)
+        if manifest is None and resume == "latest":
+            raise ShoalError(
+                f"there is no checkpoint in {store.root} to go on from", fix="--resume auto, or the --run.dir of a run"
+            )
+        if manifest is not None:
+            refuse_changes(manifest.state.get("recipe", {}), self.job.recipe, where=str(store.root))
+            restore(self.run, manifest)
+            self._set_aside(after=manifest.step)
+            self.last = manifest.step
+        return manifest
+
+    def _set_aside(self, after: int) -> None:
+        """Later steps are damaged, or of a run that now takes another way: nobody may go on from them by mistake."""
+        store, world = self.disk.store, self.run.world
+        how = {"failed": f"steps after {after} were not set aside", "fix": "--checkpoint.dir that can be written to"}
+        together(world, lambda: store.set_aside(after=after) if world.is_main else None, **how)
+
+    def refuse_too_little_room(self) -> None:
+        """Before the first step: raise, if what will be saved has no place."""
+        num_bytes = self.run.world.all_reduce_host([float(self._expected_bytes())]).wait()[0]
+        world, disk, memory = self.run.world, self.disk.store, self.memory
+        how = {"failed": "the checkpoints have no place", "fix": "--checkpoint.dir SOMEWHERE"}
+
+        def look() -> None:
+            disk.room(int(num_bytes))
+            if memory is not None:
+                _refuse_short_memory(memory.store.root, int(num_bytes))
+
+        together(world, lambda: look() if world.is_main else None, **how)
+
+    def _expected_bytes(self) -> int:
+        """What this rank will tell: parameters, and what the optimizer will keep for them."""
+        composed, total = self.run.composed, 0
+        trained = {id(p) for group in self.run.optimizer.param_groups for p in group["params"]}
+        for name, parameter in composed.named.items():
+            if composed.speaks_for(name):
+                size = math.prod(composed.box(name)[1]) * parameter.element_size()
+                total += size * (1 + 2 * (id(parameter) in trained))
+        return total
+
+    # ---- saving ----------------------------------------------------------------------------------------------------
+
+    @property
+    def wants(self) -> bool:
+        """Whether the clock says that it is time; the main rank's is the one that counts."""
+        if self.every_steps is not None or self.disk.is_busy:
+            return False
+        passed = time.monotonic() - self._clock
+        if self.every_seconds is not None:
+            return passed >= self.every_seconds
+        if self._cost is None:
+            return passed >= FIRST_AUTO
+        return passed >= max(LEAST_AUTO, best_interval(self._cost, self.job.recipe.checkpoint.mtbf.seconds or 86400.0))
+
+    def stepped(self, *, is_wanted: bool) -> None:
+        """After a step: save it, if it is time for that. `is_wanted`: the main rank's clock has said so."""
+        done = self.run.steps_done
+        if not self._has_room:
+            self._has_room = True
+            for saver in (self.disk, self.memory):
+                if saver is not None:
+                    saver.make_room(holder_of(self.run))
+        if self.memory is not None and done % self.memory_steps == 0:
+            self._begin(self.memory)
+        if is_wanted or (self.every_steps and done % self.every_steps == 0):
+            self._save()
+        self._tell(self.disk.take_news())
+
+    def end(self) -> None:
+        """Save the last step, and wait until it is on the disk."""
+        if self.last != self.run.steps_done:
+            self._save()
+        self.close()
+
+    def close(self) -> None:
+        """Wait for what is on its way."""
+        for saver in (self.disk, self.memory):
+            if saver is not None:
+                saver.finish()
+        self._tell(self.disk.take_news())
+
+    def _save(self) -> None:
+        began = time.perf_counter()
+        self._begin(self.disk)
+        self.last = self.run.steps_done
+        self._cost = time.perf_counter() - began
+        self._clock = time.monotonic()
+
+    def _begin(self, saver: Saver) -> None:
+        settle_to_save(self.run)
+        state = {**state_of(self.run), "recipe": self.job.recipe.model_dump(mode="json"), **self.facts()}
+        saver.begin(holder_of(self.run), step=self.run.steps_done, state=state)
+
+    def _tell(self, news: list[Saved]) -> None:
+        for saved in news:
+            self.num_saved += not saved.failure
+            self.num_failed += bool(saved.failure)
+            if saved.failure:
+                self.say(f"NOT SAVED, training goes on: {saved.failure}")
+
+    def summary(self) -> dict[str, Any]:
+        """What came of it, for the summary of the run."""
+        return {
+            "saves": self.num_saved,
+            "saves_failed": self.num_failed,
+            "saved_step": self.last if self.num_saved else None,
+            "seconds_held_by_saves": self.disk.seconds_held + self.disk.seconds_waited,
+            "checkpoints": str(self.disk.store.root),
+        }
+
+
+def _refuse_short_memory(root: Path, num_bytes: int) -> None:
+    """Two copies in shared memory: the one that is whole, and the one on its way."""
+    free = min(shutil.disk_usage(root.parent).free, _available())
+    if free < 2 * num_bytes:
+        raise ShoalError(
+            f"{root.parent} has room for {free / 2**30:.1f} GiB, and keeping the state of this run in memory needs"
+            f" {2 * num_bytes / 2**30:.1f} GiB",
+            fix="--checkpoint.memory_every 0step, or --checkpoint.memory_dir of a larger memory file system",
+        )
+
+
+def _available() -> int:
+    """Memory of this host that is not in use."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,146 @@
+"""Commands of `shoal`, each in a fork of one process that has torch loaded, to be watched, signalled and killed.
+
+As a script it is that process: it reads a command a line, starts it in a session of its own, and tells its number.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.cli.test_train import in_session, wait_until
+from tests.readme.fork_host import exit_code_of
+
+
+@dataclass
+class Started:
+    """A command that runs, or has ended."""
+
+    host: Host
+    pid: int
+    out: Path
+    err: Path
+    code: int | None = None
+
+    @property
+    def workers(self) -> list[int]:
+        """The processes that it has started, by rank."""
+        try:
+            text = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
+        except FileNotFoundError:
+            return []
+        return [int(word) for word in text.split()]
+
+    def wait(self, seconds: float = 90) -> int:
+        """Its exit code, when it has ended; nothing that it started may be left then."""
+        if self.code is None:
+            wait_until(lambda: not self.is_alive, seconds)
+            self.code = self.host.ask({"wait": self.pid})
+            wait_until(lambda: in_session(self.pid) == [], 5)
+        return self.code
+
+    @property
+    def is_alive(self) -> bool:
+        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+    def kill_all(self) -> None:
+        """As a machine does that loses its power."""
+        for pid in in_session(self.pid):
+            os.kill(pid, 9)
+        self.wait()
+
+    @property
+    def said(self) -> str:
+        return self.err.read_text() if self.err.exists() else ""
+
+    @property
+    def json(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.out.read_text())
+        return found
+
+
+class Host:
+    """The process that has torch loaded."""
+
+    def __init__(self) -> None:
+        environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "120"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.cli.host"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            cwd=Path(__file__).parents[2], env=environ,
+        )  # fmt: skip
+        self.number = 0
+        self.started: list[Started] = []
+
+    def ask(self, what: dict[str, Any]) -> int:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(what) + "\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+    def start(self, *words: str, cwd: Path, env: dict[str, str] | None = None) -> Started:
+        self.number += 1
+        out, err = cwd / f"out-{self.number}", cwd / f"err-{self.number}"
+        asked = {"words": words, "cwd": str(cwd), "env": env or {}, "out": str(out), "err": str(err)}
+        self.started.append(Started(self, self.ask(asked), out, err))
+        return self.started[-1]
+
+    def kill_what_runs(self) -> None:
+        """What a test that has failed has left."""
+        for started in self.started:
+            if started.code is None:
+                started.kill_all()
+        self.started.clear()
+
+    def run(self, *words: str, cwd: Path, env: dict[str, str] | None = None) -> Started:
+        started = self.start(*words, cwd=cwd, env=env)
+        started.wait()
+        return started
+
+    def close(self) -> None:
+        self.process.communicate(timeout=30)
+
+
+def until(condition: Callable[[], bool], started: Started, seconds: float = 60) -> None:
+    """Wait for something to happen while a command runs."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain\n{started.said}"
+        assert started.is_alive, f"it has ended\n{started.said}"
+        time.sleep(0.005)
+
+
+def main() -> None:
+    """Be the host."""
+    # Loaded, and nothing computed: a fork of this process can compute. Dynamo is what the first optimizer would load.
+    import torch._dynamo  # noqa: F401
+
+    import shoal.elastic.restart
+    import shoal.train.loop  # noqa: F401
+
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if "wait" in asked:
+            answer = os.waitstatus_to_exitcode(os.waitpid(asked["wait"], 0)[1])
+        else:
+            answer = os.fork()
+            if answer == 0:
+                os.setsid()
+                os.chdir(asked["cwd"])
+                os.environ.update(asked["env"])
+                for number, name in ((1, "out"), (2, "err")):
+                    os.dup2(os.open(asked[name], os.O_CREAT | os.O_WRONLY, 0o600), number)
+                os.close(0)
+                os._exit(exit_code_of(asked["words"]) % 256)
+        print(answer, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,390 @@
+"""A run that is interrupted goes on as if it had not been: the same command, real signals, no rank spared."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.host import Host, until
+from tests.cli.test_train import MADE_UP, losses, records
+
+WORDS = [
+    *["train", "--model.num_layers", "1", "--model.hidden", "32", "--model.ffn", "48", *MADE_UP, "--plan", "fp64"],
+    *["--data.sequence", "32", "--data.batch", "12", "--data.workers", "0", "--device", "cpu", "--launch.threads", "1"],
+    *["--optim.warmup", "5step", "--json"],
+]
+ALL = [*WORDS, "--run.duration", "24step", "--run.dir", "run"]
+MEMORY = Path("/dev/shm")
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[Host]:
+    host = Host()
+    yield host
+    host.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(host: Host, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    ended = host.run(*ALL, "--nproc", "2", cwd=folder)
+    assert ended.code == 0, ended.said
+    found = losses(folder / "run")
+    assert len(found) == 24
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(host: Host) -> Iterator[None]:
+    before = set(MEMORY.iterdir())
+    yield
+    host.kill_what_runs()
+    assert set(MEMORY.iterdir()) - before == set()
+
+
+def committed(folder: Path) -> int:
+    """The newest step that is there; -1: none is."""
+    try:
+        return int((folder / "latest").read_text().split("-")[1])
+    except (FileNotFoundError, NotADirectoryError):
+        return -1
+
+
+def hexed(numbers: list[float]) -> list[str]:
+    return [number.hex() for number in numbers]
+
+
+def saves(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "checkpoints"
+
+
+def test_a_run_that_lost_its_power_goes_on_bit_for_bit(host: Host, undisturbed: list[float], tmp_path: Path) -> None:
+    words = [*ALL, "--nproc", "2", "--checkpoint.every", "2step"]
+    for step in (5, 13):
+        started = host.start(*words, cwd=tmp_path)
+        until(lambda step=step: committed(saves(tmp_path)) >= step, started)  # type: ignore[misc]
+        started.kill_all()
+    ended = host.run(*words, cwd=tmp_path)
+    assert ended.code == 0, ended.said
+    assert ended.json["resumed_from"] >= 12
+    assert hexed(losses(tmp_path / "run")) == hexed(undisturbed)
+    assert [record["step"] for record in records(tmp_path / "run")] == list(range(1, 25))
+    assert ended.json["loss_first"] == undisturbed[0]
+    assert committed(saves(tmp_path)) == 24  # the end is kept too
+    assert len(list(saves(tmp_path).glob("step-*"))) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_who_is_asked_to_stop_saves_and_goes_on(
+    host: Host, undisturbed: list[float], tmp_path: Path, number: signal.Signals
+) -> None:
+    words = [*ALL, "--nproc", "2", "--checkpoint.every", "0step", "--run.duration", "24step"]
+    started = host.start(*words, cwd=tmp_path)
+    until(lambda: (tmp_path / "run" / "metrics.jsonl").exists() and len(losses(tmp_path / "run")) > 3, started)
+    os.kill(started.pid, number)
+    began = time.monotonic()
+    assert started.wait() == 130, started.said
+    assert time.monotonic() - began < 5
+    done = started.json["steps"]
+    assert 3 < done < 24
+    assert committed(saves(tmp_path)) == done == started.json["saved_step"]
+    ended = host.run(*words, cwd=tmp_path)
+    assert (ended.code, ended.json["resumed_from"]) == (0, done)
+    assert hexed(losses(tmp_path / "run")) == hexed(undisturbed)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_that_is_killed_costs_no_committed_step(
+    host: Host, undisturbed: list[float], tmp_path: Path, rank: int
+) -> None:
+    """With the memory tier: nothing is read from a disk, because nothing is on one."""
+    before = set(MEMORY.iterdir())
+    words = [*ALL, "--nproc", "2", "--checkpoint.every", "0step", "--checkpoint.memory_every", "1step"]
+    started = host.start(*words, cwd=tmp_path)
+    root: list[Path] = []
+
+    def in_memory() -> int:
+        root[:] = set(MEMORY.iterdir()) - before
+        return committed(root[0]) if root else -1
+
+    until(lambda: in_memory() >= 8, started)
+    os.kill(started.workers[rank], signal.SIGKILL)
+    began, known = time.monotonic(), in_memory()
+    assert committed(saves(tmp_path)) == -1
+    until(lambda: in_memory() > known + 1, started)
+    assert time.monotonic() - began < 3
+    assert started.wait() == 0, started.said
+    assert started.json["restarts"] == 1
+    assert started.json["resumed_from"] >= known
+    assert f"rank {rank} of 2 was killed by signal 9 (SIGKILL)" in started.said
+    assert hexed(losses(tmp_path / "run")) == hexed(undisturbed)
+    assert [record["step"] for record in records(tmp_path / "run")] == list(range(1, 25))
+
+
+def test_restarts_go_on_from_the_disk_and_have_a_budget(host: Host, undisturbed: list[float], tmp_path: Path) -> None:
+    words = [*ALL, "--nproc", "2", "--checkpoint.every", "1step", "--launch.max_restarts", "1"]
+    started = host.start(*words, cwd=tmp_path)
+    for step in (5, 12):
+        until(lambda step=step: committed(saves(tmp_path)) >= step, started)  # type: ignore[misc]
+        os.kill(started.workers[1], signal.SIGKILL)
+    assert started.wait() == 3
+    assert "restart 1 of 1" in started.said
+    assert started.said.count("rank 1 of 2 was killed by signal 9") == 2
+    ended = host.run(*words, cwd=tmp_path)
+    assert (ended.code, ended.json["resumed_from"] >= 12) == (0, True)
+    assert hexed(losses(tmp_path / "run")) == hexed(undisturbed)
+
+
+# ---- which run goes on -----------------------------------------------------------------------------------------------
+
+
+def short(*words: str) -> list[str]:
+    return [*WORDS, "--nproc", "1", "--run.duration", "6step", "--checkpoint.every", "2step", *words]
+
+
+def interrupted(host: Host, *words: str, cwd: Path, path: str = "run") -> int:
+    """A run that was asked to stop; the step that it had made."""
+    started = host.start(*short("--run.duration", "100000step", *words), cwd=cwd)
+    until(lambda: committed(cwd / path / "checkpoints") >= 2, started)
+    os.kill(started.pid, signal.SIGTERM)
+    assert started.wait() == 130
+    return int(started.json["steps"])
+
+
+def test_without_a_directory_the_last_run_that_has_not_ended_goes_on(host: Host, tmp_path: Path) -> None:
+    done = interrupted(host, "--run.name", "one", cwd=tmp_path, path="runs/one")
+    again = host.run(*short("--run.name", "one", "--run.duration", f"{done + 1}step"), cwd=tmp_path)
+    assert (again.json["resumed_from"], again.json["steps"], again.json["directory"]) == (done, done + 1, "runs/one")
+    another = host.run(*short("--run.name", "one"), cwd=tmp_path)  # that one has ended
+    assert (another.json["resumed_from"], another.json["directory"]) == (None, "runs/one-2")
+
+
+def test_another_recipe_is_refused_with_the_difference(host: Host, tmp_path: Path) -> None:
+    interrupted(host, "--run.dir", "run", cwd=tmp_path)
+    refused = host.run(*short("--run.dir", "run", "--optim.lr", "0.5", "--plan", "fp32"), cwd=tmp_path)
+    assert refused.code == 2
+    assert "optim.lr: 0.0003 → 0.5; plan.precision: fp64 → fp32" in refused.said
+    assert "--resume fresh" in refused.said
+    fresh = host.run(*short("--run.dir", "run", "--optim.lr", "0.5", "--resume", "fresh"), cwd=tmp_path)
+    assert (fresh.code, fresh.json["resumed_from"], fresh.json["steps"]) == (0, None, 6), fresh.said
+
+
+def test_from_a_step_from_the_end_and_from_nothing(host: Host, tmp_path: Path) -> None:
+    words = short("--run.dir", "run", "--checkpoint.keep", "9")
+    assert host.run(*words, cwd=tmp_path).code == 0
+    whole = losses(tmp_path / "run")
+    ended = host.run(*words, cwd=tmp_path)
+    assert ended.code == 2
+    assert "already holds a run of this recipe, which has ended" in ended.said
+    longer = host.run(*words, "--resume", "latest", "--run.duration", "8step", cwd=tmp_path)
+    assert (longer.json["resumed_from"], longer.json["steps"]) == (6, 8)
+    from_two = host.run(*words, "--resume", "2", cwd=tmp_path)
+    assert (from_two.json["resumed_from"], from_two.json["steps"]) == (2, 6)
+    assert losses(tmp_path / "run") == whole
+    assert committed(saves(tmp_path)) == 6
+    assert sorted(path.name for path in saves(tmp_path).glob("aside-*"))  # what came after it is not lost
+    missing = host.run(*words, "--resume", "77", cwd=tmp_path)
+    assert missing.code == 2
+    assert "there is no checkpoint of step 77" in missing.said
+    nothing = host.run(*short("--run.dir", "new", "--resume", "latest"), cwd=tmp_path)
+    assert nothing.code == 2
+    assert "no checkpoint" in nothing.said
+
+
+def test_two_processes_never_train_in_one_directory(host: Host, tmp_path: Path) -> None:
+    first = host.start(*short("--run.dir", "run", "--run.duration", "100000step"), cwd=tmp_path)
+    until(lambda: committed(saves(tmp_path)) >= 2, first)
+    for words in ([], ["--resume", "fresh"]):
+        second = host.run(*short("--run.dir", "run", *words), cwd=tmp_path)
+        assert second.code == 2
+        assert "another process is training in 'run'" in second.said
+    os.kill(first.pid, signal.SIGTERM)
+    assert first.wait() == 130
+
+
+def test_a_damaged_step_is_told_and_the_one_before_it_is_used(host: Host, tmp_path: Path) -> None:
+    words = short("--run.dir", "run", "--run.duration", "6step", "--checkpoint.keep", "2")
+    assert host.run(*words, cwd=tmp_path).code == 0
+    whole = losses(tmp_path / "run")
+    path = saves(tmp_path) / "step-00000006" / "shard-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 4
+    path.write_bytes(data)
+    again = host.run(*words, "--resume", "latest", cwd=tmp_path)
+    assert (again.code, again.json["resumed_from"]) == (0, 4), again.said
+    assert "step 6 cannot be used, and the one before it is tried" in again.said
+    assert "shard-00000.safetensors" in again.said
+    assert losses(tmp_path / "run") == whole
+    assert committed(saves(tmp_path)) == 6
+
+
+# ---- another number of ranks -----------------------------------------------------------------------------------------
+
+LEDGER = """
+import json, os
+import torch
+from torch import nn
+
+def build(vocabulary=4096, hidden=16):
+    return Model(vocabulary, hidden)
+
+class Model(nn.Module):
+    num_outputs = 4096
+    def __init__(self, vocabulary, hidden):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, hidden)
+        self.out = nn.Linear(hidden, vocabulary)
+    def forward(self, tokens):
+        if self.training:
+            with open(f"seen-{os.getpid()}.jsonl", "a") as file:
+                file.write(json.dumps(tokens[:, 0].tolist()) + "\\n")
+        return self.out(self.embed(tokens))
+"""
+
+
+def test_four_three_two_four_ranks_in_one_epoch(host: Host, tmp_path: Path) -> None:
+    """The model writes down which samples it is shown. Those of committed steps are each sample of the epoch, once."""
+    import numpy as np
+
+    (tmp_path / "own.py").write_text(LEDGER)
+    tokens = np.random.default_rng(0).integers(0, 4096, (145, 16), dtype=np.uint16)  # the last one has no labels
+    tokens[:, 0] = np.arange(145) + 1000
+    tokens.tofile(tmp_path / "data.bin")
+    words = [
+        *["train", "--model.name", "own.py:build", "--data.source", "data.bin", "--data.sequence", "16"],
+        *["--data.batch", "12", "--data.validation", "0", "--plan", "fp64 mb=1", "--device", "cpu", "--json"],
+        *["--run.duration", "12step", "--launch.threads", "1", "--checkpoint.every", "1step", "--data.workers", "1"],
+    ]
+    plain = host.run(*words, "--run.dir", "plain", "--nproc", "1", cwd=tmp_path)
+    assert plain.code == 0, plain.said
+    for seen in tmp_path.glob("seen-*"):
+        seen.unlink()
+    ledger: dict[int, list[int]] = {}
+    begun = 0
+    for nproc, until_step in ((4, 3), (3, 6), (2, 9), (4, 12)):
+        started = host.start(*words, "--run.dir", "run", "--nproc", str(nproc), cwd=tmp_path)
+        if until_step < 12:
+            until(lambda until_step=until_step: committed(saves(tmp_path)) >= until_step, started)  # type: ignore[misc]
+            started.kill_all()
+        else:
+            assert started.wait() == 0, started.said
+        done = committed(saves(tmp_path))
+        note_seen(ledger, tmp_path, begun, done, per_step=12 // nproc)
+        begun = done
+    assert sorted(ledger) == list(range(1, 13))
+    shown = [sample for step in sorted(ledger) for sample in ledger[step]]
+    assert sorted(shown) == list(range(1000, 1144))
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "plain"), rel=1e-12)
+
+
+def note_seen(ledger: dict[int, list[int]], folder: Path, begun: int, done: int, *, per_step: int) -> None:
+    """Of every process of a generation that began after the step `begun`, what belongs to steps up to `done`."""
+    for path in folder.glob("seen-*"):
+        for number, line in enumerate(path.read_text().splitlines()):
+            step = begun + 1 + number // per_step
+            if step <= done:
+                ledger.setdefault(step, []).extend(json.loads(line))
+        path.unlink()
+
+
+# ---- faults in a save ------------------------------------------------------------------------------------------------
+
+SHORT = [*WORDS, "--nproc", "2", "--plan", "fp64 zero=3", "--run.duration", "5step", "--run.dir", "run"]
+SHORT += ["--checkpoint.every", "1step"]
+
+
+def shards(folder: Path, step: int) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (folder / f"step-{step:08d}").glob("*.safetensors")}
+
+
+@pytest.fixture(scope="module")
+def five_steps(host: Host, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dict[str, bytes]]:
+    folder = tmp_path_factory.mktemp("five")
+    ended = host.run(*SHORT, cwd=folder)
+    assert ended.code == 0, ended.said
+    return losses(folder / "run"), shards(saves(folder), 5)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_killed_before_every_operation_of_a_save(
+    host: Host, five_steps: tuple[list[float], dict[str, bytes]], tmp_path: Path, rank: int
+) -> None:
+    """The second save of a run, on either rank: the run goes on from the step that it saved, or from the one before,
+    by itself, and ends as if nothing had been."""
+    whole, last = five_steps
+    resumed: list[int] = []
+    for write in range(1, 100):
+        folder = tmp_path / str(write)
+        folder.mkdir()
+        fault = {"SHOAL_FAULTS": f"kill_at=rank:{rank},save:2,write:{write}"}
+        ended = host.run(*SHORT, cwd=folder, env=fault)
+        assert ended.code == 0, ended.said
+        assert hexed(losses(folder / "run")) == hexed(whole), write
+        assert shards(saves(folder), 5) == last, write
+        if not ended.json["restarts"]:  # it has fewer operations than that
+            break
+        resumed.append(ended.json["resumed_from"])
+    assert len(resumed) >= (3 if rank else 10)
+    assert set(resumed) == ({1} if rank else {1, 2})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("reason", ["ENOSPC", "EIO", "EACCES", "EROFS"])
+def test_a_disk_that_fails_does_not_stop_training(
+    host: Host, five_steps: tuple[list[float], dict[str, bytes]], tmp_path: Path, rank: int, reason: str
+) -> None:
+    whole, last = five_steps
+    fault = {"SHOAL_FAULTS": f"disk_full_at=rank:{rank},step:3,errno:{reason}"}
+    ended = host.run(*SHORT, cwd=tmp_path, env=fault)
+    assert ended.code == 0, ended.said
+    assert (ended.json["saves"], ended.json["saves_failed"], ended.json["restarts"]) == (4, 1, 0)
+    assert "NOT SAVED, training goes on: the checkpoint of step 3 was not saved" in ended.said
+    assert "--checkpoint.dir SOMEWHERE" in ended.said
+    assert hexed(losses(tmp_path / "run")) == hexed(whole)
+    assert shards(saves(tmp_path), 5) == last
+    assert not list(saves(tmp_path).glob(".draft*"))
+
+
+def test_a_full_disk_keeps_the_checkpoint_before(host: Host, tmp_path: Path) -> None:
+    """The last save fails: what loads is the one before it."""
+    fault = {"SHOAL_FAULTS": "disk_full_at=rank:1,step:5"}
+    ended = host.run(*SHORT, cwd=tmp_path, env=fault)
+    assert (ended.code, ended.json["saves_failed"]) == (0, 1), ended.said
+    assert committed(saves(tmp_path)) == 4
+    again = host.run(*SHORT, "--resume", "latest", cwd=tmp_path)
+    assert (again.code, again.json["resumed_from"]) == (0, 4)
+
+
+def test_a_directory_that_is_removed_under_a_run(host: Host, tmp_path: Path) -> None:
+    started = host.start(*SHORT, "--run.duration", "400step", cwd=tmp_path)
+    until(lambda: committed(saves(tmp_path)) >= 3, started)
+    shutil.rmtree(saves(tmp_path), ignore_errors=True)
+    gone = len(losses(tmp_path / "run"))
+    until(lambda: committed(saves(tmp_path)) > gone + 1, started)  # it is made again
+    os.kill(started.pid, signal.SIGTERM)
+    assert started.wait() == 130, started.said
+    assert committed(saves(tmp_path)) == started.json["steps"]
+
+
+def test_a_bit_that_turns_on_its_way_is_found(host: Host, tmp_path: Path) -> None:
+    fault = {"SHOAL_FAULTS": "corrupt_at=rank:1,step:5 kill_at=rank:0,step:6"}
+    ended = host.run(*SHORT, "--run.duration", "7step", cwd=tmp_path, env=fault)
+    assert (ended.code, ended.json["resumed_from"], ended.json["restarts"]) == (0, 4, 1), ended.said
+    assert "step 5 cannot be used, and the one before it is tried" in ended.said
+    assert "are not those that were written" in ended.said
+    assert len(losses(tmp_path / "run")) == 7
+
+
+def test_an_exchange_that_fails_is_a_restart(host: Host, five_steps: Any, tmp_path: Path) -> None:
+    ended = host.run(*SHORT, cwd=tmp_path, env={"SHOAL_FAULTS": "fail_allreduce_at=rank:1,step:4"})
+    assert (ended.code, ended.json["restarts"], ended.json["resumed_from"] in (2, 3)) == (0, 1, True), ended.said
+    assert "the exchange of step 4 fails" in ended.said
+    assert hexed(losses(tmp_path / "run")) == hexed(five_steps[0])

@@ -1,0 +1,75 @@
+"""Faults on demand: what was ordered happens where it was ordered and nowhere else, and what is mistyped is refused."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from shoal.blueprint.faults import GENERATION, KINDS, VARIABLE, Fault, Faults
+from shoal.errors import ShoalError
+
+ALL = (
+    "kill_at=rank:1,step:5 disk_full_at=rank:0,write:3 corrupt_at=write:2 slow_disk_at=write:1,seconds:2"
+    " fail_allreduce_at=rank:1,step:7,generation:2"
+)
+
+
+def test_words_are_faults() -> None:
+    faults = Faults.parse(ALL).ordered
+    assert {fault.kind for fault in faults} == set(KINDS)
+    assert faults[0] == Fault(kind="kill_at", rank=1, step=5)
+    assert faults[1] == Fault(kind="disk_full_at", rank=0, write=3, errno=errno.ENOSPC)
+    assert faults[3].seconds == 2.0
+    assert faults[4].generation == 2
+    assert Faults.parse("").ordered == ()
+    assert Faults.parse("disk_full_at=write:1,errno:EIO").ordered[0].error("x").errno == errno.EIO
+    assert Faults.parse("kill_at=generation:any").ordered[0].generation is None
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "fix"),
+    [
+        ("kil_at=rank:1", "no fault 'kil_at'", "kill_at"),
+        ("kill_at", "no fault", "kill_at"),
+        ("kill_at=rnk:1", "no 'rnk'", "rank"),
+        ("kill_at=rank:one", "rank cannot be 'one'", "a whole number from 0"),
+        ("kill_at=write:0", "write cannot be '0'", "from 1 on"),
+        ("kill_at=rank:-1", "cannot be '-1'", "from 0"),
+        ("slow_disk_at=seconds:long", "seconds cannot be", "seconds"),
+        ("slow_disk_at=seconds:inf", "seconds cannot be", "seconds"),
+        ("disk_full_at=errno:EFULL", "errno cannot be", "ENOSPC"),
+        ("kill_at=rank:1,rank:2", "twice", "one rank"),
+        ("fail_allreduce_at=write:1", "no write", "step"),
+    ],
+)
+def test_what_is_mistyped_is_refused_with_what_was_meant(text: str, what: str, fix: str) -> None:
+    with pytest.raises(ShoalError) as told:
+        Faults.parse(text)
+    assert what in str(told.value)
+    assert fix in str(told.value).partition("fix:")[2]
+
+
+def test_those_of_this_process_come_from_its_environment() -> None:
+    environ = {VARIABLE: ALL}
+    assert [fault.kind for fault in Faults.here(0, environ).ordered] == ["disk_full_at", "corrupt_at", "slow_disk_at"]
+    assert [fault.kind for fault in Faults.here(1, environ).ordered] == ["kill_at", "corrupt_at", "slow_disk_at"]
+    assert Faults.here(0, {}).ordered == ()
+    again = {VARIABLE: ALL, GENERATION: "2"}
+    assert [fault.kind for fault in Faults.here(1, again).ordered] == ["fail_allreduce_at"]
+    assert Faults.here(0, {VARIABLE: "kill_at=generation:any", GENERATION: "3"}).ordered
+
+
+def test_a_fault_is_due_where_all_that_it_names_holds() -> None:
+    faults = Faults.parse("kill_at=step:5 kill_at=step:7,write:3 disk_full_at=save:2 slow_disk_at=write:4")
+    assert faults.due("kill_at", step=5) == faults.ordered[0]
+    assert faults.due("kill_at", step=6) is None
+    assert faults.due("kill_at", step=7) is None, "that one is for an operation of the disk"
+    at_disk = {"step": 5, "save": 1, "write": 14, "write_of_save": 4}
+    assert faults.due("kill_at", **at_disk) is None, "the step is killed, not its save"
+    assert faults.due("kill_at", step=7, save=2, write=14, write_of_save=3) == faults.ordered[1]
+    assert faults.due("kill_at", step=7, save=2, write=3, write_of_save=2) is None, "counted from the save's begin"
+    assert faults.due("disk_full_at", **at_disk) is None
+    assert faults.due("disk_full_at", step=6, save=2, write=15, write_of_save=1) == faults.ordered[2]
+    assert faults.due("slow_disk_at", step=5, save=1, write=4, write_of_save=4) == faults.ordered[3]
+    assert faults.due("slow_disk_at", **at_disk) is None, "counted from the run's begin"
