@@ -10,7 +10,7 @@ BIN := .venv/bin
 STAMP := .venv/stamp
 CHECKS := check-format check-lint check-types check-imports check-spelling
 
-.PHONY: help train test matrix check sizes clean $(CHECKS)
+.PHONY: help train test matrix reshard check sizes clean $(CHECKS)
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,6 +23,9 @@ test: $(STAMP)  ## run all tests; ARGS goes to pytest
 
 matrix: $(STAMP)  ## verify every legal layout of 1, 2, 4 and 8 ranks, dense and with experts: some hours
 	$(BIN)/python benchmarks/verify/run.py --matrix 1,2,4,8,16,32 $(ARGS)
+
+reshard: $(STAMP)  ## save on every layout and load on every other, each value compared: some minutes
+	SHOAL_ALL_PAIRS=1 $(BIN)/pytest tests/dist/test_reshard.py $(ARGS)
 
 check: $(CHECKS)  ## run all static checks (-k: go on after one fails)
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.cli.host import Host, until
-from tests.cli.test_train import MADE_UP, losses, records
+from tests.cli.test_train import MADE_UP, in_session, losses, records
 
 WORDS = [
     *["train", "--model.num_layers", "1", "--model.hidden", "32", "--model.ffn", "48", *MADE_UP, "--plan", "fp64"],
@@ -98,6 +98,20 @@ def test_who_is_asked_to_stop_saves_and_goes_on(
     assert committed(saves(tmp_path)) == done == started.json["saved_step"]
     ended = host.run(*words, cwd=tmp_path)
     assert (ended.code, ended.json["resumed_from"]) == (0, done)
+    assert hexed(losses(tmp_path / "run")) == hexed(undisturbed)
+
+
+def test_a_signal_to_every_process_at_once(host: Host, undisturbed: list[float], tmp_path: Path) -> None:
+    """As Slurm sends it: to the workers, and to the processes that make their batches, too."""
+    words = [*ALL, "--nproc", "2", "--checkpoint.every", "0step", "--data.workers", "1"]
+    started = host.start(*words, cwd=tmp_path)
+    until(lambda: (tmp_path / "run" / "metrics.jsonl").exists() and len(losses(tmp_path / "run")) > 3, started)
+    for pid in in_session(started.pid):
+        os.kill(pid, signal.SIGTERM)
+    assert started.wait() == 130, started.said
+    assert committed(saves(tmp_path)) == started.json["steps"] > 3
+    ended = host.run(*words, cwd=tmp_path)
+    assert ended.code == 0, ended.said
     assert hexed(losses(tmp_path / "run")) == hexed(undisturbed)
 
 
@@ -250,7 +264,8 @@ class Model(nn.Module):
 """
 
 
-def test_four_three_two_four_ranks_in_one_epoch(host: Host, tmp_path: Path) -> None:
+@pytest.mark.parametrize("time", [1, 2, 3])
+def test_four_three_two_four_ranks_in_one_epoch(host: Host, tmp_path: Path, time: int) -> None:
     """The model writes down which samples it is shown. Those of committed steps are each sample of the epoch, once."""
     import numpy as np
 
@@ -262,6 +277,7 @@ def test_four_three_two_four_ranks_in_one_epoch(host: Host, tmp_path: Path) -> N
         *["train", "--model.name", "own.py:build", "--data.source", "data.bin", "--data.sequence", "16"],
         *["--data.batch", "12", "--data.validation", "0", "--plan", "fp64 mb=1", "--device", "cpu", "--json"],
         *["--run.duration", "12step", "--launch.threads", "1", "--checkpoint.every", "1step", "--data.workers", "1"],
+        *["--run.seed", str(time)],
     ]
     plain = host.run(*words, "--run.dir", "plain", "--nproc", "1", cwd=tmp_path)
     assert plain.code == 0, plain.said

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import queue
+import signal
 import threading
 import warnings
 from collections.abc import Iterable, Iterator
@@ -82,6 +83,13 @@ def _fill(
         ready.put(error)
 
 
+def _ignore_signals(worker: int) -> None:
+    """A scheduler that asks a run to end asks all of its processes. The training process decides when; until then it
+    needs its batches."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
 class Processes:
     """Worker processes of torch's `DataLoader`, whose sampler is our positions; a worker makes whole batches."""
 
@@ -95,6 +103,7 @@ class Processes:
             prefetch_factor=prefetch,
             pin_memory=pin,
             multiprocessing_context="fork" if fork else None,
+            worker_init_fn=_ignore_signals,
             generator=torch.Generator(),  # else it draws from the global one, and the model's randomness changes
         )
         with warnings.catch_warnings():  # Python 3.12 warns of forks beside threads; workers touch neither

@@ -1,0 +1,144 @@
+"""Any layout loads what any other has saved: each value of each tensor, and the run goes on as on one device.
+
+CI goes round a ring of layouts: each loads what the one before it has saved, and saves for the next. All pairs:
+`make reshard`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from shoal.blueprint.recipe import OptimSection
+from shoal.comm.world import World
+from shoal.models import llama, moe
+from shoal.numerics.init import initialise
+from shoal.numerics.optim import build_optimizer
+from shoal.train.run import Run
+from tests.dist.pool import Pool
+
+BATCH, TOKENS, VOCABULARY = 24, 16, 37  # 37, and 22 below: pieces that are not alike, and empty ones
+Layout = tuple[int, str]
+
+DENSE: list[Layout] = [
+    (1, "mb=6"),
+    (2, "zero=1 mb=4"),
+    (3, "zero=3 mb=4"),
+    (4, "tp=2 pp=2 interleaved mb=3"),
+    (6, "tp=2 zero=3 mb=4"),
+    (2, "pp=2 1f1b mb=6"),
+    (8, "tp=2 pp=2 zero=3 mb=3"),
+    (3, "dp_replicate=3 mb=8"),
+    (4, "dp_replicate=2 zero=3 mb=3"),
+    (4, "cp=2 tp=2 mb=6"),
+    (8, "zero=3 mb=3"),
+    (2, "zero=2 mb=6"),
+    (6, "pp=2 gpipe zero=3 mb=2"),
+    (2, "cp=2 zero=3 mb=6"),
+    (4, "pp=2 zbv zero=1 mb=3"),
+    (6, "dp_replicate=3 zero=3 mb=4"),
+]
+TIED: list[Layout] = [(2, "pp=2 1f1b mb=6"), (3, "zero=3 mb=4"), (2, "tp=2 sp=off mb=4"), (1, "mb=12")]
+EXPERTS: list[Layout] = [
+    (1, "mb=6"),
+    (4, "ep=2 zero=3 mb=3"),
+    (2, "pp=2 1f1b mb=6"),
+    (8, "ep=4 zero=3 mb=3"),
+    (4, "ep=4 zero=1 mb=2"),
+    (6, "ep=2 zero=3 mb=2"),
+    (2, "ep=2 zero=3 mb=6"),
+]
+RINGS = {"llama": DENSE, "tied": TIED, "moe": EXPERTS}
+
+
+def build(kind: str) -> torch.nn.Module:
+    sizes: dict[str, Any] = {"num_layers": 4, "hidden": 16, "num_heads": 4, "num_kv_heads": 2, "vocabulary": VOCABULARY}
+    if kind == "moe":
+        return moe.build(**sizes, ffn=24, num_experts=4, top_k=2, expert_ffn=8, bias_rate=0.01, max_sequence=TOKENS)
+    return llama.build(**sizes, ffn=22, tied=kind == "tied", max_sequence=TOKENS)
+
+
+def share(run: Run, step: int) -> dict[str, Tensor]:
+    tokens = torch.randint(VOCABULARY, (BATCH, TOKENS + 1), generator=torch.Generator().manual_seed(step))
+    size = BATCH // run.degree
+    own = tokens[run.coordinate * size : (run.coordinate + 1) * size]
+    return {"tokens": own[:, :-1].contiguous(), "labels": own[:, 1:].contiguous()}
+
+
+def visit(world: World, plan: str, kind: str, steps: list[str], step: int, optim: dict[str, str]) -> float:
+    """Load a step, save it as it was loaded, make one more and save that; the loss."""
+    before, again, after = steps
+    model = build(kind)
+    initialise(model, seed=step)  # so that what is not loaded is not right by chance
+    run = Run(f"{'fp32' if optim else 'fp64'} {plan}", world=world, seed=0, clip=0.5)
+    run.prepare(model)
+    run.prepare(build_optimizer(run.parameters, OptimSection(**optim), lr=1e-2))  # type: ignore[arg-type]
+    if step:
+        assert run.load(before) == step
+        run.save(again)
+    loss = float(run.step(share(run, step)))
+    run.save(after)
+    return loss
+
+
+def whole(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of the newest step, put together without shoal."""
+    step = folder / (folder / "latest").read_text().strip()
+    found = {}
+    for name, entry in json.loads((step / "manifest.json").read_text())["tensors"].items():
+        parts = []
+        for piece in entry["pieces"]:
+            with safe_open(step / piece["file"], "pt") as file:
+                places = tuple(slice(b, b + s) for b, s in zip(piece["begin"], piece["shape"], strict=True))
+                parts.append((places, file.get_tensor(piece["key"])))
+        found[name] = torch.full(entry["shape"], -1, dtype=parts[0][1].dtype)
+        for places, part in parts:
+            found[name][places] = part
+    return found
+
+
+def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    differing = [name for name, value in ours.items() if not torch.equal(value, theirs[name])]
+    assert differing == []
+
+
+def round_trip(pool: Pool, folder: Path, ring: list[Layout], kind: str, **optim: str) -> list[float]:
+    losses = []
+    for step, (size, plan) in enumerate(ring):
+        names = [str(folder / name) for name in (f"after-{step - 1}", f"again-{step}", f"after-{step}")]
+        losses.append(pool.run(visit, size, plan, kind, names, step, optim)[0])
+        if step:
+            assert_same(whole(Path(names[1])), whole(Path(names[0])))
+    return losses
+
+
+@pytest.mark.parametrize("kind", RINGS)
+def test_round_a_ring_of_layouts(pool: Pool, tmp_path: Path, kind: str) -> None:
+    ours = round_trip(pool, tmp_path / "ring", RINGS[kind], kind)
+    assert any(name.startswith("optimizer/exp_avg/") for name in whole(tmp_path / "ring" / "after-1"))
+    stayed = round_trip(pool, tmp_path / "one", [(1, "mb=24")] * len(ours), kind)
+    assert ours == pytest.approx(stayed, rel=1e-10)
+
+
+def test_states_of_another_dtype(pool: Pool, tmp_path: Path) -> None:
+    ring: list[Layout] = [(2, "zero=3 mb=4"), (1, "mb=6"), (3, "zero=1 mb=4"), (2, "tp=2 mb=4")]
+    round_trip(pool, tmp_path, ring, "llama", states="bf16")
+    dtypes = {tensor.dtype for tensor in whole(tmp_path / "after-3").values()}
+    assert dtypes == {torch.float32, torch.bfloat16}
+
+
+@pytest.mark.skipif(not os.environ.get("SHOAL_ALL_PAIRS"), reason="minutes; run with `make reshard`")
+@pytest.mark.parametrize("kind", RINGS)
+def test_all_pairs(pool: Pool, tmp_path: Path, kind: str) -> None:
+    for (first, saves), (second, loads) in itertools.permutations(RINGS[kind], 2):
+        folder = tmp_path / f"{first} {saves} to {second} {loads}"
+        round_trip(pool, folder, [(first, saves), (second, loads)], kind)
