@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.cli.host import Host, until
-from tests.cli.test_train import MADE_UP, in_session, losses, records
+from tests.cli.test_train import MADE_UP, Command, in_session, losses, records
 
 WORDS = [
     *["train", "--model.num_layers", "1", "--model.hidden", "32", "--model.ffn", "48", *MADE_UP, "--plan", "fp64"],
@@ -143,6 +145,17 @@ def test_a_worker_that_is_killed_costs_no_committed_step(
     assert [record["step"] for record in records(tmp_path / "run")] == list(range(1, 25))
 
 
+@pytest.mark.parametrize("fresh", [["--run.overwrite"], ["--resume", "fresh"]])
+def test_who_begins_anew_does_so_once(host: Host, tmp_path: Path, fresh: list[str]) -> None:
+    """A restart goes on; and what is saved elsewhere is not taken for this run's."""
+    words = [*ALL, "--nproc", "2", "--run.duration", "6step", "--checkpoint.every", "1step", "--checkpoint.dir", "saves"]
+    assert host.run(*words, "--run.duration", "9step", cwd=tmp_path).code == 0
+    ended = host.run(*words, *fresh, cwd=tmp_path, env={"SHOAL_FAULTS": "kill_at=rank:0,step:4"})
+    assert (ended.code, ended.json["restarts"], ended.json["resumed_from"] in (2, 3)) == (0, 1, True), ended.said
+    assert committed(tmp_path / "saves") == 6
+    assert len(losses(tmp_path / "run")) == 6
+
+
 def test_restarts_go_on_from_the_disk_and_have_a_budget(host: Host, undisturbed: list[float], tmp_path: Path) -> None:
     words = [*ALL, "--nproc", "2", "--checkpoint.every", "1step", "--launch.max_restarts", "1"]
     started = host.start(*words, cwd=tmp_path)
@@ -155,6 +168,48 @@ def test_restarts_go_on_from_the_disk_and_have_a_budget(host: Host, undisturbed:
     ended = host.run(*words, cwd=tmp_path)
     assert (ended.code, ended.json["resumed_from"] >= 12) == (0, True)
     assert hexed(losses(tmp_path / "run")) == hexed(undisturbed)
+
+
+def test_who_gives_up_brings_what_is_in_memory_to_the_disk(
+    host: Host, undisturbed: list[float], tmp_path: Path
+) -> None:
+    words = [*ALL, "--nproc", "2", "--checkpoint.every", "0step", "--checkpoint.memory_every", "1step"]
+    fault = {"SHOAL_FAULTS": "kill_at=rank:1,step:9"}
+    ended = host.run(*words, "--launch.max_restarts", "0", cwd=tmp_path, env=fault)
+    assert ended.code == 3
+    assert "which was kept in memory, is on the disk now" in ended.said
+    assert committed(saves(tmp_path)) in (7, 8)
+    again = host.run(*words, cwd=tmp_path)
+    assert (again.code, again.json["resumed_from"] in (7, 8)) == (0, True), again.said
+    assert hexed(losses(tmp_path / "run")) == hexed(undisturbed)
+
+
+def test_memory_that_nobody_watches_over_is_found_again(host: Host, tmp_path: Path) -> None:
+    """One process, or one of another's launcher: what it kept in memory is there for the same command."""
+    words = short("--run.dir", "run", "--checkpoint.every", "0step", "--checkpoint.memory_every", "1step")
+    died = host.run(*words, cwd=tmp_path, env={"SHOAL_FAULTS": "kill_at=step:4"})
+    assert died.code == -9 % 256 or died.code != 0
+    assert committed(saves(tmp_path)) == -1
+    again = host.run(*words, cwd=tmp_path)
+    assert (again.code, again.json["resumed_from"] in (2, 3)) == (0, True), again.said
+
+
+def test_memory_that_is_too_small_is_refused_before_the_first_step(host: Host, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(small)], check=False).returncode:
+        pytest.skip("a small memory file system cannot be mounted here: not root")
+    try:
+        words = [*ALL, "--nproc", "2", "--checkpoint.memory_every", "1step", "--checkpoint.memory_dir", str(small)]
+        ended = host.run(*words, cwd=tmp_path)
+        assert ended.code == 2
+        assert "has room for 0.0 GiB, and keeping the state of this run in memory needs" in ended.said
+        assert not list(small.iterdir())
+        full = host.run(*ALL, "--nproc", "2", "--checkpoint.dir", str(small / "saves"), cwd=tmp_path)
+        assert full.code == 2
+        assert "--checkpoint.dir" in full.said
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
 
 
 # ---- which run goes on -----------------------------------------------------------------------------------------------
@@ -404,3 +459,16 @@ def test_an_exchange_that_fails_is_a_restart(host: Host, five_steps: Any, tmp_pa
     assert (ended.code, ended.json["restarts"], ended.json["resumed_from"] in (2, 3)) == (0, 1, True), ended.said
     assert "the exchange of step 4 fails" in ended.said
     assert hexed(losses(tmp_path / "run")) == hexed(five_steps[0])
+
+
+def test_torchrun_needs_one_restart(tmp_path: Path) -> None:
+    """Its store outlives the workers, with the addresses of the dead; a new generation does not look at them."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = [*torchrun, "--max-restarts", "3", "-m", "shoal", *ALL, "--run.duration", "8step"]
+    words += ["--checkpoint.every", "1step"]
+    env = {"SHOAL_FAULTS": "kill_at=rank:1,step:5", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    ended = Command.start(words, cwd=tmp_path, env=env).ended()
+    assert ended.code == 0, ended.err
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["restarts"], summary["resumed_from"] in (3, 4), summary["steps"]) == (1, True, 8)
+    assert len(losses(tmp_path / "run")) == 8

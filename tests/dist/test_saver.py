@@ -77,7 +77,7 @@ def test_a_save_that_failed_is_raised_to_who_asks(world: World, tmp_path: Path) 
     try:
         run.save(tmp_path / "here", wait=False)
         run.step(share(run, 1))
-        with pytest.raises(RunFailed, match="step 1 was not saved.*rank 1: No space left on device"):
+        with pytest.raises(RunFailed, match=r"step 1 was not saved.*rank 1: No space left on device"):
             run.saved(tmp_path / "here")
     finally:
         os.environ.pop(VARIABLE, None)

@@ -88,17 +88,17 @@ def test_the_difference_to_the_earlier_run_is_told() -> None:
     assert not Path("mine/summary.json").exists()
 
 
-def test_overwrite_removes_a_run_and_nothing_else() -> None:
+def test_fresh_removes_a_run_and_nothing_else() -> None:
     claimed(dir="mine")
     Path("mine/metrics.jsonl").write_text("old")
     Path("mine/checkpoints").mkdir()
-    assert not claimed(dir="mine", overwrite=True).goes_on
+    assert not claimed("fresh", dir="mine").goes_on
     assert not Path("mine/metrics.jsonl").exists()
     assert not Path("mine/checkpoints").exists()
     Path("other").mkdir()
     Path("other/notes.txt").write_text("precious")
     with pytest.raises(ShoalError, match="holds no run of shoal"):
-        RunDirectory.claim(recipe(dir="other", overwrite=True))
+        RunDirectory.claim(recipe(dir="other"), "fresh")
     assert Path("other/notes.txt").read_text() == "precious"
 
 

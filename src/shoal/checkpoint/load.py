@@ -31,7 +31,7 @@ def load(store: Store, holder: Holder, *, step: int) -> Manifest:
     make_states(holder, _kinds(manifest), dict(manifest.state.get("scalars", {})))
     held = list(held_by(holder))
     if misfits := list(_misfits(manifest, held)):
-        raise Misfit(*misfits, title=f"step {step} of {store.root} is of another model")
+        raise Misfit(*misfits, title=f"step {step} of {store.where} is of another model")
     with _Files(store.path(step), manifest, store.disk) as files, torch.no_grad():
         for piece in held:
             fill(piece, manifest.tensors[piece.name], files)
@@ -57,13 +57,13 @@ def load_newest(
             told += error.problems
             say(f"step {step} cannot be used, and the one before it is tried: {error}")
     if told:
-        raise RunFailed(*told, title=f"the checkpoints in {stores[-1].root}, of which not one can be used")
+        raise RunFailed(*told, title=f"the checkpoints in {stores[-1].where}, of which not one can be used")
     return None
 
 
 def load_step(store: Store, world: World, holder: Holder, step: int) -> Manifest:
     """Fill a run with one step; every rank calls it, and all raise if one cannot."""
-    how = {"failed": f"step {step} of {store.root} was not loaded", "fix": "load another step: --resume STEP"}
+    how = {"failed": f"step {step} of {store.where} was not loaded", "fix": "load another step: --resume STEP"}
     return together(world, lambda: load(store, holder, step=step), **how)[0]
 
 

@@ -19,6 +19,7 @@ from shoal.checkpoint.state import Held, Holder, held_by, scalars_of
 from shoal.checkpoint.store import Store
 from shoal.checkpoint.together import together
 from shoal.comm.world import World
+from shoal.errors import ShoalError
 
 Told = tuple[str, str, Shape, Shape, Shape]
 """Of one piece: the tensor's name, its dtype and whole shape, where the piece begins, and its shape."""
@@ -56,11 +57,16 @@ def save(store: Store, world: World, snapshot: Snapshot) -> None:
         "failed": f"the checkpoint of step {step} was not saved, and the one before it is as it was",
         "fix": "make room, or --checkpoint.dir SOMEWHERE that can be written to",
     }
-    together(world, lambda: store.begin(step) if world.is_main else None, **how)
-    told = together(world, lambda: _write_own(store, world, snapshot), **how)
-    scalars = {name: numbers for _, _, _, own in told for name, numbers in own.items()}
-    known = {**snapshot.state, "scalars": scalars}
-    together(world, lambda: _commit(store, told, step, known) if world.is_main else None, **how)
+    try:
+        together(world, lambda: store.begin(step) if world.is_main else None, **how)
+        told = together(world, lambda: _write_own(store, world, snapshot), **how)
+        scalars = {name: numbers for _, _, _, own in told for name, numbers in own.items()}
+        known = {**snapshot.state, "scalars": scalars}
+        together(world, lambda: _commit(store, told, step, known) if world.is_main else None, **how)
+    except ShoalError:
+        if world.is_main:
+            store.abandon(step)
+        raise
 
 
 def _write_own(

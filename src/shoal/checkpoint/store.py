@@ -89,7 +89,7 @@ class Store:
 
     def abandon(self, step: int) -> None:
         """Remove what there is of a step that will not be finished, as far as that can be done."""
-        with suppress(OSError):
+        with suppress(Exception):  # each store has its own
             self.disk.remove(self.draft(step))
 
     def _next(self, step: int) -> Path:

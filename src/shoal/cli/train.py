@@ -119,7 +119,7 @@ def _carried_out(
     def say(text: str) -> None:
         print(f"shoal: {text}", file=sys.stderr, flush=True)
 
-    with memory_tier(settings.memory_dir) if settings.memory_every.amount and keep else nullcontext() as root:
+    with memory_tier(settings.memory_dir, say) if settings.memory_every.amount and keep else nullcontext() as root:
         return with_restarts(start, most=launched.max_restarts if keep else 0, say=say)
 
 

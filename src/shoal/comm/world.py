@@ -248,7 +248,7 @@ def _meeting_failed(place: Placement, text: str) -> ShoalError:
     if "EADDRINUSE" in text:
         return ShoalError(
             f"port {place.master_port} on this host is taken, and rank 0 has to listen there",
-            fix="export MASTER_PORT=<a free port> on every rank; or torchrun --master-port 0",
+            fix="export MASTER_PORT=<a free port> on every rank; or torchrun --standalone",
         )
     return ShoalError(
         f"rank {place.rank} of {place.world_size} did not meet the others at {place.master_addr}:{place.master_port},"

@@ -1,7 +1,8 @@
 """A folder in shared memory that outlives the workers of a run, and goes when the run does.
 
-The process that starts the workers makes it and holds a lock in it. What such a process left behind when it was killed
-itself has no lock any more, and is removed by the next one.
+The process that starts the workers makes it and holds a lock in it. If it gives up, what is in there and not on the
+disk goes to the disk first. What such a process left behind when it was killed itself has no lock any more, and is
+removed by the next one.
 """
 
 from __future__ import annotations
@@ -10,17 +11,18 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from shoal.errors import ShoalError
+from shoal.train.keeping import rescue
 
 LOCK = "lock"
 
 
 @contextmanager
-def memory_tier(where: str) -> Iterator[Path]:
+def memory_tier(where: str, say: Callable[[str], None]) -> Iterator[Path]:
     """A new folder in a memory file system, for as long as the context lasts."""
     _sweep(Path(where))
     try:
@@ -34,8 +36,21 @@ def memory_tier(where: str) -> Iterator[Path]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
             yield root
+        except BaseException:
+            _rescue(root, say)
+            raise
         finally:
             shutil.rmtree(root, ignore_errors=True)
+
+
+def _rescue(root: Path, say: Callable[[str], None]) -> None:
+    try:
+        step = rescue(root)
+    except (OSError, ShoalError) as error:
+        say(f"what was kept in memory could not be saved: {error}")
+    else:
+        if step is not None:
+            say(f"step {step}, which was kept in memory, is on the disk now")
 
 
 def _sweep(where: Path) -> None:
@@ -50,4 +65,4 @@ def _sweep(where: Path) -> None:
 
 
 def _prefix() -> str:
-    return f"shoal-{os.getuid()}-"
+    return f"shoal-tier-{os.getuid()}-"

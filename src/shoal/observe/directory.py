@@ -56,10 +56,9 @@ class RunDirectory:
                   fresh: begin anew; an earlier run in a directory that was named is removed
                   else: go on with what is there, whether or not it has ended
         """
-        is_fresh = resume == "fresh" or recipe.run.overwrite
-        path = Path(recipe.run.dir) if recipe.run.dir else _numbered(recipe, resume="fresh" if is_fresh else resume)
+        path = Path(recipe.run.dir) if recipe.run.dir else _numbered(recipe, resume=resume)
         try:
-            if is_fresh:
+            if resume == "fresh":
                 _refuse_locked(path)
                 _remove_run(path)
             goes_on = _goes_on(path, recipe, resume)

@@ -46,13 +46,13 @@ def save_run(run: Run, directory: str | Path, *, wait: bool, keep: int | None) -
     settle_to_save(run)
     saver = run.savers.get(str(directory))
     if wait and saver is None:
-        store = Store(Path(directory))
+        store = Store.at(directory)
         save(store, run.world, Snapshot.of(holder_of(run), step=run.steps_done, state=state_of(run)))
         if keep is not None and run.is_main:
             store.retain(keep)
         return
     if saver is None:
-        saver = run.savers[str(directory)] = Saver(Store(Path(directory)), run.world.beside(), keep=keep or 2)
+        saver = run.savers[str(directory)] = Saver(Store.at(directory), run.world.beside(), keep=keep or 2)
     saver.begin(holder_of(run), step=run.steps_done, state=state_of(run))
     if wait:
         wait_for(saver)
@@ -68,11 +68,11 @@ def wait_for(saver: Saver) -> None:
 
 def load_run(run: Run, directory: str | Path, step: int | None) -> int:
     """Returns how many steps the run had made."""
-    store = Store(Path(directory))
+    store = Store.at(directory)
     if step is None:
         manifest = load_newest([store], run.world, holder_of(run))
         if manifest is None:
-            raise ShoalError(f"there is no checkpoint in {store.root}", fix="the directory that a run was saved to")
+            raise ShoalError(f"there is no checkpoint in {store.where}", fix="the directory that a run was saved to")
     else:
         manifest = load_step(store, run.world, holder_of(run), step)
     restore(run, manifest)

@@ -10,6 +10,7 @@ A run goes on from the newest step that is whole in either.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import shutil
@@ -23,7 +24,7 @@ from shoal.blueprint.continuing import refuse_changes
 from shoal.blueprint.duration import Duration
 from shoal.checkpoint.load import load_newest, load_step
 from shoal.checkpoint.manifest import Manifest
-from shoal.checkpoint.saver import Saved, Saver
+from shoal.checkpoint.saver import Saver
 from shoal.checkpoint.store import Store
 from shoal.checkpoint.together import together
 from shoal.errors import ShoalError
@@ -34,6 +35,9 @@ from shoal.train.run import Run
 FIRST_AUTO = 30.0
 """Seconds after which `auto` saves for the first time: what a save costs is not known before."""
 LEAST_AUTO = 5.0
+
+DISK = "disk"
+"""A file beside the steps in memory that says where the run saves."""
 
 Say = Callable[[str], None]
 
@@ -78,8 +82,15 @@ class Keeper:
         settings, per = job.recipe.checkpoint, units(job.recipe, job.training)
         every = None if settings.every == "auto" else Duration.parse(settings.every)
         disk = Saver(Store.at(settings.dir or directory / "checkpoints"), run.world.beside(), keep=settings.keep)
-        memory_steps = settings.memory_every.steps(**per) or 0 if memory_root is not None else 0
-        memory = Saver(Store(memory_root), run.world.beside(), keep=1) if memory_steps and memory_root else None
+        memory_steps = settings.memory_every.steps(**per) or 0
+        memory = None
+        if memory_steps:
+            _refuse_several_hosts(run)
+            root = memory_root or named_root(settings.memory_dir, directory)
+            memory = Saver(Store(root), run.world.beside(), keep=1)
+            if run.is_main:
+                root.mkdir(mode=0o700, exist_ok=True)
+                (root / DISK).write_text(disk.store.where)
         return cls(
             run=run,
             job=job,
@@ -104,14 +115,18 @@ class Keeper:
             manifest = load_newest(stores, world, holder_of(self.run), self.say)
         if manifest is None and resume == "latest":
             raise ShoalError(
-                f"there is no checkpoint in {store.root} to go on from", fix="--resume auto, or the --run.dir of a run"
+                f"there is no checkpoint in {store.where} to go on from", fix="--resume auto, or the --run.dir of a run"
             )
         if manifest is not None:
-            refuse_changes(manifest.state.get("recipe", {}), self.job.recipe, where=str(store.root))
+            refuse_changes(manifest.state.get("recipe", {}), self.job.recipe, where=store.where)
             restore(self.run, manifest)
             self._set_aside(after=manifest.step)
             self.last = manifest.step
         return manifest
+
+    def begin_anew(self) -> None:
+        """What an earlier run has left in the same place is not of this one."""
+        self._set_aside(after=-1)
 
     def _set_aside(self, after: int) -> None:
         """Later steps are damaged, or of a run that now takes another way: nobody may go on from them by mistake."""
@@ -168,20 +183,22 @@ class Keeper:
             self._begin(self.memory)
         if is_wanted or (self.every_steps and done % self.every_steps == 0):
             self._save()
-        self._tell(self.disk.take_news())
+        self._tell()
 
     def end(self) -> None:
         """Save the last step, and wait until it is on the disk."""
         if self.last != self.run.steps_done:
             self._save()
         self.close()
+        if self.memory is not None and self.run.is_main and not self.num_failed:
+            shutil.rmtree(self.memory.store.root, ignore_errors=True)
 
     def close(self) -> None:
         """Wait for what is on its way."""
         for saver in (self.disk, self.memory):
             if saver is not None:
                 saver.finish()
-        self._tell(self.disk.take_news())
+        self._tell()
 
     def _save(self) -> None:
         began = time.perf_counter()
@@ -195,12 +212,15 @@ class Keeper:
         state = {**state_of(self.run), "recipe": self.job.recipe.model_dump(mode="json"), **self.facts()}
         saver.begin(holder_of(self.run), step=self.run.steps_done, state=state)
 
-    def _tell(self, news: list[Saved]) -> None:
-        for saved in news:
+    def _tell(self) -> None:
+        for saved in self.disk.take_news():
             self.num_saved += not saved.failure
             self.num_failed += bool(saved.failure)
             if saved.failure:
                 self.say(f"NOT SAVED, training goes on: {saved.failure}")
+        for kept in self.memory.take_news() if self.memory is not None else ():
+            if kept.failure:
+                self.say(f"NOT KEPT IN MEMORY, training goes on: {kept.failure}")
 
     def summary(self) -> dict[str, Any]:
         """What came of it, for the summary of the run."""
@@ -209,8 +229,38 @@ class Keeper:
             "saves_failed": self.num_failed,
             "saved_step": self.last if self.num_saved else None,
             "seconds_held_by_saves": self.disk.seconds_held + self.disk.seconds_waited,
-            "checkpoints": str(self.disk.store.root),
+            "checkpoints": self.disk.store.where,
         }
+
+
+def named_root(memory_dir: str, directory: Path) -> Path:
+    """Where a run keeps its state in memory when nobody has started it who would make room and tidy up: known by the
+    directory of the run, so that the same command finds it again."""
+    name = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:16]
+    return Path(memory_dir) / f"shoal-run-{os.getuid()}-{name}"
+
+
+def rescue(root: Path) -> int | None:
+    """Bring what a run kept in memory to its disk, if that is newer; returns the step. For when nobody goes on."""
+    if not (root / DISK).is_file():
+        return None
+    memory, disk = Store(root), Store.at((root / DISK).read_text())
+    step = max(memory.steps(), default=-1)
+    if step <= max(disk.steps(), default=-1):
+        return None
+    manifest, draft = memory.manifest(step), disk.begin(step)
+    for name in manifest.files:
+        disk.disk.put(draft / name, (memory.path(step) / name).read_bytes())
+    disk.commit(manifest)
+    return step
+
+
+def _refuse_several_hosts(run: Run) -> None:
+    if run.world.local_size < run.world.size:
+        raise ShoalError(
+            f"the memory of one host cannot keep what {run.world.size} ranks on several hosts have",
+            fix="--checkpoint.memory_every 0step, and --checkpoint.every as often as you like",
+        )
 
 
 def _refuse_short_memory(root: Path, num_bytes: int) -> None:

@@ -130,7 +130,8 @@ def train(placement: Placement | None, store: Store | None, job: Job, manner: Ma
 
 def _kept(run: Run, job: Job, manner: Manner, line: ProgressLine) -> tuple[RunDirectory, Keeper, Manifest | None]:
     """The directory of the run, what keeps it, and the step that it goes on from, if there is one."""
-    resume = manner.resume if manner.generation == 0 else "auto"
+    wanted = "fresh" if job.recipe.run.overwrite else manner.resume
+    resume = wanted if manner.generation == 0 else "auto"
     directory = _claim_directory(run.world, job.recipe, resume)
     try:
         keeper = Keeper.of(run, job, directory=directory.path, memory_root=manner.memory_root, say=line.say)
@@ -138,6 +139,8 @@ def _kept(run: Run, job: Job, manner: Manner, line: ProgressLine) -> tuple[RunDi
         is_elsewhere = job.recipe.checkpoint.dir is not None  # where steps may be although the directory is new
         goes_on = resume not in ("auto", "fresh") or (resume == "auto" and (directory.goes_on or is_elsewhere))
         manifest = keeper.go_on(resume) if goes_on else None
+        if not goes_on:
+            keeper.begin_anew()
         if run.world.is_main:
             directory.forget_after(run.steps_done)
         run.world.barrier()  # nobody opens a file of metrics before that
