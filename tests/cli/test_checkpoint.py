@@ -236,6 +236,8 @@ def test_diff_tells_what_differs_and_how_much(here: Path, capsys: pytest.Capture
     ("words", "what"),
     [
         ("ls nowhere", "there is no directory nowhere"),
+        ("ls s3://bucket/run", "s3://bucket/run is a URL"),
+        ("export runs/tiny s3://bucket/run", "s3://bucket/run is a URL"),
         ("ls runs", "there is no checkpoint in runs"),
         ("verify runs", "there is no checkpoint in runs"),
         ("verify runs/tiny --step 7", "one of those that are there: 1, 2"),
@@ -248,13 +250,17 @@ def test_diff_tells_what_differs_and_how_much(here: Path, capsys: pytest.Capture
         ("export runs/tiny new --format huggingface --optimizer", "weights alone"),
         ("export runs/tiny new --format huggingface --shard-size many", "'many' is not an amount"),
         ("export runs/tiny new --step 9", "one of those that are there: 1, 2"),
-        ("export runs/tiny runs/tiny/checkpoints/latest/new", "was not written: Not a directory"),
+        ("export runs/tiny runs/tiny/checkpoints/latest/new", "latest is a file, and"),
+        (
+            "import runs/tiny/checkpoints/step-00000001/shard-00000.safetensors runs/tiny/checkpoints/latest/a",
+            "is a file",
+        ),
         ("import runs/tiny new", "holds checkpoints of shoal already"),
         ("import nowhere new", "there is no nowhere"),
         ("import runs/tiny new --format dcp", "has no .metadata"),
         ("import runs/tiny/checkpoints/step-00000001/shard-00000.safetensors runs/tiny", "nothing was touched"),
         ("import nowhere new --step -3", "is below 0"),
-        ("verfy runs/tiny", "fix: shoal checkpoint verify"),
+        ("xport runs/tiny", "fix: shoal checkpoint export"),
     ],
 )
 def test_a_mistake_is_one_message(here: Path, capsys: pytest.CaptureFixture[str], words: str, what: str) -> None:
@@ -342,4 +348,4 @@ def test_the_keys_of_the_page_are_those_that_are_said(here: Path, capsys: pytest
         for one in ("checkpoints", "differences"):
             keys |= set(found[one][0]) if found.get(one) else set()
         assert keys <= documented, keys - documented
-        assert documented - keys <= {"file", "what", "begin", "end"}, action
+        assert documented - keys <= {"file", "what", "begin", "end", "tensors"}, action

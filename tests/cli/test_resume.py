@@ -184,6 +184,15 @@ def test_who_gives_up_brings_what_is_in_memory_to_the_disk(
     assert hexed(losses(tmp_path / "run")) == hexed(undisturbed)
 
 
+def test_what_is_in_memory_alone_at_the_end_is_saved(host: Host, tmp_path: Path) -> None:
+    words = short("--run.dir", "run", "--checkpoint.every", "0step", "--checkpoint.memory_every", "1step")
+    died = host.run(*words, "--run.duration", "9step", cwd=tmp_path, env={"SHOAL_FAULTS": "kill_at=step:9"})
+    assert died.code != 0
+    again = host.run(*words, "--run.duration", "7step", cwd=tmp_path)  # it has made more
+    assert (again.code, again.json["steps"] in (7, 8)) == (0, True), again.said
+    assert committed(saves(tmp_path)) == again.json["steps"]
+
+
 def test_memory_that_nobody_watches_over_is_found_again(host: Host, tmp_path: Path) -> None:
     """One process, or one of another's launcher: what it kept in memory is there for the same command."""
     words = short("--run.dir", "run", "--checkpoint.every", "0step", "--checkpoint.memory_every", "1step")

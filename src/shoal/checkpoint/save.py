@@ -55,7 +55,7 @@ def save(store: Store, world: World, snapshot: Snapshot) -> None:
     step = snapshot.step
     how = {
         "failed": f"the checkpoint of step {step} was not saved, and the one before it is as it was",
-        "fix": "make room, or --checkpoint.dir SOMEWHERE that can be written to",
+        "fix": "make room, or --checkpoint.dir SOMEWHERE that every rank can write to",
     }
     try:
         together(world, lambda: store.begin(step) if world.is_main else None, **how)

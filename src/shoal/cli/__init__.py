@@ -17,6 +17,7 @@ VERBS = {
     "verify": "prove that a plan computes what one device computes: every gradient, every weight, every byte",
     "calibrate": "measure this machine in about a minute, as a cluster for the planner",
     "backtest": "hold the planner against tables of measured runs: error, regret, failures foretold",
+    "checkpoint": "look at checkpoints, prove them, compare them, and take them to other formats and back",
     "schema": "print the JSON schema of a recipe, for editors",
 }
 

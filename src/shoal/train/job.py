@@ -136,6 +136,13 @@ def _odd_lengths(recipe: Recipe, data: Dataset) -> list[Problem]:
     if run.evaluate_every.seconds is not None:
         what = f"run.evaluate_every {run.evaluate_every} is a length of time, and evaluations are counted in steps"
         problems.append(Problem(what, "--run.evaluate_every 100step"))
+    kept = recipe.checkpoint
+    if kept.memory_every.seconds is not None:
+        what = f"checkpoint.memory_every {kept.memory_every} is a length of time, and it is counted in steps"
+        problems.append(Problem(what, "--checkpoint.memory_every 1step"))
+    if not kept.mtbf.seconds:
+        what = f"checkpoint.mtbf {kept.mtbf} is no length of time"
+        problems.append(Problem(what, "--checkpoint.mtbf 24h"))
     if optim.warmup.seconds and run.duration.seconds is None and not run.fast_dev_run:
         what = f"optim.warmup {optim.warmup} is a length of time, and a run of {run.duration} is not"
         problems.append(Problem(what, "--optim.warmup 20step, or a --run.duration in min"))

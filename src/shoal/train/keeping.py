@@ -118,10 +118,11 @@ class Keeper:
                 f"there is no checkpoint in {store.where} to go on from", fix="--resume auto, or the --run.dir of a run"
             )
         if manifest is not None:
-            refuse_changes(manifest.state.get("recipe", {}), self.job.recipe, where=store.where)
+            if recipe := manifest.state.get("recipe"):  # weights that were imported have none
+                refuse_changes(recipe, self.job.recipe, where=store.where)
             restore(self.run, manifest)
             self._set_aside(after=manifest.step)
-            self.last = manifest.step
+            self.last = manifest.step if manifest.step in store.steps() else None  # else it is in memory alone
         return manifest
 
     def begin_anew(self) -> None:
