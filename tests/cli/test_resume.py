@@ -277,6 +277,18 @@ def test_from_a_step_from_the_end_and_from_nothing(host: Host, tmp_path: Path) -
     assert "no checkpoint" in nothing.said
 
 
+def test_a_run_begins_with_the_weights_of_another(host: Host, tmp_path: Path) -> None:
+    assert host.run(*short("--run.dir", "first"), cwd=tmp_path).code == 0
+    words = short("--run.dir", "second", "--run.duration", "1step", "--optim.lr", "1e-30", "--nproc", "2")
+    ended = host.run(*words, "--plan", "fp64 zero=3", "--run.start_from", "first", cwd=tmp_path)
+    assert (ended.code, ended.json["resumed_from"], ended.json["steps"]) == (0, None, 1), ended.said
+    assert host.run("checkpoint", "diff", "first", "second", "--weights", cwd=tmp_path).code == 0
+    assert host.run("checkpoint", "diff", "first", "second", cwd=tmp_path).code == 1  # the optimizer began anew
+    none = host.run(*short("--run.dir", "third", "--run.start_from", "nowhere"), cwd=tmp_path)
+    assert none.code == 2
+    assert "there is no checkpoint in 'nowhere'" in none.said
+
+
 def test_two_processes_never_train_in_one_directory(host: Host, tmp_path: Path) -> None:
     first = host.start(*short("--run.dir", "run", "--run.duration", "100000step"), cwd=tmp_path)
     until(lambda: committed(saves(tmp_path)) >= 2, first)

@@ -240,6 +240,10 @@ class RunSection(Section):
     overwrite: bool = False
     """True: an earlier run in `dir` is removed first, with its checkpoints."""
 
+    start_from: str | None = None
+    """A run directory, a folder or a URL of checkpoints, or what `shoal checkpoint import` has made: the run begins with
+    the weights of its newest step. None: with weights drawn from the seed."""
+
     duration: DurationField = Duration(200, "step")
     """How long to train: `1000step`, `2epoch`, `1e9tok`, `10min`."""
 

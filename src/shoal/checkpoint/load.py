@@ -25,14 +25,15 @@ class Misfit(ShoalError):
     """The checkpoint is whole, and of another model: an older one would be, too."""
 
 
-def load(store: Store, holder: Holder, *, step: int) -> Manifest:
-    """Fill this rank's part of a run with what was saved of a step. Returns its manifest."""
+def load(store: Store, holder: Holder, *, step: int, only_weights: bool = False) -> Manifest:
+    """Fill this rank's part of a run with what was saved of a step; or its model alone. Returns its manifest."""
     manifest = store.manifest(step)
-    make_states(holder, _kinds(manifest), dict(manifest.state.get("scalars", {})))
-    held = list(held_by(holder))
+    if not only_weights:
+        make_states(holder, _kinds(manifest), dict(manifest.state.get("scalars", {})))
+    held = [piece for piece in held_by(holder) if not only_weights or piece.name.startswith("model/")]
     if misfits := list(_misfits(manifest, held)):
         raise Misfit(*misfits, title=f"step {step} of {store.where} is of another model")
-    with _Files(store.path(step), manifest, store.disk) as files, torch.no_grad():
+    with _Files(store.path(step), manifest) as files, torch.no_grad():
         for piece in held:
             fill(piece, manifest.tensors[piece.name], files)
         for parameter, copy in holder.copies.items():
@@ -61,10 +62,10 @@ def load_newest(
     return None
 
 
-def load_step(store: Store, world: World, holder: Holder, step: int) -> Manifest:
-    """Fill a run with one step; every rank calls it, and all raise if one cannot."""
+def load_step(store: Store, world: World, holder: Holder, step: int, *, only_weights: bool = False) -> Manifest:
+    """Fill a run with one step, or its model alone; every rank calls it, and all raise if one cannot."""
     how = {"failed": f"step {step} of {store.where} was not loaded", "fix": "load another step: --resume STEP"}
-    return together(world, lambda: load(store, holder, step=step), **how)[0]
+    return together(world, lambda: load(store, holder, step=step, only_weights=only_weights), **how)[0]
 
 
 def fill(held: Held, entry: Entry, files: _Files) -> None:

@@ -256,6 +256,19 @@ def rescue(root: Path) -> int | None:
     return step
 
 
+def start_from(run: Run, where: str) -> int:
+    """Begin with the weights of the newest step of another run, or of what was imported; every rank calls it. Returns
+    that step."""
+    store = Store.at(where if "://" in where or not (Path(where) / "checkpoints").is_dir() else f"{where}/checkpoints")
+    steps = run.world.all_gather_object(store.steps())[0]
+    if not steps:
+        raise ShoalError(
+            f"there is no checkpoint in {where!r} to start from",
+            fix="a run directory, or what `shoal checkpoint import` has made",
+        )
+    return load_step(store, run.world, holder_of(run), steps[-1], only_weights=True).step
+
+
 def _refuse_several_hosts(run: Run) -> None:
     if run.world.local_size < run.world.size:
         raise ShoalError(

@@ -29,7 +29,7 @@ from shoal.observe.progress import ProgressLine, Quiet, progress_line
 from shoal.train.build import build_to_lay_out, describe
 from shoal.train.injected import inject_faults
 from shoal.train.job import Job, steps_of, units
-from shoal.train.keeping import Keeper
+from shoal.train.keeping import Keeper, start_from
 from shoal.train.meter import Meter
 from shoal.train.run import Run
 
@@ -84,6 +84,8 @@ def train(placement: Placement | None, store: Store | None, job: Job, manner: Ma
         run.prepare(build_optimizer(run.parameters, optim, lr=lr, seed=settings.seed, offload=run.plan.offload))
         inject_faults(run, manner.generation)
         directory, keeper, manifest = _kept(run, job, manner, line) if manner.keep else (None, None, None)
+        if settings.start_from is not None and manifest is None:
+            line.note(f"start  with the weights of step {start_from(run, settings.start_from)} of {settings.start_from}")
         known = manifest.state if manifest is not None else {}
         path = directory.path if directory is not None else None
         meter = Meter(run, job, description, path, began=manner.began, history=known.get("history"))
