@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from shoal.blueprint.cluster import Cluster
+from shoal.blueprint.plan import Plan
+from shoal.blueprint.task import Task
+from shoal.blueprint.workload import Workload
 from shoal.cli import main
 
 COMMAND = Path(sys.executable).with_name("shoal")
@@ -208,6 +212,22 @@ QUICK = ["--data.source", "synthetic", "--data.sequence", "32", "--data.batch", 
 def train(cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [COMMAND, "train", *QUICK, "--nproc", "2", "--device", "cpu", *words]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
+
+
+def test_a_checkpoint_is_as_large_as_was_said(tmp_path: Path) -> None:
+    ended = train(tmp_path, "--run.dir", "kept/saved", "--plan", "zero=3", "--json")
+    assert ended.returncode == 0, ended.stderr
+    files = list((tmp_path / "kept/saved/checkpoints").glob("step-*/*.safetensors"))
+    task = Task(
+        workload=Workload(name="x", hidden=8, layers=1, heads=1, kv_heads=1, ffn=8, vocabulary=9),
+        cluster=Cluster.parse("cpu:2"), sequence=8, global_batch=2,
+    )  # fmt: skip
+    per_parameter = task.saved(Plan.parse("zero=3").resolve(2)).total / task.workload.parameters
+    parameters = json.loads(ended.stdout)["parameters"]
+    newest = max(path.parent for path in files)
+    assert sum(path.stat().st_size for path in files if path.parent == newest) == pytest.approx(
+        per_parameter * parameters, rel=0.02
+    )
 
 
 def test_auto_is_filled_in_by_the_planner_and_leaves_a_row(tmp_path: Path) -> None:

@@ -54,9 +54,25 @@ class Task:
         """Both."""
         return Verdict(plan, self.memory(plan), self.time(plan))
 
+    def saved(self, plan: Plan) -> Saved:
+        """What a checkpoint of a resolved plan is: weights and moments, each rank its part; of replicas, the first."""
+        total = self.workload.parameters * (self.habits.weight + self.habits.moments)
+        layout = plan.layout
+        sharers = layout.dp_shard * layout.cp if plan.zero else 1
+        return Saved(total=total, copied=total / (layout.tp * layout.pp * sharers))
+
     def fits(self, memory: Footprint) -> bool:
         """Whether a rank has room for it."""
         return memory.total <= self.room
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Bytes of a checkpoint."""
+
+    total: float
+    copied: float
+    """In the host memory of a rank, while it is written: a step waits for the copy alone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,7 @@ class Choice:
     def to_mapping(self) -> dict[str, Any]:
         """For machines."""
         memory, time = self.verdict.memory, self.verdict.time
+        saved = self.task.saved(self.verdict.plan)
         seconds = {name: round(value, 6) for name, value in time.causes().items()}
         return {
             "plan": str(self.verdict.plan),
@@ -64,6 +65,10 @@ class Choice:
                 "allocated": round(memory.allocated / GIB, 4),
                 "reserved": round(memory.reserved / GIB, 4),
                 "total": round(memory.total / GIB, 4),
+            },
+            "checkpoint_gib": {
+                "total": round(saved.total / GIB, 4),
+                "host_memory_per_rank": round(saved.copied / GIB, 4),
             },
             "step_s": {
                 **seconds,
@@ -215,6 +220,12 @@ def render(console: Console, told: Answer) -> None:
     if told.best[0] is not fastest and told.best[0].devices == fastest.devices:
         console.print("[dim]the first is the simplest of those that are within 5 % of the fastest[/dim]\n")
     _render_causes(console, told.best[0].verdict)
+    saved = told.best[0].task.saved(told.best[0].verdict.plan)
+    console.print(
+        f"[dim]a checkpoint has {saved.total / GIB:,.1f} GiB; while it is written, each rank keeps up to"
+        f" {saved.copied / GIB:,.1f} GiB of it in host memory[/dim]\n",
+        highlight=False,
+    )
     frontier = told.found.frontier[:TOLD_FRONTIER]
     if len(frontier) > 1:
         rows = [[v.plan.brief(), f"{v.memory.total / GIB:.1f}", seconds(v.time.total)] for v in frontier]
