@@ -1,6 +1,6 @@
 """Collectives as lists of messages: who sends which part of a tensor to whom, and when. Pure; `comm` carries them out.
 
-A tensor is cut into blocks, and a message carries some of them. A list of messages that come one after the other is easy
+A tensor is cut into blocks, and a message carries some of them. A list of messages one after the other is easy
 to write down and to prove; which of them may travel at the same time then follows from what each one needs:
 
     ring, 3 ranks, all-reduce              round 1      round 2      round 3      round 4
