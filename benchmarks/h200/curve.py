@@ -1,6 +1,6 @@
 """The losses of a run on the default corpus, as one line of JSON.
 
-python benchmarks/h200/curve.py --precision bf16 [--eager] [--steps 300]
+python benchmarks/h200/curve.py --precision bf16 [--eager] [--steps 300] [--lr 1e-4]
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--eager", action="store_true")
     arguments = parser.parse_args()
     recipe = build_recipe({"model": MODEL, "data": DATA}, title="curve")
@@ -33,7 +34,7 @@ def main() -> None:
     losses: list[torch.Tensor] = []
     with Run(f"mb=16 {arguments.precision}", compile=not arguments.eager, clip=1.0) as run:
         run.prepare(build_to_lay_out(recipe.model, 0))
-        run.prepare(build_optimizer(run.parameters, OptimSection(), lr=6e-4))
+        run.prepare(build_optimizer(run.parameters, OptimSection(), lr=arguments.lr))
         loader = Loader(training, seed=0, batch=16, workers=0, pin=run.device.type == "cuda")
         for batch in run.batches(loader):
             set_lr(run.optimizer, min(1.0, (run.steps_done + 1) / 50))

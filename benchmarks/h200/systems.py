@@ -116,6 +116,8 @@ def shoal(shape: Shape, arguments: argparse.Namespace) -> None:
         run.prepare(drawn(model))
         states = {} if arguments.states is None else {"states": arguments.states}
         run.prepare(build_optimizer(run.parameters, OptimSection(**states), lr=1e-4))
+        if arguments.states_first:
+            make_states(run.optimizer)
 
         def given(tokens: Tensor) -> dict[str, Tensor]:
             """As shoal's loader does."""
@@ -128,6 +130,16 @@ def shoal(shape: Shape, arguments: argparse.Namespace) -> None:
         measured("shoal", shape, arguments, step, given, parameters=run.composed.num_parameters)
         if arguments.profile:
             profile(shape, arguments, lambda tokens: step(given(tokens)))
+
+
+def make_states(optimizer: torch.optim.Optimizer) -> None:
+    """What an optimizer makes in its first step, so that a single step shows the memory of every later one."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    torch.cuda.reset_peak_memory_stats()
 
 
 def drawn(model: nn.Module) -> nn.Module:
@@ -274,6 +286,9 @@ def main() -> None:
     parser.add_argument("--options", type=json.loads, default={}, help="more options of shoal's Run, as JSON")
     parser.add_argument("--clip", type=float, default=None)
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument(
+        "--states-first", action="store_true", help="make shoal's optimizer states before the first step"
+    )
     parser.add_argument("--profile", default="", help="where to write a trace of three steps of shoal")
     arguments = parser.parse_args()
     torch.set_float32_matmul_precision("high")

@@ -2,9 +2,9 @@
 
 The fullest rank of a pipeline is its first, which has most microbatches in flight, or its last, which has the logits.
 Its fullest moment is the end of a forward, with all activations and the logits; or the backward after it, with the
-gradients that are just being reduced. States (parameters, gradients, optimizer) are those of `blueprint.memory` in
-closed form; activations follow Korthikanti et al. 2022, with what each system keeps of them (`habits`). Three numbers
-are told apart:
+gradients that are just being reduced; or the end of that, with the gradients of all layers but the first. States
+(parameters, gradients, optimizer) are those of `blueprint.memory` in closed form; activations follow Korthikanti et al.
+2022, with what each system keeps of them (`habits`). Three numbers are told apart:
 
     allocated   what tensors take                         torch.cuda.max_memory_allocated
     reserved    and what the allocator holds beside them  torch.cuda.max_memory_reserved
@@ -30,6 +30,8 @@ CHUNK = 2.0**31
 """Bytes of logits that exist at a time where the loss is fused: `shoal.numerics.linear_cross_entropy`."""
 FEW = CHUNK / 8
 """Bytes of logits below which there is but one chunk."""
+CHUNKS = 2
+"""Of logits that exist at a time: the next one is computed before the name of the last one is given to it."""
 PLENTY = 2**20
 """Microbatches, where nobody says how many."""
 
@@ -209,6 +211,8 @@ class Held(NamedTuple):
     """Parameters of embedding and head, if they are here."""
     end: float = 0.0
     """Those of one of the two."""
+    late: float = 0.0
+    """Those whose gradients come last: of the first layer, and of an embedding that is not the head."""
 
 
 @lru_cache(maxsize=2**14)
@@ -228,7 +232,9 @@ def held_by(
     root = is_first * (rows + workload.positions) * workload.hidden
     root += is_last * (not (workload.tied and is_first)) * rows * workload.hidden
     end = (is_first or is_last) * rows * workload.hidden
-    return Held(layers, layers * layer + root + is_last * workload.hidden, layers * experts, layer + experts, root, end)
+    unit = layer + experts
+    late = unit + end * (is_first and not (workload.tied and is_last))
+    return Held(layers, layers * layer + root + is_last * workload.hidden, layers * experts, unit, root, end, late)
 
 
 @lru_cache(maxsize=2**14)
@@ -266,29 +272,38 @@ def _of_rank(
 ) -> Footprint:
     held = held_by(workload, place, tp=on.tp, pp=on.pp, v=on.v, ep=on.ep, is_v_shaped=on.is_v_shaped, habits=habits)
     tokens = samples * sequence / on.cp
-    layer = kept_per_token(workload, habits, tp=on.tp, sp=on.splits_tokens, sequence=sequence, size=on.size)
-    kept = layer
+    stream = tokens * workload.hidden * on.size
+    layer = tokens * kept_per_token(workload, habits, tp=on.tp, sp=on.splits_tokens, sequence=sequence, size=on.size)
+    casts = cast_bytes(workload, habits, on, precision=plan.precision)
+    kept, kept_casts, again = layer, casts, 0.0
     if plan.recompute != "none":
-        kept = recomputed(
+        how = recomputed(
             workload, habits, plan.recompute, tp=on.tp, sp=on.splits_tokens, sequence=sequence, size=on.size
         )
-    activations = tokens * kept * held.layers * in_flight(plan.schedule or "1f1b", place, on.pp, on.v, m)
+        kept, kept_casts, again = tokens * how, 0.0, (layer + casts) * (plan.recompute == "full")
+    flying = in_flight(plan.schedule or "1f1b", place, on.pp, on.v, m)
+    activations = held.layers * (kept * flying + kept_casts)
     reducing = habits.gradient_copy * (held.dense + held.experts)
-    if plan.recompute == "full":
-        activations += tokens * layer  # one layer at a time is computed again,
-        reducing += tokens * layer  # and has gradients
+    if not habits.is_compiled:
+        activations += again  # one layer at a time is computed again,
+        reducing += again  # and has gradients
     is_last = place == (0 if on.is_v_shaped else on.pp - 1)
-    logits = 0.0
+    working = backward_bytes(workload, habits, plan.recompute, tokens=tokens, tp=on.tp, size=on.size)
+    messages = message_bytes(workload, habits, on, place=place, is_last=is_last, tokens=tokens, m=m)
+    logits = head_gradient = 0.0
     if is_last:
         logits = logit_bytes(workload, habits, tokens=tokens, tp=on.tp, pp=on.pp, size=on.size)
-        activations += (2 + habits.copies_in_norm) * tokens * workload.hidden * on.size  # the last norm
-    moments = Moments(
-        activations=activations,
-        logits=logits,
-        reducing=reducing,
-        working=backward_bytes(workload, habits, tokens=tokens, tp=on.tp, size=on.size),
-        messages=message_bytes(workload, habits, on, place=place, is_last=is_last, tokens=tokens, m=m),
-    )
+        goes_with_logits = habits.is_compiled and is_fused(habits, tp=on.tp, pp=on.pp)
+        activations += (1 if goes_with_logits else 2 + habits.copies_in_norm) * stream  # the last norm
+        head_gradient = habits.gradient * held.end * (m == 1 and (on.zero == 0 or on.shards == 1))
+    moments = Moments(activations, logits, reducing, working, messages)
+    if habits.is_compiled:
+        again_beside_input = again - stream if again else 0.0
+        moments = moments._replace(
+            working=working + again_beside_input + head_gradient,
+            ending=(again or kept + kept_casts) + working + stream,
+            closing=2 * tokens * workload.hidden * 4,  # the gradient of what was looked up, and the same in order
+        )
     return _summed(plan, on, cluster, habits, held, moments, place, m)
 
 
@@ -304,6 +319,10 @@ class Moments(NamedTuple):
     """In the backward: what a layer holds for a moment."""
     messages: float = 0.0
     """At any time: buffers of a pipeline and of tp."""
+    ending: float = 0.0
+    """In the backward of the first layer, when all others have their gradients: what it holds, activations included."""
+    closing: float = 0.0
+    """In the backward of the embedding, beside all gradients."""
 
 
 def _summed(
@@ -324,10 +343,13 @@ def _summed(
     buffers = habits.bucket + moments.messages
     if habits.keeps_buckets and m > 1 and on.pp == 1 and on.zero == 0 and on.replicas * on.shards > 1:
         buffers += gradients
+    other = logits  # what is there beside activations
     if gathered_late + reducing > gathered + logits:  # the fullest moment is in the backward, when logits have gone
         buffers, logits, gathered = buffers + reducing, 0.0, gathered_late
+        other = reducing if habits.is_compiled else 0.0
     if m == 1 and habits.gradients_come_late and (on.zero or on.replicas == 1):
-        gradients = max(0.0, gradients - activations - logits)
+        nearly_all = gradients * (1 - held.late / (held.dense + held.experts))
+        gradients = max(0.0, max(nearly_all + moments.ending, gradients + moments.closing) - activations - other)
     if plan.offload != "none":
         optimizer = 0.0
     if plan.offload == "parameters" and on.zero == 3 and on.pp == 1:  # else what is gathered stays on the device
@@ -391,15 +413,20 @@ def kept_per_token(
     """Bytes that one layer keeps of one token on one tp rank, without recompute. `has_scores`: those of attention too,
     where it is computed eagerly."""
     h = workload.hidden
-    between = 2 * habits.norm_input * size / 2 * h  # inputs of both norms
+    part = workload.sparse_layers / workload.layers
+    input_of_norm = (1 - part) * habits.norm_input + part * habits.sparse_norm_input
+    between = 2 * input_of_norm * size / 2 * h  # of both norms
     between += 2 * size * h if habits.keeps_normed else 0.0
+    between += 2 * 4 if habits.is_lean else 0.0  # what they were divided by
     between += 2 * h if habits.dropout else 0.0
     whole = 2 * size * h if habits.keeps_gathered else 0.0
     inside = _attention_kept(workload, habits, sequence, size, has_scores)
-    part = workload.sparse_layers / workload.layers
     inside += (1 - part) * _ffn_kept(workload.ffn, workload.gated, habits, size)
     if part:
         expert = 2 * size * h + _ffn_kept(workload.expert_ffn, workload.gated, habits, size)
+        if habits.is_lean:  # rows that go in, gate, up and their product; what comes out is summed up and forgotten
+            expert = size * (h + (workload.matrices - 1 + workload.gated) * workload.expert_ffn)
+            inside += part * size * h  # what rows are made of
         shared = _ffn_kept(workload.shared_ffn, workload.gated, habits, size)
         inside += part * (workload.top_k * expert + shared)
     return between / (tp if sp else 1) + inside / tp + whole
@@ -413,7 +440,6 @@ def _attention_kept(workload: Workload, habits: Habits, sequence: int, size: flo
         kept = size * a * (2 * (d + low.rope_dim) + 2 * low.value_dim) + size * (low.query_rank + low.key_rank)
     else:
         kept = size * 2 * (a + k) * d
-        kept += size * (a + k) * d if habits.keeps_rotated else 0.0
     if habits.attention == "flash":
         return kept + 4 * a
     return kept + (2 * size + 1 if habits.dropout else size) * a * sequence * has_scores
@@ -436,31 +462,62 @@ def recomputed(workload: Workload, habits: Habits, how: str, *, tp: int, sp: boo
     width = workload.top_k * workload.expert_ffn + workload.shared_ffn if workload.experts else workload.ffn
     inside = (workload.heads + 2 * workload.kv_heads) * workload.head_dim + width * (workload.matrices - 1)
     attended = workload.heads * workload.head_dim
-    return size * (part * (inside / tp + 2 * h / share) + attended / tp + h / share) + 4 * workload.heads / tp
+    sums = 1 if habits.is_compiled else 2  # of those that go to the stream, a compiler keeps what the backward reads
+    return size * (part * (inside / tp + sums * h / share) + attended / tp + h / share) + 4 * workload.heads / tp
+
+
+def cast_bytes(workload: Workload, habits: Habits, on: Degrees, *, precision: str) -> float:
+    """Bytes of casts of weights that a layer keeps for the backward, where it computes in less than weights have. The
+    last product of a feed-forward casts again. What is sharded is gathered in the precision of compute already."""
+    if not habits.is_compiled or on.size >= habits.weight or (on.zero and on.shards > 1):
+        return 0.0
+    part = workload.sparse_layers / workload.layers
+    but_last = (workload.matrices - 1) / workload.matrices
+    dense = workload.attention_parameters + (1 - part) * but_last * workload.ffn_parameters
+    dense += part * but_last * workload.matrices * workload.hidden * workload.shared_ffn
+    experts = part * workload.expert_parameters / on.ep
+    return (1.0 if precision == "fp8" else on.size) * dense / on.tp + on.size * experts
+
+
+def is_fused(habits: Habits, *, tp: int, pp: int) -> bool:
+    """Whether the last layer computes the loss itself."""
+    return habits.fused_loss and tp == 1 and pp == 1
 
 
 def logit_bytes(workload: Workload, habits: Habits, *, tokens: float, tp: int, pp: int, size: float) -> float:
     """Bytes of logits and what is made of them, at the fullest moment.
 
     Plain, all but one of what is as large as they are has gone when the gradient of the head's weight is computed.
-    Fused, they exist in chunks of a quarter of all, or of `CHUNK` bytes, or if they are few, as they are; beside them a
-    copy of the head's weight in the precision of compute, its whole gradient, and that of what goes into it.
+    Fused, they exist in chunks of a quarter of all, or of `CHUNK` bytes, `CHUNKS` at a time; or if they are few, as
+    they are. Beside them are a copy of the head's weight in the precision of compute, its whole gradient, what the last
+    norm gives, the same cast, and its gradient.
     """
-    if habits.fused_loss and tp == 1 and pp == 1:
+    if is_fused(habits, tp=tp, pp=pp):
         whole = tokens * workload.vocabulary * size
         chunk = whole if whole < FEW else min(whole / 4, CHUNK)
         copies = habits.copies_in_loss * (1 + (size < 4))  # softmax; and where it is computed in more, its input
+        chunks = 1 + copies * 4 / size if copies or whole < FEW else CHUNKS
         weight = (size if size < 4 else 0.0) + 4
-        return chunk * (1 + copies * 4 / size) + weight * workload.head_parameters + tokens * workload.hidden * size
+        inputs = tokens * workload.hidden * (size * (1 + (size < 4)) + habits.is_compiled * max(4.0, size))
+        return chunk * chunks + weight * workload.head_parameters + inputs
     logits = tokens * workload.vocabulary / tp
     if not habits.is_lean:
         return logits * habits.logits
     return max(logits * habits.logits, 4 * (logits + workload.head_parameters / tp))  # or those of its weight
 
 
-def backward_bytes(workload: Workload, habits: Habits, *, tokens: float, tp: int, size: float) -> float:
-    """Bytes that the backward of a feed-forward holds for a moment, where its kernels are not fused: in float32, as
-    wide as it is; gate and up as well, where they are kept in less. And the gradient of one of its weights."""
+def backward_bytes(workload: Workload, habits: Habits, recompute: str, *, tokens: float, tp: int, size: float) -> float:
+    """Bytes that the backward of a feed-forward holds for a moment.
+
+    Compiled: the product of gate and up, its gradient, and theirs, all as wide as it is; of experts not the product,
+    which is kept; and where the compiler recomputes, only one, since it writes the others over what it has made again.
+    Where its kernels are not fused: in float32, as wide as it is; gate and up as well, where they are kept in less. And
+    the gradient of one of its weights.
+    """
+    if habits.is_compiled:
+        dense = (1 if recompute == "selective" else 4) * workload.ffn * (workload.sparse_layers < workload.layers)
+        sparse = 3 * workload.top_k * workload.expert_ffn * (workload.sparse_layers > 0)
+        return tokens * size * max(dense, sparse) / tp
     if not habits.backward_tensors:
         return 0.0
     width = max(workload.ffn, workload.top_k * workload.expert_ffn) / tp

@@ -36,7 +36,9 @@ EAGER_PART = 0.6
 NARROW_HEADS = 0.36
 """Heads of 64 reach 0.78 of the rate of heads of 128: cuDNN on an H200, from a trace (docs/concepts/gpu.md)."""
 USUAL_SEQUENCE = 4096
-"""Tokens at which rates of attention kernels are given."""
+"""Tokens at which attention kernels reach their part of the rate of products."""
+MEASURED_SEQUENCE = 8192
+"""Tokens at which `shoal calibrate` measures the rate of attention on a GPU."""
 HOST_LINK = 25e9
 """Bytes/s between device and host, where states are offloaded."""
 LAUNCH = 8e-6
@@ -187,8 +189,13 @@ def _of_layers(
         "dp": data_parallel(held.dense, held.experts, on, cluster, habits, m, slowest, backward, held.layers),
         "optimizer": owned * habits.optimizer_traffic / (device.bandwidth * device.streaming),
         "offload": owned * 16 / HOST_LINK if plan.offload != "none" else 0.0,
-        "fixed": habits.fixed * device.host_factor,
+        "fixed": _launched(habits, cluster) * habits.fixed * device.host_factor,
     }
+
+
+def _launched(habits: Habits, cluster: Cluster) -> float:
+    """The part of a measured time to launch a layer that the host needs; on machines that were not measured, all."""
+    return habits.host_part if cluster.is_measured else 1.0
 
 
 def bubble(schedule: str, pp: int, v: int, m: int) -> float:
@@ -257,7 +264,7 @@ def layer_pass(workload: Workload, cluster: Cluster, habits: Habits, work: Work)
     """One microbatch through one layer, forward and backward."""
     again = 1 if work.recompute == "full" else 0
     attention = _attention(workload, cluster.device, habits, work, again)
-    host = habits.host_forward * (1 + again) + habits.host_backward
+    host = _launched(habits, cluster) * (habits.host_forward * (1 + again) + habits.host_backward)
     if work.tp > 1:
         host += habits.host_collective * (6 + 2 * again) + habits.host_scatter * work.tp * work.sp
     return Pass(
@@ -324,10 +331,11 @@ def _attention(workload: Workload, device: Device, habits: Habits, work: Work, a
         forward += scores * SCORE_BYTES / (device.bandwidth * device.streaming)
         return forward * (3 + again + (work.recompute == "selective"))
     part = habits.modern_attention_part if device.is_modern else habits.attention_part
-    rate = device.attention.get(wide) or device.rate(wide) * part
+    measured = device.attention.get(wide, 0.0) * habits.attention_sustained
+    rate = measured or device.rate(wide) * part
     narrow: float = min(1.0, (workload.head_dim / 128) ** NARROW_HEADS)
     ramp = habits.attention_ramp
-    short = (1 + ramp / work.sequence) / (1 + ramp / USUAL_SEQUENCE)
+    short = (1 + ramp / work.sequence) / (1 + ramp / (MEASURED_SEQUENCE if measured else USUAL_SEQUENCE))
     return flops / (rate * narrow) * short * (3.5 + again)
 
 
@@ -483,5 +491,5 @@ def _of_blocks(
         "dp": data_parallel(numel, 0.0, on, cluster, habits, m, micro, micro * 2 / 3, len(workload.blocks)),
         "optimizer": owned * habits.optimizer_traffic / stream,
         "offload": owned * 16 / HOST_LINK if plan.offload != "none" else 0.0,
-        "fixed": habits.fixed * device.host_factor,
+        "fixed": _launched(habits, cluster) * habits.fixed * device.host_factor,
     }
