@@ -94,7 +94,11 @@ CASES = {
     "memory by the clock": ("train --checkpoint.memory_every 5min", "is a length of time", "memory_every 1step"),
     "failures by the step": ("train --checkpoint.mtbf 5step", "is no length of time", "--checkpoint.mtbf 24h"),
     "no interval": ("train --checkpoint.every often", "'often' is not a duration", "1000step"),
-    "resume from nowhere": ("train --resume sometimes", "--resume 'sometimes' is not known", "latest, fresh, or a step"),
+    "resume from nowhere": (
+        "train --resume sometimes",
+        "--resume 'sometimes' is not known",
+        "latest, fresh, or a step",
+    ),
     "directory is a file": ("train --run.dir short.txt", "the run directory 'short.txt' is a file", "--run.dir"),
     "directory under a file": ("train --run.dir short.txt/run", "cannot be written: Not a directory", "--run.dir"),
     "directory on a read-only system": ("train --run.dir /proc/run", "'/proc/run' cannot be written", "--run.dir"),

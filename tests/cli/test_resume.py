@@ -148,7 +148,17 @@ def test_a_worker_that_is_killed_costs_no_committed_step(
 @pytest.mark.parametrize("fresh", [["--run.overwrite"], ["--resume", "fresh"]])
 def test_who_begins_anew_does_so_once(host: Host, tmp_path: Path, fresh: list[str]) -> None:
     """A restart goes on; and what is saved elsewhere is not taken for this run's."""
-    words = [*ALL, "--nproc", "2", "--run.duration", "6step", "--checkpoint.every", "1step", "--checkpoint.dir", "saves"]
+    words = [
+        *ALL,
+        "--nproc",
+        "2",
+        "--run.duration",
+        "6step",
+        "--checkpoint.every",
+        "1step",
+        "--checkpoint.dir",
+        "saves",
+    ]
     assert host.run(*words, "--run.duration", "9step", cwd=tmp_path).code == 0
     ended = host.run(*words, *fresh, cwd=tmp_path, env={"SHOAL_FAULTS": "kill_at=rank:0,step:4"})
     assert (ended.code, ended.json["restarts"], ended.json["resumed_from"] in (2, 3)) == (0, 1, True), ended.said

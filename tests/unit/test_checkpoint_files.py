@@ -173,6 +173,7 @@ def test_a_header_that_can_be_is_read(tmp_path: Path) -> None:
         ({"a": {**ENTRY, "data_offsets": "ab"}, "b": SECOND}, "lies at"),
         ({"a": {**ENTRY, "data_offsets": [0]}, "b": SECOND}, "lies at"),
         ({"a": {**ENTRY, "shape": [2**40, 2**40]}, "b": SECOND}, "the shape"),
+        ({"a": {**ENTRY, "shape": [2**40, 0, 2**40], "data_offsets": [0, 0]}}, "the shape"),
         ({"a": {**ENTRY, "shape": [-2, -3]}, "b": SECOND}, "the shape"),
         ({"a": {**ENTRY, "shape": [2, 4]}, "b": SECOND}, "lies at"),
         ({"a": {**ENTRY, "shape": None}, "b": SECOND}, "the shape"),

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import errno
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
 from shoal.blueprint.faults import GENERATION, KINDS, VARIABLE, Fault, Faults
-from shoal.errors import ShoalError
+from shoal.comm.environment import Placement
+from shoal.comm.world import World
+from shoal.errors import RunFailed, ShoalError
+from shoal.launch.local import launch
+from shoal.train.run import Run
 
 ALL = (
     "kill_at=rank:1,step:5 disk_full_at=rank:0,write:3 corrupt_at=write:2 slow_disk_at=write:1,seconds:2"
@@ -73,3 +81,29 @@ def test_a_fault_is_due_where_all_that_it_names_holds() -> None:
     assert faults.due("disk_full_at", step=6, save=2, write=15, write_of_save=1) == faults.ordered[2]
     assert faults.due("slow_disk_at", step=5, save=1, write=4, write_of_save=4) == faults.ordered[3]
     assert faults.due("slow_disk_at", **at_disk) is None, "counted from the run's begin"
+
+
+def save_on(placement: Placement, store: dist.Store, folder: str) -> str:
+    """Make a step and save it; what the save says, if it fails."""
+    with World.start(placement, store=store, device="cpu", threads=1) as world:
+        run = Run("zero=3 mb=1", world=world, seed=0)
+        run.prepare(nn.Linear(4, 3))
+        run.prepare(torch.optim.AdamW(run.parameters, lr=1e-3))
+        run.step((torch.ones(1, 4), torch.tensor([1])))
+        try:
+            run.save(folder)
+        except RunFailed as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("reason", "said"), [("ENOSPC", "No space left on device"), ("EIO", "Input/output error")])
+def test_a_disk_that_fails_one_rank_is_told_by_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str, said: str
+) -> None:
+    monkeypatch.setenv(VARIABLE, f"disk_full_at=rank:1,save:1,write:2,errno:{reason}")
+    for told in launch(save_on, (str(tmp_path),), nproc=2):
+        assert f"rank 1: {said}" in told
+        assert "shard-00001.safetensors" in told
+    monkeypatch.setenv(VARIABLE, "")  # not removed: a server of forks keeps what it was started with
+    assert launch(save_on, (str(tmp_path),), nproc=2) == ["", ""]

@@ -71,6 +71,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "an absurd dtype": (changed("tensors", "a.bias", "dtype", to="F3"), "F3"),
     "a negative shape": (changed("tensors", "a.bias", "shape", to=[-6]), "shape [-6]"),
     "an endless shape": (changed("tensors", "a.bias", "shape", to=[2**30, 2**30]), "more elements"),
+    "an endless shape of nothing": (changed("tensors", "empty", "shape", to=[2**30, 0, 2**30]), "more elements"),
     "many dims": (changed("tensors", "a.bias", "shape", to=[1] * 9), "shape [1, 1"),
     "a shape of texts": (changed("tensors", "a.bias", "shape", to=["6"]), "shape ['6']"),
     "a file that is not listed": (changed(*FIRST, "file", to="other"), "'other', which it does not list"),

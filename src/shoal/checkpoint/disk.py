@@ -19,8 +19,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-import torch.distributed as dist
-
 from shoal.blueprint.faults import Fault, Faults
 
 Buffer = bytes | memoryview
@@ -146,7 +144,7 @@ class Disk:
     def read(self, path: Path, most: int) -> bytes:
         """What a file says, up to so many bytes."""
         with path.open("rb") as file:
-            return file.read(most)
+            return file.read(min(most, path.stat().st_size + 1))  # what it asks for is set aside first
 
     def open(self, path: Path) -> Source:
         """A file to read from."""
@@ -185,6 +183,8 @@ class Disk:
         """Count an operation, and let what was ordered for it happen; returns how it has to fail, if it has to."""
         self.count += 1
         if self._faults is None:
+            import torch.distributed as dist  # here, so that to look at a checkpoint needs no torch
+
             self._faults = Faults.here(dist.get_rank() if dist.is_initialized() else 0)
         if not self._faults.ordered:
             return None

@@ -239,7 +239,7 @@ class _Reader:
         found = self.list(key)
         if len(found) > MOST_DIMS or not all(type(size) is int and 0 <= size <= MOST_ELEMENTS for size in found):
             raise _wrong(f"gives {self.place} the {key} {str(found)[:80]}", f"up to {MOST_DIMS} numbers from 0 on")
-        if prod(found) > MOST_ELEMENTS:
+        if prod(size or 1 for size in found) > MOST_ELEMENTS:  # a 0 does not make room for the others: strides overflow
             raise _wrong(f"gives {self.place} the {key} {found}: more elements than there can be", "a smaller one")
         return tuple(found)
 

@@ -105,7 +105,7 @@ def _place(path: Path, key: str, entry: Any, start: int, size: int) -> tuple[str
     dtype, shape, offsets = (said.get(word) for word in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in SIZES:
         raise _wrong(path, f"says that {key[:200]!r} is of {str(dtype)[:40]!r}; known are {', '.join(SIZES)}")
-    if not _numbers(shape) or len(shape) > MOST_DIMS or prod(shape) > MOST_ELEMENTS:
+    if not _numbers(shape) or len(shape) > MOST_DIMS or prod(length or 1 for length in shape) > MOST_ELEMENTS:
         raise _wrong(path, f"gives {key[:200]!r} the shape {str(shape)[:80]}")
     wanted = prod(shape) * SIZES[dtype]
     if not _numbers(offsets) or len(offsets) != 2 or offsets[1] > size - start or offsets[1] - offsets[0] != wanted:

@@ -141,8 +141,7 @@ class Reader:
         self.header: dict[str, Any] = {}
         self._begin = 0
         self._last = -1
-        self._own = Reading() if reading is None else None
-        self._reading = reading or self._own or Reading()
+        self._reading, self._is_alone = reading or Reading(), reading is None
         try:
             self._source = (disk or Disk()).open(path)
         except OSError as error:
@@ -161,8 +160,8 @@ class Reader:
 
     def close(self) -> None:
         """Let go of the file."""
-        if self._own:
-            self._own.close()
+        if self._is_alone:
+            self._reading.close()
         self._source.close()
 
     # ---- bytes -------------------------------------------------------------------------------------------------------
@@ -321,7 +320,7 @@ def _offsets(key: str, entry: Any) -> tuple[int, int]:
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in SIZES:
         raise ValueError(f"{name} is of {str(dtype)[:40]!r}")
-    if not _are_numbers(shape) or len(shape) > MOST_DIMS or prod(shape) > MOST_ELEMENTS:
+    if not _are_numbers(shape) or len(shape) > MOST_DIMS or prod(size or 1 for size in shape) > MOST_ELEMENTS:
         raise ValueError(f"{name} has the shape {str(shape)[:80]}")
     if not _are_numbers(offsets) or len(offsets) != 2 or offsets[1] - offsets[0] != prod(shape) * SIZES[dtype]:
         raise ValueError(f"{name} lies at {str(offsets)[:80]}, with {prod(shape) * SIZES[dtype]} bytes")

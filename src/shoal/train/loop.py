@@ -85,7 +85,9 @@ def train(placement: Placement | None, store: Store | None, job: Job, manner: Ma
         inject_faults(run, manner.generation)
         directory, keeper, manifest = _kept(run, job, manner, line) if manner.keep else (None, None, None)
         if settings.start_from is not None and manifest is None:
-            line.note(f"start  with the weights of step {start_from(run, settings.start_from)} of {settings.start_from}")
+            line.note(
+                f"start  with the weights of step {start_from(run, settings.start_from)} of {settings.start_from}"
+            )
         known = manifest.state if manifest is not None else {}
         path = directory.path if directory is not None else None
         meter = Meter(run, job, description, path, began=manner.began, history=known.get("history"))
