@@ -39,7 +39,7 @@ def test_words_are_faults() -> None:
     ("text", "what", "fix"),
     [
         ("kil_at=rank:1", "no fault 'kil_at'", "kill_at"),
-        ("kill_at", "no fault", "kill_at"),
+        ("kill_at", "does not say when", "kill_at=step:5"),
         ("kill_at=rnk:1", "no 'rnk'", "rank"),
         ("kill_at=rank:one", "rank cannot be 'one'", "a whole number from 0"),
         ("kill_at=write:0", "write cannot be '0'", "from 1 on"),

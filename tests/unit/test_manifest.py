@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shoal.checkpoint.manifest import CHUNK, Entry, File, Manifest, Piece, tiles
+from shoal.checkpoint.manifest import CHUNK, Entry, File, Manifest, Piece, sealed, tiles
 from shoal.errors import ShoalError
 
 HASH = "0" * 64
@@ -189,6 +189,17 @@ def test_a_damaged_manifest_is_refused_or_says_what_can_be(data: st.DataObject) 
     for _ in range(data.draw(st.integers(1, 4))):
         text[data.draw(st.integers(0, len(text) - 1))] = data.draw(st.integers(0, 255))
     check(bytes(text))
+    check(sealed(bytes(text)))  # as somebody does who means to
+
+
+def test_every_bit_of_it_counts() -> None:
+    text = manifest().to_bytes()
+    for place in range(len(text)):
+        for bit in (0, 4):
+            turned = bytearray(text)
+            turned[place] ^= 1 << bit
+            with pytest.raises(ShoalError):
+                Manifest.parse(bytes(turned))
 
 
 JSON = st.recursive(
@@ -213,4 +224,4 @@ def test_a_manifest_with_other_values_is_refused_or_says_what_can_be(data: st.Da
             below = data.draw(st.sampled_from(inner))
         key = data.draw(st.sampled_from(sorted(below) if isinstance(below, dict) else range(len(below))))
         below[key] = data.draw(JSON | st.sampled_from([0, 1, 3, 4, 6, [0], [3, 0], [4, 6], "F32", HASH]))
-    check(json.dumps(tree).encode())
+    check(sealed(json.dumps(tree).encode()))

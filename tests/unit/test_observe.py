@@ -39,6 +39,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def claimed(resume: str = "auto", *, ended: bool = False, **run: Any) -> RunDirectory:
     """A directory that a process had, and that it has left."""
     directory = RunDirectory.claim(recipe(**run), resume)
+    directory.begin(recipe(**run))
     if ended:
         directory.write_summary({"steps": 2, "was_stopped": False})
     directory.close()
@@ -59,8 +60,10 @@ def test_the_last_name_goes_on_unless_it_has_ended_or_is_of_another_recipe() -> 
     assert claimed("fresh", name="a").path == Path("runs/a-4")
 
 
-def test_a_directory_in_use_is_left_alone() -> None:
+def test_a_directory_in_use_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.observe.directory.PATIENCE", 0.1)
     held = RunDirectory.claim(recipe(name="a"))
+    held.begin(recipe(name="a"))
     assert claimed(name="a").path == Path("runs/a-2")
     for resume in ("auto", "latest", "fresh"):
         with pytest.raises(ShoalError, match="another process is training in"):

@@ -11,7 +11,7 @@ from shoal.errors import ShoalError
 
 FREE = (
     *("launch.", "checkpoint.", "data.workers", "data.prefetch", "plan"),
-    *("run.dir", "run.overwrite", "run.name", "run.duration", "run.log_every", "run.evaluate_every"),
+    *("run.dir", "run.start_from", "run.overwrite", "run.name", "run.duration", "run.log_every", "run.evaluate_every"),
     *("run.per_rank_metrics", "run.trackers", "run.on_nan", "run.deterministic", "run.fast_dev_run", "run.bucket_mb"),
     *("run.planned", "run.find_unused", "run.compile", "run.attention", "run.loss"),
 )

@@ -116,7 +116,9 @@ class Faults:
 
 def _fault(word: str) -> Fault:
     kind, equals, rest = word.partition("=")
-    if kind not in KINDS or not equals:
+    if kind in KINDS and not equals:
+        raise ShoalError(f"{VARIABLE} has {word!r}, and does not say when", fix=f"{kind}=step:5")
+    if kind not in KINDS:
         raise ShoalError(f"{VARIABLE} has {word!r}: there is no fault {kind!r}", fix=_meant(kind, KINDS))
     said: dict[str, int | float | None] = {}
     for pair in rest.split(",") if rest else ():

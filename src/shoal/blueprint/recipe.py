@@ -213,8 +213,8 @@ class CheckpointSection(Section):
     dir: str | None = None
     """A folder, or a URL of an object store (`s3://bucket/run`). None: `checkpoints` in the run directory."""
 
-    keep: PositiveInt = 2
-    """How many of the newest steps are kept."""
+    keep: Annotated[int, Number, Field(ge=2)] = 2
+    """How many of the newest steps are kept; two at least, since one may be damaged."""
 
     mtbf: DurationField = Duration(24, "h")
     """The mean time between two failures that `auto` reckons with."""
@@ -241,8 +241,8 @@ class RunSection(Section):
     """True: an earlier run in `dir` is removed first, with its checkpoints."""
 
     start_from: str | None = None
-    """A run directory, a folder or a URL of checkpoints, or what `shoal checkpoint import` has made: the run begins with
-    the weights of its newest step. None: with weights drawn from the seed."""
+    """A run directory, one of its steps, a folder or a URL of checkpoints, or what `shoal checkpoint import` has made:
+    the run begins with its weights. None: with weights drawn from the seed."""
 
     duration: DurationField = Duration(200, "step")
     """How long to train: `1000step`, `2epoch`, `1e9tok`, `10min`."""

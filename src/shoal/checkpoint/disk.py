@@ -59,7 +59,10 @@ class Disk:
     def make(self, path: Path) -> None:
         """A directory, with those above it."""
         self._may_fail(path)
+        new = [each for each in (path, *path.parents) if not each.exists()]
         path.mkdir(parents=True, exist_ok=True)
+        for each in reversed(new):  # a directory stays if the one that it is in knows of it
+            _sync(each.parent)
 
     def create(self, path: Path) -> Any:
         """A new file to write to."""
@@ -109,11 +112,7 @@ class Disk:
     def sync(self, directory: Path) -> None:
         """What was made, renamed or removed in a directory stays so."""
         self._may_fail(directory)
-        handle = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        _sync(directory)
 
     def remove(self, path: Path) -> None:
         """A file, or a directory with all that is in it."""
@@ -160,8 +159,10 @@ class Disk:
         """Write something below a directory and remove it again; raises if that cannot be done."""
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / self._probe_name()
-        path.write_bytes(b"shoal")
-        path.unlink()
+        try:
+            path.write_bytes(b"shoal")
+        finally:
+            path.unlink(missing_ok=True)
 
     def _probe_name(self) -> str:
         return f".draft-probe-{os.getpid()}"
@@ -245,6 +246,14 @@ class _Local:
         handle, self._handle = self._handle, -1
         if handle >= 0:
             os.close(handle)
+
+
+def _sync(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _name(file: Any) -> str:

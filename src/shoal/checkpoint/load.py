@@ -15,7 +15,7 @@ from shoal.checkpoint.manifest import Entry, Manifest, Piece, Shape
 from shoal.checkpoint.shard import DTYPES, Reader, Reading
 from shoal.checkpoint.state import Held, Holder, held_by, make_states
 from shoal.checkpoint.store import Store
-from shoal.checkpoint.together import together
+from shoal.checkpoint.together import on_main, together
 from shoal.comm.world import World
 from shoal.errors import Problem, RunFailed, ShoalError
 from shoal.numerics.pieces import local
@@ -29,11 +29,17 @@ def load(store: Store, holder: Holder, *, step: int, only_weights: bool = False)
     """Fill this rank's part of a run with what was saved of a step; or its model alone. Returns its manifest."""
     manifest = store.manifest(step)
     if not only_weights:
+        holder.optimizer.state.clear()  # what another step has left there
         make_states(holder, _kinds(manifest), dict(manifest.state.get("scalars", {})))
-    held = [piece for piece in held_by(holder) if not only_weights or piece.name.startswith("model/")]
+    pieces = (piece for piece in held_by(holder) if not only_weights or piece.name.startswith("model/"))
+    held = [piece for piece in pieces if piece.is_needed or piece.name in manifest.tensors]
     if misfits := list(_misfits(manifest, held)):
-        raise Misfit(*misfits, title=f"step {step} of {store.where} is of another model")
-    with _Files(store.path(step), manifest) as files, torch.no_grad():
+        more = f"; and {len(misfits) - 4} more" if len(misfits) > 4 else ""
+        raise Misfit(
+            f"step {step} of {store.where} is of another model: {'; '.join(misfits[:4])}{more}",
+            fix="the model and the optimizer that were saved",
+        )
+    with _Files(store.path(step), manifest, store.disk) as files, torch.no_grad():
         for piece in held:
             fill(piece, manifest.tensors[piece.name], files)
         for parameter, copy in holder.copies.items():
@@ -46,26 +52,40 @@ def load_newest(
 ) -> Manifest | None:
     """Fill a run with the newest step that is whole, wherever it is; every rank calls it. None: there is none at all.
     What is damaged is told, and the one before it is tried."""
-    places = {step: place for place, store in reversed([*enumerate(stores)]) for step in store.steps()}
-    known = world.all_gather_object(places)[0]  # one rank has looked for all
     told: list[Problem] = []
-    for step in sorted(known, reverse=True):
-        try:
-            return load_step(stores[known[step]], world, holder, step)
-        except Misfit:
-            raise
-        except ShoalError as error:
-            told += error.problems
-            say(f"step {step} cannot be used, and the one before it is tried: {error}")
+    for step, places in sorted(_known(stores, world).items(), reverse=True):
+        for place in places:
+            try:
+                return load_step(stores[place], world, holder, step)
+            except Misfit:
+                raise
+            except ShoalError as error:
+                told += error.problems
+                say(f"step {step} of {stores[place].where} cannot be used, and what is left is tried: {error}")
     if told:
         raise RunFailed(*told, title=f"the checkpoints in {stores[-1].where}, of which not one can be used")
     return None
 
 
+def _known(stores: Sequence[Store], world: World) -> dict[int, list[int]]:
+    """Step → in which of the stores it is, as the main rank sees it."""
+
+    def look() -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for place, store in enumerate(stores):
+            for step in store.steps():
+                found.setdefault(step, []).append(place)
+        return found
+
+    return on_main(world, look, what=f"{stores[-1].where} was not read")
+
+
 def load_step(store: Store, world: World, holder: Holder, step: int, *, only_weights: bool = False) -> Manifest:
     """Fill a run with one step, or its model alone; every rank calls it, and all raise if one cannot."""
     how = {"failed": f"step {step} of {store.where} was not loaded", "fix": "load another step: --resume STEP"}
-    return together(world, lambda: load(store, holder, step=step, only_weights=only_weights), **how)[0]
+    read: list[Manifest] = []
+    together(world, lambda: read.append(load(store, holder, step=step, only_weights=only_weights)), **how)
+    return read[0]
 
 
 def fill(held: Held, entry: Entry, files: _Files) -> None:
@@ -100,14 +120,13 @@ def _kinds(manifest: Manifest) -> dict[str, dict[str, torch.dtype]]:
     return found
 
 
-def _misfits(manifest: Manifest, held: list[Held]) -> Iterator[Problem]:
+def _misfits(manifest: Manifest, held: list[Held]) -> Iterator[str]:
     for piece in held:
         entry = manifest.tensors.get(piece.name)
         if entry is None:
-            yield Problem(f"it has no {piece.name}", "the model and the optimizer that were saved")
+            yield f"it has no {piece.name}"
         elif entry.shape != piece.whole:
-            what = f"{piece.name} has the shape {list(entry.shape)} there, and {list(piece.whole)} here"
-            yield Problem(what, "the model that was saved")
+            yield f"{piece.name} has the shape {list(entry.shape)} there, and {list(piece.whole)} here"
 
 
 class _Files(Mapping[str, Reader]):

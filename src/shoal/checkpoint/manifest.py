@@ -22,6 +22,7 @@ end. Boxes fill another one, once each place, if and only if their corners cance
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -121,7 +122,7 @@ class Manifest:
                 for name, entry in self.tensors.items()
             },
         }
-        return json.dumps(said, allow_nan=False, separators=(",", ":")).encode()
+        return sealed(json.dumps(said, allow_nan=False, separators=(",", ":")).encode())
 
     @classmethod
     def parse(cls, text: bytes) -> Manifest:
@@ -140,7 +141,23 @@ class Manifest:
             raise _wrong(f"is of version {tree.value['version']}", f"a shoal that reads it; this one reads {VERSION}")
         files = {name: _file(name, entry) for name, entry in tree.mapping("files").items()}
         tensors = {name: _entry(entry, files) for name, entry in tree.mapping("tensors").items()}
-        return cls(step=tree.number("step"), tensors=tensors, files=files, state=tree.mapping("state").value)
+        read = cls(step=tree.number("step"), tensors=tensors, files=files, state=tree.mapping("state").value)
+        if text != sealed(text):  # after all else, which says more of what is wrong
+            raise _wrong("does not have the hash that stands at its end", "the file that was written")
+        return read
+
+
+_SEAL = re.compile(rb',"sha256":"[0-9a-f]{64}"}\s*\Z')
+
+
+def sealed(text: bytes) -> bytes:
+    """A manifest with the hash of what comes before it as its last key, in place of one that is there.
+
+    >>> sealed(b'{"step":1}')[:21], sealed(sealed(b'{"step":1}')) == sealed(b'{"step":1}')
+    (b'{"step":1,"sha256":"c', True)
+    """
+    body = _SEAL.sub(b"", text) if _SEAL.search(text) else text.rstrip()[:-1]
+    return body + b',"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"}'
 
 
 def tiles(shape: Shape, boxes: Iterable[tuple[Shape, Shape]]) -> bool:

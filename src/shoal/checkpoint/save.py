@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shoal.checkpoint import shard
@@ -36,6 +37,7 @@ class Snapshot:
     state: Mapping[str, Any]
 
     @classmethod
+    @torch.no_grad()  # else shards are handed out through autograd, a tenth of a millisecond each
     def of(cls, holder: Holder, *, step: int, state: Mapping[str, Any]) -> Snapshot:
         """The run as it is now; nothing is copied."""
         told = (piece for piece in held_by(holder) if piece.is_told)
@@ -94,4 +96,6 @@ def _commit(store: Store, told: list[Any], step: int, state: Mapping[str, Any]) 
             kinds[name] = (dtype, whole)
             pieces.setdefault(name, []).append(Piece(file, key_of(name, begin), begin, shape))
     tensors = {name: Entry(*kinds[name], tuple(found)) for name, found in pieces.items()}
-    store.commit(Manifest(step=step, tensors=tensors, files=files, state=state))
+    manifest = Manifest(step=step, tensors=tensors, files=files, state=state)
+    Manifest.parse(manifest.to_bytes())  # what is said to be saved can be loaded
+    store.commit(manifest)

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shoal.checkpoint.manifest import Shape
 from shoal.checkpoint.save import Snapshot, save
 from shoal.checkpoint.state import Holder
 from shoal.checkpoint.store import Store
@@ -47,14 +49,15 @@ class Saver:
     store: Store
     world: World
     """The ranks, over connections that nobody else uses: `world.beside()`."""
-    keep: int = 2
+    keep: int | None = 2
+    """How many of the newest steps stay; None: all."""
     seconds_held: float = 0.0
     """How long steps have waited for copies."""
     seconds_waited: float = 0.0
     """How long they have waited for the save before."""
-    _copies: dict[str, Tensor] = field(default_factory=dict)
+    _copies: dict[tuple[str, Shape], Tensor] = field(default_factory=dict)
     _thread: threading.Thread | None = None
-    _news: list[Saved] = field(default_factory=list)
+    _news: deque[Saved] = field(default_factory=deque)
     _error: BaseException | None = None
 
     def make_room(self, holder: Holder) -> None:
@@ -89,8 +92,7 @@ class Saver:
 
     def take_news(self) -> list[Saved]:
         """The saves that have ended since somebody asked."""
-        news, self._news = self._news, []
-        return news
+        return [self._news.popleft() for _ in range(len(self._news))]
 
     def _start(self, act: Any) -> None:
         def guarded() -> None:
@@ -107,8 +109,9 @@ class Saver:
         failure = ""
         try:
             save(self.store, self.world, snapshot)
-            if self.world.is_main:
-                self.store.retain(self.keep)
+            if self.world.is_main and self.keep is not None:
+                with suppress(OSError):  # the step is there; what is too many goes the next time
+                    self.store.retain(self.keep)
         except ShoalError as error:
             failure = str(error)
         except Exception as error:  # a peer that has died, a disk that cannot be tidied up; training goes on anyway
@@ -119,10 +122,10 @@ class Saver:
         """For every value a tensor in host memory that is used again by the next save; page-locked beside a GPU."""
         room = []
         for piece, value in zip(snapshot.pieces, snapshot.values, strict=True):
-            copy = self._copies.get(piece.name)
+            copy = self._copies.get((piece.name, piece.begin))
             if copy is None or (copy.shape, copy.dtype) != (value.shape, value.dtype):
                 copy = torch.zeros(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-                self._copies[piece.name] = copy
+                self._copies[piece.name, piece.begin] = copy
             room.append(copy)
         return room
 

@@ -332,4 +332,7 @@ def _are_numbers(values: Any) -> bool:
 
 
 def _damaged(path: Path, what: str) -> ShoalError:
-    return ShoalError(f"{path.parent.name}/{path.name} {what}", fix="load the checkpoint before it: --resume STEP")
+    return ShoalError(
+        f"{path.parent.name}/{path.name} {what}",
+        fix="an earlier step: --resume STEP, --step N, or run.load(directory, step=N)",
+    )

@@ -19,12 +19,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.checkpoint.manifest import Shape
+from shoal.errors import ShoalError
 from shoal.numerics.pieces import local
 from shoal.parallel.composed import Composed
 from shoal.parallel.routing import biases
-
-LEARNT = ("running_mean", "running_var", "num_batches_tracked")
-"""Buffers that training changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +36,8 @@ class Held:
     """In the memory of the run: what is written to it changes the run."""
     is_told: bool
     """Whether this rank writes it, of all that hold the same."""
+    is_needed: bool = True
+    """Whether a checkpoint without it is of another model. Those of others know nothing of buffers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,23 +61,38 @@ def held_by(holder: Holder) -> Iterator[Held]:
     for name, parameter in composed.named.items():
         whole, (begin, shape), is_told = composed.shapes[name], composed.box(name), composed.speaks_for(name)
         known = firsts.get(name, name)
-        value = local(parameter.detach())
+        value = local(parameter).detach()
         assert tuple(value.shape) == shape, f"{name} has the box {shape} and holds {tuple(value.shape)}"
         yield Held(f"model/{known}", whole, begin, value, is_told)
         for kind, state in holder.optimizer.state.get(holder.updated(parameter), {}).items():
-            if isinstance(state, Tensor) and state.dim() == parameter.dim() > 0:
-                yield Held(f"optimizer/{kind}/{known}", whole, begin, local(state), is_told)
+            if isinstance(state, Tensor) and state.dim():
+                own = local(state)
+                if own.shape != value.shape:
+                    raise ShoalError(
+                        f"{type(holder.optimizer).__name__} keeps {kind} of {name} in the shape"
+                        f" {list(own.shape)}, and the parameter has {list(value.shape)} here: nobody knows"
+                        " which part of it that is",
+                        fix="an optimizer whose states are as large as its parameters, such as AdamW or SGD",
+                    )
+                yield Held(f"optimizer/{kind}/{known}", whole, begin, own, is_told)
     is_first = all(not place for axis, place in composed.mesh.coordinate.items() if axis != "pp")
-    for name, buffer in _learnt(composed):
-        yield Held(f"model/{name}", tuple(buffer.shape), (0,) * buffer.dim(), buffer, is_first)
+    for name, buffer in _buffers(composed):
+        yield Held(f"model/{name}", tuple(buffer.shape), (0,) * buffer.dim(), buffer, is_first, is_needed=False)
 
 
-def _learnt(composed: Composed) -> Iterator[tuple[str, Tensor]]:
+def _buffers(composed: Composed) -> Iterator[tuple[str, Tensor]]:
+    """Biases of routers, and what a model's own state_dict has of buffers; of several ranks, the first one's."""
     for part in composed.parts:
-        yield from biases(part.model).items()
+        routed = biases(part.model)
+        yield from routed.items()
+        passing = {
+            f"{prefix}{'.' * bool(prefix)}{name}"
+            for prefix, module in part.model.named_modules()
+            for name in module._non_persistent_buffers_set  # torch has no public word for it
+        }
         for name, buffer in part.model.named_buffers():
-            if name.rpartition(".")[2] in LEARNT:
-                yield name, buffer
+            if name not in routed and name not in passing:
+                yield name, local(buffer)
 
 
 def scalars_of(holder: Holder) -> dict[str, dict[str, float]]:
@@ -86,9 +101,7 @@ def scalars_of(holder: Holder) -> dict[str, dict[str, float]]:
     for name, parameter in holder.composed.named.items():
         states = holder.optimizer.state.get(holder.updated(parameter), {})
         numbers = {
-            kind: float(state)
-            for kind, state in states.items()
-            if not isinstance(state, Tensor) or state.dim() == 0 or not parameter.dim()
+            kind: float(state) for kind, state in states.items() if not isinstance(state, Tensor) or state.dim() == 0
         }
         if numbers and holder.composed.speaks_for(name):
             found[name] = numbers
@@ -108,9 +121,10 @@ def make_states(holder: Holder, kinds: dict[str, dict[str, torch.dtype]], scalar
         for kind, dtype in kinds.get(known, {}).items():
             state[kind] = torch.zeros_like(parameter, dtype=dtype)
         for kind, number in scalars.get(known, {}).items():
-            state[kind] = torch.tensor(
-                number, dtype=torch.float32, device=_device_of_step(groups[parameter], parameter)
-            )
+            is_counter = kind == "step" or parameter.dim()
+            dtype = torch.float32 if is_counter else parameter.dtype
+            device = _device_of_step(groups[parameter], parameter) if is_counter else local(parameter).device
+            state[kind] = torch.tensor(number, dtype=dtype, device=device)
 
 
 def _device_of_step(group: dict[str, Any], parameter: nn.Parameter) -> torch.device:

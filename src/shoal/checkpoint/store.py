@@ -35,6 +35,16 @@ DRAFT = ".draft-"
 _STEP = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 
 
+def find(where: str | Path) -> tuple[Store, int | None]:
+    """What a person means by a path: a directory of steps, the directory of a run that has one, or a step in one."""
+    path = Path(where)
+    if "://" in str(where):
+        return Store.at(where), None
+    if match := _STEP.fullmatch(path.name):
+        return Store.at(path.parent), int(match[1])
+    return Store.at(path / "checkpoints" if (path / "checkpoints").is_dir() else path), None
+
+
 class Store:
     """The checkpoints of one run, on a disk."""
 
@@ -220,6 +230,12 @@ class Store:
             for path in self._found().get(step, {}).values():
                 self._drop(path)
         return gone
+
+    def drop(self, *, after: int) -> None:
+        """Remove the steps after one: of a place that is kept for a while only."""
+        for step, saves in self._found().items():
+            for path in saves.values() if step > after else ():
+                self._drop(path)
 
     def set_aside(self, *, after: int) -> list[int]:
         """Take the steps after one out of the way of a run that goes on from there, and remove none; returns them."""

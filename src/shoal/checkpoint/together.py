@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from shoal.comm.world import World
 from shoal.errors import RunFailed, ShoalError
@@ -21,7 +21,8 @@ def together(world: World, act: Callable[[], T], *, failed: str, fix: str) -> li
     except ShoalError as raised:
         error = raised
     except OSError as raised:
-        error = RunFailed(f"{failed}: rank {world.rank}: {raised.strerror}: {raised.filename}", fix=fix)
+        why = f"{raised.strerror}: {raised.filename}" if raised.strerror else f"{type(raised).__name__}: {raised}"
+        error = RunFailed(f"{failed}: rank {world.rank}: {why}", fix=fix)
     except Exception as raised:
         error = RunFailed(f"{failed}: rank {world.rank}: {type(raised).__name__}: {raised}", fix=fix)
     outcomes = world.all_gather_object((value, error))
@@ -29,3 +30,9 @@ def together(world: World, act: Callable[[], T], *, failed: str, fix: str) -> li
         if theirs is not None:
             raise theirs
     return [theirs for theirs, _ in outcomes]  # type: ignore[misc]  # nobody has failed
+
+
+def on_main(world: World, act: Callable[[], T], *, what: str, fix: str = "see that it can be read and written") -> T:
+    """What an action of the main rank gave, on every rank; if it failed, it has failed on all."""
+    values: list[Any] = together(world, lambda: act() if world.is_main else None, failed=what, fix=fix)
+    return values[0]  # type: ignore[no-any-return]  # the first one is that of the main rank

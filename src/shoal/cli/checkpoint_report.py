@@ -140,7 +140,7 @@ def draw_verdicts(console: Console, verdicts: Mapping[Path, Verdict]) -> None:
     """One line for what is whole, one for each damage."""
     for path, verdict in verdicts.items():
         if verdict.is_whole:
-            _say(console, f"whole    {path}: every one of {size_of(verdict.num_bytes)} is as it was written")
+            _say(console, f"whole    {path}: all {size_of(verdict.num_bytes)} are as they were written")
         for damage in verdict.damages:
             is_part = damage.begin is not None and damage.end is not None
             place = f" bytes {damage.begin:,} to {damage.end:,}" if is_part else ""
@@ -251,7 +251,7 @@ def draw_import(console: Console, said: Mapping[str, Any], to: Path) -> None:
     if said["model"]:
         words = ", ".join(f"{key}: {value}" for key, value in said["model"].items())
         _say(console, f"in a recipe it is\n  model: {{{words}}}")
-    _say(console, f"a run takes it with run.load({str(to)!r})")
+    _say(console, f"a run takes it with --run.start_from {to}, or run.load({str(to)!r})")
 
 
 def _say(console: Console, text: str) -> None:

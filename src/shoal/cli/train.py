@@ -92,6 +92,10 @@ def _train(options: Train, recipe: Recipe, began: float, out: TextIO) -> int:
     if is_main:
         _keep_and_show(summary, options, out)
         _note_for_backtest(job, summary)
+    if summary.get("saves_failed") and summary["saved_step"] != summary["steps"]:
+        if is_main:
+            print("shoal: the last step is not on the disk: make room, and the same command goes on", file=sys.stderr)
+        return RunFailed.exit_code
     return 130 if summary["was_stopped"] else 0
 
 
@@ -119,7 +123,10 @@ def _carried_out(
     def say(text: str) -> None:
         print(f"shoal: {text}", file=sys.stderr, flush=True)
 
-    with memory_tier(settings.memory_dir, say) if settings.memory_every.amount and keep else nullcontext() as root:
+    with (
+        _ended_in_good_order(),
+        memory_tier(settings.memory_dir, say) if settings.memory_every.amount and keep else nullcontext() as root,
+    ):
         return with_restarts(start, most=launched.max_restarts if keep else 0, say=say)
 
 
@@ -144,6 +151,26 @@ def _note_for_backtest(job: Job, summary: dict[str, Any]) -> None:
 
         with suppress(Exception):  # no preset describes the machine, the disk is full: the run is done anyway
             note(job.recipe, summary, Path(summary["directory"]).parent / "measured.csv")
+
+
+@contextmanager
+def _ended_in_good_order() -> Iterator[None]:
+    """Signals that ask for the end are exceptions, so that whoever has something to tidy up does; while workers run,
+    they are passed on to them."""
+    from shoal.launch.worker import PASSED_ON
+
+    def end(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, end) for number in PASSED_ON if number != signal.SIGINT}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
@@ -206,6 +233,8 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     ranks = f"{summary['ranks']} rank{'s' if summary['ranks'] > 1 else ''}"
     last = f"{summary['loss_last']:.4f} over the last {min(summary['steps'], 10)}"
     unit = "tokens" if summary["tokens"] > summary["samples"] else "samples"
+    if summary["seconds_to_first_step"] is None:  # it went on from its end
+        return [("steps", f"{summary['steps']:,}, all of them made before"), ("kept in", summary["directory"] or "")]
     rows = [
         ("steps", f"{summary['steps']:,} ({summary['tokens']:,} {unit})"),
         ("loss", f"{summary['loss_first']:.4f} at the first step, {last}"),
@@ -228,6 +257,8 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
                          f" {summary['seconds_held_by_saves']:.2f} s, measured"))  # fmt: skip
     if summary.get("saves_failed"):
         rows.insert(-1, ("NOT saved", f"{_times(summary['saves_failed'], 'save')} failed; see above"))
+    if summary["was_stopped"] and summary.get("saved_step") == summary["steps"]:
+        rows.append(("to go on", f"the same command, from step {summary['steps']:,}"))
     if summary["resumed_from"] is not None or summary["restarts"]:
         rows.insert(
             0, ("went on", f"from step {summary['resumed_from'] or 0:,}; {_times(summary['restarts'], 'restart')}")

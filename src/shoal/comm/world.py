@@ -135,7 +135,9 @@ class World:
         rank must call this together."""
         if self.size == 1:
             return self
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
+        # A slow disk is no lost peer, and a group that has timed out once is of no use any more. Who dies is noticed
+        # by the connection.
+        group = dist.new_group(backend="gloo", timeout=timedelta(days=2))
         keep_after_closing(group)
         return replace(self, control_group=group, is_owner=False)
 

@@ -91,10 +91,10 @@ class DealtLoader:
         return self._counted(shares, epoch)
 
     def _counted(self, shares: Iterator[Share], epoch: int) -> Iterator[Share]:
-        for share in shares:
+        for one in shares:
             if self._current == epoch:
                 self._taken += 1
-            yield share
+            yield one
         if self._current == epoch:
             self._current, self._taken = None, 0
 
@@ -108,6 +108,13 @@ class DealtLoader:
     def position(self, place: tuple[int, int]) -> None:
         self.epoch, self._taken = place
         self._current = None
+
+    @property
+    def kind(self) -> dict[str, Any]:
+        """What decides which samples are in which batch."""
+        is_sized = not isinstance(self.loader.dataset, IterableDataset)
+        samples = len(self.loader.dataset) if is_sized else None  # type: ignore[arg-type]
+        return {"batch_size": self.loader.batch_size, "samples": samples}
 
     def _by_index(self, epoch: int, first: int) -> Iterator[Share]:
         """Load only this rank's samples, from the batch `first` on."""

@@ -86,7 +86,7 @@ def _fill(
 def _ignore_signals(worker: int) -> None:
     """A scheduler that asks a run to end asks all of its processes. The training process decides when; until then it
     needs its batches."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 

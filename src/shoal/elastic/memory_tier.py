@@ -24,7 +24,7 @@ LOCK = "lock"
 @contextmanager
 def memory_tier(where: str, say: Callable[[str], None]) -> Iterator[Path]:
     """A new folder in a memory file system, for as long as the context lasts."""
-    _sweep(Path(where))
+    _sweep(Path(where), say)
     try:
         root = Path(tempfile.mkdtemp(prefix=_prefix(), dir=where))
     except OSError as error:
@@ -46,19 +46,20 @@ def memory_tier(where: str, say: Callable[[str], None]) -> Iterator[Path]:
 def _rescue(root: Path, say: Callable[[str], None]) -> None:
     try:
         step = rescue(root)
-    except (OSError, ShoalError) as error:
+    except Exception as error:  # whatever it is, it must not hide why the run has ended
         say(f"what was kept in memory could not be saved: {error}")
     else:
         if step is not None:
             say(f"step {step}, which was kept in memory, is on the disk now")
 
 
-def _sweep(where: Path) -> None:
-    """Remove the folders of this user that nobody holds."""
+def _sweep(where: Path, say: Callable[[str], None]) -> None:
+    """Remove the folders of this user that nobody holds, when what is in them alone is on the disk."""
     for root in where.glob(f"{_prefix()}*"):
         try:
             with (root / LOCK).open("rb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _rescue(root, say)
                 shutil.rmtree(root, ignore_errors=True)
         except OSError:  # it is held, or was just made and has no lock yet
             continue

@@ -26,8 +26,10 @@ import torch.distributed as dist
 from shoal.comm.environment import Placement
 from shoal.launch.failure import failure_of, write_failure
 
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Signals that ask a run to end in good order: those of a person, of a scheduler, and of Slurm before its time is up."""
+_HANG_UP = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)  # nohup has it ignored
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *_HANG_UP)
+"""Signals that ask a run to end in good order: of a person, of a scheduler, of Slurm before its time is up, and of a
+terminal that is closed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +96,8 @@ def end_with_parent(lifeline: Connection, directory: Path) -> None:
 def _settle_in(assignment: Assignment) -> None:
     lead_own_group()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a fork inherits the parent's, which pass signals on
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    for number in PASSED_ON[1:]:
+        signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     if assignment.to_close is not None:
         assignment.to_close.close()

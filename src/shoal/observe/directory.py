@@ -20,6 +20,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -36,52 +37,72 @@ from shoal.version import __version__
 # environment.json goes last: while it is there, an interrupted removal can be told from a folder of the user's own.
 _WRITTEN = (
     *("recipe.yaml", "metrics*.jsonl", "summary.json", "events.out.tfevents.*", "wandb", "checkpoints"),
-    *("lock", "environment.json"),
+    "environment.json",
 )
+
+
+PATIENCE = 6.0
+"""Seconds to wait for a lock: processes that a killed one had started hold it until they notice, after five."""
 
 
 class RunDirectory:
     """A directory that belongs to one run, and to one process that writes to it. Only the main rank makes one."""
 
-    def __init__(self, path: Path, *, goes_on: bool = False, lock: BinaryIO | None = None) -> None:
+    def __init__(
+        self, path: Path, *, goes_on: bool = False, is_fresh: bool = False, lock: BinaryIO | None = None
+    ) -> None:
         self.path, self.goes_on = path, goes_on
         """Whether it holds a run of this recipe that is to go on."""
-        self._lock = lock
+        self._is_fresh, self._lock = is_fresh, lock
 
     @classmethod
     def claim(cls, recipe: Recipe, resume: str = "auto") -> RunDirectory:
         """The directory of this recipe, made or found, or say why it cannot be had.
 
         resume    auto: go on with a run of this recipe that has not ended; what else is there is never written over
-                  fresh: begin anew; an earlier run in a directory that was named is removed
+                  fresh: begin anew; `begin` removes an earlier run in a directory that was named
                   else: go on with what is there, whether or not it has ended
         """
         path = Path(recipe.run.dir) if recipe.run.dir else _numbered(recipe, resume=resume)
         try:
-            if resume == "fresh":
-                _refuse_locked(path)
-                _remove_run(path)
             goes_on = _goes_on(path, recipe, resume)
             path.mkdir(parents=True, exist_ok=True)
-            lock = _locked(path)
-            (path / "recipe.yaml").write_text(dump_recipe(recipe))
-            (path / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n")
-            (path / "summary.json").unlink(missing_ok=True)  # it has not ended any more
+            return cls(path, goes_on=goes_on, is_fresh=resume == "fresh", lock=locked(path))
         except OSError as error:
-            raise ShoalError(
-                f"the run directory {str(path)!r} cannot be written: {error.strerror}",
-                fix="--run.dir SOMEWHERE that you may write to",
-            ) from None
-        return cls(path, goes_on=goes_on, lock=lock)
+            raise _unwritable(path, error) from None
+
+    def begin(self, recipe: Recipe) -> None:
+        """Say what is done here, now that nothing speaks against it; what is to go, goes now."""
+        try:
+            if self._is_fresh:
+                _remove_run(self.path)
+            _write_whole(self.path / "recipe.yaml", dump_recipe(recipe))
+            (self.path / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n")
+            (self.path / "summary.json").unlink(missing_ok=True)  # it has not ended any more
+        except OSError as error:
+            raise _unwritable(self.path, error) from None
+
+    def give_up(self) -> None:
+        """Leave it as it was found; if it was made for nothing, remove it."""
+        if self._lock is not None and {path.name for path in self.path.iterdir()} <= {"lock", "checkpoints"}:
+            with suppress(OSError):
+                (self.path / "lock").unlink()
+                if (self.path / "checkpoints").is_dir():
+                    (self.path / "checkpoints").rmdir()  # which it does only if nothing is in it
+                self.path.rmdir()
+        self.close()
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Say how the run ended."""
         (self.path / "summary.json").write_text(json.dumps(jsonable(summary), indent=2) + "\n")
 
-    def forget_after(self, step: int) -> None:
-        """Leave out what was told of later steps, which are made once more."""
+    def forget_after(self, step: int, *, and_its_evaluation: bool = False) -> None:
+        """Leave out what was told of later steps, which are made once more; also the evaluation of this one, if asked
+        to."""
         for path in self.path.glob("metrics*.jsonl"):
             kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
+            if and_its_evaluation:
+                kept = [line for line in kept if _step_of(line) < step or '"eval_loss"' not in line]
             part = path.with_suffix(".part")
             part.write_text("".join(f"{line}\n" for line in kept))
             part.replace(path)
@@ -137,6 +158,11 @@ def _goes_on(path: Path, recipe: Recipe, resume: str) -> bool:
     if path.exists() and not path.is_dir():
         raise ShoalError(f"the run directory {str(path)!r} is a file", fix="--run.dir SOMEWHERE_ELSE")
     if not path.exists() or not any(path.iterdir()):
+        if resume not in ("auto", "fresh") and recipe.checkpoint.dir is None:
+            raise ShoalError(
+                f"there is no run in {str(path)!r} to go on with, and no checkpoint",
+                fix="--run.dir of a run, or --resume auto",
+            )
         return False
     stored = _stored(path)
     if stored is None:
@@ -144,6 +170,8 @@ def _goes_on(path: Path, recipe: Recipe, resume: str) -> bool:
             f"{str(path)!r} is not empty and holds no run of shoal; nothing was touched", fix="--run.dir SOMEWHERE_ELSE"
         )
     _refuse_locked(path)
+    if resume == "fresh":
+        return False
     refuse_changes(stored, recipe, where=repr(str(path)))
     if resume == "auto" and _has_ended(path):
         raise ShoalError(
@@ -152,6 +180,23 @@ def _goes_on(path: Path, recipe: Recipe, resume: str) -> bool:
             " --run.dir SOMEWHERE_ELSE",
         )
     return True
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """As a whole or not at all, even if the power is lost."""
+    part = path.with_suffix(".part")
+    with part.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def _unwritable(path: Path, error: OSError) -> ShoalError:
+    return ShoalError(
+        f"the run directory {str(path)!r} cannot be written: {error.strerror}",
+        fix="--run.dir SOMEWHERE that you may write to",
+    )
 
 
 def _stored(path: Path) -> dict[str, Any] | None:
@@ -169,27 +214,35 @@ def _has_ended(path: Path) -> bool:
         summary = json.loads((path / "summary.json").read_text())
     except (OSError, ValueError):
         return False
-    return not summary.get("was_stopped", False)
+    # One whose last step could not be saved has something left to do.
+    is_saved = summary.get("saved_step", summary.get("steps")) == summary.get("steps")
+    return is_saved and not summary.get("was_stopped", False)
 
 
-def _locked(path: Path) -> BinaryIO:
-    """A lock that goes with this process, however it ends."""
+def locked(path: Path) -> BinaryIO:
+    """A lock on a directory that goes with this process, however it ends."""
     file = (path / "lock").open("wb")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise _taken(path) from None
-    except OSError:  # a file system without locks
-        pass
-    return file
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                file.close()
+                raise _taken(path) from None
+            time.sleep(0.1)
+        except OSError:  # a file system without locks
+            return file
+        else:
+            return file
 
 
 def _is_locked(path: Path) -> bool:
+    if not (path / "lock").exists():
+        return False
     try:
-        with (path / "lock").open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        locked(path).close()
+    except ShoalError:
         return True
     except OSError:
         return False

@@ -10,6 +10,7 @@ import math
 import resource
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,14 +33,20 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """A file with one JSON object per line; each line is there as soon as it is written."""
+    """A file with one JSON object per line; each line is there as soon as it is written. What a full disk does not take
+    is kept and tried again with the next line: no run ends for it."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", buffering=1)
+        self._file = path.open("ab", buffering=0)
+        self._left = b""
+        """What is still to be written."""
 
     def write(self, record: Record) -> None:
         """Append one line."""
-        self._file.write(json.dumps(jsonable(record)) + "\n")
+        self._left += json.dumps(jsonable(record)).encode() + b"\n"
+        with suppress(OSError):
+            while self._left:
+                self._left = self._left[self._file.write(self._left) or 0 :]
 
     def close(self) -> None:
         """Close the file."""

@@ -82,6 +82,7 @@ class Composed:
     norms: dict[str, Tensor] = field(default_factory=dict)
     """Those of the gradients of this rank's parameters, pieces as they are, in the last step."""
 
+    _boxes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     _replaced: dict[int, tuple[weakref.ref[nn.Parameter], list[nn.Parameter]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -189,6 +190,11 @@ class Composed:
 
     def box(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Where this rank's piece of a parameter begins in the whole, and its shape."""
+        if name not in self._boxes:
+            self._boxes[name] = self._box(name)
+        return self._boxes[name]
+
+    def _box(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         layout, rank, whole = self.plan.layout, self.mesh.rank, self.shapes[name]
         begin, shape = [0] * len(whole), list(whole)
 

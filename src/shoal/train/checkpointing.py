@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +12,15 @@ from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.save import Snapshot, save
 from shoal.checkpoint.saver import Saver
 from shoal.checkpoint.state import Holder
-from shoal.checkpoint.store import Store
-from shoal.errors import RunFailed, ShoalError
+from shoal.checkpoint.store import Store, find
+from shoal.checkpoint.together import on_main
+from shoal.errors import Problem, RunFailed, ShoalError, raise_if
 
 if TYPE_CHECKING:
     from shoal.train.run import Run
+
+LR = ("lr", "initial_lr")
+"""Of a group of parameters: the learning rate, and what a schedule multiplies."""
 
 
 def holder_of(run: Run) -> Holder:
@@ -25,35 +31,42 @@ def holder_of(run: Run) -> Holder:
 
 def state_of(run: Run) -> dict[str, Any]:
     """What a run knows beside its tensors, between two steps."""
+    groups = run.optimizer.param_groups
     return {
         "seed": run.seed,
+        "precision": run.plan.precision,
+        "optimizer": type(run.optimizer).__name__,
+        "lr": [{name: float(group[name]) for name in LR if name in group} for group in groups],
         "plan": str(run.plan),
         "ranks": run.world.size,
         "loss_scale": {"scale": run.loss_scale.scale, "good_steps": run.loss_scale.good_steps},
         "num_calls": run.optimizer.param_groups[0].get("num_calls", 0),
-        "loaders": [loader.position for loader in run.loaders],
+        "loaders": [{"position": loader.position, **loader.kind} for loader in run.loaders],
     }
 
 
 def settle_to_save(run: Run) -> None:
     """Wait for the last step, and let what ranks learn on their own be the same on all of them."""
+    run.refuse_open_step("to save")
     run.settle()
     run.composed.before_evaluation()  # statistics of batch norm
 
 
-def save_run(run: Run, directory: str | Path, *, wait: bool, keep: int | None) -> None:
+def save_run(run: Run, directory: str | Path, *, wait: bool, keep: int | None, extra: Mapping[str, Any] | None) -> None:
     """All of a run between two steps."""
     settle_to_save(run)
+    state = {**state_of(run), "extra": _plain(extra)}
     saver = run.savers.get(str(directory))
     if wait and saver is None:
         store = Store.at(directory)
-        save(store, run.world, Snapshot.of(holder_of(run), step=run.steps_done, state=state_of(run)))
+        save(store, run.world, Snapshot.of(holder_of(run), step=run.steps_done, state=state))
         if keep is not None and run.is_main:
             store.retain(keep)
         return
     if saver is None:
-        saver = run.savers[str(directory)] = Saver(Store.at(directory), run.world.beside(), keep=keep or 2)
-    saver.begin(holder_of(run), step=run.steps_done, state=state_of(run))
+        saver = run.savers[str(directory)] = Saver(Store.at(directory), run.world.beside())
+    saver.keep = keep if wait else keep or 2
+    saver.begin(holder_of(run), step=run.steps_done, state=state)
     if wait:
         wait_for(saver)
 
@@ -66,26 +79,65 @@ def wait_for(saver: Saver) -> None:
             raise RunFailed(news.failure)
 
 
-def load_run(run: Run, directory: str | Path, step: int | None) -> int:
-    """Returns how many steps the run had made."""
-    store = Store.at(directory)
+def _plain(extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What a user adds, as JSON gives it back."""
+    try:
+        return dict(json.loads(json.dumps(dict(extra or {}), allow_nan=False)))
+    except (TypeError, ValueError) as error:
+        raise ShoalError(
+            f"what is saved beside a run has to be numbers, texts, lists and mappings: {error}",
+            fix="run.save(directory, extra={'schedule': schedule.state_dict()})",
+        ) from None
+
+
+def load_run(run: Run, directory: str | Path, step: int | None, *, only_weights: bool) -> int:
+    """Returns how many steps the run has made now."""
+    run.refuse_open_step("to load")
+    store, named = find(directory)
+    step = named if step is None else step
+    known = on_main(run.world, store.steps, what=f"{store.where} was not read")
+    if not known:
+        raise ShoalError(f"there is no checkpoint in {store.where}", fix="the directory that a run was saved to")
+    if only_weights:
+        load_step(store, run.world, holder_of(run), known[-1] if step is None else step, only_weights=True)
+        return run.steps_done
     if step is None:
         manifest = load_newest([store], run.world, holder_of(run))
-        if manifest is None:
-            raise ShoalError(f"there is no checkpoint in {store.where}", fix="the directory that a run was saved to")
+        assert manifest is not None
     else:
         manifest = load_step(store, run.world, holder_of(run), step)
+    raise_if(_changes(run, manifest.state), title=f"what step {manifest.step} of {store.where} was saved by")
     restore(run, manifest)
     return manifest.step
 
 
+def _changes(run: Run, state: Mapping[str, Any]) -> Iterator[Problem]:
+    """What would make the run another one. Checkpoints of others do not say all of it."""
+    here = state_of(run)
+    fix = "as it was saved; or run.load(..., only_weights=True) for another run with the same weights"
+    for name in ("seed", "precision", "optimizer"):
+        if name in state and state[name] != here[name]:
+            yield Problem(f"{name} was {state[name]}, and is {here[name]}", fix)
+    was, now = (
+        [{n: v for n, v in one.items() if n != "position"} for one in s.get("loaders", ())] for s in (state, here)
+    )
+    if was and now and was != now:
+        yield Problem(f"its loaders were {was}, and are {now}", fix)
+
+
 def restore(run: Run, manifest: Manifest) -> None:
     """What a run knew beside its tensors."""
-    scale = manifest.state.get("loss_scale", {})
+    state = manifest.state
+    scale = state.get("loss_scale", {})
     run.loss_scale.scale = float(scale.get("scale", run.loss_scale.scale))
     run.loss_scale.good_steps = int(scale.get("good_steps", 0))
-    if calls := manifest.state.get("num_calls", 0):
+    if calls := state.get("num_calls", 0):
         run.optimizer.param_groups[0]["num_calls"] = int(calls)
-    for loader, position in zip(run.loaders, manifest.state.get("loaders", []), strict=False):
-        loader.position = tuple(position)
+    if len(rates := state.get("lr", [])) == len(run.optimizer.param_groups):
+        for group, known in zip(run.optimizer.param_groups, rates, strict=True):
+            group.update(known)
+    run.positions = [tuple(known["position"]) for known in state.get("loaders", [])]
+    for loader, position in zip(run.loaders, run.positions, strict=False):  # others may be prepared later
+        loader.position = position
+    run.extra = dict(state.get("extra", {}))
     run.steps_done = manifest.step

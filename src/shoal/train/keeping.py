@@ -14,20 +14,24 @@ import hashlib
 import math
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from shoal.blueprint.continuing import refuse_changes
 from shoal.blueprint.duration import Duration
+from shoal.blueprint.recipe import Recipe
 from shoal.checkpoint.load import load_newest, load_step
-from shoal.checkpoint.manifest import Manifest
+from shoal.checkpoint.manifest import CHUNK, Manifest
 from shoal.checkpoint.saver import Saver
-from shoal.checkpoint.store import Store
-from shoal.checkpoint.together import together
+from shoal.checkpoint.store import Store, find
+from shoal.checkpoint.together import on_main, together
 from shoal.errors import ShoalError
+from shoal.observe.directory import locked
 from shoal.train.checkpointing import holder_of, restore, settle_to_save, state_of
 from shoal.train.job import Job, units
 from shoal.train.run import Run
@@ -69,12 +73,16 @@ class Keeper:
     """The same in seconds; None, with the clock: `auto`."""
     memory_steps: int = 0
     last: int | None = None
-    """The step that was saved last."""
+    """The step that was copied last, to be saved."""
+    saved: int | None = None
+    """The newest step that is on the disk."""
     num_saved: int = 0
     num_failed: int = 0
     _clock: float = field(default_factory=time.monotonic)
     _cost: float | None = None
     _has_room: bool = False
+    _is_over: bool = False
+    _lock: BinaryIO | None = None
 
     @classmethod
     def of(cls, run: Run, job: Job, *, directory: Path, memory_root: Path | None, say: Say) -> Keeper:
@@ -88,9 +96,9 @@ class Keeper:
             _refuse_several_hosts(run)
             root = memory_root or named_root(settings.memory_dir, directory)
             memory = Saver(Store(root), run.world.beside(), keep=1)
-            if run.is_main:
-                root.mkdir(mode=0o700, exist_ok=True)
-                (root / DISK).write_text(disk.store.where)
+            how = f"{settings.memory_dir!r} cannot hold the state of this run"
+            fix = "--checkpoint.memory_dir of a memory file system, or --checkpoint.memory_every 0step"
+            on_main(run.world, lambda: _make_own(root, disk.store.where), what=how, fix=fix)
         return cls(
             run=run,
             job=job,
@@ -122,7 +130,8 @@ class Keeper:
                 refuse_changes(recipe, self.job.recipe, where=store.where)
             restore(self.run, manifest)
             self._set_aside(after=manifest.step)
-            self.last = manifest.step if manifest.step in store.steps() else None  # else it is in memory alone
+            there = on_main(world, store.steps, what=f"{store.where} was not read")
+            self.last = self.saved = manifest.step if manifest.step in there else None  # else it is in memory alone
         return manifest
 
     def begin_anew(self) -> None:
@@ -131,9 +140,14 @@ class Keeper:
 
     def _set_aside(self, after: int) -> None:
         """Later steps are damaged, or of a run that now takes another way: nobody may go on from them by mistake."""
-        store, world = self.disk.store, self.run.world
-        how = {"failed": f"steps after {after} were not set aside", "fix": "--checkpoint.dir that can be written to"}
-        together(world, lambda: store.set_aside(after=after) if world.is_main else None, **how)
+
+        def act() -> None:
+            self.disk.store.set_aside(after=after)
+            if self.memory is not None:
+                self.memory.store.drop(after=after)
+
+        fix = "--checkpoint.dir that can be written to"
+        on_main(self.run.world, act, what=f"steps after {after} were not set aside", fix=fix)
 
     def refuse_too_little_room(self) -> None:
         """Before the first step: raise, if what will be saved has no place."""
@@ -142,16 +156,33 @@ class Keeper:
         how = {"failed": "the checkpoints have no place", "fix": "--checkpoint.dir SOMEWHERE"}
 
         def look() -> None:
-            disk.room(int(num_bytes))
+            disk.room(
+                int(num_bytes) * max(1, (self.disk.keep or 2) + 1 - len(disk.steps()))
+            )  # those that stay, and a draft
             if memory is not None:
                 _refuse_short_memory(memory.store.root, int(num_bytes))
 
         together(world, lambda: look() if world.is_main else None, **how)
 
+    def claim_store(self) -> None:
+        """Where steps are saved outside of the run directory: raise, if another run saves there now."""
+        disk = self.disk.store
+
+        def claim() -> None:
+            if self.job.recipe.checkpoint.dir is not None and disk.disk.renames:
+                self._lock = locked(disk.root)
+
+        on_main(self.run.world, claim, what=f"{disk.where} cannot be locked", fix="--checkpoint.dir ELSEWHERE")
+
+    def release(self) -> None:
+        """Let others save there."""
+        if self._lock is not None:
+            self._lock.close()
+
     def _expected_bytes(self) -> int:
         """What this rank will tell: parameters, and what the optimizer will keep for them."""
         composed, total = self.run.composed, 0
-        trained = {id(p) for group in self.run.optimizer.param_groups for p in group["params"]}
+        trained = {id(parameter) for parameter in self.run.trained_parameters()}
         for name, parameter in composed.named.items():
             if composed.speaks_for(name):
                 size = math.prod(composed.box(name)[1]) * parameter.element_size()
@@ -188,10 +219,11 @@ class Keeper:
 
     def end(self) -> None:
         """Save the last step, and wait until it is on the disk."""
+        self._is_over = True
         if self.last != self.run.steps_done:
             self._save()
         self.close()
-        if self.memory is not None and self.run.is_main and not self.num_failed:
+        if self.memory is not None and self.run.is_main and self.saved == self.run.steps_done:
             shutil.rmtree(self.memory.store.root, ignore_errors=True)
 
     def close(self) -> None:
@@ -202,23 +234,24 @@ class Keeper:
         self._tell()
 
     def _save(self) -> None:
-        began = time.perf_counter()
-        self._begin(self.disk)
+        self._cost = self._begin(self.disk)
         self.last = self.run.steps_done
-        self._cost = time.perf_counter() - began
         self._clock = time.monotonic()
 
-    def _begin(self, saver: Saver) -> None:
+    def _begin(self, saver: Saver) -> float:
+        """Returns the seconds that the copy took."""
         settle_to_save(self.run)
         state = {**state_of(self.run), "recipe": self.job.recipe.model_dump(mode="json"), **self.facts()}
-        saver.begin(holder_of(self.run), step=self.run.steps_done, state=state)
+        return saver.begin(holder_of(self.run), step=self.run.steps_done, state=state)
 
     def _tell(self) -> None:
         for saved in self.disk.take_news():
-            self.num_saved += not saved.failure
-            self.num_failed += bool(saved.failure)
             if saved.failure:
-                self.say(f"NOT SAVED, training goes on: {saved.failure}")
+                self.num_failed += 1
+                self.say(f"NOT SAVED{'' if self._is_over else ', training goes on'}: {saved.failure}")
+            else:
+                self.num_saved += 1
+                self.saved = saved.step
         for kept in self.memory.take_news() if self.memory is not None else ():
             if kept.failure:
                 self.say(f"NOT KEPT IN MEMORY, training goes on: {kept.failure}")
@@ -228,7 +261,7 @@ class Keeper:
         return {
             "saves": self.num_saved,
             "saves_failed": self.num_failed,
-            "saved_step": self.last if self.num_saved else None,
+            "saved_step": self.saved,
             "seconds_held_by_saves": self.disk.seconds_held + self.disk.seconds_waited,
             "checkpoints": self.disk.store.where,
         }
@@ -251,22 +284,56 @@ def rescue(root: Path) -> int | None:
         return None
     manifest, draft = memory.manifest(step), disk.begin(step)
     for name in manifest.files:
-        disk.disk.put(draft / name, (memory.path(step) / name).read_bytes())
+        file = disk.disk.create(draft / name)
+        with (memory.path(step) / name).open("rb") as source:
+            while part := source.read(CHUNK):
+                disk.disk.write(file, part)
+        disk.disk.close(file)
     disk.commit(manifest)
     return step
 
 
 def start_from(run: Run, where: str) -> int:
-    """Begin with the weights of the newest step of another run, or of what was imported; every rank calls it. Returns
-    that step."""
-    store = Store.at(where if "://" in where or not (Path(where) / "checkpoints").is_dir() else f"{where}/checkpoints")
-    steps = run.world.all_gather_object(store.steps())[0]
-    if not steps:
+    """Begin with the weights of a step of another run, or of what was imported; every rank calls it. Returns that
+    step."""
+    store, step = find(where)
+    newest = on_main(run.world, lambda: store.steps()[-1], what=f"{where!r} was not read")
+    return load_step(store, run.world, holder_of(run), newest if step is None else step, only_weights=True).step
+
+
+def refuse_bad_start(run: Run, recipe: Recipe, *, is_fresh: bool) -> None:
+    """Raise if there are no weights to start from, or if to begin anew would remove them."""
+    where, directory = str(recipe.run.start_from), recipe.run.dir
+
+    def look() -> None:
+        if is_fresh and directory and Path(where).resolve().is_relative_to(Path(directory).resolve()):
+            raise ShoalError(
+                f"to begin anew in {directory!r} removes {where!r}, from which the run is to start",
+                fix="--run.dir SOMEWHERE_ELSE",
+            )
+        if not find(where)[0].steps():
+            raise ShoalError(
+                f"there is no checkpoint in {where!r} to start from",
+                fix="a run directory, or one of its steps; files of others: shoal checkpoint import"
+                f" {where} imported, and then --run.start_from imported",
+            )
+
+    how = {"failed": f"{where!r} cannot be read", "fix": "--run.start_from a run directory"}
+    together(run.world, lambda: look() if run.is_main else None, **how)
+
+
+def _make_own(root: Path, where: str) -> None:
+    """A folder that nobody else can read, or write to, and that is no way to somewhere else."""
+    with suppress(FileExistsError):
+        root.mkdir(mode=0o700)
+    found = root.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ShoalError(
-            f"there is no checkpoint in {where!r} to start from",
-            fix="a run directory, or what `shoal checkpoint import` has made",
+            f"{root} is there, and is no folder of this user alone",
+            fix="remove it, or --checkpoint.memory_dir ELSEWHERE",
         )
-    return load_step(store, run.world, holder_of(run), steps[-1], only_weights=True).step
+    (root / DISK).unlink(missing_ok=True)
+    (root / DISK).write_text(where)
 
 
 def _refuse_several_hosts(run: Run) -> None:
@@ -279,7 +346,8 @@ def _refuse_several_hosts(run: Run) -> None:
 
 def _refuse_short_memory(root: Path, num_bytes: int) -> None:
     """Two copies in shared memory: the one that is whole, and the one on its way."""
-    free = min(shutil.disk_usage(root.parent).free, _available())
+    own = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())  # of this run, before a restart
+    free = min(shutil.disk_usage(root.parent).free, _available()) + own
     if free < 2 * num_bytes:
         raise ShoalError(
             f"{root.parent} has room for {free / 2**30:.1f} GiB, and keeping the state of this run in memory needs"

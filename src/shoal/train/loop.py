@@ -21,6 +21,7 @@ from shoal.checkpoint.together import together
 from shoal.comm.environment import Placement
 from shoal.comm.world import World
 from shoal.data.loading import Loader, evaluation_batches
+from shoal.errors import ShoalError
 from shoal.launch.worker import PASSED_ON
 from shoal.numerics.optim import build_optimizer, set_lr
 from shoal.numerics.schedule import lr_factor, scaled_lr
@@ -29,7 +30,7 @@ from shoal.observe.progress import ProgressLine, Quiet, progress_line
 from shoal.train.build import build_to_lay_out, describe
 from shoal.train.injected import inject_faults
 from shoal.train.job import Job, steps_of, units
-from shoal.train.keeping import Keeper, start_from
+from shoal.train.keeping import Keeper, refuse_bad_start, start_from
 from shoal.train.meter import Meter
 from shoal.train.run import Run
 
@@ -85,9 +86,8 @@ def train(placement: Placement | None, store: Store | None, job: Job, manner: Ma
         inject_faults(run, manner.generation)
         directory, keeper, manifest = _kept(run, job, manner, line) if manner.keep else (None, None, None)
         if settings.start_from is not None and manifest is None:
-            line.note(
-                f"start  with the weights of step {start_from(run, settings.start_from)} of {settings.start_from}"
-            )
+            step = start_from(run, settings.start_from)
+            line.note(f"start  with the weights of step {step} of {settings.start_from}")
         known = manifest.state if manifest is not None else {}
         path = directory.path if directory is not None else None
         meter = Meter(run, job, description, path, began=manner.began, history=known.get("history"))
@@ -95,7 +95,7 @@ def train(placement: Placement | None, store: Store | None, job: Job, manner: Ma
             keeper.facts = lambda: {"history": meter.history()}
         line.note(_headline(run, job, lr))
         if manifest is not None:
-            line.note(f"resume from step {manifest.step}, which {_counted(int(known['ranks']), 'rank')} saved")
+            line.note(f"resume from step {manifest.step}, which {_counted(int(known.get('ranks', 1)), 'rank')} saved")
         loader = Loader(
             job.training,
             seed=settings.seed,
@@ -122,7 +122,8 @@ def train(placement: Placement | None, store: Store | None, job: Job, manner: Ma
                 meter.close()
             finally:
                 line.close()
-                if directory is not None:
+                if directory is not None and keeper is not None:
+                    keeper.release()
                     directory.close()
         return {
             **meter.summary(was_stopped=was_stopped),
@@ -136,20 +137,34 @@ def _kept(run: Run, job: Job, manner: Manner, line: ProgressLine) -> tuple[RunDi
     """The directory of the run, what keeps it, and the step that it goes on from, if there is one."""
     wanted = "fresh" if job.recipe.run.overwrite else manner.resume
     resume = wanted if manner.generation == 0 else "auto"
+    if job.recipe.run.start_from is not None:
+        refuse_bad_start(run, job.recipe, is_fresh=resume == "fresh")  # before anything is removed
     directory = _claim_directory(run.world, job.recipe, resume)
+    keeper: Keeper | None = None
     try:
         keeper = Keeper.of(run, job, directory=directory.path, memory_root=manner.memory_root, say=line.say)
         keeper.refuse_too_little_room()
+        keeper.claim_store()
         is_elsewhere = job.recipe.checkpoint.dir is not None  # where steps may be although the directory is new
         goes_on = resume not in ("auto", "fresh") or (resume == "auto" and (directory.goes_on or is_elsewhere))
         manifest = keeper.go_on(resume) if goes_on else None
         if not goes_on:
             keeper.begin_anew()
+        num_steps = steps_of(job)
+        if num_steps is not None and run.steps_done > num_steps:
+            raise ShoalError(
+                f"the run in {str(directory.path)!r} has made {run.steps_done:,} steps, and {num_steps:,} are wanted",
+                fix=f"--run.duration longer than {run.steps_done}step, or --resume STEP to go on from an earlier one",
+            )
         if run.world.is_main:
-            directory.forget_after(run.steps_done)
+            directory.begin(job.recipe)
+            # Its end, if it is there already, is told once more.
+            directory.forget_after(run.steps_done, and_its_evaluation=run.steps_done == num_steps)
         run.world.barrier()  # nobody opens a file of metrics before that
     except BaseException:
-        directory.close()
+        if keeper is not None:
+            keeper.release()
+        directory.give_up()
         raise
     return directory, keeper, manifest
 
@@ -190,9 +205,6 @@ def _steps(
         is_over = run.steps_done >= num_steps if num_steps else elapsed >= seconds
         if is_over or run.agreed.get("stop", 0.0):
             return not is_over
-        is_wanted = bool(run.agreed.get("save", 0.0))
-        clock = _clock_of_main(start, keeper) if run.world.is_main else _NO_CLOCK
-        run.signals = {"stop": float(bool(asked)), **clock}
         if asked and not was_told:
             was_told = True
             line.say("stopping after the next step; Ctrl-C again ends at once")
@@ -203,7 +215,9 @@ def _steps(
             if meter.eval_loss is not None:
                 line.note(f"step {run.steps_done}: held-out loss {meter.eval_loss:.4f}")
         if keeper is not None:
-            keeper.stepped(is_wanted=is_wanted)
+            keeper.stepped(is_wanted=bool(run.agreed.get("save", 0.0)))
+        clock = _clock_of_main(start, keeper) if run.world.is_main else _NO_CLOCK
+        run.signals = {"stop": float(bool(asked)), **clock}
     raise AssertionError("a Loader never ends")
 
 

@@ -67,7 +67,8 @@ class Meter:
         self.peak = _peak(run)
         history = history or {}
         self.loss_first: float | None = history.get("loss_first")
-        self.last_losses: deque[float] = deque(history.get("last_losses", ()), maxlen=10)
+        known = (math.nan if loss is None else loss for loss in history.get("last_losses", ()))
+        self.last_losses: deque[float] = deque(known, maxlen=10)
         self.step_seconds, self.data_seconds = array("d"), array("d")
         self.eval_loss: float | None = history.get("eval_loss")
         self.num_skipped = int(history.get("skipped_steps", 0))
@@ -140,9 +141,9 @@ class Meter:
         """What a run that goes on has to know of the steps before; JSON."""
         self.settle()
         return {
-            "loss_first": self.loss_first,
-            "last_losses": list(self.last_losses),
-            "eval_loss": self.eval_loss,
+            "loss_first": _finite(self.loss_first),
+            "last_losses": [_finite(loss) for loss in self.last_losses],
+            "eval_loss": _finite(self.eval_loss),
             "skipped_steps": self.num_skipped,
             "seconds_training": self.seconds_training,
         }
@@ -207,6 +208,11 @@ class Meter:
         if self.flops_per_step is None or self.peak is None:
             return None
         return self.flops_per_step / seconds / (self.peak * self.run.world.size)
+
+
+def _finite(loss: float | None) -> float | None:
+    """For a manifest, in which every number is one."""
+    return loss if loss is not None and math.isfinite(loss) else None
 
 
 def _sinks(run: Run, job: Job, directory: Path | None) -> list[Sink]:

@@ -161,6 +161,10 @@ class Run:
         self._optimizer: Optimizer | None = None
         self.host_copies: HostCopies | None = None
         self.loaders: list[DealtLoader] = []
+        self.positions: list[tuple[int, int]] = []
+        """Where the loaders of the run that was loaded had come to."""
+        self.extra: dict[str, Any] = {}
+        """What was saved beside the run that was loaded."""
         self.savers: dict[str, Saver] = {}
         """Directory → what saves to it while the run goes on."""
         self._step: OpenStep | None = None
@@ -220,17 +224,27 @@ class Run:
         found = {**dict(self.composed.whole("weight")), **self.composed.biases()}
         return {name: tensor for name, tensor in found.items() if tensor is not None and self.is_main}
 
-    def save(self, directory: str | Path, *, wait: bool = True, keep: int | None = None) -> None:
-        """Save the run as it is after its last step to a directory of this step in `directory`: parameters, optimizer,
-        loss scale, the positions of prepared loaders, and how many steps were made. Every rank calls it.
+    def save(
+        self,
+        directory: str | Path,
+        *,
+        wait: bool = True,
+        keep: int | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Save the run as it is after its last step to a directory of this step in `directory`: parameters, optimizer
+        and its learning rate, loss scale, the positions of prepared loaders, and how many steps were made. Every rank
+        calls it.
 
         wait    True: return when all of it is on the disk, or raise. False: when it is copied; it is written while the
                 run goes on, one save at a time, and `run.saved(directory)` waits for it
         keep    how many of the newest steps stay; None: all of them, and two if nobody waits
+        extra   what else is to be there after `load`, as `run.extra`: schedule.state_dict(), say, or whatever else JSON
+                can say; that of the main rank
         """
         from shoal.train.checkpointing import save_run
 
-        save_run(self, directory, wait=wait, keep=keep)
+        save_run(self, directory, wait=wait, keep=keep, extra=extra)
 
     def saved(self, directory: str | Path) -> None:
         """Return when what was saved without waiting is on the disk; raise if it could not be."""
@@ -239,12 +253,13 @@ class Run:
         if (saver := self.savers.get(str(directory))) is not None:
             wait_for(saver)
 
-    def load(self, directory: str | Path, *, step: int | None = None) -> int:
+    def load(self, directory: str | Path, *, step: int | None = None, only_weights: bool = False) -> int:
         """Go on from what was saved, by any layout on any number of ranks, of a step, or of the newest one. Every rank
-        calls it, when model and optimizer are prepared; returns how many steps were made."""
+        calls it, when model, optimizer and loaders are prepared; returns how many steps were made. `only_weights`: take
+        the model alone, for a run of another kind."""
         from shoal.train.checkpointing import load_run
 
-        return load_run(self, directory, step)
+        return load_run(self, directory, step, only_weights=only_weights)
 
     def prepare(self, *things: Any) -> Any:
         """Place a model, an optimizer and loaders, in any order; returns them in that order.
@@ -267,6 +282,8 @@ class Run:
             loader = DealtLoader(thing, seed=self.seed, coordinate=self.coordinate, degree=self.degree)
             loader.cut = self.own_tokens
             loader.must_meet = lambda: self._composed is not None and self._composed.has_collective_forward
+            if len(self.loaders) < len(self.positions):  # a run was loaded that had it
+                loader.position = self.positions[len(self.loaders)]
             self.loaders.append(loader)
             return loader
         raise ShoalError(
@@ -403,7 +420,7 @@ class Run:
         self.composed.finish_gradients()
         if self.on_gradients is not None:
             self.on_gradients()
-        trained = self._trained_parameters()
+        trained = self.trained_parameters()
         norm = self.composed.norm(trained) / self.loss_scale.scale
         is_applied = self.updates.apply(self.optimizer, self.host_copies, trained, norm)
         experts = self.composed.balance_experts(is_applied=is_applied)
@@ -430,8 +447,8 @@ class Run:
         not finite. On a GPU that is known only when the next step has been asked for, unless somebody asks here."""
         self.updates.settle()
 
-    def _trained_parameters(self) -> list[nn.Parameter]:
-        """Of the model; under offload, the optimizer holds copies of them."""
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """What the optimizer updates, of the model; under offload, it holds copies of them."""
         if self.host_copies is not None:
             return [parameter for parameter, _ in self.host_copies.pairs]
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
@@ -454,6 +471,14 @@ class Run:
         if self.composed.context is not None:
             mark_cut(batch, self.composed.context)
         return self._open(batch, counts=step.counts, offset=step.offset, largest=step.largest)
+
+    def refuse_open_step(self, why: str) -> None:
+        """Raise between a batch that was taken and its update."""
+        if self._step is not None:
+            raise ShoalError(
+                f"{why} in the middle of a step would lose its samples, and the gradients that it has summed up",
+                fix="run.step(batch), or run.update(), first",
+            )
 
     def _refuse_unknown_batch(self) -> None:
         """Whose tokens these are, and of how many sequences, is known of batches alone."""
