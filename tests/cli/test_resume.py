@@ -377,7 +377,13 @@ def test_a_run_begins_with_the_weights_of_another(host: Host, tmp_path: Path) ->
     assert (ended.code, ended.json["resumed_from"], ended.json["steps"]) == (0, None, 1), ended.said
     assert host.run("checkpoint", "diff", "first", "second", "--weights", cwd=tmp_path).code == 0
     assert host.run("checkpoint", "diff", "first", "second", cwd=tmp_path).code == 1  # the optimizer began anew
-    for where, what in (("nowhere", "there is no checkpoint in 'nowhere'"), ("first", "removes 'first'")):
+    other = short("--run.dir", "other", "--model.hidden", "16")
+    assert host.run(*other, cwd=tmp_path).code == 0
+    for where, what in (
+        ("nowhere", "there is no checkpoint in 'nowhere'"),
+        ("first", "removes 'first'"),
+        ("other", "is of another model"),
+    ):
         lost = host.run(*short("--run.dir", "first", "--run.start_from", where, "--resume", "fresh"), cwd=tmp_path)
         assert lost.code == 2
         assert what in lost.said

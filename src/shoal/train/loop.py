@@ -17,7 +17,7 @@ from torch.distributed import Store
 
 from shoal.blueprint.recipe import Recipe
 from shoal.checkpoint.manifest import Manifest
-from shoal.checkpoint.together import together
+from shoal.checkpoint.together import on_main, together
 from shoal.comm.environment import Placement
 from shoal.comm.world import World
 from shoal.data.loading import Loader, evaluation_batches
@@ -85,9 +85,8 @@ def train(placement: Placement | None, store: Store | None, job: Job, manner: Ma
         run.prepare(build_optimizer(run.parameters, optim, lr=lr, seed=settings.seed, offload=run.plan.offload))
         inject_faults(run, manner.generation)
         directory, keeper, manifest = _kept(run, job, manner, line) if manner.keep else (None, None, None)
-        if settings.start_from is not None and manifest is None:
-            step = start_from(run, settings.start_from)
-            line.note(f"start  with the weights of step {step} of {settings.start_from}")
+        if keeper is None:
+            _start(run, job, line)
         known = manifest.state if manifest is not None else {}
         path = directory.path if directory is not None else None
         meter = Meter(run, job, description, path, began=manner.began, history=known.get("history"))
@@ -148,25 +147,42 @@ def _kept(run: Run, job: Job, manner: Manner, line: ProgressLine) -> tuple[RunDi
         is_elsewhere = job.recipe.checkpoint.dir is not None  # where steps may be although the directory is new
         goes_on = resume not in ("auto", "fresh") or (resume == "auto" and (directory.goes_on or is_elsewhere))
         manifest = keeper.go_on(resume) if goes_on else None
-        if not goes_on:
-            keeper.begin_anew()
         num_steps = steps_of(job)
         if num_steps is not None and run.steps_done > num_steps:
             raise ShoalError(
                 f"the run in {str(directory.path)!r} has made {run.steps_done:,} steps, and {num_steps:,} are wanted",
                 fix=f"--run.duration longer than {run.steps_done}step, or --resume STEP to go on from an earlier one",
             )
-        if run.world.is_main:
-            directory.begin(job.recipe)
-            # Its end, if it is there already, is told once more.
-            directory.forget_after(run.steps_done, and_its_evaluation=run.steps_done == num_steps)
-        run.world.barrier()  # nobody opens a file of metrics before that
+        if manifest is None:
+            _start(run, job, line)
+        if not goes_on:
+            keeper.begin_anew()
+        # Nothing speaks against it any more. Nobody opens a file of metrics before this.
+        on_main(
+            run.world,
+            lambda: _begin(directory, job, run.steps_done),
+            what=f"the run directory {str(directory.path)!r} cannot be written",
+            fix="--run.dir SOMEWHERE that you may write to",
+        )
     except BaseException:
         if keeper is not None:
             keeper.release()
         directory.give_up()
         raise
     return directory, keeper, manifest
+
+
+def _start(run: Run, job: Job, line: ProgressLine) -> None:
+    """With the weights of another run, if the recipe says so."""
+    where = job.recipe.run.start_from
+    if where is not None:
+        line.note(f"start  with the weights of step {start_from(run, where)} of {where}")
+
+
+def _begin(directory: RunDirectory, job: Job, steps_done: int) -> None:
+    directory.begin(job.recipe)
+    # Its end, if it is there already, is told once more.
+    directory.forget_after(steps_done, and_its_evaluation=steps_done == steps_of(job))
 
 
 def _claim_directory(world: World, recipe: Recipe, resume: str) -> RunDirectory:
