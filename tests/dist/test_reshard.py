@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +138,11 @@ def test_states_of_another_dtype(pool: Pool, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not os.environ.get("SHOAL_ALL_PAIRS"), reason="minutes; run with `make reshard`")
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", RINGS)
 def test_all_pairs(pool: Pool, tmp_path: Path, kind: str) -> None:
     for (first, saves), (second, loads) in itertools.permutations(RINGS[kind], 2):
         folder = tmp_path / f"{first} {saves} to {second} {loads}"
         round_trip(pool, folder, [(first, saves), (second, loads)], kind)
+        shutil.rmtree(folder)
+        print(f"{kind}: {folder.name}: equal", flush=True)
