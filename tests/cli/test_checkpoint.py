@@ -18,6 +18,7 @@ from torch import nn
 import shoal
 from shoal.blueprint.recipe import Recipe
 from shoal.blueprint.settings import dump_recipe
+from shoal.checkpoint.manifest import sealed
 from shoal.cli import main
 from shoal.models import llama
 from shoal.numerics.init import initialise
@@ -138,7 +139,7 @@ def test_what_is_whole_is_said_to_be(here: Path, capsys: pytest.CaptureFixture[s
     assert [one["bytes"] for one in found["checkpoints"]] == [
         (TINY / step / SHARD).stat().st_size for step in ("step-00000001", "step-00000002")
     ]
-    assert told(capsys, "verify", "runs/tiny").startswith("whole    runs/tiny/checkpoints/step-00000002: every one")
+    assert told(capsys, "verify", "runs/tiny").startswith("whole    runs/tiny/checkpoints/step-00000002: all ")
 
 
 @pytest.mark.parametrize("place", [0, 9, 200, -1])
@@ -203,6 +204,9 @@ def test_files_that_are_short_gone_swapped_or_of_another_step_are_found(
     manifest["tensors"]["model/0.weight"].update(shape=[4, 8])
     manifest["tensors"]["model/0.weight"]["pieces"][0].update(shape=[4, 8])
     (second / "manifest.json").write_text(json.dumps(manifest))
+    [damage] = damages()
+    assert damage["what"] == "the manifest does not have the hash that stands at its end"
+    (second / "manifest.json").write_bytes(sealed(json.dumps(manifest).encode()))  # somebody means it
     [damage] = damages()
     assert damage["what"] == "holds F32 [8, 4], and the manifest says F32 [4, 8]"
     (second / "manifest.json").write_text("[" * 1000)

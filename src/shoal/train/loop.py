@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import signal
 import time
 from collections.abc import Iterator
@@ -283,8 +284,10 @@ def _asked_to_stop() -> Iterator[list[int]]:
     try:
         yield asked
     finally:
+        # A worker that was asked is on its way out, and its launcher may ask it once more.
+        is_leaving = bool(asked) and multiprocessing.parent_process() is not None
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if is_leaving else handler)
 
 
 def _headline(run: Run, job: Job, lr: float) -> str:
