@@ -192,6 +192,13 @@ def test_a_damaged_manifest_is_refused_or_says_what_can_be(data: st.DataObject) 
     check(sealed(bytes(text)))  # as somebody does who means to
 
 
+def test_who_means_to_change_it_can() -> None:
+    """The hash is against accidents; what is in it is judged all the same."""
+    assert Manifest.parse(sealed(changed("step", to=121))).step == 121
+    assert check(sealed(changed("tensors", "a.bias", "dtype", to="F16")))
+    assert not check(sealed(changed("tensors", "a.bias", "dtype", to="F3")))
+
+
 def test_every_bit_of_it_counts() -> None:
     text = manifest().to_bytes()
     for place in range(len(text)):

@@ -147,7 +147,7 @@ class Manifest:
         return read
 
 
-_SEAL = re.compile(rb',"sha256":"[0-9a-f]{64}"}\s*\Z')
+_SEAL = re.compile(rb',\s*"sha256":\s*"[0-9a-f]{64}"\s*}\s*\Z')
 
 
 def sealed(text: bytes) -> bytes:
