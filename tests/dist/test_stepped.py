@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.blueprint.collectives import ALGORITHMS, KINDS, cut, steps
+from shoal.blueprint.collective_algorithms import ALGORITHMS, KINDS
+from shoal.blueprint.collectives import cut, steps
 from shoal.comm.stepped import Stepped
 from shoal.comm.world import World
 from tests.dist.pool import on_ranks

@@ -8,12 +8,14 @@ import pytest
 
 from shoal.blueprint import footprint as module
 from shoal.blueprint import simulate
+from shoal.blueprint.activations import kept_per_token
 from shoal.blueprint.cluster import Cluster
-from shoal.blueprint.footprint import Footprint, footprint, in_flight, kept_per_token, layers_of_stages
+from shoal.blueprint.footprint import Footprint, footprint
 from shoal.blueprint.habits import MEGATRON_LM, SHOAL, SHOAL_EAGER, Habits, shoal_habits
 from shoal.blueprint.known_models import MODELS
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.schedules import make
+from shoal.blueprint.shares import in_flight, layers_of_stages
 from shoal.blueprint.workload import Block, Workload
 
 GPT = MODELS["gpt3-175b"].resized(positions=0)

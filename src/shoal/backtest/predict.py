@@ -15,11 +15,12 @@ from shoal.backtest.nanotron_sweep import late, scatters
 from shoal.backtest.rows import Row
 from shoal.blueprint import habits as known
 from shoal.blueprint.cluster import GIB, Cluster
-from shoal.blueprint.footprint import Degrees, Footprint, Held, footprint, head_cost, layers_of_stages, states
+from shoal.blueprint.footprint import Footprint, footprint, states
 from shoal.blueprint.habits import Habits
 from shoal.blueprint.hardware import DEVICES, preset
 from shoal.blueprint.known_models import MODELS
 from shoal.blueprint.plan import Plan
+from shoal.blueprint.shares import Degrees, Held, head_cost, layers_of_stages
 from shoal.blueprint.step_time import StepTime, step_time
 from shoal.blueprint.workload import Workload
 from shoal.errors import ShoalError

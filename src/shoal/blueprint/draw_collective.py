@@ -9,7 +9,8 @@ round 2   0 ─a▶ 1    1 ─b▶ 0
 
 from __future__ import annotations
 
-from shoal.blueprint.collectives import Move, Steps
+from shoal.blueprint.collective_algorithms import Move
+from shoal.blueprint.collectives import Steps
 
 WIDTH, HEIGHT, MARGIN = 90, 34, 40
 """Of a column (a rank) and of a row (a round) in an SVG, and around them."""

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 from shoal.blueprint.candidates import can_cut, can_split, description_of, microbatches
 from shoal.blueprint.cluster import GIB
-from shoal.blueprint.footprint import Footprint, microbatch, num_microbatches
+from shoal.blueprint.footprint import Footprint
 from shoal.blueprint.layout import divisors
 from shoal.blueprint.legality import misfits
 from shoal.blueprint.plan import BARE_WORDS, Plan
 from shoal.blueprint.search import SCHEDULES
+from shoal.blueprint.shares import microbatch, num_microbatches
 from shoal.blueprint.task import Task, Verdict
 from shoal.errors import ShoalError
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from shoal.blueprint.footprint import head_cost, layers_of_ranks
 from shoal.blueprint.layout import divisors
 from shoal.blueprint.lint_case import (
     WORTH,
@@ -30,6 +29,7 @@ from shoal.blueprint.lint_case import (
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.schedule_table import V_SHAPED
 from shoal.blueprint.schedules import illegal
+from shoal.blueprint.shares import head_cost, layers_of_ranks
 from shoal.blueprint.task import Task
 from shoal.blueprint.workload import Workload
 from shoal.errors import listed

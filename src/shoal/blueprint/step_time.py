@@ -22,9 +22,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from shoal.blueprint.cluster import Cluster, Device, Link
-from shoal.blueprint.footprint import BYTES, Degrees, held_by, layers_of_ranks, microbatch, num_microbatches
 from shoal.blueprint.habits import SHOAL, Habits
 from shoal.blueprint.plan import Plan
+from shoal.blueprint.shares import BYTES, Degrees, held_by, layers_of_ranks, microbatch, num_microbatches
 from shoal.blueprint.workload import Workload
 
 CONTENTION = 0.1

@@ -18,6 +18,7 @@ from shoal.checkpoint import dcp, huggingface, plain, shard
 from shoal.checkpoint.export import failed, refuse_inside_a_file, refuse_little_room
 from shoal.checkpoint.manifest import NAME, Entry, File, Manifest, Piece, Shape
 from shoal.checkpoint.places import find
+from shoal.checkpoint.save import key_of
 from shoal.checkpoint.store import Store
 from shoal.checkpoint.unread import Unread
 from shoal.errors import ShoalError, listed
@@ -214,7 +215,7 @@ def _write(draft: Path, store: Store, found: Foreign, how: How, tell: Callable[[
         values: dict[str, Tensor] = {}
         for name, place in group:
             box = tensors[name].boxes[place]
-            key = _key(name, box.begin)
+            key = key_of(name, box.begin)
             pieces[name].append(Piece(file, key, box.begin, box.shape))
             values[key] = box.read()
             tell(values[key].numel() * values[key].element_size())
@@ -244,8 +245,3 @@ def _groups(tensors: Mapping[str, Unread], most_bytes: int) -> Iterator[list[tup
 
 def _num_bytes(tensor: Unread, shape: Shape) -> int:
     return Unread(tensor.dtype, shape, ()).num_bytes
-
-
-def _key(name: str, begin: Shape) -> str:
-    """What a piece is called in a file: as its tensor, and where it begins unless that is at the start."""
-    return f"{name}@{','.join(map(str, begin))}" if any(begin) else name

@@ -77,7 +77,7 @@ def _known(stores: Sequence[Store], world: World) -> dict[int, list[int]]:
                 found.setdefault(step, []).append(place)
         return found
 
-    return on_main(world, look, what=f"{stores[-1].where} was not read")
+    return on_main(world, look, failed=f"{stores[-1].where} was not read")
 
 
 def load_step(store: Store, world: World, holder: Holder, step: int, *, only_weights: bool = False) -> Manifest:

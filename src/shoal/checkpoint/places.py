@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from shoal.checkpoint.disk import Disk
 from shoal.checkpoint.manifest import MOST_BYTES, NAME, SIZES, Entry, Manifest
+from shoal.checkpoint.store import ASIDE, DRAFT, LATEST, STEP, Store, root_of, wrong_sizes
 from shoal.errors import ShoalError
-
-_STEP = re.compile(r"step-(\d{8,})(?:-(\d+))?")
-_ASIDE = "aside-"
-_DRAFT = ".draft-"
 
 
 @dataclass(frozen=True)
@@ -89,16 +86,11 @@ def listing(path: Path) -> list[Listed]:
     if (path / NAME).is_file():
         return [_listed(path, "")]
     root = root_of(path)
-    latest = _text(root / "latest").strip()
+    latest = _text(root / LATEST).strip()
     found = [_listed(folder, latest) for folder in _candidates(root)]
     if not found:
         raise _nothing_in(path)
     return found
-
-
-def root_of(path: Path) -> Path:
-    """Where the steps are: in the checkpoints of a run, or in the directory itself."""
-    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -116,25 +108,21 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _done(path: Path) -> dict[int, Path]:
     """Step → where it is, the oldest first; of one that was saved several times, the last one."""
-    found: dict[int, tuple[int, Path]] = {}
-    for folder in root_of(path).iterdir():
-        match = _STEP.fullmatch(folder.name)
-        if match and (folder / NAME).is_file():
-            step, number = int(match[1]), int(match[2] or 1)
-            found[step] = max(found.get(step, (0, folder)), (number, folder))
+    store = Store(root_of(path))
+    found = {step: store.path(step) for step in store.steps()}
     if not found:
         raise _nothing_in(path)
-    return {step: folder for step, (_, folder) in sorted(found.items())}
+    return found
 
 
 def _candidates(root: Path) -> Iterator[Path]:
     names = sorted(entry.name for entry in root.iterdir())
-    yield from (root / name for name in names if _STEP.fullmatch(name))
-    yield from (root / name for name in names if name.startswith((_ASIDE, _DRAFT)) and (root / name).is_dir())
+    yield from (root / name for name in names if STEP.fullmatch(name))
+    yield from (root / name for name in names if name.startswith((ASIDE, DRAFT)) and (root / name).is_dir())
 
 
 def _listed(folder: Path, latest: str) -> Listed:
-    if folder.name.startswith(_DRAFT):
+    if folder.name.startswith(DRAFT):
         return Listed(folder, None, "a draft: never finished, or on its way", when=_when(folder))
     if not (folder / NAME).is_file():
         return Listed(folder, None, f"damaged: it has no {NAME}", when=_when(folder))
@@ -143,20 +131,13 @@ def _listed(folder: Path, latest: str) -> Listed:
         step = Step(folder, read_manifest(folder))
     except ShoalError as error:
         return Listed(folder, None, f"damaged: {error.problems[0].what}", is_latest, when)
-    trouble = _trouble(step) or ("set aside" if folder.name.startswith(_ASIDE) else "")
+    trouble = _trouble(step) or ("set aside" if folder.name.startswith(ASIDE) else "")
     return Listed(folder, step, trouble, is_latest, when)
 
 
 def _trouble(step: Step) -> str:
     """What shows without reading: a file that is gone, or of another size."""
-    for name, file in step.manifest.files.items():
-        try:
-            size = (step.path / name).stat().st_size
-        except OSError as error:
-            return f"damaged: {name}: {error.strerror}"
-        if size != file.size:
-            return f"damaged: {name} has {size:,} bytes, and the manifest says {file.size:,}"
-    return ""
+    return next((f"damaged: {name} {what}" for name, what in wrong_sizes(step.path, step.manifest, Disk())), "")
 
 
 def _when(path: Path) -> float:

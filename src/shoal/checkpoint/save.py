@@ -18,7 +18,7 @@ from shoal.checkpoint import shard
 from shoal.checkpoint.manifest import Entry, File, Manifest, Piece, Shape
 from shoal.checkpoint.state import Held, Holder, held_by, scalars_of
 from shoal.checkpoint.store import Store
-from shoal.checkpoint.together import together
+from shoal.checkpoint.together import on_main, together
 from shoal.comm.world import World
 from shoal.errors import ShoalError
 
@@ -60,11 +60,11 @@ def save(store: Store, world: World, snapshot: Snapshot) -> None:
         "fix": "make room, or --checkpoint.dir SOMEWHERE that every rank can write to",
     }
     try:
-        together(world, lambda: store.begin(step) if world.is_main else None, **how)
+        on_main(world, lambda: store.begin(step), **how)
         told = together(world, lambda: _write_own(store, world, snapshot), **how)
         scalars = {name: numbers for _, _, _, own in told for name, numbers in own.items()}
         known = {**snapshot.state, "scalars": scalars}
-        together(world, lambda: _commit(store, told, step, known) if world.is_main else None, **how)
+        on_main(world, lambda: _commit(store, told, step, known), **how)
     except ShoalError:
         if world.is_main:
             store.abandon(step)

@@ -20,19 +20,25 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from shoal.checkpoint.disk import Disk
 from shoal.checkpoint.manifest import MOST_BYTES, NAME, Manifest
 from shoal.checkpoint.remote import disk_at
-from shoal.errors import Problem, ShoalError
+from shoal.errors import Problem, ShoalError, raise_if
 
 LATEST = "latest"
 ASIDE = "aside-"
 DRAFT = ".draft-"
-_STEP = re.compile(r"step-(\d{8,})(?:-(\d+))?")
+STEP = re.compile(r"step-(\d{8,})(?:-(\d+))?")
+"""The name of a step that is done: its number, and how often it was saved."""
+
+
+def root_of(path: Path) -> Path:
+    """Where steps are: in the checkpoints of a run, or in the directory itself."""
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
 def find(where: str | Path) -> tuple[Store, int | None]:
@@ -40,9 +46,21 @@ def find(where: str | Path) -> tuple[Store, int | None]:
     path = Path(where)
     if "://" in str(where):
         return Store.at(where), None
-    if match := _STEP.fullmatch(path.name):
+    if match := STEP.fullmatch(path.name):
         return Store.at(path.parent), int(match[1])
-    return Store.at(path / "checkpoints" if (path / "checkpoints").is_dir() else path), None
+    return Store.at(root_of(path)), None
+
+
+def wrong_sizes(folder: Path, manifest: Manifest, disk: Disk) -> Iterator[tuple[str, str]]:
+    """Files of a step that are gone or of another size, and what is wrong with each; their bytes are not read."""
+    for name, file in manifest.files.items():
+        try:
+            size = disk.size(folder / name)
+        except OSError as error:
+            yield name, f"cannot be read: {error.strerror or error}"
+        else:
+            if size != file.size:
+                yield name, f"has {size:,} bytes, and the manifest says {file.size:,}"
 
 
 class Store:
@@ -112,7 +130,7 @@ class Store:
         names = self.disk.names(self.root)
         left = [name for name in names if name.startswith(DRAFT)]
         if not self.disk.renames:
-            left += [name for name in names if _STEP.fullmatch(name) and not self.disk.has(self.root / name / NAME)]
+            left += [name for name in names if STEP.fullmatch(name) and not self.disk.has(self.root / name / NAME)]
         return [self.root / name for name in left]
 
     def _point_to(self, name: str) -> None:
@@ -168,23 +186,15 @@ class Store:
         return None, wrong
 
     def _check_sizes(self, step: int) -> None:
-        folder, problems = self.path(step), []
-        for name, file in self.manifest(step).files.items():
-            try:
-                size = self.disk.size(folder / name)
-                what = f"has {size:,} bytes, and the manifest says {file.size:,}" if size != file.size else ""
-            except OSError as error:
-                what = f"cannot be read: {error.strerror or error}"
-            if what:
-                problems.append(Problem(f"{folder.name}/{name} {what}", "load another step: --resume STEP"))
-        if problems:
-            raise ShoalError(*problems)
+        folder = self.path(step)
+        found = wrong_sizes(folder, self.manifest(step), self.disk)
+        raise_if(Problem(f"{folder.name}/{name} {what}", "load another step: --resume STEP") for name, what in found)
 
     def _named(self) -> dict[int, dict[int, Path]]:
         """Step → how often it was saved → where. Only what has a manifest is done."""
         found: dict[int, dict[int, Path]] = {}
         for name in self.disk.names(self.root):
-            match = _STEP.fullmatch(name)
+            match = STEP.fullmatch(name)
             if match and self.disk.has(self.root / name / NAME):
                 found.setdefault(int(match[1]), {})[int(match[2] or 1)] = self.root / name
         return found

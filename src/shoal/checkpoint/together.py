@@ -32,7 +32,7 @@ def together(world: World, act: Callable[[], T], *, failed: str, fix: str) -> li
     return [theirs for theirs, _ in outcomes]  # type: ignore[misc]  # nobody has failed
 
 
-def on_main(world: World, act: Callable[[], T], *, what: str, fix: str = "see that it can be read and written") -> T:
+def on_main(world: World, act: Callable[[], T], *, failed: str, fix: str = "see that it can be read and written") -> T:
     """What an action of the main rank gave, on every rank; if it failed, it has failed on all."""
-    values: list[Any] = together(world, lambda: act() if world.is_main else None, failed=what, fix=fix)
+    values: list[Any] = together(world, lambda: act() if world.is_main else None, failed=failed, fix=fix)
     return values[0]  # type: ignore[no-any-return]  # the first one is that of the main rank

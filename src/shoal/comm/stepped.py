@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.blueprint.collectives import Algorithm, Blocks, Kind, Move, Steps, cut, offsets, steps
+from shoal.blueprint.collective_algorithms import Algorithm, Blocks, Kind, Move
+from shoal.blueprint.collectives import Steps, cut, offsets, steps
 
 Op = Literal["sum", "avg", "max"]
 LANE_BYTES = 4 * 2**20

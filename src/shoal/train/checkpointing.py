@@ -95,7 +95,7 @@ def load_run(run: Run, directory: str | Path, step: int | None, *, only_weights:
     run.refuse_open_step("to load")
     store, named = find(directory)
     step = named if step is None else step
-    known = on_main(run.world, store.steps, what=f"{store.where} was not read")
+    known = on_main(run.world, store.steps, failed=f"{store.where} was not read")
     if not known:
         raise ShoalError(f"there is no checkpoint in {store.where}", fix="the directory that a run was saved to")
     if only_weights:

@@ -29,7 +29,7 @@ from shoal.checkpoint.load import load_newest, load_step
 from shoal.checkpoint.manifest import CHUNK, Manifest
 from shoal.checkpoint.saver import Saver
 from shoal.checkpoint.store import Store, find
-from shoal.checkpoint.together import on_main, together
+from shoal.checkpoint.together import on_main
 from shoal.errors import ShoalError
 from shoal.observe.directory import locked
 from shoal.train.checkpointing import holder_of, restore, settle_to_save, state_of
@@ -98,7 +98,7 @@ class Keeper:
             memory = Saver(Store(root), run.world.beside(), keep=1)
             how = f"{settings.memory_dir!r} cannot hold the state of this run"
             fix = "--checkpoint.memory_dir of a memory file system, or --checkpoint.memory_every 0step"
-            on_main(run.world, lambda: _make_own(root, disk.store.where), what=how, fix=fix)
+            on_main(run.world, lambda: _make_own(root, disk.store.where), failed=how, fix=fix)
         return cls(
             run=run,
             job=job,
@@ -130,7 +130,7 @@ class Keeper:
                 refuse_changes(recipe, self.job.recipe, where=store.where)
             restore(self.run, manifest)
             self._set_aside(after=manifest.step)
-            there = on_main(world, store.steps, what=f"{store.where} was not read")
+            there = on_main(world, store.steps, failed=f"{store.where} was not read")
             self.last = self.saved = manifest.step if manifest.step in there else None  # else it is in memory alone
         return manifest
 
@@ -147,13 +147,12 @@ class Keeper:
                 self.memory.store.drop(after=after)
 
         fix = "--checkpoint.dir that can be written to"
-        on_main(self.run.world, act, what=f"steps after {after} were not set aside", fix=fix)
+        on_main(self.run.world, act, failed=f"steps after {after} were not set aside", fix=fix)
 
     def refuse_too_little_room(self) -> None:
         """Before the first step: raise, if what will be saved has no place."""
         num_bytes = self.run.world.all_reduce_host([float(self._expected_bytes())]).wait()[0]
-        world, disk, memory = self.run.world, self.disk.store, self.memory
-        how = {"failed": "the checkpoints have no place", "fix": "--checkpoint.dir SOMEWHERE"}
+        disk, memory = self.disk.store, self.memory
 
         def look() -> None:
             disk.room(
@@ -162,7 +161,7 @@ class Keeper:
             if memory is not None:
                 _refuse_short_memory(memory.store.root, int(num_bytes))
 
-        together(world, lambda: look() if world.is_main else None, **how)
+        on_main(self.run.world, look, failed="the checkpoints have no place", fix="--checkpoint.dir SOMEWHERE")
 
     def claim_store(self) -> None:
         """Where steps are saved outside of the run directory: raise, if another run saves there now."""
@@ -172,7 +171,7 @@ class Keeper:
             if self.job.recipe.checkpoint.dir is not None and disk.disk.renames:
                 self._lock = locked(disk.root)
 
-        on_main(self.run.world, claim, what=f"{disk.where} cannot be locked", fix="--checkpoint.dir ELSEWHERE")
+        on_main(self.run.world, claim, failed=f"{disk.where} cannot be locked", fix="--checkpoint.dir ELSEWHERE")
 
     def release(self) -> None:
         """Let others save there."""
@@ -297,7 +296,7 @@ def start_from(run: Run, where: str) -> int:
     """Begin with the weights of a step of another run, or of what was imported; every rank calls it. Returns that
     step."""
     store, step = find(where)
-    newest = on_main(run.world, lambda: store.steps()[-1], what=f"{where!r} was not read")
+    newest = on_main(run.world, lambda: store.steps()[-1], failed=f"{where!r} was not read")
     return load_step(store, run.world, holder_of(run), newest if step is None else step, only_weights=True).step
 
 
@@ -318,8 +317,7 @@ def refuse_bad_start(run: Run, recipe: Recipe, *, is_fresh: bool) -> None:
                 f" {where} imported, and then --run.start_from imported",
             )
 
-    how = {"failed": f"{where!r} cannot be read", "fix": "--run.start_from a run directory"}
-    together(run.world, lambda: look() if run.is_main else None, **how)
+    on_main(run.world, look, failed=f"{where!r} cannot be read", fix="--run.start_from a run directory")
 
 
 def _make_own(root: Path, where: str) -> None:

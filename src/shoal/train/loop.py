@@ -18,7 +18,7 @@ from torch.distributed import Store
 
 from shoal.blueprint.recipe import Recipe
 from shoal.checkpoint.manifest import Manifest
-from shoal.checkpoint.together import on_main, together
+from shoal.checkpoint.together import on_main
 from shoal.comm.environment import Placement
 from shoal.comm.world import World
 from shoal.data.loading import Loader, evaluation_batches
@@ -58,24 +58,7 @@ def train(placement: Placement | None, store: Store | None, job: Job, manner: Ma
     recipe = job.recipe
     launch, optim, settings = recipe.launch, recipe.optim, recipe.run
     world = World.start(placement, device=launch.device, timeout=launch.timeout, store=store, threads=launch.threads)
-    with Run(
-        recipe.plan,
-        seed=settings.seed,
-        clip=optim.clip,
-        on_nan=settings.on_nan,
-        deterministic=settings.deterministic,
-        loss_scale=optim.loss_scale,
-        loss_scale_window=optim.loss_scale_window,
-        bucket_mb=settings.bucket_mb,
-        find_unused=settings.find_unused,
-        compile=settings.compile,
-        attention=settings.attention,
-        fused_loss={"auto": None, "fused": True, "plain": False}[settings.loss],
-        fp8=settings.fp8,
-        fp8_narrow=settings.fp8_narrow,
-        fp8_head=settings.fp8_head,
-        world=world,
-    ) as run:
+    with _run_of(recipe, world) as run:
         console = Console(stderr=True)
         unit = "tok" if job.training.tokens_per_sample > 1 else "sample"
         line = progress_line(console, quiet=manner.quiet, unit=unit) if world.is_main else Quiet(Console(quiet=True))
@@ -133,6 +116,29 @@ def train(placement: Placement | None, store: Store | None, job: Job, manner: Ma
         }
 
 
+def _run_of(recipe: Recipe, world: World) -> Run:
+    """What the recipe says, as the library takes it."""
+    optim, settings = recipe.optim, recipe.run
+    return Run(
+        recipe.plan,
+        seed=settings.seed,
+        clip=optim.clip,
+        on_nan=settings.on_nan,
+        deterministic=settings.deterministic,
+        loss_scale=optim.loss_scale,
+        loss_scale_window=optim.loss_scale_window,
+        bucket_mb=settings.bucket_mb,
+        find_unused=settings.find_unused,
+        compile=settings.compile,
+        attention=settings.attention,
+        fused_loss={"auto": None, "fused": True, "plain": False}[settings.loss],
+        fp8=settings.fp8,
+        fp8_narrow=settings.fp8_narrow,
+        fp8_head=settings.fp8_head,
+        world=world,
+    )
+
+
 def _kept(run: Run, job: Job, manner: Manner, line: ProgressLine) -> tuple[RunDirectory, Keeper, Manifest | None]:
     """The directory of the run, what keeps it, and the step that it goes on from, if there is one."""
     wanted = "fresh" if job.recipe.run.overwrite else manner.resume
@@ -162,7 +168,7 @@ def _kept(run: Run, job: Job, manner: Manner, line: ProgressLine) -> tuple[RunDi
         on_main(
             run.world,
             lambda: _begin(directory, job, run.steps_done),
-            what=f"the run directory {str(directory.path)!r} cannot be written",
+            failed=f"the run directory {str(directory.path)!r} cannot be written",
             fix="--run.dir SOMEWHERE that you may write to",
         )
     except BaseException:
@@ -194,10 +200,8 @@ def _claim_directory(world: World, recipe: Recipe, resume: str) -> RunDirectory:
         own.append(RunDirectory.claim(recipe, resume))
         return own[0].path, own[0].goes_on
 
-    how = {"failed": "the run has no directory", "fix": "--run.dir SOMEWHERE that you may write to"}
-    claimed = together(world, lambda: claim() if world.is_main else None, **how)[0]
-    assert claimed is not None
-    path, goes_on = claimed
+    fix = "--run.dir SOMEWHERE that you may write to"
+    path, goes_on = on_main(world, claim, failed="the run has no directory", fix=fix)
     return own[0] if own else RunDirectory(path, goes_on=goes_on)
 
 
