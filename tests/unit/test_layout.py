@@ -244,7 +244,7 @@ def test_all_bad_degrees_are_told_at_once() -> None:
         (
             lambda: Layout().groups("x"),
             "there is no axis 'x'\n"
-            "    fix: pp, dp_replicate, dp_shard, cp, tp, ep, edp, data, dp_cp, dp_shard_cp or cp_tp",
+            "    fix: pp, dp_replicate, dp_shard, cp, tp, ep, edp, data, dp_cp, dp_shard_cp, cp_tp or island",
         ),
         (
             lambda: Layout().axes_inside_node(0),

@@ -453,6 +453,8 @@ def test_a_criterion_is_no_loss_of_a_model_and_a_batch(loss: Any) -> None:
         Run(loss=loss, device="cpu")
 
 
-def test_a_plan_that_cannot_be_run_yet_is_refused(make_run: Any) -> None:
-    with pytest.raises(ShoalError, match="compress=powersgd:4 cannot be run"):
-        make_run("compress=powersgd:4")
+def test_what_is_between_replicas_changes_nothing_where_there_is_one(make_run: Any) -> None:
+    run = make_run("compress=powersgd:4 sync=diloco:50")
+    run.prepare(nn.Linear(2, 2))
+    assert run.composed.reducer is None
+    assert run.composed.islands is None

@@ -13,7 +13,16 @@ FREE = (
     *("launch.", "checkpoint.", "data.workers", "data.prefetch", "plan"),
     *("run.dir", "run.start_from", "run.overwrite", "run.name", "run.duration", "run.log_every", "run.evaluate_every"),
     *("run.per_rank_metrics", "run.trackers", "run.on_nan", "run.deterministic", "run.fast_dev_run", "run.bucket_mb"),
-    *("run.planned", "run.find_unused", "run.compile", "run.attention", "run.loss"),
+    *(
+        "comm.algorithm",
+        "comm.fragments",
+        "comm.delay",
+        "run.planned",
+        "run.find_unused",
+        "run.compile",
+        "run.attention",
+        "run.loss",
+    ),
 )
 """How keys begin that decide where and how a run computes, not what. Of a plan, the precision alone decides what."""
 

@@ -22,6 +22,7 @@ FLATTENED = {
     "dp_cp": ("dp_replicate", "dp_shard", "cp"),  # its ranks see different tokens: a gradient is summed over it
     "dp_shard_cp": ("dp_shard", "cp"),  # its ranks share one copy of the parameters
     "cp_tp": ("cp", "tp"),  # with sequence parallelism, its ranks share one sequence
+    "island": ("pp", "dp_shard", "cp", "tp"),  # its ranks hold one copy of the model among them
 }
 """Axes that are several directions of the mesh read as one."""
 

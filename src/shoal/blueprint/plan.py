@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any, Literal, get_args
 
+from shoal.blueprint import compression, synchrony
 from shoal.blueprint.layout import Layout, divisors
 from shoal.errors import Problem, ShoalError, listed, nearest, raise_if
 
@@ -107,7 +108,11 @@ class Plan:
     """What lives in host memory: nothing, the optimizer state, or parameters as well."""
 
     compress: str | None = None
-    """How gradients are compressed on their way over dp_replicate, for example `powersgd:4`. None: they are not."""
+    """What travels between replicas in place of gradients: `fp16`, `bf16`, `int8`, `1bit`, `topk:0.01`, `randomk:0.1`
+    or `powersgd:4`. None: gradients."""
+
+    sync: str | None = None
+    """How often replicas hear of each other: `local:8`, `diloco:50`. None: at every step."""
 
     def __post_init__(self) -> None:
         said = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -210,6 +215,16 @@ class Plan:
         problems = [*_world_problems(self, takes_the_rest, world_size), *_conflicts(plan)]
         raise_if(problems, f"plan '{self}' on {world_size} rank{'s' * (world_size != 1)}")
         return plan
+
+    @property
+    def compression(self) -> compression.Compression | None:
+        """What `compress` says."""
+        return None if self.compress is None else compression.Compression.parse(self.compress)
+
+    @property
+    def synchrony(self) -> synchrony.Synchrony | None:
+        """What `sync` says."""
+        return None if self.sync is None else synchrony.Synchrony.parse(self.sync)
 
     @property
     def gradient_axis(self) -> str:
@@ -318,8 +333,10 @@ def _illegal(said: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(f"{key}={value!r} does not exist", f"{key}={listed(CHOICES[key])}")
         elif key == "sp" and not isinstance(value, bool):
             yield Problem(f"sp={value} is neither on nor off", "sp=on or sp=off")
-        elif key == "compress" and (not isinstance(value, str) or value.split() != [value]):
-            yield Problem(f"compress={value!r} is not one word", "for example compress=powersgd:4")
+        elif key == "compress":
+            yield from filter(None, [compression.problem_of(value)])
+        elif key == "sync":
+            yield from filter(None, [synchrony.problem_of(value)])
 
 
 def _world_problems(plan: Plan, takes_the_rest: str, world_size: int) -> Iterator[Problem]:

@@ -227,6 +227,26 @@ class CheckpointSection(Section):
     """The memory file system to keep it in."""
 
 
+class CommSection(Section):
+    """What carries tensors between replicas (`dp_replicate`), and how islands (`sync=` in the plan) meet."""
+
+    algorithm: Literal["builtin", "ring", "tree", "double_tree", "halving", "hierarchical", "naive", "auto"] = "builtin"
+    """builtin: torch's own collectives. auto: what is fastest for the buckets of this run, measured before its first
+    step. Else a list of messages of that name (docs/concepts/collectives.md)."""
+
+    outer_lr: PositiveFloat = 0.7
+    """Under `sync=diloco:H`, the learning rate of the optimizer of the weights that islands share."""
+
+    outer_momentum: BelowOne = 0.9
+    """Its Nesterov momentum."""
+
+    fragments: PositiveInt = 1
+    """In how many parts those weights travel, one after the other, within H steps."""
+
+    delay: Annotated[int, Number, Field(ge=0)] = 0
+    """How many steps later what was sent is applied; until then it travels while islands go on."""
+
+
 class RunSection(Section):
     """The run: how long, how often, where to."""
 
@@ -316,4 +336,5 @@ class Recipe(Section):
     words, lets the planner fill in what they leave open."""
     launch: LaunchSection = LaunchSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    comm: CommSection = CommSection()
     run: RunSection = RunSection()

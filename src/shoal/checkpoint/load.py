@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from shoal.checkpoint.disk import Disk
 from shoal.checkpoint.manifest import Entry, Manifest, Piece, Shape
+from shoal.checkpoint.replicas import held_by_replicas, sources
 from shoal.checkpoint.shard import DTYPES, Reader, Reading
 from shoal.checkpoint.state import Held, Holder, held_by, make_states
 from shoal.checkpoint.store import Store
@@ -31,17 +33,18 @@ def load(store: Store, holder: Holder, *, step: int, only_weights: bool = False)
     if not only_weights:
         holder.optimizer.state.clear()  # what another step has left there
         make_states(holder, _kinds(manifest), dict(manifest.state.get("scalars", {})))
-    pieces = (piece for piece in held_by(holder) if not only_weights or piece.name.startswith("model/"))
-    held = [piece for piece in pieces if piece.is_needed or piece.name in manifest.tensors]
-    if misfits := list(_misfits(manifest, held)):
+    pieces = [piece for piece in held_by(holder) if not only_weights or piece.name.startswith("model/")]
+    of_replicas = [piece for piece in held_by_replicas(holder) if not only_weights or "/model/" in piece.name]
+    read_from = [(piece, sources(manifest, piece)) for piece in (*pieces, *of_replicas)]
+    if misfits := list(_misfits(manifest, read_from)):
         more = f"; and {len(misfits) - 4} more" if len(misfits) > 4 else ""
         raise Misfit(
             f"step {step} of {store.where} is of another model: {'; '.join(misfits[:4])}{more}",
             fix="the model and the optimizer that were saved",
         )
     with _Files(store.path(step), manifest, store.disk) as files, torch.no_grad():
-        for piece in held:
-            fill(piece, manifest.tensors[piece.name], files)
+        for piece, names in read_from:
+            fill_with_mean(piece, [manifest.tensors[name] for name in names], files)
         for parameter, copy in holder.copies.items():
             copy.copy_(local(parameter))
     return manifest
@@ -88,6 +91,20 @@ def load_step(store: Store, world: World, holder: Holder, step: int, *, only_wei
     return read[0]
 
 
+def fill_with_mean(held: Held, entries: Sequence[Entry], files: _Files) -> None:
+    """A piece with the mean of what replicas have written of it, or with what all of them have."""
+    if len(entries) == 1:
+        fill(held, entries[0], files)
+    elif entries:
+        one, total = torch.empty_like(held.value), torch.zeros_like(held.value)
+        for entry in entries:
+            fill(replace(held, value=one), entry, files)
+            total += one
+        held.value.copy_(total / len(entries))
+    elif held.name.startswith(("replica/", "outer/")):
+        held.value.zero_()  # nothing is owed
+
+
 def fill(held: Held, entry: Entry, files: _Files) -> None:
     """A piece with what others have written of it."""
     for piece in entry.pieces:
@@ -114,18 +131,18 @@ def _kinds(manifest: Manifest) -> dict[str, dict[str, torch.dtype]]:
     """Parameter → the states that there are of it."""
     found: dict[str, dict[str, torch.dtype]] = {}
     for name, entry in manifest.tensors.items():
-        if name.startswith("optimizer/"):
-            _, kind, parameter = name.split("/", 2)
+        plain = name.removeprefix("replica/0/")
+        if plain.startswith("optimizer/"):
+            _, kind, parameter = plain.split("/", 2)
             found.setdefault(parameter, {})[kind] = DTYPES[entry.dtype]
     return found
 
 
-def _misfits(manifest: Manifest, held: list[Held]) -> Iterator[str]:
-    for piece in held:
-        entry = manifest.tensors.get(piece.name)
-        if entry is None:
+def _misfits(manifest: Manifest, read_from: Sequence[tuple[Held, list[str]]]) -> Iterator[str]:
+    for piece, names in read_from:
+        if not names and piece.is_needed:
             yield f"it has no {piece.name}"
-        elif entry.shape != piece.whole:
+        for entry in (entry for entry in map(manifest.tensors.__getitem__, names) if entry.shape != piece.whole):
             yield f"{piece.name} has the shape {list(entry.shape)} there, and {list(piece.whole)} here"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from shoal.checkpoint import shard
 from shoal.checkpoint.manifest import Entry, File, Manifest, Piece, Shape
+from shoal.checkpoint.replicas import held_by_replicas
 from shoal.checkpoint.state import Held, Holder, held_by, scalars_of
 from shoal.checkpoint.store import Store
 from shoal.checkpoint.together import on_main, together
@@ -40,7 +42,7 @@ class Snapshot:
     @torch.no_grad()  # else shards are handed out through autograd, a tenth of a millisecond each
     def of(cls, holder: Holder, *, step: int, state: Mapping[str, Any]) -> Snapshot:
         """The run as it is now; nothing is copied."""
-        told = (piece for piece in held_by(holder) if piece.is_told)
+        told = (piece for piece in chain(held_by(holder), held_by_replicas(holder)) if piece.is_told)
         pieces = [
             piece for piece in told if piece.value.numel() or not prod(piece.whole)
         ]  # an empty share says nothing

@@ -6,6 +6,9 @@ any other has written, by asking for its own boxes.
 
     model/NAME                 parameters, and the biases and running statistics that a run learns
     optimizer/STATE/NAME       what the optimizer keeps for a parameter, such as exp_avg
+
+What differs from replica to replica, because they do not tell each other everything, or not at every step, is there for
+each (`shoal.checkpoint.replicas`).
 """
 
 from __future__ import annotations
@@ -38,6 +41,8 @@ class Held:
     """Whether this rank writes it, of all that hold the same."""
     is_needed: bool = True
     """Whether a checkpoint without it is of another model. Those of others know nothing of buffers."""
+    replicas: int = 1
+    """How many have a tensor of their own in its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +68,9 @@ def held_by(holder: Holder) -> Iterator[Held]:
         known = firsts.get(name, name)
         value = local(parameter).detach()
         assert tuple(value.shape) == shape, f"{name} has the box {shape} and holds {tuple(value.shape)}"
-        yield Held(f"model/{known}", whole, begin, value, is_told)
+        islands = composed.islands
+        own = islands.shared.get(name, value) if islands is not None else value
+        yield Held(f"model/{known}", whole, begin, own, is_told)
         for kind, state in holder.optimizer.state.get(holder.updated(parameter), {}).items():
             if isinstance(state, Tensor) and state.dim():
                 own = local(state)
@@ -74,7 +81,8 @@ def held_by(holder: Holder) -> Iterator[Held]:
                         " which part of it that is",
                         fix="an optimizer whose states are as large as its parameters, such as AdamW or SGD",
                     )
-                yield Held(f"optimizer/{kind}/{known}", whole, begin, own, is_told)
+                if islands is None:
+                    yield Held(f"optimizer/{kind}/{known}", whole, begin, own, is_told)
     is_first = all(not place for axis, place in composed.mesh.coordinate.items() if axis != "pp")
     for name, buffer in _buffers(composed):
         yield Held(f"model/{name}", tuple(buffer.shape), (0,) * buffer.dim(), buffer, is_first, is_needed=False)

@@ -245,6 +245,7 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
             f"{summary['tokens_per_s']:,.0f} {unit}/s, {summary['step_seconds_median'] * 1e3:.1f} ms a step",
         ),
         ("waiting for data", f"{summary['data_wait_part']:.1%} of the time, measured"),
+        *_sent(summary),
         ("memory, measured", f"{summary['memory_gib_max']:.2f} GiB peak on the fullest rank"),
         (
             "time, measured",
@@ -268,6 +269,14 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if summary["skipped_steps"]:
         rows.insert(1, ("dropped steps", f"{summary['skipped_steps']} with gradients that were not finite"))
     return rows
+
+
+def _sent(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """How long replicas sent each other something, where that is known."""
+    if summary["comm_hidden_part"] is None:
+        return []
+    text = f"{summary['comm_part']:.1%} of the time, {summary['comm_hidden_part']:.0%} of that hidden, measured"
+    return [("between replicas", text)]
 
 
 def _times(number: int, thing: str) -> str:

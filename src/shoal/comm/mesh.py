@@ -29,6 +29,8 @@ class Mesh:
     groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     coordinate: dict[str, int] = field(default_factory=dict)
     timeout: timedelta = timedelta(minutes=10)
+    local_size: int = 1
+    """Ranks of a host."""
 
     @classmethod
     def make(cls, world: World, layout: Layout) -> Mesh:
@@ -37,7 +39,7 @@ class Mesh:
         An axis that spans the world has a group of its own too: what travels for control stays apart from it.
         """
         timeout = timedelta(seconds=world.timeout)
-        mesh = cls(layout, world.rank, world.device, {}, layout.coordinate(world.rank), timeout)
+        mesh = cls(layout, world.rank, world.device, {}, layout.coordinate(world.rank), timeout, world.local_size)
         for axis in (*AXES, "ep"):
             if layout.degree(axis) > 1:
                 mesh.group(axis)
@@ -47,16 +49,31 @@ class Mesh:
         """My group along any axis, also one that is several directions read as one; of one rank, if there is nobody
         else. It is made when it is first asked for, which all ranks have to do in the same order."""
         if axis not in self.groups:
-            for ranks in self.layout.groups(axis):
-                group = dist.new_group(list(ranks), timeout=self.timeout)
-                if self.rank in ranks:
-                    self.groups[axis] = group
-                    keep_after_closing(group)
+            self.groups[axis] = self.new_group(axis)
         return self.groups[axis]
+
+    def new_group(self, axis: str) -> dist.ProcessGroup:
+        """The same ranks as `group`, over connections of their own: for a thread that talks to them at any time. All
+        ranks have to ask in the same order."""
+        mine: dist.ProcessGroup | None = None
+        for ranks in self.layout.groups(axis):
+            group = dist.new_group(list(ranks), timeout=self.timeout)
+            if self.rank in ranks:
+                mine = group
+                keep_after_closing(group)
+        assert mine is not None
+        return mine
 
     def group_of_several(self, axis: str) -> dist.ProcessGroup | None:
         """The same, or None if there is nobody else."""
         return self.group(axis) if self.degree(axis) > 1 else None
+
+    def ranks_of_node(self, axis: str) -> int | None:
+        """How many ranks of my group along an axis each host has; None: not all as many, or not one after the other."""
+        hosts = [rank // self.local_size for rank in self.layout.peers(self.rank, axis)]
+        node = hosts.count(hosts[0])
+        are_alike = len(hosts) % node == 0 and hosts == sorted(hosts) and all(hosts.count(h) == node for h in hosts)
+        return node if are_alike else None
 
     @property
     def wire(self) -> torch.device:

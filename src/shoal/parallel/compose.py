@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +28,15 @@ from shoal.blueprint.anatomy import (
 )
 from shoal.blueprint.description import Description
 from shoal.blueprint.plan import Plan
+from shoal.comm.averages import average_of
+from shoal.comm.choose import fastest
 from shoal.comm.mesh import Mesh
+from shoal.comm.wire import Chosen, Wire
 from shoal.errors import Problem, ShoalError, raise_if
 from shoal.numerics.fp8 import FromHead, Scaling, to_fp8
 from shoal.numerics.init import initialise, materialise
 from shoal.numerics.precision import Precision
+from shoal.parallel.averager import Averager, make_equal
 from shoal.parallel.balance import Balance
 from shoal.parallel.composed import Composed, Part
 from shoal.parallel.context import Attention, Backend, ContextParallel
@@ -39,14 +44,19 @@ from shoal.parallel.context import divide as divide_tokens
 from shoal.parallel.expert import ExpertParallel, Experts, experts_in
 from shoal.parallel.expert import divide as divide_experts
 from shoal.parallel.head import LossHead, why_not_fused
+from shoal.parallel.islands import DEFAULT_OUTER, Islands, Outer
 from shoal.parallel.pipeline import Pipeline, Stage, cut
 from shoal.parallel.recompute import recompute
+from shoal.parallel.reducer import Reducer
 from shoal.parallel.refuse import refuse
 from shoal.parallel.replicate import replicate
 from shoal.parallel.routing import note_routers, routers
 from shoal.parallel.shard import Sharding, units_by_size
 from shoal.parallel.stream import Activation, skeleton_of
 from shoal.parallel.tensor import TensorParallel, note_split_layers, split
+
+DEFAULT_BUCKET_MB = 25
+Wanted = Chosen | Literal["auto"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,15 +78,26 @@ class Options:
     """Layers with fewer features stay in bf16 then. None: as measured on a GPU."""
     fp8_head: FromHead = "gradients"
     """What a head that computes the loss computes in fp8 then; logits are always in bf16."""
+    algorithm: Wanted = "builtin"
+    """What carries what replicas send each other: torch's own collectives, or a list of messages; auto: measured."""
+    outer: Outer = DEFAULT_OUTER
+    """Under `sync=`, how islands meet."""
 
 
 def refuse_unbuilt(plan: Plan) -> None:
     """Raise for every word of a resolved plan that this version plans but cannot run."""
-    words = [f"compress={plan.compress}"] if plan.compress else []
-    raise_if(
-        (Problem(f"{word} cannot be run by this version", "leave it out") for word in words),
-        title=f"plan '{plan.brief()}'",
-    )
+    found = []
+    if plan.sync and plan.layout.cp > 1 and not plan.is_sharded:
+        found.append(
+            Problem(
+                f"sync={plan.sync} makes islands of dp_replicate, and cp={plan.cp} is not inside of one",
+                "zero=1, 2 or 3",
+            )
+        )
+    if plan.compression is not None and plan.compression.feeds_back and plan.precision == "fp16" and not plan.sync:
+        what = f"compress={plan.compress} keeps what did not travel, and fp16 scales every step's gradients otherwise"
+        found.append(Problem(what, "bf16 in place of fp16, or compress=int8"))
+    raise_if(found, title=f"plan '{plan.brief()}'")
 
 
 def compose(
@@ -121,7 +142,8 @@ def compose(
     if how.context is not None and skeleton is not model:
         divide_tokens(skeleton, description, how.context, is_compiled=True)
     whole = parts[0].model
-    if how.sharding is None and parts[0].stage is None:
+    meeting = _meeting(parts, how)
+    if meeting is None and how.sharding is None and parts[0].stage is None:
         peers = mesh.group_of_several(plan.gradient_axis)
         whole = replicate(
             whole, peers, device=mesh.device, bucket_mb=options.bucket_mb, find_unused=options.find_unused
@@ -138,6 +160,8 @@ def compose(
         routed=routed,
         experts=frozenset(how.divided),
         pipeline=_pipeline(parts, skeleton, how),
+        reducer=meeting if isinstance(meeting, Reducer) else None,
+        islands=meeting if isinstance(meeting, Islands) else None,
         is_sharded=how.sharding is not None,
         is_split_by_hand=bool(by_hand),
         originals=originals,
@@ -169,12 +193,13 @@ class _How:
 
     def __post_init__(self) -> None:
         plan, mesh = self.plan, self.mesh
-        self.sharding = _sharding(plan, mesh, self.precision, plan.shard_axis)
+        self.meets_by_itself = meets_by_itself(plan, self.options)
+        self.sharding = _sharding(plan, mesh, self.precision, plan.shard_axis, meets_by_itself=self.meets_by_itself)
         self.experts: ExpertParallel | None = None
         self.expert_sharding: Sharding | None = None
         if plan.layout.ep > 1:
             self.experts = ExpertParallel(mesh.groups["ep"], wire=mesh.wire)
-            self.expert_sharding = _sharding(plan, mesh, self.precision, "edp")
+            self.expert_sharding = _sharding(plan, mesh, self.precision, "edp", meets_by_itself=self.meets_by_itself)
         is_mixed = self.balance is not None and plan.layout.pp > 1
         self.as_now = self.balance.as_now if self.balance is not None and is_mixed else None
         """What a recomputed block has to find as it was: only in a pipeline do other microbatches come in between."""
@@ -342,13 +367,13 @@ def _compile(block: nn.Module, options: Options, *, unless: bool = False) -> Non
         block.forward = torch.compile(block.forward, backend=backend)
 
 
-def _sharding(plan: Plan, mesh: Mesh, precision: Precision, axis: str) -> Sharding | None:
+def _sharding(plan: Plan, mesh: Mesh, precision: Precision, axis: str, *, meets_by_itself: bool) -> Sharding | None:
     """None: there is nobody to share anything with, and nothing to keep in host memory."""
     offloads = plan.offload == "parameters" and mesh.device.type != "cpu"
     if not plan.is_sharded and not (plan.zero and offloads):
         return None
     lower = precision.compute_dtype != precision.weight_dtype
-    axes = ("dp_replicate", axis) if plan.layout.dp_replicate > 1 else (axis,)
+    axes = ("dp_replicate", axis) if plan.layout.dp_replicate > 1 and not meets_by_itself else (axis,)
     return Sharding(
         mesh=mesh.device_mesh(axes),
         zero=plan.zero or 0,
@@ -357,6 +382,33 @@ def _sharding(plan: Plan, mesh: Mesh, precision: Precision, axis: str) -> Shardi
         offloads_parameters=offloads,
         keeps_gathered=plan.layout.pp > 1,
     )
+
+
+# ---- replicas -------------------------------------------------------------------------------------------------------
+
+
+def meets_by_itself(plan: Plan, options: Options) -> bool:
+    """Whether replicas meet by a way of ours, in place of DDP's or FSDP2's."""
+    return bool(plan.compress or plan.sync or options.algorithm != "builtin")
+
+
+def _meeting(parts: list[Part], how: _How) -> Reducer | Islands | None:
+    """What lets replicas meet; None: there are none, or torch does it."""
+    plan, mesh, options = how.plan, how.mesh, how.options
+    axis = "dp_replicate" if how.sharding is not None or plan.sync else plan.gradient_axis
+    if mesh.degree(axis) == 1 or not how.meets_by_itself:
+        return None
+    wire = Wire(mesh.new_group(axis), mesh.wire, node=mesh.ranks_of_node(axis))
+    named = {name: p for part in parts for name, p in part.model.named_parameters()}
+    bucket_bytes = round((options.bucket_mb or DEFAULT_BUCKET_MB) * 2**20)
+    wire.algorithm = fastest(wire, bucket_bytes) if options.algorithm == "auto" else options.algorithm
+    average = average_of(plan.compression)
+    is_whole = how.sharding is None and parts[0].stage is None
+    if is_whole:
+        make_equal(parts[0].model, wire)
+    if plan.synchrony is not None:
+        return Islands(named, wire, average, plan.synchrony, options.outer, bucket_bytes, options.seed)
+    return Reducer(Averager(named, wire, average, bucket_bytes, options.seed), follows_backward=is_whole)
 
 
 # ---- stages ---------------------------------------------------------------------------------------------------------

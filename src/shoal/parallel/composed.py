@@ -12,8 +12,8 @@ norm        over all pieces of all ranks, each counted once
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +24,7 @@ from shoal.blueprint.anatomy import chunk
 from shoal.blueprint.layout import AXES
 from shoal.blueprint.plan import Plan
 from shoal.comm.collectives import all_reduce_together, join
+from shoal.comm.hidden import Hidden
 from shoal.comm.mesh import Mesh
 from shoal.errors import ShoalError
 from shoal.numerics.gradients import global_norm, gradients_of, norms_of
@@ -32,7 +33,9 @@ from shoal.parallel import replicate, shard
 from shoal.parallel.balance import Balance
 from shoal.parallel.context import ContextParallel
 from shoal.parallel.head import LossHead
+from shoal.parallel.islands import Islands
 from shoal.parallel.pipeline import Pipeline, Stage
+from shoal.parallel.reducer import Reducer
 from shoal.parallel.replicate import average_buffers, average_gradients
 from shoal.parallel.routing import biases, routers, update_bias
 from shoal.parallel.tensor import TensorParallel
@@ -66,6 +69,10 @@ class Composed:
     experts: frozenset[str]
     """Parameters that are divided over ep."""
     pipeline: Pipeline | None
+    reducer: Reducer | None
+    """What averages gradients over replicas; None: there are none, or torch does it."""
+    islands: Islands | None
+    """What lets replicas meet every so many steps."""
     is_sharded: bool
     is_split_by_hand: bool
     originals: dict[str, nn.Parameter]
@@ -90,8 +97,15 @@ class Composed:
         self._match(self.originals)
         self.originals = {}
         self._copies = {second for _, second in self.tied if self.pipeline is not None}
-        self._counted = [name for name in self.named if self.speaks_for(name)]
+        own = self.meeting_axes if self.islands is not None else ()
+        self._counted = [name for name in self.named if self.speaks_for(name, besides=own)]
         self._routers = {name: r for part in self.parts for name, r in routers(part.model).items()}
+
+    @property
+    def meeting_axes(self) -> tuple[str, ...]:
+        """The directions along which `reducer` or `islands` let ranks meet."""
+        is_alone = self.is_sharded or self.islands is not None or self.plan.layout.cp == 1
+        return ("dp_replicate",) if is_alone else ("dp_replicate", "dp_shard", "cp")
 
     @property
     def has_collective_forward(self) -> bool:
@@ -101,6 +115,8 @@ class Composed:
     @contextmanager
     def synchronised(self, is_last: bool) -> Iterator[None]:
         """Backward inside reduces gradients as the plan says for this microbatch, the step's last or not."""
+        if self.reducer is not None:
+            self.reducer.is_armed = is_last
         with (
             replicate.synchronised(self.model, is_last),
             shard.synchronised(self.model, is_last, zero=self.plan.zero or 0),
@@ -129,6 +145,8 @@ class Composed:
     @torch.no_grad()
     def finish_gradients(self) -> None:
         """Make every gradient whole, once a step."""
+        if self.reducer is not None:
+            self.reducer.finish()
         gradients = {name: local(p.grad) for name, p in self.named.items() if p.grad is not None}
         if own := [gradient for name, gradient in gradients.items() if name in self.experts]:
             torch._foreach_div_(own, self.plan.layout.ep)
@@ -136,7 +154,8 @@ class Composed:
             partial = [gradient for name, gradient in gradients.items() if name in self.tensor.partial]
             all_reduce_together(partial, self.tensor.group)
         if self.pipeline is not None:
-            replicas = None if self.is_sharded else self.mesh.group_of_several(self.plan.gradient_axis)
+            is_done = self.is_sharded or self.reducer is not None or self.islands is not None
+            replicas = None if is_done else self.mesh.group_of_several(self.plan.gradient_axis)
             if replicas is not None:
                 for name, parameter in self.named.items():  # every replica brings as many, used or not
                     if parameter.requires_grad and name not in gradients:
@@ -175,7 +194,7 @@ class Composed:
             return global_norm([*self.norms.values(), *norms_of(gradients_of(p for p in parameters if p not in own))])
         counted = [self.norms[name] for name in self._counted if name in self.norms]
         square = global_norm(counted).to(self.mesh.device) ** 2 if counted else self._zero()
-        dist.all_reduce(square)
+        dist.all_reduce(square, group=self.mesh.group("island") if self.islands is not None else None)
         return square.sqrt()
 
     def _zero(self) -> Tensor:
@@ -212,10 +231,11 @@ class Composed:
             cut(0, layout.place(rank, axis), layout.degree(axis))
         return tuple(begin), tuple(shape)
 
-    def speaks_for(self, name: str) -> bool:
-        """Whether this rank is the one, of all that hold this very piece of a parameter, that counts and tells it."""
-        place = self.mesh.coordinate
-        others = [axis for axis in AXES if place[axis] and self.is_replicated(name, axis)]
+    def speaks_for(self, name: str, besides: Sequence[str] = ()) -> bool:
+        """Whether this rank is the one, of all that hold this very piece of a parameter, that counts and tells it.
+        `besides`: axes along which it differs nevertheless."""
+        axes = (axis for axis in AXES if axis not in besides)
+        others = [axis for axis in axes if self.mesh.coordinate[axis] and self.is_replicated(name, axis)]
         return not others and name not in self._copies
 
     # ---- experts -----------------------------------------------------------------------------------------------------
@@ -316,6 +336,22 @@ class Composed:
         if dim is not None:
             plain = join(plain, dim, tensor.group, shape[dim])
         return plain.to("cpu", copy=True)
+
+    def hidden(self) -> Hidden | None:
+        """How long replicas sent each other something in the last step, and how much of it was hidden; None: it was not
+        measured."""
+        meeting = self.reducer or self.islands
+        return meeting.hidden if meeting is not None else replicate.hidden_of(self.model)
+
+    def shared_weights(self) -> AbstractContextManager[None]:
+        """Inside, the model has the weights that all ranks agree on; which it always has, unless there are islands."""
+        return nullcontext() if self.islands is None else self.islands.shared_weights()
+
+    def close(self) -> None:
+        """End the threads by which replicas meet."""
+        for one in (self.reducer, self.islands):
+            if one is not None:
+                one.close()
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
 

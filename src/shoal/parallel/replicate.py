@@ -9,8 +9,10 @@ each microbatch for the first, `synchronised` below does the second.
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.blueprint.traffic import BUCKET_BYTES
 from shoal.comm.collectives import all_reduce_together
+from shoal.comm.hidden import Hidden
 from shoal.comm.mesh import Mesh
 from shoal.errors import ShoalError
 
@@ -35,7 +38,7 @@ def replicate(
     """The module with its gradients averaged over its replicas; with one, or nothing to train, the module itself."""
     if peers is None or not any(parameter.requires_grad for parameter in module.parameters()):
         return module
-    return DistributedDataParallel(
+    replicas = DistributedDataParallel(
         module,
         device_ids=[device] if device.type == "cuda" else None,
         process_group=peers,
@@ -44,6 +47,56 @@ def replicate(
         gradient_as_bucket_view=True,  # no second copy of the gradients
         **_buffers_stay_local(),
     )
+    if device.type == "cpu":  # a GPU works on after it was asked: a clock of the host would not see when
+        times = Times(peers)
+        replicas.register_comm_hook(times, _timed)
+        setattr(replicas, "_times", times)  # noqa: B010  (an attribute of ours on a module of torch)
+    return replicas
+
+
+@dataclass
+class Times:
+    """When each bucket of a step was ready, and when it had arrived."""
+
+    group: dist.ProcessGroup
+    ready: list[float] = field(default_factory=list)
+    arrived: list[float] = field(default_factory=list)
+    bytes: int = 0
+
+    def take(self) -> Hidden:
+        """Of the step that has just ended; the next one begins with nothing."""
+        times = list(zip(self.ready, self.arrived, strict=False))
+        degree = self.group.size()
+        found = Hidden.between(times, 2 * (degree - 1) * self.bytes // degree)
+        self.ready, self.arrived, self.bytes = [], [], 0
+        return found
+
+
+def _timed(times: Times, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """What DDP does by itself, and the time."""
+    flat = bucket.buffer()
+    flat.div_(times.group.size())
+    times.bytes += flat.nbytes
+    times.ready.append(time.perf_counter())
+    work = dist.all_reduce(flat, group=times.group, async_op=True)
+    assert work is not None
+
+    def arrived(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+        times.arrived.append(time.perf_counter())
+        return future.value()[0]
+
+    mean: torch.futures.Future[Tensor] = work.get_future().then(arrived)
+    return mean
+
+
+# torch compares the types that a hook names, and would see strings.
+_timed.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
+
+
+def hidden_of(module: nn.Module) -> Hidden | None:
+    """How much of what DDP has sent in the last step the backward has hidden; None: not known."""
+    times = getattr(module, "_times", None)
+    return times.take() if isinstance(times, Times) else None
 
 
 def _buffers_stay_local() -> dict[str, Any]:

@@ -50,6 +50,8 @@ def settle_to_save(run: Run) -> None:
     run.refuse_open_step("to save")
     run.settle()
     run.composed.before_evaluation()  # statistics of batch norm
+    if run.composed.islands is not None:
+        run.composed.islands.settle()  # what is on its way
 
 
 def save_run(run: Run, directory: str | Path, *, wait: bool, keep: int | None, extra: Mapping[str, Any] | None) -> None:

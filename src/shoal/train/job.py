@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -13,11 +13,13 @@ from shoal.blueprint.description import Description
 from shoal.blueprint.legality import misfits
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.recipe import Recipe
+from shoal.blueprint.synchrony import refuse_fragments
 from shoal.data.dataset import Dataset
 from shoal.data.open import open_datasets
 from shoal.errors import Problem, ShoalError, needs, raise_if
 from shoal.numerics.precision import precision_of
 from shoal.parallel.compose import refuse_unbuilt
+from shoal.parallel.islands import Outer
 from shoal.parallel.stream import stream_of
 from shoal.train.build import build_model, describe, without_memory
 from shoal.train.objective import CrossEntropy, call_of
@@ -39,7 +41,7 @@ def check(recipe: Recipe, world_size: int) -> Job:
     """Find what is wrong with a recipe on this many ranks, without starting or writing anything."""
     found = Findings()
     plan = found.of(_runnable_plan, recipe, world_size)
-    found.problems += _idle_settings(recipe)
+    found.problems += _idle_settings(recipe) + list(_unfit_fragments(recipe))
     for tracker in recipe.run.trackers:
         found.of(needs, tracker, what=f"the tracker {tracker}", extra=tracker)
     model = found.of(without_memory, lambda: build_model(recipe.model))
@@ -70,6 +72,18 @@ class Findings:
         except ShoalError as error:
             self.problems += error.problems
             return None
+
+
+def outer_of(recipe: Recipe) -> Outer:
+    """How islands meet."""
+    comm = recipe.comm
+    return Outer(lr=comm.outer_lr, momentum=comm.outer_momentum, fragments=comm.fragments, delay=comm.delay)
+
+
+def _unfit_fragments(recipe: Recipe) -> Iterator[Problem]:
+    comm, synchrony = recipe.comm, recipe.plan.synchrony
+    if synchrony is not None:
+        yield from filter(None, [refuse_fragments(comm.fragments, comm.delay, synchrony.every)])
 
 
 def _idle_settings(recipe: Recipe) -> list[Problem]:

@@ -30,7 +30,7 @@ from shoal.observe.directory import RunDirectory
 from shoal.observe.progress import ProgressLine, Quiet, progress_line
 from shoal.train.build import build_to_lay_out, describe
 from shoal.train.injected import inject_faults
-from shoal.train.job import Job, steps_of, units
+from shoal.train.job import Job, outer_of, steps_of, units
 from shoal.train.keeping import Keeper, refuse_bad_start, start_from
 from shoal.train.meter import Meter
 from shoal.train.run import Run
@@ -95,6 +95,8 @@ def train(placement: Placement | None, store: Store | None, job: Job, manner: Ma
                 was_stopped = _steps(run, job, loader, meter, line, asked, keeper)
                 run.settle()
                 meter.settle()
+                if not was_stopped:
+                    run.meet()
                 if not was_stopped:  # whoever asked for the end does not want to wait for an evaluation
                     meter.evaluated(_evaluate(run, job))
                 if keeper is not None:
@@ -135,6 +137,8 @@ def _run_of(recipe: Recipe, world: World) -> Run:
         fp8=settings.fp8,
         fp8_narrow=settings.fp8_narrow,
         fp8_head=settings.fp8_head,
+        algorithm=recipe.comm.algorithm,
+        outer=outer_of(recipe),
         world=world,
     )
 

@@ -32,6 +32,8 @@ ORDER = (
     *("memory_gib", "loss_scale", "skipped"),
 )
 """Of what is known of every step."""
+REPLICAS = ("comm_seconds", "comm_hidden_part", "comm_bytes")
+"""Of what is known besides where replicas send each other something."""
 EXPERTS = ("expert_load_max", "expert_dropped_part", "auxiliary_loss")
 """Of what is known besides where there are experts."""
 
@@ -70,6 +72,7 @@ class Meter:
         known = (math.nan if loss is None else loss for loss in history.get("last_losses", ()))
         self.last_losses: deque[float] = deque(known, maxlen=10)
         self.step_seconds, self.data_seconds = array("d"), array("d")
+        self.comm_seconds, self.comm_exposed = array("d"), array("d")
         self.eval_loss: float | None = history.get("eval_loss")
         self.num_skipped = int(history.get("skipped_steps", 0))
         self.seconds_before = float(history.get("seconds_training", 0.0))
@@ -123,9 +126,13 @@ class Meter:
             "memory_gib": peak_memory_gib(self.run.device),
             "skipped": report.was_skipped,
         }
+        if (hidden := report.hidden) is not None:
+            told |= dict(zip(REPLICAS, (hidden.seconds, hidden.part, hidden.bytes), strict=True))
+            self.comm_seconds.append(hidden.seconds)
+            self.comm_exposed.append(hidden.exposed)
         if untold.experts is not None:
             told |= dict(zip(EXPERTS, untold.experts.read(), strict=True))
-        record = {name: told[name] for name in (*ORDER, *EXPERTS) if name in told}
+        record = {name: told[name] for name in (*ORDER, *REPLICAS, *EXPERTS) if name in told}
         self.loss_first = loss if self.loss_first is None else self.loss_first
         self.last_losses.append(loss)
         self.step_seconds.append(seconds)
@@ -177,10 +184,19 @@ class Meter:
             "tokens_per_s": self.tokens_per_step / step_seconds,
             "mfu": self._mfu(step_seconds),
             "data_wait_part": sum(self.data_seconds[settled:]) / (sum(self.step_seconds[settled:]) or math.nan),
+            **self._of_replicas(settled),
             "memory_gib_max": max(memory),
             "seconds_to_first_step": self.first_step_seconds,
             "seconds_training": self.seconds_training,
             "directory": str(self.directory) if self.directory else None,
+        }
+
+    def _of_replicas(self, settled: int) -> Record:
+        """How much of the time replicas sent each other something, and how much of that was hidden."""
+        seconds, exposed = sum(self.comm_seconds[settled:]), sum(self.comm_exposed[settled:])
+        return {
+            "comm_part": seconds / (sum(self.step_seconds[settled:]) or math.nan) if self.comm_seconds else None,
+            "comm_hidden_part": 1 - exposed / seconds if seconds else None,
         }
 
     def close(self) -> None:

@@ -46,9 +46,10 @@ from shoal.numerics.gradients import LossScale
 from shoal.numerics.offload import HostCopies
 from shoal.numerics.pieces import local
 from shoal.numerics.precision import precision_of
-from shoal.parallel.compose import Options, compose, refuse_unbuilt
+from shoal.parallel.compose import Options, Wanted, compose, refuse_unbuilt
 from shoal.parallel.composed import Composed
 from shoal.parallel.context import Backend, cut_batch, mark_cut
+from shoal.parallel.islands import DEFAULT_OUTER, Outer
 from shoal.parallel.pipeline import Feed
 from shoal.parallel.replicate import explain_unused
 from shoal.parallel.tensor import TensorParallel
@@ -88,6 +89,9 @@ class Run:
     fp8             under the precision fp8, what of a tensor shares one scale: tensorwise or rowwise
     fp8_narrow      layers with fewer features than this stay in bf16 then; None: as fast as was measured
     fp8_head        gradients: a head that computes the loss computes its gradients in fp8 then; its logits never are
+    algorithm       what carries gradients between replicas: builtin (torch's own), ring, tree, double_tree, halving or
+                    hierarchical; auto: whichever is fastest here, measured when the model is prepared
+    outer           under sync=, how islands meet: shoal.Outer(lr=0.7, momentum=0.9, fragments=1, delay=0)
     timeout         seconds that a rank waits for the others in one collective
     threads         CPU threads of this process; None: an even share of the cores
     world           the ranks, if someone else has gathered them
@@ -113,6 +117,8 @@ class Run:
         fp8: Scaling = "tensorwise",
         fp8_narrow: int | None = None,
         fp8_head: FromHead = "gradients",
+        algorithm: Wanted = "builtin",
+        outer: Outer = DEFAULT_OUTER,
         timeout: float = 600.0,
         threads: int | None = None,
         world: World | None = None,
@@ -139,6 +145,8 @@ class Run:
             fp8=fp8,
             fp8_narrow=fp8_narrow,
             fp8_head=fp8_head,
+            algorithm=algorithm,
+            outer=outer,
         )
         self.mesh = Mesh.make(self.world, self.plan.layout)
         self.tensor = TensorParallel(self.mesh.groups.get("tp"), splits_tokens=bool(self.plan.sp))
@@ -221,7 +229,8 @@ class Run:
         """Every parameter, whole, under the name that it has on one device, in host memory of the main rank; and the
         biases of routers, which a run learns too. It is empty on the other ranks, which have to call this too."""
         self.settle()
-        found = {**dict(self.composed.whole("weight")), **self.composed.biases()}
+        with self.composed.shared_weights():
+            found = {**dict(self.composed.whole("weight")), **self.composed.biases()}
         return {name: tensor for name, tensor in found.items() if tensor is not None and self.is_main}
 
     def save(
@@ -436,7 +445,10 @@ class Run:
         for parameter in self.composed.named.values():  # of those that no optimizer has, too
             parameter.grad = None
         self.steps_done += 1
+        if self.composed.islands is not None:
+            self.composed.islands.after(self.steps_done)
         self._step = None
+        report.hidden = self.composed.hidden()
         if self.composed.balance is not None:
             self.composed.balance.factor = self._factor_of_open_step
         self.report = report
@@ -545,6 +557,8 @@ class Run:
         largest: int | None = None,
         num_own: int | None = None,
     ) -> OpenStep:
+        if self._composed is not None and self._composed.reducer is not None:
+            self._composed.reducer.step = self.steps_done
         num_samples = float(length(batch)) if counts and batch is not None else float(counts)
         agreed = self.world.all_reduce_host([sum(weights), num_samples, *self.signals.values()])
         return OpenStep(
@@ -610,7 +624,15 @@ class Run:
     def evaluate(self, batches: Iterable[Any]) -> float:
         """The mean loss over batches that are dealt out over the ranks, each sample once; weights do not change."""
         self.settle()
-        return evaluate(self, batches)
+        with self.composed.shared_weights():
+            return evaluate(self, batches)
+
+    def meet(self) -> None:
+        """Under sync=, let all islands meet now, at the end of a run, say; else nothing. Every rank calls it."""
+        self.refuse_open_step("to meet")
+        self.settle()
+        if self.composed.islands is not None:
+            self.composed.islands.meet(self.steps_done)
 
     def own_tokens(self, batch: Any) -> Any:
         """With context parallelism, this rank's tokens of a batch; without it, or of what is cut already, the batch."""
@@ -653,6 +675,8 @@ class Run:
             self.world.__exit__(kind, error, trace)
 
     def _finish_saves(self) -> None:
+        if self._composed is not None:
+            self._composed.close()
         for directory in self.savers:
             self.saved(directory)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from shoal.comm.hidden import Hidden
 from shoal.comm.world import HostReduction
 from shoal.train.late import LateNumbers
 
@@ -29,6 +30,9 @@ class StepReport:
     experts: Tensor | None = None
     """A row for each router of the model: how often each expert was chosen, how many choices were dropped, and the sum
     over sequences of the auxiliary loss; over the global batch, not yet read. None: there are no experts."""
+
+    hidden: Hidden | None = None
+    """How long replicas sent each other something, and how much of it was hidden; None: not measured."""
 
     @property
     def was_skipped(self) -> bool:

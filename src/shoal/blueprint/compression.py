@@ -1,0 +1,140 @@
+"""How gradients travel between replicas in fewer bytes: the words of a plan, and what each costs on the wire.
+
+A gradient of n numbers of 4 bytes, W replicas; bytes that a rank sends, about:
+
+word            what travels                                            bytes                    feeds back   unbiased
+(none)          the numbers                                             2 (W-1)/W x 4 n          -            yes
+bf16, fp16      each in 2 bytes                                         2 (W-1)/W x 2 n          no           nearly
+int8            each in 1, rounded at random; a scale for every 256     2 (W-1)/W x 1.016 n      no           yes
+1bit            its sign; a scale for every 1024                        2 (W-1)/W x 0.129 n      yes          no
+topk:0.01       the largest hundredth of every 1024, and their places   (W-1) x 0.04 n           yes          no
+randomk:0.1     a tenth, drawn at random, the same on all ranks         2 (W-1)/W x 0.4 n        no           yes
+powersgd:4      two narrow matrices in place of a wide one              2 (W-1)/W x 16 (a + b)   yes          no
+                                                                        of each matrix a x b
+
+*Feeds back*: what did not travel is kept and added to the next step's gradient, so that nothing is lost for good.
+Sums are always in the gradient's own precision: numbers are narrow on the wire only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import ceil, prod
+from typing import Literal, get_args
+
+from shoal.errors import Problem, ShoalError, listed, nearest
+
+Method = Literal["fp16", "bf16", "int8", "1bit", "topk", "randomk", "powersgd"]
+METHODS: tuple[Method, ...] = get_args(Method)
+
+INT8_BLOCK = 256
+"""Numbers that share a scale."""
+SIGN_BLOCK = 1024
+TOPK_BLOCK = 1024
+SCALE_BYTES = 4
+PAIR_BYTES = 4
+"""A number that was chosen, as bf16, and its place in its block."""
+_DEFAULTS: dict[Method, float] = {"topk": 0.01, "randomk": 0.1, "powersgd": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Compression:
+    """A method, and its one number: which part is sent (topk, randomk), or the rank (powersgd).
+
+    >>> str(Compression.parse("powersgd"))
+    'powersgd:4'
+    >>> Compression.parse("int8").feeds_back
+    False
+    """
+
+    method: Method
+    amount: float | None = None
+
+    @classmethod
+    def parse(cls, word: str) -> Compression:
+        """Read the word of a plan; raises a ShoalError that says what would be right."""
+        problem = problem_of(word)
+        if problem is not None:
+            raise ShoalError(problem)
+        name, _, amount = word.partition(":")
+        method: Method = next(one for one in METHODS if one == name)
+        return cls(method, float(amount) if amount else _DEFAULTS.get(method))
+
+    def __str__(self) -> str:
+        return self.method if self.amount is None else f"{self.method}:{self.amount:g}"
+
+    @property
+    def feeds_back(self) -> bool:
+        """Whether what did not travel is kept for the next step."""
+        return self.method in ("1bit", "topk", "powersgd")
+
+    @property
+    def kept_in_block(self) -> int:
+        """Of topk: how many of a block travel."""
+        assert self.amount is not None
+        return max(1, round(self.amount * TOPK_BLOCK))
+
+    @property
+    def stride(self) -> int:
+        """Of randomk: one of how many travels."""
+        assert self.amount is not None
+        return max(1, round(1 / self.amount))
+
+    def bytes_sent(self, shapes: Iterable[tuple[int, ...]], world: int, width: int = 4) -> int:
+        """By one rank for gradients of these shapes, in numbers of `width` bytes, as one bucket: *predicted*. Blocks
+        that are filled up, at most one a rank and bucket, are left out."""
+        shapes = list(shapes)
+        size = sum(map(prod, shapes))
+        twice = 2 * (world - 1) / world
+        match self.method:
+            case "fp16" | "bf16":
+                return round(twice * 2 * size)
+            case "int8":
+                return round(twice * (size + SCALE_BYTES * ceil(size / INT8_BLOCK)))
+            case "1bit":
+                return round(twice * (size / 8 + SCALE_BYTES * ceil(size / SIGN_BLOCK)))
+            case "topk":
+                return (world - 1) * PAIR_BYTES * self.kept_in_block * ceil(size / TOPK_BLOCK)
+            case "randomk":
+                return round(twice * width * ceil(size / self.stride))
+            case "powersgd":
+                return round(twice * width * sum(map(self.powersgd_size, shapes)))
+
+    def powersgd_size(self, shape: tuple[int, ...]) -> int:
+        """Numbers that stand for a gradient: of two narrow matrices, or its own, if those would not be fewer.
+
+        >>> Compression("powersgd", 4).powersgd_size((512, 256))
+        3072
+        """
+        assert self.amount is not None
+        rows, columns = as_matrix(shape)
+        rank = int(self.amount)
+        return min(rank * (rows + columns), rows * columns)
+
+
+def as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns of a tensor that is read as a matrix; of a vector, one row."""
+    return (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
+
+
+def problem_of(word: object) -> Problem | None:
+    """What is wrong with a word after `compress=`, if anything is."""
+    name, colon, amount = str(word).partition(":")
+    examples = listed([str(Compression(method, _DEFAULTS.get(method))) for method in METHODS])
+    if not isinstance(word, str) or name not in METHODS:
+        near = nearest(name, METHODS)
+        return Problem(f"compress={word!r} does not exist", f"compress={near}" if near else f"compress={examples}")
+    if not colon:
+        return None
+    if name not in _DEFAULTS:
+        return Problem(f"compress={word}: {name} takes no number", f"compress={name}")
+    try:
+        number = float(amount)
+    except ValueError:
+        number = -1.0
+    if name == "powersgd" and not (number >= 1 and number == int(number)):
+        return Problem(f"compress={word}: the rank is not a whole number of at least 1", "compress=powersgd:4")
+    if name != "powersgd" and not 0 < number <= 1:
+        return Problem(f"compress={word}: the part that is sent is not between 0 and 1", f"compress={name}:0.01")
+    return None

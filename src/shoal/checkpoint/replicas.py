@@ -1,0 +1,90 @@
+"""What differs from replica to replica, in a checkpoint.
+
+Under `compress=` a replica keeps what it could not send. Under `sync=` it has weights and an optimizer of its own until
+islands meet. Each replica's is saved:
+
+    replica/2/residual/NAME           what replica 2 owes to a gradient
+    replica/2/model/NAME              the weights of island 2; model/NAME are those that all share
+    replica/2/optimizer/STATE/NAME    what its optimizer keeps; there is no optimizer/STATE/NAME then
+    replica/2/sent/NAME               the weights that island 2 has sent, if what they come to has not been applied yet
+    outer/momentum/NAME, outer/arrived/NAME, narrow/BEGIN/NAME     the same for all
+
+One rule brings them back on another number of replicas: with as many as there were, each has its own; else all have the
+mean. A residual counts 1/W for the mean gradient, so its mean is what all of them owed; and the mean of the islands is
+what the next meeting would have come to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count, takewhile
+
+from torch import Tensor
+
+from shoal.checkpoint.manifest import Manifest
+from shoal.checkpoint.state import Held, Holder
+from shoal.numerics.pieces import local
+from shoal.parallel.averager import Averager
+from shoal.parallel.composed import Composed
+
+
+def held_by_replicas(holder: Holder) -> Iterator[Held]:
+    """What this rank holds beside what `held_by` says."""
+    composed = holder.composed
+    firsts = {second: first for first, second in composed.tied}
+
+    def held(kind: str, name: str, value: Tensor, *, is_own: bool) -> Held:
+        known = firsts.get(name, name)
+        begin, _ = composed.box(name)
+        wire = _averagers(composed)[0].wire
+        path = f"replica/{wire.rank}/{kind}/{known}" if is_own else f"{kind}/{known}"
+        is_told = composed.speaks_for(name, besides=composed.meeting_axes if is_own else ())
+        return Held(path, composed.shapes[name], begin, value, is_told, is_needed=False, replicas=wire.size)
+
+    for averager in _averagers(composed):
+        for name, residual in averager.residuals():
+            yield held("residual", name, residual, is_own=True)
+        for name, matrix in averager.narrow():
+            begin, _ = composed.box(name)
+            path = f"narrow/{','.join(map(str, begin))}/{firsts.get(name, name)}"
+            is_told = composed.speaks_for(name)
+            yield Held(path, tuple(matrix.shape), (0, 0), matrix, is_told, is_needed=False)
+    islands = composed.islands
+    if islands is None:
+        return
+    for name in islands.shared:
+        parameter = composed.named[name]
+        yield held("model", name, local(parameter).detach(), is_own=True)
+        for kind, state in holder.optimizer.state.get(holder.updated(parameter), {}).items():
+            if isinstance(state, Tensor) and state.dim():
+                yield held(f"optimizer/{kind}", name, local(state), is_own=True)
+        yield held("outer/momentum", name, islands.momentum[name], is_own=False)
+        if islands.outer.delay:
+            yield held("sent", name, islands.sent[name], is_own=True)
+            yield held("outer/arrived", name, islands.arrived[name], is_own=False)
+
+
+def _averagers(composed: Composed) -> list[Averager]:
+    if composed.islands is not None:
+        return composed.islands.fragments
+    return [] if composed.reducer is None else [composed.reducer.averager]
+
+
+def sources(manifest: Manifest, piece: Held) -> list[str]:
+    """Which tensors of a checkpoint a piece is the mean of: one, several, or none.
+
+    `piece` is of one replica or of all, and so is what the checkpoint has.
+    """
+    if _is_of_another_rank(manifest, piece):
+        return []
+    plain = piece.name.split("/", 2)[2] if piece.name.startswith("replica/") else piece.name
+    siblings = list(takewhile(manifest.tensors.__contains__, (f"replica/{r}/{plain}" for r in count())))
+    if piece.name in manifest.tensors and (piece.name == plain or len(siblings) == piece.replicas):
+        return [piece.name]
+    return siblings or [name for name in [plain] if name in manifest.tensors]
+
+
+def _is_of_another_rank(manifest: Manifest, piece: Held) -> bool:
+    """A narrow matrix of another width than is wanted now is no begin for one."""
+    known = manifest.tensors.get(piece.name)
+    return piece.name.startswith("narrow/") and known is not None and known.shape != piece.whole

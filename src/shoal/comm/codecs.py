@@ -1,0 +1,156 @@
+"""Numbers as fewer bytes, and back. A codec takes a flat tensor whose size is a multiple of its block; every block
+becomes as many bytes, so that a part of the tensor is a part of the message.
+
+    int8    block of 256    256 bytes: round(x / scale) at random up or down │ 4 bytes: scale = max |x| / 127
+    1bit    block of 1024   128 bytes: x >= 0, eight to a byte               │ 4 bytes: scale = mean |x|
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.blueprint.compression import INT8_BLOCK, SIGN_BLOCK, TOPK_BLOCK, Compression
+
+BYTE = torch.uint8
+
+
+class Codec(ABC):
+    """How blocks of numbers become bytes."""
+
+    block: int
+    """Numbers that are encoded together."""
+    block_bytes: int
+    """What they become."""
+
+    @abstractmethod
+    def encode(self, x: Tensor, drawn: torch.Generator) -> Tensor:
+        """The bytes of whole blocks."""
+
+    @abstractmethod
+    def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
+        """The numbers that they stand for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Narrow(Codec):
+    """Each number rounded to a narrower type."""
+
+    dtype: torch.dtype
+    block = 1
+    block_bytes = 2
+
+    def encode(self, x: Tensor, drawn: torch.Generator) -> Tensor:
+        """Two bytes a number."""
+        return x.to(self.dtype).view(BYTE)
+
+    def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
+        """The numbers, as wide as they are wanted."""
+        return wire.view(self.dtype).to(dtype)
+
+
+class Int8(Codec):
+    """Multiples of a scale that a block shares. Rounded up as often as the remainder says, so the mean is right."""
+
+    block = INT8_BLOCK
+    block_bytes = INT8_BLOCK + 4
+
+    def encode(self, x: Tensor, drawn: torch.Generator) -> Tensor:
+        """A byte a number, and a scale for each block."""
+        blocks = x.view(-1, self.block)
+        # A millionth above the largest: what is rounded up may not pass 127.
+        scale = (blocks.abs().amax(1, keepdim=True).float() / 127).mul_(1 + 1e-6)
+        noise = torch.rand(blocks.shape, generator=drawn, dtype=torch.float32, device=x.device)
+        whole = noise.add_(blocks.float() / scale.clamp_min(torch.finfo(torch.float32).tiny)).floor_()
+        return _joined(whole.to(torch.int8), scale)
+
+    def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
+        """Multiples of the scales."""
+        whole, scale = _parted(wire, self.block)
+        return whole.view(torch.int8).to(dtype).mul_(scale.to(dtype)).view(-1)
+
+
+class Sign(Codec):
+    """One bit of each number, and the mean size of a block's."""
+
+    block = SIGN_BLOCK
+    block_bytes = SIGN_BLOCK // 8 + 4
+
+    def encode(self, x: Tensor, drawn: torch.Generator) -> Tensor:
+        """A bit a number, and a scale for each block."""
+        blocks = x.view(-1, self.block)
+        scale = blocks.abs().mean(1, keepdim=True).float()
+        bits = (blocks >= 0).view(-1, self.block // 8, 8).to(BYTE)
+        return _joined(bits.mul_(_weights(x.device)).sum(2, dtype=BYTE), scale)
+
+    def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
+        """The scale of the block, with the sign of the number."""
+        packed, scale = _parted(wire, self.block // 8)
+        bits = packed.unsqueeze(2).bitwise_and(_weights(wire.device)) != 0
+        signs = bits.view(-1, self.block).to(dtype).mul_(2).sub_(1)
+        return signs.mul_(scale.to(dtype)).view(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Largest(Codec):
+    """The largest numbers of each block, as bf16, and their places in it."""
+
+    kept: int
+    block = TOPK_BLOCK
+
+    @property
+    def block_bytes(self) -> int:  # type: ignore[override]
+        """Of a value and a place, each."""
+        return 4 * self.kept
+
+    def encode(self, x: Tensor, drawn: torch.Generator) -> Tensor:
+        """Values and places of the largest of each block."""
+        blocks = x.view(-1, self.block)
+        places = blocks.abs().topk(self.kept, dim=1, sorted=False).indices
+        values = blocks.gather(1, places).to(torch.bfloat16)
+        return torch.cat([values.view(BYTE), places.to(torch.int16).view(BYTE)], dim=1).view(-1)
+
+    def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
+        """Those in their places, and zeros."""
+        values, places = wire.view(-1, self.block_bytes).split(2 * self.kept, dim=1)
+        blocks = torch.zeros(values.shape[0], self.block, dtype=dtype, device=wire.device)
+        blocks.scatter_(1, _whole(places).view(torch.int16).long(), _whole(values).view(torch.bfloat16).to(dtype))
+        return blocks.view(-1)
+
+
+def codec_of(compression: Compression) -> Codec:
+    """Of those methods that encode numbers."""
+    match compression.method:
+        case "fp16":
+            return Narrow(torch.float16)
+        case "bf16":
+            return Narrow(torch.bfloat16)
+        case "int8":
+            return Int8()
+        case "1bit":
+            return Sign()
+        case "topk":
+            return Largest(compression.kept_in_block)
+        case other:
+            raise AssertionError(f"{other} does not encode numbers")
+
+
+def _joined(body: Tensor, scale: Tensor) -> Tensor:
+    return torch.cat([body.view(BYTE), scale.view(BYTE)], dim=1).view(-1)
+
+
+def _parted(wire: Tensor, body: int) -> tuple[Tensor, Tensor]:
+    numbers, scale = wire.view(-1, body + 4).split([body, 4], dim=1)
+    return numbers, _whole(scale).view(torch.float32)
+
+
+def _whole(x: Tensor) -> Tensor:
+    """A tensor whose bytes can be read as another type: its memory begins where that may begin."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _weights(device: torch.device) -> Tensor:
+    return 2 ** torch.arange(8, dtype=BYTE, device=device)

@@ -1,0 +1,41 @@
+"""How long what replicas send each other was on its way, and how much of that nobody had to wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """Of one step, on one rank.
+
+    >>> Hidden(seconds=0.4, exposed=0.1, bytes=0).part
+    0.75
+    """
+
+    seconds: float
+    """That something travelled."""
+    exposed: float
+    """That of it which came after the last gradient was computed."""
+    bytes: int
+    """That this rank has sent."""
+
+    @property
+    def part(self) -> float:
+        """What was hidden, from 0 to 1."""
+        return max(0.0, 1.0 - self.exposed / self.seconds) if self.seconds else 1.0
+
+    @classmethod
+    def between(cls, times: Iterable[tuple[float, float]], num_bytes: int) -> Hidden:
+        """Of messages that overlap, each from when it was ready to when it had arrived; the last one was ready when the
+        last gradient was.
+
+        >>> Hidden.between([(0.0, 2.0), (1.0, 4.0), (6.0, 7.0)], 8)
+        Hidden(seconds=5.0, exposed=1.0, bytes=8)
+        """
+        busy, until, last = 0.0, float("-inf"), float("-inf")
+        for began, ended in sorted(times):
+            busy += max(0.0, ended - max(began, until))
+            until, last = max(until, ended), began
+        return cls(busy, max(0.0, until - last) if busy else 0.0, num_bytes)

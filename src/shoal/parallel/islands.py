@@ -1,0 +1,180 @@
+"""`sync=local:H` and `sync=diloco:H`: every replica is an island that trains by itself, and they meet every H steps.
+
+    shared weights  θ ──────────────────────────────────── θ' = θ - outer step of  mean(θ - θᵢ)
+    island 0          └─ step ─ step ─ ... ─ step ─ θ₀ ──┴─ goes on from θ'
+    island 1          └─ step ─ step ─ ... ─ step ─ θ₁ ──┴─ goes on from θ'
+
+The outer step is that of SGD with Nesterov momentum. With `fragments` the weights take turns: a part of them every
+H / fragments steps, so that the wire is never idle and never crowded. With `delay` what was sent is applied that many
+steps later, while the islands go on; what they did meanwhile stays on top: θᵢ += θ' - (θᵢ when it was sent).
+
+Between two meetings nothing is the same on all islands but the shared weights and the outer momentum.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from shoal.blueprint.synchrony import Synchrony, due, refuse_fragments
+from shoal.comm.averages import Average
+from shoal.comm.hidden import Hidden
+from shoal.comm.wire import Wire
+from shoal.errors import raise_if
+from shoal.numerics.pieces import local
+from shoal.parallel.averager import Averager
+
+
+@dataclass(frozen=True, slots=True)
+class Outer:
+    """The optimizer of the shared weights, and how they travel."""
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    fragments: int = 1
+    delay: int = 0
+
+
+DEFAULT_OUTER = Outer()
+
+
+@dataclass
+class Islands:
+    """What lets the replicas of a model meet every so many steps."""
+
+    named: Mapping[str, nn.Parameter]
+    wire: Wire
+    average: Average
+    synchrony: Synchrony
+    outer: Outer
+    bucket_bytes: int
+    seed: int
+    shared: dict[str, Tensor] = field(default_factory=dict)
+    """θ: the weights that all islands agree on."""
+    momentum: dict[str, Tensor] = field(default_factory=dict)
+    sent: dict[str, Tensor] = field(default_factory=dict)
+    """With a delay: what the weights were when they were last sent."""
+    arrived: dict[str, Tensor] = field(default_factory=dict)
+    """With a delay: the mean of θ - θᵢ, waiting for its step."""
+
+    def __post_init__(self) -> None:
+        raise_if(filter(None, [refuse_fragments(self.outer.fragments, self.outer.delay, self.synchrony.every)]))
+        trained = {name: p for name, p in self.named.items() if p.requires_grad}
+        thread = ThreadPoolExecutor(1, "shoal-islands")
+        self.fragments = [
+            Averager(part, self.wire, self.average, self.bucket_bytes, self.seed, thread)
+            for part in _cut(trained, self.outer.fragments)
+        ]
+        self._travelling: set[int] = set()
+        self._waited = 0.0
+        self.hidden: Hidden | None = None
+        with torch.no_grad():
+            for name, parameter in trained.items():
+                self.shared[name] = local(parameter).detach().clone()
+                self.momentum[name] = torch.zeros_like(self.shared[name])
+                if self.outer.delay:
+                    self.sent[name] = self.shared[name].clone()
+                    self.arrived[name] = torch.zeros_like(self.shared[name])
+
+    def after(self, step: int) -> None:
+        """Exchange what is due after a step, counted from 1, and apply what is due of what was exchanged."""
+        before, self._waited = (self.wire.sent.seconds, self.wire.sent.bytes), 0.0
+        self._exchange(step)
+        seconds, num_bytes = self.wire.sent.seconds - before[0], self.wire.sent.bytes - before[1]
+        self.hidden = Hidden(seconds, min(seconds, self._waited), num_bytes)
+
+    def _exchange(self, step: int) -> None:
+        for fragment in due(step - self.outer.delay, self.synchrony.every, len(self.fragments)):
+            if self.outer.delay and step > self.outer.delay:
+                self._apply(fragment)
+        for fragment in due(step, self.synchrony.every, len(self.fragments)):
+            self._send(fragment, step)
+            if not self.outer.delay:
+                self._apply(fragment)
+
+    def meet(self, step: int) -> None:
+        """Exchange everything now, between two meetings."""
+        self.settle()
+        for fragment in range(len(self.fragments)):
+            self._send(fragment, step)
+            self._apply(fragment)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Wait for what is on its way, without applying it: until its step has come it is `arrived`."""
+        began = time.perf_counter()
+        for fragment in self._travelling:
+            for load in self.fragments[fragment].loads:
+                for name, mean in zip(load.names, load.means(), strict=True):
+                    self.arrived[name] = mean.clone()
+                load.flat = load.done = None
+        self._travelling.clear()
+        self._waited += time.perf_counter() - began
+
+    @torch.no_grad()
+    def _send(self, fragment: int, step: int) -> None:
+        averager = self.fragments[fragment]
+        for load in averager.loads:
+            own = [local(parameter) for parameter in load.parameters]
+            away = [self.shared[name] - weight for name, weight in zip(load.names, own, strict=True)]
+            averager.begin(load, away, step)
+            if self.outer.delay:
+                for name, weight in zip(load.names, own, strict=True):
+                    self.sent[name].copy_(weight)
+        self._travelling.add(fragment)
+
+    @torch.no_grad()
+    def _apply(self, fragment: int) -> None:
+        self.settle()
+        for name, parameter in self.fragments[fragment].named.items():
+            shared, momentum, away = self.shared[name], self.momentum[name], self.arrived[name]
+            before = self.sent[name] if self.outer.delay else local(parameter)
+            meanwhile = local(parameter) - before if self.outer.delay else None
+            if self.synchrony.way == "local":
+                shared -= away
+            else:
+                momentum.mul_(self.outer.momentum).add_(away)
+                shared.sub_(away.add(momentum, alpha=self.outer.momentum), alpha=self.outer.lr)
+            local(parameter).copy_(shared if meanwhile is None else shared + meanwhile)
+            if self.outer.delay:
+                away.zero_()
+            else:
+                del self.arrived[name]
+
+    @contextmanager
+    def shared_weights(self) -> Iterator[None]:
+        """Inside, the model has the weights that all islands agree on."""
+        self.settle()
+        with torch.no_grad():
+            own = {name: local(self.named[name]).clone() for name in self.shared}
+            for name, shared in self.shared.items():
+                local(self.named[name]).copy_(shared)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, weight in own.items():
+                    local(self.named[name]).copy_(weight)
+
+    def close(self) -> None:
+        """End the thread."""
+        for fragment in self.fragments:
+            fragment.close()
+
+
+def _cut(named: Mapping[str, nn.Parameter], parts: int) -> Sequence[dict[str, nn.Parameter]]:
+    """The parameters in their order, in parts of about as many elements."""
+    total = sum(local(p).numel() for p in named.values())
+    found: list[dict[str, nn.Parameter]] = [{} for _ in range(parts)]
+    before = 0
+    for name, parameter in named.items():
+        middle = before + local(parameter).numel() / 2
+        found[min(parts - 1, int(middle * parts / max(1, total)))][name] = parameter
+        before += local(parameter).numel()
+    return found

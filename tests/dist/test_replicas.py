@@ -1,0 +1,312 @@
+"""Replicas that meet by a way of ours: by lists of messages, compressed, or every so many steps."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal.comm.world import World
+from shoal.errors import ShoalError
+from shoal.numerics.init import initialise
+from shoal.parallel.islands import Outer
+from shoal.train.run import Run
+from tests.dist.pool import Pool, on_ranks
+from tests.dist.test_reshard import BATCH, TOKENS, VOCABULARY, assert_same, build, share, whole
+
+LR = 1e-2
+
+
+def started(world: World, plan: str, **options: Any) -> Run:
+    model = build("llama")
+    initialise(model, 0)
+    run = Run(f"fp64 {plan}", world=world, seed=0, clip=0.5, **options)
+    run.prepare(model)
+    run.prepare(torch.optim.AdamW(run.parameters, lr=LR))
+    return run
+
+
+def trained(world: World, plan: str, steps: int = 3, **options: Any) -> tuple[list[float], dict[str, Tensor]]:
+    run = started(world, plan, **options)
+    losses = [float(run.step(share(run, step))) for step in range(steps)]
+    return losses, run.weights()
+
+
+# ---- lists of messages ----------------------------------------------------------------------------------------------
+
+COMPOSED = [
+    (2, "mb=4", "ring"),
+    (3, "mb=8", "halving"),
+    (4, "", "double_tree"),
+    (4, "", "hierarchical"),
+    (4, "tp=2 mb=6", "ring"),
+    (4, "dp_replicate=2 zero=3 mb=3", "tree"),
+    (4, "dp_replicate=2 zero=1 mb=3", "ring"),
+    (4, "dp_replicate=2 pp=2 1f1b mb=3", "ring"),
+    (2, "cp=2 mb=6", "ring"),
+    (2, "", "auto"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "plan", "algorithm"), COMPOSED)
+def test_lists_of_messages_train_as_one_rank_does(pool: Pool, ranks: int, plan: str, algorithm: str) -> None:
+    (losses, weights), *_ = pool.run(_trained_by, ranks, plan, algorithm)
+    (alone, wanted), *_ = pool.run(trained, 1, "")
+    assert losses == pytest.approx(alone, rel=1e-11)
+    for name, weight in wanted.items():
+        assert torch.allclose(weights[name], weight, rtol=1e-8, atol=1e-10), name
+
+
+def _trained_by(world: World, plan: str, algorithm: Any) -> tuple[list[float], dict[str, Tensor]]:
+    return trained(world, plan, algorithm=algorithm)
+
+
+class Forked(nn.Module):
+    """Uses one of its two layers, another one on every rank and in every step."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 3) for _ in range(2)])
+        self.turn = rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.turn += 1
+        return self.layers[self.turn % 2](x)
+
+
+@on_ranks(2)
+def test_parameters_without_a_gradient_count_as_zero(world: World) -> None:
+    torch.manual_seed(0)
+    run = Run("fp64", world=world, loss=lambda model, batch: model(batch["x"]).sum(), algorithm="ring")
+    model = run.prepare(Forked(world.rank))
+    run.prepare(torch.optim.SGD(run.parameters, lr=0.5))
+    before = [layer.bias.detach().clone() for layer in model.layers]
+    run.step({"x": torch.ones(2, 3, dtype=torch.float64)})
+    for layer, bias in zip(model.layers, before, strict=True):  # each was used by one of two ranks
+        assert torch.allclose(bias - layer.bias, torch.full((3,), 0.5, dtype=torch.float64))
+
+
+@on_ranks(2)
+def test_every_replica_begins_with_the_weights_of_the_first(world: World) -> None:
+    torch.manual_seed(world.rank)
+    run = Run("fp64 compress=int8", world=world, loss=lambda model, batch: model(batch["x"]).sum())
+    model = run.prepare(nn.Linear(3, 3))
+    first, second = world.all_gather_object(model.weight.detach().clone())
+    assert torch.equal(first, second)
+
+
+# ---- compressed -----------------------------------------------------------------------------------------------------
+
+METHODS = ["fp16", "bf16", "int8", "1bit", "topk:0.1", "randomk:0.5", "powersgd:2"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_compressed_training_stays_near(pool: Pool, method: str) -> None:
+    """And the layouts that divide a replica make no difference to what travels between two."""
+    (plain, _), *_ = pool.run(trained, 2, "", 6)
+    for ranks, plan in ((2, "mb=6"), (4, "dp_replicate=2 zero=3"), (4, "dp_replicate=2 tp=2 mb=6")):
+        every = pool.run(trained, ranks, f"{plan} compress={method}", 6)
+        losses = every[0][0]
+        assert all(other == losses for other, _ in every), "ranks disagree"
+        assert losses[0] == pytest.approx(plain[0], rel=1e-12)
+        assert losses != pytest.approx(plain, rel=1e-9), "nothing was compressed"
+        assert losses == pytest.approx(plain, rel=0.03)
+
+
+@on_ranks(2)
+def test_what_cannot_go_together_is_refused(world: World) -> None:
+    with pytest.raises(ShoalError, match="fp16 scales every step's gradients otherwise"):
+        Run("fp16 compress=topk", world=world)
+    with pytest.raises(ShoalError, match="cp=2 is not inside of one"):
+        Run("cp=2 sync=diloco:4", world=world)
+
+
+@on_ranks(2)
+def test_how_much_was_hidden_is_told(world: World) -> None:
+    run = started(world, "compress=int8", bucket_mb=0.001)
+    run.step(share(run, 0))
+    assert run.composed.reducer is not None
+    hidden = run.composed.reducer.hidden
+    assert hidden is not None
+    assert len(run.composed.reducer.averager.loads) > 3
+    assert 0 <= hidden.exposed <= hidden.seconds
+    assert 0 <= hidden.part <= 1
+    assert hidden.bytes > 0
+
+
+# ---- islands --------------------------------------------------------------------------------------------------------
+
+
+def batch_of(step: int, place: int, degree: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(VOCABULARY, (BATCH, TOKENS + 1), generator=torch.Generator().manual_seed(step))
+    size = BATCH // degree
+    own = tokens[place * size : (place + 1) * size]
+    return own[:, :-1], own[:, 1:]
+
+
+def diloco(islands: int, steps: int, every: int, *, lr: float, momentum: float) -> tuple[list[float], nn.Module]:
+    """In plain torch, one island after the other."""
+    outer = build("llama").double()
+    initialise(outer, 0)
+    sgd = torch.optim.SGD(outer.parameters(), lr=lr, momentum=momentum, nesterov=momentum > 0)
+    models = [copy.deepcopy(outer) for _ in range(islands)]
+    inner = [torch.optim.AdamW(model.parameters(), lr=LR) for model in models]
+    losses = []
+    for step in range(steps):
+        total = 0.0
+        for place, (model, optimizer) in enumerate(zip(models, inner, strict=True)):
+            tokens, labels = batch_of(step, place, islands)
+            loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            total += float(loss.detach()) / islands
+        losses.append(total)
+        if (step + 1) % every == 0:
+            sgd.zero_grad()
+            for shared, *own in zip(outer.parameters(), *(model.parameters() for model in models), strict=True):
+                shared.grad = shared.detach() - torch.stack([one.detach() for one in own]).mean(0)
+            sgd.step()
+            for model in models:
+                model.load_state_dict(outer.state_dict())
+    return losses, outer
+
+
+@pytest.mark.parametrize(
+    ("ranks", "plan", "islands"),
+    [(2, "mb=4", 2), (3, "", 3), (4, "dp_replicate=2 zero=3 mb=3", 2), (4, "dp_replicate=2 tp=2", 2),
+     (4, "dp_replicate=2 pp=2 1f1b mb=3", 2)],
+)  # fmt: skip
+@pytest.mark.parametrize(("way", "lr", "momentum"), [("diloco", 0.7, 0.9), ("local", 1.0, 0.0)])
+def test_islands_meet_as_in_plain_torch(
+    pool: Pool, ranks: int, plan: str, islands: int, way: str, lr: float, momentum: float
+) -> None:
+    (losses, weights), *_ = pool.run(trained, ranks, f"{plan} sync={way}:3", 7)
+    expected, outer = diloco(islands, 7, 3, lr=lr, momentum=momentum)
+    assert losses == pytest.approx(expected, rel=1e-9)
+    for name, weight in outer.named_parameters():
+        assert torch.allclose(weights[name], weight, rtol=1e-7, atol=1e-9), name
+
+
+@on_ranks(2)
+def test_fragments_take_turns_and_late_ones_keep_what_was_done_meanwhile(world: World) -> None:
+    """Held against the same written out in plain torch for this one case: 2 fragments, every 4 steps, 1 step late."""
+    run = started(world, "sync=diloco:4", outer=Outer(lr=0.5, momentum=0.0, fragments=2, delay=1))
+    islands = run.composed.islands
+    assert islands is not None
+    shared = {name: p.detach().clone() for name, p in run.composed.named.items()}
+    at_send: dict[str, Tensor] = {}
+    for step in range(1, 10):
+        run.step(share(run, step))
+        own = {name: p.detach().clone() for name, p in run.composed.named.items()}
+        for number, fragment in enumerate(islands.fragments):
+            if step in ((3, 7), (5, 9))[number]:  # sent after 2, 6 and 4, 8; applied one step later
+                for name in fragment.named:
+                    away = torch.stack([shared[name] - sent[name] for sent in world.all_gather_object(at_send)]).mean(0)
+                    shared[name] = shared[name] - 0.5 * away
+                    assert torch.allclose(islands.shared[name], shared[name], rtol=1e-9, atol=1e-12), (step, name)
+            if step in ((2, 6), (4, 8))[number]:
+                at_send.update({name: own[name] for name in fragment.named})
+    assert len(islands.fragments) == 2
+    assert all(islands.fragments[n].named for n in range(2))
+
+
+@on_ranks(2)
+def test_the_shared_weights_are_what_is_told(world: World) -> None:
+    run = started(world, "sync=diloco:3")
+    for step in range(4):  # one step after a meeting
+        run.step(share(run, step))
+    first, second = world.all_gather_object({n: p.detach().clone() for n, p in run.composed.named.items()})
+    assert any(not torch.equal(first[name], second[name]) for name in first), "islands are not islands"
+    assert run.composed.islands is not None
+    if world.is_main:
+        assert all(torch.equal(w, run.composed.islands.shared[n]) for n, w in run.weights().items())
+    else:
+        run.weights()
+    run.meet()
+    first, second = world.all_gather_object({n: p.detach().clone() for n, p in run.composed.named.items()})
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+# ---- saved and loaded -----------------------------------------------------------------------------------------------
+
+SAVED = [
+    ("compress=1bit", {}),
+    ("compress=topk:0.1", {}),
+    ("compress=powersgd:2", {}),
+    ("compress=int8", {}),
+    ("sync=diloco:3", {}),
+    ("sync=diloco:4 compress=1bit", {"outer": Outer(fragments=2, delay=1)}),
+]
+
+
+def _begin(world: World, plan: str, options: dict[str, Any], folder: str, steps: int, more: int) -> list[float]:
+    run = started(world, plan, **options)
+    for step in range(steps):
+        run.step(share(run, step))
+    run.save(folder)
+    return [float(run.step(share(run, step))) for step in range(steps, steps + more)]
+
+
+def _go_on(world: World, plan: str, options: dict[str, Any], folder: str, more: int) -> list[float]:
+    run = started(world, plan, **options)
+    step = run.load(folder)
+    run.save(f"{folder}-again")
+    return [float(run.step(share(run, n))) for n in range(step, step + more)]
+
+
+@pytest.mark.parametrize(("words", "options"), SAVED)
+def test_goes_on_bit_for_bit_on_the_same_layout(
+    pool: Pool, tmp_path: Path, words: str, options: dict[str, Any]
+) -> None:
+    for ranks, plan in ((2, ""), (4, "dp_replicate=2 zero=3")):
+        folder = str(tmp_path / f"{ranks}")
+        undisturbed = pool.run(_begin, ranks, f"{plan} {words}", options, folder, 5, 4)[0]
+        assert pool.run(_go_on, ranks, f"{plan} {words}", options, folder, 4)[0] == undisturbed
+        assert_same(whole(Path(f"{folder}-again")), whole(Path(folder)))
+
+
+@pytest.mark.parametrize(("words", "options"), SAVED)
+def test_goes_on_with_another_number_of_replicas(
+    pool: Pool, tmp_path: Path, words: str, options: dict[str, Any]
+) -> None:
+    """What is owed, and what islands have learnt, on average, is the same before and after."""
+    folder = str(tmp_path / "run")
+    undisturbed = pool.run(_begin, 4, words, options, folder, 5, 4)[0]
+    before = means(whole(Path(folder)))
+    for ranks, plan in ((2, ""), (3, ""), (6, "dp_replicate=3 zero=1"), (1, "")):
+        losses = pool.run(_go_on, ranks, f"{plan} {words}", options, folder, 4)[0]
+        assert losses == pytest.approx(undisturbed, rel=0.02), ranks
+        if ranks > 1:
+            after = means(whole(Path(f"{folder}-again")))
+            assert {n for n in before if not n.startswith("narrow")} <= after.keys()
+            for name, value in before.items():
+                if not name.startswith("narrow"):
+                    assert torch.allclose(after[name], value, rtol=1e-12, atol=1e-14), name
+
+
+def means(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What replicas have of their own, averaged over them; the rest as it is."""
+    found: dict[str, list[Tensor]] = {}
+    for name, tensor in tensors.items():
+        plain = name.split("/", 2)[2] if name.startswith("replica/") else name
+        found.setdefault(f"{name.startswith('replica/')}/{plain}".removeprefix("False/"), []).append(tensor)
+    return {name: torch.stack(several).mean(0) for name, several in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("compress=1bit", ""), ("", "compress=1bit"), ("compress=powersgd:2", "compress=powersgd:4"),
+     ("sync=diloco:3", ""),
+     ("", "sync=diloco:3"), ("sync=diloco:3", "sync=diloco:2"), ("sync=diloco:3 compress=int8", "sync=local:3")],
+)  # fmt: skip
+def test_another_way_to_meet_after_a_resume(pool: Pool, tmp_path: Path, before: str, after: str) -> None:
+    folder = str(tmp_path / "run")
+    undisturbed = pool.run(_begin, 2, before, {}, folder, 5, 4)[0]
+    losses = pool.run(_go_on, 2, after, {}, folder, 4)[0]
+    assert losses == pytest.approx(undisturbed, rel=0.02)
