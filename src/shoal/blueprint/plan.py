@@ -112,7 +112,8 @@ class Plan:
     or `powersgd:4`. None: gradients."""
 
     sync: str | None = None
-    """How often replicas hear of each other: `local:8`, `diloco:50`. None: at every step."""
+    """How often replicas hear of each other: `local:8`, `diloco:50`. None: at every step. auto: `shoal train` chooses,
+    and `compress` with it, by what it measures when the run begins."""
 
     def __post_init__(self) -> None:
         said = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -223,8 +224,8 @@ class Plan:
 
     @property
     def synchrony(self) -> synchrony.Synchrony | None:
-        """What `sync` says."""
-        return None if self.sync is None else synchrony.Synchrony.parse(self.sync)
+        """What `sync` says; None also while it is to be chosen."""
+        return None if self.sync in (None, synchrony.AUTO) else synchrony.Synchrony.parse(str(self.sync))
 
     @property
     def gradient_axis(self) -> str:
@@ -374,6 +375,8 @@ def _conflicts(plan: Plan) -> Iterator[Problem]:
         yield Problem(what, "zero=1, 2 or 3")
     if plan.context and plan.cp == 1:
         yield Problem(f"{plan.context} divides tokens among cp ranks, but cp=1", f"cp=2, or leave {plan.context} out")
+    if plan.sync == synchrony.AUTO and plan.compress:
+        yield Problem(f"sync=auto chooses compress too, and compress={plan.compress} is said", "leave one of them out")
     if plan.sp and plan.tp == 1:
         yield Problem("sp divides tokens among tp ranks, but tp=1", "tp=2 or more, or leave sp out")
     if plan.pp == 1:

@@ -1,5 +1,6 @@
 """How often replicas hear of each other: at every step, or every H steps. The words of a plan after `sync=`.
 
+    auto        chosen when a run begins (`shoal.train.adapt`)
     (none)      gradients are averaged at every step: all replicas are one model
     local:8     islands: each makes 8 steps of its own, then their weights are averaged
     diloco:50   islands: each makes 50 steps of its own; how far they have come, on average, is one step of an outer
@@ -18,6 +19,8 @@ from shoal.errors import Problem, ShoalError, listed, nearest
 
 Way = Literal["local", "diloco"]
 WAYS: tuple[Way, ...] = get_args(Way)
+AUTO = "auto"
+"""To be chosen when a run begins, `compress` with it, by what a step takes and what the link can do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,8 @@ class Synchrony:
 def problem_of(word: object) -> Problem | None:
     """What is wrong with a word after `sync=`, if anything is."""
     name, _, every = str(word).partition(":")
+    if word == AUTO:
+        return None
     if not isinstance(word, str) or name not in WAYS:
         near = nearest(name, WAYS)
         return Problem(f"sync={word!r} does not exist", f"sync={near}:50" if near else "sync=local:8 or diloco:50")

@@ -28,6 +28,7 @@ from shoal.numerics.optim import build_optimizer, set_lr
 from shoal.numerics.schedule import lr_factor, scaled_lr
 from shoal.observe.directory import RunDirectory
 from shoal.observe.progress import ProgressLine, Quiet, progress_line
+from shoal.train.adapt import settled
 from shoal.train.build import build_to_lay_out, describe
 from shoal.train.injected import inject_faults
 from shoal.train.job import Job, outer_of, steps_of, units
@@ -55,9 +56,11 @@ class Manner:
 
 def train(placement: Placement | None, store: Store | None, job: Job, manner: Manner) -> dict[str, Any]:
     """Train on this rank; returns the summary of the run, the same on every rank."""
-    recipe = job.recipe
-    launch, optim, settings = recipe.launch, recipe.optim, recipe.run
+    launch = job.recipe.launch
     world = World.start(placement, device=launch.device, timeout=launch.timeout, store=store, threads=launch.threads)
+    job, how_to_meet = settled(job, world)
+    recipe = job.recipe
+    optim, settings = recipe.optim, recipe.run
     with _run_of(recipe, world) as run:
         console = Console(stderr=True)
         unit = "tok" if job.training.tokens_per_sample > 1 else "sample"
@@ -76,7 +79,7 @@ def train(placement: Placement | None, store: Store | None, job: Job, manner: Ma
         meter = Meter(run, job, description, path, began=manner.began, history=known.get("history"))
         if keeper is not None:
             keeper.facts = lambda: {"history": meter.history()}
-        line.note(_headline(run, job, lr))
+        line.note("\n".join(filter(None, (_headline(run, job, lr), how_to_meet))))
         if manifest is not None:
             line.note(f"resume from step {manifest.step}, which {_counted(int(known.get('ranks', 1)), 'rank')} saved")
         loader = Loader(

@@ -131,6 +131,8 @@ class Run:
         self.world = world or World.start(place, device=device, timeout=timeout, threads=threads)
         self.plan = asked.resolve(self.world.size)
         refuse_unbuilt(self.plan)
+        if self.plan.sync == "auto":
+            raise ShoalError("sync=auto is chosen by `shoal train`", fix="sync=diloco:50, compress=int8, or neither")
         self.precision = precision_of(self.plan.precision)
         scale = LossScale(loss_scale, loss_scale_window) if self.precision.scales_loss else LossScale()
         self.updates = Updates(world=self.world, loss_scale=scale, clip=clip, on_nan=on_nan)

@@ -1,0 +1,176 @@
+"""Ways for replicas to meet, tried on one model and one link: bytes, seconds of a step, and the loss after as many
+samples. What a step will take is *predicted* first, from a step without meeting and from the link; then *measured*."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean, median
+from typing import Any
+
+import torch.distributed as dist
+
+from shoal.blueprint.meeting import predict
+from shoal.blueprint.plan import Plan
+from shoal.comm.environment import Placement
+from shoal.comm.world import World
+from shoal.data.loading import Loader, evaluation_batches
+from shoal.numerics.optim import build_optimizer, set_lr
+from shoal.numerics.schedule import lr_factor
+from shoal.train.adapt import Weighed, weigh
+from shoal.train.build import build_to_lay_out
+from shoal.train.job import Job, outer_of
+from shoal.train.run import Run
+
+EVERY = (
+    *("", "compress=fp16", "compress=bf16", "compress=int8", "compress=1bit", "compress=topk:0.01"),
+    *("compress=randomk:0.1", "compress=powersgd:4", "sync=local:8", "sync=diloco:50", "sync=diloco:50 compress=int8"),
+)
+SMOOTH = 5
+"""Losses of so many steps are averaged before one says that a loss was reached."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """What to try."""
+
+    ways: tuple[str, ...] = EVERY
+    steps: int = 50
+    """Of each way; of islands at least as many as lie between two meetings, and a multiple of them."""
+    until: float | None = None
+    """End a way when its loss has come down to this; `steps` is the most that it gets."""
+    evaluate: int = 64
+    """Held-out samples that are scored in the end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """One way."""
+
+    words: str
+    predicted: float
+    """Seconds of a step."""
+    seconds: float
+    """The same, measured: the median of single steps; of islands the mean between two meetings."""
+    bytes: float
+    """Sent by rank 0 in a step, on average."""
+    steps: int
+    loss: float
+    """The mean over the last tenth of the steps."""
+    eval_loss: float | None
+    seconds_to_loss: float | None
+    """When the wanted loss was reached; None: it was not, or none was wanted."""
+    curve: list[tuple[float, float]] = field(default_factory=list)
+    """Seconds since the first step, and the loss, of every step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What one rank came to."""
+
+    is_main: bool
+    replicas: int
+    weighed: Weighed
+    tried: list[Tried]
+
+
+def measure(placement: Placement | None, store: dist.Store | None, job: Job, ask: Ask) -> Found:
+    """Try every way, one after the other, with the same ranks; every rank calls it."""
+    launch = job.recipe.launch
+    with World.start(
+        placement, device=launch.device, timeout=launch.timeout, store=store, threads=launch.threads
+    ) as world:
+        weighed = weigh(job, world, ask.ways)
+        assert weighed is not None
+        tried = [_try(job, world, words, weighed, ask) for words in ask.ways]
+        return Found(is_main=world.is_main, replicas=weighed.replicas, weighed=weighed, tried=tried)
+
+
+def _try(job: Job, world: World, words: str, weighed: Weighed, ask: Ask) -> Tried:
+    recipe, said = job.recipe, Plan.parse(words)
+    every = said.synchrony.every if said.synchrony is not None else 1
+    num_steps = -(-ask.steps // every) * every
+    plan = replace(recipe.plan, compress=said.compress, sync=said.sync)
+    run = Run(plan, seed=recipe.run.seed, clip=recipe.optim.clip, outer=outer_of(recipe), world=world)
+    run.prepare(build_to_lay_out(recipe.model, recipe.run.seed))
+    run.prepare(build_optimizer(run.parameters, recipe.optim, lr=recipe.optim.lr, seed=recipe.run.seed))
+    curve, num_bytes = _trained(run, job, num_steps, ask.until)
+    eval_loss = _evaluated(run, job, ask.evaluate)
+    run.composed.close()
+    losses = [loss for _, loss in curve]
+    step = predict(words, weighed.island, weighed.link, weighed.replicas, weighed.codec)
+    reached = next((at for at, loss in _smoothed(curve) if ask.until is not None and loss <= ask.until), None)
+    _tell(world, f"{words or 'as they are'}: {_per_step(curve, every):.3f} s a step, loss {losses[-1]:.4f}")
+    return Tried(
+        words=words,
+        predicted=step.seconds,
+        seconds=_per_step(curve, every),
+        bytes=fmean(num_bytes[-every:]) if every > 1 else median(num_bytes),
+        steps=len(curve),
+        loss=fmean(losses[-max(1, len(losses) // 10) :]),
+        eval_loss=eval_loss,
+        seconds_to_loss=reached,
+        curve=curve,
+    )
+
+
+def _trained(run: Run, job: Job, num_steps: int, until: float | None) -> tuple[list[tuple[float, float]], list[int]]:
+    recipe = job.recipe
+    loader = Loader(
+        job.training,
+        seed=recipe.run.seed,
+        batch=recipe.data.batch,
+        coordinate=run.coordinate,
+        degree=run.degree,
+        workers=0,
+    )
+    curve: list[tuple[float, float]] = []
+    sent: list[int] = []
+    run.world.barrier()
+    began = time.perf_counter()
+    try:
+        for batch in run.batches(loader):
+            factor = lr_factor(recipe.optim.schedule, (len(curve) + 1) / num_steps, final=recipe.optim.final_lr)
+            set_lr(run.optimizer, factor)
+            loss = float(run.step(batch))
+            curve.append((time.perf_counter() - began, loss))
+            hidden = run.report.hidden if run.report is not None else None
+            sent.append(hidden.bytes if hidden is not None else 0)
+            # The loss is the same on all ranks, and so is what follows from it.
+            if len(curve) == num_steps or (until is not None and _smoothed(curve)[-1][1] <= until):
+                return curve, sent
+    finally:
+        loader.close()
+    raise AssertionError("a Loader never ends")
+
+
+def _per_step(curve: Sequence[tuple[float, float]], every: int) -> float:
+    """Without the first step, which pays for memory and connections, where there are others."""
+    took = [after - before for (before, _), (after, _) in itertools.pairwise([(0.0, 0.0), *curve])]
+    if every > 1 and len(took) >= every:
+        settled = took[-every:]
+        return (sum(settled) - settled[0] + median(settled)) / every if len(took) == every else fmean(settled)
+    return median(took[1:] or took)
+
+
+def _smoothed(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    return [
+        (at, fmean(loss for _, loss in curve[max(0, place - SMOOTH + 1) : place + 1]))
+        for place, (at, _) in enumerate(curve)
+    ]
+
+
+def _evaluated(run: Run, job: Job, samples: int) -> float | None:
+    if not len(job.held_out) or not samples:
+        return None
+    size = run.plan.microbatch_size(job.recipe.data.batch) * run.degree
+    batches: Any = evaluation_batches(job.held_out, batch=size, coordinate=run.coordinate, degree=run.degree)
+    return run.evaluate(itertools.islice(batches, max(1, samples // size)))
+
+
+def _tell(world: World, text: str) -> None:
+    if world.is_main:
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,103 @@
+"""`sync=auto`: how replicas should meet here, from what a step takes without them and what the link can do.
+
+Every rank makes a few steps of the run on its own island, without meeting, on a copy of the model that is thrown away;
+then all measure the link and the codecs together, and `shoal.blueprint.meeting` chooses.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import dataclass, replace
+from statistics import median
+
+from shoal.blueprint.meeting import WAYS, Island, Link, Step, choose
+from shoal.blueprint.plan import Plan
+from shoal.comm.measure import codec_seconds, link_of
+from shoal.comm.wire import Wire
+from shoal.comm.world import World
+from shoal.data.loading import Loader
+from shoal.numerics.optim import build_optimizer
+from shoal.numerics.pieces import local
+from shoal.train.build import build_to_lay_out
+from shoal.train.job import Job
+from shoal.train.run import Run
+
+NEVER = "local:1000000000"
+TRIALS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """What was measured, and what follows from it."""
+
+    replicas: int
+    island: Island
+    link: Link
+    codec: dict[str, float]
+    chosen: Step
+    steps: list[Step]
+    why: str
+
+
+def weigh(job: Job, world: World, ways: tuple[str, ...] = WAYS) -> Weighed | None:
+    """Measure, and choose. Every rank calls it, and all come to the same. None: there is one replica."""
+    plan = job.recipe.plan
+    if plan.layout.dp_replicate == 1:
+        return None
+    trial = Run(replace(plan, sync=NEVER, compress=None), seed=job.recipe.run.seed, world=world)
+    try:
+        compute, shapes, width = _island(job, trial)
+        wire = Wire(trial.mesh.new_group("dp_replicate"), trial.mesh.wire)
+        link = link_of(wire)
+        methods = {Plan.parse(words).compress for words in ways} - {None}
+        codec = codec_seconds(wire, sorted(method for method in methods if method is not None))
+    finally:
+        trial.composed.close()
+    del trial
+    gc.collect()
+    island = Island(compute, shapes, width)
+    told = world.all_gather_object((island, link, codec))[0]  # those of other islands may have other shards
+    chosen, steps, why = choose(told[0], told[1], plan.layout.dp_replicate, told[2], ways)
+    return Weighed(plan.layout.dp_replicate, *told, chosen, steps, why)
+
+
+def settled(job: Job, world: World) -> tuple[Job, str]:
+    """The job with `sync=auto` made one of the ways, and the reason in words; else as it is."""
+    plan = job.recipe.plan
+    if plan.sync != "auto":
+        return job, ""
+    weighed = weigh(job, world)
+    words = Plan() if weighed is None else Plan.parse(weighed.chosen.words)
+    chosen = replace(plan, sync=words.sync, compress=words.compress)
+    why = "there is one replica" if weighed is None else f"{weighed.why} (predicted from what was measured)"
+    said = "gradients at every step" if weighed is None or not weighed.chosen.words else weighed.chosen.words
+    return replace(job, recipe=job.recipe.model_copy(update={"plan": chosen})), f"meet   {said}: {why}"
+
+
+def _island(job: Job, trial: Run) -> tuple[float, list[tuple[int, ...]], int]:
+    """Seconds of a step of an island, on the slowest; the shapes that this rank holds of it, and bytes of a number."""
+    recipe = job.recipe
+    trial.prepare(build_to_lay_out(recipe.model, recipe.run.seed))
+    trial.prepare(build_optimizer(trial.parameters, recipe.optim, lr=recipe.optim.lr))
+    loader = Loader(
+        job.training,
+        seed=recipe.run.seed,
+        batch=recipe.data.batch,
+        coordinate=trial.coordinate,
+        degree=trial.degree,
+        workers=0,
+    )
+    took = []
+    try:
+        for number, batch in enumerate(trial.batches(loader)):
+            began = time.perf_counter()
+            trial.step(batch)
+            trial.settle()
+            took.append(trial.world.all_reduce_host([time.perf_counter() - began], "max").wait()[0])
+            if number == TRIALS:
+                break
+    finally:
+        loader.close()
+    held = [local(parameter) for parameter in trial.parameters if parameter.requires_grad]
+    return median(took[1:]), [tuple(piece.shape) for piece in held], held[0].element_size()
