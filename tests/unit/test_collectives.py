@@ -106,3 +106,28 @@ def test_few_ranks_have_children_in_both_trees(world: int) -> None:
     both = set(first.parent.values()) & set(second.parent.values())
     assert len(both) <= 1
     assert len(first.top_down) == len(second.top_down) == world
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_critical_path_is_what_seconds_are_made_of(kind: Kind, algorithm: Algorithm) -> None:
+    listed = steps(kind, algorithm, 6, 999, node=2)
+    rounds, elements = listed.critical()
+    assert listed.seconds(latency=3.0, bandwidth=2.0) == pytest.approx(rounds * 3.0 + elements * 4 / 2.0)
+
+
+def test_messages_over_one_wire_share_it() -> None:
+    """2 x 2 ranks. A flat ring sends a quarter over each cable in 6 rounds; hierarchical, a quarter for both of a pair
+    in 2 rounds: 1.5 against 1."""
+
+    def link(source: int, target: int) -> tuple[float, float]:
+        return (0.0, 1e12) if source // 2 == target // 2 else (0.0, 4.0)
+
+    def cable(source: int, target: int) -> tuple[object, ...]:
+        return ("inside", source, target) if source // 2 == target // 2 else ("cable", source // 2)
+
+    seconds = {
+        name: steps("all_reduce", name, 4, 1000, node=2).seconds_over(link, wire=cable)
+        for name in ("ring", "hierarchical")
+    }
+    assert seconds == pytest.approx({"ring": 1500.0, "hierarchical": 1000.0}, rel=1e-6)

@@ -18,7 +18,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -153,41 +153,61 @@ def fit_rate(products: Sequence[Reading], bandwidth: float) -> float:
     return sum(s * s for s in slopes) / sum(s * part for s, part in zip(slopes, left, strict=True))
 
 
-def fit_tier(messages: Sequence[Reading], num_ranks: int) -> Tier:
-    """A link such that messages take what `Link` says, with the least sum of squared relative errors."""
-    columns = [[_predicted(each, num_ranks, *unit) / each.seconds for each in messages] for unit in np.eye(4).tolist()]
-    base, latency, *per_bytes = _nonnegative(np.array(columns).T)
+def fit_tier(messages: Sequence[Reading], num_ranks: int, *, num_nodes: int = 1, inside_latency: float = 0.0) -> Tier:
+    """A link such that messages take what `Link` says, with the least sum of squared relative errors. `num_nodes` that
+    the ranks lie on; if several, it is the link between them, and `inside_latency` that of the ones inside."""
+    shape = _Shape(num_ranks, num_nodes, inside_latency)
+    known = [_predicted(each, shape, 0, 0, 0, 0) / each.seconds for each in messages]
+    columns = [
+        [_predicted(each, shape, *unit) / each.seconds - part for each, part in zip(messages, known, strict=True)]
+        for unit in np.eye(4).tolist()
+    ]
+    base, latency, *per_bytes = _nonnegative(np.array(columns).T, 1 - np.array(known))
     per_byte, per_gathered_byte = (max(each, 1e-15) for each in per_bytes)
+    over = f"on {num_nodes} hosts" if num_nodes > 1 else ""
     return Tier(
         name="measured",
         bandwidth=1 / per_byte,
         latency=latency,
         base=base,
         gathering=per_byte / per_gathered_byte,
-        source=f"measured between {num_ranks} ranks",
+        source=f"measured between {num_ranks} ranks {over}".rstrip(),
     )
 
 
+class _Shape(NamedTuple):
+    """Ranks, and how they lie."""
+
+    num_ranks: int
+    num_nodes: int = 1
+    inside_latency: float = 0.0
+
+
 def _predicted(
-    message: Reading, num_ranks: int, base: float, latency: float, per_byte: float, per_gathered_byte: float
+    message: Reading, shape: _Shape, base: float, latency: float, per_byte: float, per_gathered_byte: float
 ) -> float:
     """Seconds of a message over a link of such numbers. A unit of one and none of the others: its coefficient."""
     is_direct = message.what in ("send", "all_reduce")
     per_byte = per_byte if is_direct else per_gathered_byte
-    link = Link(num_ranks, 1, 1 / per_byte if per_byte else math.inf, latency, base)
+    alone = 1 / per_byte if per_byte else math.inf
+    members = shape.num_ranks // shape.num_nodes
+    together = alone * (members if shape.num_nodes > 1 else 1)
+    link = Link(
+        shape.num_ranks, shape.num_nodes, together, latency, base, shape.inside_latency, alone=alone, members=members
+    )
     seconds = {"send": link.send, "all_reduce": link.reduce}.get(message.what, link.gather)
     return seconds(message.size[0])
 
 
-def _nonnegative(columns: Any) -> tuple[float, ...]:
-    """The least-squares solution of columns · x = 1 in which no x is negative: the best that some columns give."""
-    width, ones = columns.shape[1], np.ones(len(columns))
+def _nonnegative(columns: Any, wanted: Any) -> tuple[float, ...]:
+    """The least-squares solution of columns · x = wanted in which no x is negative: the best that some columns give."""
+    width = columns.shape[1]
     best, solution = math.inf, np.zeros(width)
     for number in range(1, width + 1):
         for chosen in map(list, combinations(range(width), number)):
             found = np.zeros(width)
-            found[chosen] = np.linalg.lstsq(columns[:, chosen], ones, rcond=None)[0]
-            error = float(np.square(columns @ found - ones).sum())
+            found[chosen] = np.linalg.lstsq(columns[:, chosen], wanted, rcond=None)[0]
+            error = float(np.square(columns @ found - wanted).sum())
             if (found >= 0).all() and error < best:
                 best, solution = error, found
     return tuple(solution.tolist())
@@ -226,7 +246,9 @@ def error_of_products(found: Readings, device: Device, precision: str) -> float:
 def error_of_messages(found: Readings, tier: Tier) -> float:
     """The same of messages."""
     numbers = tier.base, tier.latency, 1 / tier.bandwidth, 1 / (tier.bandwidth * tier.gathering)
-    return _mean_error([(_predicted(each, found.num_ranks, *numbers), each.seconds) for each in found.of_messages()])
+    return _mean_error(
+        [(_predicted(each, _Shape(found.num_ranks), *numbers), each.seconds) for each in found.of_messages()]
+    )
 
 
 def _mean_error(pairs: Iterable[tuple[float, float]]) -> float:

@@ -22,7 +22,7 @@ bandwidth, and the picture, all come from the list.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -64,24 +64,35 @@ class Steps:
             found[move.source, move.target] += self.elements(move)
         return dict(found)
 
+    def critical(self) -> tuple[int, int]:
+        """Rounds, and elements of the longest message of each round together: what `seconds` takes latency and the time
+        of an element by."""
+        longest = (max((self.elements(move) for move in moves), default=0) for moves in self.rounds)
+        return len(self.rounds), sum(longest)
+
     def seconds(self, *, latency: float, bandwidth: float, bytes_per_element: int = 4) -> float:
         """The cost over links that are all alike: a round takes as long as its longest message."""
         return self.seconds_over(lambda source, target: (latency, bandwidth), bytes_per_element)
 
     def seconds_over(
-        self, link: Callable[[int, int], tuple[float, float]], bytes_per_element: int = 4, shared: bool = False
+        self,
+        link: Callable[[int, int], tuple[float, float]],
+        bytes_per_element: int = 4,
+        wire: Callable[[int, int], Hashable] | None = None,
     ) -> float:
-        """The same over links that differ: `link(source, target)` is latency and bandwidth. `shared`: those messages of
-        a round that go over the slowest kind of link share its bandwidth."""
+        """The same over links that differ: `link(source, target)` is latency and bandwidth. `wire(source, target)` says
+        what a message goes over: those of a round that go over the same wire share its bandwidth. None: each has its
+        own."""
+        named = wire or (lambda source, target: (source, target))
         total = 0.0
         for moves in self.rounds:
-            slowest = min((link(m.source, m.target)[1] for m in moves), default=0.0)
-            over = sum(link(m.source, m.target)[1] == slowest for m in moves) if shared else 1
+            load: dict[Hashable, int] = defaultdict(int)
+            for move in moves:
+                load[named(move.source, move.target)] += self.elements(move)
             costs = []
             for move in moves:
                 latency, bandwidth = link(move.source, move.target)
-                share = over if shared and bandwidth == slowest else 1
-                costs.append(latency + self.elements(move) * bytes_per_element * share / bandwidth)
+                costs.append(latency + load[named(move.source, move.target)] * bytes_per_element / bandwidth)
             total += max(costs, default=0.0)
         return total
 

@@ -16,6 +16,7 @@ VERBS = {
     "train": "train a recipe on this machine, or as one rank under torchrun, Slurm or mpirun",
     "verify": "prove that a plan computes what one device computes: every gradient, every weight, every byte",
     "calibrate": "measure this machine in about a minute, as a cluster for the planner",
+    "bench": "measure collectives between ranks, by every algorithm: latency, bandwidth, and what predicts them",
     "backtest": "hold the planner against tables of measured runs: error, regret, failures foretold",
     "checkpoint": "look at checkpoints, prove them, compare them, and take them to other formats and back",
     "schema": "print the JSON schema of a recipe, for editors",

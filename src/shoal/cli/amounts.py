@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from shoal.errors import ShoalError
 
 SIZES = {"": 2.0**30, "b": 1.0, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40, "mb": 1e6, "gb": 1e9}
+POWERS = {"": 1, "b": 1, "kb": 2**10, "mb": 2**20, "gb": 2**30, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+"""Sizes of messages are powers of two, however people write their units."""
 COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
@@ -28,7 +31,24 @@ def count_of(text: str) -> float:
     return _number(text, COUNTS, "15T")
 
 
-def _number(text: str, units: dict[str, float], such_as: str) -> float:
+def sizes_between(text: str) -> list[int]:
+    """Sizes of messages: one, or from the first to the last, each four times the one before.
+
+    >>> sizes_between("1KB..64KB")
+    [1024, 4096, 16384, 65536]
+    """
+    low, dots, high = text.partition("..")
+    first = int(_number(low, POWERS, "64KB, or 1KB..256MB"))
+    last = int(_number(high, POWERS, "1KB..256MB")) if dots else first
+    if not 4 <= first <= last:
+        raise ShoalError(f"{text!r} holds no size of 4 bytes or more", fix="the smaller one first, such as 1KB..256MB")
+    sizes = [first]
+    while sizes[-1] * 4 <= last:
+        sizes.append(sizes[-1] * 4)
+    return sizes if sizes[-1] == last else [*sizes, last]
+
+
+def _number(text: str, units: Mapping[str, float], such_as: str) -> float:
     match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", text.lower())
     if not match or match[2] not in units:
         raise ShoalError(f"{text!r} is not an amount", fix=f"a number and a unit, such as {such_as}")

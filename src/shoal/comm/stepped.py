@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -22,9 +23,10 @@ from shoal.blueprint.collective_algorithms import Algorithm, Blocks, Kind, Move
 from shoal.blueprint.collectives import Steps, cut, offsets, steps
 
 Op = Literal["sum", "avg", "max"]
-LANE_BYTES = 4 * 2**20
-"""Of a lane, about: enough for a message to be worth its latency, few enough for adding to be hidden."""
-MOST_LANES = 8
+LANE_BYTES = 16 * 2**20
+"""Of a lane, about: enough for a message to be worth its latency."""
+MOST_LANES = 2
+"""Two hide adding behind a slow wire. More are slower where ranks share the cores that carry their messages."""
 
 
 @dataclass
@@ -77,17 +79,17 @@ class Stepped:
         """What all ranks have, which is of one shape, joined along the first dim. A single number counts as one row."""
         own = _flat(x)
         whole = own.new_empty(self.size * own.numel())
-        listed = self._listed("all_gather", whole.numel())
+        role = self._role("all_gather", whole.numel())
         at = offsets([own.numel()] * self.size)
         whole[at[self.rank] : at[self.rank + 1]] = own
-        _carry_out([_Lane(self, listed, _InPlace(whole, listed), None)])
+        _carry_out([_Lane(self, role, _InPlace(whole, role.steps), None)])
         return whole.view(self.size * x.shape[0], *x.shape[1:]) if x.dim() else whole
 
     def reduce_scatter(self, x: Tensor, op: Op = "sum") -> Tensor:
         """This rank's part of the sum, mean or largest over all ranks: as the elements are cut, the larger first."""
         whole = _flat(x).clone()
-        listed = self._listed("reduce_scatter", whole.numel())
-        _carry_out([_Lane(self, listed, _InPlace(whole, listed), _COMBINED[op])])
+        role = self._role("reduce_scatter", whole.numel())
+        _carry_out([_Lane(self, role, _InPlace(whole, role.steps), _COMBINED[op])])
         at = offsets(cut(whole.numel(), self.size))
         mine = whole[at[self.rank] : at[self.rank + 1]].clone()
         return mine / self.size if op == "avg" else mine
@@ -96,17 +98,17 @@ class Stepped:
         """Part t of what this rank has goes to rank t; returns what all ranks have for this one, in their order. Parts
         are cut as `reduce_scatter` cuts them."""
         own = _flat(x)
-        listed = self._listed("all_to_all", own.numel())
-        blocks = _Scattered(own, listed, self.rank)
-        _carry_out([_Lane(self, listed, blocks, None)])
-        return blocks.arrived()
+        role = self._role("all_to_all", own.numel())
+        blocks = _Scattered(own, role.steps, self.rank)
+        _carry_out([_Lane(self, role, blocks, None)])
+        return blocks.arrived
 
-    def _listed(self, kind: Kind, size: int, root: int = 0) -> Steps:
-        return steps(kind, self.algorithm, self.size, size, root=root, segments=self.segments, node=self.node)
+    def _role(self, kind: Kind, size: int, root: int = 0) -> _Role:
+        return _role(kind, self.algorithm, self.size, size, root, self.segments, self.node, self.rank)
 
     def _lane(self, kind: Kind, part: Tensor, op: Op, root: int = 0) -> _Lane:
-        listed = self._listed(kind, part.numel(), root)
-        return _Lane(self, listed, _InPlace(part, listed), _COMBINED[op])
+        role = self._role(kind, part.numel(), root)
+        return _Lane(self, role, _InPlace(part, role.steps), _COMBINED[op])
 
     def _cut(self, flat: Tensor) -> list[Tensor]:
         wanted = flat.numel() * flat.element_size() // LANE_BYTES
@@ -127,12 +129,33 @@ def _flat(x: Tensor) -> Tensor:
     return x.detach().view(-1)
 
 
+@dataclass(frozen=True, slots=True)
+class _Role:
+    """What one rank does in a collective, round by round."""
+
+    steps: Steps
+    receives: tuple[tuple[Move, ...], ...]
+    sends: tuple[tuple[Move, ...], ...]
+
+
+@lru_cache(maxsize=64)  # training asks for the same few again and again, and a list takes longer than a short message
+def _role(
+    kind: Kind, algorithm: Algorithm, world: int, size: int, root: int, segments: int, node: int | None, rank: int
+) -> _Role:
+    listed = steps(kind, algorithm, world, size, root=root, segments=segments, node=node)
+    return _Role(
+        listed,
+        tuple(tuple(move for move in moves if move.target == rank) for moves in listed.rounds),
+        tuple(tuple(move for move in moves if move.source == rank) for moves in listed.rounds),
+    )
+
+
 def _carry_out(lanes: Sequence[_Lane]) -> None:
     """All rounds of all lanes, in turns."""
-    for number in range(max((len(lane.steps.rounds) for lane in lanes), default=0) + 1):
+    for number in range(max((len(lane.role.sends) for lane in lanes), default=0) + 1):
         for lane in lanes:
             lane.finish()
-            if number < len(lane.steps.rounds):
+            if number < len(lane.role.sends):
                 lane.begin(number)
 
 
@@ -181,56 +204,69 @@ class _Scattered:
         self.own, self.world, self.rank, self.sizes = own, listed.world, rank, listed.sizes
         parts = own.split(list(listed.sizes[: self.world]))
         self.held: dict[int, Tensor] = {rank * self.world + target: part for target, part in enumerate(parts)}
+        self.at = offsets([listed.sizes[source * self.world + rank] for source in range(self.world)])
+        self.arrived = own.new_empty(self.at[-1])
+        """What is for this rank, in the order of those who have sent it."""
+        self._for_me(rank * self.world + rank).copy_(parts[rank])
 
     def to_send(self, blocks: Blocks) -> Tensor:
         """What they hold, in one piece."""
         return self.held[blocks[0]] if len(blocks) == 1 else torch.cat([self.held[block] for block in blocks])
 
     def place_for(self, blocks: Blocks) -> Tensor | None:
-        """They are put where they come."""
-        return None
+        """Where it belongs, if it is one block for this rank."""
+        return self._for_me(blocks[0]) if len(blocks) == 1 and blocks[0] % self.world == self.rank else None
 
     def put(self, blocks: Blocks, arrived: Tensor, combine: Combine | None) -> None:
-        """What has arrived."""
-        self.held.update(zip(blocks, arrived.split([self.sizes[block] for block in blocks]), strict=True))
+        """What has arrived: here it stays, or waits to be passed on."""
+        for block, part in zip(blocks, arrived.split([self.sizes[block] for block in blocks]), strict=True):
+            if block % self.world == self.rank:
+                self._for_me(block).copy_(part)
+            else:
+                self.held[block] = part
 
-    def arrived(self) -> Tensor:
-        """What is for this rank, in the order of those who have sent it."""
-        ordered = [source * self.world + self.rank for source in range(self.world)]
-        return torch.cat([self.held.get(block, self.own[:0]) for block in ordered])
+    def _for_me(self, block: int) -> Tensor:
+        source = block // self.world
+        return self.arrived[self.at[source] : self.at[source + 1]]
 
 
 class _Lane:
     """A list of messages on its way."""
 
-    def __init__(self, over: Stepped, listed: Steps, blocks: _InPlace | _Scattered, combine: Combine | None) -> None:
-        self.over, self.steps, self.blocks, self.combine = over, listed, blocks, combine
+    def __init__(self, over: Stepped, role: _Role, blocks: _InPlace | _Scattered, combine: Combine | None) -> None:
+        self.over, self.role, self.blocks, self.combine = over, role, blocks, combine
         self.dtype_of = blocks.whole if isinstance(blocks, _InPlace) else blocks.own
-        rank = over.rank
-        self.own = [[move for move in moves if rank in (move.source, move.target)] for moves in listed.rounds]
         self._works: list[Any] = []
         self._arriving: list[tuple[Move, Tensor, bool]] = []
         self._sending: list[Tensor] = []
+        self._room: Tensor | None = None
 
     def begin(self, number: int) -> None:
         """Send off this rank's messages of a round, and expect those of others."""
-        for move in self.own[number]:
-            if move.target == self.over.rank:
-                self._expect(move)
-        for move in self.own[number]:
-            if move.source == self.over.rank:
-                data = self.blocks.to_send(move.blocks)
-                self._sending.append(data)  # until it has gone
-                self._works.append(dist.isend(data, group=self.over.group, group_dst=move.target))
-                self.over.counted.messages += 1
-                self.over.counted.bytes += data.numel() * data.element_size()
+        group = self.over.group
+        for move in self.role.receives[number]:
+            room, is_there = self._place(move)
+            self._works.append(dist.irecv(room, group=group, group_src=move.source))
+            self._arriving.append((move, room, is_there))
+        for move in self.role.sends[number]:
+            data = self.blocks.to_send(move.blocks)
+            self._sending.append(data)  # until it has gone
+            self._works.append(dist.isend(data, group=group, group_dst=move.target))
+            self.over.counted.messages += 1
+            self.over.counted.bytes += data.numel() * data.element_size()
 
-    def _expect(self, move: Move) -> None:
+    def _place(self, move: Move) -> tuple[Tensor, bool]:
+        """Room for what a message brings, and whether that is where it belongs. What is added up arrives in one room in
+        all rounds: fresh memory has to be cleared by the system first, which takes as long as adding."""
         place = None if move.adds else self.blocks.place_for(move.blocks)
-        is_there = place is not None
-        room = place if place is not None else self.dtype_of.new_empty(self.steps.elements(move))
-        self._works.append(dist.irecv(room, group=self.over.group, group_src=move.source))
-        self._arriving.append((move, room, is_there))
+        if place is not None:
+            return place, True
+        size = self.role.steps.elements(move)
+        if not move.adds:
+            return self.dtype_of.new_empty(size), False
+        if self._room is None or self._room.numel() < size:
+            self._room = self.dtype_of.new_empty(size)
+        return self._room[:size], False
 
     def finish(self) -> None:
         """Wait for the messages that are on their way, and put what has arrived where it belongs."""

@@ -1,0 +1,196 @@
+"""`shoal bench comm`: a short one on two ranks, on two hosts, and what a person can get wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from shoal.blueprint.cluster import Cluster
+from shoal.cli import main
+from tests.cli.test_train import SHOAL, run
+
+ROOT = Path(__file__).parents[2]
+SIZES = ["1KB", "16KB", "64KB", "1MB", "4MB"]
+HELD = 64 * 1024
+"""Of these, the one that is held out."""
+
+
+def load_hosts() -> Any:
+    """The harness of the benchmarks, which are no package."""
+    spec = importlib.util.spec_from_file_location("bench_hosts", ROOT / "benchmarks" / "comm" / "hosts.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+harness = load_hosts()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """A run, and the folder with its files."""
+    folder = tmp_path_factory.mktemp("bench")
+    words = ["--nproc", "2", "--node", "1", "--seconds", "6", "--cluster", "cpu:2", "--sizes", *SIZES]
+    words += ["--out", "c.yaml", "--plot", "p.svg", "--draw", "--json"]
+    ended = run("bench", "comm", *words, cwd=folder)
+    assert ended.code == 0, ended.err
+    return ended.json, folder
+
+
+def test_every_collective_by_every_algorithm_at_every_size(found: tuple[dict[str, Any], Path]) -> None:
+    said, _ = found
+    cells = {(each["kind"], each["algorithm"], each["bytes"]) for each in said["timings"]}
+    kinds = {"all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"}
+    algorithms = {"naive", "ring", "tree", "double_tree", "halving", "hierarchical", "builtin"}
+    sizes = {2**10, 2**14, 2**16, 2**20, 2**22}
+    missing = {(each["kind"], each["algorithm"], each["size"]) for each in said["left_out"]}
+    wanted = {(kind, algorithm, size) for kind in kinds for algorithm in algorithms for size in sizes}
+    assert cells | missing >= wanted
+    assert len(missing) < len(wanted) / 4
+    assert {each["tier"] for each in said["timings"]} == {"within"}
+    assert said["seconds"] < 6 + 4
+
+
+def test_what_was_sent_is_what_the_list_says(found: tuple[dict[str, Any], Path]) -> None:
+    counted = [each for each in found[0]["timings"] if each["sent_counted"] is not None]
+    assert len(counted) > 50
+    assert all(each["sent_counted"] == each["sent_listed"] > 0 for each in counted)
+
+
+def test_numbers_hold_together(found: tuple[dict[str, Any], Path]) -> None:
+    """What tests can say of time on a machine that others use, too."""
+    said, _ = found
+    for each in said["timings"]:
+        assert each["bandwidth"] == pytest.approx(each["bytes"] / each["seconds"])
+    fastest = [each for each in said["timings"] if each["best"]]
+    assert len(fastest) == 5 * len(SIZES)
+    assert {held["bytes"] for each in said["fits"] for held in each["held_out"]} == {HELD}
+    assert said["held_out"]["median"] < 0.6
+    assert 0 < said["wire"]["within"]["together"] < 1e12
+    assert "ring all_reduce, 2 ranks" in "\n".join(said["pictures"])
+
+
+def test_the_planner_reads_what_was_written(
+    found: tuple[dict[str, Any], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said, folder = found
+    file = folder / "c.yaml"
+    cluster = Cluster.from_yaml(file)
+    assert cluster.to_mapping() == said["cluster"]
+    assert (cluster.per_node, cluster.nodes) == (2, 1)
+    assert "measured" in cluster.inside.source
+    assert 1e6 < cluster.inside.bandwidth < 1e12
+    assert main(["plan", "llama3-8b", "--cluster", str(file), "--json"]) in (0, 1)  # 1: nothing fits
+    assert json.loads(capsys.readouterr().out)
+
+
+def test_the_plot_is_a_picture(found: tuple[dict[str, Any], Path]) -> None:
+    drawn = ElementTree.parse(found[1] / "p.svg").getroot()
+    texts = [each.text for each in drawn.iter() if each.tag.endswith("text")]
+    assert "all_reduce within hosts" in texts
+    assert "builtin" in texts
+
+
+# ---- two hosts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[list[Any]]:
+    if harness.missing():
+        pytest.skip(harness.missing())
+    try:
+        with harness.made(2, rate="200mbit", prefix="shoal-bench-test", network="10.79.0") as hosts:
+            yield hosts
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"needs the right to make network namespaces: {error.stderr}")
+
+
+def test_two_hosts_are_two_tiers(two_hosts: list[Any], tmp_path: Path) -> None:
+    out = tmp_path / "c.yaml"
+    words = ["--kinds", "all_reduce", "--algorithms", "ring", "hierarchical", "builtin", "--sizes", "1KB", "1MB", "4MB"]
+    command = [*SHOAL, "bench", "comm", *words, "--seconds", "5", "--json", "--out", str(out), "--cluster", "cpu:4"]
+    ended = harness.checked(harness.run(two_hosts, list(map(str, command)), per_host=2, timeout=60))
+    assert [each.stdout for each in ended[1:]] == [""] * 3
+    said = json.loads(ended[0].stdout)
+    assert said["hosts"] == 2
+    shaped = 1.3 * 200e6 / 8  # a bucket that was full lets a little more through
+    assert said["wire"]["across"]["together"] < shaped < said["wire"]["within"]["together"]
+    assert {each["algorithm"] for each in said["timings"] if each["tier"] == "across"} >= {"ring", "hierarchical"}
+    assert not any(each["algorithm"] == "hierarchical" for each in said["timings"] if each["tier"] == "within")
+    cluster = Cluster.from_yaml(out)
+    assert (cluster.per_node, cluster.nodes) == (2, 2)
+    assert cluster.between.bandwidth < shaped < cluster.inside.bandwidth
+
+
+def test_hosts_that_a_killed_run_has_left_are_removed(two_hosts: list[Any]) -> None:
+    name = two_hosts[0].name
+    left = subprocess.Popen(["ip", "netns", "exec", name, "sleep", "60"])
+    with harness.made(2, prefix="shoal-bench-test", network="10.79.0") as hosts:
+        assert left.wait(timeout=10) == -9
+        ended = harness.run(hosts, [sys.executable, "-c", "import os; print(os.environ['RANK'])"], per_host=2)
+        assert [each.stdout.strip() for each in ended] == ["0", "1", "2", "3"]
+        failed = harness.run(hosts, [sys.executable, "-c", "import sys; sys.exit('no')"])
+        assert [each.code for each in failed] == [1, 1]
+        with pytest.raises(RuntimeError, match="rank 0 on shoal-bench-test-0 ended with 1:\nno"):
+            harness.checked(failed)
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert "shoal-bench-test" not in listed
+
+
+# ---- what a person can get wrong ------------------------------------------------------------------------------------
+
+WRONG = {
+    "no such benchmark": ("com", "there is no shoal bench 'com'", "shoal bench comm"),
+    "no such algorithm": ("comm --algorithms rong", "there is no algorithm 'rong'", "ring"),
+    "no such collective": ("comm --kinds all_redcue", "there is no collective 'all_redcue'", "all_reduce"),
+    "no size": ("comm --sizes many", "'many' is not an amount", "1KB..256MB"),
+    "sizes the wrong way round": ("comm --sizes 1MB..1KB", "holds no size", "the smaller one first"),
+    "one rank": ("comm --nproc 1", "1 ranks have nobody to send to", "--nproc 2"),
+    "nodes that do not divide": ("comm --nproc 4 --node 3", "cannot be divided into nodes of 3", "1, 2 or 4"),
+    "no time": ("comm --seconds 0", "--seconds 0.0 is no time", "--seconds 75"),
+    "no folder": ("comm --out nowhere/c.yaml", "nowhere/c.yaml cannot be written", "folder that exists"),
+    "not YAML": ("comm --out c.json", "c.json would not be read as yaml", "c.yaml"),
+    "links without builtin": ("comm --algorithms ring --out c.yaml", "builtin is not measured", "ring builtin"),
+    "nccl by lists": ("comm --backend nccl", "only torch's own", "--algorithms builtin"),
+    "no such option": ("comm --nprocs 4", "what is '--nprocs'?", "shoal bench comm --help"),
+    "no such cluster": ("comm --cluster h1000", "no preset of a device 'h1000'", "h100"),
+}
+
+
+@pytest.mark.parametrize(("words", "what", "fix"), WRONG.values(), ids=WRONG)
+def test_mistakes_are_told_before_anything_starts(
+    words: str, what: str, fix: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", *words.split()]) == 2
+    told = capsys.readouterr().err
+    assert what in told
+    assert fix in told.partition(what)[2]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_of_a_launcher_are_not_started_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "x"}
+    for name, value in {**place, "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["bench", "comm", "--nproc", "8"]) == 2
+    assert "--nproc 8, but torchrun has started 4 ranks" in capsys.readouterr().err
+
+
+def test_help_needs_no_torch() -> None:
+    for words in (["bench"], ["bench", "comm", "--help"], ["bench", "comm", "--kinds", "x"]):
+        code = f"import sys; from shoal.cli import main; main({words}); assert 'torch' not in sys.modules"
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
