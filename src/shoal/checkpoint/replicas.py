@@ -36,10 +36,10 @@ def held_by_replicas(holder: Holder) -> Iterator[Held]:
     def held(kind: str, name: str, value: Tensor, *, is_own: bool) -> Held:
         known = firsts.get(name, name)
         begin, _ = composed.box(name)
-        wire = _averagers(composed)[0].wire
-        path = f"replica/{wire.rank}/{kind}/{known}" if is_own else f"{kind}/{known}"
+        lanes = _averagers(composed)[0].lanes
+        path = f"replica/{lanes.rank}/{kind}/{known}" if is_own else f"{kind}/{known}"
         is_told = composed.speaks_for(name, besides=composed.meeting_axes if is_own else ())
-        return Held(path, composed.shapes[name], begin, value, is_told, is_needed=False, replicas=wire.size)
+        return Held(path, composed.shapes[name], begin, value, is_told, is_needed=False, replicas=lanes.size)
 
     for averager in _averagers(composed):
         for name, residual in averager.residuals():

@@ -16,6 +16,7 @@ import tyro
 from shoal.bench.timings import BUILTIN, CHOICES
 from shoal.blueprint.cluster import Cluster, here_file
 from shoal.blueprint.collective_algorithms import KINDS, Kind
+from shoal.cli import bench_compress
 from shoal.cli import bench_report as report
 from shoal.cli.amounts import sizes_between
 from shoal.cli.screen import WIDTH, show
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
     from shoal.bench.comm import Ask, Found
 
 DEFAULT_NPROC = 4
-ABOUT = {"comm": "latency and bandwidth of every collective by every algorithm, over sizes from 1 KB to 256 MB"}
+ABOUT = {
+    "comm": "latency and bandwidth of every collective by every algorithm, over sizes from 1 KB to 256 MB",
+    "compress": "ways for replicas to meet (compressed, every so many steps): bytes, time and loss of a recipe by each",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +86,11 @@ def main(arguments: Sequence[str]) -> int:
     if action in ("-h", "--help"):
         print(_help(), end="")
         return 0
+    if action == "compress":  # it takes a recipe, and has its settings for options
+        return bench_compress.main(arguments[1:])
     if action not in ACTIONS:
-        near = nearest(action, ACTIONS)
-        fix = f"shoal bench {near or ' | '.join(ACTIONS)}"
+        near = nearest(action, ABOUT)
+        fix = f"shoal bench {near or ' | '.join(ABOUT)}"
         raise ShoalError(f"there is no shoal bench {action!r}", fix=fix)
     kind, act = ACTIONS[action]
     prog = f"shoal bench {action}"
@@ -100,7 +106,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _help() -> str:
-    lines = [f"  {name:<6}  {about}" for name, about in ABOUT.items()]
+    lines = [f"  {name:<8}  {about}" for name, about in ABOUT.items()]
     usage = "usage: shoal bench WHAT [options]"
     return "\n".join([usage, "", *lines, "", "`shoal bench WHAT --help` lists the options; all take --json.", ""])
 

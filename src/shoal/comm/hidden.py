@@ -27,15 +27,16 @@ class Hidden:
         return max(0.0, 1.0 - self.exposed / self.seconds) if self.seconds else 1.0
 
     @classmethod
-    def between(cls, times: Iterable[tuple[float, float]], num_bytes: int) -> Hidden:
-        """Of messages that overlap, each from when it was ready to when it had arrived; the last one was ready when the
-        last gradient was.
+    def of(cls, times: Iterable[tuple[float, float]], num_bytes: int, *, ready: float) -> Hidden:
+        """Of messages that may overlap, each from when it began to when it had arrived; the last gradient was `ready`.
 
-        >>> Hidden.between([(0.0, 2.0), (1.0, 4.0), (6.0, 7.0)], 8)
-        Hidden(seconds=5.0, exposed=1.0, bytes=8)
+        >>> Hidden.of([(0.0, 2.0), (1.0, 4.0), (6.0, 7.0)], 8, ready=3.0)
+        Hidden(seconds=5.0, exposed=2.0, bytes=8)
         """
-        busy, until, last = 0.0, float("-inf"), float("-inf")
+        busy, exposed, until = 0.0, 0.0, float("-inf")
         for began, ended in sorted(times):
-            busy += max(0.0, ended - max(began, until))
-            until, last = max(until, ended), began
-        return cls(busy, max(0.0, until - last) if busy else 0.0, num_bytes)
+            start = max(began, until)
+            busy += max(0.0, ended - start)
+            exposed += max(0.0, ended - max(start, ready))
+            until = max(until, ended)
+        return cls(busy, exposed, num_bytes)

@@ -1,4 +1,8 @@
-"""Tensors of a model, averaged over replicas in buckets that one thread sends, one after the other.
+"""Tensors of a model, averaged over replicas in buckets that travel in two lanes, each with a thread and connections of
+its own: while one encodes, the link is the other's.
+
+    lane 0    encode b0 ── send ──── decode │ encode b2 ── send ──── ...
+    lane 1           encode b1 ──── send ──── decode │ ...
 
 torch's DDP has buckets of its own, whose borders move after the first step; what is owed to a gradient, and the noise
 of its rounding, would move with them. These are cut once, in the reverse order of the model, which is about the order
@@ -7,18 +11,55 @@ in which a backward fills them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.comm.averages import Average, Bucket, Seeds
-from shoal.comm.wire import Wire
+from shoal.comm.wire import Sent, Wire
 from shoal.data.hashing import hashed
 from shoal.numerics.pieces import local
+
+
+@dataclass
+class Lanes:
+    """Ways to the same replicas, each with a thread. What begins first in a lane on one rank has to on all."""
+
+    wires: Sequence[Wire]
+    """They count together."""
+
+    def __post_init__(self) -> None:
+        self._threads = [ThreadPoolExecutor(1, f"shoal-lane-{number}") for number in range(len(self.wires))]
+
+    @property
+    def rank(self) -> int:
+        """Which replica this is."""
+        return self.wires[0].rank
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return self.wires[0].size
+
+    @property
+    def sent(self) -> Sent:
+        """By all lanes."""
+        return self.wires[0].sent
+
+    def submit(self, number: int, do: Callable[..., None], *arguments: Any) -> Future[None]:
+        """Call with a wire, and whatever else, in the thread of a lane."""
+        lane = number % len(self.wires)
+        return self._threads[lane].submit(do, self.wires[lane], *arguments)
+
+    def close(self) -> None:
+        """End the threads."""
+        for thread in self._threads:
+            thread.shutdown(wait=False)
 
 
 @dataclass
@@ -46,12 +87,10 @@ class Averager:
     """What averages tensors that are like a model's parameters."""
 
     named: Mapping[str, nn.Parameter]
-    wire: Wire
+    lanes: Lanes
     average: Average
     bucket_bytes: int
     seed: int
-    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "shoal-averager"))
-    """One for all that share a wire: what begins first on one rank has to begin first on all."""
     loads: list[Load] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -65,18 +104,18 @@ class Averager:
         """Send off one tensor for each parameter of a bucket. They are copied first."""
         flat = load.flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         place = (self.seed, step, load.number)
-        seeds = Seeds(int(hashed(*place)[0]), int(hashed(*place, self.wire.rank + 1)[0]))
+        seeds = Seeds(int(hashed(*place)[0]), int(hashed(*place, self.lanes.rank + 1)[0]))
         packed = torch.cuda.current_stream().record_event() if flat.is_cuda else None
-        load.done = self.thread.submit(self._travel, load.bucket, flat, seeds, packed)
+        load.done = self.lanes.submit(load.number, self._travel, load.bucket, flat, seeds, packed)
 
     @torch.no_grad()
-    def _travel(self, bucket: Bucket, flat: Tensor, seeds: Seeds, packed: torch.cuda.Event | None) -> None:
+    def _travel(self, wire: Wire, bucket: Bucket, flat: Tensor, seeds: Seeds, packed: torch.cuda.Event | None) -> None:
         if packed is None:
-            self.average(flat, bucket, self.wire, seeds)
+            self.average(flat, bucket, wire, seeds)
             return
         with torch.cuda.device(flat.device):  # a thread begins with the first device
             packed.wait()
-            self.average(flat, bucket, self.wire, seeds)
+            self.average(flat, bucket, wire, seeds)
             torch.cuda.current_stream().synchronize()
 
     def residuals(self) -> Iterator[tuple[str, Tensor]]:
@@ -91,10 +130,6 @@ class Averager:
             for name, matrix in zip(load.names, load.bucket.narrow, strict=False):
                 if matrix is not None:
                     yield name, matrix
-
-    def close(self) -> None:
-        """End the thread."""
-        self.thread.shutdown(wait=False)
 
     def _cut(self) -> Iterator[list[tuple[str, nn.Parameter]]]:
         """The parameters from the last to the first, in buckets of one type."""

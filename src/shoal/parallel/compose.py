@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -36,7 +36,7 @@ from shoal.errors import Problem, ShoalError, raise_if
 from shoal.numerics.fp8 import FromHead, Scaling, to_fp8
 from shoal.numerics.init import initialise, materialise
 from shoal.numerics.precision import Precision
-from shoal.parallel.averager import Averager, make_equal
+from shoal.parallel.averager import Averager, Lanes, make_equal
 from shoal.parallel.balance import Balance
 from shoal.parallel.composed import Composed, Part
 from shoal.parallel.context import Attention, Backend, ContextParallel
@@ -403,12 +403,15 @@ def _meeting(parts: list[Part], how: _How) -> Reducer | Islands | None:
     bucket_bytes = round((options.bucket_mb or DEFAULT_BUCKET_MB) * 2**20)
     wire.algorithm = fastest(wire, bucket_bytes) if options.algorithm == "auto" else options.algorithm
     average = average_of(plan.compression)
+    # What is not encoded gains nothing by a second lane.
+    second = [replace(wire, group=mesh.new_group(axis))] if plan.compression is not None else []
+    lanes = Lanes([wire, *second])
     is_whole = how.sharding is None and parts[0].stage is None
     if is_whole:
         make_equal(parts[0].model, wire)
     if plan.synchrony is not None:
-        return Islands(named, wire, average, plan.synchrony, options.outer, bucket_bytes, options.seed)
-    return Reducer(Averager(named, wire, average, bucket_bytes, options.seed), follows_backward=is_whole)
+        return Islands(named, lanes, average, plan.synchrony, options.outer, bucket_bytes, options.seed)
+    return Reducer(Averager(named, lanes, average, bucket_bytes, options.seed), follows_backward=is_whole)
 
 
 # ---- stages ---------------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -25,10 +24,9 @@ from torch import Tensor, nn
 from shoal.blueprint.synchrony import Synchrony, due, refuse_fragments
 from shoal.comm.averages import Average
 from shoal.comm.hidden import Hidden
-from shoal.comm.wire import Wire
 from shoal.errors import raise_if
 from shoal.numerics.pieces import local
-from shoal.parallel.averager import Averager
+from shoal.parallel.averager import Averager, Lanes
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,7 @@ class Islands:
     """What lets the replicas of a model meet every so many steps."""
 
     named: Mapping[str, nn.Parameter]
-    wire: Wire
+    lanes: Lanes
     average: Average
     synchrony: Synchrony
     outer: Outer
@@ -66,13 +64,11 @@ class Islands:
     def __post_init__(self) -> None:
         raise_if(filter(None, [refuse_fragments(self.outer.fragments, self.outer.delay, self.synchrony.every)]))
         trained = {name: p for name, p in self.named.items() if p.requires_grad}
-        thread = ThreadPoolExecutor(1, "shoal-islands")
         self.fragments = [
-            Averager(part, self.wire, self.average, self.bucket_bytes, self.seed, thread)
+            Averager(part, self.lanes, self.average, self.bucket_bytes, self.seed)
             for part in _cut(trained, self.outer.fragments)
         ]
         self._travelling: set[int] = set()
-        self._waited = 0.0
         self.hidden: Hidden | None = None
         with torch.no_grad():
             for name, parameter in trained.items():
@@ -84,10 +80,9 @@ class Islands:
 
     def after(self, step: int) -> None:
         """Exchange what is due after a step, counted from 1, and apply what is due of what was exchanged."""
-        before, self._waited = (self.wire.sent.seconds, self.wire.sent.bytes), 0.0
+        began = time.perf_counter()
         self._exchange(step)
-        seconds, num_bytes = self.wire.sent.seconds - before[0], self.wire.sent.bytes - before[1]
-        self.hidden = Hidden(seconds, min(seconds, self._waited), num_bytes)
+        self.hidden = Hidden.of(*self.lanes.sent.take(), ready=began)
 
     def _exchange(self, step: int) -> None:
         for fragment in due(step - self.outer.delay, self.synchrony.every, len(self.fragments)):
@@ -108,14 +103,12 @@ class Islands:
     @torch.no_grad()
     def settle(self) -> None:
         """Wait for what is on its way, without applying it: until its step has come it is `arrived`."""
-        began = time.perf_counter()
         for fragment in self._travelling:
             for load in self.fragments[fragment].loads:
                 for name, mean in zip(load.names, load.means(), strict=True):
                     self.arrived[name] = mean.clone()
                 load.flat = load.done = None
         self._travelling.clear()
-        self._waited += time.perf_counter() - began
 
     @torch.no_grad()
     def _send(self, fragment: int, step: int) -> None:
@@ -163,9 +156,8 @@ class Islands:
                     local(self.named[name]).copy_(weight)
 
     def close(self) -> None:
-        """End the thread."""
-        for fragment in self.fragments:
-            fragment.close()
+        """End the threads."""
+        self.lanes.close()
 
 
 def _cut(named: Mapping[str, nn.Parameter], parts: int) -> Sequence[dict[str, nn.Parameter]]:

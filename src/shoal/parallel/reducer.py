@@ -3,7 +3,7 @@
 While the backward goes on, buckets that are full travel:
 
     backward   ... layer 9 ─ layer 8 ─ layer 7 ─ layer 6 ─ ... ─ layer 0 ┐ finish
-    thread              └─ bucket 0 ──────── bucket 1 ─────────── bucket 2 ┴ ─ ─┘  exposed: what finish waits for
+    lanes               └─ bucket 0 ──────── bucket 1 ─────────── bucket 2 ┴ ─ ─┘  exposed: what finish waits for
 
 Where gradients are whole only after the backward (shards, stages of a pipeline), all buckets begin there.
 """
@@ -44,21 +44,20 @@ class Reducer:
 
     def finish(self) -> None:
         """Return when all gradients are averaged."""
-        began = time.perf_counter()
-        loads, sent = self.averager.loads, self.averager.wire.sent
+        ready = time.perf_counter()
+        loads = self.averager.loads
         while self._begun < len(loads):
             self._begin_next()
         for load in loads:
             means = load.means()
             if not self.follows_backward:
                 self._hand_back(load, means)
-        seconds, num_bytes = sent.seconds - self._before[0], sent.bytes - self._before[1]
-        self.hidden = Hidden(seconds, min(seconds, time.perf_counter() - began), num_bytes)
+        self.hidden = Hidden.of(*self.averager.lanes.sent.take(), ready=ready)
         self._clear()
 
     def close(self) -> None:
-        """End the thread."""
-        self.averager.close()
+        """End the threads."""
+        self.averager.lanes.close()
 
     def _arrived(self, load: Load) -> None:
         if self.is_armed:
@@ -75,7 +74,7 @@ class Reducer:
         if self.follows_backward:
             assert load.flat is not None
             for parameter, piece in zip(load.parameters, load.bucket.pieces(load.flat), strict=True):
-                parameter.grad = piece  # which the thread fills with the mean
+                parameter.grad = piece  # which a lane fills with the mean
 
     @torch.no_grad()
     def _hand_back(self, load: Load, means: list[Tensor]) -> None:
@@ -85,9 +84,8 @@ class Reducer:
             local(parameter.grad).copy_(mean)
 
     def _clear(self) -> None:
-        loads, sent = self.averager.loads, self.averager.wire.sent
+        loads = self.averager.loads
         self._begun = 0
-        self._before = (sent.seconds, sent.bytes)
         self._missing = [len(load.parameters) for load in loads]
         for load in loads:
             load.flat = load.done = None

@@ -67,7 +67,7 @@ class Times:
         """Of the step that has just ended; the next one begins with nothing."""
         times = list(zip(self.ready, self.arrived, strict=False))
         degree = self.group.size()
-        found = Hidden.between(times, 2 * (degree - 1) * self.bytes // degree)
+        found = Hidden.of(times, 2 * (degree - 1) * self.bytes // degree, ready=max(self.ready, default=0.0))
         self.ready, self.arrived, self.bytes = [], [], 0
         return found
 
