@@ -598,3 +598,46 @@ def test_torchrun_needs_one_restart(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["restarts"], summary["resumed_from"] in (3, 4), summary["steps"]) == (1, True, 8)
     assert len(losses(tmp_path / "run")) == 8
+
+
+# ---- replicas that do not tell each other everything ----------------------------------------------------------------
+
+MEETING = {
+    "compressed": ["--plan", "fp64 compress=1bit"],
+    "islands": ["--plan", "fp64 sync=diloco:4 compress=topk:0.1"],
+    "late islands": ["--plan", "fp64 sync=diloco:6", "--comm.fragments", "2", "--comm.delay", "2"],
+}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("how", MEETING)
+def test_replicas_that_meet_rarely_go_on_bit_for_bit(host: Host, tmp_path: Path, how: str, rank: int) -> None:
+    """A worker dies in the middle of its own steps, and one in the step in which all meet; both come back by
+    themselves, and what was owed is still owed."""
+    words = [*ALL, "--nproc", "2", "--checkpoint.every", "1step", *MEETING[how]]
+    whole = host.run(*words, "--run.dir", "whole", cwd=tmp_path)
+    assert whole.code == 0, whole.said
+    for step in (7, 12):
+        name = f"killed-{step}"
+        faults = {"SHOAL_FAULTS": f"kill_at=rank:{rank},step:{step}"}
+        ended = host.run(*words, "--run.dir", name, cwd=tmp_path, env=faults)
+        assert (ended.code, ended.json["restarts"]) == (0, 1), ended.said
+        assert hexed(losses(tmp_path / name)) == hexed(losses(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("how", MEETING)
+def test_replicas_that_meet_rarely_join_and_leave(host: Host, tmp_path: Path, how: str) -> None:
+    """2 → 4 → 3 ranks, as the power fails; and another H in the end."""
+    words = [*ALL, *MEETING[how], "--checkpoint.every", "1step"]
+    whole = host.run(*words, "--nproc", "2", "--run.dir", "whole", cwd=tmp_path)
+    assert whole.code == 0, whole.said
+    for step, nproc in ((7, 2), (14, 4)):
+        started = host.start(*words, "--nproc", str(nproc), cwd=tmp_path)
+        until(lambda step=step: committed(saves(tmp_path)) >= step, started)  # type: ignore[misc]
+        started.kill_all()
+    changed = [word.replace("diloco:4", "diloco:3") for word in words]
+    ended = host.run(*changed, "--nproc", "3", cwd=tmp_path)
+    assert ended.code == 0, ended.said
+    found, undisturbed = losses(tmp_path / "run"), losses(tmp_path / "whole")
+    assert len(found) == 24
+    assert found[-5:] == pytest.approx(undisturbed[-5:], rel=0.05)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import ceil, prod
+from math import ceil, prod, sqrt
 from typing import Literal, get_args
 
 from shoal.errors import Problem, ShoalError, listed, nearest
@@ -68,6 +68,32 @@ class Compression:
     def feeds_back(self) -> bool:
         """Whether what did not travel is kept for the next step."""
         return self.method in ("1bit", "topk", "powersgd")
+
+    @property
+    def error_bound(self) -> float:
+        """How far the mean may be off when nothing is owed from before: at most so many times the root of the mean
+        square of the replicas' own gradients.
+
+        Narrow numbers are rounded twice, by a part of themselves; int8 by less than a step of a scale that a block of
+        256 shares; what is left out, or what a sign leaves, is no larger than the whole. randomk is right on average
+        only: what it draws, it makes as many times larger.
+        """
+        match self.method:
+            case "fp16":
+                return 2 * 2.0**-11 + 1e-4  # and what is too small for it
+            case "bf16":
+                return 2 * 2.0**-9 * 1.01
+            case "int8":
+                once = sqrt(INT8_BLOCK) / 127
+                return once * (2 + once)
+            case "topk":
+                return sqrt(1 - self.kept_in_block / TOPK_BLOCK) + 2.0**-9
+            case "randomk":
+                return float(self.stride)
+            case "1bit":
+                return 3.0
+            case "powersgd":
+                return 1.0
 
     @property
     def kept_in_block(self) -> int:

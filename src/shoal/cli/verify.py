@@ -84,7 +84,7 @@ def _one(options: Verify, recipe: Recipe, out: TextIO) -> int:
         print(json.dumps(to_mapping(proof)), file=out)
     else:
         show(lambda console: render(console, proof), out)
-    return 0 if proof.verdict.equal else 1
+    return 0 if proof.equal else 1
 
 
 def _matrix(options: Verify, recipe: Recipe, out: TextIO) -> int:

@@ -30,6 +30,7 @@ from shoal.parallel.context import Attention
 from shoal.parallel.expert import Experts
 from shoal.parallel.holdings import anatomy_of, holdings, peak_bytes
 from shoal.parallel.routing import Router
+from shoal.proof.bounded import Bounded, bounded
 from shoal.proof.case import Case
 from shoal.proof.cause import likely_cause
 from shoal.proof.compare import Disagreement, Observation, Verdict, compare
@@ -57,6 +58,8 @@ class Findings:
     """The same on paper; None: not predicted for a step of one microbatch."""
     peak: int = 0
     """Bytes; measured."""
+    bounded: Bounded | None = None
+    """What compression does, where the plan compresses; of rank 0 only."""
 
 
 def verify_on_rank(placement: Placement | None, store: Store | None, case: Case) -> Findings:
@@ -79,6 +82,14 @@ def verify_in(world: World, case: Case) -> Findings:
     pieces = _pieces(run)
     findings = Findings(traffic=_count(run, case).to_mapping(), memory=_hold(run, case), peak=peak_bytes(world.device))
     _predict(findings, run, case)
+    if case.compressed is not None:
+        findings.bounded = bounded(
+            world,
+            case.compressed,
+            prepare=lambda other: _prepare(other, case),
+            share=lambda other: _share(other, case.batches[0]),
+            exact=references[0].gradients if references else None,
+        )
     if world.is_main:
         findings.verdict = compare(references, candidates, tolerance=case.tolerance)
         context = Context(

@@ -34,6 +34,8 @@ class Case:
     clip: float | None = 0.5
     device: str = "cpu"
     tolerance: float = 1e-10
+    compressed: Plan | None = None
+    """The plan as it was asked for, if it compresses what replicas send each other; `plan` is without that then."""
     threads: int | None = None
 
     @property

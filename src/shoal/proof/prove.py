@@ -26,6 +26,7 @@ from shoal.launch.local import launch
 from shoal.parallel.compose import refuse_unbuilt
 from shoal.parallel.routing import routers
 from shoal.parallel.stream import stream_of
+from shoal.proof.bounded import without_compression
 from shoal.proof.candidate import Findings, verify_on_rank
 from shoal.proof.case import TOLERANCES, Case, in_precision
 from shoal.proof.reference import has_batch_norm
@@ -63,12 +64,14 @@ def verify(
     resolved = asked.resolve(nproc or claimed_ranks(asked))
     refuse_unbuilt(resolved)
     resolved = in_precision(resolved, precision, device)
+    exact = without_compression(resolved)
     is_several = isinstance(batch, list) and not any(isinstance(part, Tensor) for part in batch)
     batches = (batch * steps)[:steps] if is_several else [batch] * steps
     case = Case(
         build=build_model,
         batches=batches,
-        plan=resolved,
+        plan=exact,
+        compressed=None if exact == resolved else resolved,
         loss=loss,
         seed=seed,
         lr=lr,
@@ -98,7 +101,7 @@ def prove(case: Case) -> Proof:
     verdict = ranks[0].verdict
     assert verdict is not None
     return Proof(
-        plan=case.plan.brief(),
+        plan=(case.compressed or case.plan).brief(),
         world_size=case.world_size,
         verdict=verdict,
         cause=ranks[0].cause,
@@ -106,6 +109,7 @@ def prove(case: Case) -> Proof:
         bytes=_bytes(ranks),
         collectives=_collectives(ranks),
         memory=_memory(ranks),
+        bounded=ranks[0].bounded,
         notes=tuple(_notes(case)),
     )
 
@@ -115,6 +119,8 @@ def _notes(case: Case) -> Iterator[str]:
     layout = case.plan.layout
     if case.plan.zero and layout.dp_shard * layout.cp == 1:
         yield f"zero={case.plan.zero} divides nothing here: dp_shard and cp are 1"
+    if case.compressed is not None and case.compressed.sync:
+        yield f"sync={case.compressed.sync}: between meetings islands differ by design; proven is a step of them all"
     model = without_memory(case.build)
     if model is not None and routers(model) and case.plan.precision not in ("fp64", "fp32"):
         yield (
@@ -168,10 +174,12 @@ def case_of(recipe: Recipe, world_size: int, how: How) -> Case:
     plan = in_precision(asked, how.precision, device)
     section, is_small = (recipe.model, False) if how.real else smaller_model(recipe.model, plan)
     batches = _random_batches(section, plan, recipe, how.steps) if is_small else _real_batches(recipe, how.steps)
+    exact = without_compression(plan)
     case = Case(
         build=functools.partial(build_model, section),
         batches=batches,
-        plan=plan,
+        plan=exact,
+        compressed=None if exact == plan else plan,
         seed=recipe.run.seed,
         clip=recipe.optim.clip if recipe.optim.clip is None else min(recipe.optim.clip, 0.5),
         device=device,

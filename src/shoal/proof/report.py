@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shoal.proof.bounded import Bounded
 from shoal.proof.compare import Difference, Verdict
 
 WIDTH = 100
@@ -66,17 +67,20 @@ class Proof:
     notes: tuple[str, ...] = ()
     """What a reader of the verdict should know."""
 
+    bounded: Bounded | None = None
+    """What compression does to a gradient, where the plan compresses."""
+
     @property
     def equal(self) -> bool:
-        """Whether the plan computes what one device computes."""
-        return self.verdict.equal
+        """Whether the plan computes what one device computes; with compression, what it may."""
+        return self.verdict.equal and (self.bounded is None or self.bounded.holds)
 
 
 def to_mapping(proof: Proof) -> dict[str, Any]:
     """The object that `--json` prints. An infinite difference is the text "inf", which JSON has no number for."""
     verdict = proof.verdict
     return {
-        "equal": verdict.equal,
+        "equal": proof.equal,
         "plan": proof.plan,
         "world": proof.world_size,
         "worst": {key: _plain(value) for key, value in asdict(verdict.worst).items()},
@@ -87,6 +91,7 @@ def to_mapping(proof: Proof) -> dict[str, Any]:
             for axis, calls in proof.collectives.items()
         },
         "memory": {cause: count.to_mapping() for cause, count in proof.memory.items()},
+        "bounded": None if proof.bounded is None else {**asdict(proof.bounded), "holds": proof.bounded.holds},
         "notes": list(proof.notes),
         "tolerance": verdict.tolerance,
         "steps": len(verdict.steps),
@@ -128,7 +133,7 @@ def _headline(proof: Proof) -> Table:
     if verdict.first is None:
         of = verdict.worst
         worst = _short(max(of.loss, of.grad_norm, of.grad, of.weight, of.replicas))
-        lines.add_row(Text("equal", "bold green"), Text(f"{proof.plan} {ranks} computes what one device computes"))
+        lines.add_row(*_verdict(proof, ranks))
         lines.add_row(
             "", f"worst relative difference {worst} in {of.tensor}, tolerance {_short(verdict.tolerance)}; {steps}"
         )
@@ -142,6 +147,14 @@ def _headline(proof: Proof) -> Table:
     for note in proof.notes:
         lines.add_row("", Text(note))
     return lines
+
+
+def _verdict(proof: Proof, ranks: str) -> tuple[Text, Text]:
+    bounded = proof.bounded
+    if bounded is None:
+        return Text("equal", "bold green"), Text(f"{proof.plan} {ranks} computes what one device computes")
+    word = Text("bounded", "bold green") if bounded.holds else Text("NOT bounded", "bold red")
+    return word, Text(f"{proof.plan} {ranks}: {bounded}")
 
 
 def where(difference: Difference) -> str:
