@@ -609,8 +609,7 @@ MEETING = {
 }
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("how", MEETING)
+@pytest.mark.parametrize(("how", "rank"), [("compressed", 0), ("islands", 1), ("late islands", 0)])
 def test_replicas_that_meet_rarely_go_on_bit_for_bit(host: Host, tmp_path: Path, how: str, rank: int) -> None:
     """A worker dies in the middle of its own steps, and one in the step in which all meet; both come back by
     themselves, and what was owed is still owed."""
@@ -625,7 +624,7 @@ def test_replicas_that_meet_rarely_go_on_bit_for_bit(host: Host, tmp_path: Path,
         assert hexed(losses(tmp_path / name)) == hexed(losses(tmp_path / "whole"))
 
 
-@pytest.mark.parametrize("how", MEETING)
+@pytest.mark.parametrize("how", ["compressed", "islands"])
 def test_replicas_that_meet_rarely_join_and_leave(host: Host, tmp_path: Path, how: str) -> None:
     """2 → 4 → 3 ranks, as the power fails; and another H in the end."""
     words = [*ALL, *MEETING[how], "--checkpoint.every", "1step"]
