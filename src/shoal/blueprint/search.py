@@ -124,6 +124,7 @@ class _Search:
             precision=self.wanted.precision,
             offload=self.wanted.offload,
             compress=self.wanted.compress,
+            sync=self.wanted.sync,
         )
 
     def _schedules(self) -> tuple[tuple[str, int], ...]:

@@ -34,6 +34,8 @@ class Degrees(NamedTuple):
     is_v_shaped: bool
     size: float
     """Bytes of a number in compute."""
+    part_sent: float
+    """What replicas send each other in a step, as a part of their gradients: by compression, and by meeting rarely."""
 
     @classmethod
     def of(cls, plan: Plan, habits: Habits) -> Degrees:
@@ -51,7 +53,13 @@ class Degrees(NamedTuple):
             splits_tokens=tp > 1 and (habits.splits_tokens if plan.sp is None else plan.sp),
             is_v_shaped=plan.schedule in V_SHAPED,
             size=BYTES.get(plan.precision, 4.0),
+            part_sent=_part_sent(plan),
         )
+
+
+def _part_sent(plan: Plan) -> float:
+    part = 1.0 if plan.compression is None else plan.compression.part_sent(plan.dp_replicate or 1)
+    return part / (plan.synchrony.every if plan.synchrony is not None else 1)
 
 
 BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 2.0, "fp64": 8.0}

@@ -425,7 +425,7 @@ def data_parallel(
     whole = cluster.link(on.replicas * on.shards, on.tp)
     copying = 2 * habits.copies_in_traffic / (cluster.device.bandwidth * cluster.device.streaming)  # seconds of a byte
     if on.zero == 0:
-        size = (dense + experts) * max(habits.reduce, on.size)
+        size = (dense + experts) * max(habits.reduce, on.size) * on.part_sent
         buckets = max(1.0, size / habits.bucket_size)
         travel = buckets * whole.reduce(size / buckets) + copying * size / 2
         return _exposed(travel, window, habits.overlaps_gradients)
@@ -443,7 +443,7 @@ def data_parallel(
         gather += link.gather(gathered) + more + copying * gathered
         if on.replicas > 1:
             outer = cluster.link(on.replicas, on.tp * on.shards)
-            across += outer.reduce(numel * max(habits.reduce, on.size) / link.degree)
+            across += outer.reduce(numel * max(habits.reduce, on.size) * on.part_sent / link.degree)
     if on.zero == 3 and on.pp == 1:
         each = _exposed(gather, micro - backward, habits.overlaps_gathers)
         each += _exposed(gather + scatter, backward, habits.overlaps_gathers)
