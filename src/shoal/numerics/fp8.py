@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from shoal.errors import ShoalError
+from shoal.numerics.fp8_linear import NarrowLinear
 
 Scaling = Literal["tensorwise", "rowwise"]
 FromHead = Literal["gradients", "none"]
@@ -36,18 +37,27 @@ def to_fp8(block: nn.Module, scaling: Scaling, device: torch.device, *, narrow: 
 
     A CPU has no such products, and computes them as float32 of the same values.
     """
+    least = NARROW if narrow is None else narrow
+    layers = (layer for layer in block.modules() if isinstance(layer, nn.Linear))
+    chosen = [layer for layer in layers if is_fit_for_fp8(layer, least)]
+    if scaling == "tensorwise":
+        for layer in chosen:
+            NarrowLinear.of(layer)
+    else:
+        _convert_by_torchao(block, chosen, scaling, device)
+    return len(chosen)
+
+
+def _convert_by_torchao(block: nn.Module, chosen: list[nn.Linear], scaling: Scaling, device: torch.device) -> None:
     try:
         with _silence("torchao", "torch.utils._pytree"):  # what it says when it is imported is not for our users
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError:
-        raise ShoalError("fp8 needs torchao, which is not installed", fix="pip install 'shoal[fp8]'") from None
+        raise ShoalError("rowwise fp8 needs torchao, which is not installed", fix="pip install 'shoal[fp8]'") from None
     config = Float8LinearConfig.from_recipe_name(scaling)
     if device.type == "cpu":
         config = dataclasses.replace(config, emulate=True)
-    least = NARROW if narrow is None else narrow
-    chosen = [layer for layer in block.modules() if is_fit_for_fp8(layer, least)]
     convert_to_float8_training(block, config=config, module_filter_fn=lambda layer, _: layer in chosen)
-    return len(chosen)
 
 
 @contextmanager
