@@ -1,8 +1,8 @@
 """`fp8`: the products of a model's blocks in 8-bit floats, scaled anew in every step; all else as under bf16.
 
-torchao gives a linear layer that scales its input, its weight and the gradient of its output to the range of an 8-bit
-float, by one number a tensor or by one a row, and leaves the parameter itself in float32. It is used for the layers
-that gain by it and bear it:
+A linear layer scales its input, its weight and the gradient of its output to the range of an 8-bit float, by one number
+a tensor (`fp8_linear`) or by one a row (torchao's), and leaves the parameter itself in float32. So do the layers that
+gain by it and bear it:
 
 in fp8   linear layers inside of blocks whose features are multiples of 16 and that are not narrow
 in bf16  embeddings, norms, the logits of the head, which the loss is most sensitive to, routers and experts, and narrow
