@@ -5,7 +5,7 @@ python benchmarks/h200/run.py TABLE ...   one or more of: speed large fp8 rowwis
 
 Every row is a process of its own (`systems.py`, `curve.py`, `images.py`), one after the other on an otherwise idle GPU;
 a table is one run, because GPUs of one kind differ by a few per cent. Peers need `pip install torchtitan==0.2.2
-accelerate transformers`, fp8 needs torchao.
+accelerate transformers`, rowwise needs torchao.
 """
 
 from __future__ import annotations

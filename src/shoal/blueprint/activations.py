@@ -7,6 +7,7 @@ key/value heads.
 from __future__ import annotations
 
 from functools import lru_cache
+from math import ceil
 
 from shoal.blueprint.habits import Habits
 from shoal.blueprint.shares import PLENTY, Degrees
@@ -16,8 +17,6 @@ CHUNK = 2.0**31
 """Bytes of logits that exist at a time where the loss is fused: `shoal.numerics.linear_cross_entropy`."""
 FEW = CHUNK / 8
 """Bytes of logits below which there is but one chunk."""
-CHUNKS = 2
-"""Of logits that exist at a time: the next one is computed before the name of the last one is given to it."""
 
 
 @lru_cache(maxsize=2**14)
@@ -102,15 +101,15 @@ def logit_bytes(workload: Workload, habits: Habits, *, tokens: float, tp: int, p
     """Bytes of logits and what is made of them, at the fullest moment.
 
     Plain, all but one of what is as large as they are has gone when the gradient of the head's weight is computed.
-    Fused, they exist in chunks of a quarter of all, or of `CHUNK` bytes, `CHUNKS` at a time; or if they are few, as
+    Fused, they exist in even chunks, of half of them or of `CHUNK` bytes at most, one at a time; or if they are few, as
     they are. Beside them are a copy of the head's weight in the precision of compute, its whole gradient, what the last
     norm gives, the same cast, and its gradient.
     """
     if is_fused(habits, tp=tp, pp=pp):
         whole = tokens * workload.vocabulary * size
-        chunk = whole if whole < FEW else min(whole / 4, CHUNK)
+        chunk = whole if whole < FEW else whole / max(2, ceil(whole / CHUNK))
         copies = habits.copies_in_loss * (1 + (size < 4))  # softmax; and where it is computed in more, its input
-        chunks = 1 + copies * 4 / size if copies or whole < FEW else CHUNKS
+        chunks = 1 + copies * 4 / size
         weight = (size if size < 4 else 0.0) + 4
         inputs = tokens * workload.hidden * (size * (1 + (size < 4)) + habits.is_compiled * max(4.0, size))
         return chunk * chunks + weight * workload.head_parameters + inputs

@@ -1,8 +1,8 @@
 """`fp8`: the products of a model's blocks in 8-bit floats, scaled anew in every step; all else as under bf16.
 
-torchao gives a linear layer that scales its input, its weight and the gradient of its output to the range of an 8-bit
-float, by one number a tensor or by one a row, and leaves the parameter itself in float32. It is used for the layers
-that gain by it and bear it:
+A linear layer scales its input, its weight and the gradient of its output to the range of an 8-bit float, by one number
+a tensor (`fp8_linear`) or by one a row (torchao's), and leaves the parameter itself in float32. So do the layers that
+gain by it and bear it:
 
 in fp8   linear layers inside of blocks whose features are multiples of 16 and that are not narrow
 in bf16  embeddings, norms, the logits of the head, which the loss is most sensitive to, routers and experts, and narrow
@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from shoal.errors import ShoalError
+from shoal.numerics.fp8_linear import NarrowLinear
 
 Scaling = Literal["tensorwise", "rowwise"]
 FromHead = Literal["gradients", "none"]
@@ -36,18 +37,27 @@ def to_fp8(block: nn.Module, scaling: Scaling, device: torch.device, *, narrow: 
 
     A CPU has no such products, and computes them as float32 of the same values.
     """
+    least = NARROW if narrow is None else narrow
+    layers = (layer for layer in block.modules() if isinstance(layer, nn.Linear))
+    chosen = [layer for layer in layers if is_fit_for_fp8(layer, least)]
+    if scaling == "tensorwise":
+        for layer in chosen:
+            NarrowLinear.of(layer)
+    else:
+        _convert_by_torchao(block, chosen, scaling, device)
+    return len(chosen)
+
+
+def _convert_by_torchao(block: nn.Module, chosen: list[nn.Linear], scaling: Scaling, device: torch.device) -> None:
     try:
         with _silence("torchao", "torch.utils._pytree"):  # what it says when it is imported is not for our users
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError:
-        raise ShoalError("fp8 needs torchao, which is not installed", fix="pip install 'shoal[fp8]'") from None
+        raise ShoalError("rowwise fp8 needs torchao, which is not installed", fix="pip install 'shoal[fp8]'") from None
     config = Float8LinearConfig.from_recipe_name(scaling)
     if device.type == "cpu":
         config = dataclasses.replace(config, emulate=True)
-    least = NARROW if narrow is None else narrow
-    chosen = [layer for layer in block.modules() if is_fit_for_fp8(layer, least)]
     convert_to_float8_training(block, config=config, module_filter_fn=lambda layer, _: layer in chosen)
-    return len(chosen)
 
 
 @contextmanager

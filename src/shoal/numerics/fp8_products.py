@@ -1,4 +1,4 @@
-"""Products of 8-bit floats, by hand: for those that are not a linear layer's.
+"""Matrices of 8-bit floats, and their products.
 
 A GPU multiplies two matrices of 8-bit floats that both have the summed dim last, and then by two numbers: the scales
 that brought them into the range of such floats. A CPU computes the same of the same values in float32.
@@ -7,10 +7,8 @@ that brought them into the range of such floats. A CPU computes the same of the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 PRECISE = torch.float8_e4m3fn
@@ -28,12 +26,25 @@ class Narrow:
     values: Tensor
     scale: Tensor
 
+    def turned(self) -> Narrow:
+        """The same values the other way around."""
+        return Narrow(self.values.T.contiguous(), self.scale)
+
+
+def factor_for(x: Tensor, kind: torch.dtype) -> Tensor:
+    """What brings the largest number of x to the largest of a kind of 8-bit floats."""
+    return _factor(x.abs().max(), kind)
+
+
+def narrow(x: Tensor, factor: Tensor, kind: torch.dtype) -> Narrow:
+    """A matrix times a factor, in a kind of 8-bit floats."""
+    return Narrow((x.float() * factor).to(kind), factor.reciprocal())
+
 
 def turned(x: Tensor) -> Narrow:
     """A matrix turned around, scaled so that its largest number is the largest of `PRECISE`."""
     low, high = torch.aminmax(x)
-    largest = torch.maximum(-low, high).float().clamp(min=1e-30)
-    factor = torch.finfo(PRECISE).max / largest
+    factor = _factor(torch.maximum(-low, high), PRECISE)
     if x.is_cuda:
         from shoal.numerics.fp8_kernel import turn  # Triton, which CPUs do not have
 
@@ -43,11 +54,17 @@ def turned(x: Tensor) -> Narrow:
     return Narrow(values, factor.reciprocal())
 
 
-def product(a: Narrow, b: Narrow, dtype: torch.dtype) -> Tensor:
-    """a times b turned around: both have the summed dim last. Sums are kept in float32."""
+def _factor(largest: Tensor, kind: torch.dtype) -> Tensor:
+    return torch.finfo(kind).max / largest.float().clamp(min=1e-30)
+
+
+def product(a: Narrow, b: Narrow, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+    """a times b turned around: both have the summed dim last. Sums are kept in float32; `fast`: with the fewer bits
+    that the matrix units of a Hopper have for them, as is customary in a forward."""
     if not a.values.is_cuda:
-        return ((a.values.float() @ b.values.float().T) * (a.scale * b.scale)).to(dtype)
-    whole: Any = F.ScalingType.TensorWise
-    return F.scaled_mm(
-        a.values, b.values.T, a.scale, whole, b.scale, whole, output_dtype=dtype, use_fast_accum=False
-    )  # fmt: skip
+        with torch.autocast("cpu", enabled=False):  # a compiled backward is in that of its forward
+            return ((a.values.float() @ b.values.float().T) * (a.scale * b.scale)).to(dtype)
+    found: Tensor = torch._scaled_mm(
+        a.values, b.values.T, scale_a=a.scale, scale_b=b.scale, out_dtype=dtype, use_fast_accum=fast
+    )
+    return found

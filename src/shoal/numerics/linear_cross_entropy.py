@@ -25,8 +25,8 @@ from shoal.numerics.fp8_products import FAR, MULTIPLE, Narrow, product, turned
 from shoal.numerics.precision import compute_dtype, wide
 
 CHUNK_BYTES = 2**31
-"""At most so many bytes of logits exist at a time, and a quarter of them all. Larger chunks would add to the gradient
-of the weight less often."""
+"""At most so many bytes of logits exist at a time, and half of them all. Smaller chunks would add to the gradient of
+the weight more often."""
 _TOKENS = 128
 """Chunks are multiples of so many tokens, which kernels like."""
 _FACTOR = 2.0**15
@@ -52,10 +52,10 @@ def tokens_of_chunk(num_tokens: int, vocabulary: int, size_bytes: int) -> int:
     """How many tokens have their logits at a time: as even chunks as can be.
 
     >>> tokens_of_chunk(32768, 128256, 2), tokens_of_chunk(4096, 128256, 2), tokens_of_chunk(512, 1000, 4)
-    (8192, 1024, 512)
+    (8192, 2048, 512)
     """
     most = max(1, CHUNK_BYTES // (vocabulary * size_bytes) // _TOKENS) * _TOKENS
-    least = 1 if num_tokens * vocabulary * size_bytes < CHUNK_BYTES // 8 else 4
+    least = 1 if num_tokens * vocabulary * size_bytes < CHUNK_BYTES // 8 else 2
     chunks = max(least, -(-num_tokens // most))
     return max(1, -(-num_tokens // chunks // _TOKENS)) * _TOKENS
 
@@ -83,6 +83,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if dw is not None:
                     share = product(gradient_turned, turned(h[part]), dw.dtype)
                     dw = dw.add_(share) if keep else share
+                    del share
+                del gradient, gradient_turned
             else:
                 loss = cross_entropy_(logits, labels[part], ignore=ignore, with_gradient=needs_h or needs_weight)
                 if dh is not None:
@@ -90,6 +92,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if dw is not None:
                     _add_product(dw, logits.T, h[part], keep=keep)
             total += loss
+            del logits  # before the next ones are there
         ctx.weight_dtype = weight.dtype
         ctx.save_for_backward(dh, dw)
         return total

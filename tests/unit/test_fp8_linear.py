@@ -1,0 +1,56 @@
+"""A linear layer in fp8 of our own, on a CPU and, where there is one, on a GPU: it computes what the layer in float32
+does, and its gradients, but for what 8 bits cannot say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal.numerics.fp8_linear import NarrowLinear
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:mkldnn_matmul failed"),  # a CPU without products in bfloat16
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch.compile's own parts
+]
+WAYS = [("cpu", None), ("cpu", "aot_eager"), *([("cuda", None), ("cuda", "inductor")] * torch.cuda.is_available())]
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    found, expected = found.detach().double(), expected.detach().double()
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize(("device", "backend"), WAYS)
+@pytest.mark.parametrize(("tokens", "features", "out"), [(96, 64, 208), (512, 1024, 2048)])
+def test_a_layer(device: str, backend: str | None, tokens: int, features: int, out: int) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(features, out, bias=False).to(device)
+    x, d = (torch.randn(2, tokens // 2, size).to(device) for size in (features, out))
+    x.requires_grad_()
+    expected = layer(x)
+    wanted = torch.autograd.grad((expected * d).sum(), (x, layer.weight))
+    NarrowLinear.of(layer)
+    call = layer if backend is None else torch.compile(layer, backend=backend, fullgraph=True)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        found = call(x)
+    assert found.dtype == torch.bfloat16
+    assert 1e-3 < error(found, expected) < 0.05  # 3 bits of fraction: up to 1/16 off, at random
+    dx, dw = torch.autograd.grad((found.float() * d).sum(), (x, layer.weight))
+    assert error(dx, wanted[0]) < 0.08  # 2 bits of fraction
+    assert error(dw, wanted[1]) < 0.08
+    assert dw.dtype == torch.float32
+    assert not torch.equal(dw, dw.bfloat16().float()), "it was rounded to bfloat16 on its way"
+
+
+def test_a_bias_and_what_needs_no_gradient() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(32, 48)
+    x = torch.randn(16, 32)
+    expected = layer(x)
+    NarrowLinear.of(layer)
+    assert error(layer(x), expected) < 0.05
+    layer.weight.requires_grad_(False)
+    layer(x).sum().backward()
+    assert layer.weight.grad is None
+    assert layer.bias.grad is not None
