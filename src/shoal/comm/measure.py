@@ -40,7 +40,7 @@ def codec_seconds(wire: Wire, methods: Iterable[str]) -> dict[str, float]:
         bucket = average.new_bucket([SAMPLE], torch.float32, wire.device, [0])
         x = torch.randn(SAMPLE, device=wire.device).view(-1)
         took = []
-        for trial in range(3):
+        for trial in range(5):
             own, _ = x.clone(), wire.sent.take()
             began = time.perf_counter()
             average(own, bucket, wire, Seeds(trial, trial))
