@@ -219,6 +219,37 @@ def test_fragments_take_turns_and_late_ones_keep_what_was_done_meanwhile(world: 
 
 
 @on_ranks(2)
+def test_no_island_goes_on_where_one_has_lost_its_way(world: World) -> None:
+    """A gradient that is not finite on one island: all drop the step, and nobody waits for anybody."""
+    step = [0]
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        is_bad = world.rank == 1 and step[0] == 2
+        return model(batch["x"]).sum() * (float("nan") if is_bad else 1.0)
+
+    run = Run("fp64 sync=diloco:3", world=world, loss=loss, on_nan="skip")
+    model = run.prepare(nn.Linear(3, 1))
+    run.prepare(torch.optim.SGD(run.parameters, lr=0.1))
+    for number in range(5):
+        step[0] = number
+        before = model.weight.detach().clone()
+        run.step({"x": torch.ones(2, 3, dtype=torch.float64)})
+        assert torch.equal(before, model.weight) == (number == 2) or run.steps_done == 3
+        run.settle()
+    assert model.weight.isfinite().all()
+
+
+@on_ranks(2)
+def test_a_second_backward_is_refused_where_the_first_is_on_its_way(world: World) -> None:
+    run = Run("fp64 compress=int8", world=world)
+    model = run.prepare(nn.Linear(3, 1))
+    run.prepare(torch.optim.SGD(run.parameters, lr=0.1))
+    run.backward(model(torch.ones(2, 3, dtype=torch.float64)).mean())
+    with pytest.raises(ShoalError, match=r"a second backward before update\(\)"):
+        run.backward(model(torch.ones(2, 3, dtype=torch.float64)).mean())
+
+
+@on_ranks(2)
 def test_the_shared_weights_are_what_is_told(world: World) -> None:
     run = started(world, "sync=diloco:3")
     for step in range(4):  # one step after a meeting

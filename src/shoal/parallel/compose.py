@@ -97,6 +97,11 @@ def refuse_unbuilt(plan: Plan) -> None:
     if plan.compression is not None and plan.compression.feeds_back and plan.precision == "fp16" and not plan.sync:
         what = f"compress={plan.compress} keeps what did not travel, and fp16 scales every step's gradients otherwise"
         found.append(Problem(what, "bf16 in place of fp16, or compress=int8"))
+    if plan.sync and plan.offload == "optimizer":
+        what = (
+            f"sync={plan.sync} changes weights on the device, and offload=optimizer keeps those that count on the host"
+        )
+        found.append(Problem(what, "offload=none or parameters"))
     raise_if(found, title=f"plan '{plan.brief()}'")
 
 

@@ -184,7 +184,16 @@ class Composed:
             mine += theirs.to(mine.device)
 
     def norm(self, parameters: list[nn.Parameter]) -> Tensor:
-        """The global norm of their gradients: every piece of every rank, each counted once."""
+        """The global norm of their gradients: every piece of every rank, each counted once. Islands have their own; but
+        where one's is not finite, no island's is: whatever is decided by that, all decide alike."""
+        norm = self._own_norm(parameters)
+        if self.islands is None:
+            return norm
+        bad = (~norm.isfinite()).to(norm.dtype)
+        dist.all_reduce(bad, group=self.mesh.group("dp_replicate"))
+        return torch.where(bad > 0, torch.full_like(norm, torch.nan), norm)
+
+    def _own_norm(self, parameters: list[nn.Parameter]) -> Tensor:
         chosen = set(parameters)
         found = {name: local(p.grad) for name, p in self.named.items() if p in chosen and p.grad is not None}
         self.norms = dict(zip(found, norms_of(list(found.values())), strict=True))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.hidden import Hidden
+from shoal.errors import ShoalError
 from shoal.numerics.pieces import local
 from shoal.parallel.averager import Averager, Load
 
@@ -61,6 +62,11 @@ class Reducer:
 
     def _arrived(self, load: Load) -> None:
         if self.is_armed:
+            if load.done is not None:
+                raise ShoalError(
+                    "a second backward before update(): what is on its way to the other replicas would change under it",
+                    fix="for microbatch in run.microbatches(batch): ..., which sends gradients in the last one only",
+                )
             self._missing[load.number] -= 1
             while self._begun < len(self._missing) and self._missing[self._begun] <= 0:
                 self._begin_next()  # in one order on all ranks, whatever the order of arrival
