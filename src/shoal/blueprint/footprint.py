@@ -238,7 +238,7 @@ def states(held: Held, on: Degrees, habits: Habits) -> tuple[float, float, float
         else:
             parameters += numel * habits.weight / (divided if on.zero == 3 else 1)
         gradients += numel * habits.gradient / (divided if on.zero >= 2 and on.pp == 1 else 1)
-        optimizer += numel * (habits.master + habits.moments) / divided
+        optimizer += numel * (habits.master + habits.moments + habits.weight * on.kept_for_peers) / divided
     return parameters, gradients, optimizer
 
 

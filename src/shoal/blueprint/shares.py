@@ -36,6 +36,8 @@ class Degrees(NamedTuple):
     """Bytes of a number in compute."""
     part_sent: float
     """What replicas send each other in a step, as a part of their gradients: by compression, and by meeting rarely."""
+    kept_for_peers: int
+    """Numbers that a rank keeps for each parameter: what it owes; under `sync=` shared weights and their momentum."""
 
     @classmethod
     def of(cls, plan: Plan, habits: Habits) -> Degrees:
@@ -54,12 +56,20 @@ class Degrees(NamedTuple):
             is_v_shaped=plan.schedule in V_SHAPED,
             size=BYTES.get(plan.precision, 4.0),
             part_sent=_part_sent(plan),
+            kept_for_peers=_kept_for_peers(plan),
         )
 
 
 def _part_sent(plan: Plan) -> float:
     part = 1.0 if plan.compression is None else plan.compression.part_sent(plan.dp_replicate or 1)
     return part / (plan.synchrony.every if plan.synchrony is not None else 1)
+
+
+def _kept_for_peers(plan: Plan) -> int:
+    if (plan.dp_replicate or 1) == 1:
+        return 0
+    owes = plan.compression is not None and plan.compression.feeds_back
+    return owes + 2 * (plan.sync is not None)
 
 
 BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 2.0, "fp64": 8.0}

@@ -1,0 +1,71 @@
+"""Ways for replicas to meet, from the command line: tried against each other, and chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.host import Host
+from tests.cli.test_train import MADE_UP
+
+TINY = [
+    *["--model.num_layers", "1", "--model.hidden", "32", "--model.ffn", "48", *MADE_UP, "--data.sequence", "32"],
+    *["--data.batch", "4", "--data.workers", "0", "--device", "cpu", "--launch.threads", "1", "--nproc", "2"],
+]
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[Host]:
+    host = Host()
+    yield host
+    host.close()
+
+
+def test_ways_are_predicted_and_tried(host: Host, tmp_path: Path) -> None:
+    ways = ["", "compress=powersgd:2", "sync=diloco:4 compress=int8"]
+    said = host.run("bench", "compress", *TINY, "--steps", "4", "--json", "--methods", *ways, cwd=tmp_path).json
+    assert [way["words"] for way in said["ways"]] == ways
+    plain, narrow, islands = said["ways"]
+    assert plain["bytes"] == 4 * said["parameters"]  # of a ring of two: 2 (n - 1) / n of it
+    assert narrow["bytes"] < plain["bytes"] / 4
+    assert islands["bytes"] < plain["bytes"] / 12
+    for way in said["ways"]:
+        assert way["steps"] == len(way["curve"]) == 4
+        assert way["predicted"] > 0
+        assert way["seconds"] > 0
+        assert way["loss"] == pytest.approx(plain["loss"], rel=0.1)
+    assert said["chosen"] in ways
+    assert said["link"]["bytes_per_second"] > 1e6
+
+
+def test_a_loss_that_was_reached_ends_a_way(host: Host, tmp_path: Path) -> None:
+    words = [*TINY, "--steps", "50", "--until-loss", "100", "--json", "--methods", ""]
+    said = host.run("bench", "compress", *words, cwd=tmp_path).json
+    assert said["ways"][0]["steps"] == 1
+    assert said["ways"][0]["seconds_to_loss"] > 0
+
+
+def test_auto_chooses_and_says_why(host: Host, tmp_path: Path) -> None:
+    words = [*TINY, "--plan", "sync=auto", "--run.duration", "3step", "--run.dir", str(tmp_path / "run")]
+    ended = host.run("train", *words, cwd=tmp_path)
+    assert ended.code == 0
+    line = next(line for line in ended.said.splitlines() if line.startswith("meet "))
+    assert "Mbit/s" in line
+    assert "auto" not in (tmp_path / "run" / "recipe.yaml").read_text().split("plan:")[1].split("\n")[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["bench", "compress", "--methods", "compress=int9"], "compress='int9' does not exist"),
+        (["bench", "compress", "--nproc", "1"], "which meets nobody"),
+        (["bench", "compress", "--steps", "1"], "the first one pays for memory and connections"),
+        (["bench", "compres"], "shoal bench compress"),
+    ],
+)
+def test_what_cannot_be_tried_is_refused(host: Host, tmp_path: Path, words: list[str], what: str) -> None:
+    ended = host.run(*words, cwd=tmp_path)
+    assert ended.code == 2
+    assert what in ended.said
