@@ -112,8 +112,8 @@ def two_hosts() -> Iterator[list[Any]]:
     try:
         with harness.made(2, rate="200mbit", prefix="shoal-bench-test", network="10.79.0") as hosts:
             yield hosts
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"needs the right to make network namespaces: {error.stderr}")
+    except OSError as error:
+        pytest.skip(f"needs the right to make network namespaces: {error}")
 
 
 def test_two_hosts_are_two_tiers(two_hosts: list[Any], tmp_path: Path) -> None:
@@ -133,19 +133,38 @@ def test_two_hosts_are_two_tiers(two_hosts: list[Any], tmp_path: Path) -> None:
     assert cluster.between.bandwidth < shaped < cluster.inside.bandwidth
 
 
+KILLED = """
+import importlib.util, os, signal, subprocess, sys
+spec = importlib.util.spec_from_file_location("hosts", sys.argv[1])
+hosts = sys.modules["hosts"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(hosts)
+with hosts.made(1, prefix="shoal-killed") as (host,):
+    left = subprocess.Popen(["ip", "netns", "exec", host.name, "sleep", "60"], stdout=-3, stderr=-3)
+    print(host.name, left.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
 def test_hosts_that_a_killed_run_has_left_are_removed(two_hosts: list[Any]) -> None:
-    name = two_hosts[0].name
-    left = subprocess.Popen(["ip", "netns", "exec", name, "sleep", "60"])
-    with harness.made(2, prefix="shoal-bench-test", network="10.79.0") as hosts:
-        assert left.wait(timeout=10) == -9
-        ended = harness.run(hosts, [sys.executable, "-c", "import os; print(os.environ['RANK'])"], per_host=2)
-        assert [each.stdout.strip() for each in ended] == ["0", "1", "2", "3"]
-        failed = harness.run(hosts, [sys.executable, "-c", "import sys; sys.exit('no')"])
-        assert [each.code for each in failed] == [1, 1]
-        with pytest.raises(RuntimeError, match="rank 0 on shoal-bench-test-0 ended with 1:\nno"):
-            harness.checked(failed)
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    assert "shoal-bench-test" not in listed
+    """And those of another run that lives are not."""
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, harness.__file__], capture_output=True, text=True, check=False
+    )
+    name, pid = killed.stdout.split()
+    assert {name, two_hosts[0].name} <= set(harness._namespaces())
+    with harness.made(1, prefix="shoal-killed"):
+        assert name not in harness._namespaces()
+        assert two_hosts[0].name in harness._namespaces()
+        assert not Path(f"/proc/{pid}/exe").exists()
+
+
+def test_one_command_runs_on_every_host(two_hosts: list[Any]) -> None:
+    ended = harness.run(two_hosts, [sys.executable, "-c", "import os; print(os.environ['RANK'])"], per_host=2)
+    assert [each.stdout.strip() for each in ended] == ["0", "1", "2", "3"]
+    failed = harness.run(two_hosts, [sys.executable, "-c", "import sys; sys.exit('no')"])
+    assert [each.code for each in failed] == [1, 1]
+    with pytest.raises(RuntimeError, match=f"rank 0 on {two_hosts[0].name} ended with 1:\nno"):
+        harness.checked(failed)
 
 
 # ---- what a person can get wrong ------------------------------------------------------------------------------------
