@@ -246,7 +246,8 @@ def main() -> None:
     question = "Are our collectives as fast as torch's, do they fill a wire, and do their lists say what they cost?"
     text = "\n".join([heading("Collectives", question), *texts])
     print(text)
-    print(f"written to {write('comm', text)}")
+    theme = "comm-bench" if options.parts == ["bench"] else "comm"
+    print(f"written to {write(theme, text)}")
 
 
 if __name__ == "__main__":
