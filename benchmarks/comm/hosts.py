@@ -7,7 +7,8 @@
                       ├── switch        every cable carries `rate` in each direction, and `rate` alone is shaped:
     host 1 ── cable ──┘                 what ranks of one host say to each other stays inside of it
 
-Needs root, and the programs ip and tc (iproute2). What a killed run has left behind is removed by the next one.
+Needs root, and the programs ip and tc (iproute2). What a killed run has left behind is removed by the next one;
+a process has one set of hosts of a prefix at a time.
 """
 
 from __future__ import annotations
@@ -71,9 +72,10 @@ def made(
     count: int, *, rate: str | None = None, prefix: str = "shoal-host", network: str = "10.78.0"
 ) -> Iterator[list[Host]]:
     """So many hosts. `rate` None: as fast as the kernel copies."""
-    switch = f"{prefix}-switch"
-    names = [f"{prefix}-{number}" for number in range(count)]
-    _remove(prefix)
+    owner = f"{prefix}-{os.getpid()}"
+    switch = f"{owner}-switch"
+    names = [f"{owner}-{number}" for number in range(count)]
+    _remove_orphans(prefix)
     try:
         for name in (switch, *names):
             _ip("netns", "add", name)
@@ -91,7 +93,7 @@ def made(
                 _shape(switch, port, rate)
         yield [Host(name, f"{network}.{number + 1}") for number, name in enumerate(names)]
     finally:
-        _remove(prefix)
+        _remove(owner)
 
 
 def run(
@@ -174,19 +176,38 @@ def _shape(namespace: str, device: str, rate: str) -> None:
     """A bucket that holds what may go in a few ticks of the kernel's clock, and a queue of a tenth of a second."""
     burst = max(32 * 1024, int(bytes_per_second(rate) / 400))
     words = f"qdisc replace dev {device} root tbf rate {rate} burst {burst} latency 100ms"
-    subprocess.run(["tc", "-n", namespace, *words.split()], check=True, capture_output=True, text=True)
+    _command("tc", "-n", namespace, *words.split())
 
 
-def _remove(prefix: str) -> None:
-    """Every namespace of that name, and whoever is still in it."""
+def _remove(owner: str) -> None:
+    """Its namespaces, and whoever is still in them."""
+    for name in _namespaces():
+        if name.startswith(f"{owner}-"):
+            inside = subprocess.run(["ip", "netns", "pids", name], check=False, capture_output=True, text=True).stdout
+            for number in inside.split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(number), signal.SIGKILL)
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+def _remove_orphans(prefix: str) -> None:
+    """Those whose maker, by whose number they are called, is gone. Others may be in use."""
+    for name in _namespaces():
+        made_by = re.match(rf"{re.escape(prefix)}-(\d+)-", name)
+        if made_by and not Path(f"/proc/{made_by[1]}").exists():
+            _remove(f"{prefix}-{made_by[1]}")
+
+
+def _namespaces() -> list[str]:
     listed = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout
-    for name in (line.split()[0] for line in listed.splitlines() if line.startswith(f"{prefix}-")):
-        inside = subprocess.run(["ip", "netns", "pids", name], check=False, capture_output=True, text=True).stdout
-        for number in inside.split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(number), signal.SIGKILL)
-        subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+    return [line.split()[0] for line in listed.splitlines()]
 
 
 def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+    _command("ip", *words)
+
+
+def _command(*words: str) -> None:
+    ended = subprocess.run(words, check=False, capture_output=True, text=True)
+    if ended.returncode:
+        raise OSError(f"{' '.join(words)}: {ended.stderr.strip()}")

@@ -100,7 +100,7 @@ def of_link(cluster: Cluster, tier: str) -> list[Timing]:
 
 def test_links_within_and_across_hosts_are_found_again(tmp_path: Path) -> None:
     cpu = Cluster.parse("cpu:2x2")
-    inside = replace(cpu.inside, bandwidth=2e9, latency=30e-6, base=100e-6, gathering=0.8)
+    inside = replace(cpu.inside, bandwidth=2e9, latency=300e-6, base=100e-6, gathering=0.8)
     between = replace(cpu.between, bandwidth=1e8, latency=400e-6, base=900e-6, gathering=0.9)
     true = replace(cpu, inside=inside, between=between)
     timings = of_link(true, "within") + of_link(true, "across")
@@ -110,6 +110,10 @@ def test_links_within_and_across_hosts_are_found_again(tmp_path: Path) -> None:
         assert fitted.gathering == pytest.approx(known.gathering, rel=0.1)
         assert fitted.base + fitted.latency == pytest.approx(known.base + known.latency, rel=0.25)
         assert "measured" in fitted.source
+    for degree in (2, 4):
+        mine, theirs = found.link(degree, 1), true.link(degree, 1)
+        assert mine.gather(1024) == pytest.approx(theirs.gather(1024), rel=0.1)
+        assert mine.reduce(2**26) == pytest.approx(theirs.reduce(2**26), rel=0.1)
     file = tmp_path / "cluster.yaml"
     file.write_text(found.to_yaml())
     assert Cluster.from_yaml(file) == found

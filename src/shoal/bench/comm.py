@@ -10,7 +10,6 @@ would take more than its share is left out, and said to be.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import socket
 import time
@@ -37,8 +36,6 @@ from shoal.launch.local import launch
 ROUNDS = 5
 SHORT = 8 * 2**20
 """Bytes: what is shorter than this gets the same time, since it takes about as long."""
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-"""Of glibc's malloc.h."""
 Work = Callable[[], object]
 
 
@@ -111,7 +108,6 @@ def measure(placement: Placement | None, store: dist.Store | None, ask: Ask) -> 
     """What one rank does; every rank returns the same."""
     began = time.perf_counter()
     _let_peers_finish()
-    _keep_memory(3 * max(ask.sizes))
     device = "cuda" if ask.backend == "nccl" else "cpu"
     with World.start(placement, device=device, store=store, threads=1) as world:
         bench = Bench(world, placement.node if placement else 0, ask, deadline=began + ask.seconds)
@@ -143,17 +139,6 @@ def _let_peers_finish() -> None:
     if hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
-def _keep_memory(num_bytes: int) -> None:
-    """Have the C library keep memory that is given back to it, and give it so much to begin with. It would return large
-    pieces to the system, which clears them before they are used again: that takes as long as to send them, and is no
-    part of a collective."""
-    with contextlib.suppress(OSError, AttributeError):
-        of_c = ctypes.CDLL(None)
-        of_c.mallopt(M_MMAP_MAX, 0)
-        of_c.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-        _written(num_bytes // FLOAT, torch.device("cpu"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,13 +204,15 @@ class Bench:
             if before is None:
                 self.timed(work, 1)  # connects
             already = over.counted.bytes if over else 0
-            times[algorithm] = [self.timed(work, 1)]
+            times[algorithm] = [self.timed(work, 1)]  # in memory that is new to this process, and slow
             sent[algorithm] = over.counted.bytes - already if over else None
-        numbers = {a: max(1, int(share / ROUNDS / found[0])) for a, found in times.items()}
-        rounds = {a: min(ROUNDS, int((share / found[0] - 1) / numbers[a])) for a, found in times.items()}
-        for number in range(max(rounds.values(), default=0)):
-            for algorithm in (a for a in times if number < rounds[a]):
-                times[algorithm].append(self.timed(works[algorithm][0], numbers[algorithm]))
+        spent = dict.fromkeys(times, 0.0)
+        for number in range(ROUNDS):
+            for algorithm, found in times.items():
+                count = max(1, int(share / ROUNDS / min(found)))
+                if number == 0 or spent[algorithm] + count * min(found) <= share:
+                    found.append(self.timed(works[algorithm][0], count))
+                    spent[algorithm] += count * found[-1]
         for algorithm, found in times.items():
             self.note(place, kind, algorithm, size, min(found), sent[algorithm])
 

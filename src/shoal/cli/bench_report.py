@@ -108,18 +108,21 @@ def render(console: Console, found: Found, cluster: Cluster, *, draw: bool) -> N
             if timings:
                 console.print(kind_table(found, timings))
         pair, together = (size_of(wire(found.timings, tier, how), 1000) for how in (PAIR, TOGETHER))
+        text = f"{pair}B/s between two ranks alone; {together}B/s of each rank when all send at once, which is what bus"
         console.print(
-            f"the wire {tier} hosts, measured: {pair}B/s between two ranks alone, {together}B/s of each rank when"
+            f"the wire {tier} hosts, measured: {text} bandwidth is held against\n", soft_wrap=True, highlight=False
         )
-        console.print("all send at once, which is what bus bandwidth is held against\n")
     console.print(fits_table(fits(found.timings)))
     _print_summary(console, found)
     if draw:
         for picture in pictures(found):
             console.print(f"\n{picture}", highlight=False, markup=False)
-    for name, link in (("inside of hosts", cluster.inside), ("between hosts", cluster.between)):
+    measured = {"within": cluster.inside, "across": cluster.between}
+    for name, link in ((tier, measured[tier]) for tier in _tiers(found)):
         numbers = f"{_time(link.base)}, {_time(link.latency)} a step, {size_of(link.bandwidth, 1000)}B/s"
-        console.print(f"link {name}, for the planner: {numbers}; {link.source}", soft_wrap=True, highlight=False)
+        console.print(
+            f"link {name} hosts, for the planner, fitted: {numbers}; {link.source}", soft_wrap=True, highlight=False
+        )
     console.print(f"measured in {found.took:.0f} s: {found.sentence()}, {found.date}", soft_wrap=True, highlight=False)
 
 
@@ -204,7 +207,8 @@ def plot(found: Found) -> str:
                 panels.append(
                     Panel(title=f"{kind} {tier} hosts", lines=lines, curves=curves, level=level, level_name="wire")
                 )
-    title = f"Bandwidth of collectives, {found.ranks} ranks on {found.num_hosts} hosts: dots measured, lines fitted"
+    hosts = f"{found.num_hosts} host{'s' * (found.num_hosts > 1)}"
+    title = f"Bandwidth of collectives, {found.ranks} ranks on {hosts}: dots measured, lines fitted"
     return svg(panels, title=title, x_name=lambda x: f"{size_of(x)}B", y_name=lambda y: f"{size_of(y, 1000)}B/s")
 
 
