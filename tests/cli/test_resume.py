@@ -603,7 +603,7 @@ def test_torchrun_needs_one_restart(tmp_path: Path) -> None:
 # ---- replicas that do not tell each other everything ----------------------------------------------------------------
 
 MEETING = {
-    "compressed": ["--plan", "fp64 compress=1bit"],
+    "compressed": ["--plan", "fp64 compress=1bit", "--comm.exact_steps", "3"],
     "islands": ["--plan", "fp64 sync=diloco:4 compress=topk:0.1"],
     "late islands": ["--plan", "fp64 sync=diloco:6", "--comm.fragments", "2", "--comm.delay", "2"],
 }

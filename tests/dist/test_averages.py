@@ -142,7 +142,7 @@ def test_bytes_are_as_predicted(world: World) -> None:
 
 @on_ranks(2)
 def test_a_gradient_that_is_not_finite_is_told_and_not_kept(world: World) -> None:
-    for method in ("fp16", "bf16", "int8", "1bit", "topk:0.01", "powersgd:4"):
+    for method in ("fp16", "bf16", "int8", "1bit", "topk:0.01", "randomk:0.1", "powersgd:4"):
         for bad in (float("nan"), float("inf")):
             averaged = Averaged(world, method, torch.float32)
             x = gradient(world.rank, 0, torch.float32)
@@ -184,3 +184,15 @@ def test_no_method_is_further_off_than_it_promises(world: World) -> None:
         bound = Compression.parse(method).error_bound
         error = float((Averaged(world, method).step(0) - mean(world, 0)).norm()) / size
         assert 0 < error <= bound, (method, error, bound)
+
+
+@on_ranks(4)
+def test_the_bound_of_bf16_is_one(world: World) -> None:
+    """Numbers that are rounded as far as numbers can be, all in one direction."""
+    x = torch.full((4096,), 1 - 0.01 / 128 if world.rank == 0 else 1 + 2.5 / 128, dtype=torch.float64)
+    exact = (1 - 0.01 / 128 + 3 * (1 + 2.5 / 128)) / 4
+    compression = Compression.parse("bf16")
+    average = average_of(compression)
+    average(x, average.new_bucket([(4096,)], torch.float64, CPU, [0]), wire_of(world), Seeds(0, 0))
+    error = float((x - exact).abs().max())
+    assert 2.0**-9 < error <= compression.error_bound

@@ -24,10 +24,10 @@ from tests.dist.test_reshard import BATCH, TOKENS, VOCABULARY, assert_same, buil
 LR = 1e-2
 
 
-def started(world: World, plan: str, **options: Any) -> Run:
-    model = build("llama")
+def started(world: World, plan: str, *, kind: str = "llama", **options: Any) -> Run:
+    model = build(kind)
     initialise(model, 0)
-    run = Run(f"fp64 {plan}", world=world, seed=0, clip=0.5, **options)
+    run = Run(f"fp64 {plan}", world=world, seed=0, clip=0.5, **{"exact_steps": 0, **options})
     run.prepare(model)
     run.prepare(torch.optim.AdamW(run.parameters, lr=LR))
     return run
@@ -69,11 +69,11 @@ def _trained_by(world: World, plan: str, algorithm: Any) -> tuple[list[float], d
 
 
 class Forked(nn.Module):
-    """Uses one of its two layers, another one on every rank and in every step."""
+    """Uses one of its first two layers, another one on every rank and in every step, and never the third."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(3, 3) for _ in range(2)])
+        self.layers = nn.ModuleList([nn.Linear(3, 3) for _ in range(3)])
         self.turn = rank
 
     def forward(self, x: Tensor) -> Tensor:
@@ -82,15 +82,26 @@ class Forked(nn.Module):
 
 
 @on_ranks(2)
-def test_parameters_without_a_gradient_count_as_zero(world: World) -> None:
+def test_parameters_without_a_gradient(world: World) -> None:
+    """Of one that some ranks have used, the others have zero; one that nobody has used is left alone."""
     torch.manual_seed(0)
-    run = Run("fp64", world=world, loss=lambda model, batch: model(batch["x"]).sum(), algorithm="ring")
+    batch = {"x": torch.ones(2, 3, dtype=torch.float64)}
+    options: dict[str, Any] = {"loss": lambda model, batch: model(batch["x"]).sum(), "algorithm": "ring"}
+    run = Run("fp64", world=world, find_unused=True, **options)
     model = run.prepare(Forked(world.rank))
-    run.prepare(torch.optim.SGD(run.parameters, lr=0.5))
+    run.prepare(torch.optim.SGD(run.parameters, lr=0.5, weight_decay=0.0))
+    run.optimizer.param_groups[0]["weight_decay"] = 0.1
     before = [layer.bias.detach().clone() for layer in model.layers]
-    run.step({"x": torch.ones(2, 3, dtype=torch.float64)})
-    for layer, bias in zip(model.layers, before, strict=True):  # each was used by one of two ranks
-        assert torch.allclose(bias - layer.bias, torch.full((3,), 0.5, dtype=torch.float64))
+    run.step(batch)
+    first, second, third = model.layers
+    for layer, bias in ((first, before[0]), (second, before[1])):  # each was used by one of two ranks
+        assert torch.allclose(bias - layer.bias, 0.5 + 0.5 * 0.1 * bias)
+    assert torch.equal(third.bias, before[2])
+    strict = Run("fp64", world=world, **options)
+    strict.prepare(Forked(world.rank))
+    strict.prepare(torch.optim.SGD(strict.parameters, lr=0.5))
+    with pytest.raises(ShoalError, match="had no part in the loss of this step"):
+        strict.step(batch)
 
 
 @on_ranks(2)
@@ -121,12 +132,33 @@ def test_compressed_training_stays_near(pool: Pool, method: str) -> None:
         assert losses == pytest.approx(plain, rel=0.03)
 
 
+@pytest.mark.parametrize(
+    "plan", ["sp=off compress=int8", "sp=off compress=topk:0.1", "sp=on sync=diloco:3 compress=int8", "compress=1bit"]
+)
+@on_ranks(4)
+def test_weights_that_tp_ranks_share_stay_the_same(world: World, plan: str) -> None:
+    """Although the weights beside them differ from rank to rank."""
+    run = started(world, f"dp_replicate=2 tp=2 {plan}")
+    for step in range(5):
+        run.step(share(run, step))
+    composed = run.composed
+    own = {n: p.detach().clone() for n, p in composed.named.items() if composed.is_replicated(n, "tp")}
+    every = world.all_gather_object((run.mesh.coordinate["dp_replicate"], own))
+    for place, others in every:
+        for name, weight in others.items():
+            if place == run.mesh.coordinate["dp_replicate"] or composed.islands is None:
+                assert torch.equal(weight, own[name]), name
+
+
 @on_ranks(2)
 def test_what_cannot_go_together_is_refused(world: World) -> None:
     with pytest.raises(ShoalError, match="fp16 scales every step's gradients otherwise"):
         Run("fp16 compress=topk", world=world)
-    with pytest.raises(ShoalError, match="cp=2 is not inside of one"):
+    with pytest.raises(ShoalError, match=r"cp=2 is not inside of one|dp_replicate=1: there is one"):
         Run("cp=2 sync=diloco:4", world=world)
+    for words in ("zero=3 compress=1bit", "tp=2 sync=diloco:4"):
+        with pytest.raises(ShoalError, match="dp_replicate=1: there is one"):
+            Run(words, world=world)
 
 
 @on_ranks(2)
@@ -264,6 +296,8 @@ def test_the_shared_weights_are_what_is_told(world: World) -> None:
     run.meet()
     first, second = world.all_gather_object({n: p.detach().clone() for n, p in run.composed.named.items()})
     assert all(torch.equal(first[name], second[name]) for name in first)
+    run.meet()  # nothing has happened since
+    assert all(torch.equal(p, first[n]) for n, p in run.composed.named.items())
 
 
 # ---- saved and loaded -----------------------------------------------------------------------------------------------
@@ -276,6 +310,72 @@ SAVED = [
     ("sync=diloco:3", {}),
     ("sync=diloco:4 compress=1bit", {"outer": Outer(fragments=2, delay=1)}),
 ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "plan"),
+    [
+        ("llama", 4, "dp_replicate=2 tp=2 sp=on"),
+        ("tied", 4, "dp_replicate=2 pp=2 1f1b mb=3"),
+        ("llama", 2, "cp=2 mb=6"),
+    ],
+)
+def test_copies_that_owe_each_their_own_go_on_bit_for_bit(
+    pool: Pool, tmp_path: Path, kind: str, ranks: int, plan: str
+) -> None:
+    options = {"kind": kind}
+    undisturbed = pool.run(_begin, ranks, f"{plan} compress=1bit", options, str(tmp_path / "run"), 3, 3)[0]
+    assert pool.run(_go_on, ranks, f"{plan} compress=1bit", options, str(tmp_path / "run"), 3)[0] == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (("sync=diloco:4", Outer()), ("sync=diloco:4", Outer(delay=2))),
+        (("", Outer()), ("sync=diloco:4", Outer(delay=2))),
+        (("sync=diloco:5", Outer(delay=2)), ("sync=diloco:3", Outer(delay=2))),
+        (("sync=diloco:6", Outer(fragments=2, delay=2)), ("sync=diloco:6", Outer(fragments=3))),
+    ],
+)
+def test_late_islands_may_change_their_ways(
+    pool: Pool, tmp_path: Path, before: tuple[str, Outer], after: tuple[str, Outer]
+) -> None:
+    """No weight goes where no gradient has pushed it."""
+    undisturbed = pool.run(_begin, 2, before[0], {"outer": before[1]}, str(tmp_path / "run"), 6, 4)[0]
+    found = pool.run(_go_on, 2, after[0], {"outer": after[1]}, str(tmp_path / "run"), 4)[0]
+    assert found == pytest.approx(undisturbed, rel=0.01)
+
+
+def _weights_after_loading(world: World, plan: str, folder: str) -> dict[str, Tensor]:
+    run = started(world, plan)
+    run.load(folder)
+    return run.weights()
+
+
+def test_who_has_no_islands_takes_the_mean_of_those_that_there_were(pool: Pool, tmp_path: Path) -> None:
+    pool.run(_begin, 2, "sync=diloco:100", {}, str(tmp_path / "run"), 4, 0)
+    saved = whole(tmp_path / "run")
+    for ranks in (1, 2):
+        weights = pool.run(_weights_after_loading, ranks, "", str(tmp_path / "run"))[0]
+        for name, weight in weights.items():
+            mean = (saved[f"replica/0/model/{name}"] + saved[f"replica/1/model/{name}"]) / 2
+            assert torch.allclose(weight, mean, rtol=1e-14), name
+            assert not torch.equal(weight, saved[f"model/{name}"]), name
+
+
+def _back_and_forth(world: World, folder: str) -> tuple[list[float], list[float]]:
+    run = started(world, "sync=diloco:4", outer=Outer(delay=2))
+    for step in range(5):
+        run.step(share(run, step))
+    run.save(folder)
+    first = [float(run.step(share(run, step))) for step in range(5, 9)]  # one meeting is under way now
+    run.load(folder)
+    return first, [float(run.step(share(run, step))) for step in range(5, 9)]
+
+
+def test_what_was_on_its_way_is_forgotten_when_another_state_is_loaded(pool: Pool, tmp_path: Path) -> None:
+    first, second = pool.run(_back_and_forth, 2, str(tmp_path / "run"))[0]
+    assert first == second
 
 
 def _begin(world: World, plan: str, options: dict[str, Any], folder: str, steps: int, more: int) -> list[float]:
@@ -349,8 +449,8 @@ def test_another_way_to_meet_after_a_resume(pool: Pool, tmp_path: Path, before: 
 def test_verify_states_the_bound() -> None:
     tokens = torch.randint(VOCABULARY, (8, TOKENS + 1), generator=torch.Generator().manual_seed(0))
     batch = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
-    for method in ("int8", "powersgd:2"):
-        proof = shoal.verify(functools.partial(build, "llama"), batch, f"compress={method} mb=2", nproc=2)
+    for words in ("compress=int8 mb=2", "cp=2 compress=powersgd:2"):
+        proof = shoal.verify(functools.partial(build, "llama"), batch, words, nproc=2)
         assert proof.equal
         assert proof.bounded is not None
         assert 1e-6 < proof.bounded.error <= proof.bounded.bound < 1.01

@@ -20,9 +20,9 @@ from shoal.comm.world import World
 from shoal.data.loading import Loader, evaluation_batches
 from shoal.numerics.optim import build_optimizer, set_lr
 from shoal.numerics.schedule import lr_factor
-from shoal.train.adapt import Weighed, weigh
+from shoal.train.adapt import Weighed, run_of, weigh
 from shoal.train.build import build_to_lay_out
-from shoal.train.job import Job, outer_of
+from shoal.train.job import Job
 from shoal.train.run import Run
 
 EVERY = (
@@ -94,7 +94,7 @@ def _try(job: Job, world: World, words: str, weighed: Weighed, ask: Ask) -> Trie
     every = said.synchrony.every if said.synchrony is not None else 1
     num_steps = -(-ask.steps // every) * every
     plan = replace(recipe.plan, compress=said.compress, sync=said.sync)
-    run = Run(plan, seed=recipe.run.seed, clip=recipe.optim.clip, outer=outer_of(recipe), world=world)
+    run = run_of(recipe, world, plan)
     run.prepare(build_to_lay_out(recipe.model, recipe.run.seed))
     run.prepare(build_optimizer(run.parameters, recipe.optim, lr=recipe.optim.lr, seed=recipe.run.seed))
     curve, num_bytes = _trained(run, job, num_steps, ask.until)

@@ -70,24 +70,30 @@ class Compression:
         return self.method in ("1bit", "topk", "powersgd")
 
     @property
+    def exact_steps(self) -> int:
+        """How many of the first steps send gradients as they are, unless somebody says otherwise."""
+        return 0 if self.method in ("fp16", "bf16", "int8") else 20
+
+    @property
     def error_bound(self) -> float:
         """How far the mean may be off when nothing is owed from before: at most so many times the root of the mean
         square of the replicas' own gradients.
 
         Narrow numbers are rounded twice, by a part of themselves; int8 by less than a step of a scale that a block of
         256 shares; what is left out, or what a sign leaves, is no larger than the whole. randomk is right on average
-        only: what it draws, it makes as many times larger.
+        only: what it draws, it makes as many times larger. fp16 has no numbers below 6e-8 or above 65,504: gradients
+        there vanish, or are not finite and drop the step.
         """
         match self.method:
             case "fp16":
-                return 2 * 2.0**-11 + 1e-4  # and what is too small for it
+                return 2 * 2.0**-11 * 1.01
             case "bf16":
-                return 2 * 2.0**-9 * 1.01
+                return 2 * 2.0**-8 * 1.01
             case "int8":
                 once = sqrt(INT8_BLOCK) / 127
                 return once * (2 + once)
             case "topk":
-                return sqrt(1 - self.kept_in_block / TOPK_BLOCK) + 2.0**-9
+                return sqrt(1 - self.kept_in_block / TOPK_BLOCK) + 2.0**-8
             case "randomk":
                 return float(self.stride)
             case "1bit":

@@ -91,7 +91,8 @@ def predict(words: str, island: Island, link: Link, replicas: int, codec: Mappin
     )
     if plan.synchrony is not None:
         every = plan.synchrony.every
-        return Step(words, island.compute + exchange / every, num_bytes / every)
+        agreeing = 2 * link.latency  # on the loss, and on whether a gradient is finite, in every step
+        return Step(words, island.compute + agreeing + exchange / every, num_bytes / every)
     return Step(words, _overlapped(island.compute, exchange, num_buckets), num_bytes)
 
 

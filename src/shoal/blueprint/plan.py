@@ -375,6 +375,7 @@ def _conflicts(plan: Plan) -> Iterator[Problem]:
         yield Problem(what, "zero=1, 2 or 3")
     if plan.context and plan.cp == 1:
         yield Problem(f"{plan.context} divides tokens among cp ranks, but cp=1", f"cp=2, or leave {plan.context} out")
+    yield from _nobody_to_meet(plan)
     if plan.sync == synchrony.AUTO and plan.compress:
         yield Problem(f"sync=auto chooses compress too, and compress={plan.compress} is said", "leave one of them out")
     if plan.sp and plan.tp == 1:
@@ -389,3 +390,15 @@ def _conflicts(plan: Plan) -> Iterator[Problem]:
         plan.layout  # noqa: B018  (a layout checks itself)
     except ShoalError as error:
         yield from error.problems
+
+
+def _nobody_to_meet(plan: Plan) -> Iterator[Problem]:
+    """Words about what replicas send each other, where several ranks hold one replica. One rank alone may say them: the
+    same recipe runs there too."""
+    degrees = [getattr(plan, axis) or 1 for axis in DEGREES if axis != "ep"]
+    is_alone = (plan.dp_replicate or 1) == 1 and prod(degrees) > 1
+    shares_tokens = (plan.cp or 1) > 1 and not plan.zero  # whose ranks send each other gradients too
+    for word, is_idle in ((f"compress={plan.compress}", plan.compress), (f"sync={plan.sync}", plan.sync)):
+        if is_alone and is_idle and not (shares_tokens and word.startswith("compress")):
+            what = f"{word} is about what replicas send each other, and dp_replicate=1: there is one"
+            yield Problem(what, f"dp_replicate=2 or more, or leave {word} out")

@@ -234,6 +234,10 @@ class CommSection(Section):
     """builtin: torch's own collectives. auto: what is fastest for the buckets of this run, measured before its first
     step. Else a list of messages of that name (docs/concepts/collectives.md)."""
 
+    exact_steps: Annotated[int, Number, Field(ge=0)] | None = None
+    """How many of the first steps send gradients as they are, although the plan compresses: they are the largest, and
+    the moments of the optimizer begin with them. None: 20 for `1bit`, `topk`, `randomk` and `powersgd`, else 0."""
+
     outer_lr: PositiveFloat = 0.7
     """Under `sync=diloco:H`, the learning rate of the optimizer of the weights that islands share."""
 

@@ -30,12 +30,15 @@ class Misfit(ShoalError):
 def load(store: Store, holder: Holder, *, step: int, only_weights: bool = False) -> Manifest:
     """Fill this rank's part of a run with what was saved of a step; or its model alone. Returns its manifest."""
     manifest = store.manifest(step)
+    if holder.composed.islands is not None:
+        holder.composed.islands.forget()
     if not only_weights:
         holder.optimizer.state.clear()  # what another step has left there
         make_states(holder, _kinds(manifest), dict(manifest.state.get("scalars", {})))
     pieces = [piece for piece in held_by(holder) if not only_weights or piece.name.startswith("model/")]
     of_replicas = [piece for piece in held_by_replicas(holder) if not only_weights or "/model/" in piece.name]
-    read_from = [(piece, sources(manifest, piece)) for piece in (*pieces, *of_replicas)]
+    has_islands = holder.composed.islands is not None
+    read_from = [(piece, sources(manifest, piece, has_islands=has_islands)) for piece in (*pieces, *of_replicas)]
     if misfits := list(_misfits(manifest, read_from)):
         more = f"; and {len(misfits) - 4} more" if len(misfits) > 4 else ""
         raise Misfit(

@@ -3,7 +3,7 @@
 Under `compress=` a replica keeps what it could not send. Under `sync=` it has weights and an optimizer of its own until
 islands meet. Each replica's is saved:
 
-    replica/2/residual/NAME           what replica 2 owes to a gradient
+    replica/2/residual/NAME           what replica 2 owes to a gradient (residual.tp1: its tp rank 1, where each owes)
     replica/2/model/NAME              the weights of island 2; model/NAME are those that all share
     replica/2/optimizer/STATE/NAME    what its optimizer keeps; there is no optimizer/STATE/NAME then
     replica/2/sent/NAME               the weights that island 2 has sent, if what they come to has not been applied yet
@@ -11,7 +11,7 @@ islands meet. Each replica's is saved:
 
 One rule brings them back on another number of replicas: with as many as there were, each has its own; else all have the
 mean. A residual counts 1/W for the mean gradient, so its mean is what all of them owed; and the mean of the islands is
-what the next meeting would have come to.
+what they would tell each other at their next meeting.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def held_by_replicas(holder: Holder) -> Iterator[Held]:
 
     for averager in _averagers(composed):
         for name, residual in averager.residuals():
-            yield held("residual", name, residual, is_own=True)
+            yield _residual(composed, name, residual, averager)
         for name, matrix in averager.narrow():
             begin, _ = composed.box(name)
             path = f"narrow/{','.join(map(str, begin))}/{firsts.get(name, name)}"
@@ -64,22 +64,36 @@ def held_by_replicas(holder: Holder) -> Iterator[Held]:
             yield held("outer/arrived", name, islands.arrived[name], is_own=False)
 
 
+def _residual(composed: Composed, name: str, residual: Tensor, averager: Averager) -> Held:
+    """What is owed to a gradient. Copies that are summed up only after they have travelled owe each their own: tp ranks
+    of a weight that each used for its own tokens, and two stages that hold one parameter."""
+    is_partial = composed.islands is None and name in composed.tensor.partial
+    kind = f"residual.tp{composed.tensor.index}" if is_partial else "residual"
+    own = composed.meeting_axes + (("tp",) if is_partial else ())
+    is_told = composed.speaks_for(name, besides=own, and_copies=True)
+    begin, _ = composed.box(name)
+    path = f"replica/{averager.lanes.rank}/{kind}/{name}"
+    return Held(path, composed.shapes[name], begin, residual, is_told, is_needed=False, replicas=averager.lanes.size)
+
+
 def _averagers(composed: Composed) -> list[Averager]:
     if composed.islands is not None:
         return composed.islands.fragments
     return [] if composed.reducer is None else [composed.reducer.averager]
 
 
-def sources(manifest: Manifest, piece: Held) -> list[str]:
+def sources(manifest: Manifest, piece: Held, *, has_islands: bool) -> list[str]:
     """Which tensors of a checkpoint a piece is the mean of: one, several, or none.
 
-    `piece` is of one replica or of all, and so is what the checkpoint has.
+    `piece` is of one replica or of all, and so is what the checkpoint has. Who has no islands takes the mean of the
+    weights of those that there were, not what they shared when they last met.
     """
     if _is_of_another_rank(manifest, piece):
         return []
     plain = piece.name.split("/", 2)[2] if piece.name.startswith("replica/") else piece.name
     siblings = list(takewhile(manifest.tensors.__contains__, (f"replica/{r}/{plain}" for r in count())))
-    if piece.name in manifest.tensors and (piece.name == plain or len(siblings) == piece.replicas):
+    is_shared = piece.name == plain and (has_islands or not siblings)
+    if piece.name in manifest.tensors and (is_shared or len(siblings) == piece.replicas > 1):
         return [piece.name]
     return siblings or [name for name in [plain] if name in manifest.tensors]
 

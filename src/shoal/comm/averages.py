@@ -138,7 +138,8 @@ class RandomK(Average):
         drawn = seeds.generator(seeds.shared, x.device)
         rows = _filled_up(x, self.stride).view(-1, self.stride)
         places = torch.randint(self.stride, (len(rows), 1), generator=drawn, device=x.device)
-        mean = wire.all_reduce(rows.gather(1, places)).mul_(self.stride / wire.size)
+        # What was not drawn may not be finite, and has to be heard of.
+        mean = wire.all_reduce(rows.gather(1, places) + 0 * x.sum()).mul_(self.stride / wire.size)
         x.copy_(torch.zeros_like(rows).scatter_(1, places, mean).view(-1)[: x.numel()])
 
 

@@ -3,6 +3,7 @@ can be sent from, and counted."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,11 +31,20 @@ class Sent:
     """That this rank sends: of torch's own collectives, by their formula (those of a ring); else counted."""
     times: list[tuple[float, float]] = field(default_factory=list)
     """When each collective began and ended, with waiting for others."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, num_bytes: int, began: float) -> None:
+        """A collective has ended."""
+        with self.lock:
+            self.messages += 1
+            self.bytes += num_bytes
+            self.times.append((began, time.perf_counter()))
 
     def take(self) -> tuple[list[tuple[float, float]], int]:
         """Times and bytes since this was last asked."""
-        taken = self.times, self.bytes
-        self.messages, self.bytes, self.times = 0, 0, []
+        with self.lock:
+            taken = self.times, self.bytes
+            self.messages, self.bytes, self.times = 0, 0, []
         return taken
 
 
@@ -112,6 +122,4 @@ class Wire:
         if self.algorithm != "builtin" and is_stepped:
             stepped = Stepped(self.group, self.algorithm, node=self.node)
         yield stepped
-        self.sent.messages += 1
-        self.sent.bytes += num_bytes if stepped is None else stepped.counted.bytes
-        self.sent.times.append((began, time.perf_counter()))
+        self.sent.add(num_bytes if stepped is None else stepped.counted.bytes, began)

@@ -11,8 +11,10 @@ in which a backward fills them.
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.comm.averages import Average, Bucket, Seeds
+from shoal.comm.averages import Average, Bucket, Exact, Seeds
 from shoal.comm.wire import Sent, Wire
 from shoal.data.hashing import hashed
 from shoal.numerics.pieces import local
@@ -34,7 +36,7 @@ class Lanes:
     """They count together."""
 
     def __post_init__(self) -> None:
-        self._threads = [ThreadPoolExecutor(1, f"shoal-lane-{number}") for number in range(len(self.wires))]
+        self._lanes = [_Lane(wire) for wire in self.wires]
 
     @property
     def rank(self) -> int:
@@ -53,13 +55,40 @@ class Lanes:
 
     def submit(self, number: int, do: Callable[..., None], *arguments: Any) -> Future[None]:
         """Call with a wire, and whatever else, in the thread of a lane."""
-        lane = number % len(self.wires)
-        return self._threads[lane].submit(do, self.wires[lane], *arguments)
+        return self._lanes[number % len(self._lanes)].submit(do, *arguments)
 
     def close(self) -> None:
-        """End the threads."""
-        for thread in self._threads:
-            thread.shutdown(wait=False)
+        """Let the threads end when they have done what they were given."""
+        for lane in self._lanes:
+            lane.close()
+
+
+class _Lane:
+    """One thread. It is no reason for a process to stay: one that fails while a peer is late would wait for it."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+        self._calls: queue.SimpleQueue[tuple[Future[None], Callable[..., None], tuple[Any, ...]] | None]
+        self._calls = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="shoal-lane", daemon=True).start()
+
+    def submit(self, do: Callable[..., None], *arguments: Any) -> Future[None]:
+        done: Future[None] = Future()
+        self._calls.put((done, do, arguments))
+        return done
+
+    def close(self) -> None:
+        self._calls.put(None)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            done, do, arguments = call
+            try:
+                do(self.wire, *arguments)
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
 
 
 @dataclass
@@ -67,6 +96,8 @@ class Load:
     """A bucket of a model, and what of it is on its way."""
 
     number: int
+    seed: int
+    """Of its first tensor's name: the same wherever those tensors are."""
     names: list[str]
     parameters: list[nn.Parameter]
     bucket: Bucket
@@ -91,32 +122,28 @@ class Averager:
     average: Average
     bucket_bytes: int
     seed: int
+    kind_of: Callable[[str], object] = field(default=lambda name: None)
+    """Parameters of different kinds are never encoded together. Of those that other ranks hold too, what arrives has to
+    be the same there, and not depend on neighbours that differ."""
     loads: list[Load] = field(init=False)
 
     def __post_init__(self) -> None:
         self.loads = [
-            Load(number, [name for name, _ in pairs], [p for _, p in pairs], self._new_bucket(pairs))
+            Load(
+                number, _seed(pairs[0][0]), [name for name, _ in pairs], [p for _, p in pairs], self._new_bucket(pairs)
+            )
             for number, pairs in enumerate(self._cut())
         ]
 
     @torch.no_grad()
-    def begin(self, load: Load, tensors: Sequence[Tensor], step: int) -> None:
-        """Send off one tensor for each parameter of a bucket. They are copied first."""
+    def begin(self, load: Load, tensors: Sequence[Tensor], step: int, *, is_exact: bool = False) -> None:
+        """Send off one tensor for each parameter of a bucket; `is_exact`: as they are. They are copied first."""
         flat = load.flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        place = (self.seed, step, load.number)
+        place = (self.seed, step, load.seed)
         seeds = Seeds(int(hashed(*place)[0]), int(hashed(*place, self.lanes.rank + 1)[0]))
-        packed = torch.cuda.current_stream().record_event() if flat.is_cuda else None
-        load.done = self.lanes.submit(load.number, self._travel, load.bucket, flat, seeds, packed)
-
-    @torch.no_grad()
-    def _travel(self, wire: Wire, bucket: Bucket, flat: Tensor, seeds: Seeds, packed: torch.cuda.Event | None) -> None:
-        if packed is None:
-            self.average(flat, bucket, wire, seeds)
-            return
-        with torch.cuda.device(flat.device):  # a thread begins with the first device
-            packed.wait()
-            self.average(flat, bucket, wire, seeds)
-            torch.cuda.current_stream().synchronize()
+        packed = torch.cuda.current_stream(flat.device).record_event() if flat.is_cuda else None
+        average = Exact() if is_exact else self.average
+        load.done = self.lanes.submit(load.number, _travel, average, load.bucket, flat, seeds, packed)
 
     def residuals(self) -> Iterator[tuple[str, Tensor]]:
         """What is owed to each tensor, in its place; nothing, if everything travels."""
@@ -132,20 +159,20 @@ class Averager:
                     yield name, matrix
 
     def _cut(self) -> Iterator[list[tuple[str, nn.Parameter]]]:
-        """The parameters from the last to the first, in buckets of one type."""
-        bucket: list[tuple[str, nn.Parameter]] = []
-        size = 0
+        """The parameters from the last to the first, in buckets of one type and one kind."""
+        open_ones: dict[object, list[tuple[str, nn.Parameter]]] = {}
+        sizes: dict[object, int] = {}
         for name, parameter in reversed(list(self.named.items())):
             own = local(parameter)
             if not parameter.requires_grad or not own.numel():
                 continue
-            if bucket and (size + own.nbytes > self.bucket_bytes or own.dtype != local(bucket[0][1]).dtype):
-                yield bucket
-                bucket, size = [], 0
-            bucket.append((name, parameter))
-            size += own.nbytes
-        if bucket:
-            yield bucket
+            kind = (own.dtype, self.kind_of(name))
+            if kind in open_ones and sizes[kind] + own.nbytes > self.bucket_bytes:
+                yield open_ones.pop(kind)
+                sizes[kind] = 0
+            open_ones.setdefault(kind, []).append((name, parameter))
+            sizes[kind] = sizes.get(kind, 0) + own.nbytes
+        yield from open_ones.values()
 
     def _new_bucket(self, pairs: list[tuple[str, nn.Parameter]]) -> Bucket:
         pieces = [local(parameter) for _, parameter in pairs]
@@ -153,10 +180,30 @@ class Averager:
         return self.average.new_bucket([tuple(p.shape) for p in pieces], pieces[0].dtype, pieces[0].device, seeds)
 
 
+@torch.no_grad()
+def _travel(
+    wire: Wire, average: Average, bucket: Bucket, flat: Tensor, seeds: Seeds, packed: torch.cuda.Event | None
+) -> None:
+    """In the thread of a lane."""
+    if packed is None:
+        average(flat, bucket, wire, seeds)
+        return
+    # A stream of its own: on that of the backward, what travels would wait for what is still to be computed.
+    stream = torch.cuda.Stream(flat.device)
+    with torch.cuda.stream(stream):
+        packed.wait(stream)
+        average(flat, bucket, wire, seeds)
+        stream.synchronize()
+
+
+def _seed(name: str) -> int:
+    return int(hashed(*name.encode())[0] >> 1)
+
+
 def make_equal(module: nn.Module, wire: Wire) -> None:
     """Give all replicas the tensors of the first, whatever each was made with."""
     with torch.no_grad():
         for tensor in [*module.parameters(), *module.buffers()]:
-            there = tensor.detach().to(wire.device)
+            there = tensor.detach().to(wire.device).contiguous()
             dist.broadcast(there, group=wire.group, group_src=0)
             tensor.copy_(there)

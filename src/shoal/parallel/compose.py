@@ -80,6 +80,8 @@ class Options:
     """What a head that computes the loss computes in fp8 then; logits are always in bf16."""
     algorithm: Wanted = "builtin"
     """What carries what replicas send each other: torch's own collectives, or a list of messages; auto: measured."""
+    exact_steps: int | None = None
+    """How many of the first steps send gradients as they are, whatever the plan says. None: as the method wants."""
     outer: Outer = DEFAULT_OUTER
     """Under `sync=`, how islands meet."""
 
@@ -408,15 +410,40 @@ def _meeting(parts: list[Part], how: _How) -> Reducer | Islands | None:
     bucket_bytes = round((options.bucket_mb or DEFAULT_BUCKET_MB) * 2**20)
     wire.algorithm = fastest(wire, bucket_bytes) if options.algorithm == "auto" else options.algorithm
     average = average_of(plan.compression)
-    # What is not encoded gains nothing by a second lane.
-    second = [replace(wire, group=mesh.new_group(axis))] if plan.compression is not None else []
-    lanes = Lanes([wire, *second])
+    # What is not encoded gains nothing by a second lane, and NCCL may not be asked from two threads in any order.
+    has_two = plan.compression is not None and wire.device.type == "cpu"
+    lanes = Lanes([wire, *([replace(wire, group=mesh.new_group(axis))] if has_two else [])])
     is_whole = how.sharding is None and parts[0].stage is None
+
+    def kind_of(name: str) -> object:
+        return name in how.tensor.cuts, name in how.tensor.partial
+
     if is_whole:
         make_equal(parts[0].model, wire)
     if plan.synchrony is not None:
-        return Islands(named, lanes, average, plan.synchrony, options.outer, bucket_bytes, options.seed)
-    return Reducer(Averager(named, lanes, average, bucket_bytes, options.seed), follows_backward=is_whole)
+        _refuse_tied_islands(how)
+        return Islands(named, lanes, average, plan.synchrony, options.outer, bucket_bytes, options.seed, kind_of)
+    return Reducer(
+        Averager(named, lanes, average, bucket_bytes, options.seed, kind_of),
+        follows_backward=is_whole,
+        finds_unused=options.find_unused,
+        exact_steps=_exact_steps(plan, options),
+    )
+
+
+def _exact_steps(plan: Plan, options: Options) -> int:
+    if plan.compression is None:
+        return 0
+    return plan.compression.exact_steps if options.exact_steps is None else options.exact_steps
+
+
+def _refuse_tied_islands(how: _How) -> None:
+    """Two stages that hold one parameter would each encode their own copy of it."""
+    if how.description.tied and how.mesh.degree("pp") > 1:
+        raise ShoalError(
+            f"sync={how.plan.sync} lets both copies of {how.description.tied[0][0]}, on two stages, go their own way",
+            fix="pp=1, or a model whose weights are not tied",
+        )
 
 
 # ---- stages ---------------------------------------------------------------------------------------------------------

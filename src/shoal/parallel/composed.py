@@ -240,12 +240,12 @@ class Composed:
             cut(0, layout.place(rank, axis), layout.degree(axis))
         return tuple(begin), tuple(shape)
 
-    def speaks_for(self, name: str, besides: Sequence[str] = ()) -> bool:
+    def speaks_for(self, name: str, besides: Sequence[str] = (), *, and_copies: bool = False) -> bool:
         """Whether this rank is the one, of all that hold this very piece of a parameter, that counts and tells it.
-        `besides`: axes along which it differs nevertheless."""
+        `besides`: axes along which it differs nevertheless; `and_copies`: second copies of tied ones differ, too."""
         axes = (axis for axis in AXES if axis not in besides)
         others = [axis for axis in axes if self.mesh.coordinate[axis] and self.is_replicated(name, axis)]
-        return not others and name not in self._copies
+        return not others and (and_copies or name not in self._copies)
 
     # ---- experts -----------------------------------------------------------------------------------------------------
 

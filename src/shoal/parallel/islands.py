@@ -14,7 +14,7 @@ Between two meetings nothing is the same on all islands but the shared weights a
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -53,6 +53,8 @@ class Islands:
     outer: Outer
     bucket_bytes: int
     seed: int
+    kind_of: Callable[[str], object] = field(default=lambda name: None)
+    """See `Averager`."""
     shared: dict[str, Tensor] = field(default_factory=dict)
     """θ: the weights that all islands agree on."""
     momentum: dict[str, Tensor] = field(default_factory=dict)
@@ -65,10 +67,13 @@ class Islands:
         raise_if(filter(None, [refuse_fragments(self.outer.fragments, self.outer.delay, self.synchrony.every)]))
         trained = {name: p for name, p in self.named.items() if p.requires_grad}
         self.fragments = [
-            Averager(part, self.lanes, self.average, self.bucket_bytes, self.seed)
+            Averager(part, self.lanes, self.average, self.bucket_bytes, self.seed, self.kind_of)
             for part in _cut(trained, self.outer.fragments)
         ]
         self._travelling: set[int] = set()
+        self.waiting: dict[int, int] = {}
+        """Fragments that were sent and not applied → after which step they will be."""
+        self._met: dict[int, int] = {}
         self.hidden: Hidden | None = None
         with torch.no_grad():
             for name, parameter in trained.items():
@@ -85,30 +90,44 @@ class Islands:
         self.hidden = Hidden.of(*self.lanes.sent.take(), ready=began)
 
     def _exchange(self, step: int) -> None:
-        for fragment in due(step - self.outer.delay, self.synchrony.every, len(self.fragments)):
-            if self.outer.delay and step > self.outer.delay:
-                self._apply(fragment)
+        for fragment in [one for one, when in self.waiting.items() if when <= step]:
+            self._apply(fragment)
         for fragment in due(step, self.synchrony.every, len(self.fragments)):
+            if fragment in self.waiting:  # H is another one since it was sent
+                self._apply(fragment)
             self._send(fragment, step)
             if not self.outer.delay:
                 self._apply(fragment)
 
     def meet(self, step: int) -> None:
-        """Exchange everything now, between two meetings."""
-        self.settle()
+        """Exchange now what was not exchanged just now, at the end of a run: all take the mean, which is no step of the
+        outer optimizer: its momentum is that of H steps."""
         for fragment in range(len(self.fragments)):
-            self._send(fragment, step)
-            self._apply(fragment)
+            if fragment in self.waiting:
+                self._apply(fragment)
+            if self._met.get(fragment) != step or self.outer.delay:
+                self._send(fragment, step)
+                self._apply(fragment, takes_mean=True)
 
-    @torch.no_grad()
     def settle(self) -> None:
         """Wait for what is on its way, without applying it: until its step has come it is `arrived`."""
-        for fragment in self._travelling:
+        for fragment in list(self._travelling):
+            self._settle(fragment)
+
+    def forget(self) -> None:
+        """Nothing is on its way any more: another state is about to be loaded."""
+        self.settle()
+        self.waiting.clear()
+        self._met.clear()
+
+    @torch.no_grad()
+    def _settle(self, fragment: int) -> None:
+        if fragment in self._travelling:
             for load in self.fragments[fragment].loads:
                 for name, mean in zip(load.names, load.means(), strict=True):
                     self.arrived[name] = mean.clone()
                 load.flat = load.done = None
-        self._travelling.clear()
+            self._travelling.discard(fragment)
 
     @torch.no_grad()
     def _send(self, fragment: int, step: int) -> None:
@@ -121,15 +140,18 @@ class Islands:
                 for name, weight in zip(load.names, own, strict=True):
                     self.sent[name].copy_(weight)
         self._travelling.add(fragment)
+        self._met[fragment] = step
+        self.waiting[fragment] = step + self.outer.delay
 
     @torch.no_grad()
-    def _apply(self, fragment: int) -> None:
-        self.settle()
+    def _apply(self, fragment: int, *, takes_mean: bool = False) -> None:
+        self._settle(fragment)
+        del self.waiting[fragment]
         for name, parameter in self.fragments[fragment].named.items():
             shared, momentum, away = self.shared[name], self.momentum[name], self.arrived[name]
             before = self.sent[name] if self.outer.delay else local(parameter)
             meanwhile = local(parameter) - before if self.outer.delay else None
-            if self.synchrony.way == "local":
+            if takes_mean or self.synchrony.way == "local":
                 shared -= away
             else:
                 momentum.mul_(self.outer.momentum).add_(away)

@@ -11,12 +11,15 @@ Where gradients are whole only after the backward (shards, stages of a pipeline)
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.comm.hidden import Hidden
+from shoal.comm.wire import Wire
 from shoal.errors import ShoalError
 from shoal.numerics.pieces import local
 from shoal.parallel.averager import Averager, Load
@@ -29,6 +32,12 @@ class Reducer:
     averager: Averager
     follows_backward: bool
     """Whether a gradient is whole as soon as autograd has summed it up."""
+    finds_unused: bool = False
+    """Whether parameters may be without a gradient, on some ranks or on all."""
+    exact_steps: int = 0
+    """How many of the first steps send gradients as they are."""
+    on_own: Callable[[str, Tensor], None] | None = None
+    """Called with each gradient of this replica before it is sent."""
     step: int = 0
     """The number of the step at hand, by which is drawn what is drawn."""
     is_armed: bool = True
@@ -37,28 +46,50 @@ class Reducer:
     """Of the last step."""
 
     def __post_init__(self) -> None:
+        self._hooks: list[Any] = []
         if self.follows_backward:
             for load in self.averager.loads:
                 for parameter in load.parameters:
-                    parameter.register_post_accumulate_grad_hook(lambda _, load=load: self._arrived(load))
+                    hook = parameter.register_post_accumulate_grad_hook(lambda _, load=load: self._arrived(load))
+                    self._hooks.append(hook)
         self._clear()
 
     def finish(self) -> None:
         """Return when all gradients are averaged."""
         ready = time.perf_counter()
         loads = self.averager.loads
+        unused = self._unused()
         while self._begun < len(loads):
             self._begin_next()
         for load in loads:
             means = load.means()
             if not self.follows_backward:
                 self._hand_back(load, means)
+        for parameter in unused:
+            parameter.grad = None
         self.hidden = Hidden.of(*self.averager.lanes.sent.take(), ready=ready)
         self._clear()
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and let go of the parameters."""
+        for hook in self._hooks:
+            hook.remove()
         self.averager.lanes.close()
+
+    def _unused(self) -> list[nn.Parameter]:
+        """Parameters that no replica had a gradient for: an optimizer leaves them alone, as on one device."""
+        every = [parameter for load in self.averager.loads for parameter in load.parameters]
+        if not self.follows_backward or (all(p.grad is not None for p in every) and not self.finds_unused):
+            return []
+        if not self.finds_unused:
+            raise ShoalError(
+                "some parameters had no part in the loss of this step, and the other replicas wait for their gradients",
+                fix="find_unused=True (--run.find_unused true), or requires_grad_(False) for what is never used",
+            )
+        lanes = self.averager.lanes
+        used = torch.tensor([float(p.grad is not None) for p in every], device=lanes.wires[0].device)
+        lanes.submit(0, _sum, used).result()
+        return [parameter for parameter, count in zip(every, used.tolist(), strict=True) if not count]
 
     def _arrived(self, load: Load) -> None:
         if self.is_armed:
@@ -76,7 +107,10 @@ class Reducer:
         load = self.averager.loads[self._begun]
         self._begun += 1
         gradients = [local(p.grad) if p.grad is not None else torch.zeros_like(local(p)) for p in load.parameters]
-        self.averager.begin(load, gradients, self.step)
+        if self.on_own is not None:
+            for name, gradient in zip(load.names, gradients, strict=True):
+                self.on_own(name, gradient)
+        self.averager.begin(load, gradients, self.step, is_exact=self.step < self.exact_steps)
         if self.follows_backward:
             assert load.flat is not None
             for parameter, piece in zip(load.parameters, load.bucket.pieces(load.flat), strict=True):
@@ -95,3 +129,7 @@ class Reducer:
         self._missing = [len(load.parameters) for load in loads]
         for load in loads:
             load.flat = load.done = None
+
+
+def _sum(wire: Wire, x: Tensor) -> None:
+    wire.all_reduce(x)

@@ -3,8 +3,7 @@ what the first step's gradient loses on its way is no more than the method promi
 
     ‖ compressed mean - mean ‖  ≤  bound x root of the mean over replicas of ‖ own gradient ‖²
 
-Replicas' own gradients come from islands that never meet; the mean is the reference's. In the first step nothing is
-owed from a step before.
+The mean is the reference's. In the first step nothing is owed from a step before.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from torch import Tensor
 from shoal.blueprint.plan import Plan
 from shoal.comm.world import World
 from shoal.train.run import Run
-
-NEVER = "local:1000000000"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,31 +50,30 @@ def without_compression(plan: Plan) -> Plan:
 
 def bounded(world: World, plan: Plan, prepare: Any, share: Any, exact: Mapping[str, Tensor] | None) -> Bounded | None:
     """One step of the plan with its compression. `exact`: the gradients of the reference, where they are known. Every
-    rank calls it; what the main one returns counts."""
-    if plan.compression is None or plan.layout.dp_replicate == 1:
+    rank calls it; what the main one returns counts. None: it compresses nothing, since there is nobody to send to."""
+    if plan.compression is None:
         return None
-    own = _one_step(Run(replace(plan, compress=None, sync=NEVER), clip=None, world=world), prepare, share)[1]
-    compressed, _ = _one_step(Run(replace(plan, sync=None), clip=None, world=world), prepare, share)
-    norms = world.all_gather_object(own)
-    size = sqrt(sum(norm**2 for norm in norms) / len(norms))  # of ranks that share an island, all have its norm
-    if exact is None:
-        return None
-    off = sum(float((compressed[name].double() - value.double()).norm() ** 2) for name, value in exact.items())
-    return Bounded(f"compress={plan.compress}", sqrt(off) / size, plan.compression.error_bound)
-
-
-def _one_step(run: Run, prepare: Any, share: Any) -> tuple[dict[str, Tensor], float]:
-    """The gradients of the first step, whole, on the main rank; and the norm of those of this rank's replica."""
+    run = Run(replace(plan, sync=None), clip=None, world=world, exact_steps=0)
     prepare(run)
-    gradients: dict[str, Tensor] = {}
+    composed, gradients, own = run.composed, dict[str, Tensor](), 0.0
+    if composed.reducer is None:
+        return None
+
+    def add(name: str, gradient: Tensor) -> None:
+        nonlocal own
+        if composed.speaks_for(name, besides=composed.meeting_axes):
+            own += float(gradient.norm() ** 2)
 
     def look() -> None:
-        whole = dict(run.composed.whole("gradient"))
+        whole = dict(composed.whole("gradient"))
         gradients.update({name: tensor for name, tensor in whole.items() if tensor is not None})
 
-    run.on_gradients = look
+    composed.reducer.on_own, run.on_gradients = add, look
     run.step(share(run))
-    assert run.report is not None
-    norm = float(run.report.grad_norm)
-    run.composed.close()
-    return gradients, norm
+    replicas = composed.reducer.averager.lanes.size
+    size = sqrt(world.all_reduce_host([own]).wait()[0] / replicas)
+    composed.close()
+    if exact is None:
+        return None
+    off = sum(float((gradients[name].double() - value.double()).norm() ** 2) for name, value in exact.items())
+    return Bounded(f"compress={plan.compress}", sqrt(off) / size, plan.compression.error_bound)

@@ -13,14 +13,17 @@ from statistics import median
 
 from shoal.blueprint.meeting import WAYS, Island, Link, Step, choose
 from shoal.blueprint.plan import Plan
+from shoal.blueprint.recipe import Recipe
 from shoal.comm.measure import codec_seconds, link_of
 from shoal.comm.wire import Wire
 from shoal.comm.world import World
 from shoal.data.loading import Loader
+from shoal.errors import ShoalError
 from shoal.numerics.optim import build_optimizer
 from shoal.numerics.pieces import local
+from shoal.parallel.compose import refuse_unbuilt
 from shoal.train.build import build_to_lay_out
-from shoal.train.job import Job
+from shoal.train.job import Job, outer_of
 from shoal.train.run import Run
 
 NEVER = "local:1000000000"
@@ -40,26 +43,60 @@ class Weighed:
     why: str
 
 
+def run_of(recipe: Recipe, world: World, plan: Plan | None = None) -> Run:
+    """What the recipe says, as the library takes it; under another plan, if one is given."""
+    optim, settings = recipe.optim, recipe.run
+    return Run(
+        plan or recipe.plan,
+        seed=settings.seed,
+        clip=optim.clip,
+        on_nan=settings.on_nan,
+        deterministic=settings.deterministic,
+        loss_scale=optim.loss_scale,
+        loss_scale_window=optim.loss_scale_window,
+        bucket_mb=settings.bucket_mb,
+        find_unused=settings.find_unused,
+        compile=settings.compile,
+        attention=settings.attention,
+        fused_loss={"auto": None, "fused": True, "plain": False}[settings.loss],
+        fp8=settings.fp8,
+        fp8_narrow=settings.fp8_narrow,
+        fp8_head=settings.fp8_head,
+        algorithm=recipe.comm.algorithm,
+        exact_steps=recipe.comm.exact_steps,
+        outer=outer_of(recipe),
+        world=world,
+    )
+
+
 def weigh(job: Job, world: World, ways: tuple[str, ...] = WAYS) -> Weighed | None:
     """Measure, and choose. Every rank calls it, and all come to the same. None: there is one replica."""
     plan = job.recipe.plan
     if plan.layout.dp_replicate == 1:
         return None
-    trial = Run(replace(plan, sync=NEVER, compress=None), seed=job.recipe.run.seed, world=world)
-    try:
-        compute, shapes, width = _island(job, trial)
-        wire = Wire(trial.mesh.new_group("dp_replicate"), trial.mesh.wire)
-        link = link_of(wire)
-        methods = {Plan.parse(words).compress for words in ways} - {None}
-        codec = codec_seconds(wire, sorted(method for method in methods if method is not None))
-    finally:
-        trial.composed.close()
+    ways = tuple(words for words in ways if _can_be_run(plan, words))
+    trial = run_of(job.recipe, world, replace(plan, sync=NEVER, compress=None))
+    compute, shapes, width = _island(job, trial)
+    wire = Wire(trial.mesh.new_group("dp_replicate"), trial.mesh.wire)
+    link = link_of(wire)
+    methods = {Plan.parse(words).compress for words in ways} - {None}
+    codec = codec_seconds(wire, sorted(method for method in methods if method is not None))
+    trial.composed.close()
     del trial
     gc.collect()
     island = Island(compute, shapes, width)
     told = world.all_gather_object((island, link, codec))[0]  # those of other islands may have other shards
     chosen, steps, why = choose(told[0], told[1], plan.layout.dp_replicate, told[2], ways)
     return Weighed(plan.layout.dp_replicate, *told, chosen, steps, why)
+
+
+def _can_be_run(plan: Plan, words: str) -> bool:
+    said = Plan.parse(words)
+    try:
+        refuse_unbuilt(replace(plan, sync=said.sync, compress=said.compress))
+    except ShoalError:
+        return False
+    return True
 
 
 def settled(job: Job, world: World) -> tuple[Job, str]:

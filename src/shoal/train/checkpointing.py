@@ -42,7 +42,17 @@ def state_of(run: Run) -> dict[str, Any]:
         "loss_scale": {"scale": run.loss_scale.scale, "good_steps": run.loss_scale.good_steps},
         "num_calls": run.optimizer.param_groups[0].get("num_calls", 0),
         "loaders": [{"position": loader.position, **loader.kind} for loader in run.loaders],
+        **_islands(run),
     }
+
+
+def _islands(run: Run) -> dict[str, Any]:
+    """What islands have sent each other and not applied yet: fragment → after which step it will be."""
+    islands = run.composed.islands
+    if islands is None:
+        return {}
+    waiting = {str(fragment): step for fragment, step in islands.waiting.items()}
+    return {"islands": {"fragments": len(islands.fragments), "waiting": waiting}}
 
 
 def settle_to_save(run: Run) -> None:
@@ -141,5 +151,8 @@ def restore(run: Run, manifest: Manifest) -> None:
     run.positions = [tuple(known["position"]) for known in state.get("loaders", [])]
     for loader, position in zip(run.loaders, run.positions, strict=False):  # others may be prepared later
         loader.position = position
+    known, islands = state.get("islands", {}), run.composed.islands
+    if islands is not None and islands.outer.delay and known.get("fragments") == len(islands.fragments):
+        islands.waiting = {int(fragment): int(step) for fragment, step in known.get("waiting", {}).items()}
     run.extra = dict(state.get("extra", {}))
     run.steps_done = manifest.step

@@ -28,10 +28,10 @@ from shoal.numerics.optim import build_optimizer, set_lr
 from shoal.numerics.schedule import lr_factor, scaled_lr
 from shoal.observe.directory import RunDirectory
 from shoal.observe.progress import ProgressLine, Quiet, progress_line
-from shoal.train.adapt import settled
+from shoal.train.adapt import run_of, settled
 from shoal.train.build import build_to_lay_out, describe
 from shoal.train.injected import inject_faults
-from shoal.train.job import Job, outer_of, steps_of, units
+from shoal.train.job import Job, steps_of, units
 from shoal.train.keeping import Keeper, refuse_bad_start, start_from
 from shoal.train.meter import Meter
 from shoal.train.run import Run
@@ -61,7 +61,7 @@ def train(placement: Placement | None, store: Store | None, job: Job, manner: Ma
     job, how_to_meet = settled(job, world)
     recipe = job.recipe
     optim, settings = recipe.optim, recipe.run
-    with _run_of(recipe, world) as run:
+    with run_of(recipe, world) as run:
         console = Console(stderr=True)
         unit = "tok" if job.training.tokens_per_sample > 1 else "sample"
         line = progress_line(console, quiet=manner.quiet, unit=unit) if world.is_main else Quiet(Console(quiet=True))
@@ -119,31 +119,6 @@ def train(placement: Placement | None, store: Store | None, job: Job, manner: Ma
             "resumed_from": manifest.step if manifest is not None else None,
             "restarts": manner.generation,
         }
-
-
-def _run_of(recipe: Recipe, world: World) -> Run:
-    """What the recipe says, as the library takes it."""
-    optim, settings = recipe.optim, recipe.run
-    return Run(
-        recipe.plan,
-        seed=settings.seed,
-        clip=optim.clip,
-        on_nan=settings.on_nan,
-        deterministic=settings.deterministic,
-        loss_scale=optim.loss_scale,
-        loss_scale_window=optim.loss_scale_window,
-        bucket_mb=settings.bucket_mb,
-        find_unused=settings.find_unused,
-        compile=settings.compile,
-        attention=settings.attention,
-        fused_loss={"auto": None, "fused": True, "plain": False}[settings.loss],
-        fp8=settings.fp8,
-        fp8_narrow=settings.fp8_narrow,
-        fp8_head=settings.fp8_head,
-        algorithm=recipe.comm.algorithm,
-        outer=outer_of(recipe),
-        world=world,
-    )
 
 
 def _kept(run: Run, job: Job, manner: Manner, line: ProgressLine) -> tuple[RunDirectory, Keeper, Manifest | None]:

@@ -89,8 +89,9 @@ class Run:
     fp8             under the precision fp8, what of a tensor shares one scale: tensorwise or rowwise
     fp8_narrow      layers with fewer features than this stay in bf16 then; None: as fast as was measured
     fp8_head        gradients: a head that computes the loss computes its gradients in fp8 then; its logits never are
-    algorithm       what carries gradients between replicas: builtin (torch's own), ring, tree, double_tree, halving or
-                    hierarchical; auto: whichever is fastest here, measured when the model is prepared
+    algorithm       what carries gradients between replicas: builtin (torch's own), ring, tree, double_tree, halving,
+                    hierarchical or naive; auto: whichever is fastest here, measured when the model is prepared
+    exact_steps     how many of the first steps send gradients as they are under compress=; None: as the method wants
     outer           under sync=, how islands meet: shoal.Outer(lr=0.7, momentum=0.9, fragments=1, delay=0)
     timeout         seconds that a rank waits for the others in one collective
     threads         CPU threads of this process; None: an even share of the cores
@@ -118,6 +119,7 @@ class Run:
         fp8_narrow: int | None = None,
         fp8_head: FromHead = "gradients",
         algorithm: Wanted = "builtin",
+        exact_steps: int | None = None,
         outer: Outer = DEFAULT_OUTER,
         timeout: float = 600.0,
         threads: int | None = None,
@@ -148,6 +150,7 @@ class Run:
             fp8_narrow=fp8_narrow,
             fp8_head=fp8_head,
             algorithm=algorithm,
+            exact_steps=exact_steps,
             outer=outer,
         )
         self.mesh = Mesh.make(self.world, self.plan.layout)
