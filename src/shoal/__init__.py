@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shoal.parallel.context import Attention as Attention
     from shoal.parallel.context import DocumentMask as DocumentMask
     from shoal.parallel.expert import Experts as Experts
+    from shoal.parallel.islands import Outer as Outer
     from shoal.parallel.routing import Router as Router
     from shoal.parallel.tensor import ColumnParallelLinear as ColumnParallelLinear
     from shoal.parallel.tensor import RowParallelLinear as RowParallelLinear
@@ -35,6 +36,7 @@ _HOMES = {
     "Layout": "shoal.blueprint.layout",
     "Plan": "shoal.blueprint.plan",
     "Recipe": "shoal.blueprint.recipe",
+    "Outer": "shoal.parallel.islands",
     "Router": "shoal.parallel.routing",
     "RowParallelLinear": "shoal.parallel.tensor",
     "Run": "shoal.train.run",

@@ -32,7 +32,7 @@ MADE_UP = ["--data.source", "synthetic", "--data.synthetic_samples", "64", "--da
 SUMMARY = {
     *("steps", "samples", "tokens", "loss_first", "loss_last", "eval_loss", "skipped_steps", "was_stopped"),
     *("ranks", "plan"),
-    *("parameters", "step_seconds_median", "tokens_per_s", "mfu", "data_wait_part", "comm_part"),
+    *("parameters", "step_seconds_median", "tokens_per_s", "mfu", "data_wait_part", "comm_part", "comm_bytes"),
     *("comm_hidden_part", "memory_gib_max"),
     *("seconds_to_first_step", "seconds_training", "directory"),
     *("saves", "saves_failed", "saved_step", "seconds_held_by_saves", "checkpoints", "resumed_from", "restarts"),

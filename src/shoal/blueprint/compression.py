@@ -162,6 +162,9 @@ def as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
 def problem_of(word: object) -> Problem | None:
     """What is wrong with a word after `compress=`, if anything is."""
     name, colon, amount = str(word).partition(":")
+    if word in ("none", "auto"):
+        fix = "leave compress out" if word == "none" else "sync=auto, which chooses compress too"
+        return Problem(f"compress={word!r} does not exist", fix)
     examples = listed([str(Compression(method, _DEFAULTS.get(method))) for method in METHODS])
     if not isinstance(word, str) or name not in METHODS:
         near = nearest(name, METHODS)

@@ -272,6 +272,7 @@ class Plan:
         raise ShoalError(f"batch {batch} is not divisible by {rule}", fix=", or ".join(fixes))
 
 
+EXAMPLES = {"compress": "int8", "sync": "diloco:50"}
 SWITCH = {"on": True, "off": False, "true": True, "false": False}
 
 
@@ -311,7 +312,9 @@ def _read(word: str) -> tuple[str, Any] | Problem:
         if key in BARE_WORDS:
             return BARE_WORDS[key]
         if key in _names():
-            return Problem(f"{word!r} needs a value", f"{key}={listed(CHOICES.get(key, ['2']))}")
+            return Problem(f"{word!r} needs a value", f"{key}={listed(CHOICES.get(key, [EXAMPLES.get(key, '2')]))}")
+        if (belongs := _key_of(key)) is not None:
+            return Problem(f"{word!r} does not stand alone", f"{belongs}={key}")
         return Problem(
             f"{word!r} is not a word of a plan", _nearest_or_all(word, dict.fromkeys([*BARE_WORDS, *_names()]))
         )
@@ -321,6 +324,14 @@ def _read(word: str) -> tuple[str, Any] | Problem:
         return key, SWITCH.get(value.lower(), value)
     is_number = key in (*COUNTS, "zero") and value.removeprefix("-").isdecimal()
     return key, int(value) if is_number else value
+
+
+def _key_of(word: str) -> str | None:
+    """Whose value a bare word would be."""
+    name = word.partition(":")[0]
+    if name in compression.METHODS:
+        return "compress"
+    return "sync" if name in synchrony.WAYS else None
 
 
 def _illegal(said: Mapping[str, Any]) -> Iterator[Problem]:

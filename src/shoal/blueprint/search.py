@@ -123,15 +123,15 @@ class _Search:
             sp=self.wanted.sp if layout["tp"] > 1 else None,
             precision=self.wanted.precision,
             offload=self.wanted.offload,
-            compress=self.wanted.compress,
-            sync=self.wanted.sync,
+            compress=self.wanted.compress if layout["dp_replicate"] > 1 else None,  # else there is nobody to send to
+            sync=self.wanted.sync if layout["dp_replicate"] > 1 else None,
         )
 
     def _schedules(self) -> tuple[tuple[str, int], ...]:
         if self.wanted.schedule is None and self.wanted.v is None:
             return SCHEDULES
         resolved = replace(self.wanted, pp=2, dp_replicate=1, dp_shard=1, cp=1, tp=1, ep=1, mb=None, sp=None, zero=0)
-        resolved = replace(resolved, context=None, offload="none").resolve(2)
+        resolved = replace(resolved, context=None, offload="none", compress=None, sync=None).resolve(2)
         assert resolved.schedule is not None
         return ((resolved.schedule, resolved.v or 1),)
 

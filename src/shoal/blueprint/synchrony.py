@@ -49,14 +49,18 @@ class Synchrony:
 
 def problem_of(word: object) -> Problem | None:
     """What is wrong with a word after `sync=`, if anything is."""
-    name, _, every = str(word).partition(":")
+    name, colon, every = str(word).partition(":")
     if word == AUTO:
         return None
+    is_number = every.isdecimal() and int(every) >= 1
     if not isinstance(word, str) or name not in WAYS:
-        near = nearest(name, WAYS)
-        return Problem(f"sync={word!r} does not exist", f"sync={near}:50" if near else "sync=local:8 or diloco:50")
-    if not every.isdecimal() or int(every) < 1:
+        near = nearest(name.lower(), WAYS)
+        known = "sync=local:8, diloco:50 or auto; without it, replicas meet at every step"
+        return Problem(f"sync={word!r} does not exist", f"sync={near}:{every if is_number else 50}" if near else known)
+    if not colon:
         return Problem(f"sync={word}: how many steps islands make on their own is missing", f"sync={name}:50")
+    if not is_number:
+        return Problem(f"sync={word}: {every!r} is not a whole number of at least 1", f"sync={name}:50")
     return None
 
 

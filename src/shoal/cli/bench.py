@@ -113,7 +113,7 @@ def _help() -> str:
 
 def _comm(options: Comm) -> int:
     place = read_environment(os.environ)
-    ranks = place.world_size if place is not None else (options.nproc or DEFAULT_NPROC)
+    ranks = place.world_size if place is not None else (DEFAULT_NPROC if options.nproc is None else options.nproc)
     sizes = _checked(options, place, ranks)
     known = _known_cluster(options, ranks)
     out = sys.stdout
@@ -175,7 +175,7 @@ def _problems_of_ranks(options: Comm, place: Placement | None, ranks: int) -> li
         what = f"--nproc {options.nproc}, but {place.source} has started {ranks} ranks"
         problems.append(Problem(what, "leave --nproc out"))
     elif ranks < 2:
-        problems.append(Problem(f"{ranks} ranks have nobody to send to", "--nproc 2 or more"))
+        problems.append(Problem(f"--nproc {ranks}: there is nobody to send to", "--nproc 2 or more"))
     if options.node is not None and (options.node < 1 or ranks % options.node):
         divisors = listed(number for number in range(1, ranks + 1) if ranks % number == 0)
         problems.append(Problem(f"{ranks} ranks cannot be divided into nodes of {options.node}", f"--node {divisors}"))

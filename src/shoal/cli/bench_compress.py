@@ -58,7 +58,12 @@ def main(arguments: Sequence[str]) -> int:
 
     options, recipe = parse(Compress, arguments, prog="shoal bench compress")
     for words in options.methods:
-        Plan.parse(words)
+        said = set(Plan.parse(words).to_mapping())
+        if said - {"compress", "sync"} or "sync=auto" in words:
+            raise ShoalError(
+                f"--methods {words!r} says more than how replicas meet, or leaves it open",
+                fix='words of compress= and sync= alone, such as "sync=diloco:50 compress=int8"; the rest in --plan',
+            )
     if options.steps < 2:
         raise ShoalError(f"--steps {options.steps}: the first one pays for memory and connections", fix="--steps 20")
     place = read_environment(os.environ)
@@ -72,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ShoalError(
             f"plan '{job.recipe.plan.brief()}' has one replica, which meets nobody", fix="--nproc 2 or more"
         )
-    ask = Ask(ways=options.methods or EVERY, steps=options.steps, until=options.until_loss)
+    ask = Ask(ways=tuple(dict.fromkeys(options.methods)) or EVERY, steps=options.steps, until=options.until_loss)
     out = sys.stdout
     with redirect_stdout(sys.stderr):
         found = _measured(place, ranks, job, ask)

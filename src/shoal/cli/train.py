@@ -275,7 +275,10 @@ def _sent(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """How long replicas sent each other something, where that is known."""
     if summary["comm_hidden_part"] is None:
         return []
-    text = f"{summary['comm_part']:.1%} of the time, {summary['comm_hidden_part']:.0%} of that hidden, measured"
+    text = (
+        f"{summary['comm_part']:.1%} of the time, {summary['comm_hidden_part']:.0%} of that hidden, measured;"
+        f" {summary['comm_bytes'] / 1e6:,.3f} MB a step from rank 0, counted"
+    )
     return [("between replicas", text)]
 
 

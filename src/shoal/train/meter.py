@@ -72,7 +72,7 @@ class Meter:
         known = (math.nan if loss is None else loss for loss in history.get("last_losses", ()))
         self.last_losses: deque[float] = deque(known, maxlen=10)
         self.step_seconds, self.data_seconds = array("d"), array("d")
-        self.comm_seconds, self.comm_exposed = array("d"), array("d")
+        self.comm_seconds, self.comm_exposed, self.comm_bytes = array("d"), array("d"), array("d")
         self.eval_loss: float | None = history.get("eval_loss")
         self.num_skipped = int(history.get("skipped_steps", 0))
         self.seconds_before = float(history.get("seconds_training", 0.0))
@@ -130,6 +130,7 @@ class Meter:
             told |= dict(zip(REPLICAS, (hidden.seconds, hidden.part, hidden.bytes), strict=True))
             self.comm_seconds.append(hidden.seconds)
             self.comm_exposed.append(hidden.exposed)
+            self.comm_bytes.append(hidden.bytes)
         if untold.experts is not None:
             told |= dict(zip(EXPERTS, untold.experts.read(), strict=True))
         record = {name: told[name] for name in (*ORDER, *REPLICAS, *EXPERTS) if name in told}
@@ -195,7 +196,10 @@ class Meter:
         """How much of the time replicas sent each other something, and how much of that was hidden."""
         seconds, exposed = sum(self.comm_seconds[settled:]), sum(self.comm_exposed[settled:])
         return {
-            "comm_part": seconds / (sum(self.step_seconds[settled:]) or math.nan) if self.comm_seconds else None,
+            "comm_part": min(1.0, seconds / (sum(self.step_seconds[settled:]) or math.nan))
+            if self.comm_seconds
+            else None,
+            "comm_bytes": sum(self.comm_bytes[settled:]) / len(self.comm_bytes[settled:]) if self.comm_bytes else None,
             "comm_hidden_part": 1 - exposed / seconds if seconds else None,
         }
 
