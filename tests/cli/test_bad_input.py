@@ -68,7 +68,7 @@ CASES = {
         "--comm.fragments 1, 2 or 4",
     ),
     "1bit with fp16": (
-        "train --nproc 2 --plan 'fp16 compress=1bit'",
+        "train --nproc 2 --plan.precision fp16 --plan.compress 1bit",
         "fp16 scales every step's gradients otherwise",
         "bf16 in place of fp16",
     ),

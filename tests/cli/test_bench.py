@@ -177,7 +177,7 @@ WRONG = {
     "no such collective": ("comm --kinds all_redcue", "there is no collective 'all_redcue'", "all_reduce"),
     "no size": ("comm --sizes many", "'many' is not an amount", "1KB..256MB"),
     "sizes the wrong way round": ("comm --sizes 1MB..1KB", "holds no size", "the smaller one first"),
-    "one rank": ("comm --nproc 1", "1 ranks have nobody to send to", "--nproc 2"),
+    "one rank": ("comm --nproc 1", "--nproc 1: there is nobody to send to", "--nproc 2"),
     "nodes that do not divide": ("comm --nproc 4 --node 3", "cannot be divided into nodes of 3", "1, 2 or 4"),
     "no time": ("comm --seconds 0", "--seconds 0.0 is no time", "--seconds 75"),
     "no folder": ("comm --out nowhere/c.yaml", "nowhere/c.yaml cannot be written", "folder that exists"),

@@ -76,5 +76,5 @@ def test_schema_is_the_one_in_docs(words: list[str], capsys: pytest.CaptureFixtu
     schema = json.loads(capsys.readouterr().out)
     stored = json.loads((ROOT / "docs" / "recipe.schema.json").read_text())
     assert schema == stored, "the recipe has changed: shoal schema > docs/recipe.schema.json"
-    assert set(schema["properties"]) == {"model", "data", "optim", "plan", "launch", "checkpoint", "run"}
+    assert set(schema["properties"]) == {"model", "data", "optim", "plan", "launch", "checkpoint", "comm", "run"}
     assert schema["$defs"]["OptimSection"]["properties"]["lr"]["description"] == "Peak learning rate."
