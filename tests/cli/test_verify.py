@@ -28,6 +28,7 @@ KEYS = {
         "bytes",
         "collectives",
         "memory",
+        "bounded",
         "notes",
         "tolerance",
         "steps",
