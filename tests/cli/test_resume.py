@@ -18,6 +18,7 @@ import pytest
 
 from tests.cli.host import Host, until
 from tests.cli.test_train import MADE_UP, Command, in_session, losses, records
+from tests.cover import covered, wide
 
 WORDS = [
     *["train", "--model.num_layers", "1", "--model.hidden", "32", "--model.ffn", "48", *MADE_UP, "--plan", "fp64"],
@@ -85,7 +86,7 @@ def test_a_run_that_lost_its_power_goes_on_bit_for_bit(host: Host, undisturbed: 
     assert len(list(saves(tmp_path).glob("step-*"))) == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, wide(signal.SIGINT)])
 def test_who_is_asked_to_stop_saves_and_goes_on(
     host: Host, undisturbed: list[float], tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -146,7 +147,7 @@ def test_a_worker_that_is_killed_costs_no_committed_step(
     assert [record["step"] for record in records(tmp_path / "run")] == list(range(1, 25))
 
 
-@pytest.mark.parametrize("fresh", [["--run.overwrite"], ["--resume", "fresh"]])
+@pytest.mark.parametrize("fresh", [["--run.overwrite"], wide(["--resume", "fresh"])])
 def test_who_begins_anew_does_so_once(host: Host, tmp_path: Path, fresh: list[str]) -> None:
     """A restart goes on; and what is saved elsewhere is not taken for this run's."""
     words = [
@@ -445,7 +446,7 @@ class Model(nn.Module):
 """
 
 
-@pytest.mark.parametrize("time", [1, 2, 3])
+@pytest.mark.parametrize("time", [1, wide(2), wide(3)])
 def test_four_three_two_four_ranks_in_one_epoch(host: Host, tmp_path: Path, time: int) -> None:
     """The model writes down which samples it is shown. Those of committed steps are each sample of the epoch, once."""
     import numpy as np
@@ -533,8 +534,19 @@ def test_killed_before_every_operation_of_a_save(
     assert set(resumed) == ({1} if rank else {1, 2})
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("reason", ["ENOSPC", "EIO", "EACCES", "EROFS"])
+REASONS = [
+    ("ENOSPC", 0),
+    ("EIO", 1),
+    ("EACCES", 0),
+    ("EROFS", 1),
+    ("ENOSPC", 1),
+    ("EIO", 0),
+    ("EACCES", 1),
+    ("EROFS", 0),
+]
+
+
+@pytest.mark.parametrize(("reason", "rank"), covered(REASONS, lambda *row: row))
 def test_a_disk_that_fails_does_not_stop_training(
     host: Host, five_steps: tuple[list[float], dict[str, bytes]], tmp_path: Path, rank: int, reason: str
 ) -> None:
@@ -609,7 +621,7 @@ MEETING = {
 }
 
 
-@pytest.mark.parametrize(("how", "rank"), [("compressed", 0), ("islands", 1), ("late islands", 0)])
+@pytest.mark.parametrize(("how", "rank"), [("compressed", 1), wide("islands", 1), ("late islands", 0)])
 def test_replicas_that_meet_rarely_go_on_bit_for_bit(host: Host, tmp_path: Path, how: str, rank: int) -> None:
     """A worker dies in the middle of its own steps, and one in the step in which all meet; both come back by
     themselves, and what was owed is still owed."""
@@ -624,7 +636,7 @@ def test_replicas_that_meet_rarely_go_on_bit_for_bit(host: Host, tmp_path: Path,
         assert hexed(losses(tmp_path / name)) == hexed(losses(tmp_path / "whole"))
 
 
-@pytest.mark.parametrize("how", ["compressed", "islands"])
+@pytest.mark.parametrize("how", [wide("compressed"), "islands"])
 def test_replicas_that_meet_rarely_join_and_leave(host: Host, tmp_path: Path, how: str) -> None:
     """2 → 4 → 3 ranks, as the power fails; and another H in the end."""
     words = [*ALL, *MEETING[how], "--checkpoint.every", "1step"]
