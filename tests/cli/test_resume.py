@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.cli.host import Host, until
-from tests.cli.test_train import MADE_UP, Command, in_session, losses, records
+from tests.cli.host import Host, in_session, until
+from tests.cli.test_train import MADE_UP, Command, losses, records
 from tests.cover import covered, wide
 
 WORDS = [
@@ -27,13 +27,6 @@ WORDS = [
 ]
 ALL = [*WORDS, "--run.duration", "24step", "--run.dir", "run"]
 MEMORY = Path("/dev/shm")
-
-
-@pytest.fixture(scope="module")
-def host() -> Iterator[Host]:
-    host = Host()
-    yield host
-    host.close()
 
 
 @pytest.fixture(scope="module")
