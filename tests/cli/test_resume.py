@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.host import Host, in_session, until
+from tests.cli.host import Host, Started, in_session, until
 from tests.cli.test_train import MADE_UP, Command, losses, records
 from tests.cover import covered, wide
 
@@ -39,12 +39,17 @@ def undisturbed(host: Host, tmp_path_factory: pytest.TempPathFactory) -> list[fl
     return found
 
 
+def in_memory_of_runs() -> set[Path]:
+    """What runs of this user have there; others are not asked."""
+    return set(MEMORY.glob(f"shoal-run-{os.getuid()}-*"))
+
+
 @pytest.fixture(autouse=True)
 def _nothing_is_left(host: Host) -> Iterator[None]:
-    before = set(MEMORY.iterdir())
+    before = in_memory_of_runs()
     yield
     host.kill_what_runs()
-    assert set(MEMORY.iterdir()) - before == set()
+    assert in_memory_of_runs() - before == set()
 
 
 def committed(folder: Path) -> int:
@@ -117,13 +122,13 @@ def test_a_worker_that_is_killed_costs_no_committed_step(
     host: Host, undisturbed: list[float], tmp_path: Path, rank: int
 ) -> None:
     """With the memory tier: nothing is read from a disk, because nothing is on one."""
-    before = set(MEMORY.iterdir())
+    before = in_memory_of_runs()
     words = [*ALL, "--nproc", "2", "--checkpoint.every", "0step", "--checkpoint.memory_every", "1step"]
     started = host.start(*words, cwd=tmp_path)
     root: list[Path] = []
 
     def in_memory() -> int:
-        root[:] = set(MEMORY.iterdir()) - before
+        root[:] = in_memory_of_runs() - before
         return committed(root[0]) if root else -1
 
     until(lambda: in_memory() >= 8, started)
@@ -504,6 +509,11 @@ def five_steps(host: Host, tmp_path_factory: pytest.TempPathFactory) -> tuple[li
     return losses(folder / "run"), shards(saves(folder), 5)
 
 
+def killed_at_write(host: Host, folder: Path, rank: int, write: int) -> Started:
+    folder.mkdir()
+    return host.start(*SHORT, cwd=folder, env={"SHOAL_FAULTS": f"kill_at=rank:{rank},save:2,write:{write}"})
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_killed_before_every_operation_of_a_save(
     host: Host, five_steps: tuple[list[float], dict[str, bytes]], tmp_path: Path, rank: int
@@ -512,17 +522,16 @@ def test_killed_before_every_operation_of_a_save(
     by itself, and ends as if nothing had been."""
     whole, last = five_steps
     resumed: list[int] = []
-    for write in range(1, 100):
-        folder = tmp_path / str(write)
-        folder.mkdir()
-        fault = {"SHOAL_FAULTS": f"kill_at=rank:{rank},save:2,write:{write}"}
-        ended = host.run(*SHORT, cwd=folder, env=fault)
-        assert ended.code == 0, ended.said
-        assert hexed(losses(folder / "run")) == hexed(whole), write
-        assert shards(saves(folder), 5) == last, write
-        if not ended.json["restarts"]:  # it has fewer operations than that
-            break
-        resumed.append(ended.json["resumed_from"])
+    restarts = 1
+    while restarts:
+        tried = range(len(resumed) + 1, len(resumed) + 4)  # some at the same time: a run that was killed mostly waits
+        for started in [killed_at_write(host, tmp_path / str(write), rank, write) for write in tried]:
+            assert started.wait() == 0, started.said
+            if restarts := started.json["restarts"]:  # else it has fewer operations than that
+                resumed.append(started.json["resumed_from"])
+        for write in tried:
+            assert hexed(losses(tmp_path / str(write) / "run")) == hexed(whole), write
+            assert shards(saves(tmp_path / str(write)), 5) == last, write
     assert len(resumed) >= (3 if rank else 10)
     assert set(resumed) == ({1} if rank else {1, 2})
 
