@@ -10,7 +10,7 @@ BIN := .venv/bin
 STAMP := .venv/stamp
 CHECKS := check-format check-lint check-types check-imports check-spelling
 
-.PHONY: help train test matrix reshard check sizes clean $(CHECKS)
+.PHONY: help train test test-all matrix reshard check sizes clean $(CHECKS)
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -18,8 +18,11 @@ help:  ## list the targets
 train: $(STAMP)  ## train the tiny recipe: two processes on this machine's CPU
 	$(BIN)/shoal train recipes/tiny.yaml $(ARGS)
 
-test: $(STAMP)  ## run all tests; ARGS goes to pytest
-	@seconds=$$(cat $(STAMP)); : > $(STAMP); ENVIRONMENT_SECONDS=$$seconds $(BIN)/pytest $(ARGS)
+test: $(STAMP)  ## run the tests; ARGS goes to pytest
+	@seconds=$$(cat $(STAMP)); : > $(STAMP); ENVIRONMENT_SECONDS=$$seconds $(BIN)/python -m tests.halves $(ARGS)
+
+test-all: $(STAMP)  ## run the tests, with every row of every wide table: half an hour
+	SHOAL_ALL=1 $(BIN)/python -m tests.halves $(ARGS)
 
 matrix: $(STAMP)  ## verify every legal layout of 1, 2, 4 and 8 ranks, dense and with experts: some hours
 	$(BIN)/python benchmarks/verify/run.py --matrix 1,2,4,8,16,32 $(ARGS)

@@ -1,4 +1,5 @@
-"""What all tests share: the order of their parts, the skip without a GPU, and how long each part took."""
+"""What all tests share: the order of their parts, what is left out of a short run or without a GPU, and how long each
+part took."""
 
 from __future__ import annotations
 
@@ -24,8 +25,12 @@ def place(item: pytest.Item) -> int:
     return FIRST_PARTS.index(part) if part in FIRST_PARTS else len(FIRST_PARTS)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=place)  # stable: within a part the order stays
+    if not os.environ.get("SHOAL_ALL"):  # set by `make test-all`
+        wide = [item for item in items if item.get_closest_marker("wide")]
+        items[:] = [item for item in items if not item.get_closest_marker("wide")]
+        config.hook.pytest_deselected(items=wide)
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and not has_gpu():
         for item in on_gpu:

@@ -9,13 +9,13 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.cli.test_train import in_session, wait_until
 from tests.readme.fork_host import exit_code_of
 
 
@@ -61,6 +61,10 @@ class Started:
         return self.err.read_text() if self.err.exists() else ""
 
     @property
+    def told(self) -> str:
+        return self.out.read_text()
+
+    @property
     def json(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self.out.read_text())
         return found
@@ -75,6 +79,7 @@ class Host:
             [sys.executable, "-m", "tests.cli.host"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             cwd=Path(__file__).parents[2], env=environ,
         )  # fmt: skip
+        self.files = tempfile.TemporaryDirectory()
         self.number = 0
         self.started: list[Started] = []
 
@@ -87,7 +92,7 @@ class Host:
 
     def start(self, *words: str, cwd: Path, env: dict[str, str] | None = None) -> Started:
         self.number += 1
-        out, err = cwd / f"out-{self.number}", cwd / f"err-{self.number}"
+        out, err = (Path(self.files.name, f"{what}-{self.number}") for what in ("out", "err"))
         asked = {"words": words, "cwd": str(cwd), "env": env or {}, "out": str(out), "err": str(err)}
         self.started.append(Started(self, self.ask(asked), out, err))
         return self.started[-1]
@@ -106,6 +111,27 @@ class Host:
 
     def close(self) -> None:
         self.process.communicate(timeout=30)
+        self.files.cleanup()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def in_session(session: int) -> list[int]:
+    """The live processes of a session, which a process leaves only on purpose."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(folder.name))
+    return found
 
 
 def until(condition: Callable[[], bool], started: Started, seconds: float = 60) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from shoal.cli import main
-from tests.cli.test_train import MADE_UP, SMALL, run
+from tests.cli.host import Host
+from tests.cli.test_train import MADE_UP, SMALL, forked, run
 
 FILES = {
     "empty.txt": "",
@@ -219,14 +220,14 @@ def test_a_run_is_removed_when_asked(earlier: Path, folder: Path) -> None:
 # ---- with real processes ---------------------------------------------------------------------------------------------
 
 
-def test_a_port_that_is_taken(folder: Path) -> None:
+def test_a_port_that_is_taken(host: Host, folder: Path) -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = str(holder.getsockname()[1])
         place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
         env = {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        ended = run("train", *SMALL, *MADE_UP, "--json", cwd=folder, env=env)
+        ended = forked(host, "train", *SMALL, *MADE_UP, "--json", cwd=folder, env=env)
     assert ended.code == 2
     assert f"shoal: bad input: port {port} on this host is taken" in ended.err
     assert "MASTER_PORT" in ended.json["error"]["problems"][0]["fix"]
@@ -234,9 +235,9 @@ def test_a_port_that_is_taken(folder: Path) -> None:
     assert not (folder / "runs").exists()
 
 
-def test_workers_that_refuse_leave_no_process_and_no_trace(folder: Path) -> None:
+def test_workers_that_refuse_leave_no_process_and_no_trace(host: Host, folder: Path) -> None:
     before = contents(folder)
-    ended = run("train", *SMALL, *MADE_UP, "--nproc", "2", "--run.dir", "taken", cwd=folder)
+    ended = forked(host, "train", *SMALL, *MADE_UP, "--nproc", "2", "--run.dir", "taken", cwd=folder)
     assert (ended.code, ended.out) == (2, "")
     assert ended.err.splitlines() == [
         "shoal: bad input: 'taken' is not empty and holds no run of shoal; nothing was touched",

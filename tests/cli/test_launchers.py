@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_train import MADE_UP, SHOAL, SMALL, Command, Ended, losses, run
+from tests.cli.host import Host
+from tests.cli.test_train import MADE_UP, SMALL, Command, Ended, forked, losses, run
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 OF_TWO = ["--nproc-per-node", "2"]
@@ -33,40 +34,42 @@ def test_torchrun(reference: list[float], tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == ended.json
 
 
-def test_slurm(reference: list[float], tmp_path: Path) -> None:
+def test_slurm(host: Host, reference: list[float], tmp_path: Path) -> None:
     job = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NODEID": "0"}
     job |= {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": str(free_port())}
     places = [{**job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
-    assert_same(together(places, tmp_path), tmp_path, reference)
+    assert_same(together(host, places, tmp_path), tmp_path, reference)
 
 
-def test_open_mpi(reference: list[float], tmp_path: Path) -> None:
+def test_open_mpi(host: Host, reference: list[float], tmp_path: Path) -> None:
     job = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_PORT": str(free_port())}
     ranks = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
     places = [job | dict.fromkeys(ranks, str(rank)) for rank in range(2)]
-    assert_same(together(places, tmp_path), tmp_path, reference)
+    assert_same(together(host, places, tmp_path), tmp_path, reference)
 
 
-def test_all_ranks_refuse_what_rank_0_cannot_have(tmp_path: Path) -> None:
+def test_all_ranks_refuse_what_rank_0_cannot_have(host: Host, tmp_path: Path) -> None:
     """Else the others would wait for it until their time is out."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").write_text("mine")
     job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    for ended in together([{**job, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)], tmp_path):
+    places = [{**job, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    for ended in together(host, places, tmp_path):
         assert ended.code == 2
         assert ended.err.startswith("shoal: bad input: 'run' is not empty and holds no run of shoal")
 
 
-def test_a_variable_that_is_missing(tmp_path: Path) -> None:
-    ended = run(*WORDS, cwd=tmp_path, env={"RANK": "0", "WORLD_SIZE": "2"})
+def test_a_variable_that_is_missing(host: Host, tmp_path: Path) -> None:
+    ended = forked(host, *WORDS, cwd=tmp_path, env={"RANK": "0", "WORLD_SIZE": "2"})
     assert ended.code == 2
     assert "MASTER_ADDR is not set, though RANK=0 and WORLD_SIZE=2 is" in ended.err
     assert len(ended.json["error"]["problems"]) == 4  # LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT
 
 
-def together(places: list[dict[str, str]], folder: Path) -> list[Ended]:
-    commands = [Command.start([*SHOAL, *WORDS], cwd=folder, env=place) for place in places]
-    return [command.ended() for command in commands]
+def together(host: Host, places: list[dict[str, str]], folder: Path) -> list[Ended]:
+    """Ranks that somebody else starts, as they find themselves: with these variables."""
+    started = [host.start(*WORDS, cwd=folder, env=place) for place in places]
+    return [Ended(rank.wait(), rank.told, rank.said) for rank in started]
 
 
 def assert_same(ranks: list[Ended], folder: Path, reference: list[float]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,6 @@ TINY = [
     *["--data.batch", "4", "--data.workers", "0", "--device", "cpu", "--launch.threads", "1", "--nproc", "2"],
     *["--comm.exact_steps", "0"],
 ]
-
-
-@pytest.fixture(scope="module")
-def host() -> Iterator[Host]:
-    host = Host()
-    yield host
-    host.close()
 
 
 def test_ways_are_predicted_and_tried(host: Host, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 import yaml
 
 from shoal.cli import main
+from tests.cli.host import Host, in_session, until
 
 SHOAL = [sys.executable, "-m", "shoal"]
 SMALL = [
@@ -98,24 +98,10 @@ def run(*words: str, cwd: Path, env: dict[str, str] | None = None) -> Ended:
     return Command.start([*SHOAL, *words], cwd=cwd, env=env).ended()
 
 
-def in_session(session: int) -> list[int]:
-    """The live processes of a session, which a process leaves only on purpose."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(fields[3]) == session and fields[0] != "Z":
-            found.append(int(folder.name))
-    return found
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
+def forked(host: Host, *words: str, cwd: Path, env: dict[str, str] | None = None) -> Ended:
+    """As `run`, in a fork of a process that has torch loaded."""
+    started = host.run(*words, cwd=cwd, env=env)
+    return Ended(started.wait(), started.told, started.said)
 
 
 def records(directory: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
@@ -419,9 +405,9 @@ def test_a_builder_that_raises_is_a_failed_run(here: Here) -> None:
     assert not Path("runs").exists()
 
 
-def test_the_rank_that_raised_is_the_one_that_is_shown(tmp_path: Path) -> None:
+def test_the_rank_that_raised_is_the_one_that_is_shown(host: Host, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN_MODEL)
-    ended = run("train", *SMALL, *MADE_UP, *own("rank_1_raises"), "--nproc", "2", "--quiet", cwd=tmp_path)
+    ended = forked(host, "train", *SMALL, *MADE_UP, *own("rank_1_raises"), "--nproc", "2", "--quiet", cwd=tmp_path)
     assert ended.code == 3
     assert ended.out == ""
     first = ended.err.splitlines()[0]
@@ -430,23 +416,23 @@ def test_the_rank_that_raised_is_the_one_that_is_shown(tmp_path: Path) -> None:
     assert "rank 0" not in ended.err
 
 
-def test_a_rank_that_was_killed_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_was_killed_is_named(host: Host, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN_MODEL)
-    ended = run("train", *SMALL, *MADE_UP, *own("rank_1_is_killed"), "--nproc", "2", "--json", cwd=tmp_path)
+    ended = forked(host, "train", *SMALL, *MADE_UP, *own("rank_1_is_killed"), "--nproc", "2", "--json", cwd=tmp_path)
     assert ended.code == 3
     assert "rank 1 of 2 was killed by signal 9 (SIGKILL)" in ended.json["error"]["problems"][0]["what"]
 
 
 @pytest.fixture(params=[(signal.SIGINT, 2), (signal.SIGTERM, 2), (signal.SIGINT, 1)], ids=["int-2", "term-2", "int-1"])
-def stopped(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Ended, Path]:
+def stopped(request: pytest.FixtureRequest, host: Host, tmp_path: Path) -> tuple[Ended, Path]:
     """A long run that is sent a signal once it is under way."""
     number, nproc = request.param
     words = ["train", *SMALL, *MADE_UP, "--run.duration", "1h", "--nproc", str(nproc), "--json"]
-    command = Command.start([*SHOAL, *words], cwd=tmp_path)
+    started = host.start(*words, cwd=tmp_path)
     metrics = tmp_path / "runs/run/metrics.jsonl"
-    wait_until(lambda: command.process.poll() is not None or (metrics.exists() and metrics.read_text().count("\n") > 3))
-    os.kill(command.process.pid, number)
-    return command.ended(timeout=20), tmp_path / "runs/run"
+    until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, started)
+    os.kill(started.pid, number)
+    return Ended(started.wait(20), started.told, started.said), tmp_path / "runs/run"
 
 
 def test_a_run_that_is_told_to_stop_ends_in_good_order(stopped: tuple[Ended, Path]) -> None:

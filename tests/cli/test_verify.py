@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +51,19 @@ def build():
 """
 
 
+OF_IMAGES = [
+    *("--model.name", "OWN", "--data.source", "synthetic", "--data.synthetic_kind", "images", "--data.batch", "8"),
+    "--json",
+]
 COMMANDS = {
     "composed": ["--nproc", "4", "--plan", "tp=2 pp=2 zero=1 1f1b mb=1", "--json"],
     "strict": ["--nproc", "2", "--plan", "zero=3 mb=1", "--tolerance", "1e-30", "--json"],
     "for reading": ["--nproc", "2", "--plan", "dp_replicate=2 mb=2"],
-    "matrix": ["--matrix", "--nproc", "2", "--steps", "1", "--json"],
-    "own": [
-        *("--nproc", "2", "--plan", "zero=3 mb=2", "--model.name", "OWN", "--data.source", "synthetic"),
-        *("--data.synthetic_kind", "images", "--data.batch", "8", "--json"),
-    ],
+    "own": ["--nproc", "2", "--plan", "zero=3 mb=2", *OF_IMAGES],
+    "matrix": ["--matrix", "--nproc", "2", "--steps", "1", *OF_IMAGES],
 }
+if os.environ.get("SHOAL_ALL"):
+    COMMANDS["matrix of a llama"] = ["--matrix", "--nproc", "2", "--steps", "1", "--json"]
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +114,22 @@ def test_it_can_be_read(ran: dict[str, Ran]) -> None:
     assert max(map(len, out.splitlines())) <= 100
 
 
-def test_the_matrix_of_two_ranks(ran: dict[str, Ran]) -> None:
+def test_the_matrix_of_a_model_that_says_nothing(ran: dict[str, Ran]) -> None:
+    """It is every plan that needs no word of the model. Which plans there are of a model that describes itself, is told
+    by tests/unit/test_legality.py, and that each computes the same by tests/dist/test_layouts.py."""
     code, told = verified(ran["matrix"])
+    assert code == 0
+    assert told["equal"] is True
+    plans = [proof["plan"] for proof in told["proofs"]]
+    words = ("dp_replicate=2", "zero=1", "zero=2", "zero=3")
+    assert [next(word for word in words if word in plan) for plan in plans] == list(words)
+    assert all(count["predicted"] == count["counted"] for p in told["proofs"] for count in p["bytes"].values())
+    assert ran["matrix"].stderr.count("/4  ") == 4
+
+
+@pytest.mark.wide
+def test_the_matrix_of_two_ranks(ran: dict[str, Ran]) -> None:
+    code, told = verified(ran["matrix of a llama"])
     assert code == 0
     assert told["equal"] is True
     plans = " ".join(proof["plan"] for proof in told["proofs"])

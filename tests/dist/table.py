@@ -7,8 +7,6 @@ are refused, in the words of the code that refuses them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
 from itertools import combinations_with_replacement
 from math import prod
 
@@ -16,7 +14,8 @@ from shoal.blueprint.description import Description, Split
 from shoal.blueprint.legality import misfits
 from shoal.blueprint.plan import DEGREES, Plan
 from shoal.errors import ShoalError
-from tests.dist import compositions, test_compiled, test_layouts
+from tests.dist.compositions import features_of as features_of
+from tests.dist.compositions import in_short, proven
 
 FEATURES: dict[str, str] = {
     "`dp_replicate`": "dp_replicate=2",
@@ -50,58 +49,6 @@ MODEL = Description(
 """One that can have every parallelism: what is refused for it is refused for all."""
 
 
-@dataclass(frozen=True)
-class Proven:
-    """A plan that a test trains, and compares with one process."""
-
-    num_ranks: int
-    words: str
-    model: str
-    test: str
-    compiled: bool = False
-
-    @property
-    def features(self) -> frozenset[str]:
-        """The columns that it stands in."""
-        return features_of(self.words, self.num_ranks) | ({"compile"} if self.compiled else set())
-
-
-@cache
-def proven() -> tuple[Proven, ...]:
-    """Every plan of every list, in the order of the lists."""
-    dense = [
-        Proven(size, " ".join(word for word in plan.split() if not word.startswith("kv=")), "llama", "test_layouts")
-        for size, plans in test_layouts.PLANS.items()
-        for plan in plans
-    ]
-    composed = [
-        Proven(size, plan, model, "test_compositions")
-        for size, plans in compositions.PLANS.items()
-        for plan, model in plans
-    ]
-    compiled = [
-        Proven(size, plan, model, "test_compiled", compiled=True)
-        for size, plan, model in dict.fromkeys([*test_compiled.PLANS, *compositions.COMPILED])
-    ]
-    return (*dense, *composed, *compiled)
-
-
-def features_of(words: str, num_ranks: int) -> frozenset[str]:
-    """What a plan does on ranks that are there; `zero` counts where something is shared."""
-    plan = Plan.parse(words).resolve(num_ranks)
-    layout = plan.layout
-    found = {
-        "`dp_replicate`": layout.dp_replicate > 1,
-        f"`zero={plan.zero}`": plan.is_sharded,
-        f"`{plan.context}`": layout.cp > 1,
-        f"`sp={'off' if plan.sp is False else 'on'}`": layout.tp > 1,  # not said, it is on: the models allow it
-        f"`{plan.schedule}`": layout.pp > 1,
-        "`ep`": layout.ep > 1,
-        f"`{plan.recompute}`": plan.recompute != "none",
-    }
-    return frozenset(name for name, is_used in found.items() if is_used)
-
-
 def refusal(first: str, second: str) -> str | None:
     """Why the two cannot be had together, as a user would be told. None: they can."""
     words = list(dict.fromkeys(f"{FEATURES[first]} {FEATURES[second]}".split()))
@@ -127,9 +74,12 @@ def page() -> str:
     ranks = f"{', '.join(map(str, sizes[:-1]))} or {sizes[-1]}"
     return f"""# Compositions
 
-Which parallelisms go together, pair by pair. A number: so many plans with both are trained by CI and hold against one
-process in float64, every loss, norm, gradient and weight. A letter: the pair is refused before a process starts, for
-the reason below. On the diagonal: all plans with the one. There are {count} plans, on {ranks} ranks.
+Which parallelisms go together, pair by pair. A number: so many plans with both are trained by `make test-all` and hold
+against one process in float64, every loss, norm, gradient and weight. CI trains some of them; at a star none that has
+both. A letter: the pair is refused before a process starts, for the reason below. On the diagonal: all plans with the
+one. There are {count} plans, on {ranks} ranks; CI trains {len(in_short())}, which `tests/dist/compositions.py` chooses:
+each word alone and beside every other axis (so `zbv` with some `tp`, and `sp=off` with some schedule), each model
+beside every axis, compile beside every axis.
 
 `zero=1..3` share parameters over `dp_shard` x `cp`. `ring` and `ulysses` are `cp`, `sp=off` and `sp=on` are `tp`, the
 schedules are `pp`, `full` and `selective` are `recompute`, and compile is `run.compile`.
@@ -141,7 +91,7 @@ schedules are `pp`, `full` and `selective` are `recompute`, and compile is `run.
 A pair is no proof of three: for a plan of your own there is [`shoal verify`](verify.md), and `--matrix` for every
 legal layout of some ranks.
 
-This page is written by `tests/dist/table.py`, and a test holds it against the lists of plans that CI runs.
+This page is written by `tests/dist/table.py`, and a test holds it against the lists of plans that are run.
 
 ## The plans
 
@@ -167,9 +117,9 @@ def _rows(reasons: dict[str, str]) -> Iterator[str]:
 
 def cell(first: str, second: str, reasons: dict[str, str]) -> str:
     """How many plans prove a pair, or the letter of the reason why it is refused. Empty: nobody knows."""
-    number = sum({first, second} <= plan.features for plan in proven())
-    if number:
-        return str(number)
+    both = [plan for plan in proven() if {first, second} <= plan.features]
+    if both:
+        return f"{len(both)}" if in_short().intersection(both) else f"{len(both)}*"
     reason = refusal(first, second)
     if reason is None:
         return ""
@@ -179,10 +129,11 @@ def cell(first: str, second: str, reasons: dict[str, str]) -> str:
 
 
 def _list() -> Iterator[str]:
-    yield "| ranks | plan | model | test |"
-    yield "|---:|---|---|---|"
+    yield "| ranks | plan | model | test | run by |"
+    yield "|---:|---|---|---|---|"
     for plan in sorted(proven(), key=lambda plan: plan.num_ranks):
-        yield f"| {plan.num_ranks} | `{plan.words}` | {plan.model} | `{plan.test}` |"
+        by = "CI" if plan in in_short() else "`make test-all`"
+        yield f"| {plan.num_ranks} | `{plan.words}` | {plan.model} | `{plan.test}` | {by} |"
 
 
 def unknown_pairs() -> list[tuple[str, str]]:

@@ -7,22 +7,13 @@ import torch
 
 from shoal.comm.world import World
 from shoal.train.run import Run
-from tests.dist.compositions import COMPILED
+from tests.cover import wide
+from tests.dist.compositions import COMPILED, is_in_short
 from tests.dist.pool import Pool
 from tests.dist.test_compositions import BATCH, CLIP, STEPS, Trace, batches, build, check, train_plainly
 
 # The compiler's front end decides what can be captured; its code generator takes half a minute a model on two cores.
 BACKEND = "aot_eager"
-PLANS = [
-    (1, "mb=4 recompute=full", "moe"),
-    (2, "tp=2", "llama"),
-    (2, "dp_replicate=2", "llama"),
-    (2, "pp=2 gpipe mb=2", "llama"),
-    (2, "pp=2 1f1b mb=2", "llama"),
-    (2, "cp=2 ulysses zero=2", "llama"),
-    (2, "ep=2 zero=3 mb=2", "bias"),
-    *COMPILED,
-]
 
 
 def num_layers(plan: str) -> int:
@@ -50,7 +41,9 @@ def train_compiled(world: World, plan: str, kind: str) -> Trace | None:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own doings
-@pytest.mark.parametrize(("size", "plan", "kind"), PLANS)
+@pytest.mark.parametrize(
+    ("size", "plan", "kind"), [case if is_in_short("test_compiled", *case) else wide(*case) for case in COMPILED]
+)
 def test_compiled_blocks_compute_the_same(pool: Pool, size: int, plan: str, kind: str) -> None:
     ours = pool.run(train_compiled, size, plan, kind)[0]
     check(ours, train_plainly(kind, num_layers(plan)))

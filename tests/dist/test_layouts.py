@@ -17,36 +17,26 @@ from shoal.comm.world import World
 from shoal.models import llama
 from shoal.numerics.init import initialise
 from shoal.train.run import Run
+from tests.cover import wide
+from tests.dist.compositions import LAYOUTS, is_in_short
 from tests.dist.pool import Pool
 
 STEPS, BATCH, TOKENS, CLIP, VOCABULARY = 2, 8, 12, 0.5, 37
 LAYERS = 5
 
-PLANS = {
-    1: ["mb=2"],
-    2: [
-        *("dp_replicate=2 mb=2", "zero=1 mb=2", "zero=3 mb=2", "zero=2 offload=optimizer"),
-        *("tp=2 sp=off mb=2", "tp=2 sp=on mb=2", "tp=2 recompute=full mb=4", "tp=2 recompute=selective mb=4"),
-        *("pp=2 1f1b mb=1", "pp=2 zbv mb=2", "pp=2 1f1b mb=2 recompute=full", "pp=2 looped mb=2", "pp=2 1f1b mb=8"),
-    ],
-    4: [
-        *("dp_replicate=2 zero=1 mb=2", "dp_replicate=2 zero=2 mb=1", "tp=2 dp_replicate=2 mb=2", "tp=4 mb=4 kv=4"),
-        *("tp=2 pp=2 zero=1 1f1b mb=2", "pp=2 zero=3 1f1b mb=1", "pp=2 zero=2 zbv mb=1", "pp=2 dp_replicate=2 zb mb=1"),
-        *("pp=2 tp=2 dualpipev mb=2 sp=off", "pp=2 dp_replicate=2 gpipe mb=2"),
-        *("pp=2 zero=1 interleaved mb=1", "pp=2 zero=3 looped mb=2"),
-    ],
-    3: ["pp=3 zb mb=1"],
-    6: ["pp=3 tp=2 gpipe mb=2"],
-    8: ["dp_replicate=2 tp=2 sp=off zero=3 mb=2", "pp=4 dp_replicate=2 1f1b mb=1"],
-}
 BOTH = ("zero=3 mb=2", "tp=2 sp=on mb=2", "pp=2 1f1b mb=1", "pp=2 zbv mb=2", "pp=2 dp_replicate=2 gpipe mb=2")
 """Plans that are tried with a tied embedding and without; the others with one of the two, by turns."""
 
 
-def cases() -> list[tuple[int, str, bool]]:
-    listed = [(size, plan) for size, plans in PLANS.items() for plan in plans]
+def cases() -> list[Any]:
+    listed = [(size, plan) for size, plans in LAYOUTS.items() for plan in plans]
     ways = [((True, False) if plan in BOTH else (number % 2 == 0,)) for number, (_, plan) in enumerate(listed)]
-    return [(size, plan, tied) for (size, plan), tries in zip(listed, ways, strict=True) for tied in tries]
+    tried = [(size, plan, tied) for (size, plan), tries in zip(listed, ways, strict=True) for tied in tries]
+    return [case if is_in_short("test_layouts", case[0], plan_in(case[1]), "llama") else wide(*case) for case in tried]
+
+
+def plan_in(words: str) -> str:
+    return " ".join(word for word in words.split() if not word.startswith("kv="))
 
 
 def batches() -> list[dict[str, Tensor]]:
@@ -133,7 +123,6 @@ def check(ours: Trace, theirs: Trace) -> None:
 
 @pytest.mark.parametrize(("size", "plan", "tied"), cases())
 def test_a_layout_computes_what_one_process_does(pool: Pool, size: int, plan: str, tied: bool) -> None:
-    words = [word for word in plan.split() if not word.startswith("kv=")]
     kv_heads = 4 if "kv=4" in plan else 2
-    ours = pool.run(train_with_shoal, size, " ".join(words), tied, kv_heads)[0]
+    ours = pool.run(train_with_shoal, size, plan_in(plan), tied, kv_heads)[0]
     check(ours, train_plainly(tied, kv_heads))

@@ -21,6 +21,7 @@ from shoal.parallel import composed, pipeline, shard
 from shoal.proof.candidate import verify_in
 from shoal.proof.case import Case
 from shoal.train.run import Run
+from tests.cover import covered
 from tests.dist.pool import Pool
 
 VOCABULARY, TOKENS = 31, 8
@@ -185,7 +186,10 @@ def test_a_defect_is_caught_and_named(
     assert any(word in said for word in words), said
 
 
-@pytest.mark.parametrize(("size", "plan"), sorted({(size, plan) for _, size, plan, _ in DEFECTS}))
+@pytest.mark.parametrize(
+    ("size", "plan"),
+    covered(sorted({(size, plan) for _, size, plan, _ in DEFECTS}), lambda _, plan: plan.split(), lambda size, _: size),
+)
 def test_the_same_without_a_defect_is_equal(pool: Pool, size: int, plan: str) -> None:
     verdict, cause = pool.run(verify_with, size, None, plan)[0]
     assert verdict.equal, cause

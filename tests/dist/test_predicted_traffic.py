@@ -5,6 +5,7 @@ The counter looks at what torch.distributed is handed; the prediction sees only 
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from shoal.parallel.expert import Experts
 from shoal.parallel.holdings import anatomy_of
 from shoal.parallel.routing import Router
 from shoal.train.run import Run
+from tests.cover import beside, covered
 from tests.dist.pool import Pool
 
 BATCH, TOKENS, VOCABULARY, LAYERS = 8, 12, 37, 5
@@ -56,6 +58,21 @@ def read(words: str) -> tuple[str, dict[str, Any]]:
     precision = [] if "bf16" in plan else ["fp64"]
     options = {"kv_heads": int(said.get("kv", 2)), "num_layers": int(said.get("layers", LAYERS))}
     return " ".join(plan + precision), {**options, "freeze": said.get("freeze", ""), "tied": "tied" in words.split()}
+
+
+def traits(size: int, words: str) -> set[Hashable]:
+    """Each word beside everything else that is said; but for the size of microbatches."""
+    return beside([word for word in words.split() if not word.startswith("mb=")], key_of)
+
+
+def key_of(word: str) -> str:
+    """`zero=3` → `zero`; a word without a key is a schedule, or stands for itself."""
+    key, is_said, _ = word.partition("=")
+    return key if is_said or word in ("bf16", "tied") else "schedule"
+
+
+def cost(size: int, words: str) -> float:
+    return size**1.25
 
 
 def build(*, tied: bool, kv_heads: int, num_layers: int, freeze: str) -> llama.Llama:
@@ -117,7 +134,9 @@ def check(plan: str, of: Anatomy, counted: list[Any], **options: Any) -> None:
 
 # torch's norm on a CPU, where what a stage has received is in bf16 and its weights are not
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
-@pytest.mark.parametrize(("size", "words"), [(size, words) for size, plans in PLANS.items() for words in plans])
+@pytest.mark.parametrize(
+    ("size", "words"), covered([(size, words) for size, plans in PLANS.items() for words in plans], traits, cost)
+)
 def test_traffic_is_what_was_predicted(pool: Pool, size: int, words: str) -> None:
     plan, options = read(words)
     check(plan, anatomy(**options), pool.run(count_llama, size, plan, options))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Hashable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from shoal.errors import ShoalError
 from shoal.numerics.init import initialise
 from shoal.parallel.islands import Outer
 from shoal.train.run import Run
+from tests.cover import covered, wide
 from tests.dist.pool import Pool, on_ranks
 from tests.dist.test_reshard import BATCH, TOKENS, VOCABULARY, assert_same, build, share, whole
 
@@ -39,6 +41,20 @@ def trained(world: World, plan: str, steps: int = 3, **options: Any) -> tuple[li
     return losses, run.weights()
 
 
+@pytest.fixture(scope="module")
+def alone(pool: Pool) -> tuple[list[float], dict[str, Tensor]]:
+    """One rank, three steps."""
+    found: tuple[list[float], dict[str, Tensor]] = pool.run(trained, 1, "")[0]
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(pool: Pool) -> list[float]:
+    """Two ranks that tell each other everything, six steps."""
+    losses: list[float] = pool.run(trained, 2, "", 6)[0][0]
+    return losses
+
+
 # ---- lists of messages ----------------------------------------------------------------------------------------------
 
 COMPOSED = [
@@ -56,11 +72,12 @@ COMPOSED = [
 
 
 @pytest.mark.parametrize(("ranks", "plan", "algorithm"), COMPOSED)
-def test_lists_of_messages_train_as_one_rank_does(pool: Pool, ranks: int, plan: str, algorithm: str) -> None:
+def test_lists_of_messages_train_as_one_rank_does(
+    pool: Pool, alone: tuple[list[float], dict[str, Tensor]], ranks: int, plan: str, algorithm: str
+) -> None:
     (losses, weights), *_ = pool.run(_trained_by, ranks, plan, algorithm)
-    (alone, wanted), *_ = pool.run(trained, 1, "")
-    assert losses == pytest.approx(alone, rel=1e-11)
-    for name, weight in wanted.items():
+    assert losses == pytest.approx(alone[0], rel=1e-11)
+    for name, weight in alone[1].items():
         assert torch.allclose(weights[name], weight, rtol=1e-8, atol=1e-10), name
 
 
@@ -116,20 +133,23 @@ def test_every_replica_begins_with_the_weights_of_the_first(world: World) -> Non
 # ---- compressed -----------------------------------------------------------------------------------------------------
 
 METHODS = ["fp16", "bf16", "int8", "1bit", "topk:0.1", "randomk:0.5", "powersgd:2"]
+DIVIDED = [(4, "dp_replicate=2 zero=3"), (4, "dp_replicate=2 tp=2 mb=6")]
+COMPRESSED = [(2, "mb=6", method) for method in METHODS]
+COMPRESSED += [(*DIVIDED[number % 2], method) for number, method in enumerate(METHODS)]
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_compressed_training_stays_near(pool: Pool, method: str) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "plan", "method"),
+    covered(COMPRESSED, lambda _, plan, method: [method, *plan.split()], lambda ranks, *_: ranks),
+)
+def test_compressed_training_stays_near(pool: Pool, plain: list[float], ranks: int, plan: str, method: str) -> None:
     """And the layouts that divide a replica make no difference to what travels between two."""
-    (plain, _), *_ = pool.run(trained, 2, "", 6)
-    divided = [(4, "dp_replicate=2 zero=3"), (4, "dp_replicate=2 tp=2 mb=6")][METHODS.index(method) % 2]
-    for ranks, plan in ((2, "mb=6"), divided):
-        every = pool.run(trained, ranks, f"{plan} compress={method}", 6)
-        losses = every[0][0]
-        assert all(other == losses for other, _ in every), "ranks disagree"
-        assert losses[0] == pytest.approx(plain[0], rel=1e-12)
-        assert losses != pytest.approx(plain, rel=1e-9), "nothing was compressed"
-        assert losses == pytest.approx(plain, rel=0.03)
+    every = pool.run(trained, ranks, f"{plan} compress={method}", 6)
+    losses = every[0][0]
+    assert all(other == losses for other, _ in every), "ranks disagree"
+    assert losses[0] == pytest.approx(plain[0], rel=1e-12)
+    assert losses != pytest.approx(plain, rel=1e-9), "nothing was compressed"
+    assert losses == pytest.approx(plain, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -393,15 +413,22 @@ def _go_on(world: World, plan: str, options: dict[str, Any], folder: str, more: 
     return [float(run.step(share(run, n))) for n in range(step, step + more)]
 
 
-@pytest.mark.parametrize(("words", "options"), SAVED)
+SAVED_ON = [(2, "", *saved) for saved in SAVED] + [(4, "dp_replicate=2 zero=3", *saved) for saved in SAVED]
+
+
+def traits(ranks: int, plan: str, words: str, options: dict[str, Any]) -> list[Hashable]:
+    """All words, and both layouts with replicas that meet in every step and with islands."""
+    return [words, (plan, "sync" in words)]
+
+
+@pytest.mark.parametrize(("ranks", "plan", "words", "options"), covered(SAVED_ON, traits, lambda ranks, *_: ranks))
 def test_goes_on_bit_for_bit_on_the_same_layout(
-    pool: Pool, tmp_path: Path, words: str, options: dict[str, Any]
+    pool: Pool, tmp_path: Path, ranks: int, plan: str, words: str, options: dict[str, Any]
 ) -> None:
-    for ranks, plan in ((2, ""), (4, "dp_replicate=2 zero=3")):
-        folder = str(tmp_path / f"{ranks}")
-        undisturbed = pool.run(_begin, ranks, f"{plan} {words}", options, folder, 5, 4)[0]
-        assert pool.run(_go_on, ranks, f"{plan} {words}", options, folder, 4)[0] == undisturbed
-        assert_same(whole(Path(f"{folder}-again")), whole(Path(folder)))
+    folder = str(tmp_path / "run")
+    undisturbed = pool.run(_begin, ranks, f"{plan} {words}", options, folder, 5, 4)[0]
+    assert pool.run(_go_on, ranks, f"{plan} {words}", options, folder, 4)[0] == undisturbed
+    assert_same(whole(Path(f"{folder}-again")), whole(Path(folder)))
 
 
 @pytest.mark.parametrize(("words", "options"), SAVED)
@@ -446,12 +473,12 @@ def test_another_way_to_meet_after_a_resume(pool: Pool, tmp_path: Path, before: 
     assert losses == pytest.approx(undisturbed, rel=0.02)
 
 
-def test_verify_states_the_bound() -> None:
+@pytest.mark.parametrize("words", [wide("compress=int8 mb=2"), "cp=2 compress=powersgd:2"])
+def test_verify_states_the_bound(words: str) -> None:
     tokens = torch.randint(VOCABULARY, (8, TOKENS + 1), generator=torch.Generator().manual_seed(0))
     batch = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
-    for words in ("compress=int8 mb=2", "cp=2 compress=powersgd:2"):
-        proof = shoal.verify(functools.partial(build, "llama"), batch, words, nproc=2)
-        assert proof.equal
-        assert proof.bounded is not None
-        assert 1e-6 < proof.bounded.error <= proof.bounded.bound < 1.01
-        assert not replace(proof, bounded=replace(proof.bounded, error=2.0)).equal
+    proof = shoal.verify(functools.partial(build, "llama"), batch, words, nproc=2)
+    assert proof.equal
+    assert proof.bounded is not None
+    assert 1e-6 < proof.bounded.error <= proof.bounded.bound < 1.01
+    assert not replace(proof, bounded=replace(proof.bounded, error=2.0)).equal

@@ -1,8 +1,9 @@
-"""What an example prints on one process and on two, for all tests that look at it: most of it is loading torch."""
+"""What an example prints on one process and on two, for all tests that look at it."""
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,21 +12,49 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples.host import run_examples
+from tests.readme.fork_host import Ran
+
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+# These start their ranks themselves, and are never a rank of torchrun's: test_layout_examples.py runs them.
+THEIR_OWN_RANKS = ("03_fsdp.py", "07_pipeline.py", "10_long_context.py")
+EXAMPLES = [path for path in sorted((ROOT / "examples").glob("[0-9]*.py")) if path.name not in THEIR_OWN_RANKS]
+FOR_REAL, *IN_FORKS = [path.name for path in EXAMPLES]
+"""The first is started by `python` and by torchrun; the others in forks, with the variables that torchrun would set."""
 
 
 @pytest.fixture(scope="session")
 def one_and_two() -> Callable[[str], tuple[str, str]]:
     """The name of an example → the output of `python` and that of `torchrun --nproc-per-node 2`."""
 
+    forked = cache(in_forks)
+
     @cache
     def outputs(name: str) -> tuple[str, str]:
         path = str(ROOT / "examples" / name)
-        with start(path) as one, start(*TORCHRUN, path) as two:  # at the same time
-            return output_of(one), output_of(two)
+        if name == FOR_REAL:
+            with start(path) as one, start(*TORCHRUN, path) as two:  # at the same time
+                return output_of(one), output_of(two)
+        ran = forked()[name]
+        for each in ran:
+            assert each.code == 0, each.stderr[-3000:]
+        return ran[0].stdout, ran[1].stdout + ran[2].stdout
 
     return outputs
+
+
+def in_forks() -> dict[str, list[Ran]]:
+    """Every example alone, as rank 0 and as rank 1, at the same time; one example after the other."""
+    return dict(zip(IN_FORKS, run_examples([(ROOT / "examples" / name, places()) for name in IN_FORKS]), strict=True))
+
+
+def places() -> list[dict[str, str]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [{}, *({**job, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2))]
 
 
 def start(*words: str) -> subprocess.Popen[str]:

@@ -8,10 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-# These start their ranks themselves, and are never a rank of torchrun's: test_layout_examples.py runs them.
-THEIR_OWN_RANKS = ("03_fsdp.py", "07_pipeline.py", "10_long_context.py")
-EXAMPLES = [path for path in sorted((ROOT / "examples").glob("[0-9]*.py")) if path.name not in THEIR_OWN_RANKS]
+from tests.examples.conftest import EXAMPLES
 
 # float32 is rounded in another order on two ranks, and the losses have four digits; half precision rounds in the third.
 TOLERANCE = {"04_mixed_precision.py": 5e-3}

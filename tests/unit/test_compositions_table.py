@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 
-from tests.dist import compositions, table, test_compiled
+from tests.dist import compositions, table
 
 PAGE = Path(__file__).parents[2] / "docs" / "compositions.md"
 COMMAND = "python -m tests.dist.table > docs/compositions.md"
@@ -20,9 +21,22 @@ def test_every_pair_is_proven_or_refused() -> None:
     assert table.unknown_pairs() == [], "add a plan with both to tests/dist/compositions.py, or refuse the pair"
 
 
-def test_the_test_of_compiled_blocks_runs_every_plan_that_the_page_lists() -> None:
-    missing = [plan for plan in compositions.COMPILED if plan not in test_compiled.PLANS]
-    assert not missing, "tests/dist/test_compiled.py: add *COMPILED of tests/dist/compositions.py to its PLANS"
+def test_ci_runs_every_word_beside_every_other_axis() -> None:
+    """As the page says, written out once more."""
+    eager = [plan.features for plan in compositions.in_short() if not plan.compiled]
+    for first, second in combinations(table.FEATURES, 2):
+        possible = [plan for plan in compositions.proven() if {first, second} <= plan.features and not plan.compiled]
+        if possible and second != "compile":
+            for word, other in ((first, second), (second, first)):
+                beside = {one for one in table.FEATURES if compositions.axis_of(one) == compositions.axis_of(other)}
+                assert any(word in features and features & beside for features in eager), (word, other)
+    assert len(compositions.in_short()) < 0.6 * len(compositions.proven())
+
+
+def test_a_plan_with_something_new_is_run_by_ci(monkeypatch: pytest.MonkeyPatch) -> None:
+    new = compositions.Proven(4, "tp=2 pp=2 zb mb=2", "a new model", "test_compositions")
+    monkeypatch.setattr(compositions, "proven", lambda: (*table.proven(), new))
+    assert new in compositions.in_short.__wrapped__()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from shoal.comm.world import World
 from shoal.errors import RunFailed, ShoalError
 from shoal.launch.local import launch
 from shoal.train.run import Run
+from tests.cover import wide
 
 ALL = (
     "kill_at=rank:1,step:5 disk_full_at=rank:0,write:3 corrupt_at=write:2 slow_disk_at=write:1,seconds:2"
@@ -97,7 +98,7 @@ def save_on(placement: Placement, store: dist.Store, folder: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("reason", "said"), [("ENOSPC", "No space left on device"), ("EIO", "Input/output error")])
+@pytest.mark.parametrize(("reason", "said"), [wide("ENOSPC", "No space left on device"), ("EIO", "Input/output error")])
 def test_a_disk_that_fails_one_rank_is_told_by_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str, said: str
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from shoal.numerics.fp8 import is_fit_for_fp8
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 
 
+@cache
 def losses(plan: str, **options: object) -> tuple[list[float], Llama]:
     model = Llama(LlamaConfig(hidden=64, ffn=128, num_layers=2, vocabulary=97))
     generator = torch.Generator().manual_seed(0)

@@ -291,7 +291,7 @@ def test_too_little_room_is_seen_before_anything_is_written(tmp_path: Path) -> N
 
 # ---- in little memory -----------------------------------------------------------------------------------------------
 
-SIZE = 384 * 2**20
+SIZE = 288 * 2**20
 ROOM = 160 * 2**20
 WATCHED = """
 import json, os, sys, threading, time
@@ -343,11 +343,11 @@ ACTS = [*(f"export {format}" for format in FORMATS), "import safetensors", "impo
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """384 MiB: one tensor of 256, and sixteen of 8."""
+    """288 MiB: one tensor of 256, and four of 8."""
     root = tmp_path_factory.mktemp("large")
     generator = torch.Generator().manual_seed(0)
     tensors = {"model/table": torch.randn(2**16, 2**10, generator=generator)}
-    tensors |= {f"model/{i}": torch.randn(2**11, 2**10, generator=generator) for i in range(16)}
+    tensors |= {f"model/{i}": torch.randn(2**11, 2**10, generator=generator) for i in range(4)}
     keep(root / "store", tensors, cut="columns")
     keep(root / "small", {"model/x": torch.zeros(2)}, cut="whole")
     assert sum(tensor.nbytes for tensor in tensors.values()) == SIZE

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ from shoal.blueprint.neighbours import neighbours
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.remedies import refuse_contradictions, remedies
 from shoal.blueprint.schedules import illegal
-from shoal.blueprint.search import EQUAL, search
+from shoal.blueprint.search import EQUAL, Found, search
 from shoal.blueprint.task import Task
 from shoal.blueprint.workload import Workload
 from shoal.errors import ShoalError
@@ -26,6 +28,12 @@ def task(model: str = "llama3-8b", cluster: str = "h100:8", sequence: int = 8192
     return Task(
         workload=Workload.of(model), cluster=Cluster.parse(cluster), sequence=sequence, global_batch=batch
     )  # fmt: skip
+
+
+@cache
+def searched(*said: Any) -> Found:
+    """What the search finds of a task that several tests look at."""
+    return search(task(*said))
 
 
 def everything(work: Task) -> list[Plan]:
@@ -82,7 +90,7 @@ def test_plans_are_legal_and_fit_and_no_neighbour_is_faster(
     model: str, cluster: str, sequence: int, batch: int
 ) -> None:
     work = task(model, cluster, sequence, batch)
-    found = search(work)
+    found = searched(model, cluster, sequence, batch)
     assert found.best
     for verdict in [*found.best, *found.frontier]:
         plan = verdict.plan
@@ -193,8 +201,8 @@ def test_what_fits_nowhere_is_told_what_would_help() -> None:
 
 
 def test_the_way_ends_at_the_plan() -> None:
-    work = task("llama3-70b", "h100:8x32", batch=512)
-    best = search(work).best[0]
+    work = task("llama3-70b", "h100:8x32", 8192, 512)
+    best = searched("llama3-70b", "h100:8x32", 8192, 512).best[0]
     way = moves(work, best.plan)
     assert way[0].name == "one device"
     assert not way[0].fits
@@ -225,7 +233,7 @@ def test_the_way_ends_at_the_plan() -> None:
 )
 def test_rules_of_thumb_come_out_of_the_search(model: str, cluster: str, sequence: int, batch: int, rule: str) -> None:
     work = task(model, cluster, sequence, batch)
-    told = {one.rule: one for one in rules_of_thumb(work, search(work).best[0])}
+    told = {one.rule: one for one in rules_of_thumb(work, searched(model, cluster, sequence, batch).best[0])}
     found = [one for name, one in told.items() if rule in name]
     assert found
     assert found[0].agrees or found[0].why

@@ -1,0 +1,61 @@
+"""Which rows of a wide table `make test` runs: few, that have all there is in it. `make test-all` runs every row.
+
+A row is chosen for its traits: the words in it, and which of them stand beside each other. A new row is chosen by
+itself if it has a trait that no other has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Any
+
+import pytest
+
+Traits = Collection[Hashable]
+
+
+def covering(rows: Sequence[Traits], costs: Sequence[float] | None = None) -> list[int]:
+    """The numbers of some rows that have every trait of all rows, in their order; cheap ones rather than dear ones.
+
+    >>> covering([{"a"}, {"a", "b"}, {"c"}, {"b", "c"}])
+    [1, 2]
+    >>> covering([{"a", "b"}, {"a"}, {"b"}], costs=[3, 1, 1])
+    [1, 2]
+    """
+    price = costs or [1.0] * len(rows)
+    missing = {trait for row in rows for trait in row}
+    chosen: list[int] = []
+    while missing:
+        best = max(range(len(rows)), key=lambda row: len(missing.intersection(rows[row])) / price[row])
+        chosen.append(best)
+        missing.difference_update(rows[best])
+    for row in sorted(chosen, key=lambda row: -price[row]):  # what was chosen early may have become superfluous
+        others = {trait for other in chosen if other != row for trait in rows[other]}
+        if others.issuperset(rows[row]):
+            chosen.remove(row)
+    return sorted(chosen)
+
+
+def beside(words: Collection[str], axis_of: Callable[[str], str]) -> set[Hashable]:
+    """Words, and each with every axis of the others; which word of that axis it is makes no difference.
+
+    >>> sorted(map(str, beside(["tp=2", "sp=off"], lambda word: word.partition("=")[0])))
+    ["('sp=off', 'tp')", "('tp=2', 'sp')", 'sp=off', 'tp=2']
+    """
+    axes = {axis_of(word) for word in words}
+    return {*words, *((word, axis) for word in words for axis in axes if axis != axis_of(word))}
+
+
+def covered(
+    rows: Sequence[tuple[Any, ...]],
+    traits: Callable[..., Traits],
+    cost: Callable[..., float] = lambda *_: 1.0,
+) -> list[Any]:
+    """The rows for `parametrize`: those that `make test` does not need are marked `wide`."""
+    chosen = set(covering([traits(*row) for row in rows], [cost(*row) for row in rows]))
+    return [row if number in chosen else wide(*row) for number, row in enumerate(rows)]
+
+
+def wide(*row: Any) -> Any:
+    """A row that only `make test-all` runs."""
+    return pytest.param(*row, marks=pytest.mark.wide)
