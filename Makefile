@@ -19,10 +19,10 @@ train: $(STAMP)  ## train the tiny recipe: two processes on this machine's CPU
 	$(BIN)/shoal train recipes/tiny.yaml $(ARGS)
 
 test: $(STAMP)  ## run the tests; ARGS goes to pytest
-	@seconds=$$(cat $(STAMP)); : > $(STAMP); ENVIRONMENT_SECONDS=$$seconds $(BIN)/python -m tests.halves $(ARGS)
+	@seconds=$$(cat $(STAMP)); : > $(STAMP); ENVIRONMENT_SECONDS=$$seconds $(BIN)/pytest $(ARGS)
 
 test-all: $(STAMP)  ## run the tests, with every row of every wide table: half an hour
-	SHOAL_ALL=1 $(BIN)/python -m tests.halves $(ARGS)
+	SHOAL_ALL=1 $(BIN)/pytest $(ARGS)
 
 matrix: $(STAMP)  ## verify every legal layout of 1, 2, 4 and 8 ranks, dense and with experts: some hours
 	$(BIN)/python benchmarks/verify/run.py --matrix 1,2,4,8,16,32 $(ARGS)
