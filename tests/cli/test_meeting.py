@@ -55,7 +55,7 @@ def test_auto_chooses_and_says_why(host: Host, tmp_path: Path) -> None:
         (["bench", "compress", "--methods", "compress=int9"], "compress='int9' does not exist"),
         (["bench", "compress", "--nproc", "1"], "which meets nobody"),
         (["bench", "compress", "--steps", "1"], "the first one pays for memory and connections"),
-        (["bench", "compres"], "shoal bench compress"),
+        (["bench", "compass"], "shoal bench compress"),
     ],
 )
 def test_what_cannot_be_tried_is_refused(host: Host, tmp_path: Path, words: list[str], what: str) -> None:
