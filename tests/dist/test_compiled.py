@@ -18,7 +18,7 @@ BACKEND = "aot_eager"
 
 def num_layers(plan: str) -> int:
     """Each is compiled for itself: as many as there are kinds of them, or stages."""
-    return 4 if "pp=" in plan else 2
+    return 4 if "interleaved" in plan or "looped" in plan else 2
 
 
 def train_compiled(world: World, plan: str, kind: str) -> Trace | None:
