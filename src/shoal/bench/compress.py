@@ -17,13 +17,14 @@ from shoal.blueprint.meeting import predict
 from shoal.blueprint.plan import Plan
 from shoal.comm.environment import Placement
 from shoal.comm.world import World
-from shoal.data.loading import Loader, evaluation_batches
+from shoal.data.loading import evaluation_batches
 from shoal.numerics.optim import build_optimizer, set_lr
 from shoal.numerics.schedule import lr_factor
-from shoal.train.adapt import Weighed, run_of, weigh
+from shoal.train.adapt import Weighed, weigh
 from shoal.train.build import build_to_lay_out
 from shoal.train.job import Job
 from shoal.train.run import Run
+from shoal.train.told import loader_of, run_of
 
 EVERY = (
     *("", "compress=fp16", "compress=bf16", "compress=int8", "compress=1bit", "compress=topk:0.01"),
@@ -119,14 +120,7 @@ def _try(job: Job, world: World, words: str, weighed: Weighed, ask: Ask) -> Trie
 
 def _trained(run: Run, job: Job, num_steps: int, until: float | None) -> tuple[list[tuple[float, float]], list[int]]:
     recipe = job.recipe
-    loader = Loader(
-        job.training,
-        seed=recipe.run.seed,
-        batch=recipe.data.batch,
-        coordinate=run.coordinate,
-        degree=run.degree,
-        workers=0,
-    )
+    loader = loader_of(job, run, workers=0)
     curve: list[tuple[float, float]] = []
     sent: list[int] = []
     run.world.barrier()

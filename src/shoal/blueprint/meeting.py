@@ -18,6 +18,7 @@ from math import prod
 
 from shoal.blueprint.compression import Compression
 from shoal.blueprint.plan import Plan
+from shoal.blueprint.traffic import BUCKET_BYTES
 
 BACKWARD = 2 / 3
 """Of the time to compute a step, about: every product of the forward has two in the backward."""
@@ -25,7 +26,6 @@ NEAR = 1.25
 """A way that takes so many times longer than the fastest is still preferred, if it changes less."""
 HIDDEN = 1.1
 """So much slower than computing alone is as good as hidden."""
-BUCKET_BYTES = 25 * 2**20
 
 WAYS = ("", "compress=bf16", "compress=int8", "compress=powersgd:4", "sync=diloco:50 compress=int8")
 """What is chosen from, by how much it changes what is computed. `compress=topk`, `1bit` and `randomk` are for those who

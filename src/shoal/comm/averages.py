@@ -49,10 +49,6 @@ class Seeds:
     """The same on all replicas."""
     own: int
 
-    def generator(self, seed: int, device: torch.device) -> torch.Generator:
-        """That begins with a seed."""
-        return torch.Generator(device).manual_seed(seed % 2**63)
-
 
 class Average(ABC):
     """A way to average. Called on all replicas for the same buckets in the same order."""
@@ -88,7 +84,7 @@ class ByParts(Average):
 
     def __call__(self, x: Tensor, bucket: Bucket, wire: Wire, seeds: Seeds) -> None:
         """To the owners, and back."""
-        drawn = seeds.generator(seeds.own, x.device)
+        drawn = _drawn(seeds.own, x.device)
         if bucket.residual is not None:
             x += bucket.residual
         parts = _filled_up(x, wire.size * self.codec.block).view(wire.size, -1)
@@ -119,7 +115,7 @@ class TopK(Average):
         assert bucket.residual is not None
         x += bucket.residual
         filled = _filled_up(x, self.codec.block)
-        sent = self.codec.encode(filled, seeds.generator(seeds.own, x.device))
+        sent = self.codec.encode(filled, _drawn(seeds.own, x.device))
         total = torch.zeros_like(filled)
         for message in wire.all_gather(sent):
             total += self.codec.decode(message, x.dtype)
@@ -135,7 +131,7 @@ class RandomK(Average):
 
     def __call__(self, x: Tensor, bucket: Bucket, wire: Wire, seeds: Seeds) -> None:
         """One all-reduce of what was drawn."""
-        drawn = seeds.generator(seeds.shared, x.device)
+        drawn = _drawn(seeds.shared, x.device)
         rows = _filled_up(x, self.stride).view(-1, self.stride)
         places = torch.randint(self.stride, (len(rows), 1), generator=drawn, device=x.device)
         # What was not drawn may not be finite, and has to be heard of.
@@ -169,35 +165,27 @@ class PowerSGD(Average):
         rank = int(self.compression.amount or 1)
         if rank * (rows + columns) >= rows * columns:
             return None
-        drawn = torch.Generator("cpu").manual_seed(seed % 2**63)
+        drawn = _drawn(seed, torch.device("cpu"))
         return torch.randn(columns, rank, generator=drawn, dtype=dtype).to(device)
 
     def __call__(self, x: Tensor, bucket: Bucket, wire: Wire, seeds: Seeds) -> None:
         """Two all-reduces of narrow matrices."""
         assert bucket.residual is not None
         x += bucket.residual
-        pieces = bucket.pieces(x)
-        wide = [
-            (p.view(as_matrix(tuple(p.shape))), q) for p, q in zip(pieces, bucket.narrow, strict=True) if q is not None
-        ]
-        plain = [piece for piece, narrow in zip(pieces, bucket.narrow, strict=True) if narrow is None]
-        left, rest = _averaged([matrix @ narrow for matrix, narrow in wide], plain, wire)
-        left = [torch.linalg.qr(one.float() if one.dtype.itemsize < 4 else one)[0].to(x.dtype) for one in left]
-        right, _ = _averaged([matrix.T @ one for (matrix, _), one in zip(wide, left, strict=True)], [], wire)
         stands = torch.empty_like(x)
-        found = iter(zip(left, right, strict=True))
-        others = iter(rest)
-        for place, (piece, narrow) in zip(bucket.pieces(stands), zip(pieces, bucket.narrow, strict=True), strict=True):
-            if narrow is None:
-                place.copy_(next(others))
-            else:
-                one, other = next(found)
-                narrow.copy_(torch.where(other.isfinite().all(), other, narrow))  # a step that is dropped leaves none
-                torch.mm(one, other.T, out=place.view(as_matrix(tuple(piece.shape))))
+        each = list(zip(bucket.pieces(x), bucket.pieces(stands), bucket.narrow, strict=True))
+        wide = [(_matrix(piece), _matrix(place), narrow) for piece, place, narrow in each if narrow is not None]
+        plain = [(piece, place) for piece, place, narrow in each if narrow is None]
+        left, means = _averaged([piece @ narrow for piece, _, narrow in wide], [piece for piece, _ in plain], wire)
+        left = [torch.linalg.qr(one.float() if one.dtype.itemsize < 4 else one)[0].to(x.dtype) for one in left]
+        right, _ = _averaged([piece.T @ one for (piece, _, _), one in zip(wide, left, strict=True)], [], wire)
+        for (_, place, narrow), one, other in zip(wide, left, right, strict=True):
+            torch.mm(one, other.T, out=place)
+            narrow.copy_(torch.where(other.isfinite().all(), other, narrow))  # a step that is dropped leaves none
+        for (piece, place), mean in zip(plain, means, strict=True):
+            place.copy_(mean)
+            piece.copy_(mean)  # it has travelled, and owes nothing
         _keep(bucket.residual, x - stands)
-        for piece, narrow in zip(bucket.pieces(bucket.residual), bucket.narrow, strict=True):
-            if narrow is None:
-                piece.zero_()  # it has travelled; what is left is what other ranks had
         x.copy_(stands)
 
 
@@ -214,6 +202,14 @@ def average_of(compression: Compression | None) -> Average:
             return PowerSGD(compression)
         case _:
             return ByParts(codec_of(compression), keeps_residual=compression.feeds_back)
+
+
+def _drawn(seed: int, device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed % 2**63)
+
+
+def _matrix(x: Tensor) -> Tensor:
+    return x.view(as_matrix(tuple(x.shape)))
 
 
 def _averaged(matrices: list[Tensor], plain: list[Tensor], wire: Wire) -> tuple[list[Tensor], list[Tensor]]:

@@ -25,8 +25,6 @@ Chosen = Algorithm | Literal["builtin"]
 class Sent:
     """What a rank has sent, and how long it took."""
 
-    messages: int = 0
-    """Collectives."""
     bytes: int = 0
     """That this rank sends: of torch's own collectives, by their formula (those of a ring); else counted."""
     times: list[tuple[float, float]] = field(default_factory=list)
@@ -36,7 +34,6 @@ class Sent:
     def add(self, num_bytes: int, began: float) -> None:
         """A collective has ended."""
         with self.lock:
-            self.messages += 1
             self.bytes += num_bytes
             self.times.append((began, time.perf_counter()))
 
@@ -44,7 +41,7 @@ class Sent:
         """Times and bytes since this was last asked."""
         with self.lock:
             taken = self.times, self.bytes
-            self.messages, self.bytes, self.times = 0, 0, []
+            self.bytes, self.times = 0, []
         return taken
 
 

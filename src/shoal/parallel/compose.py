@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -28,23 +27,21 @@ from shoal.blueprint.anatomy import (
 )
 from shoal.blueprint.description import Description
 from shoal.blueprint.plan import Plan
-from shoal.comm.averages import average_of
-from shoal.comm.choose import fastest
 from shoal.comm.mesh import Mesh
-from shoal.comm.wire import Chosen, Wire
-from shoal.errors import Problem, ShoalError, raise_if
-from shoal.numerics.fp8 import FromHead, Scaling, to_fp8
+from shoal.errors import ShoalError
+from shoal.numerics.fp8 import to_fp8
 from shoal.numerics.init import initialise, materialise
 from shoal.numerics.precision import Precision
-from shoal.parallel.averager import Averager, Lanes, make_equal
 from shoal.parallel.balance import Balance
 from shoal.parallel.composed import Composed, Part
-from shoal.parallel.context import Attention, Backend, ContextParallel
+from shoal.parallel.context import Attention, ContextParallel
 from shoal.parallel.context import divide as divide_tokens
 from shoal.parallel.expert import ExpertParallel, Experts, experts_in
 from shoal.parallel.expert import divide as divide_experts
 from shoal.parallel.head import LossHead, why_not_fused
-from shoal.parallel.islands import DEFAULT_OUTER, Islands, Outer
+from shoal.parallel.islands import Islands
+from shoal.parallel.meeting import meeting_of, meets_by_itself
+from shoal.parallel.options import Options
 from shoal.parallel.pipeline import Pipeline, Stage, cut
 from shoal.parallel.recompute import recompute
 from shoal.parallel.reducer import Reducer
@@ -54,57 +51,6 @@ from shoal.parallel.routing import note_routers, routers
 from shoal.parallel.shard import Sharding, units_by_size
 from shoal.parallel.stream import Activation, skeleton_of
 from shoal.parallel.tensor import TensorParallel, note_split_layers, split
-
-DEFAULT_BUCKET_MB = 25
-Wanted = Chosen | Literal["auto"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """What a run may say about how its model is laid out, beside the plan."""
-
-    seed: int = 0
-    bucket_mb: float | None = None
-    find_unused: bool = False
-    compile: bool | str = False
-    """True: by torch's default backend; else by the one that is named."""
-    attention: Backend = "auto"
-    """Which of torch's kernels computes attention on a GPU. auto: the fastest that takes the shape."""
-    fused_loss: bool | None = None
-    """Whether the head computes the loss in place of logits. None: where it can."""
-    fp8: Scaling = "tensorwise"
-    """What of a tensor shares one scale under the precision fp8."""
-    fp8_narrow: int | None = None
-    """Layers with fewer features stay in bf16 then. None: as measured on a GPU."""
-    fp8_head: FromHead = "gradients"
-    """What a head that computes the loss computes in fp8 then; logits are always in bf16."""
-    algorithm: Wanted = "builtin"
-    """What carries what replicas send each other: torch's own collectives, or a list of messages; auto: measured."""
-    exact_steps: int | None = None
-    """How many of the first steps send gradients as they are, whatever the plan says. None: as the method wants."""
-    outer: Outer = DEFAULT_OUTER
-    """Under `sync=`, how islands meet."""
-
-
-def refuse_unbuilt(plan: Plan) -> None:
-    """Raise for every word of a resolved plan that this version plans but cannot run."""
-    found = []
-    if plan.sync and plan.layout.cp > 1 and not plan.is_sharded:
-        found.append(
-            Problem(
-                f"sync={plan.sync} makes islands of dp_replicate, and cp={plan.cp} is not inside of one",
-                "zero=1, 2 or 3",
-            )
-        )
-    if plan.compression is not None and plan.compression.feeds_back and plan.precision == "fp16" and not plan.sync:
-        what = f"compress={plan.compress} keeps what did not travel, and fp16 scales every step's gradients otherwise"
-        found.append(Problem(what, "bf16 in place of fp16, or compress=int8"))
-    if plan.sync and plan.offload == "optimizer":
-        what = (
-            f"sync={plan.sync} changes weights on the device, and offload=optimizer keeps those that count on the host"
-        )
-        found.append(Problem(what, "offload=none or parameters"))
-    raise_if(found, title=f"plan '{plan.brief()}'")
 
 
 def compose(
@@ -149,7 +95,15 @@ def compose(
     if how.context is not None and skeleton is not model:
         divide_tokens(skeleton, description, how.context, is_compiled=True)
     whole = parts[0].model
-    meeting = _meeting(parts, how)
+    meeting = meeting_of(
+        parts,
+        plan,
+        mesh=mesh,
+        tensor=tensor,
+        description=description,
+        options=options,
+        is_sharded=how.sharding is not None,
+    )
     if meeting is None and how.sharding is None and parts[0].stage is None:
         peers = mesh.group_of_several(plan.gradient_axis)
         whole = replicate(
@@ -389,61 +343,6 @@ def _sharding(plan: Plan, mesh: Mesh, precision: Precision, axis: str, *, meets_
         offloads_parameters=offloads,
         keeps_gathered=plan.layout.pp > 1,
     )
-
-
-# ---- replicas -------------------------------------------------------------------------------------------------------
-
-
-def meets_by_itself(plan: Plan, options: Options) -> bool:
-    """Whether replicas meet by a way of ours, in place of DDP's or FSDP2's."""
-    return bool(plan.compress or plan.sync or options.algorithm != "builtin")
-
-
-def _meeting(parts: list[Part], how: _How) -> Reducer | Islands | None:
-    """What lets replicas meet; None: there are none, or torch does it."""
-    plan, mesh, options = how.plan, how.mesh, how.options
-    axis = "dp_replicate" if how.sharding is not None or plan.sync else plan.gradient_axis
-    if mesh.degree(axis) == 1 or not how.meets_by_itself:
-        return None
-    wire = Wire(mesh.new_group(axis), mesh.wire, node=mesh.ranks_of_node(axis))
-    named = {name: p for part in parts for name, p in part.model.named_parameters()}
-    bucket_bytes = round((options.bucket_mb or DEFAULT_BUCKET_MB) * 2**20)
-    wire.algorithm = fastest(wire, bucket_bytes) if options.algorithm == "auto" else options.algorithm
-    average = average_of(plan.compression)
-    # What is not encoded gains nothing by a second lane, and NCCL may not be asked from two threads in any order.
-    has_two = plan.compression is not None and wire.device.type == "cpu"
-    lanes = Lanes([wire, *([replace(wire, group=mesh.new_group(axis))] if has_two else [])])
-    is_whole = how.sharding is None and parts[0].stage is None
-
-    def kind_of(name: str) -> object:
-        return name in how.tensor.cuts, name in how.tensor.partial
-
-    if is_whole:
-        make_equal(parts[0].model, wire)
-    if plan.synchrony is not None:
-        _refuse_tied_islands(how)
-        return Islands(named, lanes, average, plan.synchrony, options.outer, bucket_bytes, options.seed, kind_of)
-    return Reducer(
-        Averager(named, lanes, average, bucket_bytes, options.seed, kind_of),
-        follows_backward=is_whole,
-        finds_unused=options.find_unused,
-        exact_steps=_exact_steps(plan, options),
-    )
-
-
-def _exact_steps(plan: Plan, options: Options) -> int:
-    if plan.compression is None:
-        return 0
-    return plan.compression.exact_steps if options.exact_steps is None else options.exact_steps
-
-
-def _refuse_tied_islands(how: _How) -> None:
-    """Two stages that hold one parameter would each encode their own copy of it."""
-    if how.description.tied and how.mesh.degree("pp") > 1:
-        raise ShoalError(
-            f"sync={how.plan.sync} lets both copies of {how.description.tied[0][0]}, on two stages, go their own way",
-            fix="pp=1, or a model whose weights are not tied",
-        )
 
 
 # ---- stages ---------------------------------------------------------------------------------------------------------

@@ -19,6 +19,27 @@ from shoal.parallel.routing import routers
 from shoal.parallel.tensor import TensorParallel
 
 
+def refuse_unbuilt(plan: Plan) -> None:
+    """Raise for every word of a resolved plan that this version plans but cannot run."""
+    found = []
+    if plan.sync and plan.layout.cp > 1 and not plan.is_sharded:
+        found.append(
+            Problem(
+                f"sync={plan.sync} makes islands of dp_replicate, and cp={plan.cp} is not inside of one",
+                "zero=1, 2 or 3",
+            )
+        )
+    if plan.compression is not None and plan.compression.feeds_back and plan.precision == "fp16" and not plan.sync:
+        what = f"compress={plan.compress} keeps what did not travel, and fp16 scales every step's gradients otherwise"
+        found.append(Problem(what, "bf16 in place of fp16, or compress=int8"))
+    if plan.sync and plan.offload == "optimizer":
+        what = (
+            f"sync={plan.sync} changes weights on the device, and offload=optimizer keeps those that count on the host"
+        )
+        found.append(Problem(what, "offload=none or parameters"))
+    raise_if(found, title=f"plan '{plan.brief()}'")
+
+
 def refuse(
     model: nn.Module,
     plan: Plan,

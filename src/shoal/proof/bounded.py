@@ -8,7 +8,7 @@ The mean is the reference's. In the first step nothing is owed from a step befor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Any
@@ -48,7 +48,13 @@ def without_compression(plan: Plan) -> Plan:
     return replace(plan, compress=None, sync=None)
 
 
-def bounded(world: World, plan: Plan, prepare: Any, share: Any, exact: Mapping[str, Tensor] | None) -> Bounded | None:
+def bounded(
+    world: World,
+    plan: Plan,
+    prepare: Callable[[Run], None],
+    share: Callable[[Run], Any],
+    exact: Mapping[str, Tensor] | None,
+) -> Bounded | None:
     """One step of the plan with its compression. `exact`: the gradients of the reference, where they are known. Every
     rank calls it; what the main one returns counts. None: it compresses nothing, since there is nobody to send to."""
     if plan.compression is None:

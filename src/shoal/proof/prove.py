@@ -23,7 +23,7 @@ from shoal.data.open import open_datasets
 from shoal.data.order import sample_ids
 from shoal.errors import ShoalError, raise_if
 from shoal.launch.local import launch
-from shoal.parallel.compose import refuse_unbuilt
+from shoal.parallel.refuse import refuse_unbuilt
 from shoal.parallel.routing import routers
 from shoal.parallel.stream import stream_of
 from shoal.proof.bounded import without_compression

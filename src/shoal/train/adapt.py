@@ -13,18 +13,17 @@ from statistics import median
 
 from shoal.blueprint.meeting import WAYS, Island, Link, Step, choose
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.recipe import Recipe
 from shoal.comm.measure import codec_seconds, link_of
 from shoal.comm.wire import Wire
 from shoal.comm.world import World
-from shoal.data.loading import Loader
 from shoal.errors import ShoalError
 from shoal.numerics.optim import build_optimizer
 from shoal.numerics.pieces import local
-from shoal.parallel.compose import refuse_unbuilt
+from shoal.parallel.refuse import refuse_unbuilt
 from shoal.train.build import build_to_lay_out
-from shoal.train.job import Job, outer_of
+from shoal.train.job import Job
 from shoal.train.run import Run
+from shoal.train.told import loader_of, run_of
 
 NEVER = "local:1000000000"
 TRIALS = 3
@@ -41,32 +40,6 @@ class Weighed:
     chosen: Step
     steps: list[Step]
     why: str
-
-
-def run_of(recipe: Recipe, world: World, plan: Plan | None = None) -> Run:
-    """What the recipe says, as the library takes it; under another plan, if one is given."""
-    optim, settings = recipe.optim, recipe.run
-    return Run(
-        plan or recipe.plan,
-        seed=settings.seed,
-        clip=optim.clip,
-        on_nan=settings.on_nan,
-        deterministic=settings.deterministic,
-        loss_scale=optim.loss_scale,
-        loss_scale_window=optim.loss_scale_window,
-        bucket_mb=settings.bucket_mb,
-        find_unused=settings.find_unused,
-        compile=settings.compile,
-        attention=settings.attention,
-        fused_loss={"auto": None, "fused": True, "plain": False}[settings.loss],
-        fp8=settings.fp8,
-        fp8_narrow=settings.fp8_narrow,
-        fp8_head=settings.fp8_head,
-        algorithm=recipe.comm.algorithm,
-        exact_steps=recipe.comm.exact_steps,
-        outer=outer_of(recipe),
-        world=world,
-    )
 
 
 def weigh(job: Job, world: World, ways: tuple[str, ...] = WAYS) -> Weighed | None:
@@ -117,14 +90,7 @@ def _island(job: Job, trial: Run) -> tuple[float, list[tuple[int, ...]], int]:
     recipe = job.recipe
     trial.prepare(build_to_lay_out(recipe.model, recipe.run.seed))
     trial.prepare(build_optimizer(trial.parameters, recipe.optim, lr=recipe.optim.lr))
-    loader = Loader(
-        job.training,
-        seed=recipe.run.seed,
-        batch=recipe.data.batch,
-        coordinate=trial.coordinate,
-        degree=trial.degree,
-        workers=0,
-    )
+    loader = loader_of(job, trial, workers=0)
     took = []
     try:
         for number, batch in enumerate(trial.batches(loader)):

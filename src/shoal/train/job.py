@@ -18,8 +18,8 @@ from shoal.data.dataset import Dataset
 from shoal.data.open import open_datasets
 from shoal.errors import Problem, ShoalError, needs, raise_if
 from shoal.numerics.precision import precision_of
-from shoal.parallel.compose import refuse_unbuilt
 from shoal.parallel.islands import Outer
+from shoal.parallel.refuse import refuse_unbuilt
 from shoal.parallel.stream import stream_of
 from shoal.train.build import build_model, describe, without_memory
 from shoal.train.objective import CrossEntropy, call_of

@@ -28,13 +28,14 @@ from shoal.numerics.optim import build_optimizer, set_lr
 from shoal.numerics.schedule import lr_factor, scaled_lr
 from shoal.observe.directory import RunDirectory
 from shoal.observe.progress import ProgressLine, Quiet, progress_line
-from shoal.train.adapt import run_of, settled
+from shoal.train.adapt import settled
 from shoal.train.build import build_to_lay_out, describe
 from shoal.train.injected import inject_faults
 from shoal.train.job import Job, steps_of, units
 from shoal.train.keeping import Keeper, refuse_bad_start, start_from
 from shoal.train.meter import Meter
 from shoal.train.run import Run
+from shoal.train.told import loader_of, run_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,25 +83,14 @@ def train(placement: Placement | None, store: Store | None, job: Job, manner: Ma
         line.note("\n".join(filter(None, (_headline(run, job, lr), how_to_meet))))
         if manifest is not None:
             line.note(f"resume from step {manifest.step}, which {_counted(int(known.get('ranks', 1)), 'rank')} saved")
-        loader = Loader(
-            job.training,
-            seed=settings.seed,
-            batch=recipe.data.batch,
-            coordinate=run.coordinate,
-            degree=run.degree,
-            position=run.steps_done * recipe.data.batch,
-            workers=recipe.data.workers,
-            prefetch=recipe.data.prefetch,
-            pin=world.device.type == "cuda",
-        )
+        loader = loader_of(job, run, workers=recipe.data.workers)
         try:
             with _asked_to_stop() as asked:
                 was_stopped = _steps(run, job, loader, meter, line, asked, keeper)
                 run.settle()
                 meter.settle()
-                if not was_stopped:
-                    run.meet()
                 if not was_stopped:  # whoever asked for the end does not want to wait for an evaluation
+                    run.meet()
                     meter.evaluated(_evaluate(run, job))
                 if keeper is not None:
                     keeper.end()

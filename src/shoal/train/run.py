@@ -46,11 +46,13 @@ from shoal.numerics.gradients import LossScale
 from shoal.numerics.offload import HostCopies
 from shoal.numerics.pieces import local
 from shoal.numerics.precision import precision_of
-from shoal.parallel.compose import Options, Wanted, compose, refuse_unbuilt
+from shoal.parallel.compose import compose
 from shoal.parallel.composed import Composed
 from shoal.parallel.context import Backend, cut_batch, mark_cut
 from shoal.parallel.islands import DEFAULT_OUTER, Outer
+from shoal.parallel.options import Options, Wanted
 from shoal.parallel.pipeline import Feed
+from shoal.parallel.refuse import refuse_unbuilt
 from shoal.parallel.replicate import explain_unused
 from shoal.parallel.tensor import TensorParallel
 from shoal.train.build import describe

@@ -1,0 +1,40 @@
+"""What a run may say about how its model is laid out, beside the plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shoal.comm.wire import Chosen
+from shoal.numerics.fp8 import FromHead, Scaling
+from shoal.parallel.context import Backend
+from shoal.parallel.islands import DEFAULT_OUTER, Outer
+
+Wanted = Chosen | Literal["auto"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Settings that change how, not what, is computed; most of them are keys of a recipe."""
+
+    seed: int = 0
+    bucket_mb: float | None = None
+    find_unused: bool = False
+    compile: bool | str = False
+    """True: by torch's default backend; else by the one that is named."""
+    attention: Backend = "auto"
+    """Which of torch's kernels computes attention on a GPU. auto: the fastest that takes the shape."""
+    fused_loss: bool | None = None
+    """Whether the head computes the loss in place of logits. None: where it can."""
+    fp8: Scaling = "tensorwise"
+    """What of a tensor shares one scale under the precision fp8."""
+    fp8_narrow: int | None = None
+    """Layers with fewer features stay in bf16 then. None: as measured on a GPU."""
+    fp8_head: FromHead = "gradients"
+    """What a head that computes the loss computes in fp8 then; logits are always in bf16."""
+    algorithm: Wanted = "builtin"
+    """What carries what replicas send each other: torch's own collectives, or a list of messages; auto: measured."""
+    exact_steps: int | None = None
+    """How many of the first steps send gradients as they are, whatever the plan says. None: as the method wants."""
+    outer: Outer = DEFAULT_OUTER
+    """Under `sync=`, how islands meet."""
