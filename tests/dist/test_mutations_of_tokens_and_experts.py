@@ -217,9 +217,9 @@ def gradients_of_experts_are_sums() -> Any:
     """What an expert learns from the tokens of all ep ranks is not divided by ep."""
     original = composed.Composed.finish_gradients
 
-    def finish(self: Any) -> None:
+    def finish(self: Any, step: int) -> None:
         divided, self.experts = self.experts, frozenset()
-        original(self)
+        original(self, step)
         self.experts = divided
 
     return patch.object(composed.Composed, "finish_gradients", finish)
@@ -255,10 +255,10 @@ def routers_keep_the_gradient_of_their_tokens() -> Any:
     """tp with sp: routers see half the tokens, and their gradients are not summed."""
     original = composed.Composed.finish_gradients
 
-    def finish(self: Any) -> None:
+    def finish(self: Any, step: int) -> None:
         partial = self.tensor.partial
         self.tensor.partial = {name for name in partial if "router" not in name}
-        original(self)
+        original(self, step)
         self.tensor.partial = partial
 
     return patch.object(composed.Composed, "finish_gradients", finish)

@@ -271,6 +271,43 @@ def test_fragments_take_turns_and_late_ones_keep_what_was_done_meanwhile(world: 
 
 
 @on_ranks(2)
+def test_islands_make_their_first_steps_together(world: World) -> None:
+    """By the mean of their gradients, so that nothing is to be exchanged; then each goes its own way."""
+    plain = started(world, "mb=6")
+    run = started(world, "sync=local:3 compress=topk:0.1 mb=6", exact_steps=2)
+    for step in range(2):
+        assert float(run.step(share(run, step))) == pytest.approx(float(plain.step(share(plain, step))), rel=1e-12)
+        sent = run.report.hidden if run.report is not None else None
+        assert sent is not None
+        assert sent.bytes >= 8 * sum(parameter.numel() for parameter in run.parameters)
+        assert_same(*world.all_gather_object({name: p.detach().clone() for name, p in run.composed.named.items()}))
+    for name, weight in plain.weights().items():
+        assert torch.allclose(run.weights()[name], weight, rtol=1e-8, atol=1e-10), name
+    run.step(share(run, 2))  # of the third, all islands meet, in few bytes
+    sent = run.report.hidden if run.report is not None else None
+    assert sent is not None
+    assert 0 < sent.bytes < 8 * sum(parameter.numel() for parameter in run.parameters)
+
+
+@on_ranks(2)
+def test_what_is_owed_is_paid_in_the_end(world: World) -> None:
+    """What was left out of every meeting is owed, until the last one gives all islands the mean of where they came."""
+    run = started(world, "sync=local:1 compress=topk:0.01 mb=6")
+    islands = run.composed.islands
+    assert islands is not None
+    for step in range(3):
+        run.step(share(run, step))
+    owed = {name: debt.clone() for one in islands.fragments for name, debt in one.residuals()}
+    assert any(debt.count_nonzero() for debt in owed.values())
+    before = run.weights()
+    mean = {name: sum(one[name] for one in world.all_gather_object(owed)) / world.size for name in owed}
+    run.meet()
+    for name, weight in run.weights().items():
+        assert torch.allclose(weight, before[name] - mean[name], rtol=0, atol=1e-15), name
+    assert not any(debt.count_nonzero() for one in islands.fragments for _, debt in one.residuals())
+
+
+@on_ranks(2)
 def test_no_island_goes_on_where_one_has_lost_its_way(world: World) -> None:
     """A gradient that is not finite on one island: all drop the step, and nobody waits for anybody."""
     step = [0]

@@ -99,6 +99,7 @@ def _try(job: Job, world: World, words: str, weighed: Weighed, ask: Ask) -> Trie
     run.prepare(build_to_lay_out(recipe.model, recipe.run.seed))
     run.prepare(build_optimizer(run.parameters, recipe.optim, lr=recipe.optim.lr, seed=recipe.run.seed))
     curve, num_bytes = _trained(run, job, num_steps, ask.until)
+    run.meet()
     eval_loss = _evaluated(run, job, ask.evaluate)
     run.composed.close()
     losses = [loss for _, loss in curve]

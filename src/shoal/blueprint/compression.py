@@ -72,7 +72,7 @@ class Compression:
     @property
     def exact_steps(self) -> int:
         """How many of the first steps send gradients as they are, unless somebody says otherwise."""
-        return 0 if self.method in ("fp16", "bf16", "int8") else 20
+        return 0 if self.method in ("fp16", "bf16", "int8") else 50
 
     @property
     def error_bound(self) -> float:

@@ -105,6 +105,10 @@ class Load:
     """What travels; the mean, when `done` is."""
     done: Future[None] | None = None
 
+    def gradients(self) -> list[Tensor]:
+        """Of this replica; zeros, where there is none."""
+        return [local(p.grad) if p.grad is not None else torch.zeros_like(local(p)) for p in self.parameters]
+
     def means(self) -> list[Tensor]:
         """What has arrived, waiting for it: a view for each tensor."""
         assert self.done is not None
@@ -136,14 +140,28 @@ class Averager:
         ]
 
     @torch.no_grad()
-    def begin(self, load: Load, tensors: Sequence[Tensor], step: int, *, is_exact: bool = False) -> None:
-        """Send off one tensor for each parameter of a bucket; `is_exact`: as they are. They are copied first."""
+    def begin(
+        self, load: Load, tensors: Sequence[Tensor], step: int, *, is_exact: bool = False, pays: bool = False
+    ) -> None:
+        """Send off one tensor for each parameter of a bucket; `is_exact`: as they are; `pays`: and with them, as it is,
+        everything that is owed. They are copied first."""
         flat = load.flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        if pays and load.bucket.residual is not None:
+            flat += load.bucket.residual
+            load.bucket.residual.zero_()
         place = (self.seed, step, load.seed)
         seeds = Seeds(int(hashed(*place)[0]), int(hashed(*place, self.lanes.rank + 1)[0]))
         packed = torch.cuda.current_stream(flat.device).record_event() if flat.is_cuda else None
-        average = Exact() if is_exact else self.average
+        average = Exact() if is_exact or pays else self.average
         load.done = self.lanes.submit(load.number, _travel, average, load.bucket, flat, seeds, packed)
+
+    @torch.no_grad()
+    def hand_back(self, load: Load) -> None:
+        """Make what has arrived the gradients of a bucket's parameters, waiting for it."""
+        for parameter, mean in zip(load.parameters, load.means(), strict=True):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            local(parameter.grad).copy_(mean)
 
     def residuals(self) -> Iterator[tuple[str, Tensor]]:
         """What is owed to each tensor, in its place; nothing, if everything travels."""

@@ -143,8 +143,8 @@ class Composed:
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def finish_gradients(self) -> None:
-        """Make every gradient whole, once a step."""
+    def finish_gradients(self, step: int) -> None:
+        """Make every gradient whole, once a step; steps count from 0."""
         if self.reducer is not None:
             self.reducer.finish()
         gradients = {name: local(p.grad) for name, p in self.named.items() if p.grad is not None}
@@ -163,6 +163,8 @@ class Composed:
                 average_gradients([gradients[name] for name in self.named if name in gradients], replicas)
             for first, second in self.tied:
                 self._sum_tied(gradients.get(first), gradients.get(second))
+        if self.islands is not None:
+            self.islands.share_gradients(step)
 
     def _sum_tied(self, first: Tensor | None, second: Tensor | None) -> None:
         """Both copies of a tied parameter get the sum of their gradients, whether here or on two ranks."""

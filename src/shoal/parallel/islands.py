@@ -8,6 +8,9 @@ The outer step is that of SGD with Nesterov momentum. With `fragments` the weigh
 H / fragments steps, so that the wire is never idle and never crowded. With `delay` what was sent is applied that many
 steps later, while the islands go on; what they did meanwhile stays on top: θᵢ += θ' - (θᵢ when it was sent).
 
+With `exact_steps` the first steps are those of one model: islands share their gradients, as they are, and have no way
+of their own yet. So what an optimizer knows of a gradient's size begins with that of the whole batch.
+
 Between two meetings nothing is the same on all islands but the shared weights and the outer momentum.
 """
 
@@ -55,6 +58,8 @@ class Islands:
     seed: int
     kind_of: Callable[[str], object] = field(default=lambda name: None)
     """See `Averager`."""
+    exact_steps: int = 0
+    """How many of the first steps all islands make together."""
     shared: dict[str, Tensor] = field(default_factory=dict)
     """θ: the weights that all islands agree on."""
     momentum: dict[str, Tensor] = field(default_factory=dict)
@@ -75,6 +80,7 @@ class Islands:
         """Fragments that were sent and not applied → after which step they will be."""
         self._met: dict[int, int] = {}
         self.hidden: Hidden | None = None
+        self._began = 0.0
         with torch.no_grad():
             for name, parameter in trained.items():
                 self.shared[name] = local(parameter).detach().clone()
@@ -83,11 +89,28 @@ class Islands:
                     self.sent[name] = self.shared[name].clone()
                     self.arrived[name] = torch.zeros_like(self.shared[name])
 
+    def share_gradients(self, step: int) -> None:
+        """Among the first steps, counted from 0: give all islands the mean of their gradients."""
+        if step < self.exact_steps:
+            self._began = time.perf_counter()
+            for averager in self.fragments:
+                for load in averager.loads:
+                    averager.begin(load, load.gradients(), step, is_exact=True)
+            for averager in self.fragments:
+                for load in averager.loads:
+                    averager.hand_back(load)
+                    load.flat = load.done = None
+
+    @torch.no_grad()
     def after(self, step: int) -> None:
         """Exchange what is due after a step, counted from 1, and apply what is due of what was exchanged."""
-        began = time.perf_counter()
-        self._exchange(step)
-        self.hidden = Hidden.of(*self.lanes.sent.take(), ready=began)
+        if step <= self.exact_steps:
+            for name, shared in self.shared.items():
+                shared.copy_(local(self.named[name]))
+        else:
+            self._began = time.perf_counter()
+            self._exchange(step)
+        self.hidden = Hidden.of(*self.lanes.sent.take(), ready=self._began)
 
     def _exchange(self, step: int) -> None:
         for fragment in [one for one, when in self.waiting.items() if when <= step]:
@@ -100,13 +123,13 @@ class Islands:
                 self._apply(fragment)
 
     def meet(self, step: int) -> None:
-        """Exchange now what was not exchanged just now, at the end of a run: all take the mean, which is no step of the
-        outer optimizer: its momentum is that of H steps."""
+        """Exchange now what was not exchanged just now, at the end of a run, and pay what is owed, all as it is. Islands
+        take the mean, which is no step of the outer optimizer: its momentum is that of H steps."""
         for fragment in range(len(self.fragments)):
             if fragment in self.waiting:
                 self._apply(fragment)
-            if self._met.get(fragment) != step or self.outer.delay:
-                self._send(fragment, step)
+            if self._met.get(fragment) != step or self.outer.delay or self.average.keeps_residual:
+                self._send(fragment, step, pays=True)
                 self._apply(fragment, takes_mean=True)
 
     def settle(self) -> None:
@@ -130,12 +153,12 @@ class Islands:
             self._travelling.discard(fragment)
 
     @torch.no_grad()
-    def _send(self, fragment: int, step: int) -> None:
+    def _send(self, fragment: int, step: int, *, pays: bool = False) -> None:
         averager = self.fragments[fragment]
         for load in averager.loads:
             own = [local(parameter) for parameter in load.parameters]
             away = [self.shared[name] - weight for name, weight in zip(load.names, own, strict=True)]
-            averager.begin(load, away, step)
+            averager.begin(load, away, step, pays=pays)
             if self.outer.delay:
                 for name, weight in zip(load.names, own, strict=True):
                     self.sent[name].copy_(weight)

@@ -57,7 +57,17 @@ def meeting_of(
         make_equal(parts[0].model, wire)
     if plan.synchrony is not None:
         _refuse_tied_islands(plan, mesh, description)
-        return Islands(named, lanes, average, plan.synchrony, options.outer, bucket_bytes, options.seed, kind_of)
+        return Islands(
+            named,
+            lanes,
+            average,
+            plan.synchrony,
+            options.outer,
+            bucket_bytes,
+            options.seed,
+            kind_of,
+            exact_steps=_exact_steps(plan, options),
+        )
     return Reducer(
         Averager(named, lanes, average, bucket_bytes, options.seed, kind_of),
         follows_backward=is_whole,
@@ -67,9 +77,9 @@ def meeting_of(
 
 
 def _exact_steps(plan: Plan, options: Options) -> int:
-    if plan.compression is None:
-        return 0
-    return plan.compression.exact_steps if options.exact_steps is None else options.exact_steps
+    if options.exact_steps is not None:
+        return options.exact_steps
+    return plan.compression.exact_steps if plan.compression is not None else 0
 
 
 def _refuse_tied_islands(plan: Plan, mesh: Mesh, description: Description) -> None:

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from shoal.comm.hidden import Hidden
 from shoal.comm.wire import Wire
 from shoal.errors import ShoalError
-from shoal.numerics.pieces import local
 from shoal.parallel.averager import Averager, Load
 
 
@@ -62,9 +61,10 @@ class Reducer:
         while self._begun < len(loads):
             self._begin_next()
         for load in loads:
-            means = load.means()
-            if not self.follows_backward:
-                self._hand_back(load, means)
+            if self.follows_backward:
+                load.means()
+            else:
+                self.averager.hand_back(load)
         for parameter in unused:
             parameter.grad = None
         self.hidden = Hidden.of(*self.averager.lanes.sent.take(), ready=ready)
@@ -106,7 +106,7 @@ class Reducer:
     def _begin_next(self) -> None:
         load = self.averager.loads[self._begun]
         self._begun += 1
-        gradients = [local(p.grad) if p.grad is not None else torch.zeros_like(local(p)) for p in load.parameters]
+        gradients = load.gradients()
         if self.on_own is not None:
             for name, gradient in zip(load.names, gradients, strict=True):
                 self.on_own(name, gradient)
@@ -115,13 +115,6 @@ class Reducer:
             assert load.flat is not None
             for parameter, piece in zip(load.parameters, load.bucket.pieces(load.flat), strict=True):
                 parameter.grad = piece  # which a lane fills with the mean
-
-    @torch.no_grad()
-    def _hand_back(self, load: Load, means: list[Tensor]) -> None:
-        for parameter, mean in zip(load.parameters, means, strict=True):
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            local(parameter.grad).copy_(mean)
 
     def _clear(self) -> None:
         loads = self.averager.loads

@@ -433,7 +433,7 @@ class Run:
         self.settle()
         loss = self._own_loss(step)
         reduction = dist.all_reduce(loss, async_op=True) if self.world.size > 1 else None  # travels during the update
-        self.composed.finish_gradients()
+        self.composed.finish_gradients(self.steps_done)
         if self.on_gradients is not None:
             self.on_gradients()
         trained = self.trained_parameters()
