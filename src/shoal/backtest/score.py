@@ -80,14 +80,14 @@ class Cell:
 
 def cells(found: Iterable[Prediction], *, least: int = 5) -> list[Cell]:
     """All cells that have at least so many runs."""
-    return [_cell(runs) for runs in _grouped(found) if len(runs) >= least]
+    return [_cell(runs) for runs in grouped(found) if len(runs) >= least]
 
 
 TASK = ("model", "layers", "hidden", "seq", "gpu", "n_gpus", "global_batch", "precision")
 """What is given; everything else of a row is what the planner may choose."""
 
 
-def _grouped(found: Iterable[Prediction]) -> list[list[Prediction]]:
+def grouped(found: Iterable[Prediction]) -> list[list[Prediction]]:
     """Runs of every cell that have both times."""
     groups: dict[tuple[str, ...], list[Prediction]] = defaultdict(list)
     for one in found:
@@ -158,7 +158,7 @@ class Halves:
 def halves(found: Iterable[Prediction], *, least: int = 5) -> dict[str, Halves]:
     """Source → regret among random halves of its runs. The draws are the same every time."""
     sources: dict[str, list[list[Prediction]]] = defaultdict(list)
-    for runs in _grouped(found):
+    for runs in grouped(found):
         if len(runs) >= 2 * least:
             sources[runs[0].row.family].append(runs)
     return {name: _halves(groups, least) for name, groups in sources.items()}
