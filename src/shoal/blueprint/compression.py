@@ -167,7 +167,7 @@ def problem_of(word: object) -> Problem | None:
         return Problem(f"compress={word!r} does not exist", fix)
     examples = listed([str(Compression(method, _DEFAULTS.get(method))) for method in METHODS])
     if not isinstance(word, str) or name not in METHODS:
-        near = nearest(name, METHODS)
+        near = nearest(name.lower(), METHODS)
         return Problem(f"compress={word!r} does not exist", f"compress={near}" if near else f"compress={examples}")
     if not colon:
         return None
@@ -177,7 +177,7 @@ def problem_of(word: object) -> Problem | None:
         number = float(amount)
     except ValueError:
         number = -1.0
-    if name == "powersgd" and not (number >= 1 and number == int(number)):
+    if name == "powersgd" and not (number >= 1 and number.is_integer()):
         return Problem(f"compress={word}: the rank is not a whole number of at least 1", "compress=powersgd:4")
     if name != "powersgd" and not 0 < number <= 1:
         return Problem(f"compress={word}: the part that is sent is not between 0 and 1", f"compress={name}:0.01")
