@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -48,11 +49,15 @@ def test_a_loss_that_was_reached_ends_a_way(host: Host, tmp_path: Path) -> None:
 
 
 def test_auto_chooses_and_says_why(host: Host, tmp_path: Path) -> None:
-    words = [*TINY, "--plan", "sync=auto", "--run.duration", "3step", "--run.dir", str(tmp_path / "run")]
-    ended = host.run("train", *words, cwd=tmp_path)
+    words = [*TINY, "--plan", "sync=auto", "--comm.algorithm", "auto", "--comm.fragments", "2"]
+    ended = host.run("train", *words, "--run.duration", "3step", "--run.dir", str(tmp_path / "run"), cwd=tmp_path)
     assert ended.code == 0
-    line = next(line for line in ended.said.splitlines() if line.startswith("meet "))
-    assert "Mbit/s" in line
+    lines = [line.removeprefix("meet   ") for line in ended.said.splitlines() if line.startswith("meet ")]
+    assert lines[0].startswith("sync=auto is ")
+    assert "Mbit/s" in lines[0]
+    assert lines[1].startswith("comm.algorithm auto is ")
+    assert "builtin " in lines[1]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["chosen"] == lines
     assert "auto" not in (tmp_path / "run" / "recipe.yaml").read_text().split("plan:")[1].split("\n")[0]
 
 

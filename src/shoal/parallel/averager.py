@@ -34,6 +34,8 @@ class Lanes:
 
     wires: Sequence[Wire]
     """They count together."""
+    why: str = ""
+    """They send by the algorithm that they do."""
 
     def __post_init__(self) -> None:
         self._lanes = [_Lane(wire) for wire in self.wires]

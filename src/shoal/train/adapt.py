@@ -85,6 +85,16 @@ def settled(job: Job, world: World) -> tuple[Job, str]:
     return replace(job, recipe=job.recipe.model_copy(update=update)), f"sync=auto is {said}: {why}"
 
 
+def algorithm_chosen(run: Run) -> str:
+    """What `comm.algorithm: auto` has come to when the model was prepared, and why; empty: nothing was left open."""
+    if run.options.algorithm != "auto":
+        return ""
+    lanes = run.composed.lanes
+    if lanes is None:
+        return "comm.algorithm auto is builtin: there is one replica"
+    return f"comm.algorithm auto is {lanes.wires[0].algorithm}: {lanes.why}"
+
+
 def _island(job: Job, trial: Run) -> tuple[float, list[tuple[int, ...]], int]:
     """Seconds of a step of an island, on the slowest; the shapes that this rank holds of it, and bytes of a number."""
     recipe = job.recipe
