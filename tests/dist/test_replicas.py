@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Hashable
 from dataclasses import replace
 from pathlib import Path
@@ -482,6 +483,35 @@ def test_verify_states_the_bound(words: str) -> None:
     assert proof.bounded is not None
     assert 1e-6 < proof.bounded.error <= proof.bounded.bound < 1.01
     assert not replace(proof, bounded=replace(proof.bounded, error=2.0)).equal
+
+
+@pytest.mark.parametrize(
+    ("ranks", "plan", "options"),
+    [
+        (2, "compress=powersgd:2", {}),
+        (4, "dp_replicate=2 tp=2 sp=on compress=1bit", {}),
+        (2, "sync=diloco:4 compress=1bit", {"outer": Outer(fragments=2, delay=1)}),
+    ],
+)
+def test_every_name_in_a_checkpoint_is_documented(
+    pool: Pool, tmp_path: Path, ranks: int, plan: str, options: dict[str, Any]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "concepts" / "checkpoints.md").read_text()
+    documented = {*re.findall(r"^\| `([\w./]+/NAME)`", page, re.MULTILINE), "model/NAME", "optimizer/STATE/NAME"}
+    placed = {"/R/": r"/\d+/", "tpT": r"tp\d+", "BEGIN": r"[\d,]+", "STATE": r"\w+", "NAME": r"[\w.]+"}
+    patterns = [functools.reduce(lambda text, one: text.replace(*one), placed.items(), name) for name in documented]
+    pool.run(_saved_once, ranks, plan, options, str(tmp_path / "run"))
+    names = whole(tmp_path / "run")
+    kinds = {"/".join(name.split("/")[:-1]) for name in names}
+    assert len(kinds) > 3
+    assert [name for name in names if not any(re.fullmatch(pattern, name) for pattern in patterns)] == []
+
+
+def _saved_once(world: World, plan: str, options: dict[str, Any], folder: str) -> None:
+    run = started(world, plan, **options)
+    for step in range(3):
+        run.step(share(run, step))
+    run.save(folder)
 
 
 # ---- steps that are dropped -----------------------------------------------------------------------------------------
