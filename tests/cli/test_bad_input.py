@@ -63,6 +63,44 @@ CASES = {
     "compress misspelled": ("train --plan compress=int9", "compress='int9' does not exist", "compress=int8"),
     "compress too much": ("train --plan compress=topk:2", "not between 0 and 1", "compress=topk:0.01"),
     "sync without a number": ("train --plan sync=diloco", "islands make on their own is missing", "sync=diloco:50"),
+    "compress in capitals": ("train --plan compress=INT8", "compress='INT8' does not exist", "compress=int8"),
+    "an infinite rank": ("train --plan compress=powersgd:inf", "not a whole number of at least 1", "powersgd:4"),
+    "a method without its key": ("train --plan in8", "'in8' is not a word of a plan", "compress=int8"),
+    "islands without their key": ("train --plan local", "'local' does not stand alone", "sync=local:8"),
+    "islands that never meet": ("train --plan sync=diloco:0", "'0' is not a whole number", "sync=diloco:50"),
+    "a number that is none": ("train --plan sync=diloco:H", "'H' is not a whole number", "sync=diloco:50"),
+    "compress shards": (
+        "train --nproc 2 --plan.zero 3 --plan.compress int8",
+        "compress=int8 is about what replicas send each other",
+        "dp_replicate=2 or more, or leave compress=int8 out",
+    ),
+    "fragments of nothing": ("train --nproc 2 --comm.fragments 4", "comm.fragments 4 is about islands", "sync=diloco"),
+    "a delay of nothing": ("train --nproc 2 --comm.delay 2", "comm.delay 2 is about islands", "--comm.delay 0"),
+    "an outer step of nothing": (
+        "train --plan.compress int8 --nproc 2 --comm.outer_lr 0.5 --comm.outer_momentum 0.8",
+        "comm.outer_lr 0.5 and comm.outer_momentum 0.8 are about islands",
+        "--comm.outer_lr 0.7 --comm.outer_momentum 0.9",
+    ),
+    "an outer step of a mean": (
+        "train --plan.sync local:4 --nproc 2 --comm.outer_lr 0.5",
+        "comm.outer_lr 0.5 is about sync=diloco",
+        "sync=diloco:4",
+    ),
+    "exact first steps of all": (
+        "train --nproc 2 --comm.exact_steps 5",
+        "comm.exact_steps 5 is about the first steps under compress=",
+        "leave comm.exact_steps out",
+    ),
+    "exact first steps of islands": (
+        "train --nproc 2 --plan.sync diloco:4 --plan.compress int8 --comm.exact_steps 5",
+        "sync=diloco:4 sends weights",
+        "leave comm.exact_steps out",
+    ),
+    "a carrier of nothing": (
+        "train --nproc 2 --plan.zero 3 --comm.algorithm ring",
+        "comm.algorithm ring is about what replicas send each other, and dp_replicate=1: there is one",
+        "--comm.algorithm builtin",
+    ),
     "fragments do not fit": (
         "train --nproc 2 --plan sync=diloco:4 --comm.fragments 8",
         "8 fragments cannot take turns within 4 steps",
@@ -168,6 +206,21 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_refused(case: str, refused: Refused) -> None:
     words, what, fix = CASES[case]
     refused(*words.split(), what=what, fix=fix)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--nproc 1 --plan.compress powersgd --comm.algorithm ring --comm.exact_steps 3",
+        "--nproc 1 --plan.sync diloco:4 --comm.fragments 2 --comm.outer_lr 0.5",
+        "--nproc 2 --plan.sync auto --comm.fragments 2 --comm.exact_steps 3 --comm.algorithm auto",
+        "--nproc 2 --plan.zero 3 --comm.algorithm auto",
+        "--nproc 2 --plan.compress int8 --comm.exact_steps 3",
+    ],
+)
+def test_settings_that_come_to_something_elsewhere_are_not_refused(words: str) -> None:
+    """On one rank, a recipe of several; and what is left to be chosen."""
+    assert main(["train", "--dry-run", "--json", "--device", "cpu", *words.split()]) == 0
 
 
 @pytest.mark.parametrize(

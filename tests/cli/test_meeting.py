@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,15 @@ TINY = [
 ]
 
 
+HELD_OUT = ["--data.validation", "0.1"]
+
+
 def test_ways_are_predicted_and_tried(host: Host, tmp_path: Path) -> None:
-    ways = ["", "compress=powersgd:2", "sync=diloco:4 compress=int8"]
-    said = host.run("bench", "compress", *TINY, "--steps", "4", "--json", "--methods", *ways, cwd=tmp_path).json
-    assert [way["words"] for way in said["ways"]] == ways
+    ways = ["compress=powersgd:2", "sync=diloco:4 compress=int8"]
+    said = host.run(
+        "bench", "compress", *TINY, "--steps", "4", *HELD_OUT, "--json", "--methods", *ways, cwd=tmp_path
+    ).json
+    assert [way["words"] for way in said["ways"]] == ["plain", *ways]
     plain, narrow, islands = said["ways"]
     assert plain["bytes"] == 4 * said["parameters"]  # of a ring of two: 2 (n - 1) / n of it
     assert narrow["bytes"] < plain["bytes"] / 4
@@ -29,23 +35,29 @@ def test_ways_are_predicted_and_tried(host: Host, tmp_path: Path) -> None:
         assert way["predicted"] > 0
         assert way["seconds"] > 0
         assert way["loss"] == pytest.approx(plain["loss"], rel=0.1)
-    assert said["chosen"] in ways
+        assert way["times_faster"] == pytest.approx(plain["seconds"] / way["seconds"])
+        assert way["eval_loss_of_plain"] == pytest.approx(way["eval_loss"] / plain["eval_loss"])
+    assert said["chosen"] in ["plain", *ways]
     assert said["link"]["bytes_per_second"] > 1e6
 
 
 def test_a_loss_that_was_reached_ends_a_way(host: Host, tmp_path: Path) -> None:
-    words = [*TINY, "--steps", "50", "--until-loss", "100", "--json", "--methods", ""]
+    words = [*TINY, "--steps", "50", "--until-loss", "100", "--json", "--methods", "plain"]
     said = host.run("bench", "compress", *words, cwd=tmp_path).json
     assert said["ways"][0]["steps"] == 1
     assert said["ways"][0]["seconds_to_loss"] > 0
 
 
 def test_auto_chooses_and_says_why(host: Host, tmp_path: Path) -> None:
-    words = [*TINY, "--plan", "sync=auto", "--run.duration", "3step", "--run.dir", str(tmp_path / "run")]
-    ended = host.run("train", *words, cwd=tmp_path)
+    words = [*TINY, "--plan", "sync=auto", "--comm.algorithm", "auto", "--comm.fragments", "2"]
+    ended = host.run("train", *words, "--run.duration", "3step", "--run.dir", str(tmp_path / "run"), cwd=tmp_path)
     assert ended.code == 0
-    line = next(line for line in ended.said.splitlines() if line.startswith("meet "))
-    assert "Mbit/s" in line
+    lines = [line.removeprefix("meet   ") for line in ended.said.splitlines() if line.startswith("meet ")]
+    assert lines[0].startswith("sync=auto is ")
+    assert "Mbit/s" in lines[0]
+    assert lines[1].startswith("comm.algorithm auto is ")
+    assert "builtin " in lines[1]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["chosen"] == lines
     assert "auto" not in (tmp_path / "run" / "recipe.yaml").read_text().split("plan:")[1].split("\n")[0]
 
 
@@ -56,6 +68,13 @@ def test_auto_chooses_and_says_why(host: Host, tmp_path: Path) -> None:
         (["bench", "compress", "--nproc", "1"], "which meets nobody"),
         (["bench", "compress", "--steps", "1"], "the first one pays for memory and connections"),
         (["bench", "compass"], "shoal bench compress"),
+        (["bench", "compress", "--methods", "int8"], "fix: compress=int8"),
+        (["bench", "compress", "--methods", "in8"], "fix: compress=int8"),
+        (["bench", "compress", "--methods", "sync=auto"], "'sync=auto' leaves open"),
+        (["bench", "compress", "--methods", "tp=2"], "'tp=2' says more than how replicas meet"),
+        (["bench", "compress", "--method", "plain"], "did you mean --methods?"),
+        (["bench", "compress", "--plan", "zero=3", "--nproc", "2"], "--plan.dp_replicate 2"),
+        (["bench", "compress", "--plan", "fp16", "--nproc", "2", "--methods", "compress=1bit"], "fp16 scales"),
     ],
 )
 def test_what_cannot_be_tried_is_refused(host: Host, tmp_path: Path, words: list[str], what: str) -> None:

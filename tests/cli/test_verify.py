@@ -30,6 +30,7 @@ KEYS = {
         "collectives",
         "memory",
         "bounded",
+        "meeting",
         "notes",
         "tolerance",
         "steps",
@@ -58,6 +59,10 @@ OF_IMAGES = [
 COMMANDS = {
     "composed": ["--nproc", "4", "--plan", "tp=2 pp=2 zero=1 1f1b mb=1", "--json"],
     "strict": ["--nproc", "2", "--plan", "zero=3 mb=1", "--tolerance", "1e-30", "--json"],
+    "compressed": ["--nproc", "2", "--plan", "compress=int8 mb=4", "--json"],
+    "sharded and compressed": ["--nproc", "4", "--plan", "dp_replicate=2 zero=3 compress=powersgd:2 mb=4", "--json"],
+    "islands": ["--nproc", "2", "--plan", "sync=diloco:50 compress=int8 mb=4", "--json"],
+    "islands for reading": ["--nproc", "2", "--plan", "sync=local:4 mb=4"],
     "for reading": ["--nproc", "2", "--plan", "dp_replicate=2 mb=2"],
     "own": ["--nproc", "2", "--plan", "zero=3 mb=2", *OF_IMAGES],
     "matrix": ["--matrix", "--nproc", "2", "--steps", "1", *OF_IMAGES],
@@ -102,6 +107,36 @@ def test_a_tolerance_that_nothing_meets(ran: dict[str, Ran]) -> None:
     assert code == 1
     assert told["equal"] is False
     assert told["first"]["cause"]
+
+
+def test_what_travels_is_that_of_the_plan_as_it_was_asked_for(ran: dict[str, Ran]) -> None:
+    """And not of the one without compression, whose equality is proven beside it."""
+    for name, axes in (("compressed", {"dp_replicate"}), ("sharded and compressed", {"dp_replicate", "dp_shard"})):
+        code, told = verified(ran[name])
+        assert code == 0
+        assert told.keys() == KEYS
+        assert told["bounded"]["holds"] is True
+        assert told["meeting"] == {"axis": "dp_replicate", "every": 1, "alike": True}
+        assert told["bytes"].keys() == axes
+        assert "dp_replicate" not in told["collectives"]
+        for count in told["bytes"].values():
+            assert count["predicted"] == count["counted"] > 0
+    parameters = verified(ran["compressed"])[1]["memory"]["parameters"]["counted"]
+    assert told["world"] == 4
+    sent = verified(ran["compressed"])[1]["bytes"]["dp_replicate"]["counted"]
+    assert 2 * parameters / 8 < sent < 2 * parameters / 7  # a byte of eight, and scales; from two ranks
+
+
+def test_islands_are_not_called_equal(ran: dict[str, Ran]) -> None:
+    code, told = verified(ran["islands"])
+    assert code == 0
+    assert told["meeting"] == {"axis": "dp_replicate", "every": 50, "alike": True}
+    assert told["bytes"]["dp_replicate"] == verified(ran["compressed"])[1]["bytes"]["dp_replicate"]
+    out = ran["islands for reading"].stdout
+    assert ran["islands for reading"].code == 0
+    assert out.startswith("islands")
+    assert "bytes sent, every 4 steps" in out
+    assert "all have the same weights" in " ".join(out.split())
 
 
 def test_it_can_be_read(ran: dict[str, Ran]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Hashable
 from dataclasses import replace
 from pathlib import Path
@@ -519,3 +520,83 @@ def test_verify_states_the_bound(words: str) -> None:
     assert proof.bounded is not None
     assert 1e-6 < proof.bounded.error <= proof.bounded.bound < 1.01
     assert not replace(proof, bounded=replace(proof.bounded, error=2.0)).equal
+
+
+@pytest.mark.parametrize(
+    ("ranks", "plan", "options"),
+    [
+        (2, "compress=powersgd:2", {}),
+        (4, "dp_replicate=2 tp=2 sp=on compress=1bit", {}),
+        (2, "sync=diloco:4 compress=1bit", {"outer": Outer(fragments=2, delay=1)}),
+    ],
+)
+def test_every_name_in_a_checkpoint_is_documented(
+    pool: Pool, tmp_path: Path, ranks: int, plan: str, options: dict[str, Any]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "concepts" / "checkpoints.md").read_text()
+    documented = {*re.findall(r"^\| `([\w./]+/NAME)`", page, re.MULTILINE), "model/NAME", "optimizer/STATE/NAME"}
+    placed = {"/R/": r"/\d+/", "tpT": r"tp\d+", "BEGIN": r"[\d,]+", "STATE": r"\w+", "NAME": r"[\w.]+"}
+    patterns = [functools.reduce(lambda text, one: text.replace(*one), placed.items(), name) for name in documented]
+    pool.run(_saved_once, ranks, plan, options, str(tmp_path / "run"))
+    names = whole(tmp_path / "run")
+    kinds = {"/".join(name.split("/")[:-1]) for name in names}
+    assert len(kinds) > 3
+    assert [name for name in names if not any(re.fullmatch(pattern, name) for pattern in patterns)] == []
+
+
+def _saved_once(world: World, plan: str, options: dict[str, Any], folder: str) -> None:
+    run = started(world, plan, **options)
+    for step in range(3):
+        run.step(share(run, step))
+    run.save(folder)
+
+
+# ---- steps that are dropped -----------------------------------------------------------------------------------------
+
+
+def owed(run: Run) -> dict[str, Tensor]:
+    assert run.composed.reducer is not None
+    return {name: residual.clone() for name, residual in run.composed.reducer.averager.residuals()}
+
+
+@pytest.mark.parametrize("method", ["1bit", "topk:0.1", "powersgd:2"])
+@pytest.mark.parametrize("bad", ["nan", "inf"])
+@on_ranks(2)
+def test_a_step_that_is_dropped_leaves_what_is_owed(world: World, method: str, bad: str) -> None:
+    """One gradient of one rank is not finite: weights and residuals of all stay as they were, and the run goes on."""
+    run = started(world, f"compress={method}", on_nan="skip", bucket_mb=0.01)
+    losses = []
+    for step in range(6):
+        if step == 3:
+            assert run.composed.reducer is not None
+            name = run.composed.reducer.averager.loads[0].names[0]
+            hook = run.composed.named[name].register_hook(
+                lambda gradient: gradient * (float(bad) if world.rank == 1 else 1.0)
+            )
+        weights, before = {n: p.detach().clone() for n, p in run.composed.named.items()}, owed(run)
+        losses.append(float(run.step(share(run, 0))))  # one batch, whose loss has to fall
+        if step == 3:
+            hook.remove()
+            assert run.report is not None
+            assert run.report.was_skipped
+            assert_same(owed(run), before)
+            assert_same({n: p.detach() for n, p in run.composed.named.items()}, weights)
+        else:
+            assert any(not torch.equal(now, before[name]) for name, now in owed(run).items())
+    assert all(residual.isfinite().all() for residual in owed(run).values())
+    assert losses[4] == pytest.approx(losses[3], rel=1e-12), "the dropped step changed something"
+    assert losses[5] < losses[4] < losses[0]
+
+
+@on_ranks(2)
+def test_where_nothing_is_dropped_one_island_spoils_all_when_they_meet(world: World) -> None:
+    """`on_nan: ignore` means it: nobody is asked whether gradients are finite, but the mean of all is not."""
+    spoilt = []
+    run = Run("fp64 sync=local:3", world=world, on_nan="ignore", loss=lambda model, batch: model(batch["x"]).sum())
+    model = run.prepare(nn.Linear(3, 1))
+    run.prepare(torch.optim.SGD(run.parameters, lr=0.1))
+    for step in range(3):
+        x = torch.full((2, 3), float("nan") if world.rank == 1 and step == 1 else 1.0, dtype=torch.float64)
+        run.step({"x": x})
+        spoilt.append(not model.weight.isfinite().all())
+    assert spoilt == ([False, False, True] if world.rank == 0 else [False, True, True])

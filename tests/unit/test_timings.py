@@ -75,6 +75,17 @@ def test_each_collective_and_algorithm_has_a_fit() -> None:
     assert [(each.kind, each.algorithm) for each in fits(timings)] == [("all_reduce", "ring"), ("all_reduce", "tree")]
 
 
+def test_one_size_is_no_fit() -> None:
+    """Of one size, α alone explains everything, and the wire would be infinitely fast."""
+    alone = [timing(2**20, algorithm="tree")]
+    both = [timing(size) for size in (2**10, 2**20)]
+    assert [each.algorithm for each in fits([*both, *alone])] == ["ring"]
+    assert fit(both, without=[2**20]).beta == pytest.approx(BETA, rel=1e-3)
+    known = Cluster.parse("cpu:4")
+    measured = with_links(known, [replace(alone[0], algorithm=BUILTIN)], per_host=4, num_hosts=1, source="", date="")
+    assert measured.inside == known.inside
+
+
 # ---- links for the planner ------------------------------------------------------------------------------------------
 
 

@@ -7,13 +7,13 @@ import itertools
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
 import torch.distributed as dist
 
-from shoal.blueprint.meeting import predict
+from shoal.blueprint.meeting import meeting_by, predict
 from shoal.blueprint.plan import Plan
 from shoal.comm.environment import Placement
 from shoal.comm.world import World
@@ -39,6 +39,7 @@ class Ask:
     """What to try."""
 
     ways: tuple[str, ...] = EVERY
+    """Words of a plan; one of them is "", gradients as they are."""
     steps: int = 50
     """Of each way; of islands at least as many as lie between two meetings, and a multiple of them."""
     until: float | None = None
@@ -77,6 +78,11 @@ class Found:
     weighed: Weighed
     tried: list[Tried]
 
+    @property
+    def plain(self) -> Tried:
+        """Gradients as they are, which the others are held against."""
+        return next(tried for tried in self.tried if not tried.words)
+
 
 def measure(placement: Placement | None, store: dist.Store | None, job: Job, ask: Ask) -> Found:
     """Try every way, one after the other, with the same ranks; every rank calls it."""
@@ -94,8 +100,7 @@ def _try(job: Job, world: World, words: str, weighed: Weighed, ask: Ask) -> Trie
     recipe, said = job.recipe, Plan.parse(words)
     every = said.synchrony.every if said.synchrony is not None else 1
     num_steps = -(-ask.steps // every) * every
-    plan = replace(recipe.plan, compress=said.compress, sync=said.sync)
-    run = run_of(recipe, world, plan)
+    run = run_of(recipe, world, meeting_by(recipe.plan, words))
     run.prepare(build_to_lay_out(recipe.model, recipe.run.seed))
     run.prepare(build_optimizer(run.parameters, recipe.optim, lr=recipe.optim.lr, seed=recipe.run.seed))
     curve, num_bytes = _trained(run, job, num_steps, ask.until)

@@ -46,6 +46,6 @@ def with_links(
 def _tier(
     known: paper.Tier, messages: Sequence[Reading], degree: int, *, nodes: int, inside_latency: float
 ) -> paper.Tier:
-    if not messages:
+    if len({message.size for message in messages}) < 2:  # a link has a latency and a bandwidth
         return known
     return fit_tier(messages, degree, num_nodes=nodes, inside_latency=inside_latency)

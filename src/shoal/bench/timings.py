@@ -154,7 +154,8 @@ def held_out(sizes: Sequence[int]) -> tuple[int, ...]:
 def fit(timings: Sequence[Timing], without: Iterable[int]) -> Fit:
     """α and β of one algorithm of one collective, from the sizes that are not held out."""
     apart = set(without)
-    seen = [each for each in timings if each.size not in apart] or list(timings)
+    seen = [each for each in timings if each.size not in apart]
+    seen = seen if has_two_sizes(seen) else list(timings)
     alpha, beta = _two_numbers([(each.rounds / each.seconds, each.critical / each.seconds) for each in seen])
     first = timings[0]
     errors = [abs((each.rounds * alpha + each.critical * beta) / each.seconds - 1) for each in seen]
@@ -212,10 +213,16 @@ def grouped(timings: Iterable[Timing]) -> dict[tuple[Tier, str, str], list[Timin
 
 
 def fits(timings: Iterable[Timing]) -> list[Fit]:
-    """One for each collective and algorithm. Held out are some of the sizes that all of them were asked for."""
+    """One for each collective and algorithm that was measured at two sizes or more. Held out are some of the sizes that
+    all of them were asked for."""
     listed = list(timings)
     apart = held_out(sorted({each.size for each in listed}))
-    return [fit(each, apart) for each in grouped(listed).values()]
+    return [fit(each, apart) for each in grouped(listed).values() if has_two_sizes(each)]
+
+
+def has_two_sizes(timings: Iterable[Timing]) -> bool:
+    """Whether there is enough to fit two numbers to: of one size, the wire would be infinitely fast, or the start."""
+    return len({each.size for each in timings}) > 1
 
 
 def best(timings: Iterable[Timing]) -> set[Timing]:

@@ -114,24 +114,31 @@ class Compression:
         return max(1, round(1 / self.amount))
 
     def bytes_sent(self, shapes: Iterable[tuple[int, ...]], world: int, width: int = 4) -> int:
-        """By one rank for gradients of these shapes, in numbers of `width` bytes, as one bucket: *predicted*. Blocks
-        that are filled up, at most one a rank and bucket, are left out."""
+        """By one rank for gradients of these shapes, in numbers of `width` bytes, as one bucket: *predicted*, with what
+        fills up the last blocks.
+
+        >>> Compression("int8").bytes_sent([(100,)], world=2)
+        520
+        """
         shapes = list(shapes)
         size = sum(map(prod, shapes))
-        twice = 2 * (world - 1) / world
         match self.method:
             case "fp16" | "bf16":
-                return round(twice * 2 * size)
+                return _by_parts(size, world, block=1, block_bytes=2)
             case "int8":
-                return round(twice * (size + SCALE_BYTES * ceil(size / INT8_BLOCK)))
+                return _by_parts(size, world, block=INT8_BLOCK, block_bytes=INT8_BLOCK + SCALE_BYTES)
             case "1bit":
-                return round(twice * (size / 8 + SCALE_BYTES * ceil(size / SIGN_BLOCK)))
+                return _by_parts(size, world, block=SIGN_BLOCK, block_bytes=SIGN_BLOCK // 8 + SCALE_BYTES)
             case "topk":
                 return (world - 1) * PAIR_BYTES * self.kept_in_block * ceil(size / TOPK_BLOCK)
             case "randomk":
-                return round(twice * width * ceil(size / self.stride))
+                return exact_bytes(ceil(size / self.stride) * width, world)
             case "powersgd":
-                return round(twice * width * sum(map(self.powersgd_size, shapes)))
+                wide = [as_matrix(shape) for shape in shapes if self.powersgd_size(shape) < prod(shape)]
+                rank = int(self.amount or 1)
+                second = rank * sum(columns for _, columns in wide)
+                first = sum(map(self.powersgd_size, shapes)) - second
+                return exact_bytes(first * width, world) + exact_bytes(second * width, world)
 
     def part_sent(self, world: int) -> float:
         """Of what gradients would take, for the planner, which knows no shapes: of large square matrices.
@@ -154,6 +161,20 @@ class Compression:
         return min(rank * (rows + columns), rows * columns)
 
 
+def exact_bytes(num_bytes: int, world: int) -> int:
+    """That a rank sends for the sum of so many bytes over all ranks, by a ring.
+
+    >>> exact_bytes(300, world=3)
+    400
+    """
+    return 2 * (world - 1) * num_bytes // world
+
+
+def _by_parts(size: int, world: int, *, block: int, block_bytes: int) -> int:
+    """To the owner of each part, and its mean to all; parts are filled up to whole blocks."""
+    return 2 * (world - 1) * ceil(size / (world * block)) * block_bytes
+
+
 def as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
     """Rows and columns of a tensor that is read as a matrix; of a vector, one row."""
     return (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
@@ -167,7 +188,7 @@ def problem_of(word: object) -> Problem | None:
         return Problem(f"compress={word!r} does not exist", fix)
     examples = listed([str(Compression(method, _DEFAULTS.get(method))) for method in METHODS])
     if not isinstance(word, str) or name not in METHODS:
-        near = nearest(name, METHODS)
+        near = nearest(name.lower(), METHODS)
         return Problem(f"compress={word!r} does not exist", f"compress={near}" if near else f"compress={examples}")
     if not colon:
         return None
@@ -177,7 +198,7 @@ def problem_of(word: object) -> Problem | None:
         number = float(amount)
     except ValueError:
         number = -1.0
-    if name == "powersgd" and not (number >= 1 and number == int(number)):
+    if name == "powersgd" and not (number >= 1 and number.is_integer()):
         return Problem(f"compress={word}: the rank is not a whole number of at least 1", "compress=powersgd:4")
     if name != "powersgd" and not 0 < number <= 1:
         return Problem(f"compress={word}: the part that is sent is not between 0 and 1", f"compress={name}:0.01")

@@ -10,21 +10,13 @@ from shoal.blueprint.settings import difference
 from shoal.errors import ShoalError
 
 FREE = (
-    *("launch.", "checkpoint.", "data.workers", "data.prefetch", "plan"),
+    *("launch.", "checkpoint.", "comm.", "data.workers", "data.prefetch", "plan"),
     *("run.dir", "run.start_from", "run.overwrite", "run.name", "run.duration", "run.log_every", "run.evaluate_every"),
     *("run.per_rank_metrics", "run.trackers", "run.on_nan", "run.deterministic", "run.fast_dev_run", "run.bucket_mb"),
-    *(
-        "comm.algorithm",
-        "comm.fragments",
-        "comm.delay",
-        "run.planned",
-        "run.find_unused",
-        "run.compile",
-        "run.attention",
-        "run.loss",
-    ),
+    *("run.planned", "run.find_unused", "run.compile", "run.attention", "run.loss"),
 )
-"""How keys begin that decide where and how a run computes, not what. Of a plan, the precision alone decides what."""
+"""How keys begin that decide where and how a run computes, not what. Of a plan, the precision alone decides what. How
+replicas meet (`compress` and `sync` in the plan, and `comm.`) may change on the way."""
 
 
 def changes(old: dict[str, Any], new: Recipe) -> list[str]:

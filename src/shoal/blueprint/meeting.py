@@ -13,7 +13,7 @@ The choice: of the ways that lose less, the first that is near the fastest, or t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from shoal.blueprint.compression import Compression
@@ -73,6 +73,16 @@ class Step:
     def name(self) -> str:
         """For a table."""
         return self.words or "every step, as it is"
+
+
+def meeting_by(plan: Plan, words: str) -> Plan:
+    """The plan with another way to meet.
+
+    >>> str(meeting_by(Plan.parse("tp=2 sync=auto"), "compress=int8"))
+    'tp=2 compress=int8'
+    """
+    said = Plan.parse(words)
+    return replace(plan, sync=said.sync, compress=said.compress)
 
 
 def predict(words: str, island: Island, link: Link, replicas: int, codec: Mapping[str, float]) -> Step:

@@ -313,11 +313,12 @@ def _read(word: str) -> tuple[str, Any] | Problem:
             return BARE_WORDS[key]
         if key in _names():
             return Problem(f"{word!r} needs a value", f"{key}={listed(CHOICES.get(key, [EXAMPLES.get(key, '2')]))}")
-        if (belongs := _key_of(key)) is not None:
-            return Problem(f"{word!r} does not stand alone", f"{belongs}={key}")
-        return Problem(
-            f"{word!r} is not a word of a plan", _nearest_or_all(word, dict.fromkeys([*BARE_WORDS, *_names()]))
-        )
+        if (meant := _value_of(key)) is not None:
+            return Problem(f"{word!r} does not stand alone", meant)
+        known = dict.fromkeys([*BARE_WORDS, *_names()])
+        values = [*compression.METHODS, *synchrony.WAYS]
+        near = _value_of(nearest(key, values) or "") if nearest(key, known) is None else None
+        return Problem(f"{word!r} is not a word of a plan", near or _nearest_or_all(word, known))
     if key not in _names():
         return _unknown_key(key)
     if key == "sp":
@@ -326,12 +327,13 @@ def _read(word: str) -> tuple[str, Any] | Problem:
     return key, int(value) if is_number else value
 
 
-def _key_of(word: str) -> str | None:
-    """Whose value a bare word would be."""
+def _value_of(word: str) -> str | None:
+    """A bare word with its key, if it would be the value of one."""
     name = word.partition(":")[0]
     if name in compression.METHODS:
-        return "compress"
-    return "sync" if name in synchrony.WAYS else None
+        return f"compress={word}"
+    way = next((way for way in synchrony.WAYS if way == name), None)
+    return None if way is None else f"sync={word if word != way else synchrony.EXAMPLES[way]}"
 
 
 def _illegal(said: Mapping[str, Any]) -> Iterator[Problem]:

@@ -21,6 +21,7 @@ Way = Literal["local", "diloco"]
 WAYS: tuple[Way, ...] = get_args(Way)
 AUTO = "auto"
 """To be chosen when a run begins, `compress` with it, by what a step takes and what the link can do."""
+EXAMPLES: dict[Way, str] = {"local": "local:8", "diloco": "diloco:50"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +54,17 @@ def problem_of(word: object) -> Problem | None:
     if word == AUTO:
         return None
     is_number = every.isdecimal() and int(every) >= 1
+    near = nearest(name.lower(), WAYS)
+    example = next((f"sync={EXAMPLES[way]}" for way in WAYS if way == near), "")
     if not isinstance(word, str) or name not in WAYS:
-        near = nearest(name.lower(), WAYS)
         known = "sync=local:8, diloco:50 or auto; without it, replicas meet at every step"
-        return Problem(f"sync={word!r} does not exist", f"sync={near}:{every if is_number else 50}" if near else known)
+        return Problem(
+            f"sync={word!r} does not exist", f"sync={near}:{every}" if near and is_number else example or known
+        )
     if not colon:
-        return Problem(f"sync={word}: how many steps islands make on their own is missing", f"sync={name}:50")
+        return Problem(f"sync={word}: how many steps islands make on their own is missing", example)
     if not is_number:
-        return Problem(f"sync={word}: {every!r} is not a whole number of at least 1", f"sync={name}:50")
+        return Problem(f"sync={word}: {every!r} is not a whole number of at least 1", example)
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from math import inf, isfinite
 
 from shoal.errors import ShoalError
 
@@ -50,6 +51,10 @@ def sizes_between(text: str) -> list[int]:
 
 def _number(text: str, units: Mapping[str, float], such_as: str) -> float:
     match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", text.lower())
-    if not match or match[2] not in units:
+    try:
+        amount = float(match[1]) * units[match[2]] if match else inf
+    except (ValueError, KeyError):
+        amount = inf
+    if not isfinite(amount):
         raise ShoalError(f"{text!r} is not an amount", fix=f"a number and a unit, such as {such_as}")
-    return float(match[1]) * units[match[2]]
+    return amount

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from shoal.bench.comm import Ask, Found
 
 DEFAULT_NPROC = 4
+SHORT_SIZE = 2**10
+"""Bytes, whose time is latency alone."""
 ABOUT = {
     "comm": "latency and bandwidth of every collective by every algorithm, over sizes from 1 KB to 256 MB",
     "compress": "ways for replicas to meet (compressed, every so many steps): bytes, time and loss of a recipe by each",
@@ -149,6 +151,7 @@ def _checked(options: Comm, place: Placement | None, ranks: int) -> tuple[int, .
                 sizes += sizes_between(text)
             except ShoalError as error:
                 problems += error.problems
+    problems += _problems_of_none(options) or _problems_of_sizes(options, set(sizes), problems)
     problems += [_unknown("collective", word, KINDS) for word in options.kinds if word not in KINDS]
     problems += [_unknown("algorithm", word, CHOICES) for word in options.algorithms if word not in CHOICES]
     problems += _problems_of_ranks(options, place, ranks)
@@ -165,6 +168,21 @@ def _checked(options: Comm, place: Placement | None, ranks: int) -> tuple[int, .
     return tuple(sorted(set(sizes)))
 
 
+def _problems_of_none(options: Comm) -> list[Problem]:
+    """Lists that name nothing."""
+    usual = {"sizes": ("1KB..256MB",), "kinds": KINDS, "algorithms": CHOICES}
+    none = [name for name in usual if not getattr(options, name)]
+    return [Problem(f"--{name} names none", f"--{name} {' '.join(usual[name])}") for name in none]
+
+
+def _problems_of_sizes(options: Comm, sizes: set[int], others: Sequence[Problem]) -> list[Problem]:
+    """Two numbers are fitted to each algorithm: one size would leave one of them open."""
+    if others or len(sizes) > 1:
+        return []
+    what = f"--sizes {' '.join(options.sizes)}: α and β, latency and bandwidth, are fitted to at least two sizes"
+    return [Problem(what, f"--sizes 1KB {options.sizes[0]}" if max(sizes) > SHORT_SIZE else "--sizes 1KB 4MB")]
+
+
 def _unknown(what: str, word: str, known: Sequence[str]) -> Problem:
     return Problem(f"there is no {what} {word!r}", nearest(word, known) or listed(known))
 
@@ -179,6 +197,12 @@ def _problems_of_ranks(options: Comm, place: Placement | None, ranks: int) -> li
     if options.node is not None and (options.node < 1 or ranks % options.node):
         divisors = listed(number for number in range(1, ranks + 1) if ranks % number == 0)
         problems.append(Problem(f"{ranks} ranks cannot be divided into nodes of {options.node}", f"--node {divisors}"))
+    is_one_host = place is None or place.local_world_size == ranks
+    is_named = "hierarchical" in options.algorithms and options.algorithms != CHOICES
+    if is_named and is_one_host and options.node is None and ranks > 1:
+        halves = next(number for number in range(ranks // 2, 0, -1) if ranks % number == 0)
+        what = f"hierarchical goes by nodes, and all {ranks} ranks are on one host"
+        problems.append(Problem(what, f"--node {halves} to take so many ranks for a node, or leave hierarchical out"))
     return problems
 
 

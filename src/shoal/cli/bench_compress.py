@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from shoal.train.job import Job
 
 DEFAULT_NPROC = 2
+PLAIN = "plain"
+"""What gradients as they are go by, which no word of a plan says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +35,15 @@ class Compress:
     seconds of a step predicted and measured, and the loss. Starts its own ranks; or is one, under torchrun, srun or
     mpirun on several hosts, whose link is then what counts.
 
-    shoal bench compress recipes/tiny.yaml --steps 100 --methods "" compress=int8 sync=diloco:50
+    shoal bench compress recipes/tiny.yaml --steps 100 --methods compress=int8 "sync=diloco:50 compress=int8"
     """
 
     recipe: Annotated[Path | None, tyro.conf.Positional] = None
     """A YAML file. None: the tiny llama."""
 
     methods: tuple[str, ...] = ()
-    """Words of a plan, each way one word in quotes; "" is gradients as they are. None: all."""
+    """Words of a plan, each way in quotes if it has several. Gradients as they are (`plain`) are tried first, whether
+    named or not: the other ways are held against them. None: all."""
 
     steps: int = 50
     """Steps of each way; of islands at least as many as lie between two meetings, and a multiple of them."""
@@ -54,30 +57,26 @@ class Compress:
 
 def main(arguments: Sequence[str]) -> int:
     """Try them all; 0."""
-    from shoal.blueprint.plan import Plan
-
     options, recipe = parse(Compress, arguments, prog="shoal bench compress")
-    for words in options.methods:
-        said = set(Plan.parse(words).to_mapping())
-        if said - {"compress", "sync"} or "sync=auto" in words:
-            raise ShoalError(
-                f"--methods {words!r} says more than how replicas meet, or leaves it open",
-                fix='words of compress= and sync= alone, such as "sync=diloco:50 compress=int8"; the rest in --plan',
-            )
+    ways = _ways(options.methods)
     if options.steps < 2:
         raise ShoalError(f"--steps {options.steps}: the first one pays for memory and connections", fix="--steps 20")
     place = read_environment(os.environ)
     ranks = place.world_size if place is not None else recipe.launch.nproc or DEFAULT_NPROC
 
     from shoal.bench.compress import EVERY, Ask
+    from shoal.blueprint.meeting import meeting_by
+    from shoal.parallel.refuse import refuse_unbuilt
     from shoal.train.job import check
 
-    job = check(recipe, ranks)
-    if job.recipe.plan.layout.dp_replicate < 2:
-        raise ShoalError(
-            f"plan '{job.recipe.plan.brief()}' has one replica, which meets nobody", fix="--nproc 2 or more"
-        )
-    ask = Ask(ways=tuple(dict.fromkeys(options.methods)) or EVERY, steps=options.steps, until=options.until_loss)
+    job = check(recipe, ranks, tries_other_ways=True)
+    plan = job.recipe.plan
+    if plan.layout.dp_replicate < 2:
+        fix = "--nproc 2 or more" if ranks == 1 else "--plan.dp_replicate 2, and ranks enough for two of them"
+        raise ShoalError(f"plan '{plan.brief()}' has one replica, which meets nobody", fix=fix)
+    for words in ways:
+        refuse_unbuilt(meeting_by(plan, words))
+    ask = Ask(ways=ways or EVERY, steps=options.steps, until=options.until_loss)
     out = sys.stdout
     with redirect_stdout(sys.stderr):
         found = _measured(place, ranks, job, ask)
@@ -90,6 +89,22 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _ways(methods: Sequence[str]) -> tuple[str, ...]:
+    """As words of a plan, gradients as they are first; none: not said."""
+    from shoal.blueprint.plan import Plan
+
+    said = ["" if words == PLAIN else words for words in methods]
+    for words in said:
+        plan = Plan.parse(words)
+        if set(plan.to_mapping()) - {"compress", "sync"} or plan.sync == "auto":
+            what = "leaves open" if plan.sync == "auto" else "says more than"
+            raise ShoalError(
+                f"--methods {words!r} {what} how replicas meet",
+                fix='words of compress= and sync= alone, such as "sync=diloco:50 compress=int8"; the rest in --plan',
+            )
+    return tuple(dict.fromkeys(["", *said])) if said else ()
+
+
 def _measured(place: Placement | None, ranks: int, job: Job, ask: Ask) -> Found:
     from shoal.bench.compress import measure
     from shoal.launch.local import launch
@@ -99,23 +114,30 @@ def _measured(place: Placement | None, ranks: int, job: Job, ask: Ask) -> Found:
 
 def to_mapping(found: Found) -> dict[str, Any]:
     """For machines; times in seconds."""
-    link, island = found.weighed.link, found.weighed.island
+    link, island, plain = found.weighed.link, found.weighed.island, found.plain
     return {
         "replicas": found.replicas,
         "parameters": island.size,
         "compute_seconds": island.compute,
         "link": {"latency_seconds": link.latency, "bytes_per_second": link.bandwidth},
         "codec_seconds_per_number": found.weighed.codec,
-        "chosen": found.weighed.chosen.words,
+        "chosen": found.weighed.chosen.words or PLAIN,
         "why": found.weighed.why,
-        "ways": [asdict(tried) for tried in found.tried],
+        "ways": [
+            {
+                **asdict(tried),
+                "words": tried.words or PLAIN,
+                "times_faster": plain.seconds / tried.seconds,
+                "eval_loss_of_plain": _of_plain(tried, plain),
+            }
+            for tried in found.tried
+        ],
     }
 
 
 def render(console: Console, found: Found) -> None:
     """A table, and what was measured before."""
     link, island = found.weighed.link, found.weighed.island
-    plain = next((tried for tried in found.tried if not tried.words), None)
     table = Table(title=f"{found.replicas} replicas of {island.size:,} parameters")
     for name in (
         "way",
@@ -129,7 +151,7 @@ def render(console: Console, found: Found) -> None:
     ):
         table.add_column(name, justify="left" if name == "way" else "right")
     for tried in found.tried:
-        table.add_row(*_row(tried, plain, is_chosen=tried.words == found.weighed.chosen.words))
+        table.add_row(*_row(tried, found.plain, is_chosen=tried.words == found.weighed.chosen.words))
     console.print(table)
     console.print(
         f"measured before: {island.compute:.3f} s a step without meeting; the link carries"
@@ -138,18 +160,21 @@ def render(console: Console, found: Found) -> None:
     console.print(f"chosen (*): {found.weighed.chosen.name}: {found.weighed.why}")
 
 
-def _row(tried: Tried, plain: Tried | None, *, is_chosen: bool) -> list[str]:
-    of_plain = ""
-    if plain is not None and tried.eval_loss is not None and plain.eval_loss:
-        of_plain = f"{tried.eval_loss / plain.eval_loss:.3f}"
+def _of_plain(tried: Tried, plain: Tried) -> float | None:
+    """The held-out loss, as a part of that of gradients as they are; None: nothing is held out."""
+    return tried.eval_loss / plain.eval_loss if tried.eval_loss is not None and plain.eval_loss else None
+
+
+def _row(tried: Tried, plain: Tried, *, is_chosen: bool) -> list[str]:
+    of_plain = _of_plain(tried, plain)
     reached = f" in {tried.seconds_to_loss:.1f} s" if tried.seconds_to_loss is not None else ""
     return [
-        f"{'* ' * is_chosen}{tried.words or 'gradients as they are'}",
+        f"{'* ' * is_chosen}{tried.words or PLAIN}",
         f"{tried.bytes / 1e6:,.3f} MB",
         f"{tried.predicted:.3f} s",
         f"{tried.seconds:.3f} s",
-        f"{plain.seconds / tried.seconds:.2f}" if plain is not None else "",
+        f"{plain.seconds / tried.seconds:.2f}",
         f"{tried.loss:.4f}{reached}",
         "" if tried.eval_loss is None else f"{tried.eval_loss:.4f}",
-        of_plain,
+        "" if of_plain is None else f"{of_plain:.3f}",
     ]

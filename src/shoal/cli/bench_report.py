@@ -199,9 +199,10 @@ def plot(found: Found) -> str:
             lines: dict[str, list[tuple[float, float]]] = {}
             curves: dict[str, list[tuple[float, float]]] = {}
             for each in timings:
-                predicted = fitted[tier, kind, each.algorithm].seconds(each.rounds, each.critical)
                 lines.setdefault(each.algorithm, []).append((each.size, each.bandwidth))
-                curves.setdefault(each.algorithm, []).append((each.size, each.size / predicted))
+                if (fit := fitted.get((tier, kind, each.algorithm))) is not None:
+                    curve = curves.setdefault(each.algorithm, [])
+                    curve.append((each.size, each.size / fit.seconds(each.rounds, each.critical)))
             if timings:
                 level = wire(found.timings, tier)
                 panels.append(

@@ -15,8 +15,8 @@ import tyro
 
 from shoal.blueprint.duration import Duration
 from shoal.blueprint.recipe import Recipe
-from shoal.blueprint.settings import load_recipe
-from shoal.errors import Problem, raise_if
+from shoal.blueprint.settings import ELSEWHERE, load_recipe
+from shoal.errors import Problem, nearest, raise_if
 
 Options = TypeVar("Options")
 
@@ -58,7 +58,11 @@ def _sort(words: list[str], own: dict[str, Any]) -> tuple[list[str], list[tuple[
             elif not equals and words and not words[0].startswith("--"):
                 equals, value = "=", words.pop(0)
             problems += [] if equals or _may_stand_alone(name) else [_without_value(name)]
-            overrides.append((name, value if equals else "true"))
+            near = nearest(option, own) if "." not in name and name not in SHORT.values() else None
+            if near is not None and ELSEWHERE.get(option) is None:
+                problems.append(Problem(f"what is --{name}?", f"did you mean --{near.replace('_', '-')}?"))
+            else:
+                overrides.append((name, value if equals else "true"))
     raise_if(problems, title="the command line")
     return others, overrides
 

@@ -16,9 +16,9 @@ TRIED: tuple[Algorithm, ...] = ("ring", "halving", "double_tree")
 ROUNDS = 3
 
 
-def fastest(wire: Wire, num_bytes: int) -> Chosen:
-    """What carries an all-reduce of this size in the least time, the slowest rank counting. Every rank calls it, and
-    all choose the same. One that is not a tenth faster than torch's own is not worth it."""
+def fastest(wire: Wire, num_bytes: int) -> tuple[Chosen, str]:
+    """What carries an all-reduce of this size in the least time, the slowest rank counting; and what each took. Every
+    rank calls it, and all choose the same. One that is not a tenth faster than torch's own is not worth it."""
     several_nodes = wire.node is not None and 1 < wire.node < wire.size
     ways: list[Chosen] = ["builtin", *TRIED]
     if several_nodes:
@@ -27,7 +27,9 @@ def fastest(wire: Wire, num_bytes: int) -> Chosen:
     took = torch.tensor([_seconds(replace(wire, algorithm=way, sent=Sent()), x) for way in ways])
     dist.all_reduce(took, dist.ReduceOp.MAX, group=wire.group)
     best = int(took.argmin())
-    return ways[best] if took[best] < 0.9 * took[0] else "builtin"
+    each = ", ".join(f"{way} {seconds * 1e3:.2f} ms" for way, seconds in zip(ways, took.tolist(), strict=True))
+    why = f"{num_bytes / 2**20:.3g} MB take {each}, measured"
+    return ways[best] if took[best] < 0.9 * took[0] else "builtin", why
 
 
 def _seconds(wire: Wire, x: torch.Tensor) -> float:

@@ -34,6 +34,8 @@ class Lanes:
 
     wires: Sequence[Wire]
     """They count together."""
+    why: str = ""
+    """They send by the algorithm that they do."""
 
     def __post_init__(self) -> None:
         self._lanes = [_Lane(wire) for wire in self.wires]
@@ -104,6 +106,22 @@ class Load:
     flat: Tensor | None = None
     """What travels; the mean, when `done` is."""
     done: Future[None] | None = None
+    before: Tensor | None = None
+    """What was owed before it was sent off; None: nobody has asked to keep it."""
+
+    def keep_owed(self) -> None:
+        """Keep what is owed now, for a step that may be dropped."""
+        residual = self.bucket.residual
+        self.before = residual.clone() if residual is not None else None
+
+    def judged(self, is_applied: Tensor | bool) -> None:
+        """The step was made, or dropped: then what was owed to it is owed to the next. As a number on the device, if it
+        was judged there."""
+        before, residual, self.before = self.before, self.bucket.residual, None
+        if before is None or residual is None or is_applied is True:
+            return
+        was_made = torch.as_tensor(is_applied, device=residual.device) > 0
+        residual.copy_(torch.where(was_made, residual, before))
 
     def gradients(self) -> list[Tensor]:
         """Of this replica; zeros, where there is none."""

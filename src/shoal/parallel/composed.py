@@ -30,6 +30,7 @@ from shoal.errors import ShoalError
 from shoal.numerics.gradients import global_norm, gradients_of, norms_of
 from shoal.numerics.pieces import local
 from shoal.parallel import replicate, shard
+from shoal.parallel.averager import Lanes
 from shoal.parallel.balance import Balance
 from shoal.parallel.context import ContextParallel
 from shoal.parallel.head import LossHead
@@ -347,6 +348,13 @@ class Composed:
         if dim is not None:
             plain = join(plain, dim, tensor.group, shape[dim])
         return plain.to("cpu", copy=True)
+
+    @property
+    def lanes(self) -> Lanes | None:
+        """The ways between replicas; None: there are none, or torch has its own."""
+        if self.islands is not None:
+            return self.islands.lanes
+        return None if self.reducer is None else self.reducer.averager.lanes
 
     def hidden(self) -> Hidden | None:
         """How long replicas sent each other something in the last step, and how much of it was hidden; None: it was not

@@ -43,11 +43,13 @@ def meeting_of(
     wire = Wire(mesh.new_group(axis), mesh.wire, node=mesh.ranks_of_node(axis))
     named = {name: p for part in parts for name, p in part.model.named_parameters()}
     bucket_bytes = BUCKET_BYTES if options.bucket_mb is None else round(options.bucket_mb * 2**20)
-    wire.algorithm = fastest(wire, bucket_bytes) if options.algorithm == "auto" else options.algorithm
+    wire.algorithm, why = (
+        fastest(wire, bucket_bytes) if options.algorithm == "auto" else (options.algorithm, "it was asked for")
+    )
     average = average_of(plan.compression)
     # What is not encoded gains nothing by a second lane, and NCCL may not be asked from two threads in any order.
     has_two = plan.compression is not None and wire.device.type == "cpu"
-    lanes = Lanes([wire, *([replace(wire, group=mesh.new_group(axis))] if has_two else [])])
+    lanes = Lanes([wire, *([replace(wire, group=mesh.new_group(axis))] if has_two else [])], why)
     is_whole = not is_sharded and parts[0].stage is None
 
     def kind_of(name: str) -> object:

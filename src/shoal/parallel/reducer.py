@@ -35,6 +35,8 @@ class Reducer:
     """Whether parameters may be without a gradient, on some ranks or on all."""
     exact_steps: int = 0
     """How many of the first steps send gradients as they are."""
+    may_be_dropped: bool = False
+    """Whether a step that is not finite is dropped, and the next one made: what is owed is kept until that is known."""
     on_own: Callable[[str, Tensor], None] | None = None
     """Called with each gradient of this replica before it is sent."""
     step: int = 0
@@ -69,6 +71,12 @@ class Reducer:
             parameter.grad = None
         self.hidden = Hidden.of(*self.averager.lanes.sent.take(), ready=ready)
         self._clear()
+
+    @torch.no_grad()
+    def judged(self, is_applied: Tensor | bool) -> None:
+        """The step whose gradients were averaged last was made, or dropped."""
+        for load in self.averager.loads:
+            load.judged(is_applied)
 
     def close(self) -> None:
         """End the threads, and let go of the parameters."""
@@ -110,7 +118,10 @@ class Reducer:
         if self.on_own is not None:
             for name, gradient in zip(load.names, gradients, strict=True):
                 self.on_own(name, gradient)
-        self.averager.begin(load, gradients, self.step, is_exact=self.step < self.exact_steps)
+        is_exact = self.step < self.exact_steps
+        if self.may_be_dropped and not is_exact:
+            load.keep_owed()
+        self.averager.begin(load, gradients, self.step, is_exact=is_exact)
         if self.follows_backward:
             assert load.flat is not None
             for parameter, piece in zip(load.parameters, load.bucket.pieces(load.flat), strict=True):

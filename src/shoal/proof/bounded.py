@@ -8,7 +8,7 @@ The mean is the reference's. In the first step nothing is owed from a step befor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Any
@@ -16,7 +16,6 @@ from typing import Any
 from torch import Tensor
 
 from shoal.blueprint.plan import Plan
-from shoal.comm.world import World
 from shoal.train.run import Run
 
 
@@ -39,7 +38,7 @@ class Bounded:
         verdict = "within" if self.holds else "NOT within"
         return (
             f"{self.words} is not equal by design: its first gradient is {self.error:.1e} off, as a part of replicas'"
-            f" own, {verdict} the {self.bound:.1e} that it may be (measured); all else here is of the plan without it"
+            f" own, {verdict} the {self.bound:.1e} that it may be (measured); differences below are without it"
         )
 
 
@@ -48,21 +47,12 @@ def without_compression(plan: Plan) -> Plan:
     return replace(plan, compress=None, sync=None)
 
 
-def bounded(
-    world: World,
-    plan: Plan,
-    prepare: Callable[[Run], None],
-    share: Callable[[Run], Any],
-    exact: Mapping[str, Tensor] | None,
-) -> Bounded | None:
-    """One step of the plan with its compression. `exact`: the gradients of the reference, where they are known. Every
+def bounded(run: Run, share: Any, exact: Mapping[str, Tensor] | None) -> Bounded | None:
+    """The first step of a run that compresses gradients. `exact`: those of the reference, where they are known. Every
     rank calls it; what the main one returns counts. None: it compresses nothing, since there is nobody to send to."""
-    if plan.compression is None:
-        return None
-    run = Run(replace(plan, sync=None), clip=None, world=world, exact_steps=0)
-    prepare(run)
     composed, gradients, own = run.composed, dict[str, Tensor](), 0.0
-    if composed.reducer is None:
+    plan = run.plan
+    if composed.reducer is None or plan.compression is None:
         return None
 
     def add(name: str, gradient: Tensor) -> None:
@@ -75,10 +65,9 @@ def bounded(
         gradients.update({name: tensor for name, tensor in whole.items() if tensor is not None})
 
     composed.reducer.on_own, run.on_gradients = add, look
-    run.step(share(run))
-    replicas = composed.reducer.averager.lanes.size
-    size = sqrt(world.all_reduce_host([own]).wait()[0] / replicas)
-    composed.close()
+    run.step(share)
+    composed.reducer.on_own = run.on_gradients = None
+    size = sqrt(run.world.all_reduce_host([own]).wait()[0] / composed.reducer.averager.lanes.size)
     if exact is None:
         return None
     off = sum(float((gradients[name].double() - value.double()).norm() ** 2) for name, value in exact.items())

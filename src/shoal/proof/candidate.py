@@ -6,6 +6,7 @@ is gathered, and what travels is counted; in the last, what every rank holds is 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +18,7 @@ from torch.distributed import Store
 
 from shoal.blueprint.layout import AXES
 from shoal.blueprint.memory import Memory, memory
+from shoal.blueprint.plan import Plan
 from shoal.blueprint.traffic import Messages, traffic
 from shoal.comm.environment import Placement
 from shoal.comm.traffic import Traffic, count
@@ -35,6 +37,7 @@ from shoal.proof.case import Case
 from shoal.proof.cause import likely_cause
 from shoal.proof.compare import Disagreement, Observation, Verdict, compare
 from shoal.proof.evidence import Context, Piece
+from shoal.proof.met import Met, hurried, met
 from shoal.proof.reference import fresh_model, observe_reference, optimizer_for, turn_off_dropout
 from shoal.train.build import describe, without_memory
 from shoal.train.objective import CrossEntropy, call_of
@@ -60,6 +63,8 @@ class Findings:
     """Bytes; measured."""
     bounded: Bounded | None = None
     """What compression does, where the plan compresses; of rank 0 only."""
+    met: Met | None = None
+    """What replicas send each other, where it is not just gradients."""
 
 
 def verify_on_rank(placement: Placement | None, store: Store | None, case: Case) -> Findings:
@@ -83,13 +88,7 @@ def verify_in(world: World, case: Case) -> Findings:
     findings = Findings(traffic=_count(run, case).to_mapping(), memory=_hold(run, case), peak=peak_bytes(world.device))
     _predict(findings, run, case)
     if case.compressed is not None:
-        findings.bounded = bounded(
-            world,
-            case.compressed,
-            prepare=lambda other: _prepare(other, case),
-            share=lambda other: _share(other, case.batches[0]),
-            exact=references[0].gradients if references else None,
-        )
+        _meet_as_asked(findings, case.compressed, world, case, references[0].gradients if references else None)
     if world.is_main:
         findings.verdict = compare(references, candidates, tolerance=case.tolerance)
         context = Context(
@@ -104,6 +103,25 @@ def verify_in(world: World, case: Case) -> Findings:
         if findings.verdict.first is not None:
             findings.cause = likely_cause(findings.verdict.first, references, candidates, context)
     return findings
+
+
+def _meet_as_asked(
+    findings: Findings, asked: Plan, world: World, case: Case, exact: Mapping[str, Tensor] | None
+) -> None:
+    """What compression does to the first gradient, and what is sent when replicas meet as the plan says."""
+    plans = [replace(asked, sync=None)] if asked.compress else []
+    for plan in [*plans, *([hurried(asked)] if asked.synchrony is not None else [])]:
+        run = Run(plan, loss=case.loss, seed=case.seed, clip=None, world=world, exact_steps=0)
+        _prepare(run, case)
+        share = _share(run, case.batches[0])
+        if plan.sync is None:
+            findings.bounded = bounded(run, share, exact)
+        findings.met = met(run, asked, functools.partial(run.step, share), functools.partial(_are_alike, run))
+        run.composed.close()
+
+
+def _are_alike(run: Run) -> bool:
+    return not any(run.world.all_gather_object(bool(list(_disagreements(run.composed, "weight")))))
 
 
 def _prepare(run: Run, case: Case) -> None:

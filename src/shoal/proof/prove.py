@@ -18,6 +18,7 @@ from shoal.blueprint.layout import GROUP_AXES
 from shoal.blueprint.legality import legal_plans, misfits, num_chunks
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.recipe import ModelSection, Recipe
+from shoal.blueprint.synchrony import AUTO
 from shoal.data.batch import length, rows
 from shoal.data.open import open_datasets
 from shoal.data.order import sample_ids
@@ -30,7 +31,7 @@ from shoal.proof.bounded import without_compression
 from shoal.proof.candidate import Findings, verify_on_rank
 from shoal.proof.case import TOLERANCES, Case, in_precision
 from shoal.proof.reference import has_batch_norm
-from shoal.proof.report import Count, Proof
+from shoal.proof.report import Count, Meeting, Proof
 from shoal.train.build import build_model, describe, without_memory
 from shoal.train.objective import call_of, objective_of
 
@@ -106,10 +107,11 @@ def prove(case: Case) -> Proof:
         verdict=verdict,
         cause=ranks[0].cause,
         seconds=time.monotonic() - began,
-        bytes=_bytes(ranks),
-        collectives=_collectives(ranks),
+        bytes=_bytes(ranks) | dict(_sent(ranks)),
+        collectives={axis: of for axis, of in _collectives(ranks).items() if axis not in dict(_sent(ranks))},
         memory=_memory(ranks),
         bounded=ranks[0].bounded,
+        meeting=_meeting(ranks),
         notes=tuple(_notes(case)),
     )
 
@@ -119,8 +121,10 @@ def _notes(case: Case) -> Iterator[str]:
     layout = case.plan.layout
     if case.plan.zero and layout.dp_shard * layout.cp == 1:
         yield f"zero={case.plan.zero} divides nothing here: dp_shard and cp are 1"
-    if case.compressed is not None and case.compressed.sync:
-        yield f"sync={case.compressed.sync}: between meetings islands differ by design; proven is a step of them all"
+    if case.compressed is not None and case.compressed.sync == AUTO:
+        yield "sync=auto is chosen when `shoal train` begins; this is of the plan without it"
+    if case.compressed is not None and layout.dp_replicate * layout.cp == 1:
+        yield "nothing is compressed, and nobody meets, on one replica"
     model = without_memory(case.build)
     if model is not None and routers(model) and case.plan.precision not in ("fp64", "fp32"):
         yield (
@@ -270,6 +274,18 @@ def _bytes(ranks: Sequence[Findings]) -> dict[str, Count]:
         )
         for axis, names in _operations(ranks).items()
     }
+
+
+def _sent(ranks: Sequence[Findings]) -> Iterator[tuple[str, Count]]:
+    """Where replicas meet by a way of ours: its axis, and the bytes that all ranks send."""
+    every = [rank.met for rank in ranks if rank.met is not None]
+    if every:
+        yield every[0].axis, Count(predicted=sum(m.predicted for m in every), counted=sum(m.counted for m in every))
+
+
+def _meeting(ranks: Sequence[Findings]) -> Meeting | None:
+    every = [rank.met for rank in ranks if rank.met is not None]
+    return Meeting(every[0].axis, every[0].every, all(met.alike for met in every)) if every else None
 
 
 def _operations(ranks: Sequence[Findings]) -> dict[str, list[str]]:

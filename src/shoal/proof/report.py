@@ -44,6 +44,22 @@ class Count:
         return known if self.measured is None else {**known, "measured": self.measured}
 
 
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """How replicas meet, where they do not just average gradients."""
+
+    axis: str
+    """Its bytes are those that ranks send when they do."""
+    every: int
+    """Steps; 1: in each."""
+    alike: bool
+    """Whether all had the same weights afterwards."""
+
+    def __str__(self) -> str:
+        verdict = "all have the same weights" if self.alike else "they do NOT have the same weights"
+        return f"islands differ by design until they meet, every {self.every} steps; after a meeting {verdict}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Proof:
     """Everything that one verification has to show."""
@@ -70,10 +86,20 @@ class Proof:
     bounded: Bounded | None = None
     """What compression does to a gradient, where the plan compresses."""
 
+    meeting: Meeting | None = None
+    """How replicas meet, where the plan compresses or has islands."""
+
     @property
     def equal(self) -> bool:
-        """Whether the plan computes what one device computes; with compression, what it may."""
-        return self.verdict.equal and (self.bounded is None or self.bounded.holds)
+        """Whether the plan computes what one device computes; with compression, what it may; with islands, whether a
+        step of all of them does, and they agree when they have met."""
+        is_bounded = self.bounded is None or self.bounded.holds
+        return self.verdict.equal and is_bounded and (self.meeting is None or self.meeting.alike)
+
+    @property
+    def has_islands(self) -> bool:
+        """Whether replicas go their own way between two meetings."""
+        return self.meeting is not None and self.meeting.every > 1
 
 
 def to_mapping(proof: Proof) -> dict[str, Any]:
@@ -92,6 +118,7 @@ def to_mapping(proof: Proof) -> dict[str, Any]:
         },
         "memory": {cause: count.to_mapping() for cause, count in proof.memory.items()},
         "bounded": None if proof.bounded is None else {**asdict(proof.bounded), "holds": proof.bounded.holds},
+        "meeting": None if proof.meeting is None else asdict(proof.meeting),
         "notes": list(proof.notes),
         "tolerance": verdict.tolerance,
         "steps": len(verdict.steps),
@@ -137,7 +164,7 @@ def _headline(proof: Proof) -> Table:
         lines.add_row(
             "", f"worst relative difference {worst} in {of.tensor}, tolerance {_short(verdict.tolerance)}; {steps}"
         )
-        for note in proof.notes:
+        for note in (*([str(proof.meeting)] if proof.has_islands else ()), *proof.notes):
             lines.add_row("", Text(note))
         return lines
     lines.add_row(Text("NOT equal", "bold red"), Text(f"{proof.plan} {ranks} differs from one device"))
@@ -150,7 +177,12 @@ def _headline(proof: Proof) -> Table:
 
 
 def _verdict(proof: Proof, ranks: str) -> tuple[Text, Text]:
-    bounded = proof.bounded
+    bounded, meeting = proof.bounded, proof.meeting
+    if meeting is not None and not meeting.alike:
+        return Text("NOT alike", "bold red"), Text(f"{proof.plan} {ranks}: replicas differ after they have met")
+    if bounded is None and proof.has_islands:
+        what = f"{proof.plan} {ranks}: a step of all islands together computes what one device computes"
+        return Text("islands", "bold green"), Text(what)
     if bounded is None:
         return Text("equal", "bold green"), Text(f"{proof.plan} {ranks} computes what one device computes")
     word = Text("bounded", "bold green") if bounded.holds else Text("NOT bounded", "bold red")
@@ -205,11 +237,18 @@ def _axes(proof: Proof) -> Table:
     table.add_column("")
     for axis in dict.fromkeys((*proof.bytes, *proof.collectives)):
         rows = [(f"{name} calls", count) for name, count in proof.collectives.get(axis, {}).items()]
-        rows += [("bytes", proof.bytes[axis])] if axis in proof.bytes else []
+        rows += [(_bytes_of(axis, proof.meeting), proof.bytes[axis])] if axis in proof.bytes else []
         for number, (name, count) in enumerate(rows):
             heading = axis if number == 0 else ""
             table.add_row(heading, name, _grouped(count.predicted), _grouped(count.counted), _mark(count.fits()))
     return table
+
+
+def _bytes_of(axis: str, meeting: Meeting | None) -> str:
+    """What is counted on an axis: messages as they are handed over, or what ranks send of what stands for them."""
+    if meeting is None or meeting.axis != axis:
+        return "bytes"
+    return "bytes sent" if meeting.every == 1 else f"bytes sent, every {meeting.every} steps"
 
 
 def _memory(proof: Proof) -> Table:

@@ -11,7 +11,8 @@ import time
 from dataclasses import dataclass, replace
 from statistics import median
 
-from shoal.blueprint.meeting import WAYS, Island, Link, Step, choose
+from shoal.blueprint.idle import without_idle
+from shoal.blueprint.meeting import WAYS, Island, Link, Step, choose, meeting_by
 from shoal.blueprint.plan import Plan
 from shoal.comm.measure import codec_seconds, link_of
 from shoal.comm.wire import Wire
@@ -64,9 +65,8 @@ def weigh(job: Job, world: World, ways: tuple[str, ...] = WAYS) -> Weighed | Non
 
 
 def _can_be_run(plan: Plan, words: str) -> bool:
-    said = Plan.parse(words)
     try:
-        refuse_unbuilt(replace(plan, sync=said.sync, compress=said.compress))
+        refuse_unbuilt(meeting_by(plan, words))
     except ShoalError:
         return False
     return True
@@ -78,11 +78,21 @@ def settled(job: Job, world: World) -> tuple[Job, str]:
     if plan.sync != "auto":
         return job, ""
     weighed = weigh(job, world)
-    words = Plan() if weighed is None else Plan.parse(weighed.chosen.words)
-    chosen = replace(plan, sync=words.sync, compress=words.compress)
+    chosen = meeting_by(plan, "" if weighed is None else weighed.chosen.words)
     why = "there is one replica" if weighed is None else f"{weighed.why} (predicted from what was measured)"
     said = "gradients at every step" if weighed is None or not weighed.chosen.words else weighed.chosen.words
-    return replace(job, recipe=job.recipe.model_copy(update={"plan": chosen})), f"meet   {said}: {why}"
+    update = {"plan": chosen, "comm": without_idle(job.recipe.comm, chosen)}
+    return replace(job, recipe=job.recipe.model_copy(update=update)), f"sync=auto is {said}: {why}"
+
+
+def algorithm_chosen(run: Run) -> str:
+    """What `comm.algorithm: auto` has come to when the model was prepared, and why; empty: nothing was left open."""
+    if run.options.algorithm != "auto":
+        return ""
+    lanes = run.composed.lanes
+    if lanes is None:
+        return "comm.algorithm auto is builtin: there is one replica"
+    return f"comm.algorithm auto is {lanes.wires[0].algorithm}: {lanes.why}"
 
 
 def _island(job: Job, trial: Run) -> tuple[float, list[tuple[int, ...]], int]:

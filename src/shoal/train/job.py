@@ -10,6 +10,7 @@ import numpy as np
 from torch import nn
 
 from shoal.blueprint.description import Description
+from shoal.blueprint.idle import idle
 from shoal.blueprint.legality import misfits
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.recipe import Recipe
@@ -37,11 +38,13 @@ class Job:
     held_out: Dataset
 
 
-def check(recipe: Recipe, world_size: int) -> Job:
-    """Find what is wrong with a recipe on this many ranks, without starting or writing anything."""
+def check(recipe: Recipe, world_size: int, *, tries_other_ways: bool = False) -> Job:
+    """Find what is wrong with a recipe on this many ranks, without starting or writing anything. `tries_other_ways`:
+    replicas will meet by other ways than the plan says, too, which its settings may be for."""
     found = Findings()
     plan = found.of(_runnable_plan, recipe, world_size)
     found.problems += _idle_settings(recipe) + list(_unfit_fragments(recipe))
+    found.problems += idle(recipe, plan) if plan is not None and not tries_other_ways else ()
     for tracker in recipe.run.trackers:
         found.of(needs, tracker, what=f"the tracker {tracker}", extra=tracker)
     model = found.of(without_memory, lambda: build_model(recipe.model))

@@ -28,7 +28,7 @@ from shoal.numerics.optim import build_optimizer, set_lr
 from shoal.numerics.schedule import lr_factor, scaled_lr
 from shoal.observe.directory import RunDirectory
 from shoal.observe.progress import ProgressLine, Quiet, progress_line
-from shoal.train.adapt import settled
+from shoal.train.adapt import algorithm_chosen, settled
 from shoal.train.build import build_to_lay_out, describe
 from shoal.train.injected import inject_faults
 from shoal.train.job import Job, steps_of, units
@@ -59,7 +59,7 @@ def train(placement: Placement | None, store: Store | None, job: Job, manner: Ma
     """Train on this rank; returns the summary of the run, the same on every rank."""
     launch = job.recipe.launch
     world = World.start(placement, device=launch.device, timeout=launch.timeout, store=store, threads=launch.threads)
-    job, how_to_meet = settled(job, world)
+    job, way_chosen = settled(job, world)
     recipe = job.recipe
     optim, settings = recipe.optim, recipe.run
     with run_of(recipe, world) as run:
@@ -80,7 +80,8 @@ def train(placement: Placement | None, store: Store | None, job: Job, manner: Ma
         meter = Meter(run, job, description, path, began=manner.began, history=known.get("history"))
         if keeper is not None:
             keeper.facts = lambda: {"history": meter.history()}
-        line.note("\n".join(filter(None, (_headline(run, job, lr), how_to_meet))))
+        chosen = [text for text in (way_chosen, algorithm_chosen(run)) if text]
+        line.note("\n".join([_headline(run, job, lr), *(f"meet   {text}" for text in chosen)]))
         if manifest is not None:
             line.note(f"resume from step {manifest.step}, which {_counted(int(known.get('ranks', 1)), 'rank')} saved")
         loader = loader_of(job, run, workers=recipe.data.workers)
@@ -108,6 +109,7 @@ def train(placement: Placement | None, store: Store | None, job: Job, manner: Ma
             **(keeper.summary() if keeper is not None else {}),
             "resumed_from": manifest.step if manifest is not None else None,
             "restarts": manner.generation,
+            "chosen": chosen,
         }
 
 

@@ -320,6 +320,8 @@ class Run:
             options=self.options,
         )
         self._description = description
+        if self._composed.reducer is not None:
+            self._composed.reducer.may_be_dropped = self.updates.on_nan == "skip"
         if self._composed.balance is not None:
             self._composed.balance.factor = self._factor_of_open_step
         if isinstance(self.objective, CrossEntropy):
@@ -439,6 +441,8 @@ class Run:
         trained = self.trained_parameters()
         norm = self.composed.norm(trained) / self.loss_scale.scale
         is_applied = self.updates.apply(self.optimizer, self.host_copies, trained, norm)
+        if self.composed.reducer is not None:
+            self.composed.reducer.judged(is_applied)
         experts = self.composed.balance_experts(is_applied=is_applied)
         if reduction is not None:
             reduction.wait()

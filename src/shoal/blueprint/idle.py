@@ -1,0 +1,72 @@
+"""Settings of how replicas meet that nothing would come of under a plan. They are refused: who typed them expects that
+something does.
+
+What is left to be chosen (`sync=auto`, `comm.algorithm: auto`, `plan: auto`) is not judged by what was chosen; and one
+rank alone may have settings for several: the same recipe runs there too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from shoal.blueprint.plan import Plan
+from shoal.blueprint.recipe import CommSection, Recipe
+from shoal.blueprint.synchrony import AUTO
+from shoal.errors import Problem
+
+OUTER = ("outer_lr", "outer_momentum")
+ISLANDS = (*OUTER, "fragments", "delay")
+
+
+def idle(recipe: Recipe, plan: Plan) -> Iterator[Problem]:
+    """Settings of `comm:` that have no effect under this plan, resolved."""
+    comm, synchrony = recipe.comm, plan.synchrony
+    islands = [name for name in ISLANDS if _is_said(comm, name)]
+    if plan.sync is None and islands:
+        yield Problem(
+            f"{_spelled(comm, islands)} about islands, and the plan has no sync=", _without(islands, "sync=diloco:50")
+        )
+    outer = [name for name in OUTER if name in islands]
+    if synchrony is not None and synchrony.way == "local" and outer:
+        what = f"{_spelled(comm, outer)} about sync=diloco; sync={synchrony} takes the mean"
+        yield Problem(what, _without(outer, f"sync=diloco:{synchrony.every}"))
+    if comm.exact_steps is not None and plan.sync != AUTO and (plan.sync or not plan.compress):
+        why = f"sync={plan.sync} sends weights" if plan.sync else "the plan has none"
+        what = f"comm.exact_steps {comm.exact_steps} is about the first steps under compress=, and {why}"
+        yield Problem(what, "leave comm.exact_steps out" + ("" if plan.sync else ", or compress=int8 in the plan"))
+    yield from _carries_nothing(recipe, plan)
+
+
+def _carries_nothing(recipe: Recipe, plan: Plan) -> Iterator[Problem]:
+    """A list of messages between replicas of which there is one, on several ranks."""
+    algorithm, layout = recipe.comm.algorithm, plan.layout
+    axis = "dp_replicate" if plan.is_sharded or plan.sync else plan.gradient_axis
+    is_open = algorithm in ("builtin", "auto") or recipe.run.planned
+    if not is_open and layout.world_size > 1 and layout.degree(axis) == 1:
+        what = f"comm.algorithm {algorithm} is about what replicas send each other, and dp_replicate=1: there is one"
+        yield Problem(what, "dp_replicate=2 or more in the plan, or --comm.algorithm builtin")
+
+
+def without_idle(comm: CommSection, plan: Plan) -> CommSection:
+    """The settings with those that a plan which was chosen does not use as if nobody had said them: what is kept of the
+    run can be run again."""
+    names = [*(ISLANDS if plan.sync is None else ()), *(("exact_steps",) if plan.sync or not plan.compress else ())]
+    return comm.model_copy(update={name: _usual(name) for name in names})
+
+
+def _usual(name: str) -> object:
+    return CommSection.model_fields[name].default
+
+
+def _is_said(comm: CommSection, name: str) -> bool:
+    """Whether it differs from what it is by itself: a recipe that a run has kept spells everything out."""
+    return bool(getattr(comm, name) != _usual(name))
+
+
+def _spelled(comm: CommSection, names: Sequence[str]) -> str:
+    words = [f"comm.{name} {getattr(comm, name)}" for name in names]
+    return " and ".join(words) + (" is" if len(words) == 1 else " are")
+
+
+def _without(names: Sequence[str], instead: str) -> str:
+    return f"{instead} in the plan, or {' '.join(f'--comm.{name} {_usual(name)}' for name in names)}"

@@ -1,0 +1,19 @@
+"""What is left of settings when `sync=auto` has chosen a way that does not use them."""
+
+from __future__ import annotations
+
+from shoal.blueprint.idle import idle, without_idle
+from shoal.blueprint.plan import Plan
+from shoal.blueprint.recipe import CommSection, Recipe
+
+
+def test_what_was_chosen_can_be_run_again() -> None:
+    comm = CommSection(outer_lr=0.5, fragments=2, exact_steps=3, algorithm="ring")
+    for words in ("", "compress=powersgd", "sync=diloco:50 compress=int8"):
+        plan = Plan.parse(words).resolve(2)
+        kept = without_idle(comm, plan)
+        assert list(idle(Recipe(comm=kept), plan)) == []
+        assert kept.algorithm == "ring"
+        assert (kept.fragments, kept.outer_lr) == ((2, 0.5) if plan.sync else (1, 0.7))
+        assert kept.exact_steps == (3 if plan.compress and not plan.sync else None)
+    assert len(list(idle(Recipe(comm=comm), Plan().resolve(2)))) == 2
