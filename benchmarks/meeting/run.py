@@ -40,6 +40,8 @@ LINK_WAYS = (
     "compress=randomk:0.1",
     "compress=topk:0.01",
     "compress=powersgd:4",
+    "sync=local:1 compress=topk:0.01",
+    "sync=local:1 compress=powersgd:4",
     "sync=diloco:50",
     "sync=diloco:50 compress=int8",
 )
@@ -48,10 +50,17 @@ BARS = {
     "compress=int8": 3.2,
     "compress=powersgd:4": 10.0,
     "compress=topk:0.01": 8.0,
+    "sync=local:1 compress=topk:0.01": 8.0,
+    "sync=local:1 compress=powersgd:4": 10.0,
     "sync=diloco:50": 15.0,
 }
-LOSS_WAYS = (*LINK_WAYS, "sync=local:8")
-CLOSE = ("compress=bf16", "compress=fp16", "compress=int8", "compress=powersgd:4")
+OF_STEPS = tuple(f"sync=local:1 compress={method}" for method in ("powersgd:4", "1bit", "randomk:0.1", "topk:0.01"))
+"""What is left out or late is that of Adam's steps, not of gradients that Adam divides by."""
+LOSS_WAYS = (
+    *("", "compress=bf16", "compress=fp16", "compress=int8", *OF_STEPS, "compress=powersgd:4"),
+    *("sync=local:8", "sync=diloco:50", "sync=diloco:50 compress=int8"),
+)
+CLOSE = ("compress=bf16", "compress=fp16", "compress=int8", "compress=powersgd:4", OF_STEPS[0])
 """Ways whose loss is to stay within 2 % of plain; the others within 5 %."""
 RACE_LOSS = 2.6
 RACE_WAYS = (

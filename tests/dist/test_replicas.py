@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import shoal
@@ -19,6 +20,7 @@ from shoal.comm.world import World
 from shoal.errors import ShoalError
 from shoal.numerics.init import initialise
 from shoal.parallel.islands import Outer
+from shoal.parallel.spread import Spread
 from shoal.train.run import Run
 from tests.cover import covered, wide
 from tests.dist.pool import Pool, on_ranks
@@ -234,6 +236,10 @@ def diloco(islands: int, steps: int, every: int, *, lr: float, momentum: float) 
     return losses, outer
 
 
+def _trained_by_the_mean(world: World, plan: str, steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    return trained(world, plan, steps, outer=Outer(rescale=False))
+
+
 @pytest.mark.parametrize(
     ("ranks", "plan", "islands"),
     [(2, "mb=4", 2), (3, "", 3), (4, "dp_replicate=2 zero=3 mb=3", 2), (4, "dp_replicate=2 tp=2", 2),
@@ -241,7 +247,7 @@ def diloco(islands: int, steps: int, every: int, *, lr: float, momentum: float) 
 )  # fmt: skip
 def test_islands_meet_as_in_plain_torch(pool: Pool, ranks: int, plan: str, islands: int) -> None:
     way, lr, momentum = ("local", 1.0, 0.0) if ranks == 3 else ("diloco", 0.7, 0.9)
-    (losses, weights), *_ = pool.run(trained, ranks, f"{plan} sync={way}:3", 7)
+    (losses, weights), *_ = pool.run(_trained_by_the_mean, ranks, f"{plan} sync={way}:3", 7)
     expected, outer = diloco(islands, 7, 3, lr=lr, momentum=momentum)
     assert losses == pytest.approx(expected, rel=1e-9)
     for name, weight in outer.named_parameters():
@@ -288,6 +294,46 @@ def test_islands_make_their_first_steps_together(world: World) -> None:
     sent = run.report.hidden if run.report is not None else None
     assert sent is not None
     assert 0 < sent.bytes < 8 * sum(parameter.numel() for parameter in run.parameters)
+
+
+@on_ranks(4)
+def test_how_far_gradients_lie_apart_is_measured(world: World) -> None:
+    """A signal that all islands see, and noise of their own."""
+    everybody, alone = dist.group.WORLD, dist.new_group([world.rank], use_local_synchronization=True)
+    assert everybody is not None
+    finite, shapes = torch.zeros(()), [(100, 300), (7,), (5000,)]
+    drawn = torch.Generator().manual_seed(1 + world.rank)
+    for noise in (0.0, 1.0, 100.0):
+        spread = Spread(0.9, torch.zeros(2))
+        for step in range(30):
+            gradients = [torch.ones(shape) + noise * torch.randn(shape, generator=drawn) for shape in shapes]
+            assert not spread.tell(finite, gradients, step, islands=everybody, own=alone)
+        expected = ((1 + noise**2) / (1 + noise**2 / 4)) ** 0.5
+        assert float(spread.factor(4)) == pytest.approx(expected, rel=0.03)
+        before = spread.squares
+        gradients[0].fill_(torch.nan)
+        assert spread.tell(torch.ones(()), gradients, 30, islands=everybody, own=alone)
+        assert torch.equal(spread.squares, before)
+    assert float(Spread(0.9, torch.zeros(2)).factor(4)) == 1.0
+
+
+def test_a_mean_of_islands_is_as_long_as_the_step_of_one_model(pool: Pool) -> None:
+    """With tokens drawn at random there is little but noise: Adam's steps of four islands are half as long as they
+    should be, on average, unless somebody looks."""
+    started_from = build("llama")
+    initialise(started_from, 0)
+    lengths = {}
+    for words, options in (("", {}), ("sync=local:1", {}), ("sync=local:1 ", {"outer": Outer(rescale=False)})):
+        _, weights = pool.run(_trained_so, 4, words, options)[0]
+        moved = [(weights[name] - weight.detach()).norm() for name, weight in started_from.double().named_parameters()]
+        lengths[words] = float(torch.stack(moved).norm())
+    plain, rescaled, as_they_are = lengths.values()
+    assert rescaled == pytest.approx(plain, rel=0.15)
+    assert as_they_are < 0.85 * plain
+
+
+def _trained_so(world: World, words: str, options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    return trained(world, words, 12, **options)
 
 
 @on_ranks(2)
@@ -366,6 +412,7 @@ SAVED = [
     ("compress=powersgd:2", {}),
     ("compress=int8", {}),
     ("sync=diloco:3", {}),
+    ("sync=local:1 compress=topk:0.1", {"exact_steps": 2}),
     ("sync=diloco:4 compress=1bit", {"outer": Outer(fragments=2, delay=1)}),
 ]
 

@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.recipe import CommSection, Recipe
-from shoal.blueprint.synchrony import AUTO
 from shoal.errors import Problem
 
 OUTER = ("outer_lr", "outer_momentum")
-ISLANDS = (*OUTER, "fragments", "delay")
+ISLANDS = (*OUTER, "fragments", "delay", "rescale")
 
 
 def idle(recipe: Recipe, plan: Plan) -> Iterator[Problem]:
@@ -30,10 +29,9 @@ def idle(recipe: Recipe, plan: Plan) -> Iterator[Problem]:
     if synchrony is not None and synchrony.way == "local" and outer:
         what = f"{_spelled(comm, outer)} about sync=diloco; sync={synchrony} takes the mean"
         yield Problem(what, _without(outer, f"sync=diloco:{synchrony.every}"))
-    if comm.exact_steps is not None and plan.sync != AUTO and (plan.sync or not plan.compress):
-        why = f"sync={plan.sync} sends weights" if plan.sync else "the plan has none"
-        what = f"comm.exact_steps {comm.exact_steps} is about the first steps under compress=, and {why}"
-        yield Problem(what, "leave comm.exact_steps out" + ("" if plan.sync else ", or compress=int8 in the plan"))
+    if comm.exact_steps is not None and not plan.sync and not plan.compress:
+        what = f"comm.exact_steps {comm.exact_steps} is about compress= and sync=, and the plan has neither"
+        yield Problem(what, "leave comm.exact_steps out, or compress=int8 in the plan")
     yield from _carries_nothing(recipe, plan)
 
 
@@ -50,7 +48,7 @@ def _carries_nothing(recipe: Recipe, plan: Plan) -> Iterator[Problem]:
 def without_idle(comm: CommSection, plan: Plan) -> CommSection:
     """The settings with those that a plan which was chosen does not use as if nobody had said them: what is kept of the
     run can be run again."""
-    names = [*(ISLANDS if plan.sync is None else ()), *(("exact_steps",) if plan.sync or not plan.compress else ())]
+    names = [*(ISLANDS if plan.sync is None else ()), *(() if plan.sync or plan.compress else ("exact_steps",))]
     return comm.model_copy(update={name: _usual(name) for name in names})
 
 

@@ -235,8 +235,9 @@ class CommSection(Section):
     step. Else a list of messages of that name (docs/concepts/collectives.md)."""
 
     exact_steps: Annotated[int, Number, Field(ge=0)] | None = None
-    """How many of the first steps send gradients as they are, although the plan compresses: they are the largest, and
-    the moments of the optimizer begin with them. None: 20 for `1bit`, `topk`, `randomk` and `powersgd`, else 0."""
+    """How many of the first steps send gradients as they are, although the plan compresses or has islands: they are the
+    largest, and the moments of the optimizer begin with them. None: 50 for `1bit`, `topk`, `randomk` and `powersgd`,
+    else 0."""
 
     outer_lr: PositiveFloat = 0.7
     """Under `sync=diloco:H`, the learning rate of the optimizer of the weights that islands share."""
@@ -249,6 +250,10 @@ class CommSection(Section):
 
     delay: Annotated[int, Number, Field(ge=0)] = 0
     """How many steps later what was sent is applied; until then it travels while islands go on."""
+
+    rescale: bool = True
+    """Under `sync=local:H` with Adam, make the mean of what islands did as long as the step of one model would be: an
+    island's gradients are noisier, and Adam divides by that (docs/concepts/slow-links.md)."""
 
 
 class RunSection(Section):

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.experimental import implicit_replication
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from shoal.blueprint.recipe import OptimSection
 from shoal.errors import ShoalError
@@ -33,6 +33,15 @@ def build_optimizer(
     if section.name == "adamw":
         return AdamW(filled, lr=lr, betas=section.betas, eps=section.eps, fused=fused, foreach=foreach)
     return SGD(filled, lr=lr, momentum=section.momentum, fused=fused, foreach=foreach)
+
+
+def memory_of_squares(optimizer: Optimizer) -> float | None:
+    """What is left after a step of the squares of gradients that an optimizer divides by; None: it divides by none, as
+    far as is known."""
+    group = optimizer.param_groups[0]
+    if isinstance(optimizer, Adam | AdamW | NAdam | RAdam | Adamax | OwnAdamW):
+        return float(group["betas"][1])
+    return float(group["alpha"]) if isinstance(optimizer, RMSprop) else None
 
 
 def takes_scale(optimizer: Optimizer) -> bool:

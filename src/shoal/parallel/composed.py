@@ -90,6 +90,8 @@ class Composed:
     norms: dict[str, Tensor] = field(default_factory=dict)
     """Those of the gradients of this rank's parameters, pieces as they are, in the last step."""
 
+    _step: int = 0
+    """The one whose gradients were made whole last."""
     _boxes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     _replaced: dict[int, tuple[weakref.ref[nn.Parameter], list[nn.Parameter]]] = field(default_factory=dict)
 
@@ -146,6 +148,7 @@ class Composed:
     @torch.no_grad()
     def finish_gradients(self, step: int) -> None:
         """Make every gradient whole, once a step; steps count from 0."""
+        self._step = step
         if self.reducer is not None:
             self.reducer.finish()
         gradients = {name: local(p.grad) for name, p in self.named.items() if p.grad is not None}
@@ -193,7 +196,13 @@ class Composed:
         if self.islands is None:
             return norm
         bad = (~norm.isfinite()).to(norm.dtype)
-        dist.all_reduce(bad, group=self.mesh.group("dp_replicate"))
+        between = self.mesh.group("dp_replicate")
+        if self.islands.spread is None:
+            dist.all_reduce(bad, group=between)
+        else:
+            every = [p for p in self.named.values() if p.requires_grad]
+            own = [local(p.grad) if p.grad is not None else torch.zeros_like(local(p)) for p in every]
+            bad = self.islands.spread.tell(bad, own, self._step, islands=between, own=self.mesh.group("island"))
         return torch.where(bad > 0, torch.full_like(norm, torch.nan), norm)
 
     def _own_norm(self, parameters: list[nn.Parameter]) -> Tensor:

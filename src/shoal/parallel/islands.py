@@ -30,6 +30,7 @@ from shoal.comm.hidden import Hidden
 from shoal.errors import raise_if
 from shoal.numerics.pieces import local
 from shoal.parallel.averager import Averager, Lanes
+from shoal.parallel.spread import Spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,8 @@ class Outer:
     momentum: float = 0.9
     fragments: int = 1
     delay: int = 0
+    rescale: bool = True
+    """Under `local`, make a mean of Adam's steps as long as one model's would be (`shoal.parallel.spread`)."""
 
 
 DEFAULT_OUTER = Outer()
@@ -60,6 +63,8 @@ class Islands:
     """See `Averager`."""
     exact_steps: int = 0
     """How many of the first steps all islands make together."""
+    spread: Spread | None = None
+    """None: the mean of what islands did is as long as it should be."""
     shared: dict[str, Tensor] = field(default_factory=dict)
     """θ: the weights that all islands agree on."""
     momentum: dict[str, Tensor] = field(default_factory=dict)
@@ -88,6 +93,12 @@ class Islands:
                 if self.outer.delay:
                     self.sent[name] = self.shared[name].clone()
                     self.arrived[name] = torch.zeros_like(self.shared[name])
+
+    def rescale(self, memory: float | None, like: Tensor) -> None:
+        """Under `local`, from now on: an optimizer divides by squares of gradients, of which it remembers so much."""
+        if memory is not None and self.synchrony.way == "local" and self.outer.rescale:
+            wide = torch.promote_types(like.dtype, torch.float32)
+            self.spread = Spread(memory, torch.zeros(2, dtype=wide, device=like.device))
 
     def share_gradients(self, step: int) -> None:
         """Among the first steps, counted from 0: give all islands the mean of their gradients."""
@@ -158,6 +169,9 @@ class Islands:
         for load in averager.loads:
             own = [local(parameter) for parameter in load.parameters]
             away = [self.shared[name] - weight for name, weight in zip(load.names, own, strict=True)]
+            if self.spread is not None:
+                factor = self.spread.factor(self.lanes.size)
+                away = [one * factor.to(one.dtype) for one in away]
             averager.begin(load, away, step, pays=pays)
             if self.outer.delay:
                 for name, weight in zip(load.names, own, strict=True):

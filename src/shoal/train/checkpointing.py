@@ -47,12 +47,14 @@ def state_of(run: Run) -> dict[str, Any]:
 
 
 def _islands(run: Run) -> dict[str, Any]:
-    """What islands have sent each other and not applied yet: fragment → after which step it will be."""
+    """What islands have sent each other and not applied yet: fragment → after which step it will be. And how far their
+    gradients lie apart."""
     islands = run.composed.islands
     if islands is None:
         return {}
     waiting = {str(fragment): step for fragment, step in islands.waiting.items()}
-    return {"islands": {"fragments": len(islands.fragments), "waiting": waiting}}
+    spread = {"spread": islands.spread.squares.tolist()} if islands.spread is not None else {}
+    return {"islands": {"fragments": len(islands.fragments), "waiting": waiting, **spread}}
 
 
 def settle_to_save(run: Run) -> None:
@@ -154,5 +156,7 @@ def restore(run: Run, manifest: Manifest) -> None:
     known, islands = state.get("islands", {}), run.composed.islands
     if islands is not None and islands.outer.delay and known.get("fragments") == len(islands.fragments):
         islands.waiting = {int(fragment): int(step) for fragment, step in known.get("waiting", {}).items()}
+    if islands is not None and islands.spread is not None and "spread" in known:
+        islands.spread.squares = islands.spread.squares.new_tensor([float(one) for one in known["spread"]])
     run.extra = dict(state.get("extra", {}))
     run.steps_done = manifest.step

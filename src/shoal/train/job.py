@@ -80,7 +80,13 @@ class Findings:
 def outer_of(recipe: Recipe) -> Outer:
     """How islands meet."""
     comm = recipe.comm
-    return Outer(lr=comm.outer_lr, momentum=comm.outer_momentum, fragments=comm.fragments, delay=comm.delay)
+    return Outer(
+        lr=comm.outer_lr,
+        momentum=comm.outer_momentum,
+        fragments=comm.fragments,
+        delay=comm.delay,
+        rescale=comm.rescale,
+    )
 
 
 def _unfit_fragments(recipe: Recipe) -> Iterator[Problem]:

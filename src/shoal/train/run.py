@@ -44,6 +44,7 @@ from shoal.numerics.determinism import make_deterministic
 from shoal.numerics.fp8 import FromHead, Scaling
 from shoal.numerics.gradients import LossScale
 from shoal.numerics.offload import HostCopies
+from shoal.numerics.optim import memory_of_squares
 from shoal.numerics.pieces import local
 from shoal.numerics.precision import precision_of
 from shoal.parallel.compose import compose
@@ -93,8 +94,9 @@ class Run:
     fp8_head        gradients: a head that computes the loss computes its gradients in fp8 then; its logits never are
     algorithm       what carries gradients between replicas: builtin (torch's own), ring, tree, double_tree, halving,
                     hierarchical or naive; auto: whichever is fastest here, measured when the model is prepared
-    exact_steps     how many of the first steps send gradients as they are under compress=; None: as the method wants
-    outer           under sync=, how islands meet: shoal.Outer(lr=0.7, momentum=0.9, fragments=1, delay=0)
+    exact_steps     how many of the first steps send gradients as they are under compress= and sync=; None: as the
+                    method wants
+    outer           under sync=, how islands meet: shoal.Outer(lr=0.7, momentum=0.9, fragments=1, delay=0, rescale=True)
     timeout         seconds that a rank waits for the others in one collective
     threads         CPU threads of this process; None: an even share of the cores
     world           the ranks, if someone else has gathered them
@@ -333,6 +335,8 @@ class Run:
     def _give_parameters(self, optimizer: Optimizer, composed: Composed) -> None:
         """Let an optimizer hold what became of its parameters; under offload, copies of it in host memory."""
         hand_over(optimizer, composed)
+        if composed.islands is not None:
+            composed.islands.rescale(memory_of_squares(optimizer), next(iter(composed.named.values())))
         is_elsewhere = self.plan.offload == "optimizer" and self.device.type != "cpu"
         self.host_copies = HostCopies(optimizer, local) if is_elsewhere else None
 
