@@ -57,7 +57,7 @@ BARS = {
 OF_STEPS = tuple(f"sync=local:1 compress={method}" for method in ("powersgd:4", "1bit", "randomk:0.1", "topk:0.01"))
 """What is left out or late is that of Adam's steps, not of gradients that Adam divides by."""
 LOSS_WAYS = (
-    *("", "compress=bf16", "compress=fp16", "compress=int8", *OF_STEPS, "compress=powersgd:4"),
+    *("plain", "compress=bf16", "compress=fp16", "compress=int8", *OF_STEPS, "compress=powersgd:4"),
     *("sync=local:8", "sync=diloco:50", "sync=diloco:50 compress=int8"),
 )
 CLOSE = ("compress=bf16", "compress=fp16", "compress=int8", "compress=powersgd:4", OF_STEPS[0])

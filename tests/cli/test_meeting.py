@@ -61,6 +61,12 @@ def test_auto_chooses_and_says_why(host: Host, tmp_path: Path) -> None:
     assert "auto" not in (tmp_path / "run" / "recipe.yaml").read_text().split("plan:")[1].split("\n")[0]
 
 
+def test_who_compresses_gradients_for_adam_is_told_of_a_better_way(host: Host, tmp_path: Path) -> None:
+    words = ["train", *TINY, "--run.duration", "2step", "--run.dir", str(tmp_path / "run"), "--plan"]
+    assert "sync=local:1 compress=topk:0.1 sends its steps" in host.run(*words, "compress=topk:0.1", cwd=tmp_path).said
+    assert "sends its steps" not in host.run(*words, "compress=int8", cwd=tmp_path).said
+
+
 @pytest.mark.parametrize(
     ("words", "what"),
     [

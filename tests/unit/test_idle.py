@@ -9,11 +9,11 @@ from shoal.blueprint.recipe import CommSection, Recipe
 
 def test_what_was_chosen_can_be_run_again() -> None:
     comm = CommSection(outer_lr=0.5, fragments=2, exact_steps=3, algorithm="ring")
-    for words in ("", "compress=powersgd", "sync=diloco:50 compress=int8"):
+    for words in ("", "compress=powersgd", "sync=diloco:50 compress=int8", "sync=local:1 compress=powersgd"):
         plan = Plan.parse(words).resolve(2)
         kept = without_idle(comm, plan)
         assert list(idle(Recipe(comm=kept), plan)) == []
         assert kept.algorithm == "ring"
-        assert (kept.fragments, kept.outer_lr) == ((2, 0.5) if plan.sync else (1, 0.7))
+        assert (kept.fragments, kept.outer_lr) == ((2, 0.5) if "diloco" in words else (1, 0.7))
         assert kept.exact_steps == (3 if plan.compress or plan.sync else None)
     assert len(list(idle(Recipe(comm=comm), Plan().resolve(2)))) == 2

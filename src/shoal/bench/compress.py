@@ -27,8 +27,9 @@ from shoal.train.run import Run
 from shoal.train.told import loader_of, run_of
 
 EVERY = (
-    *("", "compress=fp16", "compress=bf16", "compress=int8", "compress=1bit", "compress=topk:0.01"),
-    *("compress=randomk:0.1", "compress=powersgd:4", "sync=local:8", "sync=diloco:50", "sync=diloco:50 compress=int8"),
+    *("", "compress=fp16", "compress=bf16", "compress=int8", "compress=powersgd:4"),
+    *(f"sync=local:1 compress={method}" for method in ("powersgd:4", "1bit", "topk:0.01", "randomk:0.1")),
+    *("sync=local:8", "sync=diloco:50", "sync=diloco:50 compress=int8"),
 )
 SMOOTH = 5
 """Losses of so many steps are averaged before one says that a loss was reached."""

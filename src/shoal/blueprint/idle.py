@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.recipe import CommSection, Recipe
+from shoal.blueprint.synchrony import refuse_fragments
 from shoal.errors import Problem
 
 OUTER = ("outer_lr", "outer_momentum")
@@ -48,8 +49,20 @@ def _carries_nothing(recipe: Recipe, plan: Plan) -> Iterator[Problem]:
 def without_idle(comm: CommSection, plan: Plan) -> CommSection:
     """The settings with those that a plan which was chosen does not use as if nobody had said them: what is kept of the
     run can be run again."""
-    names = [*(ISLANDS if plan.sync is None else ()), *(() if plan.sync or plan.compress else ("exact_steps",))]
-    return comm.model_copy(update={name: _usual(name) for name in names})
+    return comm.model_copy(update={name: _usual(name) for name in _unused(comm, plan)})
+
+
+def _unused(comm: CommSection, plan: Plan) -> Iterator[str]:
+    synchrony = plan.synchrony
+    if synchrony is None:
+        yield from ISLANDS
+        if not plan.compress:
+            yield "exact_steps"
+    else:
+        if synchrony.way == "local":
+            yield from OUTER
+        if refuse_fragments(comm.fragments, comm.delay, synchrony.every) is not None:
+            yield from ("fragments", "delay")
 
 
 def _usual(name: str) -> object:

@@ -27,9 +27,9 @@ NEAR = 1.25
 HIDDEN = 1.1
 """So much slower than computing alone is as good as hidden."""
 
-WAYS = ("", "compress=bf16", "compress=int8", "compress=powersgd:4", "sync=diloco:50 compress=int8")
-"""What is chosen from, by how much it changes what is computed. `compress=topk`, `1bit` and `randomk` are for those who
-know that they want them: of ways as fast, they change more."""
+WAYS = ("", "compress=bf16", "compress=int8", "sync=local:1 compress=powersgd:4", "sync=diloco:50 compress=int8")
+"""What is chosen from, by how much it changes what is computed. `topk`, `1bit` and `randomk` are for those who know
+that they want them: of ways as fast, they change more."""
 
 
 @dataclass(frozen=True, slots=True)

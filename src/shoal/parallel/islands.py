@@ -134,8 +134,8 @@ class Islands:
                 self._apply(fragment)
 
     def meet(self, step: int) -> None:
-        """Exchange now what was not exchanged just now, at the end of a run, and pay what is owed, all as it is. Islands
-        take the mean, which is no step of the outer optimizer: its momentum is that of H steps."""
+        """Exchange now what was not exchanged just now, at the end of a run, and pay what is owed, as it is: islands
+        take the mean, which is no step of the outer optimizer; its momentum is that of H steps."""
         for fragment in range(len(self.fragments)):
             if fragment in self.waiting:
                 self._apply(fragment)

@@ -14,6 +14,7 @@ from statistics import median
 from shoal.blueprint.idle import without_idle
 from shoal.blueprint.meeting import WAYS, Island, Link, Step, choose, meeting_by
 from shoal.blueprint.plan import Plan
+from shoal.blueprint.recipe import Recipe
 from shoal.comm.measure import codec_seconds, link_of
 from shoal.comm.wire import Wire
 from shoal.comm.world import World
@@ -83,6 +84,18 @@ def settled(job: Job, world: World) -> tuple[Job, str]:
     said = "gradients at every step" if weighed is None or not weighed.chosen.words else weighed.chosen.words
     update = {"plan": chosen, "comm": without_idle(job.recipe.comm, chosen)}
     return replace(job, recipe=job.recipe.model_copy(update=update)), f"sync=auto is {said}: {why}"
+
+
+def better_so(recipe: Recipe) -> str:
+    """What to think of, where Adam would divide by gradients of which most is late or left out."""
+    plan = recipe.plan
+    compression = plan.compression
+    if compression is None or plan.sync or not compression.exact_steps or recipe.optim.name != "adamw":
+        return ""
+    return (
+        f"compress={compression} leaves AdamW to divide by what has arrived; sync=local:1 compress={compression} sends"
+        " its steps instead, and loses less (docs/concepts/slow-links.md)"
+    )
 
 
 def algorithm_chosen(run: Run) -> str:
