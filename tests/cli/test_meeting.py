@@ -49,7 +49,17 @@ def test_a_loss_that_was_reached_ends_a_way(host: Host, tmp_path: Path) -> None:
 
 
 def test_auto_chooses_and_says_why(host: Host, tmp_path: Path) -> None:
-    words = [*TINY, "--plan", "sync=auto", "--comm.algorithm", "auto", "--comm.fragments", "2"]
+    words = [
+        *TINY,
+        "--plan",
+        "sync=auto",
+        "--comm.algorithm",
+        "auto",
+        "--comm.fragments",
+        "2",
+        "--run.bucket_mb",
+        "auto",
+    ]
     ended = host.run("train", *words, "--run.duration", "3step", "--run.dir", str(tmp_path / "run"), cwd=tmp_path)
     assert ended.code == 0
     lines = [line.removeprefix("meet   ") for line in ended.said.splitlines() if line.startswith("meet ")]
@@ -57,6 +67,8 @@ def test_auto_chooses_and_says_why(host: Host, tmp_path: Path) -> None:
     assert "Mbit/s" in lines[0]
     assert lines[1].startswith("comm.algorithm auto is ")
     assert "builtin " in lines[1]
+    assert lines[2].startswith("run.bucket_mb auto is ")
+    assert "ms, measured" in lines[2]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["chosen"] == lines
     assert "auto" not in (tmp_path / "run" / "recipe.yaml").read_text().split("plan:")[1].split("\n")[0]
 

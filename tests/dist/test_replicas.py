@@ -88,6 +88,20 @@ def _trained_by(world: World, plan: str, algorithm: Any) -> tuple[list[float], d
     return trained(world, plan, algorithm=algorithm)
 
 
+@on_ranks(2)
+def test_buckets_are_as_large_as_the_link_wants(world: World) -> None:
+    """And change nothing but when things travel."""
+    losses = {}
+    for size in (None, "auto"):
+        for words in ("", "compress=bf16", "zero=3"):
+            run = started(world, words, bucket_mb=size)
+            losses[words, size] = [float(run.step(share(run, step))) for step in range(2)]
+            said = run.composed.bucket_chosen
+            assert said == "" if size is None else ("if at all" if words == "zero=3" else "ms, measured") in said
+    for words in ("", "compress=bf16", "zero=3"):
+        assert losses[words, "auto"] == pytest.approx(losses[words, None], rel=1e-12)
+
+
 class Forked(nn.Module):
     """Uses one of its first two layers, another one on every rank and in every step, and never the third."""
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import prod, sqrt
 
 from shoal.blueprint.compression import Compression
 from shoal.blueprint.plan import Plan
@@ -27,6 +27,7 @@ NEAR = 1.25
 HIDDEN = 1.1
 """So much slower than computing alone is as good as hidden."""
 
+SMALLEST_BUCKET = 2**20
 WAYS = ("", "compress=bf16", "compress=int8", "sync=local:1 compress=powersgd:4", "sync=diloco:50 compress=int8")
 """What is chosen from, by how much it changes what is computed. `topk`, `1bit` and `randomk` are for those who know
 that they want them: of ways as fast, they change more."""
@@ -122,6 +123,18 @@ def _overlapped(compute: float, exchange: float, num_buckets: int) -> float:
         ready = compute * (1 - BACKWARD + BACKWARD * (number + 1) / num_buckets)
         end = max(end, ready) + exchange / num_buckets
     return end
+
+
+def best_bucket(num_bytes: int, link: Link, replicas: int) -> float:
+    """Bytes of a bucket of gradients: of the last one nothing is hidden, so it should be short; of each the latency is
+    paid, so there should be few. Both cost the same, and least together, at √(all bytes x latency x bandwidth).
+
+    >>> best_bucket(100 * 2**20, Link(latency=1e-3, bandwidth=1e9), replicas=2) / 2**20
+    9.765625
+    """
+    sent = 2 * (replicas - 1) / replicas
+    best = sqrt(num_bytes * link.latency * link.bandwidth / sent)
+    return min(max(best, SMALLEST_BUCKET), num_bytes)
 
 
 def choose(

@@ -301,9 +301,10 @@ class RunSection(Section):
     fast_dev_run: bool = False
     """True: three steps and a short evaluation, nothing kept. To see whether everything fits together."""
 
-    bucket_mb: PositiveFloat | None = None
+    bucket_mb: PositiveFloat | Literal["auto"] | None = None
     """Size in MB of the buckets in which gradients are reduced over `dp_replicate`. None: 25, but 1 for the first one,
-    so that the reduction begins early."""
+    so that the reduction begins early. auto: by what the link can do, measured before the first step; under `compress=`
+    a run that goes on may then round otherwise."""
 
     planned: bool = False
     """True: the planner fills in what the plan leaves open. `plan: auto` says the same."""

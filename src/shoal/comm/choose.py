@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from shoal.blueprint.collective_algorithms import Algorithm
+from shoal.blueprint.meeting import best_bucket
+from shoal.comm.measure import link_of
 from shoal.comm.wire import Chosen, Sent, Wire
 
 TRIED: tuple[Algorithm, ...] = ("ring", "halving", "double_tree")
@@ -30,6 +32,14 @@ def fastest(wire: Wire, num_bytes: int) -> tuple[Chosen, str]:
     each = ", ".join(f"{way} {seconds * 1e3:.2f} ms" for way, seconds in zip(ways, took.tolist(), strict=True))
     why = f"{num_bytes / 2**20:.3g} MB take {each}, measured"
     return ways[best] if took[best] < 0.9 * took[0] else "builtin", why
+
+
+def bucket_mb(wire: Wire, num_bytes: int) -> tuple[float, str]:
+    """The size of buckets that hides most of what travels, from what the link can do; and that. All choose the same."""
+    link = link_of(wire)
+    size = best_bucket(num_bytes, link, wire.size)
+    rate = f"{link.bandwidth * 8 / 1e6:,.0f} Mbit/s, {link.latency * 1e3:.2f} ms"
+    return size / 2**20, f"gradients of {num_bytes / 2**20:.3g} MB over {rate}, measured"
 
 
 def _seconds(wire: Wire, x: torch.Tensor) -> float:

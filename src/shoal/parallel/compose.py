@@ -40,7 +40,7 @@ from shoal.parallel.expert import ExpertParallel, Experts, experts_in
 from shoal.parallel.expert import divide as divide_experts
 from shoal.parallel.head import LossHead, why_not_fused
 from shoal.parallel.islands import Islands
-from shoal.parallel.meeting import meeting_of, meets_by_itself
+from shoal.parallel.meeting import meeting_of, meets_by_itself, with_buckets
 from shoal.parallel.options import Options
 from shoal.parallel.pipeline import Pipeline, Stage, cut
 from shoal.parallel.recompute import recompute
@@ -95,6 +95,7 @@ def compose(
     if how.context is not None and skeleton is not model:
         divide_tokens(skeleton, description, how.context, is_compiled=True)
     whole = parts[0].model
+    options, bucket_chosen = with_buckets(options, plan, parts, mesh, is_sharded=how.sharding is not None)
     meeting = meeting_of(
         parts,
         plan,
@@ -105,6 +106,7 @@ def compose(
         is_sharded=how.sharding is not None,
     )
     if meeting is None and how.sharding is None and parts[0].stage is None:
+        assert options.bucket_mb != "auto"
         peers = mesh.group_of_several(plan.gradient_axis)
         whole = replicate(
             whole, peers, device=mesh.device, bucket_mb=options.bucket_mb, find_unused=options.find_unused
@@ -129,6 +131,7 @@ def compose(
         shapes=shapes,
         num_parameters=num_parameters,
         tied=description.tied,
+        bucket_chosen=bucket_chosen,
     )
 
 

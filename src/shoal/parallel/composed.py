@@ -83,6 +83,8 @@ class Composed:
     num_parameters: int
     """Elements of all parameters of the whole model; a shared one counts once."""
     tied: tuple[tuple[str, str], ...]
+    bucket_chosen: str = ""
+    """The size of buckets of gradients, and why so; empty: nobody left it open."""
     named: dict[str, nn.Parameter] = field(init=False)
     """The parameters of this rank, by the names that they have on one device; a tied one under its first name only,
     unless its second is on another stage."""

@@ -9,10 +9,11 @@ from shoal.blueprint.description import Description
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.traffic import BUCKET_BYTES
 from shoal.comm.averages import average_of
-from shoal.comm.choose import fastest
+from shoal.comm.choose import bucket_mb, fastest
 from shoal.comm.mesh import Mesh
 from shoal.comm.wire import Wire
 from shoal.errors import ShoalError
+from shoal.numerics.pieces import local
 from shoal.parallel.averager import Averager, Lanes, make_equal
 from shoal.parallel.composed import Part
 from shoal.parallel.islands import Islands
@@ -24,6 +25,21 @@ from shoal.parallel.tensor import TensorParallel
 def meets_by_itself(plan: Plan, options: Options) -> bool:
     """Whether replicas meet by a way of ours."""
     return bool(plan.compress or plan.sync or options.algorithm != "builtin")
+
+
+def with_buckets(
+    options: Options, plan: Plan, parts: Sequence[Part], mesh: Mesh, *, is_sharded: bool
+) -> tuple[Options, str]:
+    """The size of buckets that was left open, chosen by what the link can do, and why so; else as it is."""
+    if options.bucket_mb != "auto":
+        return options, ""
+    axis = "dp_replicate" if is_sharded or plan.sync else plan.gradient_axis
+    has_buckets = meets_by_itself(plan, options) or not (is_sharded or parts[0].stage is not None)
+    if mesh.degree(axis) == 1 or not has_buckets:
+        return replace(options, bucket_mb=None), "25 MB, if at all: no buckets of gradients travel between replicas"
+    trained = [local(p) for part in parts for p in part.model.parameters() if p.requires_grad]
+    size, why = bucket_mb(Wire(mesh.group(axis), mesh.wire), sum(p.nbytes for p in trained))
+    return replace(options, bucket_mb=size), f"{size:.3g} MB: {why}"
 
 
 def meeting_of(
@@ -42,6 +58,7 @@ def meeting_of(
         return None
     wire = Wire(mesh.new_group(axis), mesh.wire, node=mesh.ranks_of_node(axis))
     named = {name: p for part in parts for name, p in part.model.named_parameters()}
+    assert options.bucket_mb != "auto"
     bucket_bytes = BUCKET_BYTES if options.bucket_mb is None else round(options.bucket_mb * 2**20)
     wire.algorithm, why = (
         fastest(wire, bucket_bytes) if options.algorithm == "auto" else (options.algorithm, "it was asked for")

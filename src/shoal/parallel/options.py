@@ -18,7 +18,7 @@ class Options:
     """Settings that change how, not what, is computed; most of them are keys of a recipe."""
 
     seed: int = 0
-    bucket_mb: float | None = None
+    bucket_mb: float | Literal["auto"] | None = None
     find_unused: bool = False
     compile: bool | str = False
     """True: by torch's default backend; else by the one that is named."""

@@ -98,6 +98,11 @@ def better_so(recipe: Recipe) -> str:
     )
 
 
+def bucket_chosen(run: Run) -> str:
+    """What `run.bucket_mb: auto` has come to, and why; empty: nothing was left open."""
+    return f"run.bucket_mb auto is {run.composed.bucket_chosen}" if run.composed.bucket_chosen else ""
+
+
 def algorithm_chosen(run: Run) -> str:
     """What `comm.algorithm: auto` has come to when the model was prepared, and why; empty: nothing was left open."""
     if run.options.algorithm != "auto":

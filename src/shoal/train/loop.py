@@ -28,7 +28,7 @@ from shoal.numerics.optim import build_optimizer, set_lr
 from shoal.numerics.schedule import lr_factor, scaled_lr
 from shoal.observe.directory import RunDirectory
 from shoal.observe.progress import ProgressLine, Quiet, progress_line
-from shoal.train.adapt import algorithm_chosen, better_so, settled
+from shoal.train.adapt import algorithm_chosen, better_so, bucket_chosen, settled
 from shoal.train.build import build_to_lay_out, describe
 from shoal.train.injected import inject_faults
 from shoal.train.job import Job, steps_of, units
@@ -80,7 +80,7 @@ def train(placement: Placement | None, store: Store | None, job: Job, manner: Ma
         meter = Meter(run, job, description, path, began=manner.began, history=known.get("history"))
         if keeper is not None:
             keeper.facts = lambda: {"history": meter.history()}
-        chosen = [text for text in (way_chosen, algorithm_chosen(run)) if text]
+        chosen = [text for text in (way_chosen, algorithm_chosen(run), bucket_chosen(run)) if text]
         told = [f"meet   {text}" for text in (*chosen, better_so(recipe)) if text]
         line.note("\n".join([_headline(run, job, lr), *told]))
         if manifest is not None:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -84,7 +84,7 @@ class Run:
     device          auto, cpu or cuda
     deterministic   the same bits again on the same layout
     loss_scale      the first loss scale under fp16, and after how many good steps it is doubled (loss_scale_window)
-    bucket_mb       size of the buckets in which gradients are reduced; None: 25, and 1 for the first
+    bucket_mb       size of the buckets in which gradients are reduced; None: 25, and 1 for the first; "auto": measured
     find_unused     parameters may be without a gradient in some steps
     compile         let torch.compile make each block of the model faster; a word is the backend to use
     attention       the kernel of attention on a GPU: auto (the fastest), cudnn, flash, efficient or math
@@ -114,7 +114,7 @@ class Run:
         deterministic: bool = False,
         loss_scale: float = 65536.0,
         loss_scale_window: int = 2000,
-        bucket_mb: float | None = None,
+        bucket_mb: float | Literal["auto"] | None = None,
         find_unused: bool = False,
         compile: bool | str = False,
         attention: Backend = "auto",
