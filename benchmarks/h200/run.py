@@ -103,8 +103,9 @@ def large() -> tuple[str, list[Row]]:
 
 def fp8() -> tuple[str, list[Row]]:
     runs = {
+        "shoal, fp8, bf16 weights and states": ["shoal", "--precision", "fp8", "--weights", "bf16"],
         "shoal, fp8, bf16 states": ["shoal", "--precision", "fp8"],
-        "shoal, bf16, bf16 states": ["shoal"],
+        "shoal, bf16, bf16 weights and states": ["shoal", "--weights", "bf16"],
         "torchtitan 0.2.2, all in bf16": ["torchtitan"],
     }
     words = ["--shape", "8b", "--micro-batch", "2", "--states", "bf16", "--steps", "7", "--warmup", "3"]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from shoal.numerics.adamw import AdamW
 from shoal.numerics.norm_backward import _plainly, norm_backward
 from shoal.numerics.rotary import turned_heads
 
@@ -59,3 +60,42 @@ def test_heads_are_turned_and_joined(
     assert joint.grad is not None
     assert exact.grad is not None
     assert relative(joint.grad, exact.grad) < 3e-3
+
+
+def test_times_a_number_of_the_device() -> None:
+    from shoal.numerics.cross_entropy_kernel import times_
+
+    x, factor = torch.randn(1001, 33, device="cuda"), torch.tensor(1 / 3, device="cuda")
+    expected = x.double() * factor.double()
+    assert relative(times_(x, factor), expected) < 1e-7
+
+
+@pytest.mark.parametrize("states", ["fp32", "bf16"])
+def test_weights_in_bf16_are_updated_as_in_float64_but_for_their_rounding(states: str) -> None:
+    """One step: every weight is one of the two bfloat16 beside the exact one, and their mean has no bias."""
+    torch.manual_seed(0)
+    start = torch.randn(4097, 257, device="cuda").bfloat16()
+    gradient = torch.randn_like(start)
+    weight = nn.Parameter(start.clone())
+    exact = nn.Parameter(start.double())
+    options = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    weight.grad, exact.grad = gradient.clone(), gradient.double()
+    AdamW([weight], states=states, **options).step()  # type: ignore[arg-type]
+    torch.optim.AdamW([exact], **options).step()
+    apart = weight.double() - exact
+    step = exact.detach().abs().log2().floor().sub(7).exp2()  # between two bfloat16 of that size
+    assert float((apart.abs() / step).max().detach()) <= 1.01
+    bias = float((apart / step).mean().detach())
+    assert abs(bias) < 5 * 0.41 / weight.numel() ** 0.5
+    changed = float((apart / step).abs().mean().detach())
+    assert changed > 0.05, "nothing was rounded at random"
+
+
+@pytest.mark.parametrize("states", ["fp32", "bf16"])
+def test_changes_far_below_a_step_add_up(states: str) -> None:
+    parameter = nn.Parameter(torch.ones(65536, dtype=torch.bfloat16, device="cuda"))
+    optimizer = AdamW([parameter], lr=2**-7 / 50, weight_decay=0.0, states=states)  # type: ignore[arg-type]
+    for _ in range(100):
+        parameter.grad = -torch.ones_like(parameter)
+        optimizer.step()
+    assert float(parameter.float().mean().detach()) == pytest.approx(1 + 2 * 2**-7, abs=1e-4)

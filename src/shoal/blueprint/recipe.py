@@ -152,6 +152,11 @@ class OptimSection(Section):
     """What adamw keeps its two moments in. bf16: half their memory, rounded at random so that small changes still add
     up; weights and arithmetic stay in float32."""
 
+    weights: Literal["fp32", "bf16"] = "fp32"
+    """What parameters and their gradients are kept in. bf16 (adamw alone, with precision bf16 or fp8): half their memory
+    and traffic; updates are computed in float32, and weights are rounded at random so that small changes still add up.
+    There are no master weights, and gradients of several microbatches are summed up in bfloat16."""
+
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """The learning rate after warm-up, over the rest of the run."""
 

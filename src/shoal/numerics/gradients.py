@@ -19,7 +19,9 @@ def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 def norms_of(gradients: list[Tensor]) -> list[Tensor]:
-    """The 2-norm of each, in few kernels."""
+    """The 2-norm of each in at least float32, in few kernels."""
+    if gradients and all(gradient.dtype.itemsize < 4 for gradient in gradients):
+        return list(torch._foreach_norm(gradients, dtype=torch.float32))
     return list(torch._foreach_norm(gradients)) if gradients else []
 
 

@@ -31,6 +31,7 @@ def run_of(recipe: Recipe, world: World, plan: Plan | None = None) -> Run:
         fp8=settings.fp8,
         fp8_narrow=settings.fp8_narrow,
         fp8_head=settings.fp8_head,
+        weights=optim.weights,
         algorithm=recipe.comm.algorithm,
         exact_steps=recipe.comm.exact_steps,
         outer=outer_of(recipe),
