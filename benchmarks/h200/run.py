@@ -90,6 +90,7 @@ def speed() -> tuple[str, list[Row]]:
     runs = {
         "shoal": ["shoal"],
         "torchtitan 0.2.2": ["torchtitan"],
+        "shoal, gates kept": ["shoal", "--options", '{"remake_gates": false}'],
         "shoal, fp8": ["shoal", "--precision", "fp8"],
         "Accelerate + Transformers": ["accelerate"],
     }
@@ -108,7 +109,7 @@ def fp8() -> tuple[str, list[Row]]:
         "shoal, bf16, bf16 weights and states": ["shoal", "--weights", "bf16"],
         "torchtitan 0.2.2, all in bf16": ["torchtitan"],
     }
-    words = ["--shape", "8b", "--micro-batch", "2", "--states", "bf16", "--steps", "7", "--warmup", "3"]
+    words = ["--shape", "8b", "--micro-batch", "2", "--states", "bf16", "--steps", "10", "--warmup", "4"]
     return "fp8, 8.0 B, 2 x 4096 tokens", compared("8.0 B", words, runs)
 
 

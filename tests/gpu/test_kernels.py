@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.numerics.adamw import AdamW
+from shoal.numerics.embedding import embedded
+from shoal.numerics.gradients import norms_of
 from shoal.numerics.norm_backward import _plainly, norm_backward
 from shoal.numerics.rotary import turned_heads
 
@@ -37,7 +39,9 @@ def test_the_backward_of_a_norm(width: int, num_gradients: int, dtype: torch.dty
     assert all(relative(a, b) < most for a, b, most in zip(found, expected, bounds, strict=True))
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "features"), [(32, 8, 64), (24, 8, 128), (3, 1, 80), (20, 20, 128)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "features"), [(32, 8, 64), (24, 8, 128), (3, 1, 80), (20, 20, 128)]
+)
 @pytest.mark.parametrize("batch_of_angles", [1, 2])
 @pytest.mark.parametrize("is_strided", [False, True])
 def test_heads_are_turned_and_joined(
@@ -67,7 +71,35 @@ def test_times_a_number_of_the_device() -> None:
 
     x, factor = torch.randn(1001, 33, device="cuda"), torch.tensor(1 / 3, device="cuda")
     expected = x.double() * factor.double()
-    assert relative(times_(x, factor), expected) < 1e-7
+    assert relative(times_(x, factor, torch.bfloat16), expected) < 3e-3
+    assert relative(times_(x, factor, torch.float32), expected) < 1e-7
+    assert relative(x, expected) < 1e-7, "it was not done in place"
+
+
+def test_norms_of_gradients_in_bf16() -> None:
+    torch.manual_seed(0)
+    gradients = [torch.randn(size, device="cuda").bfloat16() for size in (1, 4096, 4097, 5_000_001)]
+    for norm, gradient in zip(norms_of(gradients), gradients, strict=True):
+        assert relative(norm, gradient.double().norm()) < 1e-6
+
+
+@pytest.mark.parametrize("width", [64, 1536, 2048])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 3e-3)])
+def test_rows_of_an_embedding(width: int, dtype: torch.dtype, bound: float) -> None:
+    torch.manual_seed(width)
+    layer = nn.Embedding(1000, width, device="cuda", dtype=dtype)
+    tokens = torch.randint(0, 900, (4, 257), device="cuda")
+    tokens[0, :200] = 7  # one that is everywhere, and a hundred that are nowhere
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        found = embedded(tokens, layer)
+    assert torch.equal(found, layer.weight[tokens].bfloat16())
+    grad = torch.randn_like(found)
+    (gradient,) = torch.autograd.grad(found, (layer.weight,), grad)
+    expected = torch.zeros(1000, width, dtype=torch.float64, device="cuda")
+    expected.index_add_(0, tokens.flatten(), grad.double().flatten(0, 1))
+    assert gradient.dtype == dtype
+    assert relative(gradient, expected) < bound
+    assert not gradient[900:].any()
 
 
 @pytest.mark.parametrize("states", ["fp32", "bf16"])

@@ -59,16 +59,21 @@ def test_heads_of_one_product(batch_of_angles: int) -> None:
     angles = drawn(batch_of_angles, 5, features // 2, seed=1).detach()
     found = turned_heads(joint, angles.cos(), angles.sin(), num_heads=num_heads, num_kv_heads=num_kv_heads)
     parts = joint.split([num_heads * features, num_kv_heads * features, num_kv_heads * features], dim=-1)
-    pairs = [torch.view_as_complex(x.unflatten(-1, (-1, 2, features // 2)).transpose(-1, -2).contiguous()) for x in parts]
+    pairs = [
+        torch.view_as_complex(x.unflatten(-1, (-1, 2, features // 2)).transpose(-1, -2).contiguous()) for x in parts
+    ]
     turn = torch.polar(torch.ones_like(angles), angles)[:, :, None]
     turned = [torch.view_as_real(x).transpose(-1, -2).flatten(-2) for x in (pairs[0] * turn, pairs[1] * turn, pairs[2])]
     assert [x.shape[2] for x in found] == [4, 2, 2]
     assert_same_gradients(torch.cat(found, dim=2), torch.cat(turned, dim=2), joint)
 
 
-def test_a_gated_product() -> None:
+@pytest.mark.parametrize("remakes", [True, False])
+def test_a_gated_product(remakes: bool) -> None:
     gate, up, layer = drawn(3, 5, 24, seed=0), drawn(3, 5, 24, seed=1), linear(24, 16, 2)
-    assert_same_gradients(gated_linear(gate, up, layer), layer(F.silu(gate) * up), gate, up, layer.weight)
+    assert_same_gradients(
+        gated_linear(gate, up, layer, remakes=remakes), layer(F.silu(gate) * up), gate, up, layer.weight
+    )
 
 
 def saved_bytes(y_of: object) -> int:

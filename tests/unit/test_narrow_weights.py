@@ -1,4 +1,4 @@
-"""Weights in bfloat16 that are rounded at random (`optim.weights`): what they learn, and what they cannot be used with."""
+"""Weights in bfloat16, rounded at random (`optim.weights`): what they learn, and what they cannot be used with."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def losses(weights: Any, lr: float, steps: int) -> list[float]:
         return [float(run.step(batch)) for batch in batches(steps)]
 
 
-def test_it_learns_as_with_weights_in_fp32_and_rounding_to_the_nearest_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_learns_as_with_weights_in_fp32_and_rounding_to_the_nearest_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The mean of the last twenty losses is within 3 %. The learning rate is small: most updates are below a step."""
     lr, steps = 5e-4, 200
     exact = losses("fp32", lr, steps)

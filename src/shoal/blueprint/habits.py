@@ -302,9 +302,11 @@ SHOAL_EAGER = replace(
 )
 
 
-def shoal_habits(*, compile: bool = True, states: str = "fp32", weights: str = "fp32") -> Habits:
-    """Those of a run with `run.compile` on or off, and AdamW's moments and weights in fp32 or bf16 (`optim.states`,
-    `optim.weights`).
+def shoal_habits(
+    *, compile: bool = True, states: str = "fp32", weights: str = "fp32", remake_gates: bool = True
+) -> Habits:
+    """Those of a run with `run.compile` and `run.remake_gates` on or off, and moments and weights in fp32 or bf16
+    (`optim.states`, `optim.weights`).
 
     >>> shoal_habits(compile=True, states="bf16").moments
     4.0
@@ -313,6 +315,7 @@ def shoal_habits(*, compile: bool = True, states: str = "fp32", weights: str = "
     (2, 2, 17.0)
     """
     habits = SHOAL if compile else SHOAL_EAGER
+    habits = habits if remake_gates else replace(habits, keeps_product=True)
     if weights == "bf16":
         habits = habits.with_narrow_weights()
     return habits.with_narrow_moments() if states == "bf16" else habits

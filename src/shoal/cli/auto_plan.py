@@ -80,7 +80,10 @@ def _task(recipe: Recipe, workload: Workload, cluster: Cluster) -> Task:
         sequence=recipe.data.sequence if workload.is_transformer else 1,
         global_batch=recipe.data.batch,
         habits=shoal_habits(
-            compile=recipe.run.compile, states=recipe.optim.states, weights=recipe.optim.weights
+            compile=recipe.run.compile,
+            states=recipe.optim.states,
+            weights=recipe.optim.weights,
+            remake_gates=recipe.run.remake_gates,
         ),
         compiles=recipe.run.compile,
     )

@@ -20,8 +20,8 @@ from shoal.blueprint.description import Description, Split
 from shoal.errors import ShoalError
 from shoal.models.construct import configure, undrawn
 from shoal.models.llama_config import PRESETS, LlamaConfig
+from shoal.numerics.embedding import embedded
 from shoal.numerics.lean import RMSNorm, gated_linear, linear, projected
-from shoal.numerics.precision import narrowed
 from shoal.numerics.rotary import rotated, turned_heads
 from shoal.parallel.context import Attention, DocumentMask, positions_in_documents
 
@@ -121,7 +121,7 @@ class Decoder(nn.Module):
         if positions is None:
             everyone = torch.arange(num_tokens, device=tokens.device)[None]
             positions = everyone if documents is None else positions_in_documents(documents)
-        x_BTD = narrowed(self.embed_tokens(tokens))
+        x_BTD = embedded(tokens, self.embed_tokens)
         angles_BTH = rotary_angles(positions, self.config, torch.promote_types(x_BTD.dtype, torch.float32))
         rotary = (angles_BTH.cos(), angles_BTH.sin())
         for layer in self.layers:
@@ -142,6 +142,7 @@ class Block(nn.Module):
 
     def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
         """x_BTD → x_BTD."""
+        update_BTD: Tensor
         x_BTD, update_BTD = self.self_attn(x_BTD, self.input_layernorm, rotary, mask)
         x_BTD, update_BTD = self.mlp(x_BTD + update_BTD, self.post_attention_layernorm)
         return x_BTD + update_BTD
@@ -162,10 +163,12 @@ class SelfAttention(nn.Module):
     def forward(
         self, x_BTD: Tensor, norm: RMSNorm, rotary: tuple[Tensor, Tensor], mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """x_BTD → x_BTD, and what is to be added to it, which sees its norm; without a mask, every token sees itself and
-        all before it."""
+        """x_BTD → x_BTD, and what is to be added to it, which sees its norm; without a mask, every token sees itself
+        and all before it."""
         x_BTD, projections = projected(x_BTD, norm, self.q_proj, self.k_proj, self.v_proj, together=True)
-        heads = self.of_one_product(projections[0], *rotary) if len(projections) == 1 else self.heads(projections, *rotary)
+        heads = (
+            self.of_one_product(projections[0], *rotary) if len(projections) == 1 else self.heads(projections, *rotary)
+        )
         y_BNTH = self.attention(*(x.transpose(1, 2) for x in heads), mask)
         return x_BTD, linear(y_BNTH.transpose(1, 2).flatten(2), self.o_proj)
 
@@ -188,11 +191,13 @@ class FeedForward(nn.Module):
         self.gate_proj = undrawn(nn.Linear, config.hidden, config.ffn, bias=False)
         self.up_proj = undrawn(nn.Linear, config.hidden, config.ffn, bias=False)
         self.down_proj = undrawn(nn.Linear, config.ffn, config.hidden, bias=False)
+        self.remakes = True
+        """See `gated_linear`."""
 
     def forward(self, x_BTD: Tensor, norm: RMSNorm | None = None) -> tuple[Tensor, Tensor]:
         """x_BTD → x_BTD, and what is to be added to it, which sees its norm, if there is one."""
         x_BTD, (gate_BTF, up_BTF) = projected(x_BTD, norm, self.gate_proj, self.up_proj)
-        return x_BTD, gated_linear(gate_BTF, up_BTF, self.down_proj)
+        return x_BTD, gated_linear(gate_BTF, up_BTF, self.down_proj, remakes=self.remakes)
 
 
 def rotary_angles(positions_BT: Tensor, config: LlamaConfig, dtype: torch.dtype) -> Tensor:

@@ -92,8 +92,7 @@ class NormedAttention(SelfAttention):
         """Queries, keys and values as they meet."""
         q, k, v = projections
         q, k = (
-            norm(x.unflatten(-1, (-1, self.head_dim))).flatten(-2)
-            for norm, x in ((self.q_norm, q), (self.k_norm, k))
+            norm(x.unflatten(-1, (-1, self.head_dim))).flatten(-2) for norm, x in ((self.q_norm, q), (self.k_norm, k))
         )
         return super().heads((q, k, v), cos_BTH, sin_BTH)
 

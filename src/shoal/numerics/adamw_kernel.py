@@ -1,9 +1,9 @@
 """AdamW of one tensor on a GPU, in one pass: every number read once and written once.
 
-For weights of P numbers in float32 that is 28 P bytes with states in float32, 20 P with states in bfloat16, and 14 P if
-weights and gradients are in bfloat16 as well. What is in bfloat16 is rounded up or down at random, with chances such
-that its mean is what it would be in float32: rounded to the nearest, a number that changes by less than half a step each
-time would never change at all.
+For weights of P numbers in float32 that is 28 P bytes with states in float32, 20 P with states in bfloat16, and 14 P
+if weights and gradients are in bfloat16 as well. What is in bfloat16 is rounded up or down at random, with chances
+such that its mean is what it would be in float32: rounded to the nearest, a number that changes by less than half a
+step each time would never change at all.
 """
 
 from __future__ import annotations
@@ -85,5 +85,6 @@ def update_in_one_pass(weight: Tensor, gradient: Tensor, first: Tensor, second: 
         nothing if divisor is None else divisor, nothing if dropped is None else dropped,
         weight.numel(), update.lr, *update.betas, update.eps, update.decay, update.seed,
         is_divided=divisor is not None, may_drop=dropped is not None,
-        is_rounded=first.dtype == torch.bfloat16, is_narrow=weight.dtype == torch.bfloat16, block=_BLOCK, num_warps=_WARPS,
+        is_rounded=first.dtype == torch.bfloat16, is_narrow=weight.dtype == torch.bfloat16,
+        block=_BLOCK, num_warps=_WARPS,
     )  # fmt: skip

@@ -54,7 +54,7 @@ def projected(
     in which those of the layers lie side by side.
     """
     has_backward = torch.is_grad_enabled() and (x.requires_grad or any(layer.weight.requires_grad for layer in layers))
-    if norm is None or not has_backward or not (_is_plain(norm) and all(map(_is_product, layers))):
+    if norm is None or not has_backward or not (is_plain(norm) and all(map(_is_product, layers))):
         normed = x if norm is None else norm(x)
         return x, tuple(layer(normed) for layer in layers)
     is_one = together and x.is_cuda
@@ -76,8 +76,13 @@ def linear(x: Tensor, layer: nn.Linear) -> Tensor:
     return y
 
 
-def gated_linear(gate: Tensor, up: Tensor, layer: nn.Linear) -> Tensor:
-    """silu(gate) · up, and what a layer makes of it: the second half of a gated feed-forward."""
+def gated_linear(gate: Tensor, up: Tensor, layer: nn.Linear, *, remakes: bool = True) -> Tensor:
+    """silu(gate) · up, and what a layer makes of it: the second half of a gated feed-forward.
+
+    `remakes`: the input of the layer is made again in the backward; else it is kept, which takes F/D more and no time.
+    """
+    if not remakes:
+        return linear(F.silu(gate) * up, layer)
     if not _is_product(layer):
         called: Tensor = layer(F.silu(gate) * up)
         return called
@@ -94,10 +99,10 @@ def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
 
 def _is_product(layer: nn.Module) -> bool:
     """Nothing but the product with a weight."""
-    return type(layer) is nn.Linear and getattr(layer, "bias", None) is None and _is_plain(layer)
+    return type(layer) is nn.Linear and getattr(layer, "bias", None) is None and is_plain(layer)
 
 
-def _is_plain(module: nn.Module) -> bool:
+def is_plain(module: nn.Module) -> bool:
     """Nobody watches it, and nobody has put a forward of his own in its place."""
     return "forward" not in module.__dict__ and not (
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks

@@ -4,8 +4,8 @@
        └──────────────────────────▶ sum              of_x  the gradient of x from there
 
 A compiler makes two or three kernels of it, which read some of these tensors twice: the sum over features that d_x
-needs goes along rows, that over tokens that d_scale needs along columns. On a GPU it is one kernel here, and an operator
-that a compiler leaves alone; elsewhere plain torch.
+needs goes along rows, that over tokens that d_scale needs along columns. On a GPU it is one kernel here, and an
+operator that a compiler leaves alone; elsewhere plain torch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ torch.library.define(
 )
 
 
-@torch.library.impl("shoal::norm_backward", "CUDA")  # type: ignore[untyped-decorator]
+@torch.library.impl("shoal::norm_backward", "CUDA")
 def _on_gpu(
     d_normed: list[Tensor], of_x: Tensor, x: Tensor, scale: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,7 +57,7 @@ def _on_gpu(
     return norm_backward_in_one_pass(d_normed, of_x, x, scale, inverse)
 
 
-@torch.library.register_fake("shoal::norm_backward")
+@torch.library.register_fake("shoal::norm_backward")  # type: ignore[untyped-decorator]
 def _shapes(
     d_normed: list[Tensor], of_x: Tensor, x: Tensor, scale: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from shoal.errors import ShoalError, listed
 
-
 Weights = Literal["fp32", "bf16"]
 
 
@@ -110,6 +109,8 @@ def precision_of(name: str, weights: Weights = "fp32") -> Precision:
     if weights == "fp32":
         return PRECISIONS[name]
     if PRECISIONS[name].compute_dtype != torch.bfloat16:
-        what = f"weights in bf16 are for the precisions bf16 and fp8, whose products see no more of them, not for {name}"
+        what = (
+            f"weights in bf16 are for the precisions bf16 and fp8, whose products see no more of them, not for {name}"
+        )
         raise ShoalError(what, fix="--optim.weights fp32, or --plan.precision bf16")
     return replace(PRECISIONS[name], weight_dtype=torch.bfloat16)

@@ -61,7 +61,7 @@ torch.library.define(
 torch.library.define("shoal::join_heads", "(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin) -> Tensor")
 
 
-@torch.library.impl("shoal::turn_heads", "CUDA")  # type: ignore[untyped-decorator]
+@torch.library.impl("shoal::turn_heads", "CUDA")
 def _turn(joint: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int) -> list[Tensor]:
     from shoal.numerics.rotary_kernel import turn  # Triton, which CPUs do not have
 
@@ -70,21 +70,21 @@ def _turn(joint: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads:
     return parts
 
 
-@torch.library.impl("shoal::join_heads", "CUDA")  # type: ignore[untyped-decorator]
+@torch.library.impl("shoal::join_heads", "CUDA")
 def _join(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     from shoal.numerics.rotary_kernel import turn_back
 
-    joint = _joint(dq, dk, dv, cos, sin)
+    joint: Tensor = _joint(dq, dk, dv, cos, sin)
     turn_back([x if x.stride(-1) == 1 else x.contiguous() for x in (dq, dk, dv)], joint, cos, sin)
     return joint
 
 
-@torch.library.register_fake("shoal::turn_heads")
+@torch.library.register_fake("shoal::turn_heads")  # type: ignore[untyped-decorator]
 def _parted(joint: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int) -> list[Tensor]:
     return _parts(joint, num_heads, num_kv_heads)
 
 
-@torch.library.register_fake("shoal::join_heads")
+@torch.library.register_fake("shoal::join_heads")  # type: ignore[untyped-decorator]
 def _joint(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     batch, tokens, num_heads, head_dim = dq.shape
     width = (num_heads + 2 * dk.shape[2]) * head_dim

@@ -185,6 +185,7 @@ def _lay_out(part: Part, how: _How) -> None:
             _give_loss_to_head(model, how)  # before it is sharded, which makes another class of it
         for block in _modules(model, unit) if unit.is_block else ():
             _choose_attention(block, how.options)
+            _choose_what_is_kept(block, how.options)
             how.num_in_fp8 += _narrow_products(block, how)
             if how.plan.recompute == "full":  # around what is compiled: a compiler would keep some of what it captures
                 _compile(block, how.options)
@@ -292,6 +293,11 @@ def _tensors(model: nn.Module, unit: Unit) -> Iterator[Tensor]:
 def _choose_attention(module: nn.Module, options: Options) -> None:
     for attention in (inner for inner in module.modules() if isinstance(inner, Attention)):
         attention.backend = options.attention
+
+
+def _choose_what_is_kept(block: nn.Module, options: Options) -> None:
+    for module in (inner for inner in block.modules() if isinstance(getattr(inner, "remakes", None), bool)):
+        module.remakes = options.remake_gates  # type: ignore[assignment]
 
 
 def _narrow_products(block: nn.Module, how: _How) -> int:

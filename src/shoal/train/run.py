@@ -93,6 +93,7 @@ class Run:
     fp8_head        gradients: a head that computes the loss computes its gradients in fp8 then; its logits never are
     weights         what parameters and their gradients are kept in: bf16 only with an optimizer that rounds at random,
                     as build_optimizer makes it of optim.weights
+    remake_gates    make the gated values of a feed-forward again in the backward; False: keep them, which is faster
     algorithm       what carries gradients between replicas: builtin (torch's own), ring, tree, double_tree, halving,
                     hierarchical or naive; auto: whichever is fastest here, measured when the model is prepared
     exact_steps     how many of the first steps send gradients as they are under compress=; None: as the method wants
@@ -123,6 +124,7 @@ class Run:
         fp8_narrow: int | None = None,
         fp8_head: FromHead = "gradients",
         weights: Weights = "fp32",
+        remake_gates: bool = True,
         algorithm: Wanted = "builtin",
         exact_steps: int | None = None,
         outer: Outer = DEFAULT_OUTER,
@@ -156,6 +158,7 @@ class Run:
             fp8=fp8,
             fp8_narrow=fp8_narrow,
             fp8_head=fp8_head,
+            remake_gates=remake_gates,
             algorithm=algorithm,
             exact_steps=exact_steps,
             outer=outer,

@@ -32,6 +32,7 @@ def run_of(recipe: Recipe, world: World, plan: Plan | None = None) -> Run:
         fp8_narrow=settings.fp8_narrow,
         fp8_head=settings.fp8_head,
         weights=optim.weights,
+        remake_gates=settings.remake_gates,
         algorithm=recipe.comm.algorithm,
         exact_steps=recipe.comm.exact_steps,
         outer=outer_of(recipe),
