@@ -31,8 +31,8 @@ Row = dict[str, str]
 PROTOCOL = (
     "Random tokens, AdamW with weights and states in float32, unless a row says otherwise, products in bfloat16,"
     " compiled, no clipping; a step is forward, backward, update and the forgetting of gradients, timed from one"
-    " synchronisation to the next; the median of the steps after warm-up, *measured*. MFU counts attention as if every token saw all, over 989 TFLOP/s. Memory"
-    " is the most that torch has allocated."
+    " synchronisation to the next; the median of the steps after warm-up, *measured*. MFU counts"
+    " attention as if every token saw all, over 989 TFLOP/s. Memory is the most that torch has allocated."
 )
 
 
