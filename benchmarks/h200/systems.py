@@ -110,12 +110,13 @@ def shoal(shape: Shape, arguments: argparse.Namespace) -> None:
         ffn=shape.ffn, vocabulary=shape.vocabulary, max_sequence=arguments.sequence,
     )  # fmt: skip
     words = f"mb={arguments.micro_batch} {arguments.precision} recompute={arguments.recompute} {arguments.words}"
-    with Run(words, compile=not arguments.eager, clip=arguments.clip, **arguments.options) as run:
+    options = {"weights": arguments.weights, **arguments.options}
+    with Run(words, compile=not arguments.eager, clip=arguments.clip, **options) as run:
         with torch.device("cuda"):
             model = Llama(config)
         run.prepare(drawn(model))
-        states = {} if arguments.states is None else {"states": arguments.states}
-        run.prepare(build_optimizer(run.parameters, OptimSection(**states), lr=1e-4))
+        section = OptimSection(states=arguments.states or "fp32", weights=arguments.weights)
+        run.prepare(build_optimizer(run.parameters, section, lr=1e-4))
         if arguments.states_first:
             make_states(run.optimizer)
 
@@ -282,6 +283,7 @@ def main() -> None:
     parser.add_argument("--precision", default="bf16", help="of shoal")
     parser.add_argument("--recompute", default="none")
     parser.add_argument("--states", default=None, help="bf16: the optimizer's states, and for a peer all it holds")
+    parser.add_argument("--weights", default="fp32", help="bf16: shoal's weights and gradients, rounded at random")
     parser.add_argument("--words", default="", help="more words of shoal's plan")
     parser.add_argument("--options", type=json.loads, default={}, help="more options of shoal's Run, as JSON")
     parser.add_argument("--clip", type=float, default=None)

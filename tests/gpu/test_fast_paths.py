@@ -152,9 +152,10 @@ def test_projections_together_are_those_alone() -> None:
     norm = RMSNorm(64, eps=1e-5, device="cuda")
     x = torch.randn(8, 64, device="cuda", requires_grad=True)
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        together = projected(x, norm, *layers, together=True)
-        alone = projected(x, norm, *layers)
+        _, (joint,) = projected(x, norm, *layers, together=True)
+        _, alone = projected(x, norm, *layers)
         called = [layer(norm(x)) for layer in layers]
+    together = joint.split([64, 16, 16], dim=-1)
     assert all(relative(a, b) < 1e-2 for a, b in zip(together, called, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
 

@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.models.llama import Llama, LlamaConfig
+from shoal.numerics import lean
 from shoal.numerics.lean import RMSNorm, gated_linear, projected
+from shoal.numerics.rotary import turned_heads
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
@@ -39,14 +41,39 @@ def assert_same_gradients(found: Tensor, expected: Tensor, *inputs: Tensor) -> N
 def test_projections_of_a_norm() -> None:
     x, norm = drawn(3, 5, 16, seed=0), norm_of(16)
     layers = [linear(16, width, seed) for seed, width in enumerate((24, 8, 8))]
-    found = torch.cat(projected(x, norm, *layers), dim=-1)
-    expected = torch.cat([layer(nn.RMSNorm.forward(norm, x)) for layer in layers], dim=-1)
+    passed, products = projected(x, norm, *layers)
+    found = torch.cat([passed, *products], dim=-1)
+    expected = torch.cat([x, *(layer(nn.RMSNorm.forward(norm, x)) for layer in layers)], dim=-1)
     assert_same_gradients(found, expected, x, norm.weight, *(layer.weight for layer in layers))
 
 
-def test_a_gated_product() -> None:
+def test_a_product() -> None:
+    x, layer = drawn(3, 5, 24, seed=0), linear(24, 16, 2)
+    assert_same_gradients(lean.linear(x, layer), layer(x), x, layer.weight)
+
+
+@pytest.mark.parametrize("batch_of_angles", [1, 3])
+def test_heads_of_one_product(batch_of_angles: int) -> None:
+    num_heads, num_kv_heads, features = 4, 2, 6
+    joint = drawn(3, 5, (num_heads + 2 * num_kv_heads) * features, seed=0)
+    angles = drawn(batch_of_angles, 5, features // 2, seed=1).detach()
+    found = turned_heads(joint, angles.cos(), angles.sin(), num_heads=num_heads, num_kv_heads=num_kv_heads)
+    parts = joint.split([num_heads * features, num_kv_heads * features, num_kv_heads * features], dim=-1)
+    pairs = [
+        torch.view_as_complex(x.unflatten(-1, (-1, 2, features // 2)).transpose(-1, -2).contiguous()) for x in parts
+    ]
+    turn = torch.polar(torch.ones_like(angles), angles)[:, :, None]
+    turned = [torch.view_as_real(x).transpose(-1, -2).flatten(-2) for x in (pairs[0] * turn, pairs[1] * turn, pairs[2])]
+    assert [x.shape[2] for x in found] == [4, 2, 2]
+    assert_same_gradients(torch.cat(found, dim=2), torch.cat(turned, dim=2), joint)
+
+
+@pytest.mark.parametrize("remakes", [True, False])
+def test_a_gated_product(remakes: bool) -> None:
     gate, up, layer = drawn(3, 5, 24, seed=0), drawn(3, 5, 24, seed=1), linear(24, 16, 2)
-    assert_same_gradients(gated_linear(gate, up, layer), layer(F.silu(gate) * up), gate, up, layer.weight)
+    assert_same_gradients(
+        gated_linear(gate, up, layer, remakes=remakes), layer(F.silu(gate) * up), gate, up, layer.weight
+    )
 
 
 def saved_bytes(y_of: object) -> int:
@@ -90,7 +117,7 @@ def test_who_has_to_be_called_is_called(what: str) -> None:
     else:
         layer = Watched(16, 8, bias=False, dtype=torch.float64)
     x, norm = drawn(3, 5, 16, seed=0), norm_of(16)
-    (found,) = projected(x, norm, layer)
+    _, (found,) = projected(x, norm, layer)
     torch.testing.assert_close(found, layer(norm(x)))
     torch.testing.assert_close(gated_linear(x, x, layer), layer(F.silu(x) * x))
     assert calls == ([what] * 4 if what != "bias" else [])

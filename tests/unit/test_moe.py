@@ -180,9 +180,9 @@ def test_shared_experts_are_added() -> None:
     x = torch.randn(2, 5, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     assert layer.shared.gate_proj.weight.shape == (32, 24)
     norm = RMSNorm(24, dtype=torch.float64)
-    whole, shared = layer(x, norm), layer.shared(norm(x))
+    (_, whole), (_, shared) = layer(x, norm), layer.shared(norm(x))
     layer.shared = None
-    torch.testing.assert_close(whole, layer(x, norm) + shared)
+    torch.testing.assert_close(whole, layer(x, norm)[1] + shared)
 
 
 def test_queries_and_keys_are_normed_by_head() -> None:
@@ -203,7 +203,7 @@ def test_queries_and_keys_are_normed_by_head() -> None:
     scores = normed(q, attention.q_norm.weight) @ normed(k, attention.k_norm.weight).transpose(2, 3) / 6**0.5
     scores = scores.masked_fill(~torch.ones(5, 5, dtype=torch.bool).tril(), -torch.inf)
     expected = (scores.softmax(-1) @ v).transpose(1, 2).reshape(2, 5, 24) @ attention.o_proj.weight.T
-    torch.testing.assert_close(attention(x, norm, still, None), expected, rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(attention(x, norm, still, None)[1], expected, rtol=1e-10, atol=1e-11)
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)

@@ -97,7 +97,7 @@ def trace(model: nn.Module, inputs: Inputs, *, precision: str = "fp32", device: 
         state = {name: imitate(tensor) for name, tensor in _state(model)}
         arguments, options = _call(tree_map_only(Tensor, imitate, inputs))
         watch.ignore(*state.values(), *_attributes(model), *tree_leaves((arguments, options)))
-        if policy.compute_dtype != policy.weight_dtype:
+        if policy.is_lower:
             stack.enter_context(torch.autocast(device, dtype=policy.compute_dtype))
         _run(model, state, arguments, options, watch)
     return tuple(_summed(model, watch))

@@ -174,6 +174,13 @@ class Habits:
         traffic = self.optimizer_traffic - 2 * moments + self.rounding  # read and written
         return replace(self, name=f"{self.name}, bf16 states", moments=moments, optimizer_traffic=traffic)
 
+    def with_narrow_weights(self) -> Habits:
+        """The same with weights and gradients in half the bytes, and no other copy of them."""
+        name = f"{self.name}, bf16 weights"
+        traffic = self.optimizer_traffic - self.weight - self.gradient  # both are read or written twice
+        casts = max(0.0, self.fp8_casts - 3 * self.weight / 2)  # for which weights are read three times
+        return replace(self, name=name, weight=2, gradient=2, optimizer_traffic=traffic, fp8_casts=casts)
+
     def as_documented(self) -> Habits:
         """Without what was learnt from measured runs of the system: those figures become those of an unknown one."""
         learnt = {entry.name: entry.default for entry in fields(self) if entry.name in LEARNT}
@@ -295,13 +302,22 @@ SHOAL_EAGER = replace(
 )
 
 
-def shoal_habits(*, compile: bool = True, states: str = "fp32") -> Habits:
-    """Those of a run with `run.compile` on or off, and AdamW's moments in fp32 or bf16 (`optim.states`).
+def shoal_habits(
+    *, compile: bool = True, states: str = "fp32", weights: str = "fp32", remake_gates: bool = True
+) -> Habits:
+    """Those of a run with `run.compile` and `run.remake_gates` on or off, and moments and weights in fp32 or bf16
+    (`optim.states`, `optim.weights`).
 
     >>> shoal_habits(compile=True, states="bf16").moments
     4.0
+    >>> narrow = shoal_habits(weights="bf16", states="bf16")
+    >>> narrow.weight, narrow.gradient, narrow.optimizer_traffic
+    (2, 2, 17.0)
     """
     habits = SHOAL if compile else SHOAL_EAGER
+    habits = habits if remake_gates else replace(habits, keeps_product=True)
+    if weights == "bf16":
+        habits = habits.with_narrow_weights()
     return habits.with_narrow_moments() if states == "bf16" else habits
 
 

@@ -79,7 +79,12 @@ def _task(recipe: Recipe, workload: Workload, cluster: Cluster) -> Task:
         cluster=cluster,
         sequence=recipe.data.sequence if workload.is_transformer else 1,
         global_batch=recipe.data.batch,
-        habits=shoal_habits(compile=recipe.run.compile, states=recipe.optim.states),
+        habits=shoal_habits(
+            compile=recipe.run.compile,
+            states=recipe.optim.states,
+            weights=recipe.optim.weights,
+            remake_gates=recipe.run.remake_gates,
+        ),
         compiles=recipe.run.compile,
     )
 

@@ -74,6 +74,9 @@ class Options:
     states: Literal["fp32", "bf16"] = "fp32"
     """What AdamW keeps its moments in."""
 
+    weights: Literal["fp32", "bf16"] = "fp32"
+    """What parameters and gradients are kept in."""
+
     eager: bool = False
     """Without torch.compile."""
 
@@ -143,7 +146,7 @@ def task_of(options: Options) -> Task:
         cluster=cluster,
         sequence=sequence,
         global_batch=batch,
-        habits=shoal_habits(compile=not options.eager, states=options.states),
+        habits=shoal_habits(compile=not options.eager, states=options.states, weights=options.weights),
         compiles=not options.eager,
         max_memory=None if options.max_memory is None else _room(options.max_memory, cluster),
     )

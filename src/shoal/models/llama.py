@@ -10,6 +10,7 @@ Shapes: B batch, T tokens, D model dim, N heads, K key/value heads, H head dim, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from shoal.blueprint.description import Description, Split
 from shoal.errors import ShoalError
 from shoal.models.construct import configure, undrawn
 from shoal.models.llama_config import PRESETS, LlamaConfig
-from shoal.numerics.lean import RMSNorm, gated_linear, projected
-from shoal.numerics.precision import narrowed
+from shoal.numerics.embedding import embedded
+from shoal.numerics.lean import RMSNorm, gated_linear, linear, projected
+from shoal.numerics.rotary import rotated, turned_heads
 from shoal.parallel.context import Attention, DocumentMask, positions_in_documents
 
 __all__ = ["PRESETS", "Llama", "LlamaConfig", "build"]
@@ -104,7 +106,7 @@ class Decoder(nn.Module):
         self.config = config
         self.embed_tokens = undrawn(nn.Embedding, config.vocabulary, config.hidden)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden, eps=config.norm_eps)
+        self.norm = RMSNorm(config.hidden, eps=config.norm_eps, narrows=True)
         self.mask = DocumentMask()
 
     def forward(self, tokens: Tensor, documents: Tensor | None, positions: Tensor | None) -> Tensor:
@@ -119,7 +121,7 @@ class Decoder(nn.Module):
         if positions is None:
             everyone = torch.arange(num_tokens, device=tokens.device)[None]
             positions = everyone if documents is None else positions_in_documents(documents)
-        x_BTD = narrowed(self.embed_tokens(tokens))
+        x_BTD = embedded(tokens, self.embed_tokens)
         angles_BTH = rotary_angles(positions, self.config, torch.promote_types(x_BTD.dtype, torch.float32))
         rotary = (angles_BTH.cos(), angles_BTH.sin())
         for layer in self.layers:
@@ -140,8 +142,9 @@ class Block(nn.Module):
 
     def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
         """x_BTD → x_BTD."""
-        x_BTD = x_BTD + self.self_attn(x_BTD, self.input_layernorm, rotary, mask)
-        update_BTD: Tensor = self.mlp(x_BTD, self.post_attention_layernorm)
+        update_BTD: Tensor
+        x_BTD, update_BTD = self.self_attn(x_BTD, self.input_layernorm, rotary, mask)
+        x_BTD, update_BTD = self.mlp(x_BTD + update_BTD, self.post_attention_layernorm)
         return x_BTD + update_BTD
 
 
@@ -157,19 +160,27 @@ class SelfAttention(nn.Module):
         self.o_proj = undrawn(nn.Linear, config.num_heads * self.head_dim, config.hidden, bias=False)
         self.attention = Attention()
 
-    def forward(self, x_BTD: Tensor, norm: RMSNorm, rotary: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
-        """x_BTD → x_BTD, of which it sees the norm; without a mask, every token sees itself and all before it."""
-        projections = projected(x_BTD, norm, self.q_proj, self.k_proj, self.v_proj, together=True)
-        q_BTNH, k_BTKH, v_BTKH = (x.unflatten(-1, (-1, self.head_dim)) for x in projections)  # -1: this rank's heads
-        q_BTNH, k_BTKH = self.turned(q_BTNH, k_BTKH, *rotary)
-        v_BTKH = v_BTKH.contiguous()  # else what attention keeps of it would keep the queries and keys beside it, too
-        y_BNTH = self.attention(*(x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH)), mask)
-        out_BTD: Tensor = self.o_proj(y_BNTH.transpose(1, 2).flatten(2))
-        return out_BTD
+    def forward(
+        self, x_BTD: Tensor, norm: RMSNorm, rotary: tuple[Tensor, Tensor], mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """x_BTD → x_BTD, and what is to be added to it, which sees its norm; without a mask, every token sees itself
+        and all before it."""
+        x_BTD, projections = projected(x_BTD, norm, self.q_proj, self.k_proj, self.v_proj, together=True)
+        heads = (
+            self.of_one_product(projections[0], *rotary) if len(projections) == 1 else self.heads(projections, *rotary)
+        )
+        y_BNTH = self.attention(*(x.transpose(1, 2) for x in heads), mask)
+        return x_BTD, linear(y_BNTH.transpose(1, 2).flatten(2), self.o_proj)
 
-    def turned(self, q_BTNH: Tensor, k_BTKH: Tensor, cos_BTH: Tensor, sin_BTH: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys as they meet: turned by the angles of their positions."""
-        return rotated(q_BTNH, cos_BTH, sin_BTH), rotated(k_BTKH, cos_BTH, sin_BTH)
+    def of_one_product(self, joint: Tensor, cos_BTH: Tensor, sin_BTH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values that lie side by side, as they meet."""
+        num_heads, num_kv_heads = (layer.out_features // self.head_dim for layer in (self.q_proj, self.k_proj))
+        return turned_heads(joint, cos_BTH, sin_BTH, num_heads=num_heads, num_kv_heads=num_kv_heads)
+
+    def heads(self, projections: Sequence[Tensor], cos_BTH: Tensor, sin_BTH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values as they meet: the first two turned by the angles of their positions."""
+        q_BTNH, k_BTKH, v_BTKH = (x.unflatten(-1, (-1, self.head_dim)) for x in projections)  # -1: this rank's heads
+        return rotated(q_BTNH, cos_BTH, sin_BTH), rotated(k_BTKH, cos_BTH, sin_BTH), v_BTKH
 
 
 class FeedForward(nn.Module):
@@ -180,11 +191,13 @@ class FeedForward(nn.Module):
         self.gate_proj = undrawn(nn.Linear, config.hidden, config.ffn, bias=False)
         self.up_proj = undrawn(nn.Linear, config.hidden, config.ffn, bias=False)
         self.down_proj = undrawn(nn.Linear, config.ffn, config.hidden, bias=False)
+        self.remakes = True
+        """See `gated_linear`."""
 
-    def forward(self, x_BTD: Tensor, norm: RMSNorm | None = None) -> Tensor:
-        """x_BTD → x_BTD, of which it sees the norm, if there is one."""
-        gate_BTF, up_BTF = projected(x_BTD, norm, self.gate_proj, self.up_proj)
-        return gated_linear(gate_BTF, up_BTF, self.down_proj)
+    def forward(self, x_BTD: Tensor, norm: RMSNorm | None = None) -> tuple[Tensor, Tensor]:
+        """x_BTD → x_BTD, and what is to be added to it, which sees its norm, if there is one."""
+        x_BTD, (gate_BTF, up_BTF) = projected(x_BTD, norm, self.gate_proj, self.up_proj)
+        return x_BTD, gated_linear(gate_BTF, up_BTF, self.down_proj, remakes=self.remakes)
 
 
 def rotary_angles(positions_BT: Tensor, config: LlamaConfig, dtype: torch.dtype) -> Tensor:
@@ -192,10 +205,3 @@ def rotary_angles(positions_BT: Tensor, config: LlamaConfig, dtype: torch.dtype)
     positions past 256 are no longer told apart."""
     exponents_H = torch.arange(0, config.dim_of_head, 2, dtype=dtype, device=positions_BT.device) / config.dim_of_head
     return positions_BT[:, :, None].to(dtype) / config.rope_theta**exponents_H
-
-
-def rotated(x_BTNH: Tensor, cos_BTH: Tensor, sin_BTH: Tensor) -> Tensor:
-    """Each pair (i, i + H/2) of every head turned by its angle, computed in the precision of the angles."""
-    cos, sin = cos_BTH[:, :, None], sin_BTH[:, :, None]
-    first, second = x_BTNH.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_BTNH.dtype)

@@ -15,6 +15,7 @@ Shapes: B batch, T tokens, D model dim, N heads, K key/value heads, H head dim.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -80,9 +81,20 @@ class NormedAttention(SelfAttention):
         self.q_norm = RMSNorm(self.head_dim, eps=config.norm_eps)
         self.k_norm = RMSNorm(self.head_dim, eps=config.norm_eps)
 
-    def turned(self, q_BTNH: Tensor, k_BTKH: Tensor, cos_BTH: Tensor, sin_BTH: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys as they meet."""
-        return super().turned(self.q_norm(q_BTNH), self.k_norm(k_BTKH), cos_BTH, sin_BTH)
+    def of_one_product(self, joint: Tensor, cos_BTH: Tensor, sin_BTH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values that lie side by side, as they meet."""
+        layers = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = joint.split([layer.out_features for layer in layers], dim=-1)
+        # Else what attention keeps of the values would keep the queries and keys beside them, too.
+        return self.heads((q, k, v.contiguous()), cos_BTH, sin_BTH)
+
+    def heads(self, projections: Sequence[Tensor], cos_BTH: Tensor, sin_BTH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values as they meet."""
+        q, k, v = projections
+        q, k = (
+            norm(x.unflatten(-1, (-1, self.head_dim))).flatten(-2) for norm, x in ((self.q_norm, q), (self.k_norm, k))
+        )
+        return super().heads((q, k, v), cos_BTH, sin_BTH)
 
 
 class SparseFeedForward(nn.Module):
@@ -96,15 +108,14 @@ class SparseFeedForward(nn.Module):
         has_shared = config.num_shared_experts > 0
         self.shared = FeedForward(dataclasses.replace(config, ffn=config.shared_ffn)) if has_shared else None
 
-    def forward(self, x_BTD: Tensor, norm: RMSNorm) -> Tensor:
-        """x_BTD → x_BTD, of which it sees the norm."""
-        x_BTD = norm(x_BTD)
-        routing, *facts = self.router(x_BTD)
-        y_BTD: Tensor = self.experts(x_BTD.flatten(0, 1), routing).view_as(x_BTD)
+    def forward(self, x_BTD: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """x_BTD → x_BTD, and what is to be added to it, which sees its norm."""
+        normed_BTD = norm(x_BTD)
+        routing, *facts = self.router(normed_BTD)
+        y_BTD: Tensor = self.experts(normed_BTD.flatten(0, 1), routing).view_as(normed_BTD)
         if self.shared is not None:
-            y_BTD = y_BTD + self.shared(x_BTD)
-        settled_BTD: Tensor = self.router.settle(y_BTD, *facts)
-        return settled_BTD
+            y_BTD = y_BTD + self.shared(normed_BTD)[1]
+        return x_BTD, self.router.settle(y_BTD, *facts)
 
 
 def splits_of(config: MoeConfig) -> dict[str, Split]:

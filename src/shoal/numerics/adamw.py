@@ -1,8 +1,9 @@
-"""AdamW whose moments may be kept in bfloat16, and whose update is one kernel for each tensor on a GPU.
+"""AdamW whose moments and weights may be kept in bfloat16, and whose update is one kernel for each tensor on a GPU.
 
 torch's fused AdamW is exact and needs states in the precision of the weights. This one computes the same numbers in
 float32, and stores the moments in float32 or in bfloat16. Half of 16 bytes a parameter that Adam takes are its moments;
-in bfloat16 they take a quarter. Rounding is at random, and the same again for the same seed, step and parameter.
+in bfloat16 they take a quarter. Weights in bfloat16 are rounded too: there is no other copy of them. Rounding is at
+random, and the same again for the same seed, step and parameter.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class AdamW(Optimizer):
             divisor=divisor,
             dropped=dropped,
         )
-        if weight.is_cuda and weight.dtype == torch.float32 and _is_dense(weight):
+        if weight.is_cuda and weight.dtype in _DTYPES.values() and _is_dense(weight):
             if gradient.stride() != weight.stride():  # the kernel goes through memory, whatever the places in it mean
                 gradient = torch.empty_like(weight).copy_(gradient)
             from shoal.numerics.adamw_kernel import update_in_one_pass  # Triton, which CPUs do not have
@@ -107,7 +108,7 @@ class AdamW(Optimizer):
 
 
 def _dtype_for(parameter: Tensor, group: dict[str, Any]) -> torch.dtype:
-    return _DTYPES[group["states"]] if parameter.dtype == torch.float32 else parameter.dtype
+    return _DTYPES[group["states"]] if parameter.dtype in _DTYPES.values() else parameter.dtype
 
 
 def _is_dense(x: Tensor) -> bool:

@@ -1,8 +1,9 @@
 """AdamW of one tensor on a GPU, in one pass: every number read once and written once.
 
-For weights of P numbers in float32 that is 28 P bytes with states in float32, 20 P with states in bfloat16. A state in
-bfloat16 is rounded up or down at random, with chances such that its mean is what it would be in float32: rounded to the
-nearest, a moment that changes by less than half a step each time would never change at all.
+For weights of P numbers in float32 that is 28 P bytes with states in float32, 20 P with states in bfloat16, and 14 P
+if weights and gradients are in bfloat16 as well. What is in bfloat16 is rounded up or down at random, with chances
+such that its mean is what it would be in float32: rounded to the nearest, a number that changes by less than half a
+step each time would never change at all.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _WARPS = 4
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _noise(seed, block: tl.constexpr):  # type: ignore[no-untyped-def]
     """32 random bits for each place of this program's block: 16 for each moment. Four places share one draw, which
-    gives 128 bits and is what an update would wait for if every place had its own."""
+    gives 128 bits and is what an update would wait for if every place had its own. A weight's 16 bits are mixed of
+    those 32: as likely to be any number as they are, if not independent of both."""
     quarter: tl.constexpr = block // 4
     a, b, c, d = tl.randint4x(seed, tl.program_id(0) * quarter + tl.arange(0, quarter))
     return tl.join(tl.join(a, b), tl.join(c, d)).reshape(block)
@@ -41,7 +43,8 @@ def _rounded(x, noise):  # type: ignore[no-untyped-def]
 def _update(  # type: ignore[no-untyped-def]
     weight, gradient, first, second, step, divisor, dropped,
     size, lr, beta1, beta2, eps, decay, seed,
-    is_divided: tl.constexpr, may_drop: tl.constexpr, is_rounded: tl.constexpr, block: tl.constexpr,
+    is_divided: tl.constexpr, may_drop: tl.constexpr, is_rounded: tl.constexpr, is_narrow: tl.constexpr,
+    block: tl.constexpr,
 ):  # fmt: skip
     number = tl.load(step)
     correction1 = 1.0 - tl.exp2(number * tl.log2(beta1))
@@ -60,9 +63,12 @@ def _update(  # type: ignore[no-untyped-def]
     v = beta2 * v + (1.0 - beta2) * g * g
     w = w * (1.0 - lr * decay)
     w = w - lr / correction1 * m / (tl.sqrt(v) / tl.sqrt(correction2) + eps)
-    tl.store(weight + places, w.to(weight.dtype.element_ty), mask=here)
+    noise = _noise(seed, block)  # of which nothing is left where nobody reads it
+    if is_narrow:
+        tl.store(weight + places, _rounded(w, ((noise ^ (noise >> 15)) * 0x2C1B3C6D) >> 16), mask=here)
+    else:
+        tl.store(weight + places, w, mask=here)
     if is_rounded:
-        noise = _noise(seed, block)
         tl.store(first + places, _rounded(m, noise), mask=here)
         tl.store(second + places, _rounded(v, noise >> 16), mask=here)
     else:
@@ -79,5 +85,6 @@ def update_in_one_pass(weight: Tensor, gradient: Tensor, first: Tensor, second: 
         nothing if divisor is None else divisor, nothing if dropped is None else dropped,
         weight.numel(), update.lr, *update.betas, update.eps, update.decay, update.seed,
         is_divided=divisor is not None, may_drop=dropped is not None,
-        is_rounded=first.dtype == torch.bfloat16, block=_BLOCK, num_warps=_WARPS,
+        is_rounded=first.dtype == torch.bfloat16, is_narrow=weight.dtype == torch.bfloat16,
+        block=_BLOCK, num_warps=_WARPS,
     )  # fmt: skip

@@ -21,7 +21,7 @@ class Update:
     eps: float
     decay: float
     seed: int
-    """Of the rounding of moments in bfloat16."""
+    """Of the rounding of what is in bfloat16."""
     divisor: Tensor | None
     """What gradients are divided by, and whether nothing is to change: see `numerics.optim.step_scaled`."""
     dropped: Tensor | None
@@ -39,10 +39,10 @@ def update_plainly(weight: Tensor, gradient: Tensor, first: Tensor, second: Tens
     v = second.to(dtype) * beta2 + (1.0 - beta2) * g * g
     correction1, correction2 = (1.0 - beta ** float(update.step) for beta in update.betas)
     change = update.lr / correction1 * m / (v.sqrt() / correction2**0.5 + update.eps)
-    weight.copy_(weight.to(dtype) * (1.0 - update.lr * update.decay) - change)
+    w = weight.to(dtype) * (1.0 - update.lr * update.decay) - change
     generator = torch.Generator(weight.device).manual_seed(update.seed)
-    for moment, value in ((first, m), (second, v)):
-        moment.copy_(stochastically_rounded(value, generator) if moment.dtype == torch.bfloat16 else value)
+    for held, value in ((first, m), (second, v), (weight, w)):
+        held.copy_(stochastically_rounded(value, generator) if held.dtype == torch.bfloat16 else value)
 
 
 def stochastically_rounded(x: Tensor, generator: torch.Generator) -> Tensor:

@@ -4,6 +4,7 @@ Both keep the input of every product, for the gradient of its weight. The inputs
 again from what has to be kept anyway (F: feed-forward, D: model dim; less by so many tensors of D features):
 
     projected      x ─ norm ─▶ n ─ W ─▶ y                       keeps x and one number a token; n is made again     1
+                     └─▶ x, for the sum with what comes of y: so both gradients of x meet in one pass over it
     gated_linear   gate, up ─ silu(gate)·up ─▶ g ─ W ─▶ y       keeps gate and up; g is made again                F/D
 
 The price is a multiplication or two per element, in a backward that reads and writes those elements anyway. What is
@@ -24,38 +25,64 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.numerics.precision import compute_dtype, wide
+from shoal.numerics.norm_backward import norm_backward
+from shoal.numerics.precision import compute_dtype, narrowed, wide
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's, also of an x in lower precision than its scale: it is computed in that of the scale."""
+    """torch's, also of an x in lower precision than its scale: it is computed in that of the scale.
+
+    `narrows`: what comes of it is in bfloat16 under that autocast, for somebody who would cast it anyway.
+    """
+
+    def __init__(self, *arguments: Any, narrows: bool = False, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.narrows = narrows
 
     def forward(self, x: Tensor) -> Tensor:
         """The norm of x over its last dim."""
-        return super().forward(x.to(self.weight.dtype))
+        normed = super().forward(x.to(self.weight.dtype))
+        return narrowed(normed) if self.narrows else normed
 
 
-def projected(x: Tensor, norm: RMSNorm | None, *layers: nn.Linear, together: bool = False) -> tuple[Tensor, ...]:
-    """What each layer makes of the norm of x; of x itself, without a norm.
+def projected(
+    x: Tensor, norm: RMSNorm | None, *layers: nn.Linear, together: bool = False
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """x, to which a block adds what it makes of it; and what each layer makes of the norm of x, or of x itself.
 
-    `together`: as one product, which a GPU computes faster than several narrow ones. What comes of it is one tensor in
-    memory: no part of it is freed before all of it.
+    `together`: perhaps as one product, which a GPU computes faster than several narrow ones. Then there is one tensor,
+    in which those of the layers lie side by side.
     """
     has_backward = torch.is_grad_enabled() and (x.requires_grad or any(layer.weight.requires_grad for layer in layers))
-    if norm is None or not has_backward or not (_is_plain(norm) and all(map(_is_product, layers))):
+    if norm is None or not has_backward or not (is_plain(norm) and all(map(_is_product, layers))):
         normed = x if norm is None else norm(x)
-        return tuple(layer(normed) for layer in layers)
+        return x, tuple(layer(normed) for layer in layers)
     is_one = together and x.is_cuda
     eps = torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps
     weights, dtype = [layer.weight for layer in layers], compute_dtype(x)
     with _without_autocast(x):
-        products = _NormedLinears.apply(x, norm.weight, eps, dtype, is_one, *weights)  # type: ignore[no-untyped-call]
-    outputs: tuple[Tensor, ...] = products
-    return products[0].split([weight.shape[0] for weight in weights], dim=-1) if is_one else outputs
+        passed, *products = _NormedLinears.apply(x, norm.weight, eps, dtype, is_one, *weights)  # type: ignore[no-untyped-call]
+    return passed, tuple(products)
 
 
-def gated_linear(gate: Tensor, up: Tensor, layer: nn.Linear) -> Tensor:
-    """silu(gate) · up, and what a layer makes of it: the second half of a gated feed-forward."""
+def linear(x: Tensor, layer: nn.Linear) -> Tensor:
+    """What a layer makes of x; the gradient of its weight comes out of its product in the precision of the weight."""
+    if not _is_product(layer) or not torch.is_grad_enabled():
+        called: Tensor = layer(x)
+        return called
+    dtype = compute_dtype(x)
+    with _without_autocast(x):
+        y: Tensor = _Linear.apply(x.to(dtype), layer.weight)  # type: ignore[no-untyped-call]
+    return y
+
+
+def gated_linear(gate: Tensor, up: Tensor, layer: nn.Linear, *, remakes: bool = True) -> Tensor:
+    """silu(gate) · up, and what a layer makes of it: the second half of a gated feed-forward.
+
+    `remakes`: the input of the layer is made again in the backward; else it is kept, which takes F/D more and no time.
+    """
+    if not remakes:
+        return linear(F.silu(gate) * up, layer)
     if not _is_product(layer):
         called: Tensor = layer(F.silu(gate) * up)
         return called
@@ -72,18 +99,32 @@ def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
 
 def _is_product(layer: nn.Module) -> bool:
     """Nothing but the product with a weight."""
-    return type(layer) is nn.Linear and getattr(layer, "bias", None) is None and _is_plain(layer)
+    return type(layer) is nn.Linear and getattr(layer, "bias", None) is None and is_plain(layer)
 
 
-def _is_plain(module: nn.Module) -> bool:
+def is_plain(module: nn.Module) -> bool:
     """Nobody watches it, and nobody has put a forward of his own in its place."""
     return "forward" not in module.__dict__ and not (
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
 
 
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        (grad,) = grads
+        d_x = grad @ weight.to(grad.dtype) if ctx.needs_input_grad[0] else None
+        return d_x, _product(grad, x, weight.dtype) if ctx.needs_input_grad[1] else None
+
+
 class _NormedLinears(torch.autograd.Function):
-    """The root-mean-square norm of x, and its product with every weight, or with all of them side by side."""
+    """x itself, and the product of its root-mean-square norm with every weight, or with all of them side by side."""
 
     @staticmethod
     def forward(
@@ -94,13 +135,15 @@ class _NormedLinears(torch.autograd.Function):
         normed = (x_wide * inverse * scale).to(dtype)
         ctx.save_for_backward(x, scale, inverse, *weights)
         ctx.is_one = is_one
-        return tuple(F.linear(normed, weight) for weight in _cast(weights, dtype, is_one))
+        return x.view_as(x), *(F.linear(normed, weight) for weight in _cast(weights, dtype, is_one))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *all_grads: Tensor) -> Any:
         x, scale, inverse, *weights = ctx.saved_tensors
-        x_wide, dtype = x.to(inverse.dtype), grads[0].dtype
-        normed = (x_wide * (inverse * scale)).to(dtype)
+        of_x, *grads = all_grads
+        cast = _cast(weights, grads[0].dtype, ctx.is_one)
+        d_normed = [grad @ weight for grad, weight in zip(grads, cast, strict=True)]
+        d_x, d_scale, normed = norm_backward(d_normed, of_x, x, scale, inverse)
         needed = ctx.needs_input_grad[5:]
         d_weights: list[Tensor | None] = [None] * len(weights)
         if ctx.is_one and any(needed):
@@ -109,13 +152,7 @@ class _NormedLinears(torch.autograd.Function):
         elif not ctx.is_one:
             pairs = zip(grads, needed, strict=True)
             d_weights = [_product(grad, normed, weights[0].dtype) if is_needed else None for grad, is_needed in pairs]
-        products = zip(grads, _cast(weights, dtype, ctx.is_one), strict=True)
-        d_normed = sum((grad @ weight).to(inverse.dtype) for grad, weight in products)
-        unscaled = x_wide * inverse
-        d_scale = (d_normed * unscaled).flatten(0, -2).sum(0).to(scale.dtype)
-        d_unscaled = d_normed * scale
-        d_x = inverse * (d_unscaled - unscaled * (d_unscaled * unscaled).mean(-1, keepdim=True))
-        return d_x.to(x.dtype), d_scale, None, None, None, *d_weights
+        return d_x, d_scale, None, None, None, *d_weights
 
 
 class _GatedLinear(torch.autograd.Function):

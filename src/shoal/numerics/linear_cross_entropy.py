@@ -102,12 +102,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         """In place: what was saved is used once. (A second backward through the same graph fails before this.)"""
         dh, dw = ctx.saved_tensors
         return (
-            None if dh is None else dh.mul_(grads[0]),
-            None if dw is None else dw.mul_(grads[0]).to(ctx.weight_dtype),
+            None if dh is None else _times_(dh, grads[0], dh.dtype),
+            None if dw is None else _times_(dw, grads[0], ctx.weight_dtype),
             None,
             None,
             None,
         )
+
+
+def _times_(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    if x.is_cuda and x.dtype.itemsize < 8:
+        from shoal.numerics.cross_entropy_kernel import times_  # Triton, which CPUs do not have
+
+        return times_(x, factor, dtype)
+    return x.mul_(factor).to(dtype)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, *, keep: float) -> None:

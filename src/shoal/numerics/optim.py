@@ -68,8 +68,8 @@ def set_lr(optimizer: Optimizer, factor: float) -> None:
 
 
 def _is_own(section: OptimSection, parameters: list[nn.Parameter], offload: str) -> bool:
-    """Whether the AdamW of shoal is used: for states in bf16, and on a GPU, where it is the fastest."""
-    if section.states == "bf16":
+    """Whether the AdamW of shoal is used: for states or weights in bf16, and on a GPU, where it is the fastest."""
+    if section.states == "bf16" or section.weights == "bf16":
         return True
     is_fp32 = all(parameter.dtype == torch.float32 for parameter in parameters)
     stays = offload == "none"  # torch's is the faster one in host memory

@@ -7,33 +7,47 @@ bf16   float32              autocast to bfloat16     1
 fp16   float32              autocast to float16      dynamic
 fp8    float32              as bf16; large products  1
                             in fp8: `numerics.fp8`
+
+bf16 and fp8 also with weights in bfloat16 (`optim.weights`), which the optimizer rounds at random.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from shoal.errors import ShoalError, listed
 
+Weights = Literal["fp32", "bf16"]
+
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The dtypes of a run. `compute_dtype` differs from `weight_dtype` only under autocast."""
+    """The dtypes of a run. `compute_dtype` differs from `wide_dtype` only under autocast."""
 
     name: str
     weight_dtype: torch.dtype
     compute_dtype: torch.dtype
     scales_loss: bool = False
 
+    @property
+    def wide_dtype(self) -> torch.dtype:
+        """Of what is no weight and no activation: losses, inputs, buffers, gradients while they are reduced."""
+        return wide(self.weight_dtype)
+
+    @property
+    def is_lower(self) -> bool:
+        """Whether it computes under autocast."""
+        return self.compute_dtype != self.wide_dtype
+
     def install(self, module: nn.Module, device: torch.device) -> None:
         """Let every forward of the module compute in this precision and return float32, whoever calls it."""
-        if self.compute_dtype == self.weight_dtype:
+        if not self.is_lower:
             return
         hush(device)
         forward = module.forward
@@ -88,8 +102,15 @@ PRECISIONS = {
 }
 
 
-def precision_of(name: str) -> Precision:
-    """The policy of a plan's precision word."""
+def precision_of(name: str, weights: Weights = "fp32") -> Precision:
+    """The policy of a plan's precision word; and of what weights are kept in, where they may be kept in less."""
     if name not in PRECISIONS:
         raise ShoalError(f"precision {name!r} cannot be trained in yet", fix=f"--plan.precision {listed(PRECISIONS)}")
-    return PRECISIONS[name]
+    if weights == "fp32":
+        return PRECISIONS[name]
+    if PRECISIONS[name].compute_dtype != torch.bfloat16:
+        what = (
+            f"weights in bf16 are for the precisions bf16 and fp8, whose products see no more of them, not for {name}"
+        )
+        raise ShoalError(what, fix="--optim.weights fp32, or --plan.precision bf16")
+    return replace(PRECISIONS[name], weight_dtype=torch.bfloat16)

@@ -183,11 +183,12 @@ def _lay_out(part: Part, how: _How) -> None:
         if not unit.is_rest:
             split(model, unit.names, description.splits, how.tensor)
         experts = _divide_experts(model, unit, how)
-        _place(model, unit, how.mesh.device, how.precision.weight_dtype)
+        _place(model, unit, how.mesh.device, how.precision)
         if description.head is not None and unit.holds(description.head):
             _give_loss_to_head(model, how)  # before it is sharded, which makes another class of it
         for block in _modules(model, unit) if unit.is_block else ():
             _choose_attention(block, how.options)
+            _choose_what_is_kept(block, how.options)
             how.num_in_fp8 += _narrow_products(block, how)
             if how.plan.recompute == "full":  # around what is compiled: a compiler would keep some of what it captures
                 _compile(block, how.options)
@@ -277,10 +278,11 @@ def _fill(model: nn.Module, unit: Unit, seed: int) -> None:
         initialise(model, seed, unit.holds)
 
 
-def _place(model: nn.Module, unit: Unit, device: torch.device, dtype: torch.dtype) -> None:
+def _place(model: nn.Module, unit: Unit, device: torch.device, precision: Precision) -> None:
     """Move a unit to its device and precision. A parameter stays the object that it is, so that what is shared stays
     shared."""
     for tensor in _tensors(model, unit):
+        dtype = precision.weight_dtype if isinstance(tensor, nn.Parameter) else precision.wide_dtype
         tensor.data = tensor.data.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
 
 
@@ -294,6 +296,11 @@ def _tensors(model: nn.Module, unit: Unit) -> Iterator[Tensor]:
 def _choose_attention(module: nn.Module, options: Options) -> None:
     for attention in (inner for inner in module.modules() if isinstance(inner, Attention)):
         attention.backend = options.attention
+
+
+def _choose_what_is_kept(block: nn.Module, options: Options) -> None:
+    for module in (inner for inner in block.modules() if isinstance(getattr(inner, "remakes", None), bool)):
+        module.remakes = options.remake_gates  # type: ignore[assignment]
 
 
 def _narrow_products(block: nn.Module, how: _How) -> int:
@@ -336,13 +343,13 @@ def _sharding(plan: Plan, mesh: Mesh, precision: Precision, axis: str, *, meets_
     offloads = plan.offload == "parameters" and mesh.device.type != "cpu"
     if not plan.is_sharded and not (plan.zero and offloads):
         return None
-    lower = precision.compute_dtype != precision.weight_dtype
+    lower = precision.is_lower
     axes = ("dp_replicate", axis) if plan.layout.dp_replicate > 1 and not meets_by_itself else (axis,)
     return Sharding(
         mesh=mesh.device_mesh(axes),
         zero=plan.zero or 0,
         compute_dtype=precision.compute_dtype if lower else None,
-        reduce_dtype=precision.weight_dtype if lower else None,
+        reduce_dtype=precision.wide_dtype if lower else None,
         offloads_parameters=offloads,
         keeps_gathered=plan.layout.pp > 1,
     )
@@ -405,6 +412,6 @@ def _pipeline(parts: list[Part], skeleton: nn.Module, how: _How) -> Pipeline | N
         num_stages=stages[0].num_stages,
         activation=Activation(skeleton, how.description.blocks, how.tensor),
         dtype=precision.compute_dtype,
-        loss_dtype=precision.weight_dtype,
+        loss_dtype=precision.wide_dtype,
         owners=owners(plan),
     )

@@ -29,6 +29,7 @@ from shoal.comm.mesh import Mesh
 from shoal.errors import ShoalError
 from shoal.numerics.gradients import global_norm, gradients_of, norms_of
 from shoal.numerics.pieces import local
+from shoal.numerics.precision import wide
 from shoal.parallel import replicate, shard
 from shoal.parallel.averager import Lanes
 from shoal.parallel.balance import Balance
@@ -221,7 +222,7 @@ class Composed:
         return square.sqrt()
 
     def _zero(self) -> Tensor:
-        dtype = next(iter(self.named.values())).dtype
+        dtype = wide(next(iter(self.named.values())).dtype)
         return torch.zeros((), dtype=dtype, device=self.mesh.device)
 
     def is_replicated(self, name: str, axis: str) -> bool:

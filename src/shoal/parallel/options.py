@@ -32,6 +32,8 @@ class Options:
     """Layers with fewer features stay in bf16 then. None: as measured on a GPU."""
     fp8_head: FromHead = "gradients"
     """What a head that computes the loss computes in fp8 then; logits are always in bf16."""
+    remake_gates: bool = True
+    """Whether feed-forwards that can do so make their gated values again in the backward, rather than keep them."""
     algorithm: Wanted = "builtin"
     """What carries what replicas send each other: torch's own collectives, or a list of messages; auto: measured."""
     exact_steps: int | None = None

@@ -40,6 +40,20 @@ def refuse_unbuilt(plan: Plan) -> None:
     raise_if(found, title=f"plan '{plan.brief()}'")
 
 
+def refuse_narrow_weights(plan: Plan) -> None:
+    """Raise for what would keep or send weights and gradients otherwise than rounded at random, one by one."""
+    found = [
+        Problem(f"weights in bf16 are not built for {word}, {why}", f"optim.weights: fp32, or no {axis}")
+        for axis, word, why in (
+            ("sync", f"sync={plan.sync}", "which adds up small changes of weights on its way"),
+            ("compress", f"compress={plan.compress}", "which keeps what did not travel in their precision"),
+            ("offload", f"offload={plan.offload}", "whose copies on the host are torch's to update"),
+        )
+        if getattr(plan, axis) not in (None, "none")
+    ]
+    raise_if(found, title=f"plan '{plan.brief()}'")
+
+
 def refuse(
     model: nn.Module,
     plan: Plan,

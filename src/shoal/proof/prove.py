@@ -172,6 +172,9 @@ class How:
 def case_of(recipe: Recipe, world_size: int, how: How) -> Case:
     """A verification of the recipe's model under its plan; of a small copy, where the model knows how to shrink."""
     device = "cpu" if recipe.launch.device == "auto" else recipe.launch.device
+    if recipe.optim.weights == "bf16":
+        what = "shoal verify compares weights number by number, and optim.weights bf16 rounds them at random"
+        raise ShoalError(what, fix="--optim.weights fp32: gradients are computed by the same code")
     _check_steps(how.steps)
     asked = recipe.plan.resolve(world_size)
     refuse_unbuilt(asked)

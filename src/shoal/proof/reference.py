@@ -31,11 +31,11 @@ def observe_reference(case: Case) -> tuple[list[Observation], dict[str, Tensor]]
     model = fresh_model(case).to(device, precision.weight_dtype)
     initial = _copies(model)
     optimizer = optimizer_for(case, list(model.parameters()))
-    lower = precision.compute_dtype != precision.weight_dtype
+    lower = precision.is_lower
     hush(device)
     observations = []
     for batch in case.batches:
-        on_device = to_device(batch, device, precision.weight_dtype)
+        on_device = to_device(batch, device, precision.wide_dtype)
         pieces = list(_pieces(on_device, case)) if has_batch_norm(model) else [on_device]
         total = sum(_weight(piece) for piece in pieces)
         loss = 0.0

@@ -31,7 +31,7 @@ def evaluate(run: Run, batches: Iterable[Any]) -> float:
         for whole, counts in _in_lockstep(run, iter(own)):
             batch = run.own_tokens(whole)
             batch_weight = run.objective.weight(batch) if counts else 0
-            total += _loss_sum(run, to_device(batch, run.device, run.precision.weight_dtype), batch_weight)
+            total += _loss_sum(run, to_device(batch, run.device, run.precision.wide_dtype), batch_weight)
             weight += batch_weight
     finally:
         for module, was_training in modes.items():

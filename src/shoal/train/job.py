@@ -20,7 +20,7 @@ from shoal.data.open import open_datasets
 from shoal.errors import Problem, ShoalError, needs, raise_if
 from shoal.numerics.precision import precision_of
 from shoal.parallel.islands import Outer
-from shoal.parallel.refuse import refuse_unbuilt
+from shoal.parallel.refuse import refuse_narrow_weights, refuse_unbuilt
 from shoal.parallel.stream import stream_of
 from shoal.train.build import build_model, describe, without_memory
 from shoal.train.objective import CrossEntropy, call_of
@@ -98,16 +98,22 @@ def _unfit_fragments(recipe: Recipe) -> Iterator[Problem]:
 def _idle_settings(recipe: Recipe) -> list[Problem]:
     """Settings that nothing would come of."""
     optim = recipe.optim
-    if optim.states == "bf16" and (optim.name != "adamw" or optim.implementation != "auto"):
-        what = f"optim.states bf16 is for adamw with its own kernel, not for {optim.name}, {optim.implementation}"
-        return [Problem(what, "--optim.states fp32, or --optim.name adamw --optim.implementation auto")]
-    return []
+    if optim.name == "adamw" and optim.implementation == "auto":
+        return []
+    whose = f"is for adamw with its own kernel, not for {optim.name}, {optim.implementation}"
+    return [
+        Problem(f"optim.{key} bf16 {whose}", f"--optim.{key} fp32, or --optim.name adamw --optim.implementation auto")
+        for key in ("states", "weights")
+        if getattr(optim, key) == "bf16"
+    ]
 
 
 def _runnable_plan(recipe: Recipe, world_size: int) -> Plan:
     plan = recipe.plan.resolve(world_size)
     refuse_unbuilt(plan)
-    precision_of(plan.precision)
+    precision_of(plan.precision, recipe.optim.weights)
+    if recipe.optim.weights == "bf16":
+        refuse_narrow_weights(plan)
     plan.num_microbatches(recipe.data.batch)
     return plan
 

@@ -46,14 +46,14 @@ from shoal.numerics.gradients import LossScale
 from shoal.numerics.offload import HostCopies
 from shoal.numerics.optim import memory_of_squares
 from shoal.numerics.pieces import local
-from shoal.numerics.precision import precision_of
+from shoal.numerics.precision import Weights, precision_of
 from shoal.parallel.compose import compose
 from shoal.parallel.composed import Composed
 from shoal.parallel.context import Backend, cut_batch, mark_cut
 from shoal.parallel.islands import DEFAULT_OUTER, Outer
 from shoal.parallel.options import Options, Wanted
 from shoal.parallel.pipeline import Feed
-from shoal.parallel.refuse import refuse_unbuilt
+from shoal.parallel.refuse import refuse_narrow_weights, refuse_unbuilt
 from shoal.parallel.replicate import explain_unused
 from shoal.parallel.tensor import TensorParallel
 from shoal.train.build import describe
@@ -92,6 +92,9 @@ class Run:
     fp8             under the precision fp8, what of a tensor shares one scale: tensorwise or rowwise
     fp8_narrow      layers with fewer features than this stay in bf16 then; None: as fast as was measured
     fp8_head        gradients: a head that computes the loss computes its gradients in fp8 then; its logits never are
+    weights         what parameters and their gradients are kept in: bf16 only with an optimizer that rounds at random,
+                    as build_optimizer makes it of optim.weights
+    remake_gates    make the gated values of a feed-forward again in the backward; False: keep them, which is faster
     algorithm       what carries gradients between replicas: builtin (torch's own), ring, tree, double_tree, halving,
                     hierarchical or naive; auto: whichever is fastest here, measured when the model is prepared
     exact_steps     how many of the first steps send gradients as they are under compress= and sync=; None: as the
@@ -122,6 +125,8 @@ class Run:
         fp8: Scaling = "tensorwise",
         fp8_narrow: int | None = None,
         fp8_head: FromHead = "gradients",
+        weights: Weights = "fp32",
+        remake_gates: bool = True,
         algorithm: Wanted = "builtin",
         exact_steps: int | None = None,
         outer: Outer = DEFAULT_OUTER,
@@ -139,7 +144,9 @@ class Run:
         refuse_unbuilt(self.plan)
         if self.plan.sync == "auto":
             raise ShoalError("sync=auto is chosen by `shoal train`", fix="sync=diloco:50, compress=int8, or neither")
-        self.precision = precision_of(self.plan.precision)
+        self.precision = precision_of(self.plan.precision, weights)
+        if weights == "bf16":
+            refuse_narrow_weights(self.plan)
         scale = LossScale(loss_scale, loss_scale_window) if self.precision.scales_loss else LossScale()
         self.updates = Updates(world=self.world, loss_scale=scale, clip=clip, on_nan=on_nan)
         self.seed = seed
@@ -153,6 +160,7 @@ class Run:
             fp8=fp8,
             fp8_narrow=fp8_narrow,
             fp8_head=fp8_head,
+            remake_gates=remake_gates,
             algorithm=algorithm,
             exact_steps=exact_steps,
             outer=outer,
@@ -483,8 +491,8 @@ class Run:
     def _own_loss(self, step: OpenStep) -> Tensor:
         """This rank's part of the loss: of those that computed the same one, only the first has it."""
         if step.sums and self.mesh.coordinate["tp"] == 0:
-            return torch.stack(step.sums).sum().to(self.precision.weight_dtype)
-        return torch.zeros((), dtype=self.precision.weight_dtype, device=self.device)
+            return torch.stack(step.sums).sum().to(self.precision.wide_dtype)
+        return torch.zeros((), dtype=self.precision.wide_dtype, device=self.device)
 
     def _opened(self, batch: Any) -> OpenStep:
         """The step of this batch: the one that `batches` has opened, or a new one."""
@@ -548,7 +556,7 @@ class Run:
         batch = self.own_tokens(batch)
         weights = [float(self.objective.weight(part)) if counts else 0.0 for part in parts(batch, self.plan.mb)]
         offset = self.coordinate * length(batch) if offset is None else offset
-        on_device = to_device(batch, self.device, self.precision.weight_dtype)
+        on_device = to_device(batch, self.device, self.precision.wide_dtype)
         if self._composed is not None and self._composed.context is not None:
             mark_cut(on_device, self._composed.context)
         microbatches = parts(on_device, self.plan.mb)

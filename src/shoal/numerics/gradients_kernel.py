@@ -1,0 +1,40 @@
+"""Norms of gradients in bfloat16 on a GPU, as fast as they can be read; torch's `_foreach_norm` takes twice as long.
+
+Every program adds up the squares of its share of a tensor, and writes down the sum; sums are added up in the same order
+every time, so that the same gradients have the same norm.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 4096
+_WARPS = 8
+_PROGRAMS = 1024
+"""At most, for one tensor."""
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _squares(x, sums, size, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    total = tl.zeros([block], dtype=tl.float32)
+    for first in range(tl.program_id(0) * block, size, tl.num_programs(0) * block):
+        places = first.to(tl.int64) + tl.arange(0, block)  # type: ignore[attr-defined]
+        values = tl.load(x + places, mask=places < size, other=0.0).to(tl.float32)
+        total += values * values
+    tl.store(sums + tl.program_id(0), tl.sum(total, axis=0))
+
+
+def norms_in_one_pass(gradients: list[Tensor]) -> list[Tensor]:
+    """The 2-norm of each, in float32."""
+    sums = torch.zeros((len(gradients), _PROGRAMS), dtype=torch.float32, device=gradients[0].device)
+    for gradient, row in zip(gradients, sums.unbind(), strict=True):
+        programs = min(_PROGRAMS, triton.cdiv(gradient.numel(), _BLOCK))
+        if programs:
+            launch: Any = _squares[(programs,)]
+            launch(gradient, row, gradient.numel(), block=_BLOCK, num_warps=_WARPS)
+    return list(sums.sum(1).sqrt().unbind())
