@@ -86,6 +86,11 @@ CASES = {
         "comm.outer_lr 0.5 is about sync=diloco",
         "sync=diloco:4",
     ),
+    "a stretched step of an optimizer of its own": (
+        "train --plan.sync diloco:4 --nproc 2 --comm.rescale false",
+        "comm.rescale False is about sync=local",
+        "sync=local:4",
+    ),
     "exact first steps of all": (
         "train --nproc 2 --comm.exact_steps 5",
         "comm.exact_steps 5 is about compress= and sync=",

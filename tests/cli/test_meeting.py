@@ -13,7 +13,6 @@ from tests.cli.test_train import MADE_UP
 TINY = [
     *["--model.num_layers", "1", "--model.hidden", "32", "--model.ffn", "48", *MADE_UP, "--data.sequence", "32"],
     *["--data.batch", "4", "--data.workers", "0", "--device", "cpu", "--launch.threads", "1", "--nproc", "2"],
-    *["--comm.exact_steps", "0"],
 ]
 
 

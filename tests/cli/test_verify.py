@@ -116,7 +116,7 @@ def test_what_travels_is_that_of_the_plan_as_it_was_asked_for(ran: dict[str, Ran
         assert code == 0
         assert told.keys() == KEYS
         assert told["bounded"]["holds"] is True
-        assert told["meeting"] == {"axis": "dp_replicate", "every": 1, "alike": True}
+        assert told["meeting"] == {"axis": "dp_replicate", "every": 1, "alike": True, "has_islands": False}
         assert told["bytes"].keys() == axes
         assert "dp_replicate" not in told["collectives"]
         for count in told["bytes"].values():
@@ -130,7 +130,7 @@ def test_what_travels_is_that_of_the_plan_as_it_was_asked_for(ran: dict[str, Ran
 def test_islands_are_not_called_equal(ran: dict[str, Ran]) -> None:
     code, told = verified(ran["islands"])
     assert code == 0
-    assert told["meeting"] == {"axis": "dp_replicate", "every": 50, "alike": True}
+    assert told["meeting"] == {"axis": "dp_replicate", "every": 50, "alike": True, "has_islands": True}
     assert told["bytes"]["dp_replicate"] == verified(ran["compressed"])[1]["bytes"]["dp_replicate"]
     out = ran["islands for reading"].stdout
     assert ran["islands for reading"].code == 0

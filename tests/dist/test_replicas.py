@@ -8,6 +8,7 @@ import re
 from collections.abc import Hashable
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from shoal.comm.world import World
 from shoal.errors import ShoalError
 from shoal.numerics.init import initialise
 from shoal.parallel.islands import Outer
-from shoal.parallel.spread import Spread
+from shoal.parallel.spread import Spread, picked
 from shoal.train.run import Run
 from tests.cover import covered, wide
 from tests.dist.pool import Pool, on_ranks
@@ -321,14 +322,19 @@ def test_how_far_gradients_lie_apart_is_measured(world: World) -> None:
         spread = Spread(0.9, torch.zeros(2))
         for step in range(30):
             gradients = [torch.ones(shape) + noise * torch.randn(shape, generator=drawn) for shape in shapes]
-            assert not spread.tell(finite, gradients, step, islands=everybody, own=alone)
+            assert not spread.tell(finite, gradients, step, times=torch.ones(()), islands=everybody, own=alone)
         expected = ((1 + noise**2) / (1 + noise**2 / 4)) ** 0.5
         assert float(spread.factor(4)) == pytest.approx(expected, rel=0.03)
         before = spread.squares
         gradients[0].fill_(torch.nan)
-        assert spread.tell(torch.ones(()), gradients, 30, islands=everybody, own=alone)
+        assert spread.tell(torch.ones(()), gradients, 30, times=torch.ones(()), islands=everybody, own=alone)
         assert torch.equal(spread.squares, before)
+        assert float(spread.factor(4, most=1.5)) == pytest.approx(min(expected, 1.5), rel=0.03)
     assert float(Spread(0.9, torch.zeros(2)).factor(4)) == 1.0
+    late = Spread(0.9, torch.zeros(2), begins_equal=True)  # squares of one model are known, and forgotten slowly
+    late.tell(finite, gradients[1:], 0, times=torch.ones(()), islands=everybody, own=alone)
+    assert float(late.factor(4)) < 1.2
+    assert picked([torch.empty(0, 3), torch.empty(0)], 5).numel() == 0
 
 
 def test_a_mean_of_islands_is_as_long_as_the_step_of_one_model(pool: Pool) -> None:
@@ -348,6 +354,60 @@ def test_a_mean_of_islands_is_as_long_as_the_step_of_one_model(pool: Pool) -> No
 
 def _trained_so(world: World, words: str, options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
     return trained(world, words, 12, **options)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "plan"),
+    [(4, "dp_replicate=2 tp=2 sp=off"), (4, "dp_replicate=2 zero=3"), (4, "dp_replicate=2 pp=2 mb=3")],
+)
+def test_ranks_of_an_island_stretch_alike(pool: Pool, ranks: int, plan: str) -> None:
+    """By one number, near that of islands that are one rank each: it is measured at other places."""
+    every = pool.run(_stretched, ranks, f"{plan} sync=local:1")
+    losses, factor = pool.run(_stretched, 2, "sync=local:1")[0]
+    assert every == [every[0]] * ranks
+    assert every[0][0] == pytest.approx(losses, rel=0.01)
+    assert every[0][1] == pytest.approx(factor, rel=0.1)
+    assert factor > 1.1
+
+
+def _stretched(world: World, plan: str) -> tuple[list[float], float]:
+    run = started(world, plan)
+    losses = [float(run.step(share(run, step))) for step in range(6)]
+    islands = run.composed.islands
+    assert islands is not None
+    assert islands.spread is not None
+    return losses, float(islands.spread.factor(2))
+
+
+@on_ranks(2)
+def test_islands_that_were_apart_stay_so(world: World) -> None:
+    """Another way to meet after a resume, whose first steps are not over: each has an optimizer of its own by now."""
+    with TemporaryDirectory() as folder:
+        shared_folder = world.all_gather_object(folder)[0]
+        run = started(world, "sync=diloco:3 compress=int8 mb=6")
+        for step in range(4):
+            run.step(share(run, step))
+        run.save(shared_folder)
+        again = started(world, "sync=local:1 compress=powersgd:2 mb=6", exact_steps=6)
+        assert again.load(shared_folder) == 4
+        islands = again.composed.islands
+        assert islands is not None
+        for step in range(4, 9):
+            again.step(share(again, step))
+            assert_same(*world.all_gather_object({name: one.clone() for name, one in islands.shared.items()}))
+        world.barrier()
+
+
+@on_ranks(2)
+def test_first_steps_leave_alone_what_no_island_uses(world: World) -> None:
+    loss = {"loss": lambda model, batch: model(batch["x"]).sum()}
+    run = Run("fp64 sync=local:2", world=world, exact_steps=2, **loss)
+    model = run.prepare(Forked(world.rank))
+    run.prepare(torch.optim.AdamW(run.parameters, lr=0.1, weight_decay=0.1))
+    before = model.layers[2].weight.detach().clone()
+    run.step({"x": torch.ones(2, 3, dtype=torch.float64)})
+    assert torch.equal(model.layers[2].weight, before)
+    assert not torch.equal(model.layers[0].weight, before)
 
 
 @on_ranks(2)

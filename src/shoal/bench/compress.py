@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from shoal.blueprint.meeting import meeting_by, predict
 from shoal.blueprint.plan import Plan
+from shoal.blueprint.recipe import Recipe
 from shoal.comm.environment import Placement
 from shoal.comm.world import World
 from shoal.data.loading import evaluation_batches
@@ -101,7 +102,7 @@ def _try(job: Job, world: World, words: str, weighed: Weighed, ask: Ask) -> Trie
     recipe, said = job.recipe, Plan.parse(words)
     every = said.synchrony.every if said.synchrony is not None else 1
     num_steps = -(-ask.steps // every) * every
-    run = run_of(recipe, world, meeting_by(recipe.plan, words))
+    run = run_of(_with_few_exact_steps(recipe, said, num_steps), world, meeting_by(recipe.plan, words))
     run.prepare(build_to_lay_out(recipe.model, recipe.run.seed))
     run.prepare(build_optimizer(run.parameters, recipe.optim, lr=recipe.optim.lr, seed=recipe.run.seed))
     curve, num_bytes = _trained(run, job, num_steps, ask.until)
@@ -123,6 +124,15 @@ def _try(job: Job, world: World, words: str, weighed: Weighed, ask: Ask) -> Trie
         seconds_to_loss=reached,
         curve=curve,
     )
+
+
+def _with_few_exact_steps(recipe: Recipe, said: Plan, num_steps: int) -> Recipe:
+    """Unless somebody says how many, a quarter of the steps at most send gradients as they are: most are to be what
+    they are called."""
+    if recipe.comm.exact_steps is not None or said.compression is None:
+        return recipe
+    exact = min(said.compression.exact_steps, num_steps // 4)
+    return recipe.model_copy(update={"comm": recipe.comm.model_copy(update={"exact_steps": exact})})
 
 
 def _trained(run: Run, job: Job, num_steps: int, until: float | None) -> tuple[list[tuple[float, float]], list[int]]:

@@ -30,6 +30,9 @@ def idle(recipe: Recipe, plan: Plan) -> Iterator[Problem]:
     if synchrony is not None and synchrony.way == "local" and outer:
         what = f"{_spelled(comm, outer)} about sync=diloco; sync={synchrony} takes the mean"
         yield Problem(what, _without(outer, f"sync=diloco:{synchrony.every}"))
+    if synchrony is not None and synchrony.way == "diloco" and _is_said(comm, "rescale"):
+        what = f"{_spelled(comm, ['rescale'])} about sync=local; sync={synchrony} has an optimizer of its own"
+        yield Problem(what, _without(["rescale"], f"sync=local:{synchrony.every}"))
     if comm.exact_steps is not None and not plan.sync and not plan.compress:
         what = f"comm.exact_steps {comm.exact_steps} is about compress= and sync=, and the plan has neither"
         yield Problem(what, "leave comm.exact_steps out, or compress=int8 in the plan")
@@ -59,8 +62,7 @@ def _unused(comm: CommSection, plan: Plan) -> Iterator[str]:
         if not plan.compress:
             yield "exact_steps"
     else:
-        if synchrony.way == "local":
-            yield from OUTER
+        yield from OUTER if synchrony.way == "local" else ["rescale"]
         if refuse_fragments(comm.fragments, comm.delay, synchrony.every) is not None:
             yield from ("fragments", "delay")
 

@@ -154,4 +154,7 @@ def choose(
             f"over {rate} a step would take {exact.seconds:.2f} s with gradients as they are,"
             f" {chosen.seconds:.2f} s so, {island.compute:.2f} s alone"
         )
+        compression = Plan.parse(chosen.words).compression
+        if compression is not None and compression.exact_steps:
+            why += f"; the first {compression.exact_steps} steps send gradients as they are (comm.exact_steps)"
     return chosen, steps, why

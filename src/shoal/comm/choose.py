@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from statistics import median
 
@@ -10,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from shoal.blueprint.collective_algorithms import Algorithm
-from shoal.blueprint.meeting import best_bucket
-from shoal.comm.measure import link_of
+from shoal.blueprint.meeting import Link, best_bucket
+from shoal.comm.measure import link_of, timed
 from shoal.comm.wire import Chosen, Sent, Wire
 
 TRIED: tuple[Algorithm, ...] = ("ring", "halving", "double_tree")
@@ -27,7 +26,7 @@ def fastest(wire: Wire, num_bytes: int) -> tuple[Chosen, str]:
         ways.append("hierarchical")
     x = torch.zeros(max(1, num_bytes // 4), device=wire.device)
     took = torch.tensor([_seconds(replace(wire, algorithm=way, sent=Sent()), x) for way in ways])
-    dist.all_reduce(took, dist.ReduceOp.MAX, group=wire.group)
+    _agree(took, wire)
     best = int(took.argmin())
     each = ", ".join(f"{way} {seconds * 1e3:.2f} ms" for way, seconds in zip(ways, took.tolist(), strict=True))
     why = f"{num_bytes / 2**20:.3g} MB take {each}, measured"
@@ -36,17 +35,25 @@ def fastest(wire: Wire, num_bytes: int) -> tuple[Chosen, str]:
 
 def bucket_mb(wire: Wire, num_bytes: int) -> tuple[float, str]:
     """The size of buckets that hides most of what travels, from what the link can do; and that. All choose the same."""
-    link = link_of(wire)
+    measured = link_of(wire)
+    told = torch.tensor([measured.latency, 1 / measured.bandwidth], dtype=torch.float64)
+    _agree(told, wire)
+    link = Link(float(told[0]), 1 / float(told[1]))
     size = best_bucket(num_bytes, link, wire.size)
     rate = f"{link.bandwidth * 8 / 1e6:,.0f} Mbit/s, {link.latency * 1e3:.2f} ms"
     return size / 2**20, f"gradients of {num_bytes / 2**20:.3g} MB over {rate}, measured"
+
+
+def _agree(seconds: torch.Tensor, wire: Wire) -> None:
+    """On the slowest, over all ranks: others that hold the same weights, along tp, must not come to something else."""
+    there = seconds.to(wire.device)
+    dist.all_reduce(there, dist.ReduceOp.MAX)
+    seconds.copy_(there)
 
 
 def _seconds(wire: Wire, x: torch.Tensor) -> float:
     wire.all_reduce(x)  # connections, and memory
     rounds = []
     for _ in range(ROUNDS):
-        began = time.perf_counter()
-        wire.all_reduce(x)
-        rounds.append(time.perf_counter() - began)
+        rounds.append(timed(lambda: wire.all_reduce(x), wire.device))
     return median(rounds)

@@ -42,8 +42,10 @@ def codec_seconds(wire: Wire, methods: Iterable[str]) -> dict[str, float]:
         took = []
         for trial in range(5):
             own, _ = x.clone(), wire.sent.take()
+            settle(wire.device)
             began = time.perf_counter()
             average(own, bucket, wire, Seeds(trial, trial))
+            settle(wire.device)
             times, _ = wire.sent.take()
             took.append(time.perf_counter() - began - sum(ended - start for start, ended in times))
         found[compression.method] = _slowest(wire, min(took)) / x.numel()
@@ -52,13 +54,22 @@ def codec_seconds(wire: Wire, methods: Iterable[str]) -> dict[str, float]:
 
 def _seconds(wire: Wire, num_bytes: int) -> float:
     x = torch.zeros(num_bytes // 4, device=wire.device)
-    return _slowest(wire, _timed(lambda: wire.all_reduce(x)))
+    return _slowest(wire, timed(lambda: wire.all_reduce(x), wire.device))
 
 
-def _timed(do: Callable[[], object]) -> float:
+def timed(do: Callable[[], object], device: torch.device) -> float:
+    """Seconds; on a GPU, which works on after it was asked, until it is done."""
+    settle(device)
     began = time.perf_counter()
     do()
+    settle(device)
     return time.perf_counter() - began
+
+
+def settle(device: torch.device) -> None:
+    """Wait for what a device was asked for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _slowest(wire: Wire, seconds: float) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.experimental import implicit_replication
-from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
+from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from shoal.blueprint.recipe import OptimSection
 from shoal.errors import ShoalError
@@ -39,7 +39,7 @@ def memory_of_squares(optimizer: Optimizer) -> float | None:
     """What is left after a step of the squares of gradients that an optimizer divides by; None: it divides by none, as
     far as is known."""
     group = optimizer.param_groups[0]
-    if isinstance(optimizer, Adam | AdamW | NAdam | RAdam | Adamax | OwnAdamW):
+    if isinstance(optimizer, Adam | AdamW | NAdam | OwnAdamW):
         return float(group["betas"][1])
     return float(group["alpha"]) if isinstance(optimizer, RMSprop) else None
 

@@ -192,9 +192,10 @@ class Composed:
                 work.wait()
             mine += theirs.to(mine.device)
 
-    def norm(self, parameters: list[nn.Parameter]) -> Tensor:
+    def norm(self, parameters: list[nn.Parameter], *, scale: float = 1.0, clip: float | None = None) -> Tensor:
         """The global norm of their gradients: every piece of every rank, each counted once. Islands have their own; but
-        where one's is not finite, no island's is: whatever is decided by that, all decide alike."""
+        where one's is not finite, no island's is: whatever is decided by that, all decide alike. `scale` is what they
+        were multiplied by, and `clip` what they will be clipped to: islands compare what an optimizer sees."""
         norm = self._own_norm(parameters)
         if self.islands is None:
             return norm
@@ -205,7 +206,12 @@ class Composed:
         else:
             every = [p for p in self.named.values() if p.requires_grad]
             own = [local(p.grad) if p.grad is not None else torch.zeros_like(local(p)) for p in every]
-            bad = self.islands.spread.tell(bad, own, self._step, islands=between, own=self.mesh.group("island"))
+            seen = torch.full_like(norm, 1 / scale)
+            if clip is not None:
+                seen *= (clip * scale / (norm + 1e-6)).clamp_max(1.0)
+            bad = self.islands.spread.tell(
+                bad, own, self._step, times=seen, islands=between, own=self.mesh.group("island")
+            )
         return torch.where(bad > 0, torch.full_like(norm, torch.nan), norm)
 
     def _own_norm(self, parameters: list[nn.Parameter]) -> Tensor:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from shoal.comm.averages import Average
 from shoal.comm.hidden import Hidden
 from shoal.errors import raise_if
 from shoal.numerics.pieces import local
-from shoal.parallel.averager import Averager, Lanes
+from shoal.parallel.averager import Averager, Lanes, Load
 from shoal.parallel.spread import Spread
 
 
@@ -46,6 +47,9 @@ class Outer:
 
 
 DEFAULT_OUTER = Outer()
+MOST_OVERSHOT = 1.5
+"""How far the way of several steps is stretched at most. Along some directions an island has arrived within H steps,
+and what is longer than the way there goes beyond; by twice the way, it would never end."""
 
 
 @dataclass
@@ -62,7 +66,8 @@ class Islands:
     kind_of: Callable[[str], object] = field(default=lambda name: None)
     """See `Averager`."""
     exact_steps: int = 0
-    """How many of the first steps all islands make together."""
+    """How many of the first steps all islands make together. None, if they have gone their own ways before: then each
+    has an optimizer of its own, and the same gradient would lead them apart for good."""
     spread: Spread | None = None
     """None: the mean of what islands did is as long as it should be."""
     shared: dict[str, Tensor] = field(default_factory=dict)
@@ -104,24 +109,44 @@ class Islands:
         """Among the first steps, counted from 0: give all islands the mean of their gradients."""
         if step < self.exact_steps:
             self._began = time.perf_counter()
-            for averager in self.fragments:
-                for load in averager.loads:
-                    averager.begin(load, load.gradients(), step, is_exact=True)
-            for averager in self.fragments:
-                for load in averager.loads:
-                    averager.hand_back(load)
-                    load.flat = load.done = None
+            for averager, load in self._loads():
+                averager.begin(load, load.gradients(), step, is_exact=True)
+            for averager, load in self._loads():
+                unused = [parameter for parameter in load.parameters if parameter.grad is None]
+                averager.hand_back(load)
+                for parameter in unused:
+                    if not local(cast(Tensor, parameter.grad)).any():  # on no island: an optimizer leaves it alone
+                        parameter.grad = None
+                load.flat = load.done = None
 
     @torch.no_grad()
     def after(self, step: int) -> None:
         """Exchange what is due after a step, counted from 1, and apply what is due of what was exchanged."""
-        if step <= self.exact_steps:
+        if step < self.exact_steps:
             for name, shared in self.shared.items():
                 shared.copy_(local(self.named[name]))
+        elif step == self.exact_steps:
+            self._part(step)
         else:
             self._began = time.perf_counter()
             self._exchange(step)
         self.hidden = Hidden.of(*self.lanes.sent.take(), ready=self._began)
+
+    def _part(self, step: int) -> None:
+        """After the last step that was made together: the same bits everywhere, before each goes its own way. Islands
+        add up their norms each in its own order."""
+        for averager, load in self._loads():
+            averager.begin(load, [local(parameter) for parameter in load.parameters], step, is_exact=True)
+        for _, load in self._loads():
+            for name, parameter, mean in zip(load.names, load.parameters, load.means(), strict=True):
+                self.shared[name].copy_(mean)
+                local(parameter).copy_(mean)
+            load.flat = load.done = None
+
+    def _loads(self) -> Iterator[tuple[Averager, Load]]:
+        for averager in self.fragments:
+            for load in averager.loads:
+                yield averager, load
 
     def _exchange(self, step: int) -> None:
         for fragment in [one for one, when in self.waiting.items() if when <= step]:
@@ -170,7 +195,7 @@ class Islands:
             own = [local(parameter) for parameter in load.parameters]
             away = [self.shared[name] - weight for name, weight in zip(load.names, own, strict=True)]
             if self.spread is not None:
-                factor = self.spread.factor(self.lanes.size)
+                factor = self.spread.factor(self.lanes.size, most=None if self.synchrony.every == 1 else MOST_OVERSHOT)
                 away = [one * factor.to(one.dtype) for one in away]
             averager.begin(load, away, step, pays=pays)
             if self.outer.delay:

@@ -34,27 +34,38 @@ class Spread:
     """What is left of a square after a step."""
     squares: Tensor
     """Of an island's own numbers, the mean over islands; and of the mean of the islands' numbers. Remembered."""
+    begins_equal: bool = False
+    """Whether the optimizer has learnt its squares from gradients that were the same on all islands, so far."""
 
-    def factor(self, islands: int) -> Tensor:
-        """By which a mean step is made longer; a number on the device."""
+    def factor(self, islands: int, most: float | None = None) -> Tensor:
+        """By which a mean step is made longer, but not more than `most`; a number on the device."""
         own, of_mean = self.squares
         tiny = torch.finfo(own.dtype).tiny
         ratio = torch.where(of_mean > 0, own / of_mean.clamp_min(tiny), torch.ones_like(own))
-        return ratio.sqrt().clamp(1.0, sqrt(islands))
+        return ratio.sqrt().clamp(1.0, min(sqrt(islands), most or sqrt(islands)))
 
     def tell(
-        self, bad: Tensor, gradients: Sequence[Tensor], turn: int, *, islands: dist.ProcessGroup, own: dist.ProcessGroup
+        self,
+        bad: Tensor,
+        gradients: Sequence[Tensor],
+        turn: int,
+        *,
+        times: Tensor,
+        islands: dist.ProcessGroup,
+        own: dist.ProcessGroup,
     ) -> Tensor:
         """Sum over islands whether a gradient is not finite, and learn from what travels with that. `turn`: another one
-        in every step; `own`: all ranks of this island."""
-        numbers = picked(gradients, turn).to(self.squares)
+        in every step; `times`: what the optimizer will see of the gradients; `own`: all ranks of this island."""
+        numbers = picked(gradients, turn).to(self.squares) * times.to(self.squares)
         told = torch.cat([bad.to(self.squares).view(1), numbers.square().sum().view(1), numbers])
         dist.all_reduce(told, group=islands)
         size = islands.size()
         learnt = torch.stack([told[1] / size, (told[2:] / size).square().sum()])
         if own.size() > 1:
             dist.all_reduce(learnt, group=own)  # every rank of an island makes the same of it
-        remembered = self.memory * self.squares + (1 - self.memory) * learnt
+        before = learnt[1].expand(2) if self.begins_equal else self.squares
+        self.begins_equal = False
+        remembered = self.memory * before + (1 - self.memory) * learnt
         self.squares = torch.where(told[0] > 0, self.squares, remembered)
         return told[0]
 
@@ -65,8 +76,8 @@ def picked(tensors: Sequence[Tensor], turn: int) -> Tensor:
     >>> picked([torch.arange(2.0), torch.arange(2.0, 5.0)], 7).tolist()
     [0.0, 1.0, 2.0, 3.0, 4.0]
     """
-    stride = ceil(sum(tensor.numel() for tensor in tensors) / TOLD)
-    begin = turn % max(1, stride)
+    stride = max(1, ceil(sum(tensor.numel() for tensor in tensors) / TOLD))
+    begin = turn % stride
     found = []
     for tensor in tensors:
         found.append(tensor.reshape(-1)[begin::stride])

@@ -24,12 +24,14 @@ class Met:
 
     axis: str
     every: int
-    """Steps; 1: gradients are sent in each."""
+    """Steps; 1: in each."""
     predicted: int
     """Bytes that this rank sends."""
     counted: int
     alike: bool
     """Whether all replicas had the same weights afterwards."""
+    has_islands: bool
+    """Whether they have sent weights, and not gradients."""
 
 
 def hurried(plan: Plan) -> Plan:
@@ -55,7 +57,7 @@ def met(run: Run, plan: Plan, step: Callable[[], object], are_alike: Callable[[]
     averagers = [*averagers, *([composed.reducer.averager] if composed.reducer is not None else [])]
     predicted = sum(_predicted(averager, plan, lanes.size) for averager in averagers)
     axis = "dp_replicate" if composed.meeting_axes == ("dp_replicate",) else plan.gradient_axis
-    return Met(axis, every, predicted, hidden.bytes, are_alike())
+    return Met(axis, every, predicted, hidden.bytes, are_alike(), composed.islands is not None)
 
 
 def _predicted(averager: Averager, plan: Plan, replicas: int) -> int:

@@ -288,7 +288,9 @@ def _sent(ranks: Sequence[Findings]) -> Iterator[tuple[str, Count]]:
 
 def _meeting(ranks: Sequence[Findings]) -> Meeting | None:
     every = [rank.met for rank in ranks if rank.met is not None]
-    return Meeting(every[0].axis, every[0].every, all(met.alike for met in every)) if every else None
+    if not every:
+        return None
+    return Meeting(every[0].axis, every[0].every, all(met.alike for met in every), every[0].has_islands)
 
 
 def _operations(ranks: Sequence[Findings]) -> dict[str, list[str]]:

@@ -54,10 +54,13 @@ class Meeting:
     """Steps; 1: in each."""
     alike: bool
     """Whether all had the same weights afterwards."""
+    has_islands: bool = False
+    """Whether weights are sent then, and not gradients."""
 
     def __str__(self) -> str:
         verdict = "all have the same weights" if self.alike else "they do NOT have the same weights"
-        return f"islands differ by design until they meet, every {self.every} steps; after a meeting {verdict}"
+        often = "after every step" if self.every == 1 else f"every {self.every} steps"
+        return f"islands differ by design until they meet, {often}; after a meeting {verdict}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +102,7 @@ class Proof:
     @property
     def has_islands(self) -> bool:
         """Whether replicas go their own way between two meetings."""
-        return self.meeting is not None and self.meeting.every > 1
+        return self.meeting is not None and self.meeting.has_islands
 
 
 def to_mapping(proof: Proof) -> dict[str, Any]:

@@ -50,7 +50,8 @@ def weigh(job: Job, world: World, ways: tuple[str, ...] = WAYS) -> Weighed | Non
     if plan.layout.dp_replicate == 1:
         return None
     ways = tuple(words for words in ways if _can_be_run(plan, words))
-    trial = run_of(job.recipe, world, replace(plan, sync=NEVER, compress=None))
+    alone = job.recipe.model_copy(update={"comm": job.recipe.comm.model_copy(update={"exact_steps": 0})})
+    trial = run_of(alone, world, replace(plan, sync=NEVER, compress=None))
     compute, shapes, width = _island(job, trial)
     wire = Wire(trial.mesh.new_group("dp_replicate"), trial.mesh.wire)
     link = link_of(wire)
@@ -91,6 +92,8 @@ def better_so(recipe: Recipe) -> str:
     plan = recipe.plan
     compression = plan.compression
     if compression is None or plan.sync or not compression.exact_steps or recipe.optim.name != "adamw":
+        return ""
+    if plan.layout.dp_replicate == 1 or not _can_be_run(plan, f"sync=local:1 compress={compression}"):
         return ""
     return (
         f"compress={compression} leaves AdamW to divide by what has arrived; sync=local:1 compress={compression} sends"

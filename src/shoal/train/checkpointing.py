@@ -54,7 +54,8 @@ def _islands(run: Run) -> dict[str, Any]:
         return {}
     waiting = {str(fragment): step for fragment, step in islands.waiting.items()}
     spread = {"spread": islands.spread.squares.tolist()} if islands.spread is not None else {}
-    return {"islands": {"fragments": len(islands.fragments), "waiting": waiting, **spread}}
+    together = run.steps_done <= islands.exact_steps
+    return {"islands": {"fragments": len(islands.fragments), "waiting": waiting, "together": together, **spread}}
 
 
 def settle_to_save(run: Run) -> None:
@@ -156,7 +157,11 @@ def restore(run: Run, manifest: Manifest) -> None:
     known, islands = state.get("islands", {}), run.composed.islands
     if islands is not None and islands.outer.delay and known.get("fragments") == len(islands.fragments):
         islands.waiting = {int(fragment): int(step) for fragment, step in known.get("waiting", {}).items()}
-    if islands is not None and islands.spread is not None and "spread" in known:
-        islands.spread.squares = islands.spread.squares.new_tensor([float(one) for one in known["spread"]])
+    if islands is not None and known and not known.get("together", False):
+        islands.exact_steps = 0
+    if islands is not None and islands.spread is not None:
+        squares = [float(one) for one in known.get("spread", (0.0, 0.0))]
+        islands.spread.squares = islands.spread.squares.new_tensor(squares)
+        islands.spread.begins_equal = "spread" not in known
     run.extra = dict(state.get("extra", {}))
     run.steps_done = manifest.step

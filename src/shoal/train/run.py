@@ -451,7 +451,8 @@ class Run:
         if self.on_gradients is not None:
             self.on_gradients()
         trained = self.trained_parameters()
-        norm = self.composed.norm(trained) / self.loss_scale.scale
+        scale = self.loss_scale.scale
+        norm = self.composed.norm(trained, scale=scale, clip=self.updates.clip) / scale
         is_applied = self.updates.apply(self.optimizer, self.host_copies, trained, norm)
         if self.composed.reducer is not None:
             self.composed.reducer.judged(is_applied)
