@@ -106,7 +106,7 @@ def replicas_of_stages_do_not_talk() -> Any:
 def norm_of_own_shard() -> Any:
     """dp_shard: every rank clips by the norm of its own shard."""
 
-    def norm(self: Any, parameters: list[nn.Parameter]) -> Tensor:
+    def norm(self: Any, parameters: list[nn.Parameter], **_: Any) -> Tensor:
         return composed.global_norm(
             composed.norms_of([composed.local(p.grad) for p in parameters if p.grad is not None])
         )

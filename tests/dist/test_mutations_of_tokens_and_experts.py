@@ -146,7 +146,7 @@ def gradients_of_shards_stay_with_their_tokens() -> Any:
 def norm_of_own_shard() -> Any:
     """zero=1: every rank clips by the norm of its own shard, and cp ranks have shards too."""
 
-    def norm(self: Any, parameters: list[nn.Parameter]) -> Tensor:
+    def norm(self: Any, parameters: list[nn.Parameter], **_: Any) -> Tensor:
         return composed.global_norm(
             composed.norms_of([composed.local(p.grad) for p in parameters if p.grad is not None])
         )
