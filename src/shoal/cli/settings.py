@@ -110,7 +110,7 @@ def _print_help(kind: type[Any], prog: str) -> None:
         kind.__name__, [("settings", settings, field(default_factory=Recipe))], bases=(kind,), frozen=True, kw_only=True
     )
     both.__doc__ = kind.__doc__
-    shown = (tyro.conf.FlagCreatePairsOff,)
+    shown = (tyro.conf.FlagConversionOff,)
     tyro.cli(both, args=["--help"], prog=prog, config=shown, registry=_durations_are_words())
 
 
