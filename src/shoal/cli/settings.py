@@ -105,12 +105,12 @@ def _not_an_option(word: str) -> Problem:
 
 def _print_help(kind: type[Any], prog: str) -> None:
     """The verb's options and every key of a recipe, with defaults; ends the process, as --help does."""
-    settings = Annotated[Recipe, tyro.conf.arg(name="")]
+    settings = Annotated[Recipe, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]  # true or false is a value there
     both = make_dataclass(
         kind.__name__, [("settings", settings, field(default_factory=Recipe))], bases=(kind,), frozen=True, kw_only=True
     )
     both.__doc__ = kind.__doc__
-    shown = (tyro.conf.FlagConversionOff,)
+    shown = (tyro.conf.FlagCreatePairsOff,)
     tyro.cli(both, args=["--help"], prog=prog, config=shown, registry=_durations_are_words())
 
 
