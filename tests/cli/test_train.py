@@ -36,6 +36,7 @@ SUMMARY = {
     *("comm_hidden_part", "memory_gib_max"),
     *("seconds_to_first_step", "seconds_training", "directory"),
     *("saves", "saves_failed", "saved_step", "seconds_held_by_saves", "checkpoints", "resumed_from", "restarts"),
+    "chosen",
 }
 # The stable keys of a step in metrics.jsonl.
 STEP = {

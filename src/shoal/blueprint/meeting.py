@@ -27,6 +27,8 @@ NEAR = 1.25
 HIDDEN = 1.1
 """So much slower than computing alone is as good as hidden."""
 
+LANES = 2
+"""Threads that encode (`shoal.parallel.averager`)."""
 SMALLEST_BUCKET = 2**20
 WAYS = ("", "compress=bf16", "compress=int8", "sync=local:1 compress=powersgd:4", "sync=diloco:50 compress=int8")
 """What is chosen from, by how much it changes what is computed. `topk`, `1bit` and `randomk` are for those who know
@@ -97,14 +99,14 @@ def predict(words: str, island: Island, link: Link, replicas: int, codec: Mappin
     else:
         num_bytes = compression.bytes_sent(island.shapes, replicas, island.width)
     num_buckets = max(1, round(island.size * island.width / BUCKET_BYTES))
-    exchange = (
-        num_bytes / link.bandwidth + per_number * island.size + _messages(compression) * num_buckets * link.latency
-    )
+    sending = num_bytes / link.bandwidth + _messages(compression) * num_buckets * link.latency
+    encoding = per_number * island.size
     if plan.synchrony is not None:
         every = plan.synchrony.every
         agreeing = 2 * link.latency  # on the loss, and on whether a gradient is finite, in every step
+        exchange = sending + encoding / LANES  # nothing is computed meanwhile
         return Step(words, island.compute + agreeing + exchange / every, num_bytes / every)
-    return Step(words, _overlapped(island.compute, exchange, num_buckets), num_bytes)
+    return Step(words, _overlapped(island.compute, sending + encoding, num_buckets), num_bytes)
 
 
 def _messages(compression: Compression | None) -> int:
