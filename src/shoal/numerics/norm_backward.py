@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 
 def norm_backward(
@@ -42,13 +42,13 @@ def _plainly(
     return (d_x + of_x).to(x.dtype), d_scale, normed
 
 
-torch.library.define(
+library.define(
     "shoal::norm_backward",
     "(Tensor[] d_normed, Tensor of_x, Tensor x, Tensor scale, Tensor inverse) -> (Tensor, Tensor, Tensor)",
 )
 
 
-@torch.library.impl("shoal::norm_backward", "CUDA")
+@library.impl("shoal::norm_backward", "CUDA")
 def _on_gpu(
     d_normed: list[Tensor], of_x: Tensor, x: Tensor, scale: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,7 +57,7 @@ def _on_gpu(
     return norm_backward_in_one_pass(d_normed, of_x, x, scale, inverse)
 
 
-@torch.library.register_fake("shoal::norm_backward")  # type: ignore[untyped-decorator]
+@library.register_fake("shoal::norm_backward")  # type: ignore[untyped-decorator]
 def _shapes(
     d_normed: list[Tensor], of_x: Tensor, x: Tensor, scale: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:

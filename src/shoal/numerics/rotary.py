@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 
 def rotated(x_BTNH: Tensor, cos_BTH: Tensor, sin_BTH: Tensor) -> Tensor:
@@ -55,13 +55,13 @@ def _has_kernel(x: Tensor, cos: Tensor) -> bool:
     return x.is_cuda and cos.dtype == torch.float32
 
 
-torch.library.define(
+library.define(
     "shoal::turn_heads", "(Tensor joint, Tensor cos, Tensor sin, int num_heads, int num_kv_heads) -> Tensor[]"
 )
-torch.library.define("shoal::join_heads", "(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin) -> Tensor")
+library.define("shoal::join_heads", "(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin) -> Tensor")
 
 
-@torch.library.impl("shoal::turn_heads", "CUDA")
+@library.impl("shoal::turn_heads", "CUDA")
 def _turn(joint: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int) -> list[Tensor]:
     from shoal.numerics.rotary_kernel import turn  # Triton, which CPUs do not have
 
@@ -70,7 +70,7 @@ def _turn(joint: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads:
     return parts
 
 
-@torch.library.impl("shoal::join_heads", "CUDA")
+@library.impl("shoal::join_heads", "CUDA")
 def _join(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     from shoal.numerics.rotary_kernel import turn_back
 
@@ -79,12 +79,12 @@ def _join(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tenso
     return joint
 
 
-@torch.library.register_fake("shoal::turn_heads")  # type: ignore[untyped-decorator]
+@library.register_fake("shoal::turn_heads")  # type: ignore[untyped-decorator]
 def _parted(joint: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int) -> list[Tensor]:
     return _parts(joint, num_heads, num_kv_heads)
 
 
-@torch.library.register_fake("shoal::join_heads")  # type: ignore[untyped-decorator]
+@library.register_fake("shoal::join_heads")  # type: ignore[untyped-decorator]
 def _joint(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     batch, tokens, num_heads, head_dim = dq.shape
     width = (num_heads + 2 * dk.shape[2]) * head_dim

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from shoal.comm.averages import Average, Bucket, Exact, Seeds
 from shoal.comm.wire import Sent, Wire
 from shoal.data.hashing import hashed
-from shoal.numerics.pieces import local
+from shoal.numerics.pieces import gradient_of, local
 
 
 @dataclass
@@ -125,7 +125,7 @@ class Load:
 
     def gradients(self) -> list[Tensor]:
         """Of this replica; zeros, where there is none."""
-        return [local(p.grad) if p.grad is not None else torch.zeros_like(local(p)) for p in self.parameters]
+        return [gradient_of(parameter) for parameter in self.parameters]
 
     def means(self) -> list[Tensor]:
         """What has arrived, waiting for it: a view for each tensor."""

@@ -28,7 +28,7 @@ from shoal.comm.hidden import Hidden
 from shoal.comm.mesh import Mesh
 from shoal.errors import ShoalError
 from shoal.numerics.gradients import global_norm, gradients_of, norms_of
-from shoal.numerics.pieces import local
+from shoal.numerics.pieces import gradient_of, local
 from shoal.numerics.precision import wide
 from shoal.parallel import replicate, shard
 from shoal.parallel.averager import Lanes
@@ -204,8 +204,7 @@ class Composed:
         if self.islands.spread is None:
             dist.all_reduce(bad, group=between)
         else:
-            every = [p for p in self.named.values() if p.requires_grad]
-            own = [local(p.grad) if p.grad is not None else torch.zeros_like(local(p)) for p in every]
+            own = [gradient_of(parameter) for parameter in self.named.values() if parameter.requires_grad]
             seen = torch.full_like(norm, 1 / scale)
             if clip is not None:
                 seen *= (clip * scale / (norm + 1e-6)).clamp_max(1.0)

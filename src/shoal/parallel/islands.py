@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import inf
 from typing import cast
 
 import torch
@@ -195,7 +196,7 @@ class Islands:
             own = [local(parameter) for parameter in load.parameters]
             away = [self.shared[name] - weight for name, weight in zip(load.names, own, strict=True)]
             if self.spread is not None:
-                factor = self.spread.factor(self.lanes.size, most=None if self.synchrony.every == 1 else MOST_OVERSHOT)
+                factor = self.spread.factor(self.lanes.size, most=inf if self.synchrony.every == 1 else MOST_OVERSHOT)
                 away = [one * factor.to(one.dtype) for one in away]
             averager.begin(load, away, step, pays=pays)
             if self.outer.delay:

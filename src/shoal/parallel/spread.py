@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, sqrt
+from math import ceil, inf, sqrt
 
 import torch
 import torch.distributed as dist
@@ -37,12 +37,12 @@ class Spread:
     begins_equal: bool = False
     """Whether the optimizer has learnt its squares from gradients that were the same on all islands, so far."""
 
-    def factor(self, islands: int, most: float | None = None) -> Tensor:
+    def factor(self, islands: int, most: float = inf) -> Tensor:
         """By which a mean step is made longer, but not more than `most`; a number on the device."""
         own, of_mean = self.squares
         tiny = torch.finfo(own.dtype).tiny
         ratio = torch.where(of_mean > 0, own / of_mean.clamp_min(tiny), torch.ones_like(own))
-        return ratio.sqrt().clamp(1.0, min(sqrt(islands), most or sqrt(islands)))
+        return ratio.sqrt().clamp(1.0, min(sqrt(islands), most))
 
     def tell(
         self,
