@@ -197,7 +197,7 @@ WRONG = {
     "sizes the wrong way round": ("comm --sizes 1MB..1KB", "holds no size", "the smaller one first"),
     "one rank": ("comm --nproc 1", "--nproc 1: there is nobody to send to", "--nproc 2"),
     "nodes that do not divide": ("comm --nproc 4 --node 3", "cannot be divided into nodes of 3", "1, 2 or 4"),
-    "no time": ("comm --seconds 0", "--seconds 0.0 is no time", "--seconds 75"),
+    "no time": ("comm --seconds 0", "--seconds 0.0 is no time", "--seconds 80"),
     "no folder": ("comm --out nowhere/c.yaml", "nowhere/c.yaml cannot be written", "folder that exists"),
     "not YAML": ("comm --out c.json", "c.json would not be read as yaml", "c.yaml"),
     "links without builtin": ("comm --algorithms ring --out c.yaml", "builtin is not measured", "ring builtin"),

@@ -5,6 +5,9 @@ round, so that what disturbs a machine disturbs them alike; the fastest round co
 would take more than its share is left out, and said to be.
 
     size ─▶ within a host, across hosts ─▶ wire, all_reduce, ... ─▶ round 1: naive ring tree ... round 2: naive ring ...
+
+What time is left goes where a fit does not say what a size that was held out of it took: there something was
+disturbed, most often, and the fastest of more rounds tells.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import date, timedelta
 from typing import Literal
@@ -24,9 +27,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
-from shoal.bench.timings import BUILTIN, FLOAT, PAIR, SEGMENTS, SEND, TOGETHER, Tier, Timing, list_of
+from shoal.bench.timings import BUILTIN, FLOAT, PAIR, SEGMENTS, SEND, TOGETHER, Fit, Tier, Timing, fits, list_of
+from shoal.bench.work import Place, Work, builtin, pair, stepped, together, written
 from shoal.blueprint.collective_algorithms import KINDS, Kind
-from shoal.comm.collectives import all_gather, reduce_scatter
+from shoal.blueprint.collectives import Steps
 from shoal.comm.environment import Placement
 from shoal.comm.stepped import Stepped
 from shoal.comm.world import World, keep_after_closing
@@ -34,9 +38,14 @@ from shoal.errors import ShoalError
 from shoal.launch.local import launch
 
 ROUNDS = 5
+FIRST = 0.75
+"""Of the time, for the first look at everything."""
+CLOSE = 0.1
+"""Relative error of a fit at sizes that were held out, below which nothing is measured again."""
 SHORT = 8 * 2**20
 """Bytes: what is shorter than this gets the same time, since it takes about as long."""
-Work = Callable[[], object]
+Series = tuple[Tier, str, str]
+"""Tier, collective and algorithm."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,9 +121,9 @@ def measure(placement: Placement | None, store: dist.Store | None, ask: Ask) -> 
     with World.start(placement, device=device, store=store, threads=1) as world:
         bench = Bench(world, placement.node if placement else 0, ask, deadline=began + ask.seconds)
         with _progress(world, ask) as progress:
-            bench.run(progress)
+            timings = bench.run(progress)
         return Found(
-            timings=tuple(bench.timings),
+            timings=tuple(timings),
             left_out=tuple(bench.left_out),
             ranks=world.size,
             per_host=world.local_size,
@@ -141,20 +150,54 @@ def _let_peers_finish() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Ranks that talk to each other: those of a host, or all."""
+@dataclass(kw_only=True)
+class Cell:
+    """One collective by one algorithm at one size, and how long it took, round after round."""
 
-    tier: Tier
-    group: dist.ProcessGroup
-    node: int | None
-    hop: int
-    """From a rank to its neighbour: the next one, or across hosts the one in the same place of the next."""
+    place: Place
+    kind: str
+    algorithm: str
+    size: int
+    """Bytes."""
+    steps: Steps | None
+    """Its list of messages; None: it is one by itself."""
+    work: Work
+    sent: int | None
+    """Bytes that the busiest rank has sent for one, counted."""
+    turn: float
+    """Seconds of a round, about."""
+    times: list[float]
+    """Seconds of one in each round, on the slowest rank: all ranks have the same."""
 
     @property
-    def size(self) -> int:
-        """Ranks."""
-        return self.group.size()
+    def seconds(self) -> float:
+        """Of the fastest round."""
+        return min(self.times)
+
+    @property
+    def count(self) -> int:
+        """How many make a round."""
+        return max(1, int(self.turn / self.seconds))
+
+    def timing(self) -> Timing:
+        """What was found, beside what its list says."""
+        rounds, elements, listed = (2 if self.algorithm == PAIR else 1), self.size // FLOAT, None
+        if self.steps is not None:
+            rounds, elements = self.steps.critical()
+            listed = FLOAT * max(self.steps.sent(rank) for rank in range(self.place.size))
+        return Timing(
+            tier=self.place.tier,
+            kind=self.kind,
+            algorithm=self.algorithm,
+            ranks=self.place.size,
+            size=self.size,
+            seconds=self.seconds,
+            rounds=rounds,
+            critical=elements * FLOAT,
+            node=self.place.node,
+            counted=self.sent,
+            listed=listed if self.sent is not None else None,
+        )
 
 
 @dataclass
@@ -166,22 +209,26 @@ class Bench:
     """The number of this rank's host."""
     ask: Ask
     deadline: float
-    timings: list[Timing] = field(default_factory=list)
+    cells: dict[Series, list[Cell]] = field(default_factory=dict)
+    """Tier, collective and algorithm → a cell for each size, the shortest first."""
     left_out: list[LeftOut] = field(default_factory=list)
-    last: dict[tuple[Tier, str, str], Timing] = field(default_factory=dict)
 
-    def run(self, progress: Progress) -> None:
-        """Measure everything, the shortest sizes first."""
+    def run(self, progress: Progress) -> list[Timing]:
+        """Measure everything, the shortest sizes first; then again what its own numbers do not explain."""
         places = _places(self.world, self.node, self.ask)
-        given, taken = (_written(max(self.ask.sizes) // FLOAT, self.world.device) for _ in range(2))
+        given, taken = (written(max(self.ask.sizes) // FLOAT, self.world.device) for _ in range(2))
         todo = [(size, place, kind) for size in self.ask.sizes for place in places for kind in (SEND, *self.ask.kinds)]
         task = progress.add_task("", total=len(todo))
         for number, (size, place, kind) in enumerate(todo):
             progress.update(task, description=f"{kind} {place.tier} hosts, {size:,} bytes")
             part = max(size, SHORT) / sum(max(each, SHORT) for each, _, _ in todo[number:])
             whole = size // FLOAT // place.size * place.size or place.size
-            self.take_turns(place, kind, given[:whole], taken[:whole], self.remaining() * part)
+            seconds = max(0.0, self.remaining() - (1 - FIRST) * self.ask.seconds)
+            self.take_turns(place, kind, given[:whole], taken[:whole], seconds * part)
             progress.advance(task)
+        progress.update(task, description="again what may have been disturbed")
+        self.look_again()
+        return self.timings()
 
     def remaining(self) -> float:
         """Seconds, as rank 0 counts them."""
@@ -191,56 +238,66 @@ class Bench:
     def take_turns(self, place: Place, kind: str, x: Tensor, y: Tensor, seconds: float) -> None:
         """Measure all algorithms of a collective at one size, in so many seconds."""
         works = self.works(place, kind, x, y)
-        size, share = x.numel() * FLOAT, seconds / max(1, len(works))
-        times: dict[str, list[float]] = {}
-        sent: dict[str, int | None] = {}
-        for algorithm, (work, over) in works.items():
-            before = self.last.get((place.tier, kind, algorithm))
-            guess = _guess(before, size)
-            if guess > share:
-                left = LeftOut(tier=place.tier, kind=kind, algorithm=algorithm, size=size, seconds=guess)
-                self.left_out.append(left)
-                continue
-            if before is None:
-                self.timed(work, 1)  # connects
-            already = over.counted.bytes if over else 0
-            times[algorithm] = [self.timed(work, 1)]  # in memory that is new to this process, and slow
-            sent[algorithm] = over.counted.bytes - already if over else None
-        spent = dict.fromkeys(times, 0.0)
+        share = seconds / max(1, len(works))
+        looks = [self.first_look(place, kind, name, x, *work, share=share) for name, work in works.items()]
+        found = [cell for cell in looks if cell]
+        spent = dict.fromkeys(works, 0.0)
         for number in range(ROUNDS):
-            for algorithm, found in times.items():
-                count = max(1, int(share / ROUNDS / min(found)))
-                if number == 0 or spent[algorithm] + count * min(found) <= share:
-                    found.append(self.timed(works[algorithm][0], count))
-                    spent[algorithm] += count * found[-1]
-        for algorithm, found in times.items():
-            self.note(place, kind, algorithm, size, min(found), sent[algorithm])
+            for cell in found:
+                if number == 0 or spent[cell.algorithm] + cell.count * cell.seconds <= share:
+                    spent[cell.algorithm] += self.one_more(cell)
 
-    def note(self, place: Place, kind: str, algorithm: str, size: int, seconds: float, sent: int | None) -> None:
-        """Keep a timing, beside what its list says."""
-        rounds, critical, counted, listed = (2 if algorithm == PAIR else 1), size, None, None
-        if kind in KINDS:
-            steps = list_of(kind, algorithm, place.size, size, node=place.node)
-            rounds, elements = steps.critical()
-            critical = elements * FLOAT
-            if sent is not None:
-                counted = int(self.slowest(sent))
-                listed = FLOAT * max(steps.sent(rank) for rank in range(place.size))
-        timing = Timing(
-            tier=place.tier,
+    def first_look(
+        self, place: Place, kind: str, algorithm: str, x: Tensor, work: Work, over: Stepped | None, *, share: float
+    ) -> Cell | None:
+        """Carry it out once, and count its bytes, if that takes no more than its share of the time."""
+        known = self.cells.setdefault((place.tier, kind, algorithm), [])
+        size = x.numel() * FLOAT
+        guess = _guess(known[-1] if known else None, size)
+        if guess > share:
+            left = LeftOut(tier=place.tier, kind=kind, algorithm=algorithm, size=size, seconds=guess)
+            self.left_out.append(left)
+            return None
+        if not known:
+            self.timed(work, 1)  # connects
+        already = over.counted.bytes if over else 0
+        first = self.timed(work, 1)  # in memory that is new to this process, and slow
+        cell = Cell(
+            place=place,
             kind=kind,
             algorithm=algorithm,
-            ranks=place.size,
             size=size,
-            seconds=seconds,
-            rounds=rounds,
-            critical=critical,
-            node=place.node,
-            counted=counted,
-            listed=listed,
+            steps=list_of(kind, algorithm, place.size, size, node=place.node) if kind in KINDS else None,
+            work=work,
+            sent=int(self.slowest(over.counted.bytes - already)) if over else None,
+            turn=share / ROUNDS,
+            times=[first],
         )
-        self.last[place.tier, kind, algorithm] = timing
-        self.timings.append(timing)
+        known.append(cell)
+        return cell
+
+    def one_more(self, cell: Cell) -> float:
+        """Another round of it; returns how long that took."""
+        count = cell.count
+        cell.times.append(self.timed(cell.work, count))
+        return count * cell.times[-1]
+
+    def look_again(self) -> None:
+        """While there is time: one more round of the sizes that some fit was held against, and of their neighbours,
+        to which it was fitted, the worst first."""
+        is_time = True
+        while is_time:
+            is_time = False
+            for fitted in sorted(fits(self.timings()), key=lambda fit: -fit.worst_held):
+                cells = self.cells[fitted.tier, fitted.kind, fitted.algorithm]
+                for cell in _in_doubt(cells, fitted):
+                    if cell.count * cell.times[-1] < self.remaining():
+                        self.one_more(cell)
+                        is_time = True
+
+    def timings(self) -> list[Timing]:
+        """What was found, beside what the lists say."""
+        return [cell.timing() for cells in self.cells.values() for cell in cells]
 
     def timed(self, work: Work, number: int) -> float:
         """Seconds of one of so many, one after the other, on the slowest rank."""
@@ -259,14 +316,14 @@ class Bench:
     def works(self, place: Place, kind: str, x: Tensor, y: Tensor) -> dict[str, tuple[Work, Stepped | None]]:
         """Algorithm → what carries it out, and what counts."""
         if kind == SEND:
-            return {PAIR: (_pair(place, x, y), None), TOGETHER: (_together(place, x, y), None)}
+            return {PAIR: (pair(place, x, y), None), TOGETHER: (together(place, x, y), None)}
         found: dict[str, tuple[Work, Stepped | None]] = {}
         for algorithm in self.ask.algorithms:
             if algorithm == BUILTIN:
-                found[algorithm] = _builtin(kind, place.group, x, y), None
+                found[algorithm] = builtin(kind, place.group, x, y), None
             elif algorithm != "hierarchical" or place.node:
                 over = Stepped(place.group, algorithm, segments=SEGMENTS, node=place.node)  # type: ignore[arg-type]
-                found[algorithm] = _stepped(kind, over, x), over
+                found[algorithm] = stepped(kind, over, x), over
         return found
 
 
@@ -304,75 +361,18 @@ def _hosts(nodes: Sequence[int]) -> list[list[int]]:
     return [[rank for rank, node in enumerate(nodes) if node == host] for host in dict.fromkeys(nodes)]
 
 
-def _guess(before: Timing | None, size: int) -> float:
+def _in_doubt(cells: Sequence[Cell], fitted: Fit) -> list[Cell]:
+    """Those of one algorithm whose size was held out and is not explained, and the ones before and after."""
+    wrong = {held.size for held in fitted.held if abs(held.error) > CLOSE}
+    near = {number + step for number, cell in enumerate(cells) if cell.size in wrong for step in (-1, 0, 1)}
+    return [cell for number, cell in enumerate(cells) if number in near]
+
+
+def _guess(before: Cell | None, size: int) -> float:
     """Seconds that a larger size may take: more by its bytes, once bytes are what takes time."""
     if before is None:
         return 0.0
     return before.seconds * (max(1.0, size / before.size) if before.size >= 2**20 else 1.0)
-
-
-# ---- the work -------------------------------------------------------------------------------------------------------
-
-
-def _written(elements: int, device: torch.device) -> Tensor:
-    """Memory that is really there: what was never written to costs nothing to read."""
-    return torch.empty(max(elements, 4096), device=device).fill_(0.0)
-
-
-def _exchange(group: dist.ProcessGroup, *, give: tuple[Tensor, int] | None, take: tuple[Tensor, int] | None) -> None:
-    """One message out, one in, or both at once."""
-    works = [dist.irecv(take[0], group=group, group_src=take[1])] if take else []
-    works += [dist.isend(give[0], group=group, group_dst=give[1])] if give else []
-    for work in works:
-        assert work is not None, "this rank is in the group"
-        work.wait()
-
-
-def _pair(place: Place, x: Tensor, y: Tensor) -> Work:
-    """Half of there and back, between the first rank and its neighbour, while the others wait. Half a tensor goes each
-    way, so that the whole of it takes the time of a message."""
-    rank, group = dist.get_rank(place.group), place.group
-    there, back = x[: x.numel() // 2], y[: x.numel() - x.numel() // 2]
-
-    def swap() -> None:
-        if rank == 0:
-            _exchange(group, give=(there, place.hop), take=None)
-            _exchange(group, give=None, take=(back, place.hop))
-        elif rank == place.hop:
-            _exchange(group, give=None, take=(there, 0))
-            _exchange(group, give=(back, 0), take=None)
-
-    return swap
-
-
-def _together(place: Place, x: Tensor, y: Tensor) -> Work:
-    """Every rank sends to its neighbour."""
-    rank, group, size = dist.get_rank(place.group), place.group, place.size
-    after, before = (rank + place.hop) % size, (rank - place.hop) % size
-
-    return lambda: _exchange(group, give=(x, after), take=(y, before))
-
-
-def _stepped(kind: str, over: Stepped, x: Tensor) -> Work:
-    part = x[: x.numel() // over.size]
-    return {
-        "all_reduce": lambda: over.all_reduce(x),
-        "reduce_scatter": lambda: over.reduce_scatter(x),
-        "all_gather": lambda: over.all_gather(part),
-        "broadcast": lambda: over.broadcast(x),
-        "all_to_all": lambda: over.all_to_all(x),
-    }[kind]
-
-
-def _builtin(kind: str, group: dist.ProcessGroup, x: Tensor, y: Tensor) -> Work:
-    part = x[: x.numel() // group.size()]
-    return {
-        "all_reduce": lambda: dist.all_reduce(x, group=group),
-        "reduce_scatter": lambda: reduce_scatter(x, 0, group),
-        "all_gather": lambda: all_gather(part, 0, group),
-        "broadcast": lambda: dist.broadcast(x, group=group, group_src=0),
-        "all_to_all": lambda: dist.all_to_all_single(y, x, group=group),
-    }[kind]
 
 
 @contextlib.contextmanager

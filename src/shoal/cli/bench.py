@@ -62,7 +62,7 @@ class Comm:
     node: int | None = None
     """Ranks that hierarchical takes for a node. None: those of a host, if there are several hosts."""
 
-    seconds: float = 75.0
+    seconds: float = 80.0
     """How long to measure, at most. What would take more than its share is left out."""
 
     cluster: str | None = None
@@ -156,7 +156,7 @@ def _checked(options: Comm, place: Placement | None, ranks: int) -> tuple[int, .
     problems += [_unknown("algorithm", word, CHOICES) for word in options.algorithms if word not in CHOICES]
     problems += _problems_of_ranks(options, place, ranks)
     if not 0 < options.seconds < float("inf"):
-        problems.append(Problem(f"--seconds {options.seconds} is no time to measure in", "--seconds 75"))
+        problems.append(Problem(f"--seconds {options.seconds} is no time to measure in", "--seconds 80"))
     if options.out is not None and BUILTIN not in options.algorithms:
         what = "--out is for a planner of runs that use torch's own collectives, and builtin is not measured"
         problems.append(Problem(what, f"--algorithms {' '.join((*options.algorithms, BUILTIN))}"))
