@@ -123,7 +123,7 @@ def test_times_a_number_for_each_row(dtype: torch.dtype, bound: float) -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [7, 4096, 32000, 128256])
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-3)])  # exp(-40) to 2e-6
 @pytest.mark.parametrize("kind", ["usual", "rising", "masked", "sure"])
 def test_a_gradient_but_for_a_number(vocabulary: int, dtype: torch.dtype, bound: float, kind: str) -> None:
     torch.manual_seed(vocabulary)

@@ -57,6 +57,7 @@ def linear_cross_entropy(
     if not torch.is_grad_enabled():  # of which the function below would hear nothing
         h, weight = h.detach(), weight.detach()
     dtype = compute_dtype(h)
+    factor = 1.0 if dtype == torch.float16 else factor  # in which what is multiplied by a small number is lost
     with torch.autocast(h.device.type, enabled=False):
         loss: Tensor = _LinearCrossEntropy.apply(h.to(dtype), weight, labels, ignore, fp8, factor)  # type: ignore[no-untyped-call]
     return loss
