@@ -4,8 +4,8 @@ python benchmarks/h200/run.py TABLE ...   one or more of: speed turns large fp8 
                                          curve images all
 
 Every row is a process of its own (`systems.py`, `curve.py`, `images.py`), one after the other on an otherwise idle GPU,
-or by turns; a table is one run, because GPUs of one kind differ by a few per cent. Peers need `pip install torchtitan==0.2.2
-accelerate transformers`, rowwise needs torchao.
+or by turns; a table is one run, because GPUs of one kind differ by a few per cent. Peers need
+`pip install torchtitan==0.2.2 accelerate transformers`, rowwise needs torchao.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ def turns() -> tuple[str, list[Row]]:
             }
             for system, told in ((name, own), ("torchtitan 0.2.2", base))
         ]
-    return "1.50 B, 8 x 4096 tokens, by turns", rows
+    how = f"both on the GPU, with expandable segments, by turns of {TURN} steps, {ROUNDS - 1} of which count"
+    return f"1.50 B, 8 x 4096 tokens; {how}", rows
 
 
 def by_turns(systems: dict[str, list[str]]) -> dict[str, dict[str, float]]:
