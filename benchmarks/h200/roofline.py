@@ -15,7 +15,7 @@ KINDS = {
     "attention": ("fmha", "flash", "sdpa", "cudnn_generated", "attention"),
     "matmul": ("gemm", "nvjet", "cutlass", "xmma", "cublas", "s16816", "s64x", "splitk"),
     "optimizer": ("adam", "multi_tensor", "foreach", "lpnorm", "_update"),
-    "softmax of the loss": ("_rows", "_tiles"),
+    "softmax of the loss": ("_exponentials", "_rows", "_tiles"),
     "copy": ("memcpy", "memset"),
 }
 """Kind → words of which one is in the kernel's name, the first kind that fits; the rest is memory-bound."""

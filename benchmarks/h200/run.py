@@ -1,17 +1,18 @@
 """How fast is shoal on one GPU, against what a person would use instead, and against what the GPU could do?
 
-python benchmarks/h200/run.py TABLE ...   one or more of: speed large fp8 rowwise shapes long longest roofline curve
-                                         images all
+python benchmarks/h200/run.py TABLE ...   one or more of: speed turns large fp8 rowwise shapes long longest roofline
+                                         curve images all
 
-Every row is a process of its own (`systems.py`, `curve.py`, `images.py`), one after the other on an otherwise idle GPU;
-a table is one run, because GPUs of one kind differ by a few per cent. Peers need `pip install torchtitan==0.2.2
-accelerate transformers`, rowwise needs torchao.
+Every row is a process of its own (`systems.py`, `curve.py`, `images.py`), one after the other on an otherwise idle GPU,
+or by turns; a table is one run, because GPUs of one kind differ by a few per cent. Peers need
+`pip install torchtitan==0.2.2 accelerate transformers`, rowwise needs torchao.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -36,6 +37,8 @@ PROTOCOL = (
 )
 
 
+STEPS = ("--steps", "20", "--warmup", "6")
+"""Single steps differ by one or two per cent."""
 LEFT_OUT: set[str] = set()
 """Peers that are not there, or not wanted."""
 
@@ -86,7 +89,7 @@ def compared(what: str, words: list[str], runs: dict[str, list[str]]) -> list[Ro
 
 
 def speed() -> tuple[str, list[Row]]:
-    words = ["--shape", "1.5b", "--micro-batch", "8"]
+    words = ["--shape", "1.5b", "--micro-batch", "8", *STEPS]
     runs = {
         "shoal": ["shoal"],
         "torchtitan 0.2.2": ["torchtitan"],
@@ -97,8 +100,75 @@ def speed() -> tuple[str, list[Row]]:
     return "1.50 B, 8 x 4096 tokens", compared("1.50 B", words, runs)
 
 
+ROUNDS, TURN = 9, 5
+"""Turns that each system has, and steps of a turn; the first turn, and the first step of each, do not count."""
+
+
+def turns() -> tuple[str, list[Row]]:
+    """Two systems at a time, both on the GPU: what it can do changes as it grows warm, and by turns for both alike."""
+    ours: dict[str, list[str]] = {"shoal": [], "shoal, gates kept": ["--options", '{"remake_gates": false}']}
+    rows: list[Row] = []
+    for name, options in ours.items():
+        found = by_turns({name: ["shoal", *options], "torchtitan 0.2.2": ["torchtitan"]})
+        base, own = found["torchtitan 0.2.2"], found[name]
+        rows += [
+            {
+                "pair": " / ".join(found),
+                "system": system,
+                "step": f"{told['ms']:.1f} ms",
+                "of turns": f"{told['least']:.1f} to {told['most']:.1f} ms",
+                "GiB": f"{told['peak_gib']:.1f}",
+                "speed": f"{base['ms'] / told['ms']:.3f}",
+                "memory": f"{told['peak_gib'] / base['peak_gib']:.3f}",
+            }
+            for system, told in ((name, own), ("torchtitan 0.2.2", base))
+        ]
+    how = f"both on the GPU, with expandable segments, by turns of {TURN} steps, {ROUNDS - 1} of which count"
+    return f"1.50 B, 8 x 4096 tokens; {how}", rows
+
+
+def by_turns(systems: dict[str, list[str]]) -> dict[str, dict[str, float]]:
+    """Name → arguments of systems.py to the median step of each, and the least and largest median of a turn."""
+    words = ["--shape", "1.5b", "--micro-batch", "8", "--turns"]
+    command = [sys.executable, str(HERE / "systems.py")]
+    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}  # both have to fit
+    running = {
+        name: subprocess.Popen(
+            [*command, *arguments, *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
+        for name, arguments in systems.items()
+    }
+    told: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}
+    for _ in range(ROUNDS):
+        for name, process in running.items():
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(f"{TURN}\n")
+            process.stdin.flush()
+            told[name].append(json.loads(next(line for line in process.stdout if line.startswith("{"))))
+    for process in running.values():
+        process.communicate(timeout=60)
+    found = {}
+    for name, by_turn in told.items():
+        ms = [[1e3 * second for second in turn["seconds"][1:]] for turn in by_turn[1:]]
+        medians = [statistics.median(turn) for turn in ms]
+        found[name] = {
+            "ms": statistics.median([one for turn in ms for one in turn]),
+            "least": min(medians),
+            "most": max(medians),
+            "peak_gib": by_turn[-1]["peak_gib"],
+        }
+        print(name, [round(one, 1) for one in medians], flush=True)
+    return found
+
+
 def large() -> tuple[str, list[Row]]:
-    words = ["--shape", "3.6b", "--micro-batch", "4"]
+    words = ["--shape", "3.6b", "--micro-batch", "4", *STEPS]
     return "3.6 B, 4 x 4096 tokens", compared("3.6 B", words, {"shoal": ["shoal"], "torchtitan 0.2.2": ["torchtitan"]})
 
 
@@ -246,7 +316,7 @@ def images() -> tuple[str, list[Row]]:
 
 
 TABLES: dict[str, Callable[[], tuple[str, list[Row]]]] = {
-    "speed": speed, "large": large, "fp8": fp8, "rowwise": rowwise, "shapes": shapes, "long": long,
+    "speed": speed, "turns": turns, "large": large, "fp8": fp8, "rowwise": rowwise, "shapes": shapes, "long": long,
     "longest": longest, "roofline": roofline, "curve": curve, "images": images,
 }  # fmt: skip
 

@@ -71,15 +71,23 @@ def measured(
     **more: Any,
 ) -> None:
     """Time the steps, and tell. `given` is how tokens are given to a system: on the GPU, unless it takes them there."""
-    seconds = []
-    for _ in range(arguments.steps):
+
+    def seconds_of_a_step() -> float:
         tokens = torch.randint(0, shape.vocabulary, (arguments.micro_batch, arguments.sequence + 1))
         batch = given(tokens)
         torch.cuda.synchronize()
         start = time.perf_counter()
         step(batch)
         torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
+        return time.perf_counter() - start
+
+    if arguments.turns:
+        seconds_of_a_step()
+        for number in map(int, sys.stdin):
+            of_turn = [seconds_of_a_step() for _ in range(number)]
+            print(json.dumps({"seconds": of_turn, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}), flush=True)
+        return
+    seconds = [seconds_of_a_step() for _ in range(arguments.steps)]
     settled = seconds[arguments.warmup :]
     median = statistics.median(settled)
     rate = arguments.micro_batch * arguments.sequence / median
@@ -291,6 +299,7 @@ def main() -> None:
     parser.add_argument(
         "--states-first", action="store_true", help="make shoal's optimizer states before the first step"
     )
+    parser.add_argument("--turns", action="store_true", help="make as many steps as each line of the input says")
     parser.add_argument("--profile", default="", help="where to write a trace of three steps of shoal")
     arguments = parser.parse_args()
     torch.set_float32_matmul_precision("high")

@@ -133,7 +133,10 @@ def shoal_gradients(**options: Any) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"compile": True}, {"attention": "flash"}, {"fused_loss": False}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"compile": True}, {"compile": True, "remake_gates": False}, {"attention": "flash"}, {"fused_loss": False}],
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile's own parts
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_one_block_in_bf16_is_as_exact_as_plain_torch(options: dict[str, Any]) -> None:
@@ -158,6 +161,15 @@ def test_projections_together_are_those_alone() -> None:
     together = joint.split([64, 16, 16], dim=-1)
     assert all(relative(a, b) < 1e-2 for a, b in zip(together, called, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
+
+
+@pytest.mark.parametrize(("dtype", "count"), [(torch.float32, 1), (torch.bfloat16, 2)])
+def test_wide_projections_are_together_where_they_are_cast(dtype: torch.dtype, count: int) -> None:
+    layers = [nn.Linear(64, 128, bias=False, device="cuda", dtype=dtype) for _ in range(2)]
+    x = torch.randn(8, 64, device="cuda", requires_grad=True)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        _, products = projected(x, RMSNorm(64, eps=1e-5, device="cuda"), *layers, together=True)
+    assert len(products) == count
 
 
 # ---- nobody waits ---------------------------------------------------------------------------------------------------

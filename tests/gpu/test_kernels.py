@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.numerics.adamw import AdamW
 from shoal.numerics.embedding import embedded
+from shoal.numerics.gates import gates_backward
 from shoal.numerics.gradients import norms_of
 from shoal.numerics.norm_backward import _plainly, norm_backward
 from shoal.numerics.rotary import turned_heads
+from shoal.numerics.turned import times_turned
+
+if torch.cuda.is_available():  # Triton
+    from shoal.numerics.cross_entropy_kernel import exponentials_, times
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,6 +43,25 @@ def test_the_backward_of_a_norm(width: int, num_gradients: int, dtype: torch.dty
     bounds = (bound, bound if num_gradients == 3 and dtype == torch.bfloat16 else 1e-5, bound)
     assert [part.dtype for part in found] == [dtype, torch.float32, dtype]
     assert all(relative(a, b) < most for a, b, most in zip(found, expected, bounds, strict=True))
+
+
+@pytest.mark.parametrize("width", [64, 2048, 6912])
+@pytest.mark.parametrize("remakes", [True, False])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 3e-3), (torch.float16, 4e-4), (torch.float32, 1e-6)])
+def test_the_backward_of_gates(width: int, remakes: bool, dtype: torch.dtype, bound: float) -> None:
+    torch.manual_seed(width)
+    joint, d_gated = torch.randn(7, 101, 2 * width, device="cuda") * 3, torch.randn(7, 101, width, device="cuda")
+    joint, d_gated = joint.to(dtype), d_gated.to(dtype)
+    (d_joint,), gated = gates_backward([joint], d_gated, remakes=remakes)
+    exact = joint.double().requires_grad_()
+    gate, up = exact.chunk(2, -1)
+    expected = F.silu(gate) * up
+    expected.backward(d_gated.double())
+    assert exact.grad is not None
+    assert d_joint.dtype == dtype
+    assert relative(d_joint, exact.grad) < bound
+    assert (gated is not None) == remakes
+    assert gated is None or relative(gated, expected.detach()) < bound
 
 
 @pytest.mark.parametrize(
@@ -66,14 +91,71 @@ def test_heads_are_turned_and_joined(
     assert relative(joint.grad, exact.grad) < 3e-3
 
 
-def test_times_a_number_of_the_device() -> None:
-    from shoal.numerics.cross_entropy_kernel import times_
+@pytest.mark.parametrize("shape", [(2048, 8192), (100, 65), (64, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_with_a_weight_that_is_turned_around(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(shape[0])
+    grad, weight = torch.randn(33, shape[0], device="cuda").bfloat16(), torch.randn(shape, device="cuda").to(dtype)
+    found = times_turned(grad, weight)
+    assert relative(found, grad.double() @ weight.bfloat16().double()) < 3e-3
+    assert torch.equal(torch.ops.shoal.turned(weight, torch.bfloat16), weight.T.bfloat16())
 
+
+def test_times_a_number_of_the_device() -> None:
     x, factor = torch.randn(1001, 33, device="cuda"), torch.tensor(1 / 3, device="cuda")
     expected = x.double() * factor.double()
-    assert relative(times_(x, factor, torch.bfloat16), expected) < 3e-3
-    assert relative(times_(x, factor, torch.float32), expected) < 1e-7
+    assert relative(times(x, factor, torch.bfloat16), expected) < 3e-3
+    assert relative(times(x, factor, torch.float32, is_in_place=True), expected) < 1e-7
     assert relative(x, expected) < 1e-7, "it was not done in place"
+    before = x.clone()
+    assert times(x, torch.ones((), device="cuda"), torch.float32, is_in_place=True) is x
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-7), (torch.bfloat16, 3e-3)])
+def test_times_a_number_for_each_row(dtype: torch.dtype, bound: float) -> None:
+    x, factors = torch.randn(1001, 33, device="cuda").to(dtype), torch.rand(1001, device="cuda")
+    factors[7] = 1.0
+    expected = x.double() * factors.double()[:, None]
+    assert relative(times(x, factors, dtype), expected) < bound
+    assert relative(times(x, factors, dtype, is_in_place=True), expected) < bound
+    assert relative(x, expected) < bound, "it was not done in place"
+
+
+@pytest.mark.parametrize("vocabulary", [7, 4096, 32000, 128256])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-3)])  # exp(-40) to 2e-6
+@pytest.mark.parametrize("kind", ["usual", "rising", "masked", "sure"])
+def test_a_gradient_but_for_a_number(vocabulary: int, dtype: torch.dtype, bound: float, kind: str) -> None:
+    torch.manual_seed(vocabulary)
+    whole = torch.full((65, vocabulary + 8), torch.nan, dtype=dtype, device="cuda")
+    values = torch.randn(65, vocabulary, device="cuda") * 4
+    labels = torch.randint(0, vocabulary, (65,), device="cuda")
+    if kind == "rising":  # far beyond what a level may be below, several times in a row
+        values += torch.linspace(-400, 100, vocabulary, device="cuda")
+    if kind == "masked":
+        values[:, : vocabulary // 2] = -torch.inf
+        labels = labels.clamp(min=vocabulary // 2)
+    if kind == "sure":  # a float32 knows little of p - 1 if it has p
+        values.scatter_(1, labels[:, None], 30.0)
+    logits = whole[:, :vocabulary].copy_(values)
+    labels[::5] = -100
+    exact = logits.double().detach().requires_grad_()
+    expected = F.cross_entropy(exact, labels, ignore_index=-100, reduction="none")
+    expected.sum().backward()
+    losses, factors = exponentials_(logits, labels, ignore=-100, factor=1 / 3)
+    assert float((losses - expected.detach()).abs().max()) < 1e-6 * max(5.0, float(expected.detach().max()))
+    assert exact.grad is not None
+    found = logits.double() * factors.double()[:, None] * 3
+    assert not found[::5].any()
+    assert all(relative(mine, theirs) < bound for mine, theirs in zip(found[1:5], exact.grad[1:5], strict=True))
+    assert relative(found, exact.grad) < bound
+    assert whole[:, vocabulary:].isnan().all(), "it wrote beside the logits"
+
+
+def test_a_label_that_is_no_word_has_no_number_to_be_multiplied_by() -> None:
+    logits, labels = torch.randn(4, 100, device="cuda"), torch.tensor([0, 100, 3, -1], device="cuda")
+    losses, factors = exponentials_(logits, labels, ignore=-100, factor=1.0)
+    assert losses.isnan().tolist() == factors.isnan().tolist() == [False, True, False, True]
 
 
 def test_norms_of_gradients_in_bf16() -> None:

@@ -69,11 +69,13 @@ def test_heads_of_one_product(batch_of_angles: int) -> None:
 
 
 @pytest.mark.parametrize("remakes", [True, False])
-def test_a_gated_product(remakes: bool) -> None:
-    gate, up, layer = drawn(3, 5, 24, seed=0), drawn(3, 5, 24, seed=1), linear(24, 16, 2)
-    assert_same_gradients(
-        gated_linear(gate, up, layer, remakes=remakes), layer(F.silu(gate) * up), gate, up, layer.weight
-    )
+@pytest.mark.parametrize("is_joint", [True, False])
+def test_a_gated_product(remakes: bool, is_joint: bool) -> None:
+    joint, layer = drawn(3, 5, 48, seed=0), linear(24, 16, 2)
+    gate, up = joint.chunk(2, -1)
+    parts = (joint,) if is_joint else (gate, up)
+    found = gated_linear(parts, layer, remakes=remakes)
+    assert_same_gradients(found, layer(F.silu(gate) * up), joint, layer.weight)
 
 
 def saved_bytes(y_of: object) -> int:
@@ -92,7 +94,7 @@ def saved_bytes(y_of: object) -> int:
 def test_what_they_keep() -> None:
     rows, inner, features = 15, 24, 16
     gate, up, down = drawn(3, 5, inner, seed=0), drawn(3, 5, inner, seed=1), linear(inner, features, 2)
-    assert saved_bytes(lambda: gated_linear(gate, up, down)) == 8 * rows * 2 * inner
+    assert saved_bytes(lambda: gated_linear((gate, up), down)) == 8 * rows * 2 * inner
     assert saved_bytes(lambda: down(F.silu(gate) * up)) >= 8 * rows * 4 * inner
     x, norm = drawn(3, 5, features, seed=3), norm_of(features)
     assert saved_bytes(
@@ -119,7 +121,7 @@ def test_who_has_to_be_called_is_called(what: str) -> None:
     x, norm = drawn(3, 5, 16, seed=0), norm_of(16)
     _, (found,) = projected(x, norm, layer)
     torch.testing.assert_close(found, layer(norm(x)))
-    torch.testing.assert_close(gated_linear(x, x, layer), layer(F.silu(x) * x))
+    torch.testing.assert_close(gated_linear((x, x), layer), layer(F.silu(x) * x))
     assert calls == ([what] * 4 if what != "bias" else [])
 
 

@@ -48,13 +48,49 @@ def test_loss_and_gradients_are_those_of_torch(
     assert all(relative(mine, theirs) <= bound for mine, theirs in zip(gradients, wanted, strict=True))
 
 
+@pytest.mark.parametrize("told", [0.3, 7.0])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_whatever_was_said_of_the_gradient_of_the_loss(told: float, autocast: torch.dtype | None) -> None:
+    h, weight, labels = inputs(torch.float32)
+    with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+        found = linear_cross_entropy(h, weight, labels, ignore=IGNORE, factor=told)
+    gradients = torch.autograd.grad(found * 0.3, (h, weight))
+    exact = [x.detach().double().requires_grad_() for x in (h, weight)]
+    wanted = torch.autograd.grad(plain(*exact, labels) * 0.3, exact)
+    bound = 1e-5 if autocast is None else 1e-2
+    assert all(relative(mine.double(), theirs) <= bound for mine, theirs in zip(gradients, wanted, strict=True))
+
+
+def test_a_backward_that_gets_what_was_said_has_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+    times = fused._times_
+    monkeypatch.setattr(
+        fused, "_times_", lambda x, by: (seen.append(float(by)), times(x, by))[1] if not by.dim() else x
+    )
+    h, weight, labels = inputs(torch.float32)
+    (linear_cross_entropy(h, weight, labels, ignore=IGNORE, factor=1 / 3) * (1 / 3)).backward()
+    assert seen == [1.0, 1.0]
+
+
+def test_gradients_of_tokens_that_a_model_is_sure_of() -> None:
+    """p - 1 is not computed from p, of which a float32 knows seven digits."""
+    logits = torch.zeros(1, 3)
+    logits[0, 1] = 20.0
+    exact = logits.double().requires_grad_()
+    F.cross_entropy(exact, torch.tensor([1])).backward()
+    total, rows = fused.gradient_(logits, torch.tensor([1]), ignore=IGNORE, factor=1.0)
+    assert float(total) < 1e-6
+    assert relative(logits.double() * rows[:, None].double(), exact.grad) < 1e-6
+
+
 def test_never_holds_the_logits_of_more_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     h, weight, labels = inputs(torch.float64)
     monkeypatch.setattr(fused, "CHUNK_BYTES", 61 * 8 * 128)
     seen: list[int] = []
-    once = fused.cross_entropy_
+    once = fused.gradient_
     monkeypatch.setattr(
-        fused, "cross_entropy_", lambda logits, *a, **o: (seen.append(len(logits)), once(logits, *a, **o))[1]
+        fused, "gradient_", lambda logits, *a, **o: (seen.append(len(logits)), once(logits, *a, **o))[1]
     )
     linear_cross_entropy(h, weight, labels, ignore=IGNORE)
     assert seen == [128, 128, 128, 116]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shoal import Run, ShoalError
 from shoal.blueprint.description import Description
 from shoal.models.llama import Llama, LlamaConfig
+from shoal.numerics import linear_cross_entropy as fused
 from shoal.train.objective import CrossEntropy
 
 
@@ -47,6 +48,19 @@ def test_it_trains_as_with_logits(tied: bool) -> None:
     assert score == pytest.approx(their_score, rel=1e-13)
     for name, weight in weights.items():
         torch.testing.assert_close(weight, theirs[name], rtol=1e-10, atol=1e-12)
+
+
+def test_a_step_tells_it_what_the_loss_is_multiplied_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+    times = fused._times_
+    monkeypatch.setattr(fused, "_times_", lambda x, by: (by.dim() or seen.append(float(by)), times(x, by))[1])
+    model = llama()
+    with Run("fp64 mb=2") as run:
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+        run.step(batch())
+        assert seen == [1.0] * 4, "of h and of the weight, in two microbatches: the backward had something left to do"
+        assert run.composed.head is not None
+        assert run.composed.head.factor() == 1.0, "it would be multiplied by what belonged to another step"
 
 
 def test_a_model_that_is_called_returns_logits() -> None:

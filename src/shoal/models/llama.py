@@ -196,8 +196,8 @@ class FeedForward(nn.Module):
 
     def forward(self, x_BTD: Tensor, norm: RMSNorm | None = None) -> tuple[Tensor, Tensor]:
         """x_BTD → x_BTD, and what is to be added to it, which sees its norm, if there is one."""
-        x_BTD, (gate_BTF, up_BTF) = projected(x_BTD, norm, self.gate_proj, self.up_proj)
-        return x_BTD, gated_linear(gate_BTF, up_BTF, self.down_proj, remakes=self.remakes)
+        x_BTD, gate_and_up = projected(x_BTD, norm, self.gate_proj, self.up_proj, together=True)
+        return x_BTD, gated_linear(gate_and_up, self.down_proj, remakes=self.remakes)
 
 
 def rotary_angles(positions_BT: Tensor, config: LlamaConfig, dtype: torch.dtype) -> Tensor:

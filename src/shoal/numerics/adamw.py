@@ -8,7 +8,9 @@ random, and the same again for the same seed, step and parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -56,9 +58,11 @@ class AdamW(Optimizer):
                 torch._foreach_add_(steps, 1.0)
                 if dropped is not None:
                     torch._foreach_sub_(steps, [dropped] * len(steps))
-            for parameter in trained:
-                seed = _seed(group["seed"], first["num_calls"], parameter)
-                self._update(parameter, group, seed, divisor, dropped)
+            with _streams(trained) as streams:
+                for number, parameter in enumerate(trained):
+                    seed = _seed(group["seed"], first["num_calls"], parameter)
+                    with streams[number % len(streams)]:
+                        self._update(parameter, group, seed, divisor, dropped)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch does it, which would bring all moments to the precision of the weights, and leave counters where
@@ -105,6 +109,26 @@ class AdamW(Optimizer):
             update_in_one_pass(weight, gradient, first, second, update)
         else:
             update_plainly(weight, gradient, first, second, update)
+
+
+@contextmanager
+def _streams(parameters: Sequence[Tensor]) -> Iterator[Sequence[AbstractContextManager[Any]]]:
+    """To be taken by turns. On a GPU this stream and another one, so that an update begins while the last programs of
+    the one before it are still at work; who comes afterwards waits for both."""
+    devices = {local(parameter).device for parameter in parameters}
+    if len(devices) != 1 or any(device.type != "cuda" for device in devices):
+        yield [nullcontext()]
+        return
+    (device,) = devices
+    here, beside = torch.cuda.current_stream(device), _stream_beside(device)
+    beside.wait_stream(here)
+    yield [nullcontext(), torch.cuda.stream(beside)]
+    here.wait_stream(beside)
+
+
+@functools.cache
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _dtype_for(parameter: Tensor, group: dict[str, Any]) -> torch.dtype:

@@ -25,8 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.numerics.gates import gates_backward
 from shoal.numerics.norm_backward import norm_backward
 from shoal.numerics.precision import compute_dtype, narrowed, wide
+from shoal.numerics.turned import times_turned
 
 
 class RMSNorm(nn.RMSNorm):
@@ -50,16 +52,18 @@ def projected(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """x, to which a block adds what it makes of it; and what each layer makes of the norm of x, or of x itself.
 
-    `together`: perhaps as one product, which a GPU computes faster than several narrow ones. Then there is one tensor,
-    in which those of the layers lie side by side.
+    `together`: perhaps as one product, which a GPU computes faster than several. Then there is one tensor, in which
+    those of the layers lie side by side. Their weights are laid side by side where they are cast; where they are not,
+    that is a copy, which pays for narrow ones alone.
     """
     has_backward = torch.is_grad_enabled() and (x.requires_grad or any(layer.weight.requires_grad for layer in layers))
-    if norm is None or not has_backward or not (is_plain(norm) and all(map(_is_product, layers))):
+    if norm is None or not has_backward or not (is_plain(norm) and all(map(is_product, layers))):
         normed = x if norm is None else norm(x)
         return x, tuple(layer(normed) for layer in layers)
-    is_one = together and x.is_cuda
     eps = torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps
     weights, dtype = [layer.weight for layer in layers], compute_dtype(x)
+    is_cheap = weights[0].dtype != dtype or all(layer.out_features <= layer.in_features for layer in layers)
+    is_one = together and x.is_cuda and is_cheap
     with _without_autocast(x):
         passed, *products = _NormedLinears.apply(x, norm.weight, eps, dtype, is_one, *weights)  # type: ignore[no-untyped-call]
     return passed, tuple(products)
@@ -67,7 +71,7 @@ def projected(
 
 def linear(x: Tensor, layer: nn.Linear) -> Tensor:
     """What a layer makes of x; the gradient of its weight comes out of its product in the precision of the weight."""
-    if not _is_product(layer) or not torch.is_grad_enabled():
+    if not is_product(layer) or not torch.is_grad_enabled():
         called: Tensor = layer(x)
         return called
     dtype = compute_dtype(x)
@@ -76,20 +80,24 @@ def linear(x: Tensor, layer: nn.Linear) -> Tensor:
     return y
 
 
-def gated_linear(gate: Tensor, up: Tensor, layer: nn.Linear, *, remakes: bool = True) -> Tensor:
-    """silu(gate) · up, and what a layer makes of it: the second half of a gated feed-forward.
+def gated_linear(parts: Sequence[Tensor], layer: nn.Linear, *, remakes: bool = True) -> Tensor:
+    """silu(gate) · up, and what a layer makes of it: the second half of a gated feed-forward. `parts` are gate and up,
+    or one tensor in which they lie side by side.
 
     `remakes`: the input of the layer is made again in the backward; else it is kept, which takes F/D more and no time.
     """
-    if not remakes:
-        return linear(F.silu(gate) * up, layer)
-    if not _is_product(layer):
+    if not is_product(layer):
+        gate, up = _gate_and_up(parts)
         called: Tensor = layer(F.silu(gate) * up)
         return called
-    dtype = compute_dtype(gate)
-    with _without_autocast(gate):
-        y: Tensor = _GatedLinear.apply(gate.to(dtype), up.to(dtype), layer.weight)  # type: ignore[no-untyped-call]
+    dtype = compute_dtype(parts[0])
+    with _without_autocast(parts[0]):
+        y: Tensor = _GatedLinear.apply(layer.weight, remakes, *(part.to(dtype) for part in parts))  # type: ignore[no-untyped-call]
     return y
+
+
+def _gate_and_up(parts: Sequence[Tensor]) -> Sequence[Tensor]:
+    return parts if len(parts) == 2 else parts[0].chunk(2, -1)
 
 
 def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
@@ -97,7 +105,7 @@ def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
-def _is_product(layer: nn.Module) -> bool:
+def is_product(layer: nn.Module) -> bool:
     """Nothing but the product with a weight."""
     return type(layer) is nn.Linear and getattr(layer, "bias", None) is None and is_plain(layer)
 
@@ -157,23 +165,22 @@ class _NormedLinears(torch.autograd.Function):
 
 class _GatedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up, weight)
-        return F.linear(F.silu(gate) * up, weight.to(gate.dtype))
+    def forward(ctx: Any, weight: Tensor, remakes: bool, *parts: Tensor) -> Tensor:
+        gate, up = _gate_and_up(parts)
+        gated = F.silu(gate) * up
+        ctx.save_for_backward(weight, *parts, *([] if remakes else [gated]))
+        ctx.remakes = remakes
+        return F.linear(gated, weight.to(gated.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        gate, up, weight = ctx.saved_tensors
         (grad,) = grads
-        wide_gate, wide_up = gate.to(wide(gate.dtype)), up.to(wide(up.dtype))
-        open_part = torch.sigmoid(wide_gate)
-        silu = wide_gate * open_part
-        gated = (wide_up * silu).to(gate.dtype)
-        d_weight = _product(grad, gated, weight.dtype) if ctx.needs_input_grad[2] else None
-        again = weight.T.to(grad.dtype).T  # turned around, so that a compiler does not keep the forward's either
-        d_gated = (grad @ again).to(silu.dtype)
-        d_gate = d_gated * wide_up * (open_part + silu * (1.0 - open_part))
-        return d_gate.to(gate.dtype), (d_gated * silu).to(up.dtype), d_weight
+        weight, *held = ctx.saved_tensors
+        parts = held if ctx.remakes else held[:-1]
+        d_parts, gated = gates_backward(parts, times_turned(grad, weight), remakes=ctx.remakes)
+        gated = held[-1] if gated is None else gated
+        d_weight = _product(grad, gated, weight.dtype) if ctx.needs_input_grad[0] else None
+        return d_weight, None, *d_parts
 
 
 def _product(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -4,10 +4,15 @@ torch gives `linear` and `cross_entropy`. Between them lie the logits of every t
 too: with 128k words in the vocabulary and 32k tokens that is 8 GB each in bfloat16, more than the rest of a small model
 keeps. Here tokens go through in chunks, and a chunk's logits become their own gradient at once, in place:
 
-    chunk c    logits_cV = h_cD Wᵀ  ──▶  loss,  logits ← softmax - onehot  ──▶  dh_cD = logits W,   dW += logitsᵀ h
-
+    chunk c    logits_cV = h_cD Wᵀ  ──▶  loss,  logits ← Z (softmax - onehot)  ──▶  dh_cD = 1/Z logits W
+                                                                                    dW   += logitsᵀ (1/Z h)
 So the forward does the backward's work as well, each of the three products once, and the backward only multiplies by
-the gradient of the loss. That is right for a loss that is a sum over tokens, which all of shoal's are.
+the gradient of the loss. That is right for a loss that is a sum over tokens, which all of shoal's are. If that gradient
+is known before (`factor`), there is nothing left to multiply.
+
+Z is the sum of exponentials of a token's logits. It is known when all of them have been read; so what is written while
+they are read is not divided by it, and the division is left to what is smaller: one row of h, and of dh. So logits are
+read once. In float16 such numbers would overflow, and the gradient is made in a second reading.
 
 In fp8 the logits, and with them the loss, are as exact as before; the two products of the backward are of 8-bit floats.
 The gradient of a logit is between -1 and 1 whatever the model is, so its scale is known before it is computed.
@@ -33,18 +38,28 @@ _FACTOR = 2.0**15
 """What brings gradients of logits, at most 1, into the range of 8-bit floats of the kind that reaches far."""
 
 
-def linear_cross_entropy(h: Tensor, weight: Tensor, labels: Tensor, *, ignore: int, fp8: bool = False) -> Tensor:
+def linear_cross_entropy(
+    h: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    ignore: int,
+    fp8: bool = False,
+    factor: float = 1.0,
+) -> Tensor:
     """The cross-entropy of `h @ weight.T` with the labels, summed over those that are not `ignore`.
 
     h is (tokens, features), weight (vocabulary, features), labels (tokens). Under autocast the products are computed in
     its precision; the softmax is, and gradients of the weight are summed up, in at least float32. `fp8`: the products
-    of the backward are of 8-bit floats, where sizes allow it.
+    of the backward are of 8-bit floats, where sizes allow it. `factor`: what the gradient of the loss will be, as far
+    as is known; if it is that, the backward has nothing to do.
     """
     if not torch.is_grad_enabled():  # of which the function below would hear nothing
         h, weight = h.detach(), weight.detach()
     dtype = compute_dtype(h)
+    factor = 1.0 if dtype == torch.float16 else factor  # in which what is multiplied by a small number is lost
     with torch.autocast(h.device.type, enabled=False):
-        loss: Tensor = _LinearCrossEntropy.apply(h.to(dtype), weight, labels, ignore, fp8)  # type: ignore[no-untyped-call]
+        loss: Tensor = _LinearCrossEntropy.apply(h.to(dtype), weight, labels, ignore, fp8, factor)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -62,7 +77,7 @@ def tokens_of_chunk(num_tokens: int, vocabulary: int, size_bytes: int) -> int:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, h: Tensor, weight: Tensor, labels: Tensor, ignore: int, fp8: bool) -> Tensor:
+    def forward(ctx: Any, h: Tensor, weight: Tensor, labels: Tensor, ignore: int, fp8: bool, factor: float) -> Tensor:
         needs_h, needs_weight = ctx.needs_input_grad[:2]
         is_narrow = fp8 and all(size % MULTIPLE == 0 for size in (*h.shape, len(weight)))
         w = weight.to(h.dtype)
@@ -76,8 +91,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, h.shape[0], size):
             part, keep = slice(start, start + size), float(start > 0)
             logits = h[part] @ w.T
-            if is_narrow and (needs_h or needs_weight):
-                loss, gradient, gradient_turned = cross_entropy_in_fp8(logits, labels[part], ignore=ignore)
+            if not (needs_h or needs_weight):
+                loss = cross_entropy_(logits, labels[part], ignore=ignore, with_gradient=False)
+            elif is_narrow:
+                loss, gradient, gradient_turned = cross_entropy_in_fp8(
+                    logits, labels[part], ignore=ignore, factor=factor
+                )
                 if dh is not None and w_turned is not None:
                     dh[part] = product(gradient, w_turned, dh.dtype)
                 if dw is not None:
@@ -86,14 +105,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     del share
                 del gradient, gradient_turned
             else:
-                loss = cross_entropy_(logits, labels[part], ignore=ignore, with_gradient=needs_h or needs_weight)
+                loss, rows = gradient_(logits, labels[part], ignore=ignore, factor=factor)
                 if dh is not None:
                     torch.mm(logits, w, out=dh[part])
+                    _times_(dh[part], rows)
                 if dw is not None:
-                    _add_product(dw, logits.T, h[part], keep=keep)
+                    _add_product(dw, logits.T, _times(h[part], rows, h.dtype), keep=keep)
             total += loss
             del logits  # before the next ones are there
-        ctx.weight_dtype = weight.dtype
+        ctx.weight_dtype, ctx.factor = weight.dtype, factor
         ctx.save_for_backward(dh, dw)
         return total
 
@@ -101,21 +121,28 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """In place: what was saved is used once. (A second backward through the same graph fails before this.)"""
         dh, dw = ctx.saved_tensors
-        return (
-            None if dh is None else _times_(dh, grads[0], dh.dtype),
-            None if dw is None else _times_(dw, grads[0], ctx.weight_dtype),
-            None,
-            None,
-            None,
-        )
+        rest = grads[0] / ctx.factor
+        if dw is not None:
+            dw = _times_(dw, rest) if dw.dtype == ctx.weight_dtype else _times(dw, rest, ctx.weight_dtype)
+        return None if dh is None else _times_(dh, rest), dw, *[None] * 4
 
 
-def _times_(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+def _times(x: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
+    """x times one number, or each of its rows times its own."""
     if x.is_cuda and x.dtype.itemsize < 8:
-        from shoal.numerics.cross_entropy_kernel import times_  # Triton, which CPUs do not have
+        from shoal.numerics.cross_entropy_kernel import times  # Triton, which CPUs do not have
 
-        return times_(x, factor, dtype)
-    return x.mul_(factor).to(dtype)
+        return times(x, factors, dtype)
+    return (x * (factors[:, None] if factors.dim() else factors)).to(dtype)
+
+
+def _times_(x: Tensor, factors: Tensor) -> Tensor:
+    """The same in place; by 1 nothing is done."""
+    if x.is_cuda and x.dtype.itemsize < 8:
+        from shoal.numerics.cross_entropy_kernel import times
+
+        return times(x, factors, x.dtype, is_in_place=True)
+    return x.mul_(factors[:, None] if factors.dim() else factors)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, *, keep: float) -> None:
@@ -146,9 +173,34 @@ def cross_entropy_(logits: Tensor, labels: Tensor, *, ignore: int, with_gradient
     return total
 
 
-def cross_entropy_in_fp8(logits: Tensor, labels: Tensor, *, ignore: int) -> tuple[Tensor, Narrow, Narrow]:
-    """The sum of the losses of rows of logits, and its gradient in 8-bit floats, as it is and turned around."""
-    scale = torch.full((), 1 / _FACTOR, device=logits.device)
+def gradient_(logits: Tensor, labels: Tensor, *, ignore: int, factor: float) -> tuple[Tensor, Tensor]:
+    """The sum of the losses of rows of logits; in the place of the logits, the gradient of each row but for a number;
+    and those numbers, times a factor: what that gradient is still to be multiplied by."""
+    if logits.dtype == torch.float16:
+        total = cross_entropy_(logits, labels, ignore=ignore, with_gradient=True)
+        return total, torch.full((len(logits),), factor, device=logits.device)
+    if logits.is_cuda and logits.dtype.itemsize < 8:
+        from shoal.numerics.cross_entropy_kernel import exponentials_  # Triton, which CPUs do not have
+
+        losses, factors = exponentials_(logits, labels, ignore=ignore, factor=factor)
+        return losses.sum(), factors
+    exact = logits.to(wide(logits.dtype))
+    total = F.cross_entropy(exact, labels, ignore_index=ignore, reduction="sum")
+    counts = (labels != ignore).to(exact.dtype)
+    exponentials = (exact - exact.amax(-1, keepdim=True)).exp_().mul_(counts[:, None])
+    label = labels.clamp(min=0)[:, None]
+    own = exponentials.gather(-1, label)
+    others = exponentials.scatter_(-1, label, 0.0).sum(-1, keepdim=True)
+    logits.copy_(exponentials.scatter_(-1, label, -others))  # of the label: its own less all
+    return total, (factor / torch.where(counts[:, None] > 0, own + others, 1.0))[:, 0]
+
+
+def cross_entropy_in_fp8(
+    logits: Tensor, labels: Tensor, *, ignore: int, factor: float
+) -> tuple[Tensor, Narrow, Narrow]:
+    """The sum of the losses of rows of logits, and its gradient times a factor in 8-bit floats, as it is and turned
+    around."""
+    scale = torch.full((), factor / _FACTOR, device=logits.device)
     if logits.is_cuda:
         from shoal.numerics.cross_entropy_kernel import cross_entropy_rows_, gradient_in_fp8
 

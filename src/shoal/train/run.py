@@ -19,7 +19,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -50,6 +50,7 @@ from shoal.numerics.precision import Weights, precision_of
 from shoal.parallel.compose import compose
 from shoal.parallel.composed import Composed
 from shoal.parallel.context import Backend, cut_batch, mark_cut
+from shoal.parallel.head import unknown
 from shoal.parallel.islands import DEFAULT_OUTER, Outer
 from shoal.parallel.options import Options, Wanted
 from shoal.parallel.pipeline import Feed
@@ -364,15 +365,29 @@ class Run:
         if self.composed.pipeline is not None:
             self._pipeline_step(self._opened(batch))
             return self.update().loss
-        for microbatch in self.microbatches(batch):
-            assert self._step is not None
-            try:
-                loss_sum = self.objective.loss_sum(self.model, microbatch, self._step.weight)
-            except RuntimeError as error:
-                explain_unused(error)
-                raise
-            self._backward(loss_sum)
+        with self._told_ahead():
+            for microbatch in self.microbatches(batch):
+                assert self._step is not None
+                try:
+                    loss_sum = self.objective.loss_sum(self.model, microbatch, self._step.weight)
+                except RuntimeError as error:
+                    explain_unused(error)
+                    raise
+                self._backward(loss_sum)
         return self.update().loss
+
+    @contextmanager
+    def _told_ahead(self) -> Iterator[None]:
+        """A head that computes the loss is told what that will be multiplied by, and has no more to do afterwards."""
+        head = self.composed.head
+        if head is None:
+            yield
+            return
+        head.factor = self._factor
+        try:
+            yield
+        finally:
+            head.factor = unknown
 
     def microbatches(self, batch: Any) -> Iterator[Any]:
         """The batch in parts of `mb` samples; gradients are synchronised in the backward of the last one only."""
@@ -388,8 +403,7 @@ class Run:
     def _pipeline_step(self, step: OpenStep) -> None:
         """All microbatches through the stages of this rank. Only the last stage sees a loss."""
         assert self.composed.pipeline is not None
-        total = self._total_weight(step)
-        factor = self.gradient_degree / total * self.loss_scale.scale
+        total, factor = self._total_weight(step), self._factor()
 
         def loss(output: Any, number: int) -> Tensor:
             weight = step.weights[number]
@@ -629,9 +643,13 @@ class Run:
         """[2] Backward of this microbatch's part of the global loss."""
         step = self._step
         assert step is not None
-        total = self._total_weight(step)
-        step.sums.append(loss_sum.detach() / total)
-        (loss_sum * (self.gradient_degree / total * self.loss_scale.scale)).backward()
+        step.sums.append(loss_sum.detach() / self._total_weight(step))
+        (loss_sum * self._factor()).backward()
+
+    def _factor(self) -> float:
+        """What the sum of losses of a microbatch counts for in the gradient."""
+        assert self._step is not None
+        return self.gradient_degree / self._total_weight(self._step) * self.loss_scale.scale
 
     def _total_weight(self, step: OpenStep) -> float:
         """What the whole global batch weighs. Every rank that sees the same samples has reported them once more."""

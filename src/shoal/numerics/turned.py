@@ -1,0 +1,38 @@
+"""The gradient of what a weight was multiplied by, from a copy of the weight that is turned around.
+
+    y = x Wᵀ ─▶ d_x = d_y W         W (outputs, inputs), the sum over outputs: over columns of W as it lies in memory
+
+A weight is cast for this product anyway, and turned around in the same pass the sum goes along its rows, as in the
+forward. On a GPU the product of a gradient with a weight that has many more inputs than outputs is faster so; that of
+the others is as fast either way (docs/concepts/gpu.md). It is an operator, whose result a compiler leaves as it lies.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, library
+
+
+def times_turned(grad: Tensor, weight: Tensor) -> Tensor:
+    """grad W, computed in the precision of the gradient."""
+    if grad.is_cuda and grad.dtype.itemsize == 2 and weight.dtype.itemsize <= 4:
+        return F.linear(grad, torch.ops.shoal.turned(weight, grad.dtype))
+    return grad @ weight.T.to(grad.dtype).T  # turned around, so that a compiler does not keep the forward's cast
+
+
+library.define("shoal::turned", "(Tensor x, ScalarType dtype) -> Tensor")
+
+
+@library.impl("shoal::turned", "CUDA")
+def _on_gpu(x: Tensor, dtype: torch.dtype) -> Tensor:
+    from shoal.numerics.turned_kernel import turn  # Triton, which CPUs do not have
+
+    turned: Tensor = _shape(x, dtype)
+    turn(x.contiguous(), turned)
+    return turned
+
+
+@library.register_fake("shoal::turned")  # type: ignore[untyped-decorator]
+def _shape(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty((x.shape[1], x.shape[0]), dtype=dtype, device=x.device)
