@@ -5,8 +5,6 @@ SHELL := bash
 .DEFAULT_GOAL := help
 PYTHON ?= python3
 ARGS ?=
-# Two tests at a time, where they do not disturb each other (tests/conftest.py). To see output or debug: PARALLEL=
-PARALLEL ?= -n 2 --dist loadgroup
 BIN := .venv/bin
 # Says when .venv was made. It holds the seconds that took until `make test` has told them, and then nothing.
 STAMP := .venv/stamp
@@ -21,10 +19,10 @@ train: $(STAMP)  ## train the tiny recipe: two processes on this machine's CPU
 	$(BIN)/shoal train recipes/tiny.yaml $(ARGS)
 
 test: $(STAMP)  ## run the tests; ARGS goes to pytest
-	@seconds=$$(cat $(STAMP)); : > $(STAMP); ENVIRONMENT_SECONDS=$$seconds $(BIN)/pytest $(PARALLEL) $(ARGS)
+	@seconds=$$(cat $(STAMP)); : > $(STAMP); ENVIRONMENT_SECONDS=$$seconds $(BIN)/pytest $(ARGS)
 
 test-all: $(STAMP)  ## run the tests, with every row of every wide table: half an hour
-	SHOAL_ALL=1 $(BIN)/pytest $(PARALLEL) $(ARGS)
+	SHOAL_ALL=1 $(BIN)/pytest $(ARGS)
 
 matrix: $(STAMP)  ## verify every legal layout of 1, 2, 4 and 8 ranks, dense and with experts: some hours
 	$(BIN)/python benchmarks/verify/run.py --matrix 1,2,4,8,16,32 $(ARGS)

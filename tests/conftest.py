@@ -1,5 +1,5 @@
-"""What all tests share: the order of their parts, which of them may run at the same time, what is left out of a short
-run or without a GPU, and how long each part took."""
+"""What all tests share: the order of their parts, what is left out of a short run or without a GPU, and how long each
+part took."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from pathlib import PurePosixPath
 import pytest
 
 FIRST_PARTS = ["unit", "dist"]  # seconds first, then processes, then everything that is built on both
-ANYWHERE = "unit"
-"""Tests that start no processes, and may run on any of several workers (`pytest -n 2 --dist loadgroup`). Of the others
-two run at a time: one on ranks of the pool, which it has for itself, and one that starts what it needs."""
 
 
 def part_of(node_id: str) -> str:
@@ -30,10 +27,6 @@ def place(item: pytest.Item) -> int:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=place)  # stable: within a part the order stays
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            if (part := part_of(item.nodeid)) != ANYWHERE:
-                item.add_marker(pytest.mark.xdist_group("ranks" if part == "dist" else "processes"))
     if not os.environ.get("SHOAL_ALL"):  # set by `make test-all`
         wide = [item for item in items if item.get_closest_marker("wide")]
         items[:] = [item for item in items if not item.get_closest_marker("wide")]
