@@ -10,7 +10,20 @@ import pytest
 
 from shoal.bench.links import with_links
 from shoal.bench.plot import Panel, svg
-from shoal.bench.timings import BUILTIN, FLOAT, SEND, TOGETHER, Timing, best, fit, fits, held_out, list_of, wire
+from shoal.bench.timings import (
+    BUILTIN,
+    FLOAT,
+    SEND,
+    TOGETHER,
+    Timing,
+    best,
+    fit,
+    fits,
+    held_out,
+    in_doubt,
+    list_of,
+    wire,
+)
 from shoal.blueprint.cluster import Cluster
 from shoal.blueprint.collective_algorithms import ALGORITHMS, KINDS, Kind
 
@@ -45,6 +58,21 @@ def test_a_size_that_was_disturbed_does_not_decide() -> None:
     timings[4] = replace(timings[4], seconds=3 * timings[4].seconds)
     found = fit(timings, held_out(SIZES))
     assert found.worst_held < 0.05
+
+
+def test_no_size_is_far_off_where_the_truth_is_bent() -> None:
+    """Long messages go a quarter faster than the latency and bandwidth of short ones say."""
+    timings = [timing(size) for size in SIZES]
+    bent = [replace(each, seconds=each.seconds / (1.25 if each.size > 2**25 else 1.0)) for each in timings]
+    assert fit(bent, held_out(SIZES)).worst_held < 0.15
+
+
+def test_what_a_fit_does_not_explain_is_in_doubt_and_so_are_its_neighbours() -> None:
+    timings = [timing(size) for size in SIZES]
+    assert in_doubt(SIZES, fit(timings, held_out(SIZES))) == set()
+    timings[5] = replace(timings[5], seconds=1.3 * timings[5].seconds)
+    assert in_doubt(SIZES, fit(timings, held_out(SIZES))) == set(SIZES[4:7])
+    assert in_doubt(SIZES[:6], fit(timings[:6], held_out(SIZES))) == set(SIZES[4:6])
 
 
 def test_held_out_sizes_are_not_fitted_to() -> None:

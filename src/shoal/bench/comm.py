@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
-from shoal.bench.timings import BUILTIN, FLOAT, PAIR, SEGMENTS, SEND, TOGETHER, Fit, Tier, Timing, fits, list_of
+from shoal.bench.timings import BUILTIN, FLOAT, PAIR, SEGMENTS, SEND, TOGETHER, Tier, Timing, fits, in_doubt, list_of
 from shoal.bench.work import Place, Work, builtin, pair, stepped, together, written
 from shoal.blueprint.collective_algorithms import KINDS, Kind
 from shoal.blueprint.collectives import Steps
@@ -40,8 +40,6 @@ from shoal.launch.local import launch
 ROUNDS = 5
 FIRST = 0.75
 """Of the time, for the first look at everything."""
-CLOSE = 0.1
-"""Relative error of a fit at sizes that were held out, below which nothing is measured again."""
 SHORT = 8 * 2**20
 """Bytes: what is shorter than this gets the same time, since it takes about as long."""
 Series = tuple[Tier, str, str]
@@ -290,8 +288,9 @@ class Bench:
             is_time = False
             for fitted in sorted(fits(self.timings()), key=lambda fit: -fit.worst_held):
                 cells = self.cells[fitted.tier, fitted.kind, fitted.algorithm]
-                for cell in _in_doubt(cells, fitted):
-                    if cell.count * cell.times[-1] < self.remaining():
+                sizes = in_doubt([cell.size for cell in cells], fitted)
+                for cell in cells:
+                    if cell.size in sizes and cell.count * cell.times[-1] < self.remaining():
                         self.one_more(cell)
                         is_time = True
 
@@ -359,13 +358,6 @@ def _hosts(nodes: Sequence[int]) -> list[list[int]]:
     [[0, 2], [1, 3]]
     """
     return [[rank for rank, node in enumerate(nodes) if node == host] for host in dict.fromkeys(nodes)]
-
-
-def _in_doubt(cells: Sequence[Cell], fitted: Fit) -> list[Cell]:
-    """Those of one algorithm whose size was held out and is not explained, and the ones before and after."""
-    wrong = {held.size for held in fitted.held if abs(held.error) > CLOSE}
-    near = {number + step for number, cell in enumerate(cells) if cell.size in wrong for step in (-1, 0, 1)}
-    return [cell for number, cell in enumerate(cells) if number in near]
 
 
 def _guess(before: Cell | None, size: int) -> float:

@@ -36,6 +36,8 @@ FLOAT = 4
 
 TURNS = 50
 """In which rows that fit badly lose their weight."""
+CLOSE = 0.1
+"""Relative error of a fit at a size that was held out, up to which nobody asks again."""
 FAR = 0.15
 """Relative errors above this one count as they are, and no longer by their squares."""
 SEGMENTS = 4
@@ -222,6 +224,14 @@ def fits(timings: Iterable[Timing]) -> list[Fit]:
     listed = list(timings)
     apart = held_out(sorted({each.size for each in listed}))
     return [fit(each, apart) for each in grouped(listed).values() if has_two_sizes(each)]
+
+
+def in_doubt(sizes: Sequence[int], fitted: Fit) -> set[int]:
+    """Sizes at which something may have been disturbed: those that were held out and are not explained, and the ones
+    before and after, to which the fit was made."""
+    wrong = {held.size for held in fitted.held if abs(held.error) > CLOSE}
+    around = {number + step for number, size in enumerate(sizes) if size in wrong for step in (-1, 0, 1)}
+    return {size for number, size in enumerate(sizes) if number in around}
 
 
 def has_two_sizes(timings: Iterable[Timing]) -> bool:
