@@ -30,7 +30,6 @@ from torch import Tensor
 from shoal.bench.timings import BUILTIN, FLOAT, PAIR, SEGMENTS, SEND, TOGETHER, Tier, Timing, fits, in_doubt, list_of
 from shoal.bench.work import Place, Work, builtin, pair, stepped, together, written
 from shoal.blueprint.collective_algorithms import KINDS, Kind
-from shoal.blueprint.collectives import Steps
 from shoal.comm.environment import Placement
 from shoal.comm.stepped import Stepped
 from shoal.comm.world import World, keep_after_closing
@@ -148,6 +147,17 @@ def _let_peers_finish() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listed:
+    """What the list of messages says."""
+
+    rounds: int
+    critical: int
+    """Bytes on the critical path."""
+    sent: int
+    """Bytes that the busiest rank sends."""
+
+
 @dataclass(kw_only=True)
 class Cell:
     """One collective by one algorithm at one size, and how long it took, round after round."""
@@ -157,8 +167,7 @@ class Cell:
     algorithm: str
     size: int
     """Bytes."""
-    steps: Steps | None
-    """Its list of messages; None: it is one by itself."""
+    listed: Listed
     work: Work
     sent: int | None
     """Bytes that the busiest rank has sent for one, counted."""
@@ -179,10 +188,6 @@ class Cell:
 
     def timing(self) -> Timing:
         """What was found, beside what its list says."""
-        rounds, elements, listed = (2 if self.algorithm == PAIR else 1), self.size // FLOAT, None
-        if self.steps is not None:
-            rounds, elements = self.steps.critical()
-            listed = FLOAT * max(self.steps.sent(rank) for rank in range(self.place.size))
         return Timing(
             tier=self.place.tier,
             kind=self.kind,
@@ -190,11 +195,11 @@ class Cell:
             ranks=self.place.size,
             size=self.size,
             seconds=self.seconds,
-            rounds=rounds,
-            critical=elements * FLOAT,
+            rounds=self.listed.rounds,
+            critical=self.listed.critical,
             node=self.place.node,
             counted=self.sent,
-            listed=listed if self.sent is not None else None,
+            listed=self.listed.sent if self.sent is not None else None,
         )
 
 
@@ -265,7 +270,7 @@ class Bench:
             kind=kind,
             algorithm=algorithm,
             size=size,
-            steps=list_of(kind, algorithm, place.size, size, node=place.node) if kind in KINDS else None,
+            listed=_listed(place, kind, algorithm, size),
             work=work,
             sent=int(self.slowest(over.counted.bytes - already)) if over else None,
             turn=share / ROUNDS,
@@ -286,7 +291,7 @@ class Bench:
         is_time = True
         while is_time:
             is_time = False
-            for fitted in sorted(fits(self.timings()), key=lambda fit: -fit.worst_held):
+            for fitted in sorted((one for one in fits(self.timings()) if one.held), key=lambda one: -one.worst_held):
                 cells = self.cells[fitted.tier, fitted.kind, fitted.algorithm]
                 sizes = in_doubt([cell.size for cell in cells], fitted)
                 for cell in cells:
@@ -358,6 +363,16 @@ def _hosts(nodes: Sequence[int]) -> list[list[int]]:
     [[0, 2], [1, 3]]
     """
     return [[rank for rank, node in enumerate(nodes) if node == host] for host in dict.fromkeys(nodes)]
+
+
+def _listed(place: Place, kind: str, algorithm: str, size: int) -> Listed:
+    """By the list of a collective; a send is a message by itself, or one there and one back."""
+    if kind not in KINDS:
+        return Listed(rounds=2 if algorithm == PAIR else 1, critical=size, sent=size)
+    steps = list_of(kind, algorithm, place.size, size, node=place.node)
+    rounds, elements = steps.critical()
+    most = max(steps.sent(rank) for rank in range(place.size))
+    return Listed(rounds=rounds, critical=elements * FLOAT, sent=most * FLOAT)
 
 
 def _guess(before: Cell | None, size: int) -> float:
