@@ -150,7 +150,12 @@ def by_turns(systems: dict[str, list[str]]) -> dict[str, dict[str, float]]:
             assert process.stdout is not None
             process.stdin.write(f"{TURN}\n")
             process.stdin.flush()
-            told[name].append(json.loads(next(line for line in process.stdout if line.startswith("{"))))
+            line = next((line for line in process.stdout if line.startswith("{")), None)
+            if line is None:
+                sys.exit(
+                    f"{name} ended before it had told anything; `python {' '.join(map(str, process.args))}` says why"
+                )
+            told[name].append(json.loads(line))
     for process in running.values():
         process.communicate(timeout=60)
     found = {}
