@@ -122,8 +122,10 @@ def _streams(parameters: Sequence[Tensor]) -> Iterator[Sequence[AbstractContextM
     (device,) = devices
     here, beside = torch.cuda.current_stream(device), _stream_beside(device)
     beside.wait_stream(here)
-    yield [nullcontext(), torch.cuda.stream(beside)]
-    here.wait_stream(beside)
+    try:
+        yield [nullcontext(), torch.cuda.stream(beside)]
+    finally:
+        here.wait_stream(beside)
 
 
 @functools.cache

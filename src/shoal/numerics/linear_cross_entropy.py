@@ -59,7 +59,7 @@ def linear_cross_entropy(
     dtype = compute_dtype(h)
     factor = 1.0 if dtype == torch.float16 else factor  # in which what is multiplied by a small number is lost
     with torch.autocast(h.device.type, enabled=False):
-        loss: Tensor = _LinearCrossEntropy.apply(h.to(dtype), weight, labels, ignore, fp8, factor)  # type: ignore[no-untyped-call]
+        loss: Tensor = _LinearCrossEntropy.apply(h.to(dtype).contiguous(), weight, labels, ignore, fp8, factor)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -108,9 +108,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 loss, rows = gradient_(logits, labels[part], ignore=ignore, factor=factor)
                 if dh is not None:
                     torch.mm(logits, w, out=dh[part])
-                    _times_(dh[part], rows)
+                    if rows is not None:
+                        _times_(dh[part], rows)
                 if dw is not None:
-                    _add_product(dw, logits.T, _times(h[part], rows, h.dtype), keep=keep)
+                    scaled = h[part] if rows is None else _times(h[part], rows, h.dtype)
+                    _add_product(dw, logits.T, scaled, keep=keep)
             total += loss
             del logits  # before the next ones are there
         ctx.weight_dtype, ctx.factor = weight.dtype, factor
@@ -121,7 +123,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """In place: what was saved is used once. (A second backward through the same graph fails before this.)"""
         dh, dw = ctx.saved_tensors
-        rest = grads[0] / ctx.factor
+        rest = grads[0] / torch.full_like(grads[0], ctx.factor)  # by a number, a GPU would round twice: not quite 1
         if dw is not None:
             dw = _times_(dw, rest) if dw.dtype == ctx.weight_dtype else _times(dw, rest, ctx.weight_dtype)
         return None if dh is None else _times_(dh, rest), dw, *[None] * 4
@@ -141,6 +143,7 @@ def _times_(x: Tensor, factors: Tensor) -> Tensor:
     if x.is_cuda and x.dtype.itemsize < 8:
         from shoal.numerics.cross_entropy_kernel import times
 
+        torch.autograd.graph.increment_version(x)  # so that a second backward is refused, as on a CPU
         return times(x, factors, x.dtype, is_in_place=True)
     return x.mul_(factors[:, None] if factors.dim() else factors)
 
@@ -173,12 +176,12 @@ def cross_entropy_(logits: Tensor, labels: Tensor, *, ignore: int, with_gradient
     return total
 
 
-def gradient_(logits: Tensor, labels: Tensor, *, ignore: int, factor: float) -> tuple[Tensor, Tensor]:
+def gradient_(logits: Tensor, labels: Tensor, *, ignore: int, factor: float) -> tuple[Tensor, Tensor | None]:
     """The sum of the losses of rows of logits; in the place of the logits, the gradient of each row but for a number;
-    and those numbers, times a factor: what that gradient is still to be multiplied by."""
+    and those numbers, times a factor: what that gradient is still to be multiplied by. None: nothing, as in float16,
+    for which nothing is multiplied ahead."""
     if logits.dtype == torch.float16:
-        total = cross_entropy_(logits, labels, ignore=ignore, with_gradient=True)
-        return total, torch.full((len(logits),), factor, device=logits.device)
+        return cross_entropy_(logits, labels, ignore=ignore, with_gradient=True), None
     if logits.is_cuda and logits.dtype.itemsize < 8:
         from shoal.numerics.cross_entropy_kernel import exponentials_  # Triton, which CPUs do not have
 

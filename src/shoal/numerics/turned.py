@@ -2,9 +2,10 @@
 
     y = x Wᵀ ─▶ d_x = d_y W         W (outputs, inputs), the sum over outputs: over columns of W as it lies in memory
 
-A weight is cast for this product anyway, and turned around in the same pass the sum goes along its rows, as in the
-forward. On a GPU the product of a gradient with a weight that has many more inputs than outputs is faster so; that of
-the others is as fast either way (docs/concepts/gpu.md). It is an operator, whose result a compiler leaves as it lies.
+A weight in float32 is cast for this product anyway, and turned around in the same pass the sum goes along its rows, as
+in the forward. On a GPU the product of a gradient with a weight that has many more inputs than outputs is faster so;
+that of the others is as fast either way (docs/concepts/gpu.md). It is an operator, whose result a compiler leaves as it
+lies.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor, library
 
 def times_turned(grad: Tensor, weight: Tensor) -> Tensor:
     """grad W, computed in the precision of the gradient."""
-    if grad.is_cuda and grad.dtype.itemsize == 2 and weight.dtype.itemsize <= 4:
+    if grad.is_cuda and grad.dtype.itemsize == 2 and weight.dtype == torch.float32:
         return F.linear(grad, torch.ops.shoal.turned(weight, grad.dtype))
     return grad @ weight.T.to(grad.dtype).T  # turned around, so that a compiler does not keep the forward's cast
 
