@@ -41,7 +41,7 @@ harness = load_hosts()
 def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """A run, and the folder with its files."""
     folder = tmp_path_factory.mktemp("bench")
-    words = ["--nproc", "2", "--node", "1", "--seconds", "8", "--cluster", "cpu:2", "--sizes", *SIZES]
+    words = ["--nproc", "2", "--node", "1", "--seconds", "6", "--cluster", "cpu:2", "--sizes", *SIZES]
     words += ["--out", "c.yaml", "--plot", "p.svg", "--draw", "--json"]
     ended = run("bench", "comm", *words, cwd=folder)
     assert ended.code == 0, ended.err
@@ -59,7 +59,7 @@ def test_every_collective_by_every_algorithm_at_every_size(found: tuple[dict[str
     assert cells | missing >= wanted
     assert len(missing) < len(wanted) / 2
     assert {each["tier"] for each in said["timings"]} == {"within"}
-    assert said["seconds"] < 8 + 15
+    assert said["seconds"] < 6 + 10
 
 
 def test_what_was_sent_is_what_the_list_says(found: tuple[dict[str, Any], Path]) -> None:

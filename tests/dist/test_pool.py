@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.world import World
-from tests.cover import wide
 from tests.dist.pool import Pool, RankFailed, on_ranks
 
 
@@ -157,7 +156,7 @@ def test_start_and_call_are_fast(pool: Pool, capsys: pytest.CaptureFixture[str])
     assert seconds_per_call < 0.2
 
 
-@pytest.mark.parametrize("end", ["returns", wide("is interrupted"), "is killed"])
+@pytest.mark.parametrize("end", ["returns", "is interrupted", "is killed"])
 def test_nothing_is_left_when_pytest(end: str, tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(
         textwrap.dedent("""

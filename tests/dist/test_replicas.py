@@ -19,22 +19,21 @@ from torch import Tensor, nn
 import shoal
 from shoal.comm.world import World
 from shoal.errors import ShoalError
-from shoal.models import llama
 from shoal.numerics.init import initialise
 from shoal.parallel.islands import Outer
 from shoal.parallel.spread import Spread, picked
 from shoal.train.run import Run
 from tests.cover import covered, wide
+from tests.dist import test_reshard
 from tests.dist.pool import Pool, on_ranks
 from tests.dist.test_reshard import BATCH, TOKENS, VOCABULARY, assert_same, share, whole
 
 LR = 1e-2
 
 
-def build(kind: str) -> llama.Llama:
+def build(kind: str) -> nn.Module:
     """A layer for each of two stages."""
-    sizes = {"num_layers": 2, "hidden": 16, "ffn": 22, "num_heads": 4, "num_kv_heads": 2, "vocabulary": VOCABULARY}
-    return llama.build(**sizes, tied=kind == "tied", max_sequence=TOKENS)
+    return test_reshard.build(kind, num_layers=2)
 
 
 def started(world: World, plan: str, *, kind: str = "llama", **options: Any) -> Run:

@@ -69,8 +69,14 @@ def ring_of(kind: str) -> list[Layout]:
     return [ring[number] for number in covering(words, [size for size, _ in ring])]
 
 
-def build(kind: str) -> torch.nn.Module:
-    sizes: dict[str, Any] = {"num_layers": 4, "hidden": 16, "num_heads": 4, "num_kv_heads": 2, "vocabulary": VOCABULARY}
+def build(kind: str, num_layers: int = 4) -> torch.nn.Module:
+    sizes: dict[str, Any] = {
+        "num_layers": num_layers,
+        "hidden": 16,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "vocabulary": VOCABULARY,
+    }
     if kind == "moe":
         return moe.build(**sizes, ffn=24, num_experts=4, top_k=2, expert_ffn=8, bias_rate=0.01, max_sequence=TOKENS)
     return llama.build(**sizes, ffn=22, tied=kind == "tied", max_sequence=TOKENS)

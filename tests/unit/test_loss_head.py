@@ -60,7 +60,7 @@ def test_a_step_tells_it_what_the_loss_is_multiplied_by(monkeypatch: pytest.Monk
         run.step(batch())
         assert seen == [1.0] * 4, "of h and of the weight, in two microbatches: the backward had something left to do"
         assert run.composed.head is not None
-        assert run.composed.head.factor() == 1.0, "it would be multiplied by what belonged to another step"
+        assert run.composed.head.factor == 1.0, "it would be multiplied by what belonged to another step"
 
 
 def test_a_model_that_is_called_returns_logits() -> None:

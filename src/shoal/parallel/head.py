@@ -12,7 +12,7 @@ Called without labels, the layer returns logits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import Tensor, nn
@@ -22,11 +22,6 @@ from shoal.errors import ShoalError
 from shoal.numerics.linear_cross_entropy import linear_cross_entropy
 
 
-def unknown() -> float:
-    """What the gradient of a loss will be, where nobody knows."""
-    return 1.0
-
-
 class LossHead:
     """Puts itself in the place of a linear layer's forward; names and parameters of the layer stay."""
 
@@ -34,7 +29,7 @@ class LossHead:
         self.layer = layer
         self.fp8 = fp8
         self.labels: Tensor | None = None
-        self.factor: Callable[[], float] = unknown
+        self.factor = 1.0
         """What the gradient of the loss will be, as far as is known: see `linear_cross_entropy`."""
         self._logits = layer.forward
         layer.forward = self.forward  # type: ignore[method-assign, assignment]
@@ -51,7 +46,7 @@ class LossHead:
                 fix="labels of the shape of the tokens; or Run(loss=lambda model, batch: ...)",
             )
         h, weight = x.flatten(0, -2), self.layer.weight
-        return linear_cross_entropy(h, weight, labels.flatten(), ignore=IGNORE, fp8=self.fp8, factor=self.factor())
+        return linear_cross_entropy(h, weight, labels.flatten(), ignore=IGNORE, fp8=self.fp8, factor=self.factor)
 
     @contextmanager
     def takes(self, labels: Tensor) -> Iterator[None]:
@@ -65,6 +60,15 @@ class LossHead:
                 )
         finally:
             self.labels = None
+
+    @contextmanager
+    def told(self, factor: float) -> Iterator[None]:
+        """Losses that are computed inside will be multiplied by this."""
+        self.factor = factor
+        try:
+            yield
+        finally:
+            self.factor = 1.0
 
 
 def why_not_fused(layer: nn.Module) -> str | None:

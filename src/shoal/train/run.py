@@ -19,7 +19,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -50,7 +50,6 @@ from shoal.numerics.precision import Weights, precision_of
 from shoal.parallel.compose import compose
 from shoal.parallel.composed import Composed
 from shoal.parallel.context import Backend, cut_batch, mark_cut
-from shoal.parallel.head import unknown
 from shoal.parallel.islands import DEFAULT_OUTER, Outer
 from shoal.parallel.options import Options, Wanted
 from shoal.parallel.pipeline import Feed
@@ -365,29 +364,17 @@ class Run:
         if self.composed.pipeline is not None:
             self._pipeline_step(self._opened(batch))
             return self.update().loss
-        with self._told_ahead():
-            for microbatch in self.microbatches(batch):
-                assert self._step is not None
-                try:
-                    loss_sum = self.objective.loss_sum(self.model, microbatch, self._step.weight)
-                except RuntimeError as error:
-                    explain_unused(error)
-                    raise
-                self._backward(loss_sum)
-        return self.update().loss
-
-    @contextmanager
-    def _told_ahead(self) -> Iterator[None]:
-        """A head that computes the loss is told what that will be multiplied by, and has no more to do afterwards."""
         head = self.composed.head
-        if head is None:
-            yield
-            return
-        head.factor = self._factor
-        try:
-            yield
-        finally:
-            head.factor = unknown
+        for microbatch in self.microbatches(batch):
+            assert self._step is not None
+            try:  # a head that computes the loss and knows what that counts for has nothing to do in the backward
+                with nullcontext() if head is None else head.told(self._factor()):
+                    loss_sum = self.objective.loss_sum(self.model, microbatch, self._step.weight)
+            except RuntimeError as error:
+                explain_unused(error)
+                raise
+            self._backward(loss_sum)
+        return self.update().loss
 
     def microbatches(self, batch: Any) -> Iterator[Any]:
         """The batch in parts of `mb` samples; gradients are synchronised in the backward of the last one only."""
