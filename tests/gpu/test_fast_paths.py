@@ -78,6 +78,33 @@ def test_linear_cross_entropy_in_chunks(
     assert all(relative(mine, theirs) < bound for mine, theirs in zip(found, wanted, strict=True))
 
 
+@pytest.mark.parametrize("tokens", [3, 7, 1000])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_a_loss_that_was_told_its_factor_has_nothing_left_to_multiply(
+    tokens: int, autocast: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mean over so many tokens, of an h that does not lie in one piece."""
+    torch.manual_seed(0)
+    whole = torch.randn(tokens, 512, device="cuda")
+    weight = torch.randn(1000, 256, device="cuda") * 0.05
+    labels = torch.randint(0, 1000, (tokens,), device="cuda")
+    rests: list[float] = []
+    times_ = fused._times_
+    monkeypatch.setattr(fused, "_times_", lambda x, factors: (rests.append(factors), times_(x, factors))[1])
+    found = {}
+    for factor in (1.0, 1 / tokens):
+        inputs = [whole[:, ::2].detach().requires_grad_(), weight.clone().requires_grad_()]
+        with torch.autocast("cuda", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+            loss = linear_cross_entropy(*inputs, labels, ignore=IGNORE, factor=factor)
+        rests.clear()
+        found[factor] = torch.autograd.grad(loss * (1 / tokens), inputs, retain_graph=True)
+        assert [float(rest) == 1.0 for rest in rests] == [factor != 1.0] * 2
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(loss, inputs)
+    bound = 1e-6 if autocast is None else 1e-2
+    assert all(relative(told, plain) < bound for told, plain in zip(*found.values(), strict=True))
+
+
 # ---- a model --------------------------------------------------------------------------------------------------------
 
 CONFIG = LlamaConfig(vocabulary=1024, hidden=512, num_layers=1, num_heads=8, num_kv_heads=2, ffn=1024, max_sequence=512)
@@ -240,3 +267,25 @@ def test_the_kernel_of_adamw(states: Any, bound: float) -> None:
         assert relative(one - 1, other.detach() - 1) < bound
         assert relative(mine.state[one]["exp_avg"], reference.state[other]["exp_avg"]) < bound
         assert float(mine.state[one]["step"]) == 5.0
+
+
+def test_updates_in_two_streams_come_after_gradients_and_before_who_reads_weights() -> None:
+    """The device is still busy when the update is asked for, and the weights are read at once afterwards."""
+    torch.manual_seed(0)
+    ours, theirs = ([nn.Parameter(torch.ones(1 << 26, device="cuda")) for _ in range(4)] for _ in range(2))
+    mine, reference = AdamW(ours, lr=1e-2), torch.optim.AdamW(theirs, lr=1e-2, fused=True)
+    gradients = [torch.randn_like(parameter) for parameter in ours]
+    for _ in range(2):
+        for one in ours:
+            one.grad = torch.zeros_like(one)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(100_000_000)
+        for one, other, gradient in zip(ours, theirs, gradients, strict=True):
+            assert one.grad is not None
+            one.grad.copy_(gradient)
+            other.grad = gradient
+        mine.step()
+        read = [one.detach().clone() for one in reversed(ours)]
+        torch.cuda.synchronize()
+        reference.step()
+        assert all(relative(one - 1, other.detach() - 1) < 1e-5 for one, other in zip(read, theirs[::-1], strict=True))

@@ -91,6 +91,7 @@ def _exponentials(  # type: ignore[no-untyped-def]
             largest = tl.max(x, axis=0)
             if largest > level + highest:
                 lower = tl.exp(level - largest)
+                tl.debug_barrier()  # another thread may have written what this one reads
                 for before in range(0, first, block):
                     written = tl.load(start + before + columns).to(tl.float32)
                     tl.store(start + before + columns, (written * lower).to(logits.dtype.element_ty))
