@@ -43,6 +43,7 @@ from torch.distributed.pipelining import (
 from shoal.blueprint.plan import Schedule
 from shoal.blueprint.schedules import illegal
 from shoal.errors import ShoalError, raise_if
+from shoal.parallel.split_backward import add_gradients_of_weights, held_by
 
 SCHEDULES: Mapping[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -248,12 +249,27 @@ class Pipeline:
 
 
 class _TorchStage(PipelineStage):
-    """torch 2.11 warms connections up by sending from every stage to the next one, also where both are on one rank (the
-    bottom of a V), and gloo has no connection from a rank to itself. 2.13 no longer does."""
+    """torch's, but for two things.
+
+    torch 2.11 warms connections up by sending from every stage to the next one, also where both are on one rank (the
+    bottom of a V), and gloo has no connection from a rank to itself. 2.13 no longer does. And the second half of a
+    backward that was split is ours, for which the graph is held."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         operations = super()._get_init_p2p_neighbors_ops()
         return [operation for operation in operations if operation.group_peer != self.group_rank]
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], *rest: Any, **more: Any
+    ) -> Any:
+        if backward_type == "weight":
+            add_gradients_of_weights(self.submod.parameters(), bwd_kwargs["param_groups"])
+            return (), None
+        held = held_by(bwd_kwargs["stage_output"]) if backward_type == "input" else []
+        gradients, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, *rest, **more)
+        for group in groups or ():
+            group["held"] = held  # until the second half is done with the group
+        return gradients, groups
 
 
 def _loss_of_stage(output: Tensor, target: Tensor) -> Tensor:
