@@ -273,7 +273,8 @@ def test_updates_in_two_streams_come_after_gradients_and_before_who_reads_weight
     """The device is still busy when the update is asked for, and the weights are read at once afterwards."""
     torch.manual_seed(0)
     ours, theirs = ([nn.Parameter(torch.ones(1 << 26, device="cuda")) for _ in range(4)] for _ in range(2))
-    mine, reference = AdamW(ours, lr=1e-2), torch.optim.AdamW(theirs, lr=1e-2, fused=True)
+    options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    mine, reference = AdamW(ours, **options), torch.optim.AdamW(theirs, fused=True, **options)
     gradients = [torch.randn_like(parameter) for parameter in ours]
     for _ in range(2):
         for one in ours:
