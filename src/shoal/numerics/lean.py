@@ -86,7 +86,7 @@ def gated_linear(parts: Sequence[Tensor], layer: nn.Linear, *, remakes: bool = T
 
     `remakes`: the input of the layer is made again in the backward; else it is kept, which takes F/D more and no time.
     """
-    if not is_product(layer):
+    if not is_product(layer) or not torch.is_grad_enabled():
         gate, up = _gate_and_up(parts)
         called: Tensor = layer(F.silu(gate) * up)
         return called
