@@ -184,7 +184,8 @@ def collectives_per_step(world: World, plan: str, bucket_mb: float | None = None
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     batch = torch.randn(4, 6, dtype=torch.float64), torch.tensor([0, 1, 2, 3])
     run.step(batch)  # the first backward also arranges the buckets
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:  # else torch 2.11 warns
         run.step(batch)
     return sum(event.count for event in profile.key_averages() if event.key == "gloo:all_reduce")
 

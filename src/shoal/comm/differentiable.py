@@ -46,6 +46,13 @@ def gather_last(x: Tensor, group: dist.ProcessGroup, total: int) -> Tensor:
     return _applied(_GatherLast, x, group, total)
 
 
+def as_output(x: Tensor) -> Tensor:
+    """What a forward returns that was written in place, as by a collective. The compiler of torch 2.11 takes it for an
+    output without a gradient, and says nothing; but not a view of it. Else it is left alone: a view that comes out of a
+    function must not be changed in place, say by the ReLU behind it."""
+    return x.view_as(x) if torch.compiler.is_compiling() else x
+
+
 def _applied(function: Any, *arguments: Any) -> Tensor:
     result: Tensor = function.apply(*arguments)
     return result
@@ -69,7 +76,7 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return all_reduce(x, group)
+        return as_output(all_reduce(x, group))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -82,7 +89,7 @@ class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return all_gather(x, TOKENS, group)
+        return as_output(all_gather(x, TOKENS, group))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -95,7 +102,7 @@ class _ScatterTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return reduce_scatter(x, TOKENS, group)
+        return as_output(reduce_scatter(x, TOKENS, group))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -108,7 +115,7 @@ class _GatherLast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, total: int) -> Tensor:
         ctx.group = group
-        return join(x, -1, group, total)
+        return as_output(join(x, -1, group, total))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from shoal.blueprint.layout import divisors
 from shoal.comm.collectives import Group, part
+from shoal.comm.differentiable import as_output
 from shoal.errors import ShoalError, listed
 from shoal.numerics.grouped import gated, grouped_matmul
 from shoal.numerics.precision import in_autocast_dtype
@@ -282,10 +283,7 @@ class _Collect(torch.autograd.Function):
 
 def _sum_of_rows(y_RD: Tensor, token_R: Tensor, place_Tk: Tensor | None, num_tokens: int) -> Tensor:
     if place_Tk is None:
-        nothing_TD = y_RD.new_zeros(num_tokens, y_RD.shape[1])
-        if torch.compiler.is_compiling():  # torch 2.11 loses the gradient of what such a function changes in place
-            return nothing_TD.index_add(0, token_R, y_RD)
-        return nothing_TD.index_add_(0, token_R, y_RD)
+        return as_output(y_RD.new_zeros(num_tokens, y_RD.shape[1]).index_add_(0, token_R, y_RD))
     if place_Tk.shape[1] == 1:
         return y_RD.index_select(0, place_Tk[:, 0])
     if torch.compiler.is_compiling():
