@@ -3,11 +3,15 @@ does, and its gradients, but for what 8 bits cannot say."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from shoal.numerics import fp8_linear, fp8_products
 from shoal.numerics.fp8_linear import NarrowLinear
+from shoal.numerics.fp8_products import Narrow
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:mkldnn_matmul failed"),  # a CPU without products in bfloat16
@@ -54,3 +58,24 @@ def test_a_bias_and_what_needs_no_gradient() -> None:
     layer(x).sum().backward()
     assert layer.weight.grad is None
     assert layer.bias.grad is not None
+
+
+def test_any_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU sums over multiples of 16 alone, and in the gradient of the weight it sums over tokens."""
+    torch.manual_seed(0)
+    layer = nn.Linear(32, 48, bias=False)
+    x, d = torch.randn(3, 7, 32, requires_grad=True), torch.randn(3, 7, 48)
+    wanted = torch.autograd.grad((layer(x) * d).sum(), (x, layer.weight))
+    sums: list[int] = []
+
+    def product(a: Narrow, b: Narrow, *rest: Any, **more: Any) -> Tensor:
+        sums.append(a.values.shape[1])
+        return fp8_products.product(a, b, *rest, **more)
+
+    monkeypatch.setattr(fp8_linear, "product", product)
+    fp8_linear.NarrowLinear.of(layer)
+    y = layer(x)
+    found = torch.autograd.grad((y * d).sum(), (x, layer.weight))
+    assert y.shape == d.shape
+    assert sums == [32, 48, 32]
+    assert all(error(one, other) < 0.08 for one, other in zip(found, wanted, strict=True))

@@ -132,3 +132,36 @@ def test_labels_that_do_not_fit(labels: Tensor) -> None:
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         with pytest.raises(ShoalError, match="whole number for each"):
             run.step({"tokens": batch()["tokens"], "labels": labels})
+
+
+class Flat(nn.Module):
+    """A model without blocks, which is compiled as a whole, its loss included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(61, 32)
+        self.lm_head = nn.Linear(32, 61, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.lm_head(self.embed(tokens).tanh())
+
+    def describe(self) -> Description:
+        return Description(head="lm_head")
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own doings
+def test_a_compiled_model_trains_as_one_that_is_not() -> None:
+    found = []
+    for backend in (False, "aot_eager"):
+        torch.manual_seed(0)
+        model = Flat()
+        with Run("fp64 mb=2", compile=backend) as run:
+            run.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+            assert run.objective.head is not None
+            losses = [float(run.step(batch())) for _ in range(3)]
+        found.append((losses, [parameter.detach().clone() for parameter in model.parameters()]))
+    (plain, weights), (compiled, compiled_weights) = found
+    assert plain[2] < plain[0]
+    assert compiled == pytest.approx(plain, rel=1e-12)
+    torch.testing.assert_close(compiled_weights, weights)
+    torch._dynamo.reset()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.collectives import all_gather, all_reduce, join, my_part, reduce_scatter
+from shoal.comm.compiled import as_output
 
 TOKENS = -2
 """The dim along which the tokens of an activation are divided: its last is the features."""
@@ -44,13 +45,6 @@ def scatter_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def gather_last(x: Tensor, group: dist.ProcessGroup, total: int) -> Tensor:
     """The features of all ranks, `total` in all."""
     return _applied(_GatherLast, x, group, total)
-
-
-def as_output(x: Tensor) -> Tensor:
-    """What a forward returns that was written in place, as by a collective. The compiler of torch 2.11 takes it for an
-    output without a gradient, and says nothing; but not a view of it. Else it is left alone: a view that comes out of a
-    function must not be changed in place, say by the ReLU behind it."""
-    return x.view_as(x) if torch.compiler.is_compiling() else x
 
 
 def _applied(function: Any, *arguments: Any) -> Tensor:

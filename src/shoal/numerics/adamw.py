@@ -72,8 +72,8 @@ class AdamW(Optimizer):
             for parameter in (parameter for parameter in group["params"] if parameter in self.state):
                 state = self.state[parameter]
                 state["step"] = state["step"].to(local(parameter).device, torch.float32)
-                for name in ("exp_avg", "exp_avg_sq"):
-                    state[name] = state[name].to(_dtype_for(parameter, group))
+                for name in ("exp_avg", "exp_avg_sq"):  # laid out as the weights are, too
+                    state[name] = torch.empty_like(parameter, dtype=_dtype_for(parameter, group)).copy_(state[name])
 
     def _state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
@@ -101,8 +101,10 @@ class AdamW(Optimizer):
             divisor=divisor,
             dropped=dropped,
         )
-        if weight.is_cuda and weight.dtype in _DTYPES.values() and _is_dense(weight):
-            if gradient.stride() != weight.stride():  # the kernel goes through memory, whatever the places in it mean
+        # The kernel goes through memory, whatever the places in it mean.
+        is_alike = _is_dense(weight) and first.stride() == second.stride() == weight.stride()
+        if weight.is_cuda and weight.dtype in _DTYPES.values() and is_alike:
+            if gradient.stride() != weight.stride():
                 gradient = torch.empty_like(weight).copy_(gradient)
             from shoal.numerics.adamw_kernel import update_in_one_pass  # Triton, which CPUs do not have
 

@@ -28,7 +28,7 @@ def _has_kernel(layer: nn.Embedding) -> bool:
     """Nothing but a lookup, in weights that are cast to bfloat16."""
     weight = layer.weight
     is_lookup = type(layer) is nn.Embedding and is_plain(layer)
-    has_rules = layer.padding_idx is not None or layer.max_norm is not None or layer.scale_grad_by_freq
+    has_rules = layer.padding_idx is not None or layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse
     is_cast = weight.is_cuda and weight.dtype.itemsize <= 4 and compute_dtype(weight) == torch.bfloat16
     return is_lookup and not has_rules and is_cast
 

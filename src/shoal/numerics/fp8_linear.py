@@ -11,9 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.numerics.fp8_products import FAR, PRECISE, factor_for, narrow, product
+from shoal.numerics.fp8_products import FAR, MULTIPLE, PRECISE, factor_for, narrow, product
 from shoal.numerics.precision import compute_dtype
 
 
@@ -30,8 +31,11 @@ class NarrowLinear(nn.Linear):
         """In the precision that autocast asks for."""
         x = x.to(compute_dtype(x))
         with torch.autocast(x.device.type, enabled=False):
-            y: Tensor = _NarrowProduct.apply(x.flatten(0, -2), self.weight)  # type: ignore[no-untyped-call]
-            y = y.unflatten(0, x.shape[:-1])
+            rows = x.flatten(0, -2)
+            missing = -len(rows) % MULTIPLE  # which are summed over in the gradient of the weight
+            padded = F.pad(rows, (0, 0, 0, missing)) if missing else rows
+            y: Tensor = _NarrowProduct.apply(padded, self.weight)  # type: ignore[no-untyped-call]
+            y = (y[: len(rows)] if missing else y).unflatten(0, x.shape[:-1])
             return y if self.bias is None else y + self.bias.to(y.dtype)
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shoal.comm.compiled import as_output
+
 PRECISE = torch.float8_e4m3fn
 """3 bits of fraction, up to 448: for weights and activations."""
 FAR = torch.float8_e5m2
@@ -63,7 +65,7 @@ def product(a: Narrow, b: Narrow, dtype: torch.dtype, *, fast: bool = False) -> 
     that the matrix units of a Hopper have for them, as is customary in a forward."""
     if not a.values.is_cuda:
         with torch.autocast("cpu", enabled=False):  # a compiled backward is in that of its forward
-            return ((a.values.float() @ b.values.float().T) * (a.scale * b.scale)).to(dtype)
+            return as_output(((a.values.float() @ b.values.float().T) * (a.scale * b.scale)).to(dtype))
     found: Tensor = torch._scaled_mm(
         a.values, b.values.T, scale_a=a.scale, scale_b=b.scale, out_dtype=dtype, use_fast_accum=fast
     )

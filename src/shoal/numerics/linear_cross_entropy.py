@@ -38,6 +38,7 @@ _FACTOR = 2.0**15
 """What brings gradients of logits, at most 1, into the range of 8-bit floats of the kind that reaches far."""
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # nothing in it to fuse; and see `as_output`
 def linear_cross_entropy(
     h: Tensor,
     weight: Tensor,
@@ -84,7 +85,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         w_turned = turned(w) if is_narrow and needs_h else None
         total = torch.zeros((), dtype=wide(h.dtype), device=h.device)
         dh = torch.empty_like(h) if needs_h else None
-        dw = torch.empty_like(weight, dtype=wide(weight.dtype)) if needs_weight else None
+        dw = h.new_empty(weight.shape, dtype=wide(weight.dtype)) if needs_weight else None
         if dw is not None and not len(h):
             dw.zero_()
         size = tokens_of_chunk(h.shape[0], weight.shape[0], h.dtype.itemsize)

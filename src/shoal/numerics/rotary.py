@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
+from shoal.comm.compiled import as_output
+
 
 def rotated(x_BTNH: Tensor, cos_BTH: Tensor, sin_BTH: Tensor) -> Tensor:
     """Each pair (i, i + H/2) of every head turned by its angle, computed in the precision of the angles."""
@@ -38,7 +40,7 @@ class _TurnedHeads(torch.autograd.Function):
         if _has_kernel(joint, cos):
             return tuple(torch.ops.shoal.turn_heads(joint, cos, sin, num_heads, num_kv_heads))
         q, k, v = joint.unflatten(-1, (num_heads + 2 * num_kv_heads, -1)).split([num_heads, *[num_kv_heads] * 2], dim=2)
-        return rotated(q, cos, sin), rotated(k, cos, sin), v.contiguous()
+        return tuple(as_output(x) for x in (rotated(q, cos, sin), rotated(k, cos, sin), v.contiguous()))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -29,7 +29,7 @@ def _some(  # type: ignore[no-untyped-def]
     for begin in tl.static_range(0, count, heads):
         head = begin + tl.arange(0, heads)[:, None]
         here = (head < count) & (feature < half)
-        beside, alone = joint + head * features + feature, own + head * stride + feature
+        beside, alone = joint + head * features + feature, own + head.to(tl.int64) * stride + feature
         source, target = (alone, beside) if is_back else (beside, alone)
         first = tl.load(source, mask=here, other=0.0)
         second = tl.load(source + half, mask=here, other=0.0)

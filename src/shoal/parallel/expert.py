@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from shoal.blueprint.layout import divisors
 from shoal.comm.collectives import Group, part
-from shoal.comm.differentiable import as_output
+from shoal.comm.compiled import as_output
 from shoal.errors import ShoalError, listed
 from shoal.numerics.grouped import gated, grouped_matmul
 from shoal.numerics.precision import in_autocast_dtype

@@ -46,7 +46,10 @@ class LossHead:
                 fix="labels of the shape of the tokens; or Run(loss=lambda model, batch: ...)",
             )
         h, weight = x.flatten(0, -2), self.layer.weight
-        return linear_cross_entropy(h, weight, labels.flatten(), ignore=IGNORE, fp8=self.fp8, factor=self.factor)
+        loss: Tensor = linear_cross_entropy(
+            h, weight, labels.flatten(), ignore=IGNORE, fp8=self.fp8, factor=self.factor
+        )
+        return loss
 
     @contextmanager
     def takes(self, labels: Tensor) -> Iterator[None]:
