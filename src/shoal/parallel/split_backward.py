@@ -8,66 +8,88 @@ way, behind which there are weights (`intermediates`) but no input. The second h
 
 torch 2.11 adds up what a node was given for its several outputs, as if they were one; counts twice what flows from one
 such node to another; and of functions that are written in Python it forgets the nodes, unless somebody holds the graph.
-2.13 does not. Here it is right with both.
+torch 2.13 does not. Both count a weight twice that is in two of their groups, and let weights share one gradient, to
+which each then adds. Here it is right with both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.torch_version import TorchVersion
 
-Given = tuple[Tensor | None, ...]
-"""The gradient of each output of a node."""
+FORGETS_NODES = TorchVersion(torch.__version__) < "2.13"
+"""Whether the node of a function that is written in Python ends with the graph, whoever has it."""
+
+
+@dataclass
+class Group:
+    """Weights and the nodes from which they are reached, and from which no others are."""
+
+    given: dict[Node, tuple[Tensor | None, ...]]
+    """Node → the gradient of each of its outputs."""
+    leaves: set[Node]
+    """The nodes that add to the weights' gradients."""
+
+    def touches(self, other: Group) -> bool:
+        """Whether they are one."""
+        return bool(self.leaves & other.leaves or self.given.keys() & other.given.keys())
 
 
 def held_by(outputs: Iterable[Tensor]) -> list[GradientEdge]:
-    """What keeps the graph of a stage alive when its outputs have left it. It costs nothing: all but the last nodes of
-    the graph are behind the nodes of the second half."""
-    return [get_gradient_edge(output) for output in outputs if output.requires_grad]
+    """What keeps the graph of a stage alive when its outputs have left it, if that is needed. With torch 2.11 the last
+    stage so keeps what its loss has kept, too."""
+    return [get_gradient_edge(output) for output in outputs if output.requires_grad] if FORGETS_NODES else []
 
 
-def add_gradients_of_weights(weights: Iterable[nn.Parameter], groups: Sequence[dict[str, Any]]) -> None:
-    """Add to `.grad` of the weights what is still missing. `groups` are those that torch's first half has found; they
-    are used up."""
+def add_gradients_of_weights(weights: Iterable[nn.Parameter], found: Iterable[dict[str, Any]]) -> None:
+    """Add to `.grad` of the weights what is still missing. `found` are the groups of torch's first half; they are used
+    up."""
     weight_of = {_leaf(weight): weight for weight in weights if weight.requires_grad}
-    keeps = any(len(group["intermediates"]) > 1 for group in groups)  # on the way from one to the next there are others
-    for group in groups:
-        nodes, given = group.pop("intermediates"), group.pop("grads", None)
+    groups = _groups(found)
+    keeps = any(len(group.given) > 1 for group in groups)  # on the way from one node to the next there are others
+    while groups:
+        group = groups.pop(0)
+        _add_from(group.given, [weight_of[leaf] for leaf in group.leaves], keeps=keeps)
+
+
+def _groups(found: Iterable[dict[str, Any]]) -> list[Group]:
+    """What was given to nodes and weights that belong together. torch's groups may have some of them in common."""
+    groups: list[Group] = []
+    for one in found:
+        nodes, given = one.pop("intermediates"), one.pop("grads", None)
         if given is None:  # no gradient came this way
             continue
-        leaves = list(group["params"])
-        found = _from(nodes, [one or () for one in given], leaves, keeps=keeps)
-        for leaf, gradient in zip(leaves, found, strict=True):
-            weight = weight_of[leaf]
-            if gradient is not None:
-                weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+        group = Group({node: every or () for node, every in zip(nodes, given, strict=True)}, set(one["params"]))
+        for other in [other for other in groups if other.touches(group)]:
+            groups.remove(other)
+            group = Group(other.given | group.given, other.leaves | group.leaves)
+        groups.append(group)
+    return groups
 
 
-def _from(
-    nodes: Iterable[Node], given: Iterable[Given], leaves: Iterable[Node], *, keeps: bool
-) -> tuple[Tensor | None, ...]:
-    """The gradients of leaves, from nodes and what they were given on. `keeps`: the graph, for whoever comes next."""
+def _add_from(given: dict[Node, tuple[Tensor | None, ...]], weights: Sequence[nn.Parameter], *, keeps: bool) -> None:
+    """Go from the nodes on to the weights. `keeps`: the graph, for whoever comes next."""
     starts = [
         (GradientEdge(node, number), gradient)
-        for node, all_of in zip(nodes, given, strict=True)
-        for number, gradient in enumerate(all_of)
+        for node, of_outputs in given.items()
+        for number, gradient in enumerate(of_outputs)
         if gradient is not None
     ]
     # A node behind another one is given what it was given before, whatever flows to it now: that was part of it.
     handles = [
-        node.register_prehook(lambda _, all_of=all_of: all_of)
-        for node, all_of in zip(nodes, given, strict=True)
-        if all_of and keeps
+        node.register_prehook(lambda _, of_outputs=of_outputs: of_outputs)
+        for node, of_outputs in given.items()
+        if of_outputs and keeps
     ]
     try:
         edges, gradients = [edge for edge, _ in starts], [gradient for _, gradient in starts]
-        return torch.autograd.grad(
-            edges, [GradientEdge(leaf, 0) for leaf in leaves], gradients, retain_graph=keeps, allow_unused=True
-        )
+        torch.autograd.backward(edges, gradients, inputs=weights, retain_graph=keeps)
     finally:
         for handle in handles:
             handle.remove()
