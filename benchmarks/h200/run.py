@@ -38,8 +38,8 @@ PROTOCOL = (
 
 OWN_PROTOCOLS = {
     "curve": "A Llama of 8 layers of 1,024 features, 16 x 1,024 tokens a step, a learning rate of 1e-4 (slow: 3e-5)"
-    " after 50 steps of warm-up, gradients clipped to 1; fp32 is eager and fp32 throughout, bf16 and fp8 are compiled;"
-    " losses of the training batches, *measured*.",
+    " after 50 steps of warm-up, gradients clipped to 1; fp32 and Transformers are eager, shoal's bf16 and fp8 are"
+    " compiled; losses of the training batches, *measured*.",
     "images": "A loop written by hand and shoal by turns of ten steps, medians over the turns, *measured*.",
 }
 
