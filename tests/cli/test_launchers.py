@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.host import Host
-from tests.cli.test_train import MADE_UP, SMALL, Command, Ended, forked, losses, run
+from tests.cli.test_train import MADE_UP, SMALL, Command, Ended, forked, losses
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 OF_TWO = ["--nproc-per-node", "2"]
@@ -18,10 +18,10 @@ WORDS = ["train", *SMALL, *MADE_UP, "--run.dir", "run", "--json", "--data.worker
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def reference(host: Host, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of `shoal train --nproc 2`."""
     folder = tmp_path_factory.mktemp("reference")
-    assert run(*WORDS, "--nproc", "2", cwd=folder).code == 0
+    assert host.run(*WORDS, "--nproc", "2", cwd=folder).code == 0
     return losses(folder / "run")
 
 
