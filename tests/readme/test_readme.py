@@ -12,6 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 
 from shoal.blueprint.duration import UNITS, Duration
+from tests.beside import Beside
 from tests.cli.test_launchers import OF_TWO
 from tests.readme.fork_host import ROOT, Ran, run_commands
 
@@ -66,6 +68,8 @@ class Command:
         needs = next((instead for mark, (_, instead) in NEEDS.items() if mark in self.comment), [])
         if words[0] == "verify" and "--steps" not in words:
             words += ["--steps", "1"]
+            if self.text not in SHOWN.values():  # where the page shows the bytes, they are those of a whole batch
+                words += ["--data.batch", "8"]
         if words[:2] == ["bench", "comm"]:  # a minute, of which a few seconds prove the command
             words += ["--seconds", "2", "--sizes", "1KB", "16KB"]
         if words[0] == "train":
@@ -78,6 +82,18 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+
+
+def shown_by(page: str) -> tuple[str, str]:
+    """The first command of a page that proves a plan and whose output stands there, with that output."""
+    return next(
+        (asked.text.strip(), answer.text)
+        for asked, answer in itertools.pairwise(blocks_of(ROOT / page))
+        if asked.text.startswith("shoal verify") and answer.language == "text"
+    )
+
+
+SHOWN = {page: shown_by(page)[0] for page in ("README.md", "docs/verify.md")}
 
 
 def commands() -> list[Command]:
@@ -97,21 +113,28 @@ OTHERS = [c for c in COMMANDS if c not in OF_SHOAL]
 pytestmark = pytest.mark.timeout(300)  # the first test that asks for `ran` waits for all commands of all pages
 
 
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("run") / "kept"
-
-
-@pytest.fixture(scope="module")
-def ran(kept: Path) -> dict[str, Ran]:
-    """All commands of all pages; and two more, the wrong one and one whose run directory is looked at."""
+def run_all() -> tuple[dict[str, Ran], list[dict[str, Any]]]:
+    """All commands of all pages; and two more, the wrong one and one whose metrics are looked at, with them."""
     todo = {command.text: command.words for command in OF_SHOAL}
     todo["wrong"] = shlex.split(WRONG)
-    short = ["--run.duration", "1step", "--data.synthetic_samples", "64", "--run.dir", str(kept), "--json"]
-    todo["kept"] = ["train", "recipes/resnet-synthetic.yaml", *short]
-    unlike = {tuple(words): words for words in todo.values()}  # what tells two commands apart may be left out here
-    found = dict(zip(unlike, run_commands(list(unlike.values()), timeout=280), strict=True))
-    return {text: found[tuple(words)] for text, words in todo.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Path(folder, "kept")
+        short = ["--run.duration", "1step", "--data.synthetic_samples", "64", "--run.dir", str(kept), "--json"]
+        todo["kept"] = ["train", "recipes/resnet-synthetic.yaml", *short]
+        unlike = {tuple(words): words for words in todo.values()}  # what tells two commands apart may be left out here
+        found = dict(zip(unlike, run_commands(list(unlike.values()), timeout=280), strict=True))
+        metrics = kept / "metrics.jsonl"
+        records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    return {text: found[tuple(words)] for text, words in todo.items()}, records
+
+
+BESIDE = [run_all]
+
+
+@pytest.fixture(scope="module")
+def ran(beside: Beside) -> dict[str, Ran]:
+    outcomes: dict[str, Ran] = beside.result(run_all)[0]
+    return outcomes
 
 
 @pytest.mark.parametrize("command", OF_SHOAL, ids=str)
@@ -190,15 +213,10 @@ def run_python(block: Block, directory: Path) -> str:
     return printed.getvalue()
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/verify.md"])
+@pytest.mark.parametrize("page", SHOWN)
 def test_verify_prints_what_is_shown(page: str, ran: dict[str, Ran]) -> None:
     """All but what is measured and what is rounding: the verdict, and what was predicted and counted."""
-    blocks = blocks_of(ROOT / page)
-    command, shown = next(
-        (asked.text.strip(), answer.text)
-        for asked, answer in itertools.pairwise(blocks)
-        if asked.text.startswith("shoal verify") and answer.language == "text"
-    )
+    command, shown = shown_by(page)
     assert facts_in(shown) == facts_in(ran[command].stdout)
     assert len(facts_in(shown)) >= 10
 
@@ -282,11 +300,11 @@ def test_the_tour_counts_lines() -> None:
         assert abs(counted - int(said)) <= counted / 10, f"{link} has {counted} lines, docs/tour.md says {said}"
 
 
-def test_every_metric_is_documented_and_no_other(ran: dict[str, Ran], kept: Path) -> None:
+def test_every_metric_is_documented_and_no_other(beside: Beside) -> None:
     page = (ROOT / "docs" / "metrics.md").read_text()
     of_steps, of_summary = page.split("## summary.json")
+    ran, records = beside.result(run_all)
     assert ran["kept"].code == 0, ran["kept"].stderr
-    records = [json.loads(line) for line in (kept / "metrics.jsonl").read_text().splitlines()]
     assert {key for record in records for key in record} == set(re.findall(r"^\| `(\w+)`", of_steps, re.MULTILINE))
     summary = json.loads(ran["kept"].stdout)
     assert list(summary) == re.findall(r"^\| `(\w+)`", of_summary, re.MULTILINE)
