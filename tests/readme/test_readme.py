@@ -50,6 +50,10 @@ class Block:
     language: str
     text: str
 
+    @property
+    def is_script(self) -> bool:
+        return self.language == "python" and "shoal.verify(" in self.text and not self.text.startswith(">>>")
+
 
 @dataclass(frozen=True)
 class Command:
@@ -128,7 +132,22 @@ def run_all() -> tuple[dict[str, Ran], list[dict[str, Any]]]:
     return {text: found[tuple(words)] for text, words in todo.items()}, records
 
 
-BESIDE = [run_all]
+def run_scripts() -> dict[str, Ran]:
+    """The blocks of Python that start ranks, each a script of its own: only a fresh process can be forked."""
+    found = {}
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "script.py")
+        for block in BLOCKS:
+            if block.is_script:
+                script.write_text(block.text)
+                command = [sys.executable, str(script)]
+                ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=90, check=False)
+                found[block.text] = Ran(ended.returncode, ended.stdout, ended.stderr)
+    return found
+
+
+BESIDE = [run_all, run_scripts]
 
 
 @pytest.fixture(scope="module")
@@ -181,33 +200,29 @@ def test_mistakes_come_in_one_list_as_shown(ran: dict[str, Ran]) -> None:
     assert WRONG in " ".join((ROOT / "docs" / "recipes.md").read_text().split())
 
 
-def test_python_prints_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_prints_what_is_shown(beside: Beside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a block of text follows, that is all that is printed; else it only has to run."""
     monkeypatch.chdir(tmp_path)
     number = 0
     for block, following in zip(BLOCKS, [*BLOCKS[1:], None], strict=True):
         if block.language == "python":
             number += 1
-            printed = run_python(block, tmp_path)
+            printed = run_python(block, beside)
             if following is not None and following.language == "text":
                 assert printed == following.text
     assert number
 
 
-def run_python(block: Block, directory: Path) -> str:
-    """What it prints. One that starts ranks is a script of its own: only a fresh process can be forked."""
+def run_python(block: Block, beside: Beside) -> str:
+    """What it prints."""
     if block.text.startswith(">>>"):
         found = doctest.DocTestParser().get_doctest(block.text, {}, block.page.name, None, None)
         assert doctest.DocTestRunner().run(found).failed == 0
         return ""
-    if "shoal.verify(" in block.text:
-        script = directory / "script.py"
-        script.write_text(block.text)
-        environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(script)]
-        ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=90, check=False)
-        assert ended.returncode == 0, ended.stderr[-3000:]
-        return ended.stdout
+    if block.is_script:
+        ran: Ran = beside.result(run_scripts)[block.text]
+        assert ran.code == 0, ran.stderr[-3000:]
+        return ran.stdout
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(compile(block.text, block.page.name, "exec"), {})
     return printed.getvalue()
