@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.cli.host import Host, Started, in_session, until
-from tests.cli.test_train import MADE_UP, Command, losses, records
+from tests.cli.test_train import MADE_UP, losses, records
 from tests.cover import covered, wide
 
 WORDS = [
@@ -601,19 +600,6 @@ def test_an_exchange_that_fails_is_a_restart(host: Host, five_steps: Any, tmp_pa
     assert (ended.code, ended.json["restarts"], ended.json["resumed_from"] in (2, 3)) == (0, 1, True), ended.said
     assert "the exchange of step 4 fails" in ended.said
     assert hexed(losses(tmp_path / "run")) == hexed(five_steps[0])
-
-
-def test_torchrun_needs_one_restart(tmp_path: Path) -> None:
-    """Its store outlives the workers, with the addresses of the dead; a new generation does not look at them."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words = [*torchrun, "--max-restarts", "3", "-m", "shoal", *ALL, "--run.duration", "8step"]
-    words += ["--checkpoint.every", "1step"]
-    env = {"SHOAL_FAULTS": "kill_at=rank:1,step:5", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    ended = Command.start(words, cwd=tmp_path, env=env).ended()
-    assert ended.code == 0, ended.err
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (summary["restarts"], summary["resumed_from"] in (3, 4), summary["steps"]) == (1, True, 8)
-    assert len(losses(tmp_path / "run")) == 8
 
 
 # ---- replicas that do not tell each other everything ----------------------------------------------------------------
