@@ -346,8 +346,8 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """144 MiB: one tensor of 128, and four of 4."""
     root = tmp_path_factory.mktemp("large")
     generator = torch.Generator().manual_seed(0)
-    tensors = {"model/table": torch.randn(2**15, 2**10, generator=generator)}
-    tensors |= {f"model/{i}": torch.randn(2**10, 2**10, generator=generator) for i in range(4)}
+    tensors = {"model/table": torch.randn(2**13, 2**12, generator=generator)}
+    tensors |= {f"model/{i}": torch.randn(2**8, 2**12, generator=generator) for i in range(4)}
     keep(root / "store", tensors, cut="columns")
     keep(root / "small", {"model/x": torch.zeros(2)}, cut="whole")
     assert sum(tensor.nbytes for tensor in tensors.values()) == SIZE
