@@ -44,7 +44,8 @@ BESIDE = pytest.StashKey[Beside]()
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     session.config.stash[BESIDE] = Beside()
-    jobs = {job: None for item in session.items for job in getattr(getattr(item, "module", None), "BESIDE", ())}
+    asking = [item for item in session.items if "beside" in getattr(item, "fixturenames", ())]
+    jobs = {job: None for item in asking for job in getattr(getattr(item, "module", None), "BESIDE", ())}
     if jobs and any(part_of(item.nodeid) == "unit" for item in session.items) and not session.config.option.collectonly:
         session.config.stash[BESIDE].start(list(jobs))
 
