@@ -2,7 +2,7 @@
 
 A test module names its jobs: `BESIDE = [run_all]`, functions of its own that take nothing and return what its tests
 look at. When pytest has collected unit tests and such modules, one process begins with the jobs, one after the other
-and with the lowest priority. With the last unit test it stops before the next job, so that nothing else is disturbed:
+and with low priority. With the last unit test it stops before the next job, so that nothing else is disturbed:
 the other tests measure time, and use all cores themselves. What was not begun by then is run when it is asked for.
 
 As a script it is that process: it is told a folder and the names of jobs, and leaves there what they returned.
@@ -74,8 +74,8 @@ def name_of(job: Job) -> str:
 
 
 def main(folder: Path, names: list[str]) -> None:
-    """Be the process. It and all that it starts get what the tests leave of the cores."""
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    """Be the process. It and all that it starts give way to the tests."""
+    os.nice(10)
     for name in names:
         if (folder / ENOUGH).exists():
             return
