@@ -28,7 +28,7 @@ from shoal.comm.world import World
 from shoal.launch.local import launch
 
 MIB = 2**20
-TOKENS, VOCABULARY, FEATURES, HIDDEN, NUM_HEADS, NUM_BLOCKS = 8192, 64, 64, 1024, 2, 2
+TOKENS, VOCABULARY, FEATURES, HIDDEN, NUM_HEADS, NUM_BLOCKS = 4096, 64, 64, 2048, 2, 2
 
 
 class Block(nn.Module):

@@ -1,5 +1,5 @@
-"""What all tests share: the order of their parts, what is left out of a short run or without a GPU, and how long each
-part took."""
+"""What all tests share: the order of their parts, what runs beside the first of them, what is left out of a short run
+or without a GPU, and how long each part took."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 import pytest
+
+from tests.beside import Beside
 
 FIRST_PARTS = ["unit", "dist"]  # seconds first, then processes, then everything that is built on both
 
@@ -35,6 +37,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if on_gpu and not has_gpu():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+BESIDE = pytest.StashKey[Beside]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    session.config.stash[BESIDE] = Beside()
+    asking = [item for item in session.items if "beside" in getattr(item, "fixturenames", ())]
+    jobs = {job: None for item in asking for job in getattr(getattr(item, "module", None), "BESIDE", ())}
+    if jobs and any(part_of(item.nodeid) == "unit" for item in session.items) and not session.config.option.collectonly:
+        session.config.stash[BESIDE].start(list(jobs))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if part_of(item.nodeid) != "unit":
+        item.config.stash[BESIDE].stop()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if BESIDE in session.config.stash:  # else something was wrong with the tests before any could be run
+        session.config.stash[BESIDE].close()
+
+
+@pytest.fixture(scope="session")
+def beside(pytestconfig: pytest.Config) -> Beside:
+    return pytestconfig.stash[BESIDE]
 
 
 def has_gpu() -> bool:

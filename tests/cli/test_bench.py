@@ -15,7 +15,8 @@ import pytest
 
 from shoal.blueprint.cluster import Cluster
 from shoal.cli import main
-from tests.cli.test_train import SHOAL, run
+from tests.cli.host import Host
+from tests.cli.test_train import SHOAL
 
 ROOT = Path(__file__).parents[2]
 SIZES = ["1KB", "16KB", "64KB", "1MB", "4MB"]
@@ -38,13 +39,13 @@ harness = load_hosts()
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+def found(host: Host, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """A run, and the folder with its files."""
     folder = tmp_path_factory.mktemp("bench")
     words = ["--nproc", "2", "--node", "1", "--seconds", "6", "--cluster", "cpu:2", "--sizes", *SIZES]
     words += ["--out", "c.yaml", "--plot", "p.svg", "--draw", "--json"]
-    ended = run("bench", "comm", *words, cwd=folder)
-    assert ended.code == 0, ended.err
+    ended = host.run("bench", "comm", *words, cwd=folder)
+    assert ended.code == 0, ended.said
     return ended.json, folder
 
 

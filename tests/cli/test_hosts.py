@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.cli.host import Host
+
 SETTINGS = """
     --model.num_layers 1 --model.hidden 32 --model.ffn 48 --data.sequence 32 --data.batch 4 --data.validation 0
     --run.duration 3step --plan fp64 --device cpu --launch.threads 1 --json
@@ -59,7 +61,7 @@ def losses(file: Path) -> list[float]:
     return [record["loss"] for record in records]
 
 
-def test_two_hosts_compute_what_one_does(hosts: list[tuple[str, str]], tmp_path: Path) -> None:
+def test_two_hosts_compute_what_one_does(host: Host, hosts: list[tuple[str, str]], tmp_path: Path) -> None:
     runs = []
     for number, (name, _) in enumerate(hosts):
         torchrun = f"-m torch.distributed.run --nnodes 2 --nproc-per-node 1 --node-rank {number} --master-port 29577"
@@ -75,13 +77,12 @@ def test_two_hosts_compute_what_one_does(hosts: list[tuple[str, str]], tmp_path:
         ]
         command = ["ip", "netns", "exec", name, *command, "--run.dir", str(tmp_path / "two")]
         runs.append(train(tmp_path, command))
-    alone = train(
-        tmp_path, [sys.executable, "-m", "shoal", "train", *SETTINGS.split(), "--run.dir", str(tmp_path / "one")]
-    )
+    alone = host.start("train", *SETTINGS.split(), "--run.dir", str(tmp_path / "one"), cwd=tmp_path)
     try:
-        for run in (*runs, alone):
+        for run in runs:
             _, text = run.communicate(timeout=60)
             assert run.returncode == 0, text
+        assert alone.wait() == 0, alone.said
     finally:
         for run in runs:
             with contextlib.suppress(ProcessLookupError):

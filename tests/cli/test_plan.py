@@ -15,12 +15,13 @@ from shoal.blueprint.plan import Plan
 from shoal.blueprint.task import Task
 from shoal.blueprint.workload import Workload
 from shoal.cli import main
+from tests.cli.host import Host, Started
 
 COMMAND = Path(sys.executable).with_name("shoal")
 
 
-def plan(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([COMMAND, "plan", *words], capture_output=True, text=True, check=False, cwd=cwd)
+def plan(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([COMMAND, "plan", *words], capture_output=True, text=True, check=False)
 
 
 def asked(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -31,26 +32,24 @@ def asked(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, st
 
 LARGE = "llama3-405b --cluster h100:8x2048 --seq 8192 --global-batch 2048 --json"
 SMALL = "llama3-8b --cluster h200:8 --seq 8192 --global-batch 64"
-CHEAP = "llama3-1b --cluster h100:8x16 --seq 2048 --global-batch 128 --by money --json"
+CHEAP = "llama3-1b --cluster h100:8x4 --seq 2048 --global-batch 128 --by money --json"
 LLAMA = "--hidden 4096 --layers 32 --heads 32 --kv-heads 8 --ffn 14336 --vocabulary 128256"
 TOO_LARGE = "llama3-70b --cluster h100:8 --seq 8192 --global-batch 64"
 
 
 @pytest.mark.parametrize(("words", "bound"), [(LARGE, 3.0), (SMALL, 1.0)])
 def test_it_is_fast(words: str, bound: float) -> None:
-    seconds = []
-    for _ in range(3):
-        began = _seconds_of_children()
-        ended = plan(*words.split())
-        seconds.append(_seconds_of_children() - began)
-        assert ended.returncode == 0, ended.stderr
-    assert min(seconds) <= bound
+    """At the latest when it is tried for the third time."""
+    assert any(_seconds_of(words) <= bound for _ in range(3))
 
 
-def _seconds_of_children() -> float:
+def _seconds_of(words: str) -> float:
     """Of a processor, which is what a command takes on a machine that has nothing else to do."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ended = plan(*words.split())
+    assert ended.returncode == 0, ended.stderr
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def test_torch_stays_away() -> None:
@@ -129,7 +128,7 @@ def test_what_a_run_would_refuse_is_told(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_money_may_want_fewer_devices(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = asked(capsys, *CHEAP.split())
-    assert json.loads(out)["plans"][0]["devices"] < 128
+    assert json.loads(out)["plans"][0]["devices"] < 32
 
 
 def test_dimensions_and_configs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -147,7 +146,7 @@ def test_dimensions_and_configs(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert json.loads(out)["plans"] == theirs["plans"]
 
 
-def test_any_module_is_traced(tmp_path: Path) -> None:
+def test_any_module_is_traced(host: Host, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(
         "import torch\n"
         "from torch import nn\n"
@@ -155,9 +154,10 @@ def test_any_module_is_traced(tmp_path: Path) -> None:
         "    layers = [nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(6)]\n"
         "    return nn.Sequential(*layers), torch.zeros(4, 512)\n"
     )
-    ended = plan("net.py:build", "--cluster", "h100:8", "--global-batch", "4096", "--json", cwd=tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    told = json.loads(ended.stdout)
+    words = ["net.py:build", "--cluster", "h100:8", "--global-batch", "4096", "--json"]
+    ended = host.run("plan", *words, cwd=tmp_path)
+    assert ended.code == 0, ended.said
+    told = ended.json
     assert told["parameters"] == 6 * (2 * 512 * 2048 + 2048 + 512)
     assert {"tp=1", "pp=1", "cp=1", "mb=512"} <= set(told["plans"][0]["plan"].split())
 
@@ -209,47 +209,43 @@ def test_mistakes_get_one_message(capsys: pytest.CaptureFixture[str], name: str)
 QUICK = ["--data.source", "synthetic", "--data.sequence", "32", "--data.batch", "8", "--run.duration", "2step"]
 
 
-def train(cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [COMMAND, "train", *QUICK, "--nproc", "2", "--device", "cpu", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
+def train(host: Host, cwd: Path, *words: str) -> Started:
+    return host.run("train", *QUICK, "--nproc", "2", "--device", "cpu", *words, cwd=cwd)
 
 
-def test_a_checkpoint_is_as_large_as_was_said(tmp_path: Path) -> None:
-    ended = train(tmp_path, "--run.dir", "kept/saved", "--plan", "zero=3", "--json")
-    assert ended.returncode == 0, ended.stderr
+def test_a_checkpoint_is_as_large_as_was_said(host: Host, tmp_path: Path) -> None:
+    ended = train(host, tmp_path, "--run.dir", "kept/saved", "--plan", "zero=3", "--json")
+    assert ended.code == 0, ended.said
     files = list((tmp_path / "kept/saved/checkpoints").glob("step-*/*.safetensors"))
     task = Task(
         workload=Workload(name="x", hidden=8, layers=1, heads=1, kv_heads=1, ffn=8, vocabulary=9),
         cluster=Cluster.parse("cpu:2"), sequence=8, global_batch=2,
     )  # fmt: skip
     per_parameter = task.saved(Plan.parse("zero=3").resolve(2)).total / task.workload.parameters
-    parameters = json.loads(ended.stdout)["parameters"]
     newest = max(path.parent for path in files)
     assert sum(path.stat().st_size for path in files if path.parent == newest) == pytest.approx(
-        per_parameter * parameters, rel=0.02
+        per_parameter * ended.json["parameters"], rel=0.02
     )
 
 
-def test_auto_is_filled_in_by_the_planner_and_leaves_a_row(tmp_path: Path) -> None:
-    ended = train(tmp_path, "--plan", "auto zero=3", "--run.dir", "kept/one", "--json")
-    assert ended.returncode == 0, ended.stderr
-    words = json.loads(ended.stdout)["plan"].split()
+def test_auto_is_filled_in_by_the_planner_and_leaves_a_row(host: Host, tmp_path: Path) -> None:
+    ended = train(host, tmp_path, "--plan", "auto zero=3", "--run.dir", "kept/one", "--json")
+    assert ended.code == 0, ended.said
+    words = ended.json["plan"].split()
     assert {"zero=3", "dp_shard=2"} <= set(words)
     assert any(word.startswith("mb=") for word in words)  # which no word has said
-    ended = train(tmp_path, "--plan", "auto", "--plan.zero", "1", "--run.dir", "kept/two")
-    assert ended.returncode == 0, ended.stderr
-    assert "plan: auto is dp_shard=2 zero=1 mb=" in ended.stderr
-    back = subprocess.run(
-        [COMMAND, "backtest", "kept/measured.csv", "--json"], capture_output=True, text=True, check=False, cwd=tmp_path
-    )
-    assert back.returncode == 0, back.stderr
+    ended = train(host, tmp_path, "--plan", "auto", "--plan.zero", "1", "--run.dir", "kept/two")
+    assert ended.code == 0, ended.said
+    assert "plan: auto is dp_shard=2 zero=1 mb=" in ended.said
+    back = host.run("backtest", "kept/measured.csv", "--json", cwd=tmp_path)
+    assert back.code == 0, back.said
     rows = (tmp_path / "kept" / "measured.csv").read_text().splitlines()
     assert len(rows) == 3
     assert rows[1].startswith("shoal,llama,")
 
 
-def test_auto_that_cannot_be_is_refused(tmp_path: Path) -> None:
-    ended = train(tmp_path, "--plan", "auto tp=3")
-    assert ended.returncode == 2
-    assert "has tp=3" in ended.stderr
-    assert "fix: tp=1 or 2" in ended.stderr
+def test_auto_that_cannot_be_is_refused(host: Host, tmp_path: Path) -> None:
+    ended = train(host, tmp_path, "--plan", "auto tp=3")
+    assert ended.code == 2
+    assert "has tp=3" in ended.said
+    assert "fix: tp=1 or 2" in ended.said

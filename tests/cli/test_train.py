@@ -419,7 +419,8 @@ def test_the_rank_that_raised_is_the_one_that_is_shown(host: Host, tmp_path: Pat
 
 def test_a_rank_that_was_killed_is_named(host: Host, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN_MODEL)
-    ended = forked(host, "train", *SMALL, *MADE_UP, *own("rank_1_is_killed"), "--nproc", "2", "--json", cwd=tmp_path)
+    words = [*SMALL, *MADE_UP, *own("rank_1_is_killed"), "--nproc", "2", "--launch.max_restarts", "0", "--json"]
+    ended = forked(host, "train", *words, cwd=tmp_path)
     assert ended.code == 3
     assert "rank 1 of 2 was killed by signal 9 (SIGKILL)" in ended.json["error"]["problems"][0]["what"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.cli import main
 from shoal.errors import ShoalError
+from tests.beside import Beside
 from tests.readme.fork_host import Ran, run_commands
 
 pytestmark = pytest.mark.timeout(300)  # the first test that asks for `ran` waits for all its commands
@@ -71,14 +73,23 @@ if os.environ.get("SHOAL_ALL"):
     COMMANDS["matrix of a llama"] = ["--matrix", "--nproc", "2", "--steps", "1", "--json"]
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
+def run_all() -> dict[str, Ran]:
     """What became of them, each in a process that can still be forked, as a user's is: this one has computed, and every
     rank that it starts has to load torch."""
-    own = tmp_path_factory.mktemp("verify") / "own.py"
-    own.write_text(OWN)
-    commands = [["verify", *(word.replace("OWN", f"{own}:build") for word in words)] for words in COMMANDS.values()]
-    return dict(zip(COMMANDS, run_commands(commands, timeout=280), strict=True))
+    with tempfile.TemporaryDirectory() as folder:
+        own = Path(folder, "own.py")
+        own.write_text(OWN)
+        commands = [["verify", *(word.replace("OWN", f"{own}:build") for word in words)] for words in COMMANDS.values()]
+        return dict(zip(COMMANDS, run_commands(commands, timeout=280), strict=True))
+
+
+BESIDE = [run_all]
+
+
+@pytest.fixture(scope="module")
+def ran(beside: Beside) -> dict[str, Ran]:
+    outcomes: dict[str, Ran] = beside.result(run_all)
+    return outcomes
 
 
 def verified(ran: Ran) -> tuple[int, dict[str, Any]]:

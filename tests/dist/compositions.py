@@ -162,6 +162,7 @@ class Proven:
         return {*beside(words, axis_of), *of_all, *rare}
 
 
+@cache
 def features_of(words: str, num_ranks: int) -> frozenset[str]:
     """What a plan does on ranks that are there; `zero` counts where something is shared."""
     plan = Plan.parse(words).resolve(num_ranks)
@@ -176,6 +177,13 @@ def features_of(words: str, num_ranks: int) -> frozenset[str]:
         f"`{plan.recompute}`": plan.recompute != "none",
     }
     return frozenset(name for name, is_used in found.items() if is_used)
+
+
+def num_layers_for(words: str, num_ranks: int) -> int:
+    """As few as show what more would: a first, a last and one between them; and in a pipeline one more than there are
+    stages, so that these are not alike."""
+    plan = Plan.parse(words).resolve(num_ranks)
+    return max(3, plan.layout.pp * (plan.v or 1) + 1)
 
 
 @cache
@@ -193,9 +201,9 @@ def proven() -> tuple[Proven, ...]:
 
 @cache
 def in_short() -> frozenset[Proven]:
-    """Those of `make test`. More ranks than cores take more than their share of time."""
+    """Those of `make test`. More ranks than cores take more than their share of time, and a compiler takes more."""
     every = proven()
-    numbers = covering([plan.traits for plan in every], [plan.num_ranks**1.25 for plan in every])
+    numbers = covering([plan.traits for plan in every], [plan.num_ranks**1.25 + 8 * plan.compiled for plan in every])
     return frozenset(every[number] for number in numbers)
 
 

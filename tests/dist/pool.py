@@ -40,16 +40,20 @@ CALL_TIMEOUT = 60.0  # seconds
 # gloo's groups live as long as their process, and each has threads that look around a hundred times a second.
 CALLS_OF_A_CREW = 12
 SETTLE = 1.0  # seconds that the other ranks get to finish or fail, once one has failed
-# What the first optimizer and the first sharded module would otherwise import on every rank, a second or two each.
+# What every rank of every crew would otherwise import, a second or two each: torch's parts for the first optimizer, the
+# first sharded module and the first that is compiled, and shoal.
 PRELOAD = ["pytest", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo"]
+PRELOAD += ["functorch.compile", "torch._inductor.cudagraph_trees"]
+PRELOAD += ["shoal.launch.worker", "shoal.models.moe", "shoal.proof.candidate", "shoal.train.run", "tests.dist.pool"]
 
 
 class RankFailed(AssertionError):
     """A rank of a test raised, died or did not answer; the text names it and shows its traceback or stack."""
 
 
-def on_ranks(*world_sizes: int, timeout: float = CALL_TIMEOUT) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run a test's body on every rank. Its first parameter is the world; others are fixtures or parameters."""
+def on_ranks(*world_sizes: Any, timeout: float = CALL_TIMEOUT) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test's body on every rank of worlds of these sizes (or of `wide` ones). Its first parameter is the world;
+    others are fixtures or parameters."""
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         def test(pool: Pool, world_size: int, **others: Any) -> None:

@@ -34,7 +34,7 @@ def check(pool: Pool, word: Schedule, *, num_ranks: int) -> None:
         unit = UNIT * scale
         cost = StageCost(forward=2 * unit, input_grad=3 * unit, weight_grad=unit)
         timeline = predicted(word, num_ranks, cost)
-        ranks = [asleep for asleep, _ in pool.run(asleep_and_awake, num_ranks, word, cost, 3)]
+        ranks = [asleep for asleep, _ in pool.run(asleep_and_awake, num_ranks, word, cost, 2)]
         wrong = list(deviations(timeline, ranks, unit))
         if not wrong:
             return

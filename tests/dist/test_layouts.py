@@ -18,11 +18,10 @@ from shoal.models import llama
 from shoal.numerics.init import initialise
 from shoal.train.run import Run
 from tests.cover import wide
-from tests.dist.compositions import LAYOUTS, is_in_short
+from tests.dist.compositions import LAYOUTS, is_in_short, num_layers_for
 from tests.dist.pool import Pool
 
 STEPS, BATCH, TOKENS, CLIP, VOCABULARY = 2, 8, 12, 0.5, 37
-LAYERS = 5
 
 BOTH = ("zero=3 mb=2", "tp=2 sp=on mb=2", "pp=2 1f1b mb=1", "pp=2 zbv mb=2", "pp=2 dp_replicate=2 gpipe mb=2")
 """Plans that are tried with a tied embedding and without; the others with one of the two, by turns."""
@@ -51,9 +50,9 @@ def batches() -> list[dict[str, Tensor]]:
     return made
 
 
-def build(tied: bool, kv_heads: int) -> llama.Llama:
+def build(tied: bool, kv_heads: int, num_layers: int) -> llama.Llama:
     return llama.build(
-        num_layers=LAYERS, hidden=16, ffn=24, num_heads=4, num_kv_heads=kv_heads, vocabulary=VOCABULARY, tied=tied,
+        num_layers=num_layers, hidden=16, ffn=24, num_heads=4, num_kv_heads=kv_heads, vocabulary=VOCABULARY, tied=tied,
         max_sequence=TOKENS, preset="tiny",
     )  # fmt: skip
 
@@ -61,8 +60,8 @@ def build(tied: bool, kv_heads: int) -> llama.Llama:
 Trace = dict[str, Any]
 
 
-def train_plainly(tied: bool, kv_heads: int) -> Trace:
-    model = build(tied, kv_heads)
+def train_plainly(tied: bool, kv_heads: int, num_layers: int) -> Trace:
+    model = build(tied, kv_heads, num_layers)
     initialise(model, 7)
     model.double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
@@ -84,7 +83,7 @@ def train_plainly(tied: bool, kv_heads: int) -> Trace:
 def train_with_shoal(world: World, plan: str, tied: bool, kv_heads: int, on_meta: bool = True) -> Trace | None:
     run = Run(f"fp64 {plan}", seed=7, clip=CLIP, world=world)
     with torch.device("meta" if on_meta else "cpu"):
-        model = build(tied, kv_heads)
+        model = build(tied, kv_heads, num_layers_for(plan, world.size))
     if not on_meta:
         initialise(model, 7)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
@@ -125,4 +124,4 @@ def check(ours: Trace, theirs: Trace) -> None:
 def test_a_layout_computes_what_one_process_does(pool: Pool, size: int, plan: str, tied: bool) -> None:
     kv_heads = 4 if "kv=4" in plan else 2
     ours = pool.run(train_with_shoal, size, plan_in(plan), tied, kv_heads)[0]
-    check(ours, train_plainly(tied, kv_heads))
+    check(ours, train_plainly(tied, kv_heads, num_layers_for(plan_in(plan), size)))

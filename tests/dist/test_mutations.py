@@ -34,7 +34,7 @@ def case(plan: str, size: int) -> Case:
         tokens = torch.randint(VOCABULARY, (8, TOKENS + 1), generator=generator)
         batches.append({"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()})
     build = functools.partial(
-        llama.build, hidden=16, ffn=24, num_layers=4, num_heads=4, num_kv_heads=2, vocabulary=VOCABULARY, tied=True
+        llama.build, hidden=16, ffn=24, num_layers=2, num_heads=4, num_kv_heads=2, vocabulary=VOCABULARY, tied=True
     )
     return Case(build=build, batches=batches, plan=Plan.parse(f"fp64 {plan}").resolve(size), clip=0.5)
 

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 import warnings
 from pathlib import Path
@@ -156,53 +155,60 @@ def test_start_and_call_are_fast(pool: Pool, capsys: pytest.CaptureFixture[str])
     assert seconds_per_call < 0.2
 
 
-@pytest.mark.parametrize("end", ["returns", "is interrupted", "is killed"])
-def test_nothing_is_left_when_pytest(end: str, tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text(
-        textwrap.dedent("""
-            from tests.dist.conftest import pool
-            from tests.dist.pool import PRELOAD
-            PRELOAD[:] = ["torch.distributed"]  # enough here, and sooner loaded
-        """)
-    )
-    (tmp_path / "test_inner.py").write_text(
-        textwrap.dedent("""
-            import os, time
-            from pathlib import Path
+INNER_CONFTEST = """
+from tests.dist.conftest import pool
+from tests.dist.pool import PRELOAD
+PRELOAD[:] = ["torch.distributed"]  # enough here, and sooner loaded
+"""
+INNER_TEST = """
+import os, time
+from pathlib import Path
 
-            def who(world): return os.getpid(), os.getppid()
-            def sleep(world, path): Path(path).touch(); time.sleep(1000)
+def who(world): return os.getpid(), os.getppid()
+def sleep(world, path): Path(path).touch(); time.sleep(1000)
 
-            def test_it(pool):
-                pids = {pid for pair in pool.run(who, 2) for pid in pair}
-                Path("pids.part").write_text(" ".join(map(str, pids)))
-                Path("pids.part").rename("pids")
-                if os.environ["END"] != "returns":
-                    pool.run(sleep, 2, os.path.abspath("asleep"))
-        """)
-    )
-    root = Path(__file__).parents[2]
-    environ = {**os.environ, "END": end, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "--import-mode=importlib",
-        "-p",
-        "no:cacheprovider",
-        "test_inner.py",
-    ]
-    inner = subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+def test_it(pool):
+    pids = {pid for pair in pool.run(who, 2) for pid in pair}
+    Path("pids.part").write_text(" ".join(map(str, pids)))
+    Path("pids.part").rename("pids")
+    if os.environ["END"] != "returns":
+        pool.run(sleep, 2, os.path.abspath("asleep"))
+"""
+ENDS = {"returns": 0, "is interrupted": 2, "is killed": -9}
+
+
+@pytest.fixture(scope="module")
+def inner(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, subprocess.Popen[bytes]]]:
+    """A pytest of its own for each end, at the same time: they mostly load torch."""
+    started = {}
+    for end in ENDS:
+        folder = tmp_path_factory.mktemp("inner")
+        (folder / "conftest.py").write_text(INNER_CONFTEST)
+        (folder / "test_inner.py").write_text(INNER_TEST)
+        path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
+        environ = {**os.environ, "END": end, "TMPDIR": str(folder), "PYTHONPATH": path}
+        command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider"]
+        started[end] = (
+            folder,
+            subprocess.Popen(
+                [*command, "test_inner.py"], cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            ),
+        )
+    return started
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_nothing_is_left_when_pytest(end: str, inner: dict[str, tuple[Path, subprocess.Popen[bytes]]]) -> None:
+    folder, process = inner[end]
     if end != "returns":
-        wait_until((tmp_path / "asleep").exists)
-        inner.send_signal(signal.SIGINT if end == "is interrupted" else signal.SIGKILL)
-    output, _ = inner.communicate(timeout=60)
-    assert inner.returncode == {"returns": 0, "is interrupted": 2, "is killed": -9}[end], output.decode()
-    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+        wait_until((folder / "asleep").exists)
+        process.send_signal(signal.SIGINT if end == "is interrupted" else signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == ENDS[end], output.decode()
+    pids = [int(pid) for pid in (folder / "pids").read_text().split()]
     assert len(pids) == 3  # two workers and their server
     wait_until(lambda: not any(is_alive(pid) for pid in pids), seconds=5)
-    assert list(tmp_path.glob("shoal-pool-*")) == []
+    assert list(folder.glob("shoal-pool-*")) == []
 
 
 def wait_until(condition: object, seconds: float = 30) -> None:

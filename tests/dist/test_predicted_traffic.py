@@ -24,11 +24,12 @@ from shoal.parallel.holdings import anatomy_of
 from shoal.parallel.routing import Router
 from shoal.train.run import Run
 from tests.cover import beside, covered
+from tests.dist.compositions import num_layers_for
 from tests.dist.pool import Pool
 
-BATCH, TOKENS, VOCABULARY, LAYERS = 8, 12, 37, 5
+BATCH, TOKENS, VOCABULARY = 8, 12, 37
 
-PLANS = {  # words of this test: tied embeddings, kv= heads, layers= blocks, freeze= what needs no gradient
+PLANS = {  # words of this test: tied embeddings, kv= heads, freeze= what needs no gradient
     2: [
         *("dp_replicate=2 mb=2 tied", "dp_replicate=2 mb=2 freeze=layers.0"),
         *("zero=1 mb=2", "zero=2 mb=1 tied", "zero=3 mb=2", "zero=3 mb=2 tied", "zero=3 recompute=full"),
@@ -46,17 +47,17 @@ PLANS = {  # words of this test: tied embeddings, kv= heads, layers= blocks, fre
         *("pp=2 tp=2 1f1b mb=2 recompute=full", "pp=2 tp=2 dualpipev mb=1 sp=off", "pp=2 zero=3 1f1b mb=1 tied"),
         *("pp=2 zero=2 zbv mb=1 tied", "pp=2 dp_replicate=2 zb mb=1 tied", "pp=2 dp_replicate=2 gpipe mb=2"),
         *("pp=4 1f1b mb=1 tied", "pp=2 zero=1 interleaved mb=1", "pp=2 zero=2 bf16 1f1b mb=2"),
-        *("pp=2 zero=3 interleaved v=4 mb=1 layers=9", "pp=2 zero=3 looped v=4 mb=2 layers=9"),
+        *("pp=2 zero=3 interleaved v=4 mb=1", "pp=2 zero=3 looped v=4 mb=2"),
     ],
 }
 
 
-def read(words: str) -> tuple[str, dict[str, Any]]:
+def read(size: int, words: str) -> tuple[str, dict[str, Any]]:
     """The plan among some words, and what to build for it."""
-    said = dict(word.split("=") for word in words.split() if word.startswith(("kv=", "layers=", "freeze=")))
+    said = dict(word.split("=") for word in words.split() if word.startswith(("kv=", "freeze=")))
     plan = [word for word in words.split() if word != "tied" and not word.startswith(tuple(f"{key}=" for key in said))]
     precision = [] if "bf16" in plan else ["fp64"]
-    options = {"kv_heads": int(said.get("kv", 2)), "num_layers": int(said.get("layers", LAYERS))}
+    options = {"kv_heads": int(said.get("kv", 2)), "num_layers": num_layers_for(" ".join(plan), size)}
     return " ".join(plan + precision), {**options, "freeze": said.get("freeze", ""), "tied": "tied" in words.split()}
 
 
@@ -138,13 +139,13 @@ def check(plan: str, of: Anatomy, counted: list[Any], **options: Any) -> None:
     ("size", "words"), covered([(size, words) for size, plans in PLANS.items() for words in plans], traits, cost)
 )
 def test_traffic_is_what_was_predicted(pool: Pool, size: int, words: str) -> None:
-    plan, options = read(words)
+    plan, options = read(size, words)
     check(plan, anatomy(**options), pool.run(count_llama, size, plan, options))
 
 
 @pytest.mark.parametrize("plan", ["fp64 tp=2 sp=off mb=4", "bf16 tp=2 sp=on"])
 def test_a_loss_of_ones_own_joins_the_logits(pool: Pool, plan: str) -> None:
-    options = read("")[1]
+    options = read(2, "")[1]
     check(plan, anatomy(**options), pool.run(count_llama, 2, plan, options, True), splits_logits=False)
 
 

@@ -65,8 +65,13 @@ def ring_of(kind: str) -> list[Layout]:
     ring = RINGS[kind]
     if os.environ.get("SHOAL_ALL"):
         return ring
-    words = [{size, *(word for word in plan.split() if not word.startswith("mb="))} for size, plan in ring]
-    return [ring[number] for number in covering(words, [size for size, _ in ring])]
+    return [ring[number] for number in covering([traits(*layout) for layout in ring], [size for size, _ in ring])]
+
+
+def traits(size: int, plan: str) -> set[str]:
+    """Every word; and a tensor that is cut in two directions."""
+    words = {word for word in plan.split() if not word.startswith("mb=")}
+    return words | ({"alone"} if size == 1 else set()) | ({"cut twice"} if {"tp=2", "zero=3"} <= words else set())
 
 
 def build(kind: str, num_layers: int = 4) -> torch.nn.Module:

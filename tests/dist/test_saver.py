@@ -20,8 +20,8 @@ from tests.dist.pool import Pool, on_ranks
 from tests.dist.test_reshard import assert_same, build, share, whole
 
 
-def started(world: World, plan: str = "zero=3 mb=6") -> Run:
-    model = build("llama")
+def started(world: World, plan: str = "zero=3 mb=12", num_layers: int = 2) -> Run:
+    model = build("llama", num_layers)
     initialise(model, 0)
     run = Run(f"fp64 {plan}", world=world, seed=0)
     run.prepare(model)
@@ -88,7 +88,7 @@ def test_a_save_that_failed_is_raised_to_who_asks(world: World, tmp_path: Path) 
 
 @on_ranks(1)
 def test_fifty_saves_take_no_more_memory_than_ten(world: World, tmp_path: Path) -> None:
-    run = started(world, "mb=6")
+    run = started(world, "mb=24", num_layers=4)  # 40 times its state are twice the bound
     sizes = []
     for step in range(50):
         run.step(share(run, step))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.beside import Beside
 from tests.examples.host import run_examples
 from tests.readme.fork_host import Ran
 
@@ -25,10 +26,8 @@ FOR_REAL, *IN_FORKS = [path.name for path in EXAMPLES]
 
 
 @pytest.fixture(scope="session")
-def one_and_two() -> Callable[[str], tuple[str, str]]:
+def one_and_two(beside: Beside) -> Callable[[str], tuple[str, str]]:
     """The name of an example → the output of `python` and that of `torchrun --nproc-per-node 2`."""
-
-    forked = cache(in_forks)
 
     @cache
     def outputs(name: str) -> tuple[str, str]:
@@ -36,7 +35,7 @@ def one_and_two() -> Callable[[str], tuple[str, str]]:
         if name == FOR_REAL:
             with start(path) as one, start(*TORCHRUN, path) as two:  # at the same time
                 return output_of(one), output_of(two)
-        ran = forked()[name]
+        ran = beside.result(in_forks)[name]
         for each in ran:
             assert each.code == 0, each.stderr[-3000:]
         return ran[0].stdout, ran[1].stdout + ran[2].stdout

@@ -32,6 +32,16 @@ def run_examples(runs: Sequence[tuple[Path, list[Environment]]], *, timeout: flo
     return [[Ran(*ran) for ran in ranks] for ranks in json.loads(host.stdout)]
 
 
+def run_for_real(name: str, *, timeout: float) -> Ran:
+    """An example as a person would start it, one that starts its ranks itself."""
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name)], capture_output=True, text=True, cwd=ROOT, env=environ,
+        timeout=timeout, check=False,
+    )  # fmt: skip
+    return Ran(ended.returncode, ended.stdout, ended.stderr)
+
+
 def main() -> None:
     """Be the host."""
     # Loaded, and nothing computed: a fork of this process can compute. Dynamo is what the first optimizer would load.

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.beside import Beside
+from tests.examples.host import run_for_real
+from tests.readme.fork_host import Ran
 
 
-def output_of(name: str, *, timeout: float) -> str:
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "examples" / name)]
-    ended = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=timeout, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr[-3000:]
-    return ended.stdout
+def long_context() -> Ran:
+    return run_for_real("10_long_context.py", timeout=230)
+
+
+BESIDE = [long_context]
 
 
 def losses_in(text: str) -> list[float]:
@@ -48,9 +45,11 @@ def test_a_model_of_ones_own_has_half_of_its_experts_on_each_of_two_ranks(
 
 
 @pytest.mark.timeout(240)
-def test_a_sequence_that_does_not_fit_trains_on_four_ranks() -> None:
+def test_a_sequence_that_does_not_fit_trains_on_four_ranks(beside: Beside) -> None:
     """Exit code 0 says that one process was refused and that four have trained."""
-    _, alone, shared, refused, trained = output_of("10_long_context.py", timeout=230).splitlines()
+    ran = beside.result(long_context)
+    assert ran.code == 0, ran.stdout + ran.stderr[-3000:]
+    _, alone, shared, refused, trained = ran.stdout.splitlines()
     need_alone, need_shared = (float(re.findall(r"needs +(\d+) MiB", line)[0]) for line in (alone, shared))
     assert need_shared < 0.75 * need_alone
     limits = [int(re.findall(r" (\d+) MiB", line)[0]) for line in (refused, trained)]

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.beside import Beside
+from tests.examples.host import run_for_real
+from tests.readme.fork_host import Ran
 
 
-def output_of(name: str) -> str:
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "examples" / name)]
-    ended = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=110, check=False)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    return ended.stdout
+def sharding() -> Ran:
+    return run_for_real("03_fsdp.py", timeout=110)
+
+
+def pipeline() -> Ran:
+    return run_for_real("07_pipeline.py", timeout=110)
+
+
+BESIDE = [sharding, pipeline]
 
 
 def losses_in(line: str) -> list[float]:
@@ -31,8 +32,10 @@ def losses_in(line: str) -> list[float]:
     return [float(number) for number in re.findall(r"\d+\.\d{4}\b", line)]
 
 
-def test_what_does_not_fit_replicated_trains_sharded() -> None:
-    first, failure, second, counted, losses = output_of("03_fsdp.py").splitlines()
+def test_what_does_not_fit_replicated_trains_sharded(beside: Beside) -> None:
+    ran = beside.result(sharding)
+    assert ran.code == 0, ran.stderr[-3000:]
+    first, failure, second, counted, losses = ran.stdout.splitlines()
     limit = 512  # MiB
     assert (first, second) == tuple(
         f"{plan}: 4 ranks with {limit} MiB each" for plan in ("dp_replicate=4", "dp_shard=4 zero=3")
@@ -50,9 +53,10 @@ def test_what_does_not_fit_replicated_trains_sharded() -> None:
     assert losses_in(losses)[-1] < 0.1 * losses_in(losses)[0]
 
 
-def test_a_pipeline_equals_one_process_under_two_schedules() -> None:
-    text = output_of("07_pipeline.py")
-    one_f_one_b, zero_bubble, alone = text.strip().split("\n\n")
+def test_a_pipeline_equals_one_process_under_two_schedules(beside: Beside) -> None:
+    ran = beside.result(pipeline)
+    assert ran.code == 0, ran.stderr[-3000:]
+    one_f_one_b, zero_bubble, alone = ran.stdout.strip().split("\n\n")
     assert one_f_one_b.startswith("pp=2 1f1b mb=2: 14% waiting (predicted), in flight (2.0, 1.0)\nrank 0 │0   1   ....")
     assert zero_bubble.startswith("pp=2 zbv mb=2: 3% waiting (predicted), in flight (2.0, 2.0)\nrank 0 │0 1 2 0'")
     expected = losses_in(alone)

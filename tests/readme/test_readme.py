@@ -12,6 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 
 from shoal.blueprint.duration import UNITS, Duration
+from tests.beside import Beside
 from tests.cli.test_launchers import OF_TWO
 from tests.readme.fork_host import ROOT, Ran, run_commands
 
@@ -48,6 +50,10 @@ class Block:
     language: str
     text: str
 
+    @property
+    def is_script(self) -> bool:
+        return self.language == "python" and "shoal.verify(" in self.text and not self.text.startswith(">>>")
+
 
 @dataclass(frozen=True)
 class Command:
@@ -66,6 +72,8 @@ class Command:
         needs = next((instead for mark, (_, instead) in NEEDS.items() if mark in self.comment), [])
         if words[0] == "verify" and "--steps" not in words:
             words += ["--steps", "1"]
+            if self.text not in SHOWN.values():  # where the page shows the bytes, they are those of a whole batch
+                words += ["--data.batch", "8"]
         if words[:2] == ["bench", "comm"]:  # a minute, of which a few seconds prove the command
             words += ["--seconds", "2", "--sizes", "1KB", "16KB"]
         if words[0] == "train":
@@ -78,6 +86,18 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+
+
+def shown_by(page: str) -> tuple[str, str]:
+    """The first command of a page that proves a plan and whose output stands there, with that output."""
+    return next(
+        (asked.text.strip(), answer.text)
+        for asked, answer in itertools.pairwise(blocks_of(ROOT / page))
+        if asked.text.startswith("shoal verify") and answer.language == "text"
+    )
+
+
+SHOWN = {page: shown_by(page)[0] for page in ("README.md", "docs/verify.md")}
 
 
 def commands() -> list[Command]:
@@ -97,19 +117,43 @@ OTHERS = [c for c in COMMANDS if c not in OF_SHOAL]
 pytestmark = pytest.mark.timeout(300)  # the first test that asks for `ran` waits for all commands of all pages
 
 
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("run") / "kept"
-
-
-@pytest.fixture(scope="module")
-def ran(kept: Path) -> dict[str, Ran]:
-    """All commands of all pages; and two more, the wrong one and one whose run directory is looked at."""
+def run_all() -> tuple[dict[str, Ran], list[dict[str, Any]]]:
+    """All commands of all pages; and two more, the wrong one and one whose metrics are looked at, with them."""
     todo = {command.text: command.words for command in OF_SHOAL}
     todo["wrong"] = shlex.split(WRONG)
-    short = ["--run.duration", "1step", "--data.synthetic_samples", "64", "--run.dir", str(kept), "--json"]
-    todo["kept"] = ["train", "recipes/resnet-synthetic.yaml", *short]
-    return dict(zip(todo, run_commands(list(todo.values()), timeout=280), strict=True))
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Path(folder, "kept")
+        short = ["--run.duration", "1step", "--data.synthetic_samples", "64", "--run.dir", str(kept), "--json"]
+        todo["kept"] = ["train", "recipes/resnet-synthetic.yaml", *short]
+        unlike = {tuple(words): words for words in todo.values()}  # what tells two commands apart may be left out here
+        found = dict(zip(unlike, run_commands(list(unlike.values()), timeout=280), strict=True))
+        metrics = kept / "metrics.jsonl"
+        records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    return {text: found[tuple(words)] for text, words in todo.items()}, records
+
+
+def run_scripts() -> dict[str, Ran]:
+    """The blocks of Python that start ranks, each a script of its own: only a fresh process can be forked."""
+    found = {}
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "script.py")
+        for block in BLOCKS:
+            if block.is_script:
+                script.write_text(block.text)
+                command = [sys.executable, str(script)]
+                ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=90, check=False)
+                found[block.text] = Ran(ended.returncode, ended.stdout, ended.stderr)
+    return found
+
+
+BESIDE = [run_all, run_scripts]
+
+
+@pytest.fixture(scope="module")
+def ran(beside: Beside) -> dict[str, Ran]:
+    outcomes: dict[str, Ran] = beside.result(run_all)[0]
+    return outcomes
 
 
 @pytest.mark.parametrize("command", OF_SHOAL, ids=str)
@@ -156,47 +200,38 @@ def test_mistakes_come_in_one_list_as_shown(ran: dict[str, Ran]) -> None:
     assert WRONG in " ".join((ROOT / "docs" / "recipes.md").read_text().split())
 
 
-def test_python_prints_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_prints_what_is_shown(beside: Beside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a block of text follows, that is all that is printed; else it only has to run."""
     monkeypatch.chdir(tmp_path)
     number = 0
     for block, following in zip(BLOCKS, [*BLOCKS[1:], None], strict=True):
         if block.language == "python":
             number += 1
-            printed = run_python(block, tmp_path)
+            printed = run_python(block, beside)
             if following is not None and following.language == "text":
                 assert printed == following.text
     assert number
 
 
-def run_python(block: Block, directory: Path) -> str:
-    """What it prints. One that starts ranks is a script of its own: only a fresh process can be forked."""
+def run_python(block: Block, beside: Beside) -> str:
+    """What it prints."""
     if block.text.startswith(">>>"):
         found = doctest.DocTestParser().get_doctest(block.text, {}, block.page.name, None, None)
         assert doctest.DocTestRunner().run(found).failed == 0
         return ""
-    if "shoal.verify(" in block.text:
-        script = directory / "script.py"
-        script.write_text(block.text)
-        environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(script)]
-        ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=90, check=False)
-        assert ended.returncode == 0, ended.stderr[-3000:]
-        return ended.stdout
+    if block.is_script:
+        ran: Ran = beside.result(run_scripts)[block.text]
+        assert ran.code == 0, ran.stderr[-3000:]
+        return ran.stdout
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(compile(block.text, block.page.name, "exec"), {})
     return printed.getvalue()
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/verify.md"])
+@pytest.mark.parametrize("page", SHOWN)
 def test_verify_prints_what_is_shown(page: str, ran: dict[str, Ran]) -> None:
     """All but what is measured and what is rounding: the verdict, and what was predicted and counted."""
-    blocks = blocks_of(ROOT / page)
-    command, shown = next(
-        (asked.text.strip(), answer.text)
-        for asked, answer in itertools.pairwise(blocks)
-        if asked.text.startswith("shoal verify") and answer.language == "text"
-    )
+    command, shown = shown_by(page)
     assert facts_in(shown) == facts_in(ran[command].stdout)
     assert len(facts_in(shown)) >= 10
 
@@ -280,11 +315,11 @@ def test_the_tour_counts_lines() -> None:
         assert abs(counted - int(said)) <= counted / 10, f"{link} has {counted} lines, docs/tour.md says {said}"
 
 
-def test_every_metric_is_documented_and_no_other(ran: dict[str, Ran], kept: Path) -> None:
+def test_every_metric_is_documented_and_no_other(beside: Beside) -> None:
     page = (ROOT / "docs" / "metrics.md").read_text()
     of_steps, of_summary = page.split("## summary.json")
+    ran, records = beside.result(run_all)
     assert ran["kept"].code == 0, ran["kept"].stderr
-    records = [json.loads(line) for line in (kept / "metrics.jsonl").read_text().splitlines()]
     assert {key for record in records for key in record} == set(re.findall(r"^\| `(\w+)`", of_steps, re.MULTILINE))
     summary = json.loads(ran["kept"].stdout)
     assert list(summary) == re.findall(r"^\| `(\w+)`", of_summary, re.MULTILINE)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from shoal.blueprint.recipe import Recipe
 from shoal.blueprint.settings import load_recipe
+from tests.beside import Beside
 from tests.readme.fork_host import ROOT, Ran, run_commands
 
 PATHS = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -40,15 +42,20 @@ def test_it_says_what_it_is_for(path: Path) -> None:
     assert load_recipe(path).run.name != Recipe().run.name
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Ran]:
-    folder = tmp_path_factory.mktemp("runs")
-    commands = [["train", str(path), *SHORTER, "--run.dir", str(folder / path.stem)] for path in ON_CPU]
-    return dict(zip(ON_CPU, run_commands(commands), strict=True))
+def run_all() -> tuple[dict[Path, Ran], set[Path]]:
+    """What became of each recipe, and the summaries that were kept."""
+    with tempfile.TemporaryDirectory() as folder:
+        commands = [["train", str(path), *SHORTER, "--run.dir", str(Path(folder, path.stem))] for path in ON_CPU]
+        ran = dict(zip(ON_CPU, run_commands(commands), strict=True))
+        return ran, set(Path(folder).glob("*/summary.json"))
+
+
+BESIDE = [run_all]
 
 
 @pytest.mark.parametrize("path", ON_CPU, ids=lambda path: path.stem)
-def test_it_trains_on_a_cpu(path: Path, runs: dict[Path, Ran]) -> None:
+def test_it_trains_on_a_cpu(path: Path, beside: Beside) -> None:
+    runs, summaries = beside.result(run_all)
     ran = runs[path]
     assert ran.code == 0, ran.stderr
     summary = json.loads(ran.stdout)
@@ -57,4 +64,4 @@ def test_it_trains_on_a_cpu(path: Path, runs: dict[Path, Ran]) -> None:
     assert summary["ranks"] == recipe.launch.nproc
     assert 0.0 < summary["loss_first"] < 10.0
     assert summary["eval_loss"] is not None
-    assert (Path(summary["directory"]) / "summary.json").is_file()
+    assert Path(summary["directory"]) / "summary.json" in summaries

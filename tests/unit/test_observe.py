@@ -182,7 +182,7 @@ def test_trackers_get_numbers_at_their_step(
 def test_memory_is_measured() -> None:
     before = peak_memory_gib(torch.device("cpu"))
     held = torch.ones(2**28, dtype=torch.uint8)  # a quarter GiB
-    assert held.sum() == 2**28
+    assert held[-1] == 1
     assert 0.05 < before < 100
     assert peak_memory_gib(torch.device("cpu")) >= before
 

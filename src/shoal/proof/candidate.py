@@ -1,7 +1,7 @@
 """The plan's own ranks: they train as `shoal train` would, are watched, and return what was seen.
 
-Three kinds of steps follow each other. In the first ones gradients and weights are gathered and compared; then nothing
-is gathered, and what travels is counted; in the last, what every rank holds is counted before each microbatch.
+Two kinds of steps follow each other. In the first ones gradients and weights are gathered and compared; in the last,
+nothing is gathered, and what travels is counted, and what every rank holds before each microbatch.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def verify_in(world: World, case: Case) -> Findings:
     _prepare(run, case)
     candidates = [_observe(run, batch) for batch in case.batches]
     pieces = _pieces(run)
-    findings = Findings(traffic=_count(run, case).to_mapping(), memory=_hold(run, case), peak=peak_bytes(world.device))
+    sent, held = _count(run, case)
+    findings = Findings(traffic=sent.to_mapping(), memory=held, peak=peak_bytes(world.device))
     _predict(findings, run, case)
     if case.compressed is not None:
         _meet_as_asked(findings, case.compressed, world, case, references[0].gradients if references else None)
@@ -161,21 +162,16 @@ def _observe(run: Run, batch: Any) -> Observation:
     )
 
 
-def _count(run: Run, case: Case) -> Traffic:
-    """What this rank hands to its groups in one step."""
-    run.step(_share(run, case.batches[-1]))  # some things are sent once in a run, and not in its first step
-    with count(run.mesh.groups) as traffic:
-        run.step(_share(run, case.batches[-1]))
-    return traffic
-
-
-def _hold(run: Run, case: Case) -> Memory:
-    """What this rank holds before some microbatch, at the most."""
+def _count(run: Run, case: Case) -> tuple[Traffic, Memory]:
+    """What this rank hands to its groups in one step, and what it holds before some microbatch of it, at the most."""
+    if len(case.batches) == 1:
+        run.step(_share(run, case.batches[-1]))  # some things are sent once in a run, in its second step
     held: list[Memory] = []
     run.on_microbatch = lambda number: held.append(holdings(run.composed, run.optimizer))
-    run.step(_share(run, case.batches[-1]))
+    with count(run.mesh.groups) as traffic:
+        run.step(_share(run, case.batches[-1]))
     run.on_microbatch = None
-    return max(held, key=lambda memory: memory.total)
+    return traffic, max(held, key=lambda memory: memory.total)
 
 
 def _predict(findings: Findings, run: Run, case: Case) -> None:
