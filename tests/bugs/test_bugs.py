@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from shoal.comm.compiled import as_output
 from shoal.comm.environment import Placement
 from shoal.comm.world import World
 from shoal.launch.local import launch
@@ -41,3 +43,31 @@ def test_a_run_ends_when_its_last_act_is_a_collective() -> None:
     that `World.close` keeps, this hangs within a few rounds.
     """
     assert launch(close_right_after_a_collective, (30,), nproc=2) == [30, 30]
+
+
+class Doubled(torch.autograd.Function):
+    """Written in place, as what a collective returns."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return as_output(x.clone().mul_(2.0))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] * 2.0
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own doings
+@pytest.mark.parametrize("then", [lambda y: y, lambda y: y.relu_()], ids=["as it is", "changed in place"])
+def test_a_compiled_function_that_writes_in_place_has_a_gradient(then: Any) -> None:
+    """torch 2.11, `compile`: what came before row-parallel layers under tp, and experts with a capacity, did not train.
+
+    Its compiler takes an output that was written in place for one without a gradient, and says nothing; nor did we,
+    whose tests had been run with torch 2.13. A view instead of a copy has a gradient, but nothing may be written to it.
+    """
+    x = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64, requires_grad=True)
+    y = torch.compile(lambda x: then(Doubled.apply(x * 3.0)), backend="aot_eager")(x)
+    (y * y.detach()).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, 6.0 * y.detach())
+    torch._dynamo.reset()
