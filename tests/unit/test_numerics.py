@@ -12,7 +12,7 @@ from shoal.blueprint.recipe import OptimSection
 from shoal.errors import ShoalError
 from shoal.numerics.gradients import LossScale, clip_coefficient, global_norm, gradients_of, norms_of, scale_
 from shoal.numerics.optim import build_optimizer, set_lr
-from shoal.numerics.precision import PRECISIONS, precision_of
+from shoal.numerics.precision import PRECISIONS, SLOW, precision_of, slow_here, times_longer
 from shoal.numerics.schedule import lr_factor, scaled_lr
 
 
@@ -148,3 +148,16 @@ def test_precision_decides_what_a_matmul_computes_in(name: str, dtype: torch.dty
 def test_a_precision_that_cannot_be_trained_in_is_refused() -> None:
     with pytest.raises(ShoalError, match="fp4"):
         precision_of("fp4")
+
+
+def test_who_computes_in_a_precision_that_the_cpu_has_not_is_told() -> None:
+    assert times_longer(torch.float32) < SLOW
+    cpu, bf16 = torch.device("cpu"), PRECISIONS["bf16"]
+    assert slow_here(PRECISIONS["fp32"], cpu) is None
+    assert slow_here(bf16, torch.device("cuda")) is None
+    told, times = slow_here(bf16, cpu), times_longer(torch.bfloat16)
+    if times > 10 * SLOW:
+        assert told is not None
+        assert "--plan.precision fp32" in told
+    elif times < SLOW / 4:
+        assert told is None

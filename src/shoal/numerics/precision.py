@@ -14,6 +14,7 @@ bf16 and fp8 also with weights in bfloat16 (`optim.weights`), which the optimize
 from __future__ import annotations
 
 import functools
+import timeit
 import warnings
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -82,6 +83,32 @@ def narrowed(x: Tensor) -> Tensor:
     """The residual stream of a model that computes in bfloat16, in bfloat16 too: half the bytes for every norm and sum,
     and the same on every layout. In float16 it would overflow, and stays in float32."""
     return x.to(torch.bfloat16) if compute_dtype(x) == torch.bfloat16 else x
+
+
+def slow_here(precision: Precision, device: torch.device) -> str | None:
+    """What to tell somebody whose CPU has no arithmetic in that precision, for which torch then has a very slow way."""
+    if device.type != "cpu" or not precision.is_lower:
+        return None
+    times = times_longer(precision.compute_dtype)
+    if times < SLOW:
+        return None
+    longer = f"products in {precision.name} take {times:.0f} times as long as in fp32 on this CPU, measured"
+    return f"{longer}: --plan.precision fp32 is faster here"
+
+
+SLOW = 4.0
+"""Times as long as in float32: what a CPU that can do it at all does not take."""
+
+
+def times_longer(dtype: torch.dtype) -> float:
+    """How long a product takes on this CPU, by that of float32; the better of two of each, some 0.1 s at worst."""
+    hush(torch.device("cpu"))
+
+    def seconds(kind: torch.dtype) -> float:
+        x = torch.ones(128, 128, dtype=kind)
+        return min(timeit.repeat(lambda: x @ x, number=1, repeat=3)[1:])  # the first warms up
+
+    return seconds(dtype) / seconds(torch.float32)
 
 
 def hush(device: torch.device) -> None:

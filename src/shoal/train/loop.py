@@ -25,6 +25,7 @@ from shoal.data.loading import Loader, evaluation_batches
 from shoal.errors import ShoalError
 from shoal.launch.worker import PASSED_ON
 from shoal.numerics.optim import build_optimizer, set_lr
+from shoal.numerics.precision import slow_here
 from shoal.numerics.schedule import lr_factor, scaled_lr
 from shoal.observe.directory import RunDirectory
 from shoal.observe.progress import ProgressLine, Quiet, progress_line
@@ -82,6 +83,8 @@ def train(placement: Placement | None, store: Store | None, job: Job, manner: Ma
             keeper.facts = lambda: {"history": meter.history()}
         chosen = [text for text in (way_chosen, algorithm_chosen(run), bucket_chosen(run)) if text]
         told = [f"meet   {text}" for text in (*chosen, better_so(recipe)) if text]
+        slow = slow_here(run.precision, run.device) if world.is_main else None
+        told += [f"slow   {slow}"] if slow else []
         line.note("\n".join([_headline(run, job, lr), *told]))
         if manifest is not None:
             line.note(f"resume from step {manifest.step}, which {_counted(int(known.get('ranks', 1)), 'rank')} saved")
