@@ -58,5 +58,5 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "making .venv from $^; about a minute ..."
 	@start=$$(date +%s) && \
 	$(PYTHON) -m venv .venv && \
-	$(BIN)/pip install -qq --no-compile --constraint constraints.txt --editable '.[dev]' && \
+	$(BIN)/pip install -qq --constraint constraints.txt --editable '.[dev]' && \
 	echo $$(( $$(date +%s) - start )) > $@
