@@ -156,9 +156,11 @@ def test_start_and_call_are_fast(pool: Pool, capsys: pytest.CaptureFixture[str])
 
 
 INNER_CONFTEST = """
+import signal
 from tests.dist.conftest import pool
 from tests.dist.pool import PRELOAD
 PRELOAD[:] = ["torch.distributed"]  # enough here, and sooner loaded
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what is started in the background ignores it
 """
 INNER_TEST = """
 import os, time
