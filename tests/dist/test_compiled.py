@@ -36,8 +36,7 @@ def train_compiled(world: World, plan: str, kind: str) -> Trace | None:
         assert run.report is not None
         trace["norm"].append(run.report.grad_norm.item())
     trace["weight"].append(dict(run.composed.whole("weight")))
-    if kind == "llama":  # compiled once more, without gradients
-        trace["eval"] = run.evaluate([mine])
+    trace["eval"] = run.evaluate([mine])  # compiled once more, without gradients
     return trace if world.is_main else None
 
 

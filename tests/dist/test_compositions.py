@@ -125,7 +125,7 @@ def check(ours: Trace, theirs: Trace) -> None:
                 apart = difference(mine[name], expected)
                 assert apart < 1e-10, f"{what} of {name} differs by {apart:.1e} (number {step})"
     assert ours["norm"] == pytest.approx(theirs["norm"], rel=1e-12)
-    assert ours.get("eval", theirs["eval"]) == pytest.approx(theirs["eval"], rel=1e-12)
+    assert ours["eval"] == pytest.approx(theirs["eval"], rel=1e-12)
 
 
 def check_biases(ours: list[Trace], theirs: Trace) -> None:

@@ -1,4 +1,4 @@
-"""What has to be done for a compiler that is wrong."""
+"""What functions of ours do for torch.compile, where a torch that is still supported gets their gradients wrong."""
 
 from __future__ import annotations
 
