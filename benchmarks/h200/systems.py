@@ -102,6 +102,8 @@ def measured(
         **more,
     }
     print(json.dumps(told), flush=True)
+    if arguments.profile:
+        profile(shape, arguments, lambda tokens: step(given(tokens)))
 
 
 # ---- shoal ----------------------------------------------------------------------------------------------------------
@@ -137,8 +139,6 @@ def shoal(shape: Shape, arguments: argparse.Namespace) -> None:
             run.step(batch)
 
         measured("shoal", shape, arguments, step, given, parameters=run.composed.num_parameters)
-        if arguments.profile:
-            profile(shape, arguments, lambda tokens: step(given(tokens)))
 
 
 def make_states(optimizer: torch.optim.Optimizer) -> None:
@@ -300,7 +300,7 @@ def main() -> None:
         "--states-first", action="store_true", help="make shoal's optimizer states before the first step"
     )
     parser.add_argument("--turns", action="store_true", help="make as many steps as each line of the input says")
-    parser.add_argument("--profile", default="", help="where to write a trace of three steps of shoal")
+    parser.add_argument("--profile", default="", help="where to write a trace of three more steps")
     arguments = parser.parse_args()
     torch.set_float32_matmul_precision("high")
     SYSTEMS[arguments.system](SHAPES[arguments.shape], arguments)

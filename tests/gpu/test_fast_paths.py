@@ -14,7 +14,7 @@ from shoal import Run
 from shoal.data.batch import stream_of_copies, to_device
 from shoal.models.llama import Llama, LlamaConfig
 from shoal.numerics import linear_cross_entropy as fused
-from shoal.numerics.adamw import AdamW
+from shoal.numerics.adamw import AdamW, _stream_beside
 from shoal.numerics.lean import RMSNorm, projected
 from shoal.numerics.linear_cross_entropy import cross_entropy_, linear_cross_entropy
 from shoal.numerics.optim import step_scaled
@@ -270,7 +270,8 @@ def test_the_kernel_of_adamw(states: Any, bound: float) -> None:
 
 
 def test_updates_in_two_streams_come_after_gradients_and_before_who_reads_weights() -> None:
-    """The device is still busy when the update is asked for, and the weights are read at once afterwards."""
+    """The device is still busy when the update is asked for, the other stream is busy for longer, and the weights are
+    read at once afterwards."""
     torch.manual_seed(0)
     ours, theirs = ([nn.Parameter(torch.ones(1 << 26, device="cuda")) for _ in range(4)] for _ in range(2))
     options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -285,6 +286,8 @@ def test_updates_in_two_streams_come_after_gradients_and_before_who_reads_weight
             assert one.grad is not None
             one.grad.copy_(gradient)
             other.grad = gradient
+        with torch.cuda.stream(_stream_beside(ours[0].device)):
+            torch.cuda._sleep(200_000_000)
         mine.step()
         read = [one.detach().clone() for one in reversed(ours)]
         torch.cuda.synchronize()
