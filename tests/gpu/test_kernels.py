@@ -165,6 +165,12 @@ def test_norms_of_gradients_in_bf16() -> None:
         assert relative(norm, gradient.double().norm()) < 1e-6
 
 
+def test_the_norm_of_a_gradient_of_nearly_as_many_numbers_as_32_bits_count() -> None:
+    gradient = torch.zeros(2**31 - 4096, dtype=torch.bfloat16, device="cuda")
+    gradient[0], gradient[-1] = 3.0, 4.0
+    assert float(norms_of([gradient])[0]) == 5.0
+
+
 @pytest.mark.parametrize("width", [64, 1536, 2048])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 3e-3)])
 def test_rows_of_an_embedding(width: int, dtype: torch.dtype, bound: float) -> None:

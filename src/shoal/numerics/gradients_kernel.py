@@ -22,8 +22,9 @@ _PROGRAMS = 1024
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _squares(x, sums, size, block: tl.constexpr):  # type: ignore[no-untyped-def]
     total = tl.zeros([block], dtype=tl.float32)
-    for first in range(tl.program_id(0) * block, size, tl.num_programs(0) * block):
-        places = first.to(tl.int64) + tl.arange(0, block)  # type: ignore[attr-defined]
+    first_of_all = tl.program_id(0).to(tl.int64) * block  # the step after the last may be beyond 2^31
+    for first in range(first_of_all, size, tl.num_programs(0) * block):
+        places = first + tl.arange(0, block)
         values = tl.load(x + places, mask=places < size, other=0.0).to(tl.float32)
         total += values * values
     tl.store(sums + tl.program_id(0), tl.sum(total, axis=0))
