@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, TensorDataset
 
 from shoal.errors import RunFailed, ShoalError
@@ -123,6 +124,13 @@ def test_prepare_returns_what_it_got_in_that_order(make_run: Any) -> None:
     assert prepared is model is run.model is run.module
     assert len(dealt) == 2
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("plan", ["fsdp", "zero=2", "dp_shard=1 zero=1"])
+def test_sharding_with_nobody_costs_nothing(make_run: Any, plan: str) -> None:
+    """FSDP2 on a world of one gathers and scatters all the same: it is not there at all."""
+    model = make_run(plan).prepare(network())
+    assert not any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def test_batches_of_a_loader_train(make_run: Any) -> None:
