@@ -86,6 +86,12 @@ def test_dtypes_of_a_run() -> None:
     assert (loss.dtype, kinds, states) == (torch.float32, {torch.bfloat16}, {torch.bfloat16})
 
 
+def test_norms_of_gradients_of_several_kinds_are_not_rounded_to_the_least() -> None:
+    norms = norms_of([torch.full((1000,), 1.0, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)])
+    assert [norm.dtype for norm in norms] == [torch.float32] * 2
+    assert [float(norm) for norm in norms] == pytest.approx([1000**0.5] * 2, rel=1e-6)
+
+
 def test_norms_of_gradients_in_bf16_are_not_rounded_to_it() -> None:
     gradient = torch.full((999,), 0.5, dtype=torch.bfloat16)
     (norm,) = norms_of([gradient])

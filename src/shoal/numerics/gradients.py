@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from shoal.numerics.precision import wide
+
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """The gradients that exist, in the order of the parameters."""
@@ -24,7 +26,9 @@ def norms_of(gradients: list[Tensor]) -> list[Tensor]:
         from shoal.numerics.gradients_kernel import norms_in_one_pass  # Triton, which CPUs do not have
 
         return norms_in_one_pass(gradients)
-    if gradients and all(gradient.dtype.itemsize < 4 for gradient in gradients):
+    if any(gradient.dtype.itemsize < 4 for gradient in gradients):
+        if len({gradient.dtype for gradient in gradients}) > 1:
+            return [torch.linalg.vector_norm(x, dtype=wide(x.dtype)) for x in gradients]
         return list(torch._foreach_norm(gradients, dtype=torch.float32))
     return list(torch._foreach_norm(gradients)) if gradients else []
 
