@@ -90,8 +90,7 @@ class World:
         num_cuda = 0 if device == "cpu" else torch.cuda.device_count()  # to count them may start CUDA
         chosen = pick_device(device, place, backend=backend, num_cuda=num_cuda)
         backend = backend or (BOTH_BACKENDS if chosen.type == "cuda" else "gloo")
-        if chosen.type == "cuda":
-            torch.cuda.set_device(chosen)
+        use_device(chosen)
         torch.set_num_threads(threads or max(1, _num_cores() // place.local_world_size))
         if is_owner:
             _choose_interface(place)
@@ -189,6 +188,12 @@ def pick_device(name: str, place: Placement, *, backend: str | None, num_cuda: i
             fix=f"--launch.nproc {num_cuda}, or --launch.device cpu",
         )
     return torch.device("cuda", place.local_rank % num_cuda)
+
+
+def use_device(device: torch.device) -> None:
+    """In this thread: which device is the current one, of which kernels are asked, belongs to a thread."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _adopted_place(placement: Placement | None) -> Placement:

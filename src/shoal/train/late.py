@@ -26,7 +26,7 @@ class LateNumbers:
             self._host = torch.empty(together.shape, dtype=together.dtype, pin_memory=True)
             self._host.copy_(together, non_blocking=True)
             self._arrived = torch.cuda.Event()
-            self._arrived.record()
+            self._arrived.record(torch.cuda.current_stream(together.device))
         else:
             self._host = together
 

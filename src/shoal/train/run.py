@@ -35,7 +35,7 @@ from shoal.blueprint.plan import Plan
 from shoal.checkpoint.saver import Saver
 from shoal.comm.environment import read_environment
 from shoal.comm.mesh import Mesh
-from shoal.comm.world import World
+from shoal.comm.world import World, use_device
 from shoal.data.batch import length, parts, to_device
 from shoal.data.deal import DealtLoader
 from shoal.data.hashing import hashed
@@ -555,6 +555,7 @@ class Run:
                 "the batch before this one was not finished: backward without update()",
                 fix="run.update() after each batch; to accumulate, say mb= in the plan and loop over run.microbatches",
             )
+        use_device(self.device)  # a step may be made in another thread than the one that prepared it
         batch = self.own_tokens(batch)
         weights = [float(self.objective.weight(part)) if counts else 0.0 for part in parts(batch, self.plan.mb)]
         offset = self.coordinate * length(batch) if offset is None else offset
@@ -652,6 +653,7 @@ class Run:
 
     def evaluate(self, batches: Iterable[Any]) -> float:
         """The mean loss over batches that are dealt out over the ranks, each sample once; weights do not change."""
+        use_device(self.device)
         self.settle()
         with self.composed.shared_weights():
             return evaluate(self, batches)
