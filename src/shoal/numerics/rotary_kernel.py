@@ -23,7 +23,7 @@ def _some(  # type: ignore[no-untyped-def]
     is_turned: tl.constexpr, is_back: tl.constexpr,
 ):  # fmt: skip
     """Heads of one kind of one token: `joint` and `own` say where the first of them begins."""
-    half: tl.constexpr = (features + 1) // 2
+    half: tl.constexpr = features // 2
     width: tl.constexpr = triton.next_power_of_2(half)
     feature = tl.arange(0, width)[None, :]
     for begin in tl.static_range(0, count, heads):
@@ -50,7 +50,7 @@ def _token(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64)
     sample, token = place // num_tokens, place % num_tokens
-    half: tl.constexpr = (features + 1) // 2
+    half: tl.constexpr = features // 2
     angle = tl.arange(0, triton.next_power_of_2(half))[None, :]
     at = sample * batch_of_angles + token * half + angle
     c = tl.load(cos + at, mask=angle < half, other=0.0)
