@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shoal.comm.collectives import all_gather, all_reduce, join, my_part, reduce_scatter
 from shoal.comm.compiled import as_output
+from shoal.comm.once import differentiable_once
 
 TOKENS = -2
 """The dim along which the tokens of an activation are divided: its last is the features."""
@@ -62,6 +63,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        differentiable_once()
         return all_reduce(grads[0], ctx.group), None
 
 
@@ -87,6 +89,7 @@ class _GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        differentiable_once()
         return reduce_scatter(grads[0], TOKENS, ctx.group), None
 
 
@@ -100,6 +103,7 @@ class _ScatterTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        differentiable_once()
         return all_gather(grads[0], TOKENS, ctx.group), None
 
 
@@ -113,4 +117,5 @@ class _GatherLast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        differentiable_once()
         return my_part(grads[0], -1, ctx.group), None, None

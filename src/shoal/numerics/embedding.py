@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.once import differentiable_once
 from shoal.numerics.lean import is_plain
 from shoal.numerics.precision import compute_dtype, narrowed
 
@@ -44,6 +45,7 @@ class _Embedded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        differentiable_once()
         from shoal.numerics.embedding_kernel import scattered
 
         (tokens,) = ctx.saved_tensors

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.comm.once import differentiable_once
 from shoal.numerics.fp8_products import FAR, MULTIPLE, PRECISE, factor_for, narrow, product
 from shoal.numerics.precision import compute_dtype
 
@@ -48,6 +49,7 @@ class _NarrowProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        differentiable_once()
         x, weight, for_x, for_weight = ctx.saved_tensors
         dy = narrow(grads[0], factor_for(grads[0], FAR), FAR)
         dx = dw = None

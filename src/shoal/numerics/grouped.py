@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from shoal.comm.once import differentiable_once
+
 _grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)  # 2.11 and before: private
 
 
@@ -70,6 +72,7 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        differentiable_once()
         gate_RF, up_RF, weight_R = ctx.saved_tensors
         with torch.enable_grad():
             gate_RF = gate_RF.detach().requires_grad_()

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.comm.once import differentiable_once
 from shoal.numerics.gates import gates_backward
 from shoal.numerics.norm_backward import norm_backward
 from shoal.numerics.precision import compute_dtype, narrowed, wide
@@ -125,6 +126,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        differentiable_once()
         x, weight = ctx.saved_tensors
         (grad,) = grads
         d_x = grad @ weight.to(grad.dtype) if ctx.needs_input_grad[0] else None
@@ -147,6 +149,7 @@ class _NormedLinears(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *all_grads: Tensor) -> Any:
+        differentiable_once()
         x, scale, inverse, *weights = ctx.saved_tensors
         of_x, *grads = all_grads
         cast = _cast(weights, grads[0].dtype, ctx.is_one)
@@ -174,6 +177,7 @@ class _GatedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        differentiable_once()
         (grad,) = grads
         weight, *held = ctx.saved_tensors
         parts = held if ctx.remakes else held[:-1]

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoal.comm.once import differentiable_once
 from shoal.numerics.fp8_products import FAR, MULTIPLE, Narrow, product, turned
 from shoal.numerics.precision import compute_dtype, wide
 
@@ -123,6 +124,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """In place: what was saved is used once. (A second backward through the same graph fails before this.)"""
+        differentiable_once()
         dh, dw = ctx.saved_tensors
         rest = grads[0] / torch.full_like(grads[0], ctx.factor)  # by a number, a GPU would round twice: not quite 1
         if dw is not None:

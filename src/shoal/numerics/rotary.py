@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, library
 
 from shoal.comm.compiled import as_output
+from shoal.comm.once import differentiable_once
 
 
 def rotated(x_BTNH: Tensor, cos_BTH: Tensor, sin_BTH: Tensor) -> Tensor:
@@ -44,6 +45,7 @@ class _TurnedHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        differentiable_once()
         cos, sin = ctx.saved_tensors
         dq, dk, dv = grads
         if _has_kernel(dq, cos):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.collectives import Group
+from shoal.comm.once import differentiable_once
 
 
 def _nothing() -> float:
@@ -84,6 +85,7 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        differentiable_once()
         auxiliary, load_E, num_dropped = ctx.saved_tensors
         factor = ctx.factor()  # of its own microbatch; in a pipeline, others have begun since
         if factor != 0:

@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 from shoal.blueprint.layout import divisors
 from shoal.comm.collectives import Group, part
 from shoal.comm.compiled import as_output
+from shoal.comm.once import differentiable_once
 from shoal.errors import ShoalError, listed
 from shoal.numerics.grouped import gated, grouped_matmul
 from shoal.numerics.precision import in_autocast_dtype
@@ -186,6 +187,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        differentiable_once()
         return ctx.parallel.exchange(grads[0], *ctx.way_back), None, None, None
 
 
@@ -262,6 +264,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        differentiable_once()
         token_R, place_Tk = ctx.saved_tensors
         return _sum_of_rows(grads[0], token_R, place_Tk, ctx.num_tokens), None, None, None
 

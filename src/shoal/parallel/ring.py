@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shoal.blueprint.attention import Step, ring_steps
+from shoal.comm.once import differentiable_once
 from shoal.numerics.attention import Attended, attend, attend_backward, merge_
 from shoal.numerics.precision import wide
 
@@ -115,6 +116,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        differentiable_once()
         q, keys_values, out, lse, documents = ctx.saved_tensors
         ring, dtype = ctx.ring, wide(q.dtype)
         d_q = torch.zeros(q.shape, dtype=dtype, device=q.device)

@@ -29,6 +29,7 @@ from shoal.blueprint.description import Split, matches
 from shoal.blueprint.layout import divisors
 from shoal.comm.collectives import Group, all_reduce, my_part, part
 from shoal.comm.differentiable import TOKENS, enter, gather_last, gather_tokens, leave, scatter_tokens
+from shoal.comm.once import differentiable_once
 from shoal.errors import ShoalError, listed
 from shoal.numerics.precision import in_autocast_dtype
 
@@ -263,6 +264,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        differentiable_once()
         softmax, index, is_here, counts = ctx.saved_tensors
         grad = softmax * counts[:, None]
         grad.scatter_add_(-1, index, -is_here[:, None].to(grad.dtype))

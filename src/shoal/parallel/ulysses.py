@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shoal.blueprint.attention import repeated_kv_heads
+from shoal.comm.once import differentiable_once
 
 _all_to_all: Any = dist.all_to_all_single
 
@@ -67,6 +68,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        differentiable_once()
         return _exchange(grads[0], ctx.group, ctx.wire), None, None
 
 
