@@ -47,6 +47,22 @@ def test_a_layer(device: str, backend: str | None, tokens: int, features: int, o
     assert not torch.equal(dw, dw.bfloat16().float()), "it was rounded to bfloat16 on its way"
 
 
+@pytest.mark.parametrize("shape", [(32,), (0, 32), (3, 0, 32), (2, 3, 32)])
+def test_it_takes_what_a_linear_layer_takes(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(32, 48), torch.randn(shape)
+    expected = layer(x)
+    NarrowLinear.of(layer)
+    found = layer(x)
+    assert found.shape == expected.shape
+    found.sum().backward()
+    assert layer.weight.grad is not None
+    if x.numel():
+        assert error(found, expected) < 0.05
+    else:
+        assert not layer.weight.grad.any()
+
+
 def test_a_bias_and_what_needs_no_gradient() -> None:
     torch.manual_seed(0)
     layer = nn.Linear(32, 48)

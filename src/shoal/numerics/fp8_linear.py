@@ -32,11 +32,12 @@ class NarrowLinear(nn.Linear):
         """In the precision that autocast asks for."""
         x = x.to(compute_dtype(x))
         with torch.autocast(x.device.type, enabled=False):
-            rows = x.flatten(0, -2)
-            missing = -len(rows) % MULTIPLE  # which are summed over in the gradient of the weight
+            rows = x.reshape(-1, x.shape[-1])
+            # Rows are summed over in the gradient of the weight; of none there is no largest number.
+            missing = MULTIPLE * max(1, -(-len(rows) // MULTIPLE)) - len(rows)
             padded = F.pad(rows, (0, 0, 0, missing)) if missing else rows
             y: Tensor = _NarrowProduct.apply(padded, self.weight)  # type: ignore[no-untyped-call]
-            y = (y[: len(rows)] if missing else y).unflatten(0, x.shape[:-1])
+            y = (y[: len(rows)] if missing else y).reshape(*x.shape[:-1], self.out_features)
             return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
