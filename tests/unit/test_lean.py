@@ -125,6 +125,16 @@ def test_who_has_to_be_called_is_called(what: str) -> None:
     assert calls == ([what] * 4 if what != "bias" else [])
 
 
+def test_a_norm_of_another_kind_is_called() -> None:
+    class Shifted(RMSNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + x
+
+    x, layer, norm = drawn(3, 5, 16, seed=0), linear(16, 8, 0), Shifted(16, dtype=torch.float64)
+    _, (found,) = projected(x, norm, layer)
+    torch.testing.assert_close(found, layer(norm(x)))
+
+
 def test_a_norm_of_lower_precision_than_its_scale_is_computed_in_that_of_the_scale() -> None:
     norm, x = RMSNorm(16), torch.randn(4, 16, dtype=torch.bfloat16)
     assert norm(x).dtype == torch.float32
