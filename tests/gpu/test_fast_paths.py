@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -130,22 +130,41 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def exact_gradients() -> dict[str, Tensor]:
-    model = block_model(torch.float64)
-    given = {name: x.cuda() for name, x in batch().items()}
-    F.cross_entropy(model(given["tokens"]).flatten(0, 1), given["labels"].flatten()).backward()
-    return gradients(model)
+def plain_logits(weights: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
+    """What a person would write: one block of a Llama of torch's own functions, nothing of shoal's."""
+    size, at = CONFIG.hidden // CONFIG.num_heads, "model.layers.0."
+    dtype = torch.promote_types(weights["lm_head.weight"].dtype, torch.float32)
+    frequencies = CONFIG.rope_theta ** -(torch.arange(0, size, 2, dtype=dtype, device=tokens.device) / size)
+    angles = torch.outer(torch.arange(tokens.shape[1], dtype=dtype, device=tokens.device), frequencies)
+    cos, sin = angles.cos(), angles.sin()
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x, (CONFIG.hidden,), weights[name + ".weight"], CONFIG.norm_eps)
+
+    def product(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, weights[name + ".weight"])
+
+    def turn(x: Tensor) -> Tensor:
+        first, second = x.to(dtype).chunk(2, -1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+    x = F.embedding(tokens, weights["model.embed_tokens.weight"])
+    y = norm(x, at + "input_layernorm")
+    q, k, v = (product(y, f"{at}self_attn.{name}_proj").unflatten(-1, (-1, size)).transpose(1, 2) for name in "qkv")
+    attended = F.scaled_dot_product_attention(turn(q), turn(k), v, is_causal=True, enable_gqa=True)
+    x = x + product(attended.transpose(1, 2).flatten(2), at + "self_attn.o_proj")
+    y = norm(x, at + "post_attention_layernorm")
+    gated = F.silu(product(y, at + "mlp.gate_proj")) * product(y, at + "mlp.up_proj")
+    x = x + product(gated, at + "mlp.down_proj")
+    return product(norm(x, "model.norm"), "lm_head")
 
 
-def plain_bf16_gradients() -> dict[str, Tensor]:
-    """What a person would write: eager, autocast, logits."""
-    model = block_model()
+def plain_gradients(dtype: torch.dtype, *, autocast: bool = False) -> dict[str, Tensor]:
+    model = block_model(dtype)
     given = {name: x.cuda() for name, x in batch().items()}
-    attention = model.model.layers[0].self_attn.attention
-    assert isinstance(attention, nn.Module)
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        logits = model(given["tokens"])
-    F.cross_entropy(logits.float().flatten(0, 1), given["labels"].flatten()).backward()
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
+        logits = plain_logits(dict(model.named_parameters()), given["tokens"])
+    F.cross_entropy(logits.to(dtype).flatten(0, 1), given["labels"].flatten()).backward()
     return gradients(model)
 
 
@@ -167,7 +186,8 @@ def shoal_gradients(**options: Any) -> dict[str, Tensor]:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile's own parts
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_one_block_in_bf16_is_as_exact_as_plain_torch(options: dict[str, Any]) -> None:
-    exact, plain, ours = exact_gradients(), plain_bf16_gradients(), shoal_gradients(**options)
+    exact, plain = plain_gradients(torch.float64), plain_gradients(torch.float32, autocast=True)
+    ours = shoal_gradients(**options)
     assert ours.keys() == exact.keys()
     worst = max(relative(ours[name], exact[name]) for name in exact)
     of_plain = max(relative(plain[name], exact[name]) for name in exact)
@@ -202,11 +222,15 @@ def test_wide_projections_are_together_where_they_are_cast(dtype: torch.dtype, c
 # ---- nobody waits ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def run() -> Iterator[Run]:
-    with Run("bf16 mb=2", device="cuda", clip=1.0) as run:
-        model = block_model()
-        run.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
+@pytest.fixture(params=["torch's", "shoal's", "shoal's in bf16"])
+def run(request: pytest.FixtureRequest) -> Iterator[Run]:
+    weights: Any = "bf16" if "bf16" in request.param else "fp32"
+    with Run("bf16 mb=2", device="cuda", clip=1.0, weights=weights) as run:
+        run.prepare(block_model())
+        if request.param == "torch's":
+            run.prepare(torch.optim.AdamW(run.parameters, lr=1e-3, fused=True))
+        else:
+            run.prepare(AdamW(run.parameters, lr=1e-3, states=weights))
         yield run
 
 
@@ -230,6 +254,30 @@ def test_the_next_batch_is_copied_while_the_device_computes() -> None:
     stream_of_copies(device).synchronize()
     assert not torch.cuda.current_stream().query(), "the copy has waited for what was computed before it"
     assert torch.equal(moved.cpu(), given.float())
+
+
+def test_who_computes_waits_for_what_is_copied() -> None:
+    """The stream of copies is late, and the batch is read at once."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    for value in (1.0, 2.0):
+        given = torch.full((1 << 20,), value).pin_memory()
+        with torch.cuda.stream(stream_of_copies(device)):
+            torch.cuda._sleep(100_000_000)
+        moved = to_device({"x": given}, device, torch.float32)["x"]
+        assert bool((moved.clone() == value).all())
+
+
+def test_a_batch_is_kept_until_it_was_read() -> None:
+    """The device is late, and the host has forgotten one batch and brought the next, which must not take its place."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    batches = [torch.full((1 << 20,), value).pin_memory() for value in (1.0, 2.0)]
+    read = []
+    for given in batches:
+        moved = to_device({"x": given}, device, torch.float32)["x"]
+        torch.cuda._sleep(100_000_000)
+        read.append(moved.clone())
+        del moved
+    assert [float(x.mean()) for x in read] == [1.0, 2.0]
 
 
 def test_a_step_that_is_not_finite_is_dropped_on_the_device_and_told_late(run: Run) -> None:
@@ -269,25 +317,26 @@ def test_the_kernel_of_adamw(states: Any, bound: float) -> None:
         assert float(mine.state[one]["step"]) == 5.0
 
 
-def test_updates_in_two_streams_come_after_gradients_and_before_who_reads_weights() -> None:
-    """The device is still busy when the update is asked for, the other stream is busy for longer, and the weights are
-    read at once afterwards."""
+@pytest.mark.parametrize("late", ["gradients", "updates"])
+def test_updates_in_two_streams_come_after_gradients_and_before_who_reads_weights(late: str) -> None:
+    """Gradients that come late are waited for in both streams, and an update that comes late in the other one by who
+    reads weights at once."""
     torch.manual_seed(0)
     ours, theirs = ([nn.Parameter(torch.ones(1 << 26, device="cuda")) for _ in range(4)] for _ in range(2))
     options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     mine, reference = AdamW(ours, **options), torch.optim.AdamW(theirs, fused=True, **options)
     gradients = [torch.randn_like(parameter) for parameter in ours]
+    here, beside = torch.cuda.current_stream(), _stream_beside(ours[0].device)
     for _ in range(2):
         for one in ours:
             one.grad = torch.zeros_like(one)
         torch.cuda.synchronize()
-        torch.cuda._sleep(100_000_000)
+        with torch.cuda.stream(here if late == "gradients" else beside):
+            torch.cuda._sleep(200_000_000)
         for one, other, gradient in zip(ours, theirs, gradients, strict=True):
             assert one.grad is not None
             one.grad.copy_(gradient)
             other.grad = gradient
-        with torch.cuda.stream(_stream_beside(ours[0].device)):
-            torch.cuda._sleep(200_000_000)
         mine.step()
         read = [one.detach().clone() for one in reversed(ours)]
         torch.cuda.synchronize()
