@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -23,8 +25,10 @@ def hardware() -> str:
     return f"{_cpu_name()}, {cores} cores"
 
 
-def heading(title: str, question: str) -> str:
-    """The top of a result file."""
+def heading(title: str, question: str, *, packages: Sequence[str] = ()) -> str:
+    """The top of a result file; `packages`: those others that it has measured."""
+    software = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
+    software += [f"{name} {version}" for name in packages if (version := _version(name))]
     return "\n".join(
         [
             f"# {title}",
@@ -32,7 +36,7 @@ def heading(title: str, question: str) -> str:
             question,
             "",
             f"- hardware: {hardware()}",
-            f"- software: Python {platform.python_version()}, torch {torch.__version__}, commit {_commit()}",
+            f"- software: {', '.join(software)}, commit {_commit()}",
             f"- date: {time.strftime('%Y-%m-%d')}",
             f"- command: `python {shlex.join(sys.argv)}`",
             "",
@@ -54,6 +58,13 @@ def write(theme: str, text: str) -> Path:
     path.parent.mkdir(exist_ok=True)
     path.write_text(text + "\n")
     return path
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _commit() -> str:

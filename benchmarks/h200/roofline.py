@@ -14,7 +14,7 @@ from typing import Any
 KINDS = {
     "attention": ("fmha", "flash", "sdpa", "cudnn_generated", "attention"),
     "matmul": ("gemm", "nvjet", "cutlass", "xmma", "cublas", "s16816", "s64x", "splitk"),
-    "optimizer": ("adam", "multi_tensor", "foreach", "lpnorm", "_update"),
+    "optimizer": ("adam", "multi_tensor", "foreach", "lpnorm", "_update", "_squares"),
     "softmax of the loss": ("_exponentials", "_rows", "_tiles"),
     "copy": ("memcpy", "memset"),
 }
@@ -47,14 +47,23 @@ def summary(events: list[dict[str, Any]], steps: int) -> dict[str, Any]:
     by_kind: dict[str, float] = defaultdict(float)
     for event in events:
         by_kind[kind_of(event["name"])] += event["dur"] / steps / 1e3
-    to_host = [event for event in events if "DtoH" in event["name"] or "dtoh" in event["name"].lower()]
+    to_host = [event for event in events if "dtoh" in event["name"].lower()]
     return {
         "step_ms": span / steps / 1e3,
         "busy": busy(events) / span,
         "kernels": len(events) / steps,
         "copies_to_host": len(to_host) / steps,
+        "copies_before_update": sum(is_amid_a_step(event, events) for event in to_host) / steps,
         "ms": {kind: round(ms, 2) for kind, ms in sorted(by_kind.items(), key=lambda item: -item[1])},
     }
+
+
+def is_amid_a_step(copy: dict[str, Any], events: list[dict[str, Any]]) -> bool:
+    """Whether products have been computed since the last update, or updates follow before the next product."""
+    kinds = ("matmul", "optimizer")
+    before = [kind_of(e["name"]) for e in events if e["ts"] < copy["ts"] and kind_of(e["name"]) in kinds]
+    after = [kind_of(e["name"]) for e in events if e["ts"] > copy["ts"] and kind_of(e["name"]) in kinds]
+    return before[-1:] == ["matmul"] or after[:1] == ["optimizer"]
 
 
 def top(events: list[dict[str, Any]], steps: int, number: int) -> list[tuple[float, float, str]]:

@@ -45,6 +45,7 @@ OWN_PROTOCOLS = {
 
 STEPS = ("--steps", "20", "--warmup", "6")
 """Single steps differ by one or two per cent."""
+PACKAGES = ("torchtitan", "accelerate", "transformers", "torchao", "nvidia-cudnn-cu13")
 LEFT_OUT: set[str] = set()
 """Peers that are not there, or not wanted."""
 
@@ -87,10 +88,10 @@ def speed_row(told: dict[str, Any], base: dict[str, Any] | None) -> Row:
 
 
 def compared(what: str, words: list[str], runs: dict[str, list[str]]) -> list[Row]:
-    """One row for each of `runs`, name → arguments of systems.py; ratios are to the one that begins with torchtitan."""
+    """One row for each of `runs`, name → arguments of systems.py; ratios are to torchtitan in bf16."""
     wanted = {name: arguments for name, arguments in runs.items() if arguments[0] not in LEFT_OUT}
     found = {name: told_by("systems.py", *arguments, *words) for name, arguments in wanted.items()}
-    base = next((told for name, told in found.items() if name.startswith("torchtitan")), None)
+    base = next((told for name, told in found.items() if name.startswith("torchtitan") and "fp8" not in name), None)
     return [{"model": what, "system": name, **speed_row(told, base)} for name, told in found.items()]
 
 
@@ -101,7 +102,9 @@ def speed() -> tuple[str, list[Row]]:
         "torchtitan 0.2.2": ["torchtitan"],
         "shoal, gates kept": ["shoal", "--options", '{"remake_gates": false}'],
         "shoal, fp8": ["shoal", "--precision", "fp8"],
+        "torchtitan 0.2.2, fp8": ["torchtitan", "--precision", "fp8"],
         "Accelerate + Transformers": ["accelerate"],
+        "Accelerate + Transformers, its own plugin": ["accelerate", "--plugin"],
     }
     return "1.50 B, 8 x 4096 tokens", compared("1.50 B", words, runs)
 
@@ -188,7 +191,8 @@ def fp8() -> tuple[str, list[Row]]:
         "shoal, fp8, bf16 weights and states": ["shoal", "--precision", "fp8", "--weights", "bf16"],
         "shoal, fp8, bf16 states": ["shoal", "--precision", "fp8"],
         "shoal, bf16, bf16 weights and states": ["shoal", "--weights", "bf16"],
-        "torchtitan 0.2.2, all in bf16": ["torchtitan"],
+        "torchtitan 0.2.2, bf16, bf16 weights and states": ["torchtitan"],
+        "torchtitan 0.2.2, fp8, bf16 weights and states": ["torchtitan", "--precision", "fp8"],
     }
     words = ["--shape", "8b", "--micro-batch", "2", "--states", "bf16", "--steps", "10", "--warmup", "4"]
     return "fp8, 8.0 B, 2 x 4096 tokens", compared("8.0 B", words, runs)
@@ -280,7 +284,8 @@ def roofline() -> tuple[str, list[Row]]:
     rows.append(
         {"kind": "idle", "ms": f"{idle:.1f}", "of the step": f"{1 - found['busy']:.1%}", "floor, ms": "0", "floor": ""}
     )
-    copies = f"copies to the host: {found['copies_to_host']:.0f} a step, after the update"
+    copies = f"copies to the host: {found['copies_to_host']:.0f} a step, {found['copies_before_update']:.0f} of them"
+    copies += " between the forward and the end of the update"
     return f"where the time of a step goes, 1.50 B, {found['step_ms']:.1f} ms; {copies}", rows
 
 
@@ -352,9 +357,8 @@ def main() -> None:
     LEFT_OUT.update(arguments.without.split(","))
     for name in TABLES if "all" in arguments.tables else arguments.tables:
         title, *tables = TABLES[name]()
-        text = "\n".join(
-            [heading(f"One GPU: {title}", OWN_PROTOCOLS.get(name, PROTOCOL)), "\n\n".join(map(table, tables))]
-        )
+        top = heading(f"One GPU: {title}", OWN_PROTOCOLS.get(name, PROTOCOL), packages=PACKAGES)
+        text = "\n".join([top, "\n\n".join(map(table, tables))])
         print(text)
         print("written to", write(f"h200-{name}", text), flush=True)
 

@@ -4,7 +4,8 @@ python benchmarks/h200/systems.py shoal --shape 1.5b --micro-batch 8 [--precisio
 
 The same for all: a Llama of a given shape, random tokens, AdamW with weights and states in float32, products in
 bfloat16, compiled, no clipping; a step is forward, backward, update and the forgetting of gradients, timed from one
-synchronisation to the next. A system is used as its own documentation says.
+synchronisation to the next. Peers: torchtitan's own model, compile and loss, in fp8 its own conversion by torchao;
+what Accelerate prepares, given to torch.compile, or compiled by its own plugin.
 """
 
 from __future__ import annotations
@@ -222,14 +223,18 @@ def torchtitan(shape: Shape, arguments: argparse.Namespace) -> None:
                 rope_theta=500000, max_seq_len=arguments.sequence,
             )
         )  # fmt: skip
+    if arguments.precision == "fp8":
+        in_fp8(model)
     apply_compile(model, types.SimpleNamespace(enable=True, backend="inductor", components=["model", "loss"]))
     if arguments.recompute == "full":
         wrap_in_checkpoints(model)
     model.to_empty(device="cuda")
     with torch.no_grad():
         model.init_weights(buffer_device=torch.device("cuda"))
-    if arguments.states == "bf16":  # all of it in bfloat16: weights, gradients, states
-        model.to(torch.bfloat16)
+    if arguments.states == "bf16":  # weights, gradients, states; not the complex numbers by which it turns heads
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16()
+    assert model.freqs_cis.is_complex()
     assert sum(p.numel() for p in model.parameters()) == shape.parameters
     loss_of = torch.compile(cross_entropy_loss)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -245,6 +250,17 @@ def torchtitan(shape: Shape, arguments: argparse.Namespace) -> None:
     measured("torchtitan 0.2.2", shape, arguments, step, parameters=shape.parameters)
 
 
+def in_fp8(model: nn.Module) -> None:
+    """As torchtitan does it, which knows of all layers but the last, with one scale for each tensor."""
+    from functools import partial
+
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchtitan.components.quantization.utils import module_filter_fn
+
+    is_wanted = partial(module_filter_fn, filter_fqns=["output"])
+    convert_to_float8_training(model, config=Float8LinearConfig(), module_filter_fn=is_wanted)
+
+
 def wrap_in_checkpoints(model: nn.Module) -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -254,9 +270,11 @@ def wrap_in_checkpoints(model: nn.Module) -> None:
 
 def accelerate(shape: Shape, arguments: argparse.Namespace) -> None:
     from accelerate import Accelerator
+    from accelerate.utils import TorchDynamoPlugin
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    accelerator = Accelerator(mixed_precision="bf16")
+    plugin = TorchDynamoPlugin(backend="inductor") if arguments.plugin else None
+    accelerator = Accelerator(mixed_precision="bf16", dynamo_plugin=plugin)
     config = LlamaConfig(
         hidden_size=shape.hidden, num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads, intermediate_size=shape.ffn, vocab_size=shape.vocabulary,
@@ -267,7 +285,7 @@ def accelerate(shape: Shape, arguments: argparse.Namespace) -> None:
         model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     model, optimizer = accelerator.prepare(model, optimizer)
-    compiled = torch.compile(model)
+    compiled = model if arguments.plugin else torch.compile(model)
 
     def step(tokens: Tensor) -> None:
         accelerator.backward(compiled(input_ids=tokens[:, :-1], labels=tokens[:, :-1]).loss)
@@ -288,7 +306,7 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=4)
-    parser.add_argument("--precision", default="bf16", help="of shoal")
+    parser.add_argument("--precision", default="bf16", help="fp8: of shoal and of torchtitan")
     parser.add_argument("--recompute", default="none")
     parser.add_argument("--states", default=None, help="bf16: the optimizer's states, and for a peer all it holds")
     parser.add_argument("--weights", default="fp32", help="bf16: shoal's weights and gradients, rounded at random")
@@ -296,6 +314,7 @@ def main() -> None:
     parser.add_argument("--options", type=json.loads, default={}, help="more options of shoal's Run, as JSON")
     parser.add_argument("--clip", type=float, default=None)
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--plugin", action="store_true", help="Accelerate compiles by its own plugin")
     parser.add_argument(
         "--states-first", action="store_true", help="make shoal's optimizer states before the first step"
     )
