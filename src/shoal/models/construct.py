@@ -24,8 +24,11 @@ Layer = TypeVar("Layer", bound=nn.Module)
 
 
 def undrawn(kind: type[Layer], *arguments: Any, **options: Any) -> Layer:
-    """A layer on the default device whose parameters are allocated and not filled."""
+    """A layer on the default device whose parameters nobody has drawn: they are no numbers, and not what happened to be
+    in memory."""
     layer: Layer = skip_init(kind, *arguments, device=torch.get_default_device(), **options)
+    for parameter in layer.parameters():
+        nn.init.constant_(parameter, torch.nan)
     return layer
 
 
