@@ -13,7 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, TensorDataset
 
 from shoal.errors import RunFailed, ShoalError
+from shoal.models import llama
 from shoal.numerics.gradients import LossScale
+from shoal.numerics.init import initialise
 from shoal.train.run import Run
 
 
@@ -361,6 +363,51 @@ def test_randomness_belongs_to_the_step_not_to_the_past(make_run: Any) -> None:
 def test_misuse_gets_one_clear_message(make_run: Any, misuse: Any, message: str) -> None:
     with pytest.raises(ShoalError, match=message):
         misuse(make_run("fp64"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "fix"),
+    [
+        ("attention", "flahs", "'auto', 'cudnn', 'flash', 'efficient', 'math'"),
+        ("attention", None, "'auto', 'cudnn'"),
+        ("fused_loss", "plain", "None, True, False"),
+        ("remake_gates", "false", "True, False"),
+        ("fp8", "row", "'tensorwise', 'rowwise'"),
+        ("fp8_head", "grad", "'gradients', 'none'"),
+        ("fp8_narrow", 0, "512"),
+        ("fp8_narrow", "16", "512"),
+        ("compile", "inducto", "'inductor'"),
+        ("weights", "bf15", "'fp32' or 'bf16'"),
+        ("loss", "fused", "fused_loss=True"),
+    ],
+)
+def test_a_misspelt_option_is_named_with_what_it_may_be(make_run: Any, name: str, value: Any, fix: str) -> None:
+    with pytest.raises(ShoalError) as caught:
+        make_run("bf16", **{name: value})
+    assert repr(value) in str(caught.value)
+    assert fix in str(caught.value).partition("fix:")[2]
+
+
+def test_a_loss_of_ones_own_is_not_fused(make_run: Any) -> None:
+    with pytest.raises(ShoalError, match="not computed inside the model's last layer"):
+        make_run("fp32", fused_loss=True, loss=lambda model, batch: model(batch).sum())
+
+
+def test_a_model_that_nobody_has_drawn_is_drawn_from_the_seed(make_run: Any) -> None:
+    shape = {"hidden": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "ffn": 32, "vocabulary": 8}
+    bare, drawn, partly = (llama.build(**shape, max_sequence=8) for _ in range(3))
+    with torch.device("meta"):
+        empty = llama.build(**shape, max_sequence=8)
+    initialise(drawn, 3)
+    with torch.no_grad():
+        partly.lm_head.weight.fill_(0.5)
+    for model in (bare, empty, partly):
+        make_run("fp32", seed=3).prepare(model)
+    for name, expected in drawn.named_parameters():
+        assert torch.equal(bare.get_parameter(name), expected)
+        assert torch.equal(empty.get_parameter(name), expected)
+        assert torch.equal(partly.get_parameter(name), expected) == (name != "lm_head.weight")
+    assert bool((partly.lm_head.weight == 0.5).all())
 
 
 def test_floating_inputs_take_the_dtype_of_the_weights(make_run: Any) -> None:

@@ -17,7 +17,7 @@ import functools
 import timeit
 import warnings
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -133,6 +133,8 @@ def precision_of(name: str, weights: Weights = "fp32") -> Precision:
     """The policy of a plan's precision word; and of what weights are kept in, where they may be kept in less."""
     if name not in PRECISIONS:
         raise ShoalError(f"precision {name!r} cannot be trained in yet", fix=f"--plan.precision {listed(PRECISIONS)}")
+    if weights not in get_args(Weights):
+        raise ShoalError(f"weights are kept in {weights!r}", fix=f"weights={listed(map(repr, get_args(Weights)))}")
     if weights == "fp32":
         return PRECISIONS[name]
     if PRECISIONS[name].compute_dtype != torch.bfloat16:

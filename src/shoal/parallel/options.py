@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from shoal.comm.wire import Chosen
+from shoal.errors import Problem, raise_if
 from shoal.numerics.fp8 import FromHead, Scaling
 from shoal.parallel.context import Backend
 from shoal.parallel.islands import DEFAULT_OUTER, Outer
@@ -40,3 +42,37 @@ class Options:
     """How many of the first steps send gradients as they are, whatever the plan says. None: as the method wants."""
     outer: Outer = DEFAULT_OUTER
     """Under `sync=`, how islands meet."""
+
+    def __post_init__(self) -> None:
+        raise_if(_wrong(self), title="the options of a run")
+
+
+_BOTH = (True, False)
+_VALUES: dict[str, tuple[Any, ...]] = {
+    "find_unused": _BOTH,
+    "attention": get_args(Backend),
+    "fused_loss": (None, *_BOTH),
+    "fp8": get_args(Scaling),
+    "fp8_head": get_args(FromHead),
+    "remake_gates": _BOTH,
+}
+
+
+def _wrong(options: Options) -> Iterator[Problem]:
+    """What a script has misspelt; a recipe was looked at before."""
+    for name, allowed in _VALUES.items():
+        value = getattr(options, name)
+        if value not in allowed:
+            yield Problem(f"{name} is {value!r}", f"{name}={', '.join(map(repr, allowed))}")
+    narrow = options.fp8_narrow
+    if narrow is not None and not (isinstance(narrow, int) and narrow > 0):
+        yield Problem(f"fp8_narrow is {narrow!r}", "fp8_narrow=512, or whatever number of features is the least")
+    if isinstance(options.compile, str) and options.compile not in _backends():
+        known = ", ".join(map(repr, _backends()))
+        yield Problem(f"compile is {options.compile!r}", f"compile=True; or a backend of torch.compile: {known}")
+
+
+def _backends() -> list[str]:
+    import torch
+
+    return list(torch.compiler.list_backends(exclude_tags=()))

@@ -87,6 +87,8 @@ def objective_of(loss: LossFunction | Objective | None) -> Objective:
     """What `Run(loss=...)` means."""
     if loss is None:
         return CrossEntropy()
+    if isinstance(loss, str):
+        raise ShoalError(f"loss is {loss!r}", fix="loss=lambda model, batch: ...; or fused_loss=True, False or None")
     if not callable(loss):
         return loss
     if isinstance(loss, nn.Module) or (getattr(loss, "__module__", None) or "").startswith("torch."):

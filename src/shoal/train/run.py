@@ -43,6 +43,7 @@ from shoal.errors import ShoalError
 from shoal.numerics.determinism import make_deterministic
 from shoal.numerics.fp8 import FromHead, Scaling
 from shoal.numerics.gradients import LossScale
+from shoal.numerics.init import draw_undrawn
 from shoal.numerics.offload import HostCopies
 from shoal.numerics.optim import memory_of_squares
 from shoal.numerics.pieces import local
@@ -138,6 +139,11 @@ class Run:
             make_deterministic()
         asked = Plan.of(plan)
         self.objective = objective_of(loss)
+        if fused_loss and not isinstance(self.objective, CrossEntropy):
+            raise ShoalError(
+                "a loss of one's own is not computed inside the model's last layer",
+                fix="fused_loss=None; or no loss=, which is the cross-entropy of batches with labels",
+            )
         place = read_environment(os.environ)
         self.world = world or World.start(place, device=device, timeout=timeout, threads=threads)
         self.plan = asked.resolve(self.world.size)
@@ -300,6 +306,7 @@ class Run:
     def _prepare(self, thing: Any) -> Any:
         if isinstance(thing, Optimizer):
             _refuse_second("optimizer", self._optimizer)
+            self._refuse_rounding(thing)
             self._optimizer = thing
             if self._composed is not None:
                 self._give_parameters(thing, self._composed)
@@ -317,8 +324,18 @@ class Run:
             fix="give it an nn.Module, a torch Optimizer or a DataLoader; keep the rest as it is",
         )
 
+    def _refuse_rounding(self, optimizer: Optimizer) -> None:
+        """Weights in bf16 lose most of what is added to them, unless it is rounded at random."""
+        is_torchs = type(optimizer).__module__.startswith("torch.optim")
+        if self.precision.weight_dtype == torch.bfloat16 and is_torchs:
+            raise ShoalError(
+                f"torch's {type(optimizer).__name__} rounds weights in bf16 to the nearest, and most updates are lost",
+                fix="shoal.AdamW(model.parameters(), lr=...), which rounds at random; or weights='fp32'",
+            )
+
     def _prepare_model(self, model: nn.Module) -> nn.Module:
         _refuse_second("model", self._composed)
+        draw_undrawn(model, self.seed)
         description = describe(model)
         self._composed = compose(
             model,
