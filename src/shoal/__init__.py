@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shoal.blueprint.plan import Plan as Plan
     from shoal.blueprint.recipe import Recipe as Recipe
     from shoal.errors import ShoalError as ShoalError
+    from shoal.numerics.adamw import AdamW as AdamW
     from shoal.parallel.context import Attention as Attention
     from shoal.parallel.context import DocumentMask as DocumentMask
     from shoal.parallel.expert import Experts as Experts
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from shoal.train.run import Run as Run
 
 _HOMES = {
+    "AdamW": "shoal.numerics.adamw",
     "Attention": "shoal.parallel.context",
     "ColumnParallelLinear": "shoal.parallel.tensor",
     "Description": "shoal.blueprint.description",

@@ -115,6 +115,23 @@ def test_a_run_goes_on_with_the_same_bits(states: str, tmp_path: Path) -> None:
     assert all(tensor.dtype == torch.bfloat16 and torch.equal(tensor, again[name]) for name, tensor in whole.items())
 
 
+@pytest.mark.parametrize(("saved", "loaded"), [("bf16", "fp32"), ("fp32", "bf16")])
+def test_a_run_does_not_go_on_with_weights_of_another_kind(saved: str, loaded: str, tmp_path: Path) -> None:
+    with prepared(saved, 1e-3, "fp32") as run:
+        run.step(batches(1)[0])
+        run.save(tmp_path)
+    with prepared(loaded, 1e-3, "fp32") as run, pytest.raises(ShoalError, match="weights was (bf|f)loat"):
+        run.load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_an_optimizer_that_rounds_to_the_nearest_is_refused(kind: Any) -> None:
+    """1,897 of 65,920 weights changed in 20 steps where 53,248 do in float32, without a word."""
+    model = nn.Linear(4, 4)
+    with Run("bf16", device="cpu", weights="bf16") as run, pytest.raises(ShoalError, match="shoal.AdamW"):
+        run.prepare(model, kind(model.parameters(), lr=1e-5))
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp64", "fp16"])
 def test_which_precisions_it_is_for(precision: str) -> None:
     with pytest.raises(ShoalError, match="weights in bf16 are for the precisions bf16 and fp8"):

@@ -35,6 +35,7 @@ def state_of(run: Run) -> dict[str, Any]:
     return {
         "seed": run.seed,
         "precision": run.plan.precision,
+        "weights": str(run.precision.weight_dtype).removeprefix("torch."),
         "optimizer": type(run.optimizer).__name__,
         "lr": [{name: float(group[name]) for name in LR if name in group} for group in groups],
         "plan": str(run.plan),
@@ -130,7 +131,7 @@ def _changes(run: Run, state: Mapping[str, Any]) -> Iterator[Problem]:
     """What would make the run another one. Checkpoints of others do not say all of it."""
     here = state_of(run)
     fix = "as it was saved; or run.load(..., only_weights=True) for another run with the same weights"
-    for name in ("seed", "precision", "optimizer"):
+    for name in ("seed", "precision", "weights", "optimizer"):
         if name in state and state[name] != here[name]:
             yield Problem(f"{name} was {state[name]}, and is {here[name]}", fix)
     was, now = (
