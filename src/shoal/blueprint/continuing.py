@@ -13,7 +13,7 @@ FREE = (
     *("launch.", "checkpoint.", "comm.", "data.workers", "data.prefetch", "plan"),
     *("run.dir", "run.start_from", "run.overwrite", "run.name", "run.duration", "run.log_every", "run.evaluate_every"),
     *("run.per_rank_metrics", "run.trackers", "run.on_nan", "run.deterministic", "run.fast_dev_run", "run.bucket_mb"),
-    *("run.planned", "run.find_unused", "run.compile", "run.attention", "run.loss"),
+    *("run.planned", "run.find_unused", "run.compile", "run.attention", "run.loss", "run.remake_gates"),
 )
 """How keys begin that decide where and how a run computes, not what. Of a plan, the precision alone decides what. How
 replicas meet (`compress` and `sync` in the plan, and `comm.`) may change on the way."""
@@ -24,10 +24,14 @@ def changes(old: dict[str, Any], new: Recipe) -> list[str]:
 
     >>> changes({"optim": {"lr": 0.1}, "run": {"duration": "5step"}}, Recipe())
     ['optim.lr: 0.1 → 0.0003']
+    >>> wanted = Recipe.model_validate({"plan": "fp8", "run": {"fp8": "rowwise", "remake_gates": False}})
+    >>> changes({"plan": "fp8"}, wanted), changes({"run": {"fp8": "rowwise"}}, Recipe())
+    (['run.fp8: tensorwise → rowwise'], [])
     """
     before, after = _filled(old), new.model_dump(mode="json")
-    found = [line for line in difference(before, after) if not line.startswith(FREE)]
     was, is_now = Plan.of(before["plan"]).precision, new.plan.precision
+    free = FREE if "fp8" in (was, is_now) else (*FREE, "run.fp8")  # which say nothing of other precisions
+    found = [line for line in difference(before, after) if not line.startswith(free)]
     return [*found, f"plan.precision: {was} → {is_now}"] if was != is_now else found
 
 

@@ -319,11 +319,12 @@ class RunSection(Section):
     graph in every step with several ranks."""
 
     compile: bool = False
-    """True: torch.compile makes each block of the model faster, after a minute or so of compiling."""
+    """True: torch.compile makes each block of the model faster, after 5 to 30 seconds of compiling for a Llama."""
 
     attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
     """Which of torch's kernels computes attention on a GPU. auto: the fastest one that takes the shape; a named one
-    that does not take it is an error. Ring attention and CPUs have kernels of their own."""
+    that does not take it is an error. Ring attention, CPUs, and models that do not call `shoal.Attention`, have kernels
+    of their own."""
 
     fp8: Literal["tensorwise", "rowwise"] = "tensorwise"
     """Under `precision: fp8`, what of a tensor shares one scale. rowwise is more exact, and slower on an H200."""
@@ -333,7 +334,8 @@ class RunSection(Section):
 
     fp8_head: Literal["gradients", "none"] = "gradients"
     """Under `precision: fp8`, what a head that computes the loss (`loss: fused`) computes in fp8: its gradients, or
-    nothing. Its logits, and with them the loss, are computed in bf16 either way."""
+    nothing. Its logits, and with them the loss, are computed in bf16 either way; and so is all of it where tokens of a
+    microbatch, features or words are no multiples of 16."""
 
     remake_gates: bool = True
     """Make what a gated feed-forward gives to its last layer again in the backward. false: keep it, which takes a sixth
