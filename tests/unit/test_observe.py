@@ -220,6 +220,21 @@ def test_a_log_file_gets_few_plain_lines(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "\x1b" not in out.getvalue()
 
 
+def test_a_log_file_hears_of_an_evaluation_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    target, out = console(terminal=False)
+    line = Plain(target)
+    for seconds in (0.01, 0.5):  # the first one is over before anybody would ask
+        for done in range(0, 3423, 100):
+            line.evaluating(done, 3423)
+            now += seconds
+    assert out.getvalue().splitlines() == [
+        "  6%  evaluating 200 of 3,423 samples  0:16 left",
+        " 64%  evaluating 2,200 of 3,423 samples  0:06 left",
+    ]
+
+
 def test_a_bar_is_redrawn_and_taken_away() -> None:
     target, out = console(terminal=True)
     line = Live(target)
@@ -231,10 +246,21 @@ def test_a_bar_is_redrawn_and_taken_away() -> None:
     assert "\x1b[" in out.getvalue()
 
 
+def test_the_bar_is_that_of_an_evaluation_while_it_lasts() -> None:
+    target, out = console(terminal=True)
+    line = Live(target)
+    line.show(RECORD, 0.5)
+    line.evaluating(0, 3423)
+    line.evaluating(1200, 3423)
+    line.close()
+    assert " 35% evaluating 1,200 of 3,423 samples" in out.getvalue()
+
+
 def test_quiet_shows_nothing_but_what_must_be_said() -> None:
     target, out = console(terminal=False)
     line = Quiet(target)
     line.show(RECORD, 0.5)
+    line.evaluating(0, 8)
     line.say("dropped: step 3")
     line.close()
     assert out.getvalue() == "dropped: step 3\n"

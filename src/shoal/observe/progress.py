@@ -12,6 +12,7 @@ from rich.table import Column
 from rich.text import Text
 
 _PLAIN_EVERY = 10.0  # seconds between two lines in a log file
+_PLAIN_AFTER = 1.0  # seconds that an evaluation takes before a log file hears of it: most are over by then
 
 
 class ProgressLine(Protocol):
@@ -19,6 +20,9 @@ class ProgressLine(Protocol):
 
     def show(self, record: Mapping[str, Any], done: float) -> None:
         """A step was made."""
+
+    def evaluating(self, done: int, total: int) -> None:
+        """So many of the held-out samples are scored; an evaluation begins with 0 of them."""
 
     def note(self, text: str) -> None:
         """Something that a person who watches wants to know."""
@@ -39,6 +43,9 @@ class Quiet:
     def show(self, record: Mapping[str, Any], done: float) -> None:
         """Nothing."""
 
+    def evaluating(self, done: int, total: int) -> None:
+        """Nothing."""
+
     def note(self, text: str) -> None:
         """Nothing."""
 
@@ -56,6 +63,7 @@ class Plain(Quiet):
     def __init__(self, console: Console, unit: str = "tok") -> None:
         super().__init__(console, unit)
         self._start = self._last = time.monotonic()
+        self._evaluation = self._next = self._start
 
     def note(self, text: str) -> None:
         """On its own line."""
@@ -68,13 +76,23 @@ class Plain(Quiet):
             self._last = now
             self.say(f"{done:4.0%}  {status(record, self._unit)}{time_left(now - self._start, done)}")
 
+    def evaluating(self, done: int, total: int) -> None:
+        """A line soon after it has begun, if it is not over by then, and one every ten seconds."""
+        now = time.monotonic()
+        if not done:
+            self._evaluation, self._next = now, now + _PLAIN_AFTER
+        elif now >= self._next:
+            self._last, self._next = now, now + _PLAIN_EVERY
+            part = done / total
+            self.say(f"{part:4.0%}  {scored(done, total)}{time_left(now - self._evaluation, part)}")
+
 
 class Live(Quiet):
     """A bar that is redrawn in place."""
 
     def __init__(self, console: Console, unit: str = "tok") -> None:
         super().__init__(console, unit)
-        self._start = time.monotonic()
+        self._start = self._evaluation = time.monotonic()
         self._progress = Progress(
             BarColumn(bar_width=24 if console.width >= 100 else 8),
             TextColumn("{task.percentage:>3.0f}%"),
@@ -93,6 +111,15 @@ class Live(Quiet):
         self._progress.start()
         left = time_left(time.monotonic() - self._start, done)
         self._progress.update(self._task, completed=done, status=status(record, self._unit) + left)
+
+    def evaluating(self, done: int, total: int) -> None:
+        """Redraw: the bar is the evaluation's until the next step."""
+        self._progress.start()
+        now = time.monotonic()
+        if not done:
+            self._evaluation = now
+        left = time_left(now - self._evaluation, done / total)
+        self._progress.update(self._task, completed=done / total, status=scored(done, total) + left)
 
     def close(self) -> None:
         """Take the bar away; the table that follows says the rest."""
@@ -120,6 +147,11 @@ def status(record: Mapping[str, Any], unit: str = "tok") -> str:
     if "expert_load_max" in record:
         words.append(f"hottest expert {record['expert_load_max']:.2f}x")
     return "  ".join(words)
+
+
+def scored(done: int, total: int) -> str:
+    """`evaluating 1,200 of 3,423 samples`."""
+    return f"evaluating {done:,} of {total:,} samples"
 
 
 def time_left(elapsed: float, done: float) -> str:
