@@ -330,6 +330,18 @@ def test_evaluation_is_the_mean_over_everything_and_changes_nothing(make_run: An
     assert model.training
 
 
+@pytest.mark.parametrize("told_after", range(5))
+def test_an_evaluation_is_left_when_somebody_says_so_before_one_of_its_batches(make_run: Any, told_after: int) -> None:
+    run = make_run("fp64")
+    model = network()
+    run.prepare(model)
+    answers = iter([False] * told_after + [True])
+    batches = [ragged_batch(seed) for seed in range(3)]
+    found = run.evaluate_unless(lambda: next(answers), batches)
+    assert found == (None if told_after < 3 else run.evaluate(batches))
+    assert model.training
+
+
 def test_randomness_belongs_to_the_step_not_to_the_past(make_run: Any) -> None:
     def losses(skipped: int) -> list[float]:
         run = make_run("fp64", seed=3)

@@ -146,7 +146,8 @@ def _planned(recipe: Recipe, world_size: int, per_node: int, *, is_quiet: bool) 
 
 def _note_for_backtest(job: Job, summary: dict[str, Any]) -> None:
     """A row of what was predicted of the run and what was measured, beside its directory, for `shoal backtest`."""
-    if summary["directory"] and not summary["was_stopped"]:
+    is_measured = summary["seconds_to_first_step"] is not None  # else it went on from its end, and made no step
+    if summary["directory"] and not summary["was_stopped"] and is_measured:
         from shoal.cli.auto_plan import note
 
         with suppress(Exception):  # no preset describes the machine, the disk is full: the run is done anyway
@@ -233,12 +234,14 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     ranks = f"{summary['ranks']} rank{'s' if summary['ranks'] > 1 else ''}"
     last = f"{summary['loss_last']:.4f} over the last {min(summary['steps'], 10)}"
     unit = "tokens" if summary["tokens"] > summary["samples"] else "samples"
+    held_out = ("held-out loss", "not evaluated" if summary["eval_loss"] is None else f"{summary['eval_loss']:.4f}")
     if summary["seconds_to_first_step"] is None:  # it went on from its end
-        return [("steps", f"{summary['steps']:,}, all of them made before"), ("kept in", summary["directory"] or "")]
+        made = ("steps", f"{summary['steps']:,}, all of them made before")
+        return [made, held_out, ("kept in", summary["directory"] or ""), *_to_go_on(summary)]
     rows = [
         ("steps", f"{summary['steps']:,} ({summary['tokens']:,} {unit})"),
         ("loss", f"{summary['loss_first']:.4f} at the first step, {last}"),
-        ("held-out loss", "not evaluated" if summary["eval_loss"] is None else f"{summary['eval_loss']:.4f}"),
+        held_out,
         ("plan", f"{Plan.parse(summary['plan']).brief()} on {ranks}"),
         (
             "speed, measured",
@@ -258,8 +261,7 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
                          f" {summary['seconds_held_by_saves']:.2f} s, measured"))  # fmt: skip
     if summary.get("saves_failed"):
         rows.insert(-1, ("NOT saved", f"{_times(summary['saves_failed'], 'save')} failed; see above"))
-    if summary["was_stopped"] and summary.get("saved_step") == summary["steps"]:
-        rows.append(("to go on", f"the same command, from step {summary['steps']:,}"))
+    rows += _to_go_on(summary)
     if summary["resumed_from"] is not None or summary["restarts"]:
         rows.insert(
             0, ("went on", f"from step {summary['resumed_from'] or 0:,}; {_times(summary['restarts'], 'restart')}")
@@ -269,6 +271,13 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if summary["skipped_steps"]:
         rows.insert(1, ("dropped steps", f"{summary['skipped_steps']} with gradients that were not finite"))
     return rows
+
+
+def _to_go_on(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """What to do with a run that was stopped, if there is something to go on from."""
+    if not summary["was_stopped"] or summary.get("saved_step") != summary["steps"]:
+        return []
+    return [("to go on", f"the same command, from step {summary['steps']:,}")]
 
 
 def _sent(summary: dict[str, Any]) -> list[tuple[str, str]]:

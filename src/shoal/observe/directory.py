@@ -53,6 +53,8 @@ class RunDirectory:
     ) -> None:
         self.path, self.goes_on = path, goes_on
         """Whether it holds a run of this recipe that is to go on."""
+        self.evaluation: tuple[int, float] | None = None
+        """The step and the loss of the last evaluation that the run goes on after; None: there is none."""
         self._is_fresh, self._lock = is_fresh, lock
 
     @classmethod
@@ -106,6 +108,16 @@ class RunDirectory:
             part = path.with_suffix(".part")
             part.write_text("".join(f"{line}\n" for line in kept))
             part.replace(path)
+
+    def last_evaluation(self) -> tuple[int, float] | None:
+        """The step and the loss of the last evaluation that was told of; None: none was."""
+        path = self.path / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        told = next((line for line in reversed(lines) if '"eval_loss"' in line), None)
+        if told is None:
+            return None
+        record = json.loads(told)
+        return record["step"], float(record["eval_loss"])  # what is not finite is written as a word
 
     def close(self) -> None:
         """Let others have it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,17 +18,22 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def evaluate(run: Run, batches: Iterable[Any]) -> float:
-    """What `Run.evaluate` returns; weights and modes of modules stay as they are."""
+def evaluate(run: Run, batches: Iterable[Any], stop: Callable[[], bool] | None = None) -> float | None:
+    """What `Run.evaluate_unless` returns; weights and modes of modules stay as they are."""
     composed = run.composed
     composed.before_evaluation()
     modes = {module: module.training for part in composed.parts for module in part.model.modules()}
     for part in composed.parts:
         part.model.eval()
     total, weight = torch.zeros((), dtype=torch.float64, device=run.device), 0.0
+    was_stopped = False
     try:
         own = batches.own_batches() if isinstance(batches, DealtLoader) else batches
-        for whole, counts in _in_lockstep(run, iter(own)):
+        for one in _in_lockstep(run, iter(own), stop):
+            if one is None:
+                was_stopped = True
+                break
+            whole, counts = one
             batch = run.own_tokens(whole)
             batch_weight = run.objective.weight(batch) if counts else 0
             total += _loss_sum(run, to_device(batch, run.device, run.precision.wide_dtype), batch_weight)
@@ -37,6 +42,8 @@ def evaluate(run: Run, batches: Iterable[Any]) -> float:
         for module, was_training in modes.items():
             module.training = was_training
         composed.after_evaluation()
+    if was_stopped:
+        return None
     is_teller = run.mesh.coordinate["tp"] == 0 and (composed.pipeline is None or composed.pipeline.has_loss)
     told = [float(total), weight] if is_teller else [0.0, 0.0]
     total_sum, total_weight = run.world.all_reduce_host(told).wait()
@@ -59,19 +66,32 @@ def _loss_sum(run: Run, batch: Any, weight: float) -> Tensor:
     return sums[0] if sums else torch.zeros((), device=run.device)
 
 
-def _in_lockstep(run: Run, batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
-    """Batches, and whether they count. Where ranks meet in a forward, one that has no batch left computes another once
-    more, for nothing, until all are done."""
-    if run.world.size == 1 or not run.composed.has_collective_forward:
-        yield from ((batch, True) for batch in batches)
+def _in_lockstep(
+    run: Run, batches: Iterator[Any], stop: Callable[[], bool] | None
+) -> Iterator[tuple[Any, bool] | None]:
+    """Batches, and whether they count; None in place of the next one, and then no more, if `stop` says so on any rank.
+    Where ranks meet in a forward, one that has no batch left computes another once more, for nothing, until all are
+    done; where they do not, it only waits for what the others say."""
+    meets = run.composed.has_collective_forward
+    if run.world.size == 1 or (stop is None and not meets):
+        for batch in batches:
+            if stop is not None and stop():
+                yield None
+                return
+            yield batch, True
         return
     mine = next(batches, None)
     example: Any = None
     while True:
-        num_left = run.world.all_reduce_host([float(mine is not None)]).wait()[0]
+        is_asked = stop is not None and stop()
+        num_left, num_asked = run.world.all_reduce_host([float(mine is not None), float(is_asked)]).wait()
         if not num_left:
             return
-        if example is None and num_left < run.world.size:  # some rank may never have seen a batch
+        if num_asked:
+            yield None
+            return
+        if meets and example is None and num_left < run.world.size:  # some rank may never have seen a batch
             example = next(one for one in run.world.all_gather_object(mine) if one is not None)
-        yield (mine, True) if mine is not None else (example, False)
+        if mine is not None or meets:
+            yield (mine, True) if mine is not None else (example, False)
         mine = next(batches, None)

@@ -216,11 +216,14 @@ class Keeper:
             self._save()
         self._tell()
 
-    def end(self) -> None:
-        """Save the last step, and wait until it is on the disk."""
+    def save_end(self) -> None:
+        """Begin to save the last step. It is written beside the evaluation that follows, and does not wait for it."""
         self._is_over = True
         if self.last != self.run.steps_done:
             self._save()
+
+    def end(self) -> None:
+        """Wait until the last step is on the disk."""
         self.close()
         if self.memory is not None and self.run.is_main and self.saved == self.run.steps_done:
             shutil.rmtree(self.memory.store.root, ignore_errors=True)

@@ -78,7 +78,9 @@ def train(placement: Placement | None, store: Store | None, job: Job, manner: Ma
             _start(run, job, line)
         known = manifest.state if manifest is not None else {}
         path = directory.path if directory is not None else None
-        meter = Meter(run, job, description, path, began=manner.began, history=known.get("history"))
+        told_before = directory.evaluation if directory is not None else None
+        history = known.get("history")
+        meter = Meter(run, job, description, path, began=manner.began, history=history, evaluation=told_before)
         if keeper is not None:
             keeper.facts = lambda: {"history": meter.history()}
         chosen = [text for text in (way_chosen, algorithm_chosen(run), bucket_chosen(run)) if text]
@@ -94,9 +96,12 @@ def train(placement: Placement | None, store: Store | None, job: Job, manner: Ma
                 was_stopped = _steps(run, job, loader, meter, line, asked, keeper)
                 run.settle()
                 meter.settle()
-                if not was_stopped:  # whoever asked for the end does not want to wait for an evaluation
+                if not was_stopped:
                     run.meet()
-                    meter.evaluated(_evaluate(run, job))
+                if keeper is not None:
+                    keeper.save_end()  # an evaluation may take long, and what was trained is not to be lost with it
+                if not was_stopped:  # whoever asked for the end does not want to wait for an evaluation
+                    was_stopped = not _score(run, job, meter, line, asked)
                 if keeper is not None:
                     keeper.end()
         finally:
@@ -143,7 +148,7 @@ def _kept(run: Run, job: Job, manner: Manner, line: ProgressLine) -> tuple[RunDi
         if not goes_on:
             keeper.begin_anew()
         # Nothing speaks against it any more. Nobody opens a file of metrics before this.
-        on_main(
+        directory.evaluation = on_main(
             run.world,
             lambda: _begin(directory, job, run.steps_done),
             failed=f"the run directory {str(directory.path)!r} cannot be written",
@@ -164,10 +169,12 @@ def _start(run: Run, job: Job, line: ProgressLine) -> None:
         line.note(f"start  with the weights of step {start_from(run, where)} of {where}")
 
 
-def _begin(directory: RunDirectory, job: Job, steps_done: int) -> None:
+def _begin(directory: RunDirectory, job: Job, steps_done: int) -> tuple[int, float] | None:
+    """Returns the last evaluation of what the run goes on after."""
     directory.begin(job.recipe)
     # Its end, if it is there already, is told once more.
     directory.forget_after(steps_done, and_its_evaluation=steps_done == steps_of(job))
+    return directory.last_evaluation()
 
 
 def _claim_directory(world: World, recipe: Recipe, resume: str) -> RunDirectory:
@@ -189,11 +196,24 @@ def _steps(
     """Optimizer steps until the duration is reached, or until any rank was asked to stop: then True, on every rank."""
     settings = job.recipe.run
     num_steps, seconds = steps_of(job), settings.duration.seconds or 0.0
-    evaluate_every = settings.evaluate_every.steps(**units(job.recipe, job.training))
+    evaluate_every = settings.evaluate_every.steps(**units(job.recipe, job.training)) or 0
+
+    def stopped_evaluating() -> bool:
+        """Evaluate, if it is time for that and was not done; whether that was stopped before its end."""
+        done = run.steps_done
+        if not evaluate_every or not done or done % evaluate_every or meter.evaluated_at == done:
+            return False
+        is_scored = _score(run, job, meter, line, asked)
+        if is_scored and meter.eval_loss is not None:
+            line.note(f"step {done}: held-out loss {meter.eval_loss:.4f}")
+        return not is_scored
+
     start = time.monotonic() - meter.seconds_before
     elapsed, was_told = meter.seconds_before, False
     if run.steps_done >= num_steps if num_steps else elapsed >= seconds:  # it went on from its end
         return False
+    if stopped_evaluating():  # it goes on from a step after which it was to be evaluated, and was stopped
+        return True
     for batch in run.batches(loader):
         done = (run.steps_done + 1) / num_steps if num_steps else min(elapsed / seconds, 1.0)
         set_lr(run.optimizer, _lr_factor(job, run.steps_done + 1, done))
@@ -204,15 +224,11 @@ def _steps(
         is_over = run.steps_done >= num_steps if num_steps else elapsed >= seconds
         if is_over or run.agreed.get("stop", 0.0):
             return not is_over
+        if stopped_evaluating():
+            return True
         if asked and not was_told:
             was_told = True
             line.say("stopping after the next step; Ctrl-C again ends at once")
-        if evaluate_every and run.steps_done % evaluate_every == 0:
-            run.settle()
-            meter.settle()
-            meter.evaluated(_evaluate(run, job))
-            if meter.eval_loss is not None:
-                line.note(f"step {run.steps_done}: held-out loss {meter.eval_loss:.4f}")
         if keeper is not None:
             keeper.stepped(is_wanted=bool(run.agreed.get("save", 0.0)))
         clock = _clock_of_main(start, keeper) if run.world.is_main else _NO_CLOCK
@@ -228,13 +244,29 @@ def _clock_of_main(start: float, keeper: Keeper | None) -> dict[str, float]:
     return {"seconds": time.monotonic() - start, "save": float(keeper is not None and keeper.wants)}
 
 
-def _evaluate(run: Run, job: Job) -> float | None:
-    """The loss over all held-out samples; None if there are none."""
-    if not len(job.held_out):
-        return None
+def _score(run: Run, job: Job, meter: Meter, line: ProgressLine, asked: list[int]) -> bool:
+    """Score all held-out samples, if there are any; False, on every rank, if one was asked to stop before the end."""
+    run.settle()
+    meter.settle()
+    total = len(job.held_out)
+    if not total:
+        return True
     size = run.plan.microbatch_size(job.recipe.data.batch) * run.degree
     batches: Iterator[Any] = evaluation_batches(job.held_out, batch=size, coordinate=run.coordinate, degree=run.degree)
-    return run.evaluate(itertools.islice(batches, 2) if job.recipe.run.fast_dev_run else batches)
+    if job.recipe.run.fast_dev_run:
+        batches, total = itertools.islice(batches, 2), min(total, 2 * size)
+
+    def shown() -> Iterator[Any]:
+        for number, batch in enumerate(batches):  # each is taken when the one before it was scored
+            line.evaluating(number * size, total)
+            yield batch
+
+    loss = run.evaluate_unless(lambda: bool(asked), shown())
+    if loss is None:
+        line.say("stopping without the rest of the evaluation; Ctrl-C again ends at once")
+        return False
+    meter.evaluated(loss)
+    return True
 
 
 def _lr_factor(job: Job, step: int, done: float) -> float:

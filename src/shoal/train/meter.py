@@ -61,6 +61,7 @@ class Meter:
         *,
         began: float,
         history: Record | None = None,
+        evaluation: tuple[int, float] | None = None,
     ) -> None:
         self.run, self.job, self.directory, self.began = run, job, directory, began
         self.sinks = _sinks(run, job, directory)
@@ -73,7 +74,10 @@ class Meter:
         self.last_losses: deque[float] = deque(known, maxlen=10)
         self.step_seconds, self.data_seconds = array("d"), array("d")
         self.comm_seconds, self.comm_exposed, self.comm_bytes = array("d"), array("d"), array("d")
-        self.eval_loss: float | None = history.get("eval_loss")
+        self.evaluated_at: int | None
+        """After which step the held-out samples were scored last; None: never, or nobody remembers."""
+        self.eval_loss: float | None
+        self.evaluated_at, self.eval_loss = evaluation or (None, history.get("eval_loss"))
         self.num_skipped = int(history.get("skipped_steps", 0))
         self.seconds_before = float(history.get("seconds_training", 0.0))
         """How long the run was trained before it was interrupted."""
@@ -156,13 +160,12 @@ class Meter:
             "seconds_training": self.seconds_training,
         }
 
-    def evaluated(self, loss: float | None) -> None:
+    def evaluated(self, loss: float) -> None:
         """The held-out samples were scored."""
         self.settle()
         self.last = time.perf_counter()  # an evaluation is not part of the step that follows it
-        if loss is not None:
-            self.eval_loss = loss
-            self._write({"step": self.run.steps_done, "eval_loss": loss})
+        self.evaluated_at, self.eval_loss = self.run.steps_done, loss
+        self._write({"step": self.run.steps_done, "eval_loss": loss})
 
     def summary(self, *, was_stopped: bool) -> Record:
         """How the run went. Times are measured; every rank must call it together."""

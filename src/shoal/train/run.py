@@ -670,10 +670,17 @@ class Run:
 
     def evaluate(self, batches: Iterable[Any]) -> float:
         """The mean loss over batches that are dealt out over the ranks, each sample once; weights do not change."""
+        loss = self.evaluate_unless(None, batches)
+        assert loss is not None  # nobody could stop it
+        return loss
+
+    def evaluate_unless(self, stop: Callable[[], bool] | None, batches: Iterable[Any]) -> float | None:
+        """The same; None on every rank, and the rest is left out, if `stop`, which every rank asks before each of its
+        batches, says so on any of them."""
         use_device(self.device)
         self.settle()
         with self.composed.shared_weights():
-            return evaluate(self, batches)
+            return evaluate(self, batches, stop)
 
     def meet(self) -> None:
         """Under sync=, let all islands meet now, at the end of a run, say; else nothing. Every rank calls it."""
