@@ -30,7 +30,7 @@ MADE_UP = ["--data.source", "synthetic", "--data.synthetic_samples", "64", "--da
 
 # The stable keys of the summary: what --json prints and summary.json holds. Add to them; never rename or drop one.
 SUMMARY = {
-    *("steps", "samples", "tokens", "loss_first", "loss_last", "eval_loss", "skipped_steps", "was_stopped"),
+    *("steps", "samples", "tokens", "unit", "loss_first", "loss_last", "eval_loss", "skipped_steps", "was_stopped"),
     *("ranks", "plan"),
     *("parameters", "step_seconds_median", "tokens_per_s", "mfu", "data_wait_part", "comm_part", "comm_bytes"),
     *("comm_hidden_part", "memory_gib_max"),
@@ -292,6 +292,20 @@ def test_documents_do_not_see_each_other(here: Here) -> None:
     assert apart.json["loss_first"] != together.json["loss_first"]
 
 
+def test_one_token_is_a_token_and_no_sample(here: Here) -> None:
+    ended = here("--data.sequence", "1", *MADE_UP)
+    assert ended.code == 0, ended.err
+    assert "3 (12 tokens)" in ended.out
+    assert " tokens/s, " in ended.out
+    assert " tok/s  " in ended.err
+
+
+def test_one_token_is_not_dealt_to_several_ranks(here: Here) -> None:
+    ended = here("--data.sequence", "1", *MADE_UP, "--nproc", "2", "--plan", "cp=2")
+    assert ended.code == 2
+    assert "its 1 tokens cannot be divided evenly" in ended.err  # said before any rank starts
+
+
 def test_images(here: Here, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model.name", "resnet", "--model.width", "8"]
     words += ["--data.synthetic_kind", "images", "--data.image_size", "8", "--data.vocabulary", "10"]
@@ -299,7 +313,7 @@ def test_images(here: Here, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["train", *words, *MADE_UP, *data])
     assert code == 0
     summary = json.loads(capsys.readouterr().out)
-    assert summary["tokens"] == 2 * 4  # one per image
+    assert (summary["tokens"], summary["unit"]) == (2 * 4, "samples")  # one per image
 
 
 def test_a_model_of_ones_own(here: Here, capsys: pytest.CaptureFixture[str]) -> None:

@@ -233,7 +233,7 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """The summary in words; every figure says how it was come by."""
     ranks = f"{summary['ranks']} rank{'s' if summary['ranks'] > 1 else ''}"
     last = f"{summary['loss_last']:.4f} over the last {min(summary['steps'], 10)}"
-    unit = "tokens" if summary["tokens"] > summary["samples"] else "samples"
+    unit = summary["unit"]
     held_out = ("held-out loss", "not evaluated" if summary["eval_loss"] is None else f"{summary['eval_loss']:.4f}")
     if summary["seconds_to_first_step"] is None:  # it went on from its end
         made = ("steps", f"{summary['steps']:,}, all of them made before")

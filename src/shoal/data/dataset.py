@@ -21,11 +21,12 @@ Ids = npt.NDArray[np.int64]
 class Dataset(Protocol):
     """Samples numbered from 0."""
 
-    tokens_per_sample: int
-    """1 where a sample is not made of tokens."""
-
     vocabulary: int | None
     """The number of different token ids, or of classes; None: not known without reading everything."""
+
+    @property
+    def tokens_per_sample(self) -> int | None:
+        """None where a sample is not made of tokens."""
 
     def __len__(self) -> int: ...
 

@@ -22,7 +22,7 @@ class ImageFolder:
     Files are numbered in a fixed shuffled order: the last ones, which are held out, are then of all classes.
     """
 
-    tokens_per_sample = 1
+    tokens_per_sample = None
 
     def __init__(self, path: Path, size: int) -> None:
         self._pillow = _Pillow()

@@ -71,7 +71,7 @@ class SyntheticTokens:
 class SyntheticImages:
     """Every class has a coarse pattern of its own, and every image is its class's pattern under as much noise again."""
 
-    tokens_per_sample = 1
+    tokens_per_sample = None
 
     def __init__(self, *, seed: int, num_samples: int, size: int, classes: int) -> None:
         self.vocabulary: int | None = classes

@@ -121,13 +121,12 @@ def _runnable_plan(recipe: Recipe, world_size: int) -> Plan:
 def _unfit_for_plan(plan: Plan, model: nn.Module, recipe: Recipe, data: Dataset) -> list[Problem]:
     """Why the plan cannot lay out this model."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    sequence = data.tokens_per_sample if data.tokens_per_sample > 1 else None
     names = [name for name, _ in model.named_modules()]
     return misfits(
         plan,
         description=describe(model),
         batch=recipe.data.batch,
-        sequence=sequence,
+        sequence=data.tokens_per_sample,
         features=shapes,
         modules=names,
         compiles=recipe.run.compile,
@@ -146,11 +145,12 @@ def _misfits(recipe: Recipe, model: nn.Module | None, data: Dataset) -> list[Pro
                 f"--model.vocabulary (or --model.num_classes) {data.vocabulary}, or other data",
             )
         )
-    if description.max_tokens is not None and data.tokens_per_sample > description.max_tokens:
+    tokens = data.tokens_per_sample
+    if tokens is not None and description.max_tokens is not None and tokens > description.max_tokens:
         problems.append(
             Problem(
-                f"a sample has {data.tokens_per_sample} tokens, but the model takes at most {description.max_tokens}",
-                f"--data.sequence {description.max_tokens}, or --model.max_sequence {data.tokens_per_sample}",
+                f"a sample has {tokens} tokens, but the model takes at most {description.max_tokens}",
+                f"--data.sequence {description.max_tokens}, or --model.max_sequence {tokens}",
             )
         )
     return problems
@@ -190,5 +190,5 @@ def units(recipe: Recipe, data: Dataset) -> dict[str, int]:
     return {
         "batch": recipe.data.batch,
         "samples_per_epoch": len(data),
-        "tokens_per_sample": data.tokens_per_sample,
+        "tokens_per_sample": data.tokens_per_sample or 1,
     }

@@ -65,7 +65,7 @@ def train(placement: Placement | None, store: Store | None, job: Job, manner: Ma
     optim, settings = recipe.optim, recipe.run
     with run_of(recipe, world) as run:
         console = Console(stderr=True)
-        unit = "tok" if job.training.tokens_per_sample > 1 else "sample"
+        unit = "tok" if job.training.tokens_per_sample is not None else "sample"
         line = progress_line(console, quiet=manner.quiet, unit=unit) if world.is_main else Quiet(Console(quiet=True))
         model = build_to_lay_out(recipe.model, settings.seed)
         description = describe(model)

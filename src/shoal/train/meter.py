@@ -65,7 +65,7 @@ class Meter:
     ) -> None:
         self.run, self.job, self.directory, self.began = run, job, directory, began
         self.sinks = _sinks(run, job, directory)
-        self.tokens_per_step = job.recipe.data.batch * job.training.tokens_per_sample
+        self.tokens_per_step = job.recipe.data.batch * (job.training.tokens_per_sample or 1)
         self.flops_per_step = _flops_per_step(job, description)
         self.peak = _peak(run)
         history = history or {}
@@ -176,6 +176,7 @@ class Meter:
             "steps": self.run.steps_done,
             "samples": self.run.steps_done * self.job.recipe.data.batch,
             "tokens": self.run.steps_done * self.tokens_per_step,
+            "unit": "samples" if self.job.training.tokens_per_sample is None else "tokens",
             "loss_first": self.loss_first,
             "loss_last": statistics.fmean(self.last_losses),
             "eval_loss": self.eval_loss,
