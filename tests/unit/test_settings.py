@@ -10,6 +10,7 @@ import yaml
 from shoal.blueprint.recipe import Recipe
 from shoal.blueprint.settings import build_recipe, difference, dump_recipe, known_keys, load_recipe
 from shoal.errors import ShoalError
+from shoal.models import BUILDERS
 
 
 def write(path: Path, text: str) -> Path:
@@ -73,6 +74,29 @@ def test_all_problems_come_at_once_with_the_nearest_names(tmp_path: Path) -> Non
     assert len(caught.value.problems) == 7
 
 
+@pytest.mark.parametrize("plan", ["{mb: 4}", "{precision: fp32}", "auto", ""])
+def test_mistakes_in_several_keys_of_a_plan_are_each_told_once(tmp_path: Path, plan: str) -> None:
+    wrong = [("plan.precision", "bf8"), ("plan.recompute", "some"), ("plan.mb", "0")]
+    with pytest.raises(ShoalError) as caught:
+        load_recipe(write(tmp_path, f"plan: {plan}\n"), wrong)
+    assert sorted(problem.what for problem in caught.value.problems) == [
+        "plan: mb=0 is not a whole number of at least 1",
+        "plan: precision='bf8' does not exist",
+        "plan: recompute='some' does not exist",
+    ]
+
+
+def test_mistakes_in_words_of_a_plan_and_in_keys_after_them_are_each_told_once(tmp_path: Path) -> None:
+    with pytest.raises(ShoalError) as caught:
+        load_recipe(write(tmp_path, "plan: tp=0 zero=7\n"), [("plan.mb", "0"), ("plan.recompute", "some")])
+    assert sorted(problem.what for problem in caught.value.problems) == [
+        "plan: mb=0 is not a whole number of at least 1",
+        "plan: recompute='some' does not exist",
+        "plan: tp=0 is not a whole number of at least 1",
+        "plan: zero=7 does not exist",
+    ]
+
+
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
@@ -116,6 +140,19 @@ def test_what_is_not_a_recipe_is_refused(tmp_path: Path, text: str, message: str
         ("run: {seed: 1, seed: 2}", "'seed' stands twice"),
         ("launch: {timeout: 1e14}", "less than or equal"),
         ("save_steps: 100", "checkpoint.every"),
+        (
+            "run: {remake_gates: perhaps}",
+            "'perhaps' is neither true nor false\n.*fix: --run.remake_gates true or false",
+        ),
+        ("run: {compile: inductor}", "fix: --run.compile true or false"),
+        ("run: {fp8: blockwise}", "fix: --run.fp8 tensorwise or rowwise"),
+        ("optim: {states: fp16}", "fix: --optim.states fp32 or bf16"),
+        ("comm: {algorithm: rings}", "fix: --comm.algorithm ring$"),
+        ("optim: {weight_decay: -1}", r"L2 penalty \(sgd\) of every parameter with at least two dimensions\.$"),
+        ("checkpoint: {keep: 1}", "two at least, since one may be damaged"),
+        ("plan: bf16 compile", "'compile' is not a word of a plan\n.*fix: run.compile: true"),
+        ("plan: {compile: true}", "a plan has no key 'compile'\n.*fix: run.compile: true"),
+        ("plan: {weights: bf16}", "fix: optim.weights: bf16"),
     ],
 )
 def test_what_cannot_be_is_refused_with_a_fix(tmp_path: Path, text: str, message: str) -> None:
@@ -137,6 +174,10 @@ def test_a_program_is_not_a_recipe(tmp_path: Path) -> None:
 def test_every_key_is_documented() -> None:
     undocumented = [key for key, about in known_keys().items() if not about and not key.startswith("plan.")]
     assert undocumented == []
+
+
+def test_the_key_of_the_model_names_all_that_there_are() -> None:
+    assert all(f"`{name}`" in known_keys()["model.name"] for name in BUILDERS)
 
 
 def test_difference_names_each_key() -> None:

@@ -272,6 +272,18 @@ class Plan:
         raise ShoalError(f"batch {batch} is not divisible by {rule}", fix=", or ".join(fixes))
 
 
+SETTINGS = {
+    "compile": "run.compile: true",
+    "weights": "optim.weights: bf16",
+    "states": "optim.states: bf16",
+    "loss": "run.loss: fused",
+    "attention": "run.attention: auto",
+    "batch": "data.batch: 32",
+    "sequence": "data.sequence: 256",
+    "nproc": "launch.nproc: 2",
+}
+"""Keys of other sections of a recipe that people look for in a plan, as they are said there."""
+
 EXAMPLES = {"compress": "int8", "sync": "diloco:50"}
 SWITCH = {"on": True, "off": False, "true": True, "false": False}
 
@@ -301,7 +313,7 @@ def _nearest_or_all(word: str, known: Iterable[str]) -> str:
 
 
 def _unknown_key(key: str) -> Problem:
-    return Problem(f"a plan has no key {key!r}", _nearest_or_all(key, _names()))
+    return Problem(f"a plan has no key {key!r}", SETTINGS.get(key) or _nearest_or_all(key, _names()))
 
 
 def _read(word: str) -> tuple[str, Any] | Problem:
@@ -313,6 +325,8 @@ def _read(word: str) -> tuple[str, Any] | Problem:
             return BARE_WORDS[key]
         if key in _names():
             return Problem(f"{word!r} needs a value", f"{key}={listed(CHOICES.get(key, [EXAMPLES.get(key, '2')]))}")
+        if key in SETTINGS:
+            return Problem(f"{word!r} is not a word of a plan", SETTINGS[key])
         if (meant := _value_of(key)) is not None:
             return Problem(f"{word!r} does not stand alone", meant)
         known = dict.fromkeys([*BARE_WORDS, *_names()])

@@ -57,7 +57,7 @@ class ModelSection(Section):
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
     name: str = "llama"
-    """`llama`, `resnet` or `mlp`; or `path/to/file.py:function`, which is called and returns an `nn.Module`."""
+    """`llama`, `moe`, `resnet` or `mlp`; or `path/to/file.py:function`, which is called and returns an `nn.Module`."""
 
     preset: str | None = None
     """A named size, for example `tiny` or `llama3-8b`. None: the model's own defaults."""

@@ -21,6 +21,9 @@ from shoal.errors import Problem, ShoalError, listed, nearest
 
 Tree = dict[str, Any]
 
+FEW = 5
+"""So many values of a key are all named where another one was said; of more, the nearest."""
+
 # What people who come from other systems will type first.
 ELSEWHERE = {
     "learning_rate": "optim.lr",
@@ -75,10 +78,8 @@ def load_recipe(path: Path | None, overrides: Iterable[tuple[str, str]] = ()) ->
     overrides = list(overrides)
     _forget_other_model(tree, dict(overrides).get("model.name"))
     for key, text in overrides:
-        try:
-            put(tree, key, parse_value(key, text))
-        except ShoalError as error:
-            problems += error.problems
+        problems += _open_plan(tree) if key.startswith("plan.") else []
+        put(tree, key, parse_value(key, text))
     return build_recipe(tree, title=str(path) if path else "the settings", problems=problems)
 
 
@@ -142,18 +143,29 @@ def parse_value(key: str, text: str) -> Any:
 
 
 def put(tree: Tree, key: str, value: Any) -> None:
-    """Set `a.b.c` in a nested mapping; a plan that was given as words is opened into keys first."""
+    """Set `a.b.c` in a nested mapping."""
     *sections, last = key.replace("-", "_").split(".")
     for section in sections:
         below = tree.get(section)
-        if section == "plan":
-            _note_auto(tree)
-            below = Plan.of(below).to_mapping() if below is not None else {}
-        elif not isinstance(below, dict):
-            below = {}
+        below = below if isinstance(below, dict) else {}
         tree[section] = below
         tree = below
     tree[last] = value
+
+
+def _open_plan(tree: Tree) -> list[Problem]:
+    """Turn a plan that was given as words into keys, which are judged with the whole tree. Words that cannot be read
+    are told here and then gone: each mistake is told once, and keys beside them are judged too."""
+    plan = tree.get("plan")
+    if isinstance(plan, dict):
+        return []
+    _note_auto(tree)
+    tree["plan"] = {}
+    try:
+        tree["plan"] = Plan.of(plan).to_mapping()
+    except ShoalError as error:
+        return [Problem(f"plan: {each.what}", each.fix) for each in error.problems]
+    return []
 
 
 def build_recipe(tree: Tree, *, title: str, problems: Iterable[Problem] = ()) -> Recipe:
@@ -236,12 +248,14 @@ def _problems_of(error: Any) -> Iterator[Problem]:
         yield from (Problem(f"{key}: {problem.what}", problem.fix) for problem in cause.problems)
     elif error["type"] == "literal_error":
         words = [word.strip("'") for word in error["ctx"]["expected"].replace(" or ", ", ").split(", ")]
-        near = nearest(str(error["input"]).lower(), words)
+        near = nearest(str(error["input"]).lower(), words) if len(words) > FEW else None
         yield Problem(f"{key}: there is no {error['input']!r}", f"--{key} {near or listed(words)}")
+    elif error["type"].startswith("bool_"):
+        yield Problem(f"{key}: {error['input']!r} is neither true nor false", f"--{key} true or false")
     else:
         message = error["msg"][0].lower() + error["msg"][1:]
-        about = known_keys().get(key, "").splitlines()
-        fix = f"{key} is: {about[0]}" if about else f"keys of the section {key}, such as {_first_key(key)}"
+        about = " ".join(known_keys().get(key, "").split())
+        fix = f"{key} is: {about}" if about else f"keys of the section {key}, such as {_first_key(key)}"
         yield Problem(f"{key}: {message}, but it is {error['input']!r}", fix)
 
 
