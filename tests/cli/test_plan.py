@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,8 @@ from shoal.blueprint.plan import Plan
 from shoal.blueprint.task import Task
 from shoal.blueprint.workload import Workload
 from shoal.cli import main
+from shoal.cli.settings import parse
+from shoal.cli.train import Train
 from tests.cli.host import Host, Started
 
 COMMAND = Path(sys.executable).with_name("shoal")
@@ -94,6 +97,31 @@ def test_people_see_plans_causes_and_reasons(capsys: pytest.CaptureFixture[str])
     ):
         assert words in out
     assert 'shoal train ... --plan "' in out
+
+
+NARROW = "--cluster h200:1 --seq 4096 --global-batch 2 --precision fp8 --weights bf16 --states bf16"
+
+
+@pytest.mark.parametrize("how", ["", "--eager"])
+def test_the_command_trains_what_was_judged(capsys: pytest.CaptureFixture[str], how: str) -> None:
+    words = ["llama3-8b", *NARROW.split(), *how.split()]
+    _, out, _ = asked(capsys, *words)
+    command = out.splitlines()[-1]
+    _, recipe = parse(Train, shlex.split(command.removeprefix("shoal train ... ")), prog="shoal train")
+    assert (recipe.optim.weights, recipe.optim.states, recipe.run.compile) == ("bf16", "bf16", not how)
+    assert (recipe.data.sequence, recipe.data.batch, recipe.launch.nproc) == (4096, 2, 1)
+    _, out, _ = asked(capsys, *words, "--json")
+    told = json.loads(out)
+    assert told["command"] == command
+    assert str(recipe.plan.resolve(1)) == told["plans"][0]["plan"]
+
+
+def test_the_command_has_as_many_processes_as_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = asked(capsys, *CHEAP.split())
+    told = json.loads(out)
+    assert f"--nproc {told['plans'][0]['devices']} " in told["command"]
+    _, out, _ = asked(capsys, "llama3-70b", "--cluster", "h100:8x8", "--json")  # which torchrun starts
+    assert "--nproc" not in json.loads(out)["command"]
 
 
 def test_words_are_constraints(capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,6 +218,16 @@ WRONG = {
     "no amount": ("llama3-8b --cluster h100:8 --max-memory lots", "'lots' is not an amount", "70GiB"),
     "no config": ("nowhere/config.json --cluster h100:8", "cannot be read", "config.json"),
     "no file": ("llama3-8b --cluster nowhere.yaml", "cannot be read", "shoal calibrate"),
+    "weights in less than products see": (
+        "llama3-8b --cluster h100:8 --precision fp32 --weights bf16",
+        "weights in bf16 are for the precisions bf16 and fp8, whose products see no more of them, not for fp32",
+        "--weights fp32, or --precision bf16",
+    ),
+    "narrow weights on the host": (
+        "llama3-8b --cluster h100:8 --weights bf16 --offload optimizer",
+        "weights in bf16 are not built for offload=optimizer",
+        "--weights fp32, or no offload",
+    ),
     "no batch": ("llama3-8b --cluster h100:8 --global-batch -1", "--global-batch -1", "1 or more"),
 }
 
@@ -249,3 +287,18 @@ def test_auto_that_cannot_be_is_refused(host: Host, tmp_path: Path) -> None:
     assert ended.code == 2
     assert "has tp=3" in ended.said
     assert "fix: tp=1 or 2" in ended.said
+
+
+def test_auto_does_not_plan_for_weights_that_it_would_refuse(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    recipe = tmp_path / "base.yaml"
+    recipe.write_text("plan: {precision: bf16}\noptim: {weights: bf16}\n")
+    words = ["train", str(recipe), *QUICK, "--nproc", "1", "--device", "cpu", "--dry-run"]
+    assert main([*words, "--plan", "auto mb=2"]) == 2
+    err = capsys.readouterr().err
+    assert "weights in bf16 are for the precisions bf16 and fp8" in err
+    assert 'fix: --optim.weights fp32, or --plan "auto mb=2 bf16"' in err
+    assert "plan: auto is" not in err
+    assert main([*words, "--plan", "auto mb=2 bf16"]) == 0
+    assert "plan: auto is zero=0 mb=2 bf16" in capsys.readouterr().err

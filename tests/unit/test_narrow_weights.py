@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shoal.blueprint.narrow_weights import narrow_weight_problems
+from shoal.blueprint.plan import Plan
 from shoal.blueprint.recipe import OptimSection
 from shoal.errors import ShoalError
 from shoal.numerics import adamw_update
@@ -136,6 +138,12 @@ def test_an_optimizer_that_rounds_to_the_nearest_is_refused(kind: Any) -> None:
 def test_which_precisions_it_is_for(precision: str) -> None:
     with pytest.raises(ShoalError, match="weights in bf16 are for the precisions bf16 and fp8"):
         precision_of(precision, "bf16")
+
+
+def test_planner_and_run_refuse_in_the_same_words() -> None:
+    with pytest.raises(ShoalError) as caught:
+        precision_of("fp32", "bf16")
+    assert caught.value.problems == tuple(narrow_weight_problems(Plan()))
 
 
 @pytest.mark.parametrize("word", ["sync=diloco:10", "compress=int8", "offload=optimizer"])

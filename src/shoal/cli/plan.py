@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from shoal.blueprint.cluster import Cluster
+from shoal.blueprint.narrow_weights import narrow_weight_problems
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.task import Task
 from shoal.blueprint.workload import Workload
@@ -205,8 +206,22 @@ def wanted_of(options: Options) -> dict[str, Any]:
     )
     wanted = {**words, **said}
     wanted.setdefault("precision", _usual_precision(Cluster.parse(options.cluster)))
-    Plan.of(wanted)  # refuses what cannot be
+    plan = Plan.of(wanted)  # refuses what cannot be
+    if options.weights == "bf16":
+        _refuse_narrow_weights(plan)
     return wanted
+
+
+def _refuse_narrow_weights(plan: Plan) -> None:
+    """As a run would, with the options that this verb has."""
+    ours = (("--optim.weights", "--weights"), ("--plan.precision", "--precision"))
+    found = []
+    for problem in narrow_weight_problems(plan):
+        fix = problem.fix
+        for theirs, own in ours:
+            fix = fix.replace(theirs, own)
+        found.append(Problem(problem.what, fix))
+    raise_if(found, title=f"plan '{plan}'")
 
 
 def _usual_precision(cluster: Cluster) -> str:

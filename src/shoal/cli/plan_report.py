@@ -96,6 +96,8 @@ class Answer:
     scaling: list[Scale] = field(default_factory=list)
     thumbs: list[Thumb] = field(default_factory=list)
     tokens: float | None = None
+    command: str | None = None
+    """What trains by the first plan as it was judged."""
 
 
 def answer(task: Task, wanted: Mapping[str, Any], options: Options) -> Answer:
@@ -112,6 +114,7 @@ def answer(task: Task, wanted: Mapping[str, Any], options: Options) -> Answer:
         told.remedies = list(remedies(task, Plan.of(wanted)))
         return told
     first = choices[0]
+    told.command = _command(first, options)
     told.rejected = neighbours(first.task, first.verdict)
     told.lints = lint(first.task, first.verdict.plan)
     told.thumbs = rules_of_thumb(first.task, first.verdict) if options.by == "time" else []
@@ -120,6 +123,18 @@ def answer(task: Task, wanted: Mapping[str, Any], options: Options) -> Answer:
         told.laws = laws(first.task, first.verdict)
         told.scaling = scaling(first.task, first.verdict.plan)
     return told
+
+
+def _command(choice: Choice, options: Options) -> str:
+    """`shoal train` with all that the plan was judged by and that a run is not by itself; a recipe says the model."""
+    task = choice.task
+    words = ["shoal train ...", f'--plan "{choice.verdict.plan.brief()}"']
+    words += [f"--nproc {choice.devices}"] if task.cluster.nodes == 1 else []  # several are started by torchrun
+    words += [f"--data.sequence {task.sequence}"] if task.workload.is_transformer else []
+    words += [f"--data.batch {task.global_batch}"]
+    words += [f"--optim.{key} bf16" for key in ("weights", "states") if getattr(options, key) == "bf16"]
+    words += ["--run.compile true"] if task.compiles else []
+    return " ".join(words)
 
 
 def _cheapest(task: Task, wanted: Mapping[str, Any], keep: int) -> list[Choice]:
@@ -149,6 +164,7 @@ def to_mapping(told: Answer) -> dict[str, Any]:
         "num_judged": told.found.num_judged,
         "num_too_large": told.found.num_too_large,
         "plans": [choice.to_mapping() for choice in told.best],
+        "command": told.command,
         "frontier": [Choice(task, verdict).to_mapping() for verdict in told.found.frontier],
         "rejected": [one.to_mapping() for one in told.rejected],
         "lint": [one.to_mapping() for one in told.lints],
@@ -244,8 +260,7 @@ def render(console: Console, told: Answer) -> None:
         cost = "" if run["cost"] is None else f", {run['cost']:,.0f} in money"
         days, hours = run["days"], run["device_hours"]
         console.print(f"\n{told.tokens:.3g} tokens: {days:,.1f} days, {hours:,.0f} device-hours{cost}", highlight=False)
-    first = told.best[0].verdict.plan
-    console.print(f'\nshoal train ... --plan "{first.brief()}"', highlight=False)
+    console.print(f"\n{told.command}", highlight=False, soft_wrap=True)  # in one line, to be copied
 
 
 def _render_nothing(console: Console, told: Answer) -> None:

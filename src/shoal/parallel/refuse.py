@@ -11,6 +11,7 @@ from torch import nn
 from shoal.blueprint.anatomy import is_inside
 from shoal.blueprint.description import Description
 from shoal.blueprint.legality import misfits
+from shoal.blueprint.narrow_weights import refuse_narrow_weights as refuse_narrow_weights
 from shoal.blueprint.plan import Plan
 from shoal.errors import Problem, ShoalError, nearest, raise_if
 from shoal.parallel.context import Attention, DocumentMask
@@ -37,20 +38,6 @@ def refuse_unbuilt(plan: Plan) -> None:
             f"sync={plan.sync} changes weights on the device, and offload=optimizer keeps those that count on the host"
         )
         found.append(Problem(what, "offload=none or parameters"))
-    raise_if(found, title=f"plan '{plan.brief()}'")
-
-
-def refuse_narrow_weights(plan: Plan) -> None:
-    """Raise for what would keep or send weights and gradients otherwise than rounded at random, one by one."""
-    found = [
-        Problem(f"weights in bf16 are not built for {word}, {why}", f"optim.weights: fp32, or no {axis}")
-        for axis, word, why in (
-            ("sync", f"sync={plan.sync}", "which adds up small changes of weights on its way"),
-            ("compress", f"compress={plan.compress}", "which keeps what did not travel in their precision"),
-            ("offload", f"offload={plan.offload}", "whose copies on the host are torch's to update"),
-        )
-        if getattr(plan, axis) not in (None, "none")
-    ]
     raise_if(found, title=f"plan '{plan.brief()}'")
 
 

@@ -12,15 +12,15 @@ from torch import nn
 from shoal.blueprint.description import Description
 from shoal.blueprint.idle import idle
 from shoal.blueprint.legality import misfits
+from shoal.blueprint.narrow_weights import refuse_narrow_weights
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.recipe import Recipe
 from shoal.blueprint.synchrony import refuse_fragments
 from shoal.data.dataset import Dataset
 from shoal.data.open import open_datasets
 from shoal.errors import Problem, ShoalError, needs, raise_if
-from shoal.numerics.precision import precision_of
 from shoal.parallel.islands import Outer
-from shoal.parallel.refuse import refuse_narrow_weights, refuse_unbuilt
+from shoal.parallel.refuse import refuse_unbuilt
 from shoal.parallel.stream import stream_of
 from shoal.train.build import build_model, describe, without_memory
 from shoal.train.objective import CrossEntropy, call_of
@@ -111,7 +111,6 @@ def _idle_settings(recipe: Recipe) -> list[Problem]:
 def _runnable_plan(recipe: Recipe, world_size: int) -> Plan:
     plan = recipe.plan.resolve(world_size)
     refuse_unbuilt(plan)
-    precision_of(plan.precision, recipe.optim.weights)
     if recipe.optim.weights == "bf16":
         refuse_narrow_weights(plan)
     plan.num_microbatches(recipe.data.batch)
