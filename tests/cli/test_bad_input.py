@@ -126,6 +126,23 @@ CASES = {
     "hybrid of what": ("train --plan hybrid_shard", "no degree is said", "dp_replicate="),
     "bf16 states of sgd": ("train --optim.states bf16 --optim.name sgd", "is for adamw", "--optim.states fp32"),
     "fp8 with tp": ("train --plan.precision fp8 --plan.tp 2 --nproc 2", "tp=2 splits them", "bf16 instead of fp8"),
+    "fp8 of small layers": ("train --plan.precision fp8", "is large enough to be computed in fp8", "fp8_narrow=16"),
+    "a loss in a head that is split": (
+        "train --run.loss fused --plan.tp 2 --nproc 2",
+        "the loss cannot be computed inside the model: tp=2 splits its head",
+        "loss: auto, or plain",
+    ),
+    "a loss in the head of a pipeline": (
+        "train --run.loss fused --plan.pp 2 --plan.mb 1 --nproc 2",
+        "a pipeline computes it from the output of its last stage",
+        "loss: auto, or plain",
+    ),
+    "a loss in no head": ("train --model.name mlp --run.loss fused", "names no head", "loss: auto, or plain"),
+    "unused parameters of shards": (
+        "train --run.find_unused true --plan.zero 3 --nproc 2",
+        "sharded ranks have to meet for every one of them",
+        "zero=0 instead of zero=3",
+    ),
     "no such data": ("train --data.source shrot.txt", "no such file or folder", "short.txt"),
     "empty corpus": ("train --data.source empty.txt", "empty.txt is empty", "with text in it"),
     "corpus too short": ("train --data.source short.txt", "take 514 tokens", "--data.sequence 2"),
@@ -208,6 +225,17 @@ def test_refused(case: str, refused: Refused) -> None:
     refused(*words.split(), what=what, fix=fix)
 
 
+@pytest.mark.parametrize("case", [case for case, (words, *_) in CASES.items() if words.startswith("train ")])
+def test_refused_by_a_dry_run_too(case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if case == "directory on a read-only system":
+        pytest.skip("which the system says only when something is made")
+    words, what, _ = CASES[case]
+    before = contents(folder)
+    assert main([*words.split(), "--dry-run"]) == 2
+    assert what in capsys.readouterr().err
+    assert contents(folder) == before
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -260,6 +288,41 @@ def test_a_run_is_never_written_over(earlier: Path, refused: Refused) -> None:
     refused(*again, what="'earlier' already holds a run of this recipe, which has ended", fix="--resume fresh")
     other = "the run of another recipe: optim.lr: 0.0003 → 0.001; nothing was touched"
     refused(*again, "--optim.lr", "1e-3", what=other, fix="--run.dir SOMEWHERE_ELSE")
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        ("--resume latest --plan.precision bf16", "plan.precision: fp32 → bf16"),
+        ("--resume latest --run.remake_gates false", "run.remake_gates: True → False"),
+        ("--resume latest --run.fp8 rowwise", "run.fp8: tensorwise → rowwise"),
+        ("--resume latest --run.fp8_head none", "run.fp8_head: gradients → none"),
+        ("--resume 77", "there is no checkpoint of step 77"),
+        ("", "already holds a run of this recipe, which has ended"),
+        ("--run.dir elsewhere --resume latest", "there is no run in 'elsewhere' to go on with"),
+        ("--run.dir new --checkpoint.dir earlier/checkpoints --optim.lr 1", "optim.lr: 0.0003 → 1.0"),
+        ("--run.dir new --checkpoint.dir none --resume latest", "there is no checkpoint in none to go on from"),
+        ("--run.dir new --run.start_from taken", "there is no checkpoint in 'taken' to start from"),
+    ],
+)
+def test_a_dry_run_looks_at_what_is_there(
+    earlier: Path, folder: Path, words: str, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again = ["train", *SMALL, *MADE_UP, "--nproc", "1", "--run.dir", "earlier", *words.split()]
+    before = contents(folder)
+    assert main([*again, "--dry-run"]) == 2
+    assert contents(folder) == before
+    told = capsys.readouterr().err
+    assert what in told
+    assert main(again) == 2
+    assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize("words", ["--resume latest", "--resume fresh", "--resume 3", "--run.fast_dev_run"])
+def test_a_dry_run_that_may_go_on_leaves_what_is_there(earlier: Path, folder: Path, words: str) -> None:
+    before = contents(folder)
+    assert main(["train", *SMALL, *MADE_UP, "--nproc", "1", "--run.dir", "earlier", *words.split(), "--dry-run"]) == 0
+    assert contents(folder) == before
 
 
 def test_a_run_is_removed_when_asked(earlier: Path, folder: Path) -> None:

@@ -72,6 +72,7 @@ def _train(options: Train, recipe: Recipe, began: float, out: TextIO) -> int:
     with _ended_by_interrupt():
         import shoal.train.loop  # noqa: F401  # all that workers need
         from shoal.launch.local import default_nproc
+        from shoal.train.foresight import foresee
         from shoal.train.job import check
 
     world_size = placement.world_size if placement else recipe.launch.nproc or default_nproc(recipe.launch.device)
@@ -86,6 +87,8 @@ def _train(options: Train, recipe: Recipe, began: float, out: TextIO) -> int:
         return error.exit_code  # every rank of a machine finds the same; one says it
     if options.dry_run:
         if is_main:
+            if not job.recipe.run.fast_dev_run:  # which has no directory
+                foresee(job.recipe, options.resume)
             _show_plan(job, options, out)
         return 0
     summary = _carried_out(job, options, placement, world_size, began)

@@ -11,6 +11,7 @@ runs/tiny/
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import math
@@ -72,6 +73,17 @@ class RunDirectory:
             return cls(path, goes_on=goes_on, is_fresh=resume == "fresh", lock=locked(path))
         except OSError as error:
             raise _unwritable(path, error) from None
+
+    @classmethod
+    def foreseen(cls, recipe: Recipe, resume: str = "auto") -> RunDirectory:
+        """What `claim` would give, or say why it would not; nothing is made."""
+        path = Path(recipe.run.dir) if recipe.run.dir else _numbered(recipe, resume=resume)
+        try:
+            goes_on = _goes_on(path, recipe, resume)
+            _try_to_write(path)
+        except OSError as error:
+            raise _unwritable(path, error) from None
+        return cls(path, goes_on=goes_on, is_fresh=resume == "fresh")
 
     def begin(self, recipe: Recipe) -> None:
         """Say what is done here, now that nothing speaks against it; what is to go, goes now."""
@@ -202,6 +214,15 @@ def _write_whole(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     part.replace(path)
+
+
+def _try_to_write(path: Path) -> None:
+    """Raise what the system would, as far as it tells beforehand, of a directory that is there or is to be made."""
+    found = next(one for one in (path, *path.absolute().parents) if one.exists())
+    if not found.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    if not os.access(found, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 def _unwritable(path: Path, error: OSError) -> ShoalError:

@@ -28,7 +28,6 @@ from shoal.blueprint.anatomy import (
 from shoal.blueprint.description import Description
 from shoal.blueprint.plan import Plan
 from shoal.comm.mesh import Mesh
-from shoal.errors import ShoalError
 from shoal.numerics.fp8 import to_fp8
 from shoal.numerics.init import initialise, materialise
 from shoal.numerics.precision import Precision
@@ -38,14 +37,14 @@ from shoal.parallel.context import Attention, ContextParallel
 from shoal.parallel.context import divide as divide_tokens
 from shoal.parallel.expert import ExpertParallel, Experts, experts_in
 from shoal.parallel.expert import divide as divide_experts
-from shoal.parallel.head import LossHead, why_not_fused
+from shoal.parallel.head import LossHead
 from shoal.parallel.islands import Islands
 from shoal.parallel.meeting import meeting_of, meets_by_itself, with_buckets
 from shoal.parallel.options import Options
 from shoal.parallel.pipeline import Pipeline, Stage, cut
 from shoal.parallel.recompute import recompute
 from shoal.parallel.reducer import Reducer
-from shoal.parallel.refuse import refuse
+from shoal.parallel.refuse import refuse, why_plain
 from shoal.parallel.replicate import replicate
 from shoal.parallel.routing import note_routers, routers
 from shoal.parallel.shard import Sharding, units_by_size
@@ -75,23 +74,16 @@ def compose(
         tensor,
         shapes,
         is_split_by_hand=bool(by_hand),
-        compiles=bool(options.compile),
-        finds_unused=options.find_unused,
+        options=options,
     )
     num_parameters = sum(math.prod(shapes[name]) for name, _ in model.named_parameters())
     routed = {name: router.num_experts for name, router in routers(model).items()}
     how = _How(plan, description, mesh, tensor, precision, options, balance=_balance(model, plan, mesh, tensor))
+    how.is_fused = options.fused_loss is not False and why_plain(model, plan, description) is None
     skeleton = skeleton_of(model) if mesh.degree("pp") > 1 else model
     parts = list(_cut(model, plan, description, mesh))
     for part in parts:
         _lay_out(part, how)
-    if plan.precision == "fp8" and not how.num_in_fp8:
-        raise ShoalError(
-            "not one linear layer of the model's blocks is large enough to be computed in fp8",
-            fix="bf16; or fp8_narrow=16, which takes every layer whose features are multiples of 16",
-        )
-    if options.fused_loss and how.head is None:
-        raise ShoalError(f"the loss cannot be computed inside the model: {how.why_plain}", fix="loss: auto, or plain")
     if how.context is not None and skeleton is not model:
         divide_tokens(skeleton, description, how.context, is_compiled=True)
     whole = parts[0].model
@@ -148,12 +140,10 @@ class _How:
     balance: Balance | None
     divided: set[str] = field(default_factory=set)
     """Parameters that were divided over ep."""
-    num_in_fp8: int = 0
-    """Layers whose products are computed in fp8."""
+    is_fused: bool = False
+    """Whether the head is to compute the loss."""
     head: LossHead | None = None
-    """The layer that computes the loss."""
-    why_plain: str = "the model's description names no head"
-    """Why there is none."""
+    """The layer that does."""
 
     def __post_init__(self) -> None:
         plan, mesh = self.plan, self.mesh
@@ -184,12 +174,12 @@ def _lay_out(part: Part, how: _How) -> None:
             split(model, unit.names, description.splits, how.tensor)
         experts = _divide_experts(model, unit, how)
         _place(model, unit, how.mesh.device, how.precision)
-        if description.head is not None and unit.holds(description.head):
+        if how.is_fused and description.head is not None and unit.holds(description.head):
             _give_loss_to_head(model, how)  # before it is sharded, which makes another class of it
         for block in _modules(model, unit) if unit.is_block else ():
             _choose_attention(block, how.options)
             _choose_what_is_kept(block, how.options)
-            how.num_in_fp8 += _narrow_products(block, how)
+            _narrow_products(block, how)
             if how.plan.recompute == "full":  # around what is compiled: a compiler would keep some of what it captures
                 _compile(block, how.options)
                 recompute(block, "full", how.as_now)
@@ -303,23 +293,16 @@ def _choose_what_is_kept(block: nn.Module, options: Options) -> None:
         module.remakes = options.remake_gates  # type: ignore[assignment]
 
 
-def _narrow_products(block: nn.Module, how: _How) -> int:
-    if how.plan.precision != "fp8":
-        return 0
-    return to_fp8(block, how.options.fp8, how.mesh.device, narrow=how.options.fp8_narrow)
+def _narrow_products(block: nn.Module, how: _How) -> None:
+    if how.plan.precision == "fp8":
+        to_fp8(block, how.options.fp8, how.mesh.device, narrow=how.options.fp8_narrow)
 
 
 def _give_loss_to_head(model: nn.Module, how: _How) -> None:
-    """Let the head compute the loss, if the run wants that and the layout leaves one rank a whole head."""
     assert how.description.head is not None
     layer = model.get_submodule(how.description.head)
-    if how.mesh.degree("pp") > 1:
-        how.why_plain = "a pipeline computes it from the output of its last stage"
-    else:
-        how.why_plain = why_not_fused(layer) or ""
-    if not how.why_plain and how.options.fused_loss is not False:
-        assert isinstance(layer, nn.Linear)
-        how.head = LossHead(layer, fp8=how.plan.precision == "fp8" and how.options.fp8_head == "gradients")
+    assert isinstance(layer, nn.Linear)
+    how.head = LossHead(layer, fp8=how.plan.precision == "fp8" and how.options.fp8_head == "gradients")
 
 
 def _is_best_compiled_whole(part: Part, how: _How) -> bool:

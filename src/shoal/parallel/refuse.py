@@ -9,15 +9,18 @@ import torch.distributed as dist
 from torch import nn
 
 from shoal.blueprint.anatomy import is_inside
-from shoal.blueprint.description import Description
+from shoal.blueprint.description import Description, matches
 from shoal.blueprint.legality import misfits
 from shoal.blueprint.narrow_weights import refuse_narrow_weights as refuse_narrow_weights
 from shoal.blueprint.plan import Plan
 from shoal.errors import Problem, ShoalError, nearest, raise_if
+from shoal.numerics.fp8 import NARROW, is_fit_for_fp8
 from shoal.parallel.context import Attention, DocumentMask
 from shoal.parallel.expert import experts_in
+from shoal.parallel.head import why_not_fused
+from shoal.parallel.options import Options
 from shoal.parallel.routing import routers
-from shoal.parallel.tensor import TensorParallel
+from shoal.parallel.tensor import WHOLE, TensorParallel
 
 
 def refuse_unbuilt(plan: Plan) -> None:
@@ -49,8 +52,7 @@ def refuse(
     shapes: dict[str, tuple[int, ...]],
     *,
     is_split_by_hand: bool,
-    compiles: bool,
-    finds_unused: bool,
+    options: Options,
 ) -> None:
     """Raise with everything that does not fit. `shapes` are those of all parameters, whole."""
     names = [name for name, _ in model.named_modules()]
@@ -60,18 +62,66 @@ def refuse(
         features=shapes,
         modules=names,
         is_split_by_hand=is_split_by_hand,
-        compiles=compiles,
+        compiles=bool(options.compile),
     )
-    found += [*_without_attention(model, plan), *_deaf(model, plan, description), *_without_experts(model, plan)]
-    found += [*_unsaid_documents(model, plan, description), *_other_experts(model, plan, description)]
-    raise_if(found, title=f"plan '{plan.brief()}'")
-    raise_if(_ties_that_break(model, plan, description))
+    raise_if(found or unfit(model, plan, description, options), title=f"plan '{plan.brief()}'")
     _refuse_unlike(model, plan, tensor)
+
+
+def unfit(model: nn.Module, plan: Plan, description: Description, options: Options) -> list[Problem]:
+    """What the modules of a model, built or without memory, have against a plan that its description fits; and what the
+    settings of a run have against either."""
+    return [
+        *_without_attention(model, plan),
+        *_deaf(model, plan, description),
+        *_without_experts(model, plan),
+        *_unsaid_documents(model, plan, description),
+        *_other_experts(model, plan, description),
+        *_ties_that_break(model, plan, description),
+        *_never_unused(plan, finds_unused=options.find_unused),
+        *_all_too_narrow(model, plan, description, options.fp8_narrow),
+        *(_not_fused(model, plan, description) if options.fused_loss else ()),
+    ]
+
+
+def _never_unused(plan: Plan, *, finds_unused: bool) -> Iterator[Problem]:
     if plan.is_sharded and finds_unused:
-        raise ShoalError(
+        yield Problem(
             "find_unused lets ranks leave parameters out, but sharded ranks have to meet for every one of them",
-            fix=f"zero=0 instead of zero={plan.zero}, or a forward that uses the same parameters on every rank",
+            f"zero=0 instead of zero={plan.zero}, or a forward that uses the same parameters on every rank",
         )
+
+
+def _all_too_narrow(model: nn.Module, plan: Plan, description: Description, narrow: int | None) -> Iterator[Problem]:
+    if plan.precision != "fp8":
+        return
+    least = NARROW if narrow is None else narrow
+    blocks = [model.get_submodule(name) for name in description.blocks]
+    if not any(is_fit_for_fp8(layer, least) for block in blocks for layer in block.modules()):
+        yield Problem(
+            "not one linear layer of the model's blocks is large enough to be computed in fp8",
+            "bf16; or fp8_narrow=16, which takes every layer whose features are multiples of 16",
+        )
+
+
+def _not_fused(model: nn.Module, plan: Plan, description: Description) -> Iterator[Problem]:
+    if (why := why_plain(model, plan, description)) is not None:
+        yield Problem(f"the loss cannot be computed inside the model: {why}", "loss: auto, or plain")
+
+
+def why_plain(model: nn.Module, plan: Plan, description: Description) -> str | None:
+    """Why the last layer of a model cannot compute the loss; None: it can."""
+    head = description.head
+    if head is None:
+        return "the model's description names no head"
+    if (layer := dict(model.named_modules()).get(head)) is None:
+        return f"the model has no {head!r}, which its description names as its head"
+    if plan.layout.pp > 1:
+        return "a pipeline computes it from the output of its last stage"
+    split = next((kind for pattern, kind in description.splits.items() if matches(pattern, head)), None)
+    if plan.layout.tp > 1 and split is not None and split not in WHOLE:
+        return f"tp={plan.layout.tp} splits its head"
+    return why_not_fused(layer)
 
 
 def _without_attention(model: nn.Module, plan: Plan) -> Iterator[Problem]:

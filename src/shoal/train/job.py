@@ -20,7 +20,8 @@ from shoal.data.dataset import Dataset
 from shoal.data.open import open_datasets
 from shoal.errors import Problem, ShoalError, needs, raise_if
 from shoal.parallel.islands import Outer
-from shoal.parallel.refuse import refuse_unbuilt
+from shoal.parallel.options import Options
+from shoal.parallel.refuse import refuse_unbuilt, unfit
 from shoal.parallel.stream import stream_of
 from shoal.train.build import build_model, describe, without_memory
 from shoal.train.objective import CrossEntropy, call_of
@@ -121,15 +122,25 @@ def _unfit_for_plan(plan: Plan, model: nn.Module, recipe: Recipe, data: Dataset)
     """Why the plan cannot lay out this model."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     names = [name for name, _ in model.named_modules()]
-    return misfits(
+    description, settings = describe(model), recipe.run
+    found = misfits(
         plan,
-        description=describe(model),
+        description=description,
         batch=recipe.data.batch,
         sequence=data.tokens_per_sample,
         features=shapes,
         modules=names,
-        compiles=recipe.run.compile,
+        compiles=settings.compile,
     )
+    options = Options(
+        find_unused=settings.find_unused, fused_loss=fused_loss_of(recipe), fp8_narrow=settings.fp8_narrow
+    )
+    return found or unfit(model, plan, description, options)
+
+
+def fused_loss_of(recipe: Recipe) -> bool | None:
+    """Whether the head is to compute the loss; None: where it can."""
+    return {"auto": None, "fused": True, "plain": False}[recipe.run.loss]
 
 
 def _misfits(recipe: Recipe, model: nn.Module | None, data: Dataset) -> list[Problem]:

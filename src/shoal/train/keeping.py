@@ -122,12 +122,9 @@ class Keeper:
             stores = [self.memory.store, store] if self.memory is not None else [store]
             manifest = load_newest(stores, world, holder_of(self.run), self.say)
         if manifest is None and resume == "latest":
-            raise ShoalError(
-                f"there is no checkpoint in {store.where} to go on from", fix="--resume auto, or the --run.dir of a run"
-            )
+            raise nothing_to_go_on_from(store)
         if manifest is not None:
-            if recipe := manifest.state.get("recipe"):  # weights that were imported have none
-                refuse_changes(recipe, self.job.recipe, where=store.where)
+            refuse_other_recipe(manifest, self.job.recipe, store)
             restore(self.run, manifest)
             self._set_aside(after=manifest.step)
             there = on_main(world, store.steps, failed=f"{store.where} was not read")
@@ -269,6 +266,19 @@ class Keeper:
         }
 
 
+def nothing_to_go_on_from(store: Store) -> ShoalError:
+    """What is said where a run was to go on."""
+    return ShoalError(
+        f"there is no checkpoint in {store.where} to go on from", fix="--resume auto, or the --run.dir of a run"
+    )
+
+
+def refuse_other_recipe(manifest: Manifest, recipe: Recipe, store: Store) -> None:
+    """Raise if the run of a step cannot go on as this recipe."""
+    if saved := manifest.state.get("recipe"):  # weights that were imported have none
+        refuse_changes(saved, recipe, where=store.where)
+
+
 def named_root(memory_dir: str, directory: Path) -> Path:
     """Where a run keeps its state in memory when nobody has started it who would make room and tidy up: known by the
     directory of the run, so that the same command finds it again."""
@@ -304,23 +314,25 @@ def start_from(run: Run, where: str) -> int:
 
 
 def refuse_bad_start(run: Run, recipe: Recipe, *, is_fresh: bool) -> None:
-    """Raise if there are no weights to start from, or if to begin anew would remove them."""
+    """Raise if there are no weights to start from, or if to begin anew would remove them; every rank calls it."""
+    how = {"failed": f"{recipe.run.start_from!r} cannot be read", "fix": "--run.start_from a run directory"}
+    on_main(run.world, lambda: look_for_start(recipe, is_fresh=is_fresh), **how)
+
+
+def look_for_start(recipe: Recipe, *, is_fresh: bool) -> None:
+    """The same, by one process."""
     where, directory = str(recipe.run.start_from), recipe.run.dir
-
-    def look() -> None:
-        if is_fresh and directory and Path(where).resolve().is_relative_to(Path(directory).resolve()):
-            raise ShoalError(
-                f"to begin anew in {directory!r} removes {where!r}, from which the run is to start",
-                fix="--run.dir SOMEWHERE_ELSE",
-            )
-        if not find(where)[0].steps():
-            raise ShoalError(
-                f"there is no checkpoint in {where!r} to start from",
-                fix="a run directory, or one of its steps; files of others: shoal checkpoint import"
-                f" {where} imported, and then --run.start_from imported",
-            )
-
-    on_main(run.world, look, failed=f"{where!r} cannot be read", fix="--run.start_from a run directory")
+    if is_fresh and directory and Path(where).resolve().is_relative_to(Path(directory).resolve()):
+        raise ShoalError(
+            f"to begin anew in {directory!r} removes {where!r}, from which the run is to start",
+            fix="--run.dir SOMEWHERE_ELSE",
+        )
+    if not find(where)[0].steps():
+        raise ShoalError(
+            f"there is no checkpoint in {where!r} to start from",
+            fix="a run directory, or one of its steps; files of others: shoal checkpoint import"
+            f" {where} imported, and then --run.start_from imported",
+        )
 
 
 def _make_own(root: Path, where: str) -> None:

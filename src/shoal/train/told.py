@@ -8,7 +8,7 @@ from shoal.blueprint.plan import Plan
 from shoal.blueprint.recipe import Recipe
 from shoal.comm.world import World
 from shoal.data.loading import Loader
-from shoal.train.job import Job, outer_of
+from shoal.train.job import Job, fused_loss_of, outer_of
 from shoal.train.run import Run
 
 
@@ -27,7 +27,7 @@ def run_of(recipe: Recipe, world: World, plan: Plan | None = None) -> Run:
         find_unused=settings.find_unused,
         compile=settings.compile,
         attention=settings.attention,
-        fused_loss={"auto": None, "fused": True, "plain": False}[settings.loss],
+        fused_loss=fused_loss_of(recipe),
         fp8=settings.fp8,
         fp8_narrow=settings.fp8_narrow,
         fp8_head=settings.fp8_head,
