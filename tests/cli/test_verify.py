@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import shoal
+from shoal.blueprint.settings import load_recipe
 from shoal.cli import main
 from shoal.errors import ShoalError
+from shoal.proof.prove import How, _notes, case_of
 from tests.beside import Beside
 from tests.readme.fork_host import Ran, run_commands
 
@@ -66,6 +68,7 @@ COMMANDS = {
     "islands": ["--nproc", "2", "--plan", "sync=diloco:50 compress=int8 mb=4", "--json"],
     "islands for reading": ["--nproc", "2", "--plan", "sync=local:4 mb=4"],
     "for reading": ["--nproc", "2", "--plan", "dp_replicate=2 mb=2"],
+    "in 8 bits": ["--nproc", "1", "--plan", "fp8 mb=4", "--steps", "1"],
     "own": ["--nproc", "2", "--plan", "zero=3 mb=2", *OF_IMAGES],
     "matrix": ["--matrix", "--nproc", "2", "--steps", "1", *OF_IMAGES],
 }
@@ -202,6 +205,28 @@ def test_a_recipe_of_ones_own_at_its_full_size(ran: dict[str, Ran]) -> None:
     assert code == 0, told
 
 
+def test_a_precision_that_was_not_looked_at_is_told(ran: dict[str, Ran]) -> None:
+    ended = ran["in 8 bits"]
+    assert ended.code == 0
+    assert "fp8 was not looked at: this is of the layout, in fp64" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("plan", "precision", "note"),
+    [
+        ("bf16", None, "bf16 was not looked at: this is of the layout, in fp64; --precision bf16 looks at it"),
+        ("fp16", "fp32", "fp16 was not looked at: this is of the layout, in fp32; --precision fp16 looks at it"),
+        ("fp8", "bf16", "fp8 was not looked at: this is of the layout, in bf16"),
+        ("bf16", "bf16", None),
+        ("fp32", None, None),
+    ],
+)
+def test_which_precisions_are_told_of(plan: str, precision: str | None, note: str | None) -> None:
+    recipe = load_recipe(None, [("plan", plan), ("launch.device", "cpu")])
+    notes = list(_notes(case_of(recipe, 1, How(precision=precision))))
+    assert notes == ([] if note is None else [note])
+
+
 @pytest.mark.parametrize(
     ("words", "what", "fix"),
     [
@@ -211,6 +236,8 @@ def test_a_recipe_of_ones_own_at_its_full_size(ran: dict[str, Ran]) -> None:
         (["--nproc", "4", "--plan", "pp=4 1f1b mb=4", "--data.batch", "8"], "2 microbatches", "mb"),
         (["--nproc", "2", "--plan", "pp=2 zbv mb=1 recompute=full"], "recomputes a block", "recompute=none"),
         (["--nproc", "2", "--plan", "zero=3", "--precision", "fp7"], "'fp7' cannot be verified in", "fp64"),
+        (["--nproc", "2", "--plan", "fp8 tp=2"], "1 problem in plan 'tp=2 zero=0 fp8'", "bf16 instead of fp8"),
+        (["--nproc", "1", "--plan", "fp8", "--model.name", "OWN"], "fp8 is for the blocks of a model", "def describe"),
         (["--nproc", "2", "--plan", "pp=2", "--model.name", "OWN"], "does not say what its blocks are", "def describe"),
         (["--nproc", "2", "--plan", "tp=2", "--model.name", "OWN"], "does not say how its layers", "Split.COLUMN"),
         (["--nproc", "2", "--plan", "tp=2", "--model.name", "mlp"], "how layers.*.linear is split", "Split.SEQUENCE"),

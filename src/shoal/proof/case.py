@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal.blueprint.plan import Plan
+from shoal.blueprint.plan import Plan, Precision
 from shoal.errors import ShoalError
 
 TOLERANCES = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
@@ -37,6 +37,8 @@ class Case:
     compressed: Plan | None = None
     """The plan as it was asked for, if it compresses what replicas send each other; `plan` is without that then."""
     threads: int | None = None
+    replaced: Precision | None = None
+    """The precision of the plan as it was asked for, if it is a lower one than it is verified in."""
 
     @property
     def world_size(self) -> int:
@@ -50,3 +52,9 @@ def in_precision(plan: Plan, precision: str | None, device: str) -> Plan:
     if chosen not in TOLERANCES:
         raise ShoalError(f"precision {chosen!r} cannot be verified in", fix=f"--precision {', '.join(TOLERANCES)}")
     return Plan.of({**plan.to_mapping(), "precision": chosen})
+
+
+def replaced_precision(asked: Plan, plan: Plan) -> Precision | None:
+    """The precision that was asked for, if it is one that rounds and another one is verified in."""
+    is_replaced = asked.precision in ("bf16", "fp16", "fp8") and asked.precision != plan.precision
+    return asked.precision if is_replaced else None

@@ -8,7 +8,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from shoal.parallel.routing import routers
 from shoal.parallel.stream import stream_of
 from shoal.proof.bounded import without_compression
 from shoal.proof.candidate import Findings, verify_on_rank
-from shoal.proof.case import TOLERANCES, Case, in_precision
+from shoal.proof.case import TOLERANCES, Case, in_precision, replaced_precision
 from shoal.proof.reference import has_batch_norm
 from shoal.proof.report import Count, Meeting, Proof
 from shoal.train.build import build_model, describe, without_memory
@@ -64,7 +64,7 @@ def verify(
     asked = Plan.of(plan)
     resolved = asked.resolve(nproc or claimed_ranks(asked))
     refuse_unbuilt(resolved)
-    resolved = in_precision(resolved, precision, device)
+    said, resolved = resolved, in_precision(resolved, precision, device)
     exact = without_compression(resolved)
     is_several = isinstance(batch, list) and not any(isinstance(part, Tensor) for part in batch)
     batches = (batch * steps)[:steps] if is_several else [batch] * steps
@@ -79,6 +79,7 @@ def verify(
         clip=clip,
         device=device,
         tolerance=_tolerance(tolerance, resolved),
+        replaced=replaced_precision(said, resolved),
     )
     check(case)
     return prove(case)
@@ -119,6 +120,9 @@ def prove(case: Case) -> Proof:
 def _notes(case: Case) -> Iterator[str]:
     """What a reader of the verdict should know."""
     layout = case.plan.layout
+    if case.replaced is not None:
+        more = f"; --precision {case.replaced} looks at it" if case.replaced in TOLERANCES else ""
+        yield f"{case.replaced} was not looked at: this is of the layout, in {case.plan.precision}{more}"
     if case.plan.zero and layout.dp_shard * layout.cp == 1:
         yield f"zero={case.plan.zero} divides nothing here: dp_shard and cp are 1"
     if case.compressed is not None and case.compressed.sync == AUTO:
@@ -143,15 +147,17 @@ def check(case: Case) -> None:
     tokens = _num_tokens(case.batches[0])
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     description = describe(model)
+    # In the precision that was asked for: what no run would lay out is not verified either.
+    plan = case.plan if case.replaced is None else replace(case.plan, precision=case.replaced)
     found = misfits(
-        case.plan,
+        plan,
         description=description,
         batch=length(case.batches[0]),
         sequence=tokens,
         features=shapes,
         modules=[name for name, _ in model.named_modules()],
     )
-    raise_if(found, title=f"plan '{case.plan.brief()}'")
+    raise_if(found, title=f"plan '{plan.brief()}'")
     if case.plan.layout.pp > 1:
         stream_of(model, description.blocks, call_of(objective_of(case.loss), rows(case.batches[0], 0, 1)))
 
@@ -191,6 +197,7 @@ def case_of(recipe: Recipe, world_size: int, how: How) -> Case:
         clip=recipe.optim.clip if recipe.optim.clip is None else min(recipe.optim.clip, 0.5),
         device=device,
         tolerance=_tolerance(how.tolerance, plan),
+        replaced=replaced_precision(asked, plan),
     )
     check(case)
     return case
