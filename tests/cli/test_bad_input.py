@@ -126,18 +126,18 @@ CASES = {
     "hybrid of what": ("train --plan hybrid_shard", "no degree is said", "dp_replicate="),
     "bf16 states of sgd": ("train --optim.states bf16 --optim.name sgd", "is for adamw", "--optim.states fp32"),
     "fp8 with tp": ("train --plan.precision fp8 --plan.tp 2 --nproc 2", "tp=2 splits them", "bf16 instead of fp8"),
-    "fp8 of small layers": ("train --plan.precision fp8", "is large enough to be computed in fp8", "fp8_narrow=16"),
+    "fp8 of small layers": ("train --plan.precision fp8", "has 512 features", "--run.fp8_narrow 16"),
     "a loss in a head that is split": (
         "train --run.loss fused --plan.tp 2 --nproc 2",
         "the loss cannot be computed inside the model: tp=2 splits its head",
-        "loss: auto, or plain",
+        "--run.loss auto or plain",
     ),
     "a loss in the head of a pipeline": (
         "train --run.loss fused --plan.pp 2 --plan.mb 1 --nproc 2",
         "a pipeline computes it from the output of its last stage",
-        "loss: auto, or plain",
+        "--run.loss auto or plain",
     ),
-    "a loss in no head": ("train --model.name mlp --run.loss fused", "names no head", "loss: auto, or plain"),
+    "a loss in no head": ("train --model.name mlp --run.loss fused", "names no head", "--run.loss auto or plain"),
     "unused parameters of shards": (
         "train --run.find_unused true --plan.zero 3 --nproc 2",
         "sharded ranks have to meet for every one of them",
@@ -294,9 +294,7 @@ def test_a_run_is_never_written_over(earlier: Path, refused: Refused) -> None:
     ("words", "what"),
     [
         ("--resume latest --plan.precision bf16", "plan.precision: fp32 → bf16"),
-        ("--resume latest --run.remake_gates false", "run.remake_gates: True → False"),
-        ("--resume latest --run.fp8 rowwise", "run.fp8: tensorwise → rowwise"),
-        ("--resume latest --run.fp8_head none", "run.fp8_head: gradients → none"),
+        ("--resume latest --run.seed 5", "run.seed: 0 → 5"),
         ("--resume 77", "there is no checkpoint of step 77"),
         ("", "already holds a run of this recipe, which has ended"),
         ("--run.dir elsewhere --resume latest", "there is no run in 'elsewhere' to go on with"),

@@ -69,5 +69,10 @@ def test_a_model_without_blocks_is_refused() -> None:
 
 
 def test_a_model_that_is_too_small_is_refused() -> None:
-    with Run("fp8", device="cpu") as run, pytest.raises(ShoalError, match="large enough"):
+    with Run("fp8", device="cpu") as run, pytest.raises(ShoalError, match="has 512 features"):
         run.prepare(Llama(LlamaConfig(hidden=64, ffn=128, num_layers=1)))
+
+
+def test_a_model_of_odd_sizes_is_refused_whatever_is_narrow() -> None:
+    with Run("fp8", device="cpu", fp8_narrow=16) as run, pytest.raises(ShoalError, match="are multiples of 16"):
+        run.prepare(Llama(LlamaConfig(hidden=40, ffn=72, num_heads=4, num_kv_heads=4, num_layers=1)))

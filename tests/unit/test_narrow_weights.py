@@ -10,15 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.blueprint.narrow_weights import narrow_weight_problems
-from shoal.blueprint.plan import Plan
 from shoal.blueprint.recipe import OptimSection
 from shoal.errors import ShoalError
 from shoal.numerics import adamw_update
 from shoal.numerics.adamw import AdamW
 from shoal.numerics.gradients import norms_of
 from shoal.numerics.optim import build_optimizer
-from shoal.numerics.precision import precision_of
 from shoal.train.run import Run
 
 
@@ -122,7 +119,7 @@ def test_a_run_does_not_go_on_with_weights_of_another_kind(saved: str, loaded: s
     with prepared(saved, 1e-3, "fp32") as run:
         run.step(batches(1)[0])
         run.save(tmp_path)
-    with prepared(loaded, 1e-3, "fp32") as run, pytest.raises(ShoalError, match="weights was (bf|f)loat"):
+    with prepared(loaded, 1e-3, "fp32") as run, pytest.raises(ShoalError, match=r"weights was b?float\d\d"):
         run.load(tmp_path)
 
 
@@ -130,20 +127,14 @@ def test_a_run_does_not_go_on_with_weights_of_another_kind(saved: str, loaded: s
 def test_an_optimizer_that_rounds_to_the_nearest_is_refused(kind: Any) -> None:
     """1,897 of 65,920 weights changed in 20 steps where 53,248 do in float32, without a word."""
     model = nn.Linear(4, 4)
-    with Run("bf16", device="cpu", weights="bf16") as run, pytest.raises(ShoalError, match="shoal.AdamW"):
+    with Run("bf16", device="cpu", weights="bf16") as run, pytest.raises(ShoalError, match=r"shoal\.AdamW"):
         run.prepare(model, kind(model.parameters(), lr=1e-5))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64", "fp16"])
 def test_which_precisions_it_is_for(precision: str) -> None:
     with pytest.raises(ShoalError, match="weights in bf16 are for the precisions bf16 and fp8"):
-        precision_of(precision, "bf16")
-
-
-def test_planner_and_run_refuse_in_the_same_words() -> None:
-    with pytest.raises(ShoalError) as caught:
-        precision_of("fp32", "bf16")
-    assert caught.value.problems == tuple(narrow_weight_problems(Plan()))
+        Run(precision, device="cpu", weights="bf16")
 
 
 @pytest.mark.parametrize("word", ["sync=diloco:10", "compress=int8", "offload=optimizer"])

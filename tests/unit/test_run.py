@@ -380,7 +380,7 @@ def test_misuse_gets_one_clear_message(make_run: Any, misuse: Any, message: str)
 @pytest.mark.parametrize(
     ("name", "value", "fix"),
     [
-        ("attention", "flahs", "'auto', 'cudnn', 'flash', 'efficient', 'math'"),
+        ("attention", "flushed", "'auto', 'cudnn', 'flash', 'efficient', 'math'"),
         ("attention", None, "'auto', 'cudnn'"),
         ("fused_loss", "plain", "None, True, False"),
         ("remake_gates", "false", "True, False"),

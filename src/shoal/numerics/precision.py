@@ -137,9 +137,5 @@ def precision_of(name: str, weights: Weights = "fp32") -> Precision:
         raise ShoalError(f"weights are kept in {weights!r}", fix=f"weights={listed(map(repr, get_args(Weights)))}")
     if weights == "fp32":
         return PRECISIONS[name]
-    if PRECISIONS[name].compute_dtype != torch.bfloat16:
-        what = (
-            f"weights in bf16 are for the precisions bf16 and fp8, whose products see no more of them, not for {name}"
-        )
-        raise ShoalError(what, fix="--optim.weights fp32, or --plan.precision bf16")
+    assert PRECISIONS[name].compute_dtype == torch.bfloat16, "see `blueprint.narrow_weights`"
     return replace(PRECISIONS[name], weight_dtype=torch.bfloat16)

@@ -11,7 +11,6 @@ from torch import nn
 from shoal.blueprint.anatomy import is_inside
 from shoal.blueprint.description import Description, matches
 from shoal.blueprint.legality import misfits
-from shoal.blueprint.narrow_weights import refuse_narrow_weights as refuse_narrow_weights
 from shoal.blueprint.plan import Plan
 from shoal.errors import Problem, ShoalError, nearest, raise_if
 from shoal.numerics.fp8 import NARROW, is_fit_for_fp8
@@ -97,16 +96,25 @@ def _all_too_narrow(model: nn.Module, plan: Plan, description: Description, narr
         return
     least = NARROW if narrow is None else narrow
     blocks = [model.get_submodule(name) for name in description.blocks]
-    if not any(is_fit_for_fp8(layer, least) for block in blocks for layer in block.modules()):
-        yield Problem(
-            "not one linear layer of the model's blocks is large enough to be computed in fp8",
-            "bf16; or fp8_narrow=16, which takes every layer whose features are multiples of 16",
+    layers = [layer for block in blocks for layer in block.modules()]
+    if any(is_fit_for_fp8(layer, least) for layer in layers):
+        return
+    if any(is_fit_for_fp8(layer, 1) for layer in layers):
+        what = (
+            f"not one linear layer of the model's blocks has {least} features, from which on they are computed in fp8"
         )
+        yield Problem(what, "--plan.precision bf16; or --run.fp8_narrow 16 (fp8_narrow=16 of a Run)")
+    else:
+        what = "fp8 is for linear layers whose features are multiples of 16, and the model's blocks have none"
+        yield Problem(what, "--plan.precision bf16; or sizes that are multiples of 16")
 
 
 def _not_fused(model: nn.Module, plan: Plan, description: Description) -> Iterator[Problem]:
     if (why := why_plain(model, plan, description)) is not None:
-        yield Problem(f"the loss cannot be computed inside the model: {why}", "loss: auto, or plain")
+        fix = "--run.loss auto or plain (fused_loss=None or False of a Run)"
+        if description.head is None:
+            fix += "; or Description(head=...), where the model's last layer is a product without a bias"
+        yield Problem(f"the loss cannot be computed inside the model: {why}", fix)
 
 
 def why_plain(model: nn.Module, plan: Plan, description: Description) -> str | None:

@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from shoal.blueprint.description import Description
+from shoal.blueprint.narrow_weights import refuse_narrow_weights
 from shoal.blueprint.plan import Plan
 from shoal.checkpoint.saver import Saver
 from shoal.comm.environment import read_environment
@@ -54,7 +55,7 @@ from shoal.parallel.context import Backend, cut_batch, mark_cut
 from shoal.parallel.islands import DEFAULT_OUTER, Outer
 from shoal.parallel.options import Options, Wanted
 from shoal.parallel.pipeline import Feed
-from shoal.parallel.refuse import refuse_narrow_weights, refuse_unbuilt
+from shoal.parallel.refuse import refuse_unbuilt
 from shoal.parallel.replicate import explain_unused
 from shoal.parallel.tensor import TensorParallel
 from shoal.train.build import describe
@@ -150,9 +151,9 @@ class Run:
         refuse_unbuilt(self.plan)
         if self.plan.sync == "auto":
             raise ShoalError("sync=auto is chosen by `shoal train`", fix="sync=diloco:50, compress=int8, or neither")
-        self.precision = precision_of(self.plan.precision, weights)
         if weights == "bf16":
             refuse_narrow_weights(self.plan)
+        self.precision = precision_of(self.plan.precision, weights)
         scale = LossScale(loss_scale, loss_scale_window) if self.precision.scales_loss else LossScale()
         self.updates = Updates(world=self.world, loss_scale=scale, clip=clip, on_nan=on_nan)
         self.seed = seed
