@@ -74,7 +74,8 @@ class Launcher:
 def _launch_and_tell(directory: Path, body: Any, args: Any, nproc: int, options: dict[str, Any]) -> None:
     tempfile.tempdir = str(directory / "tmp")
     try:
-        outcome: Any = launch(body, (directory, *args), nproc=nproc, **options)
+        with open(directory / "said", "w") as said, contextlib.redirect_stderr(said):
+            outcome: Any = launch(body, (directory, *args), nproc=nproc, **options)
     except BaseException as error:
         outcome = error
     try:
@@ -382,3 +383,5 @@ def test_end_of_patience_or_a_second_signal_kills(patience: float, num_signals: 
         os.kill(launcher.process.pid, signal.SIGINT)
         time.sleep(0.3)
     assert isinstance(launcher.outcome(seconds=5), KeyboardInterrupt)
+    told = "rank 0 and 1 did not stop within 0.5 s of SIGINT"  # who sends a second one need not be told
+    assert ((tmp_path / "said").read_text().count(told)) == (num_signals == 1)

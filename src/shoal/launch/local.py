@@ -28,6 +28,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from shoal.errors import listed
 from shoal.launch.failure import Failure, Memory, as_exception, first_failure, read_failure, sudden_end
 from shoal.launch.worker import PASSED_ON, Assignment, value_path, work
 
@@ -110,6 +111,8 @@ class Crew:
     signals: list[int] = field(default_factory=list)
     """Signals that this process received and that are still to be passed on or acted upon."""
     passed_on: int | None = None
+    is_told: bool = False
+    """Whether somebody has been told of workers that did not stop in time."""
     deadline: float | None = None
     """When workers that are still there are killed."""
     memory: Memory = field(default_factory=Memory)
@@ -150,6 +153,7 @@ class Crew:
             if first_seen is not None and self.verdict is None and self.passed_on is None:
                 self._judge(since=first_seen)
             if self.deadline is not None and time.monotonic() > self.deadline:
+                self._say_who_is_late()
                 self._signal_all(signal.SIGKILL)
 
     def raise_outcome(self) -> None:
@@ -224,6 +228,17 @@ class Crew:
         self.passed_on = number
         self.deadline = min(self.deadline or float("inf"), time.monotonic() + self.patience)
         self._signal_all(number)
+
+    def _say_who_is_late(self) -> None:
+        if self.passed_on is None or self.is_told or not self.running:
+            return
+        self.is_told = True
+        late = f"rank {listed(sorted(self.running.values()))}".replace(" or ", " and ")
+        name = signal.Signals(self.passed_on).name
+        what = (
+            f"{late} did not stop within {self.patience:g} s of {name}, and was killed; what was saved before is there"
+        )
+        print(f"shoal: {what}\n    fix: a longer --launch.patience, or a shorter step", file=sys.stderr, flush=True)
 
     def _signal_all(self, number: int) -> None:
         """To the workers alone, since their helpers are theirs to end; but SIGKILL to everything they started."""
