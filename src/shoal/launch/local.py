@@ -235,10 +235,8 @@ class Crew:
         self.is_told = True
         late = f"rank {listed(sorted(self.running.values()))}".replace(" or ", " and ")
         name = signal.Signals(self.passed_on).name
-        what = (
-            f"{late} did not stop within {self.patience:g} s of {name}, and was killed; what was saved before is there"
-        )
-        print(f"shoal: {what}\n    fix: a longer --launch.patience, or a shorter step", file=sys.stderr, flush=True)
+        what = f"{late} did not stop within {self.patience:g} s of {name}, and was killed; what is saved stays"
+        print(f"shoal: {what}\n    fix: a longer --launch.patience, or shorter steps", file=sys.stderr, flush=True)
 
     def _signal_all(self, number: int) -> None:
         """To the workers alone, since their helpers are theirs to end; but SIGKILL to everything they started."""
