@@ -13,7 +13,7 @@ from shoal.numerics.gates import gates_backward
 from shoal.numerics.gradients import norms_of
 from shoal.numerics.norm_backward import _plainly, norm_backward
 from shoal.numerics.rotary import turned_heads
-from shoal.numerics.turned import times_turned
+from shoal.numerics.transposed import times_transposed
 
 if torch.cuda.is_available():  # Triton
     from shoal.numerics.cross_entropy_kernel import exponentials_, times
@@ -93,12 +93,12 @@ def test_heads_are_turned_and_joined(
 
 @pytest.mark.parametrize("shape", [(2048, 8192), (100, 65), (64, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_product_with_a_weight_that_is_turned_around(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_a_product_with_a_weight_that_is_transposed(shape: tuple[int, int], dtype: torch.dtype) -> None:
     torch.manual_seed(shape[0])
     grad, weight = torch.randn(33, shape[0], device="cuda").bfloat16(), torch.randn(shape, device="cuda").to(dtype)
-    found = times_turned(grad, weight)
+    found = times_transposed(grad, weight)
     assert relative(found, grad.double() @ weight.bfloat16().double()) < 3e-3
-    assert torch.equal(torch.ops.shoal.turned(weight, torch.bfloat16), weight.T.bfloat16())
+    assert torch.equal(torch.ops.shoal.transposed(weight, torch.bfloat16), weight.T.bfloat16())
 
 
 def test_times_a_number_of_the_device() -> None:

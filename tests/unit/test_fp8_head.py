@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.numerics import linear_cross_entropy as fused
-from shoal.numerics.fp8_products import PRECISE, Narrow, product, turned
+from shoal.numerics.fp8_products import PRECISE, Narrow, product, transposed
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without products in bfloat16
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -77,12 +77,12 @@ def test_sizes_that_8_bit_products_do_not_take_are_computed_in_bf16() -> None:
 def test_products_of_narrow_matrices(device: str) -> None:
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(shape, generator=generator).to(device) for shape in ((256, 48), (256, 80)))
-    x = turned(a)
+    x = transposed(a)
     assert x.values.shape == (48, 256)
     assert x.values.dtype == PRECISE
     assert float(x.values.float().abs().max()) == torch.finfo(PRECISE).max
-    found = product(x, turned(b), torch.float32)
+    found = product(x, transposed(b), torch.float32)
     assert error(found, a.T @ b) < 0.05
-    nothing = turned(torch.zeros_like(a))
-    assert float(product(nothing, turned(b), torch.float32).abs().max()) == 0.0
+    nothing = transposed(torch.zeros_like(a))
+    assert float(product(nothing, transposed(b), torch.float32).abs().max()) == 0.0
     assert isinstance(nothing, Narrow)

@@ -117,7 +117,7 @@ def _exponentials(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _tiles(  # type: ignore[no-untyped-def]
-    logits, labels, lses, gradient, turned, num_rows, vocabulary, ignore, factor, tile: tl.constexpr
+    logits, labels, lses, gradient, transposed, num_rows, vocabulary, ignore, factor, tile: tl.constexpr
 ):
     row = tl.program_id(1).to(tl.int64) * tile + tl.arange(0, tile)
     column = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
@@ -131,8 +131,8 @@ def _tiles(  # type: ignore[no-untyped-def]
     g = tl.exp(x - lse[:, None]) - tl.where(is_label, 1.0, 0.0) + poison[:, None]
     g = tl.where((label != ignore)[:, None], g * factor, 0.0)
     tl.store(gradient + places, g.to(tl.float8e5), mask=here)
-    turned_places = column[:, None] * num_rows + row[None, :]
-    tl.store(turned + turned_places, tl.trans(g).to(tl.float8e5), mask=tl.trans(here))
+    transposed_places = column[:, None] * num_rows + row[None, :]
+    tl.store(transposed + transposed_places, tl.trans(g).to(tl.float8e5), mask=tl.trans(here))
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -194,16 +194,16 @@ def cross_entropy_rows_(logits: Tensor, labels: Tensor, *, ignore: int, with_gra
 def gradient_in_fp8(
     logits: Tensor, labels: Tensor, lses: Tensor, *, ignore: int, factor: float
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of the sum of losses times a factor, in 8-bit floats of a wide range; and the same turned around."""
+    """The gradient of the sum of losses times a factor, in 8-bit floats of a wide range; and the same transposed."""
     assert logits.is_contiguous()
     num_rows, vocabulary = logits.shape
-    gradient, turned = (
+    gradient, transposed = (
         torch.empty(shape, dtype=torch.float8_e5m2, device=logits.device)
         for shape in ((num_rows, vocabulary), (vocabulary, num_rows))
     )
     launch: Any = _tiles[(triton.cdiv(vocabulary, _TILE), triton.cdiv(num_rows, _TILE))]
     launch(
-        logits, labels.contiguous(), lses, gradient, turned, num_rows, vocabulary, ignore, factor,
+        logits, labels.contiguous(), lses, gradient, transposed, num_rows, vocabulary, ignore, factor,
         tile=_TILE, num_warps=_TILE_WARPS,
     )  # fmt: skip
-    return gradient, turned
+    return gradient, transposed

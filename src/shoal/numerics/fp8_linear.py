@@ -55,7 +55,7 @@ class _NarrowProduct(torch.autograd.Function):
         dy = narrow(grads[0], factor_for(grads[0], FAR), FAR)
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = product(dy, narrow(weight, for_weight, PRECISE).turned(), grads[0].dtype)
+            dx = product(dy, narrow(weight, for_weight, PRECISE).transposed(), grads[0].dtype)
         if ctx.needs_input_grad[1]:
-            dw = product(dy.turned(), narrow(x, for_x, PRECISE).turned(), weight.dtype)
+            dw = product(dy.transposed(), narrow(x, for_x, PRECISE).transposed(), weight.dtype)
         return dx, dw

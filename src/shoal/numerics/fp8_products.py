@@ -28,7 +28,7 @@ class Narrow:
     values: Tensor
     scale: Tensor
 
-    def turned(self) -> Narrow:
+    def transposed(self) -> Narrow:
         """The same values the other way around."""
         return Narrow(self.values.T.contiguous(), self.scale)
 
@@ -43,14 +43,14 @@ def narrow(x: Tensor, factor: Tensor, kind: torch.dtype) -> Narrow:
     return Narrow((x.float() * factor).to(kind), factor.reciprocal())
 
 
-def turned(x: Tensor) -> Narrow:
-    """A matrix turned around, scaled so that its largest number is the largest of `PRECISE`."""
+def transposed(x: Tensor) -> Narrow:
+    """A matrix transposed, scaled so that its largest number is the largest of `PRECISE`."""
     low, high = torch.aminmax(x)
     factor = _factor(torch.maximum(-low, high), PRECISE)
     if x.is_cuda:
-        from shoal.numerics.fp8_kernel import turn  # Triton, which CPUs do not have
+        from shoal.numerics.fp8_kernel import transpose  # Triton, which CPUs do not have
 
-        values = turn(x, factor)
+        values = transpose(x, factor)
     else:
         values = (x.float() * factor).to(PRECISE).T.contiguous()
     return Narrow(values, factor.reciprocal())
@@ -61,7 +61,7 @@ def _factor(largest: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def product(a: Narrow, b: Narrow, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-    """a times b turned around: both have the summed dim last. Sums are kept in float32; `fast`: with the fewer bits
+    """a times b transposed: both have the summed dim last. Sums are kept in float32; `fast`: with the fewer bits
     that the matrix units of a Hopper have for them, as is customary in a forward."""
     if not a.values.is_cuda:
         with torch.autocast("cpu", enabled=False):  # a compiled backward is in that of its forward

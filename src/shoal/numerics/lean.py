@@ -29,7 +29,7 @@ from shoal.comm.once import differentiable_once
 from shoal.numerics.gates import gates_backward
 from shoal.numerics.norm_backward import norm_backward
 from shoal.numerics.precision import compute_dtype, narrowed, wide
-from shoal.numerics.turned import times_turned
+from shoal.numerics.transposed import times_transposed
 
 
 class RMSNorm(nn.RMSNorm):
@@ -186,7 +186,7 @@ class _GatedLinear(torch.autograd.Function):
         (grad,) = grads
         weight, *held = ctx.saved_tensors
         parts = held if ctx.remakes else held[:-1]
-        d_parts, gated = gates_backward(parts, times_turned(grad, weight), remakes=ctx.remakes)
+        d_parts, gated = gates_backward(parts, times_transposed(grad, weight), remakes=ctx.remakes)
         gated = held[-1] if gated is None else gated
         d_weight = _product(grad, gated, weight.dtype) if ctx.needs_input_grad[0] else None
         return d_weight, None, *d_parts

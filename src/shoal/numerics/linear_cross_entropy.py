@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.comm.once import differentiable_once
-from shoal.numerics.fp8_products import FAR, MULTIPLE, Narrow, product, turned
+from shoal.numerics.fp8_products import FAR, MULTIPLE, Narrow, product, transposed
 from shoal.numerics.precision import compute_dtype, wide
 
 CHUNK_BYTES = 2**31
@@ -83,7 +83,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs_h, needs_weight = ctx.needs_input_grad[:2]
         is_narrow = fp8 and all(size % MULTIPLE == 0 for size in (*h.shape, len(weight)))
         w = weight.to(h.dtype)
-        w_turned = turned(w) if is_narrow and needs_h else None
+        w_transposed = transposed(w) if is_narrow and needs_h else None
         total = torch.zeros((), dtype=wide(h.dtype), device=h.device)
         dh = torch.empty_like(h) if needs_h else None
         dw = h.new_empty(weight.shape, dtype=wide(weight.dtype)) if needs_weight else None
@@ -96,16 +96,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if not (needs_h or needs_weight):
                 loss = cross_entropy_(logits, labels[part], ignore=ignore, with_gradient=False)
             elif is_narrow:
-                loss, gradient, gradient_turned = cross_entropy_in_fp8(
+                loss, gradient, gradient_transposed = cross_entropy_in_fp8(
                     logits, labels[part], ignore=ignore, factor=factor
                 )
-                if dh is not None and w_turned is not None:
-                    dh[part] = product(gradient, w_turned, dh.dtype)
+                if dh is not None and w_transposed is not None:
+                    dh[part] = product(gradient, w_transposed, dh.dtype)
                 if dw is not None:
-                    share = product(gradient_turned, turned(h[part]), dw.dtype)
+                    share = product(gradient_transposed, transposed(h[part]), dw.dtype)
                     dw = dw.add_(share) if keep else share
                     del share
-                del gradient, gradient_turned
+                del gradient, gradient_transposed
             else:
                 loss, rows = gradient_(logits, labels[part], ignore=ignore, factor=factor)
                 if dh is not None:
@@ -204,15 +204,15 @@ def gradient_(logits: Tensor, labels: Tensor, *, ignore: int, factor: float) -> 
 def cross_entropy_in_fp8(
     logits: Tensor, labels: Tensor, *, ignore: int, factor: float
 ) -> tuple[Tensor, Narrow, Narrow]:
-    """The sum of the losses of rows of logits, and its gradient times a factor in 8-bit floats, as it is and turned
-    around."""
+    """The sum of the losses of rows of logits, and its gradient times a factor in 8-bit floats, as it is and
+    transposed."""
     scale = torch.full((), factor / _FACTOR, device=logits.device)
     if logits.is_cuda:
         from shoal.numerics.cross_entropy_kernel import cross_entropy_rows_, gradient_in_fp8
 
         losses, lses = cross_entropy_rows_(logits, labels, ignore=ignore, with_gradient=False)
-        gradient, turned_gradient = gradient_in_fp8(logits, labels, lses, ignore=ignore, factor=_FACTOR)
-        return losses.sum(), Narrow(gradient, scale), Narrow(turned_gradient, scale)
+        gradient, transposed_gradient = gradient_in_fp8(logits, labels, lses, ignore=ignore, factor=_FACTOR)
+        return losses.sum(), Narrow(gradient, scale), Narrow(transposed_gradient, scale)
     exact = logits.to(wide(logits.dtype))
     total = cross_entropy_(exact, labels, ignore=ignore, with_gradient=True)
     gradient = (exact * _FACTOR).to(FAR)

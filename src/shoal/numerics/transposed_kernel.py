@@ -1,4 +1,4 @@
-"""A matrix turned around and cast on a GPU, in one pass: 27 µs for 8,192 x 2,048 numbers from float32 to bfloat16 on an
+"""A matrix transposed and cast on a GPU, in one pass: 27 µs for 8,192 x 2,048 numbers from float32 to bfloat16 on an
 H200 (measured 2026-11-16), where to cast them takes 24."""
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ _WARPS = 4
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _turn(x, turned, num_rows, num_columns, tile: tl.constexpr):  # type: ignore[no-untyped-def]
+def _transpose(x, transposed, num_rows, num_columns, tile: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     column = tl.program_id(1).to(tl.int64) * tile + tl.arange(0, tile)
     here = (row < num_rows)[:, None] & (column < num_columns)[None, :]
     values = tl.load(x + row[:, None] * num_columns + column[None, :], mask=here, other=0.0)
     places = column[:, None] * num_rows + row[None, :]
-    tl.store(turned + places, tl.trans(values).to(turned.dtype.element_ty), mask=tl.trans(here))
+    tl.store(transposed + places, tl.trans(values).to(transposed.dtype.element_ty), mask=tl.trans(here))
 
 
-def turn(x: Tensor, turned: Tensor) -> None:
+def transpose(x: Tensor, transposed: Tensor) -> None:
     """(rows, columns) → (columns, rows)."""
-    launch: Any = _turn[tuple(triton.cdiv(size, _TILE) for size in x.shape)]
-    launch(x, turned, *x.shape, tile=_TILE, num_warps=_WARPS)
+    launch: Any = _transpose[tuple(triton.cdiv(size, _TILE) for size in x.shape)]
+    launch(x, transposed, *x.shape, tile=_TILE, num_warps=_WARPS)
