@@ -225,10 +225,14 @@ def test_refused(case: str, refused: Refused) -> None:
     refused(*words.split(), what=what, fix=fix)
 
 
-@pytest.mark.parametrize("case", [case for case, (words, *_) in CASES.items() if words.startswith("train ")])
+TOLD_WHEN_MADE = {"directory on a read-only system"}
+"""What a system says only when something is made, and a dry run makes nothing."""
+
+
+@pytest.mark.parametrize(
+    "case", [case for case, (words, *_) in CASES.items() if words.startswith("train ") and case not in TOLD_WHEN_MADE]
+)
 def test_refused_by_a_dry_run_too(case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if case == "directory on a read-only system":
-        pytest.skip("which the system says only when something is made")
     words, what, _ = CASES[case]
     before = contents(folder)
     assert main([*words.split(), "--dry-run"]) == 2

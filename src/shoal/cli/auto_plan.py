@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 from shoal.backtest.rows import append
 from shoal.blueprint.cluster import GIB, Cluster, here_file
 from shoal.blueprint.habits import shoal_habits
-from shoal.blueprint.narrow_weights import narrow_weight_problems
-from shoal.blueprint.plan import Plan
+from shoal.blueprint.narrow_weights import refuse_narrow_weights
 from shoal.blueprint.recipe import Recipe
 from shoal.blueprint.remedies import refuse_contradictions, remedies
 from shoal.blueprint.search import search
 from shoal.blueprint.task import Task, Verdict
 from shoal.blueprint.workload import Workload, from_hugging_face
-from shoal.errors import Problem, ShoalError, raise_if
+from shoal.errors import ShoalError
 from shoal.train.build import build_model, describe, without_memory
 
 if TYPE_CHECKING:
@@ -33,8 +32,9 @@ DIMENSIONS = {
 
 def planned(recipe: Recipe, num_ranks: int, per_node: int) -> tuple[Recipe, Verdict]:
     """The recipe with the best plan of this many ranks, so many on each machine; what its own plan says is kept."""
-    if recipe.optim.weights == "bf16":
-        _refuse_narrow_weights(recipe.plan)
+    if recipe.optim.weights == "bf16":  # the planner leaves the precision as it is; `--plan auto` has replaced it
+        instead = replace(recipe.plan, precision="bf16")
+        refuse_narrow_weights(recipe.plan, precision=f'--plan "auto {instead}"')
     model = model_of(recipe)
     workload = workload_for(recipe, model)
     cluster = replace(cluster_for(recipe.launch.device), per_node=per_node, nodes=-(-num_ranks // per_node))
@@ -47,19 +47,6 @@ def planned(recipe: Recipe, num_ranks: int, per_node: int) -> tuple[Recipe, Verd
         raise ShoalError(what, fix=helps or "a smaller model")
     chosen = {"plan": best[0].plan, "run": recipe.run.model_copy(update={"planned": False})}  # now it is said
     return recipe.model_copy(update=chosen), best[0]
-
-
-def _refuse_narrow_weights(plan: Plan) -> None:
-    """Before anything is planned: the planner leaves the precision as it is, and words alone, `--plan auto`, have
-    replaced the one of the recipe."""
-    instead = Plan.of({**plan.to_mapping(), "precision": "bf16"})
-    raise_if(
-        (
-            Problem(problem.what, problem.fix.replace("--plan.precision bf16", f'--plan "auto {instead}"'))
-            for problem in narrow_weight_problems(plan)
-        ),
-        title=f"plan '{plan}'",
-    )
 
 
 def note(recipe: Recipe, summary: Mapping[str, Any], path: Path) -> None:

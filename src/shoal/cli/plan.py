@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from shoal.blueprint.cluster import Cluster
-from shoal.blueprint.narrow_weights import narrow_weight_problems
+from shoal.blueprint.narrow_weights import refuse_narrow_weights
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.task import Task
 from shoal.blueprint.workload import Workload
@@ -208,20 +208,8 @@ def wanted_of(options: Options) -> dict[str, Any]:
     wanted.setdefault("precision", _usual_precision(Cluster.parse(options.cluster)))
     plan = Plan.of(wanted)  # refuses what cannot be
     if options.weights == "bf16":
-        _refuse_narrow_weights(plan)
+        refuse_narrow_weights(plan, weights="--weights fp32", precision="--precision bf16")
     return wanted
-
-
-def _refuse_narrow_weights(plan: Plan) -> None:
-    """As a run would, with the options that this verb has."""
-    ours = (("--optim.weights", "--weights"), ("--plan.precision", "--precision"))
-    found = []
-    for problem in narrow_weight_problems(plan):
-        fix = problem.fix
-        for theirs, own in ours:
-            fix = fix.replace(theirs, own)
-        found.append(Problem(problem.what, fix))
-    raise_if(found, title=f"plan '{plan}'")
 
 
 def _usual_precision(cluster: Cluster) -> str:

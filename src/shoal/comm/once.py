@@ -16,5 +16,5 @@ def differentiable_once() -> None:
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # the compiler refuses by itself
         raise ShoalError(
             "a gradient of a gradient (create_graph=True) is asked for, which shoal's layers and losses do not have",
-            fix="a model of torch's own layers and a loss of your own (run.loss=plain), on one device",
+            fix="a model of torch's own layers, without a fused loss (fused_loss=False), on one device",
         )

@@ -110,15 +110,18 @@ def materialise(model: nn.Module, device: torch.device | str, where: Where = eve
 @torch.no_grad()
 def draw_undrawn(model: nn.Module, seed: int) -> None:
     """Fill the parameters that nobody has filled yet, of a model that says how: they are NaN throughout."""
+    if not has_law(model):
+        return
     hollow = {name.rpartition(".")[0] for name, p in model.named_parameters(remove_duplicate=False) if _is_hollow(p)}
-    if hollow and has_law(model):
+    if hollow:
         initialise(model, seed, hollow.__contains__)
 
 
 def _is_hollow(parameter: Tensor) -> bool:
     if parameter.is_meta or not parameter.is_floating_point() or not parameter.numel():
         return False
-    return bool(parameter.flatten()[0].isnan()) and bool(parameter.isnan().all())
+    first = parameter[(0,) * parameter.dim()]  # most need no further look
+    return bool(first.isnan()) and bool(parameter.isnan().all())
 
 
 @dataclass(frozen=True, slots=True)

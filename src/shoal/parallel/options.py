@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import torch
+
 from shoal.comm.wire import Chosen
 from shoal.errors import Problem, raise_if
 from shoal.numerics.fp8 import FromHead, Scaling
@@ -73,6 +75,4 @@ def _wrong(options: Options) -> Iterator[Problem]:
 
 
 def _backends() -> list[str]:
-    import torch
-
     return list(torch.compiler.list_backends(exclude_tags=()))

@@ -100,9 +100,7 @@ def _all_too_narrow(model: nn.Module, plan: Plan, description: Description, narr
     if any(is_fit_for_fp8(layer, least) for layer in layers):
         return
     if any(is_fit_for_fp8(layer, 1) for layer in layers):
-        what = (
-            f"not one linear layer of the model's blocks has {least} features, from which on they are computed in fp8"
-        )
+        what = f"not one linear layer of the model's blocks has {least} features, the least for fp8"
         yield Problem(what, "--plan.precision bf16; or --run.fp8_narrow 16 (fp8_narrow=16 of a Run)")
     else:
         what = "fp8 is for linear layers whose features are multiples of 16, and the model's blocks have none"

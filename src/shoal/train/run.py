@@ -145,18 +145,6 @@ class Run:
                 "a loss of one's own is not computed inside the model's last layer",
                 fix="fused_loss=None; or no loss=, which is the cross-entropy of batches with labels",
             )
-        place = read_environment(os.environ)
-        self.world = world or World.start(place, device=device, timeout=timeout, threads=threads)
-        self.plan = asked.resolve(self.world.size)
-        refuse_unbuilt(self.plan)
-        if self.plan.sync == "auto":
-            raise ShoalError("sync=auto is chosen by `shoal train`", fix="sync=diloco:50, compress=int8, or neither")
-        if weights == "bf16":
-            refuse_narrow_weights(self.plan)
-        self.precision = precision_of(self.plan.precision, weights)
-        scale = LossScale(loss_scale, loss_scale_window) if self.precision.scales_loss else LossScale()
-        self.updates = Updates(world=self.world, loss_scale=scale, clip=clip, on_nan=on_nan)
-        self.seed = seed
         self.options = Options(
             seed=seed,
             bucket_mb=bucket_mb,
@@ -172,6 +160,18 @@ class Run:
             exact_steps=exact_steps,
             outer=outer,
         )
+        place = read_environment(os.environ)
+        self.world = world or World.start(place, device=device, timeout=timeout, threads=threads)
+        self.plan = asked.resolve(self.world.size)
+        refuse_unbuilt(self.plan)
+        if self.plan.sync == "auto":
+            raise ShoalError("sync=auto is chosen by `shoal train`", fix="sync=diloco:50, compress=int8, or neither")
+        if weights == "bf16":
+            refuse_narrow_weights(self.plan)
+        self.precision = precision_of(self.plan.precision, weights)
+        scale = LossScale(loss_scale, loss_scale_window) if self.precision.scales_loss else LossScale()
+        self.updates = Updates(world=self.world, loss_scale=scale, clip=clip, on_nan=on_nan)
+        self.seed = seed
         self.mesh = Mesh.make(self.world, self.plan.layout)
         self.tensor = TensorParallel(self.mesh.groups.get("tp"), splits_tokens=bool(self.plan.sp))
         """For layers that a model's author splits: ColumnParallelLinear(..., tensor=run.tensor)."""
