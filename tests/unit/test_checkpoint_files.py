@@ -27,6 +27,7 @@ from shoal.checkpoint.disk import Disk
 from shoal.checkpoint.manifest import CHUNK, NAME, Entry, File, Manifest, Piece
 from shoal.checkpoint.store import Store
 from shoal.errors import ShoalError
+from tests.cover import covered
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -322,9 +323,11 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-@pytest.mark.parametrize("reason", ["ENOSPC", "EIO", "EACCES"])
-@pytest.mark.parametrize("again", [False, True])
-def test_whatever_operation_fails_a_whole_step_is_left(tmp_path: Path, again: bool, reason: str) -> None:
+FAILURES = [(reason, again) for reason in ("ENOSPC", "EIO", "EACCES") for again in (False, True)]
+
+
+@pytest.mark.parametrize(("reason", "again"), covered(FAILURES, lambda *row: row))
+def test_whatever_operation_fails_a_whole_step_is_left(tmp_path: Path, reason: str, again: bool) -> None:
     second = 1 if again else 2
     store = Store(tmp_path / "whole")
     save(store, 1)
