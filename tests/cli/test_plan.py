@@ -156,7 +156,26 @@ def test_what_a_run_would_refuse_is_told(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_money_may_want_fewer_devices(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = asked(capsys, *CHEAP.split())
-    assert json.loads(out)["plans"][0]["devices"] < 32
+    plans = json.loads(out)["plans"]
+    assert plans[0]["devices"] < 32
+    costs = [plan["cost_of_billion_tokens"] for plan in plans]
+    assert costs == sorted(costs)
+    first = plans[0]  # what a device does in an hour, at the preset's price
+    assert costs[0] == pytest.approx(1e9 / first["tokens_per_s_per_device"] / 3600 * 6.88, rel=1e-3)
+
+
+def test_who_asks_for_the_cheapest_sees_what_it_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["llama3-1b", "--seq", "2048", "--global-batch", "64", "--by", "money", "--cluster"]
+    for more, column, least, most in (
+        (["h100:4", "--price", "3600"], "money/B tokens", 5e3, 1e5),
+        (["h100-96:4"], "device-hours/B tokens", 1, 1e4),
+    ):
+        _, out, _ = asked(capsys, *words, *more)
+        lines = out.splitlines()
+        head = next(number for number, line in enumerate(lines) if line.startswith("plan "))
+        assert lines[head].rstrip().endswith(column)
+        assert least < float(lines[head + 1].split()[-1].replace(",", "")) < most
+        assert ("at 3600 for one device and one hour" in out) == ("--price" in more)
 
 
 def test_dimensions_and_configs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

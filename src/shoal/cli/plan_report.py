@@ -52,6 +52,11 @@ class Choice:
         per_step = self.task.global_batch * self.task.sequence
         return tokens / per_step * self.verdict.time.total * self.devices / 3600
 
+    def cost(self, tokens: float) -> float | None:
+        """Of training on so many tokens, in money; None: nobody has said what a device costs."""
+        price = self.task.cluster.price
+        return None if price is None else self.device_hours(tokens) * price
+
     def to_mapping(self) -> dict[str, Any]:
         """For machines."""
         memory, time = self.verdict.memory, self.verdict.time
@@ -78,6 +83,7 @@ class Choice:
             },
             "mfu": round(time.mfu, 5),
             "tokens_per_s_per_device": round(time.tokens_per_s_per_device, 2),
+            "cost_of_billion_tokens": self.cost(1e9),
         }
 
 
@@ -88,6 +94,7 @@ class Answer:
     task: Task
     found: Found
     best: list[Choice]
+    by: str = "time"
     rejected: list[Rejected] = field(default_factory=list)
     lints: list[Lint] = field(default_factory=list)
     remedies: list[str] = field(default_factory=list)
@@ -107,7 +114,7 @@ def answer(task: Task, wanted: Mapping[str, Any], options: Options) -> Answer:
     choices = [Choice(task, verdict) for verdict in found.best]
     if options.by == "money":
         choices = _cheapest(task, wanted, options.top)
-    told = Answer(task, found, choices)
+    told = Answer(task, found, choices, options.by)
     if options.tokens is not None:
         told.tokens = count_of(options.tokens)
     if not choices:
@@ -196,12 +203,11 @@ def _run(told: Answer) -> dict[str, Any]:
     assert told.tokens is not None
     first = told.best[0]
     hours = first.device_hours(told.tokens)
-    price = first.task.cluster.price
     return {
         "tokens": told.tokens,
         "days": hours / first.devices / 24,
         "device_hours": hours,
-        "cost": None if price is None else hours * price,
+        "cost": first.cost(told.tokens),
     }
 
 
@@ -231,7 +237,13 @@ def render(console: Console, told: Answer) -> None:
         return
     rate = "tokens/s/device" if task.sequence > 1 else "samples/s/device"
     columns = ["plan", "devices", "GiB", "step", "in 8 of 10 runs", "MFU", rate]
-    _table(console, "", columns, map(_row, told.best))
+    rows = [_row(choice) for choice in told.best]
+    if told.by == "money":
+        columns.append(_COST if task.cluster.price is not None else _HOURS)
+        rows = [[*row, _cost(choice)] for row, choice in zip(rows, told.best, strict=True)]
+    _table(console, "", columns, rows)
+    if told.by == "money" and task.cluster.price is not None:
+        console.print(f"[dim]at {task.cluster.price:g} for one device and one hour; --price says another[/dim]\n")
     fastest = min(told.best, key=lambda choice: choice.verdict.time.total)
     if told.best[0] is not fastest and told.best[0].devices == fastest.devices:
         console.print("[dim]the first is the simplest of those that are within 5 % of the fastest[/dim]\n")
@@ -333,6 +345,16 @@ def _row(choice: Choice) -> list[str]:
     ]
 
 
+_COST, _HOURS = "money/B tokens", "device-hours/B tokens"
+_NUMBERS = ("GiB", "step", "MFU", "tokens/s/device", "samples/s/device", "devices", "efficiency", _COST, _HOURS)
+
+
+def _cost(choice: Choice) -> str:
+    """What the cheapest is chosen by."""
+    cost = choice.cost(1e9)
+    return f"{choice.device_hours(1e9):,.1f}" if cost is None else f"{cost:,.0f}"
+
+
 def _table(
     console: Console, title: str, columns: list[str], rows: Iterable[list[str]], *, has_head: bool = True
 ) -> None:
@@ -340,8 +362,8 @@ def _table(
 
     drawn = Table(box=None, show_header=has_head, header_style="dim", pad_edge=False)
     for number, column in enumerate(columns):
-        is_number = column in ("GiB", "step", "MFU", "tokens/s/device", "samples/s/device", "devices", "efficiency")
-        drawn.add_column(column, justify="right" if is_number or (not has_head and number == 1) else "left")
+        is_number = column in _NUMBERS or (not has_head and number == 1)
+        drawn.add_column(column, justify="right" if is_number else "left")
     for row in rows:
         drawn.add_row(*row)
     if title:
