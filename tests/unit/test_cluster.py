@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,6 +93,43 @@ def test_a_file_with_a_mistyped_key_names_the_right_one(tmp_path: Path) -> None:
     with pytest.raises(ShoalError) as caught:
         Cluster.parse(str(path))
     assert str(caught.value) == "device has no key 'streaming_'\n    fix: streaming"
+
+
+def written(tmp_path: Path, text: str) -> Cluster:
+    path = tmp_path / "ours.yaml"
+    path.write_text(text)
+    return Cluster.parse(str(path))
+
+
+def test_a_file_may_be_like_a_preset_but_for_what_it_says(tmp_path: Path) -> None:
+    ours = written(
+        tmp_path,
+        "like: h100:8x4\nnodes: 2\nprice: 2\nbetween: ethernet-100\n"
+        "inside: {bandwidth: 25e9}\ndevice: {peak: {bf16: 9.0e14}}\n",
+    )
+    preset = Cluster.parse("h100:8x4")
+    assert (ours.per_node, ours.nodes, ours.price) == (8, 2, 2)
+    assert ours.between == TIERS["ethernet-100"]
+    assert ours.inside == replace(preset.inside, bandwidth=25e9)
+    assert ours.device == replace(preset.device, peak={**preset.device.peak, "bf16": 9e14})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("like: ours.yaml", "'ours.yaml' is no preset"),
+        ("like: h1000:8", "there is no preset of a device 'h1000'"),
+        ("like: h100:8\nbetween: ethernet", "there is no kind of link 'ethernet'"),
+        ("like: h100:8\nper_node: eight", "per_node is 'eight', not a whole number"),
+        ("like: h100:8\nper_node: 7.5", "per_node is 7.5, not a whole number"),
+        ("like: h100:8\ninside: {bandwidth: -1}", "inside: bandwidth is -1, not a number"),
+        ("like: h100:8\ninside: {bandwith: 1e9}", "inside has no key 'bandwith'"),
+        ("like: h100:8\nprice: .nan", "price is nan, not a number"),
+    ],
+)
+def test_a_mistake_in_a_file_is_told(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ShoalError, match=re.escape(said)):
+        written(tmp_path, text)
 
 
 def test_a_file_without_links_says_so(tmp_path: Path) -> None:

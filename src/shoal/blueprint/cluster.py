@@ -184,11 +184,15 @@ class Cluster:
 
     @classmethod
     def from_mapping(cls, said: Mapping[str, Any]) -> Cluster:
-        """From keys and values, such as those of a YAML file."""
-        said = dict(said)
+        """From keys and values, such as those of a YAML file. `like` names a preset that they change: `{"like":
+        "h100:8x4", "between": "ethernet-100", "price": 2}`."""
+        said = {key: _named_tier(value) if key in ("inside", "between") else value for key, value in said.items()}
+        if "like" in said:
+            said = _changed(_preset(said.pop("like")).to_mapping(), said)
         for key, kind in (("device", Device), ("inside", Tier), ("between", Tier)):
             if key not in said:
-                raise ShoalError(f"the cluster does not say its {key}", fix=f"{key}: with {listed(_keys(kind))}")
+                fix = f"{key}: with {listed(_keys(kind))}; or like: h100:8, and what is different"
+                raise ShoalError(f"the cluster does not say its {key}", fix=fix)
             said[key] = _build(kind, said[key], key)
         built: Cluster = _build(cls, said, "the cluster")
         return built
@@ -321,13 +325,61 @@ def _build(kind: type[Any], said: Any, where: str) -> Any:
     """An object from its keys, each known and none missing."""
     if not isinstance(said, Mapping):
         raise ShoalError(f"{where} is {said!r}, not keys and values", fix=f"{where}: with {listed(_keys(kind))}")
+    types = {field.name: str(field.type) for field in fields(kind)}
     for key in said:
-        if key not in _keys(kind):
+        if key not in types:
             fix = nearest(str(key), _keys(kind)) or listed(_keys(kind))
             raise ShoalError(f"{where} has no key {key!r}", fix=fix)
     try:
-        return kind(**said)
+        return kind(**{key: _number(value, types[key], f"{where}: {key}") for key, value in said.items()})
     except TypeError as error:
         raise ShoalError(
             f"{where} is not complete: {error}", fix=f"shoal calibrate writes all of {_keys(kind)}"
         ) from None
+
+
+def _number(value: Any, type_name: str, where: str) -> Any:
+    """What a key holds, as a number if it is one; YAML takes 25e9 for a word."""
+    if isinstance(value, Mapping):  # of rates by precision
+        return {key: _number(rate, "float", f"{where}: {key}") for key, rate in value.items()}
+    if not type_name.startswith(("float", "int")) or (value is None and "None" in type_name):
+        return value
+    is_whole = type_name == "int"
+    try:
+        number = float(value)
+        is_fit = not isinstance(value, bool) and math.isfinite(number) and number >= 0
+    except (TypeError, ValueError):
+        is_fit = False
+    if not is_fit or (is_whole and not number.is_integer()):
+        kind = "a whole number" if is_whole else "a number"
+        raise ShoalError(f"{where} is {value!r}, not {kind}", fix=f"{kind}, 0 or more")
+    return int(number) if is_whole else number
+
+
+def _preset(name: Any) -> Cluster:
+    """That a file is like; another file could be like this one, and so on."""
+    if not isinstance(name, str) or name.endswith((".yaml", ".yml")) or "/" in name:
+        raise ShoalError(f"like: {name!r} is no preset", fix="like: h100:8x4, or like: here")
+    return Cluster.parse(name)
+
+
+def _named_tier(value: Any) -> Any:
+    """The keys of a kind of link that is said by its name."""
+    from shoal.blueprint.hardware import TIERS
+
+    if not isinstance(value, str):
+        return value
+    if value not in TIERS:
+        raise ShoalError(f"there is no kind of link {value!r}", fix=nearest(value, TIERS) or listed(TIERS))
+    return asdict(TIERS[value])
+
+
+def _changed(all_of: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
+    """The first with what is said in its place, key by key, however deep."""
+    changed = {
+        key: _changed(all_of[key], value)
+        if isinstance(value, Mapping) and isinstance(all_of.get(key), Mapping)
+        else value
+        for key, value in said.items()
+    }
+    return {**all_of, **changed}
