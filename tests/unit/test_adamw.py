@@ -137,3 +137,31 @@ def test_a_copy_of_an_optimizer_is_one() -> None:
 def test_what_is_not_a_number_is_not_rounded_to_one() -> None:
     bits = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
     assert stochastically_rounded(bits, torch.Generator().manual_seed(0)).isnan().all()
+
+
+def test_moments_of_narrow_weights_are_loaded_as_they_were_saved() -> None:
+    """torch casts what it loads to the precision of the weights, and moments in float32 came back as bfloat16."""
+    ours, others = ([nn.Parameter(w.detach().bfloat16()) for w in weights()] for _ in range(2))
+    mine, loaded = AdamW(ours, **OPTIONS), AdamW(others, **OPTIONS)
+    for step in range(3):
+        give_gradients(ours, step)
+        mine.step()
+    loaded.load_state_dict(mine.state_dict())
+    for one, other in zip(ours, others, strict=True):
+        for name in ("step", "exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(loaded.state[other][name], mine.state[one][name], rtol=0, atol=0)
+
+
+def test_it_goes_on_from_the_states_of_torchs_own() -> None:
+    ours, theirs = weights(), weights()
+    mine, reference = AdamW(ours, **OPTIONS), torch.optim.AdamW(theirs, **OPTIONS)
+    give_gradients(theirs, 0)
+    reference.step()
+    mine.load_state_dict(reference.state_dict())
+    for one, other in zip(ours, theirs, strict=True):
+        one.data.copy_(other.data)
+    for parameters, optimizer in ((ours, mine), (theirs, reference)):
+        give_gradients(parameters, 1)
+        optimizer.step()
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)

@@ -65,15 +65,22 @@ class AdamW(Optimizer):
                         self._update(parameter, group, seed, divisor, dropped)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch does it, which would bring all moments to the precision of the weights, and leave counters where
-        they come from."""
+        """As torch does it, which brings all moments to the precision of the weights, and leaves counters where they
+        come from. So moments are taken once more, as they were saved; and what torch's AdamW does not say of a group
+        is as this one was made."""
         super().load_state_dict(state_dict)
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         for group in self.param_groups:
-            for parameter in (parameter for parameter in group["params"] if parameter in self.state):
-                state = self.state[parameter]
-                state["step"] = state["step"].to(local(parameter).device, torch.float32)
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+            for parameter in group["params"]:
+                number = saved.pop(0)
+                if parameter not in self.state:
+                    continue
+                state, held = self.state[parameter], state_dict["state"][number]
+                state["step"] = state["step"].to(local(parameter).device, torch.float32, copy=True)
                 for name in ("exp_avg", "exp_avg_sq"):  # laid out as the weights are, too
-                    state[name] = torch.empty_like(parameter, dtype=_dtype_for(parameter, group)).copy_(state[name])
+                    state[name] = torch.empty_like(parameter, dtype=_dtype_for(parameter, group)).copy_(held[name])
 
     def _state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
