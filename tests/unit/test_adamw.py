@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.blueprint.recipe import OptimSection
+from shoal.errors import ShoalError
 from shoal.numerics.adamw import AdamW
 from shoal.numerics.adamw_update import stochastically_rounded
 from shoal.numerics.optim import build_optimizer, step_scaled
@@ -165,3 +166,18 @@ def test_it_goes_on_from_the_states_of_torchs_own() -> None:
         optimizer.step()
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("states", "fp16"), ("lr", -1e-3), ("betas", (1.0, 0.9)), ("eps", -1.0), ("weight_decay", -0.1)]
+)
+def test_options_that_cannot_be_are_told_when_it_is_made(name: str, value: object) -> None:
+    with pytest.raises(ShoalError, match=f"{name} is"):
+        AdamW(weights(), **{**OPTIONS, name: value})
+    with pytest.raises(ShoalError, match=f"{name} is"):
+        AdamW([{"params": weights(), name: value}], **OPTIONS)
+
+
+def test_a_closure_is_refused_in_words() -> None:
+    with pytest.raises(ShoalError, match="closure"):
+        AdamW(weights(), **OPTIONS).step(lambda: None)

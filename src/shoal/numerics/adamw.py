@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shoal.errors import Problem, ShoalError, listed, raise_if
 from shoal.numerics.adamw_update import Update, update_plainly
 from shoal.numerics.pieces import local
 
@@ -41,13 +42,19 @@ class AdamW(Optimizer):
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "states": states, "seed": seed}
         super().__init__(params, options)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch does it, but for a group with options that cannot be."""
+        super().add_param_group(param_group)
+        raise_if(_wrong(self.param_groups[-1]), title="shoal.AdamW")
+
     _step_supports_amp_scaling = True
     """See `numerics.optim.takes_scale`."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Change every parameter that has a gradient. There is no closure: gradients are those that are there."""
-        assert closure is None
+        if closure is not None:
+            raise ShoalError("shoal.AdamW calls no closure", fix="loss = closure(), and then optimizer.step()")
         divisor, dropped = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         first = self.param_groups[0]
         first["num_calls"] = first.get("num_calls", 0) + 1  # what is rounded at random is rounded anew each time
@@ -140,6 +147,16 @@ def _streams(parameters: Sequence[Tensor]) -> Iterator[Sequence[AbstractContextM
 @functools.cache
 def _stream_beside(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
+
+
+def _wrong(group: dict[str, Any]) -> Iterator[Problem]:
+    if group["states"] not in _DTYPES:
+        yield Problem(f"states is {group['states']!r}", f"states={listed(map(repr, _DTYPES))}")
+    for name in ("lr", "eps", "weight_decay"):
+        if not float(group[name]) >= 0.0:
+            yield Problem(f"{name} is {group[name]}", f"{name}= a number that is not below 0")
+    if not all(0.0 <= beta < 1.0 for beta in group["betas"]):
+        yield Problem(f"betas is {group['betas']}", "betas=(0.9, 0.95), or others from 0 to below 1")
 
 
 def _dtype_for(parameter: Tensor, group: dict[str, Any]) -> torch.dtype:
