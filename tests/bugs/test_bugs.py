@@ -16,7 +16,9 @@ from shoal.comm.world import World
 from shoal.errors import ShoalError
 from shoal.launch.local import launch
 from shoal.models.llama import build as build_llama
+from shoal.numerics.grouped import gated
 from shoal.numerics.linear_cross_entropy import linear_cross_entropy
+from shoal.parallel.expert import collect, rows_by_expert, spread
 from shoal.train.run import Run
 
 
@@ -89,3 +91,15 @@ def test_a_gradient_of_a_gradient_is_refused_and_not_wrong() -> None:
         with pytest.raises(ShoalError, match="a gradient of a gradient"):
             torch.autograd.grad(value, inputs, create_graph=True)
         torch.autograd.grad(value, inputs)
+
+
+def test_a_gradient_of_a_gradient_of_experts_is_refused_in_the_same_words() -> None:
+    """The functions of experts, ring attention and Ulysses refused it twice: torch's `once_differentiable` switches
+    gradients off before it calls a backward, which then saw nobody asking for them, and torch's own words came later.
+    """
+    torch.manual_seed(0)
+    x, up = torch.randn(6, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True)
+    rows = rows_by_expert(torch.tensor([[4, 2]]), 6)
+    for value in (gated(x, up, None), spread(x, rows), collect(x, rows)):
+        with pytest.raises(ShoalError, match="a gradient of a gradient"):
+            torch.autograd.grad(value.square().sum(), x, create_graph=True)

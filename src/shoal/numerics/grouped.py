@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shoal.comm.once import differentiable_once
 
@@ -70,7 +69,6 @@ class _Gated(torch.autograd.Function):
         return product_RF if weight_R is None else product_RF.mul_(weight_R[:, None])  # rounded once, in place
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         differentiable_once()
         gate_RF, up_RF, weight_R = ctx.saved_tensors

@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from shoal.blueprint.layout import divisors
 from shoal.comm.collectives import Group, part
@@ -185,7 +184,6 @@ class _Exchange(torch.autograd.Function):
         return parallel.exchange(x_RD, send, receive)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         differentiable_once()
         return ctx.parallel.exchange(grads[0], *ctx.way_back), None, None, None
@@ -262,7 +260,6 @@ class _Spread(torch.autograd.Function):
         return x_TD.index_select(0, token_R)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         differentiable_once()
         token_R, place_Tk = ctx.saved_tensors
@@ -278,8 +275,8 @@ class _Collect(torch.autograd.Function):
         return _sum_of_rows(y_RD, token_R, place_Tk, num_tokens)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        differentiable_once()
         (token_R,) = ctx.saved_tensors
         return grads[0].index_select(0, token_R), None, None, None
 

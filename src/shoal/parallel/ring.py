@@ -24,7 +24,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shoal.blueprint.attention import Step, ring_steps
 from shoal.comm.once import differentiable_once
@@ -114,7 +113,6 @@ class _RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         differentiable_once()
         q, keys_values, out, lse, documents = ctx.saved_tensors

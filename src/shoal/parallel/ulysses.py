@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shoal.blueprint.attention import repeated_kv_heads
 from shoal.comm.once import differentiable_once
@@ -66,7 +65,6 @@ class _Exchange(torch.autograd.Function):
         return _exchange(parts, group, wire)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         differentiable_once()
         return _exchange(grads[0], ctx.group, ctx.wire), None, None
