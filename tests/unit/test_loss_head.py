@@ -165,3 +165,35 @@ def test_a_compiled_model_trains_as_one_that_is_not() -> None:
     assert compiled == pytest.approx(plain, rel=1e-12)
     torch.testing.assert_close(compiled_weights, weights)
     torch._dynamo.reset()
+
+
+def halved(kind: str) -> nn.Module:
+    model = llama()
+    if kind == "hook":
+        model.lm_head.register_forward_hook(lambda layer, inputs, logits: logits * 0.5)
+    else:
+        model.lm_head.forward = lambda x: F.linear(x, model.lm_head.weight) * 0.5  # type: ignore[method-assign]
+    return model
+
+
+@pytest.mark.parametrize("kind", ["hook", "forward"])
+def test_a_head_whose_logits_somebody_changes_returns_logits(kind: str) -> None:
+    """A hook that scales logits, as some models do, was given the loss and halved that; a forward was left out."""
+
+    def loss(fused_loss: bool | None) -> float:
+        model = halved(kind)
+        with Run("fp64", fused_loss=fused_loss) as run:
+            run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+            return float(run.step(batch()))
+
+    assert loss(None) == pytest.approx(loss(False), rel=1e-13)
+    with pytest.raises(ShoalError, match="its head has a"):
+        loss(True)
+
+
+def test_a_second_run_of_a_model_has_a_head_that_computes_the_loss_too() -> None:
+    model = llama()
+    for _ in range(2):
+        with Run("fp64", fused_loss=True) as run:
+            run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+            run.step(batch())

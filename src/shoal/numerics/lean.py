@@ -118,7 +118,12 @@ def is_product(layer: nn.Module) -> bool:
 
 def is_plain(module: nn.Module) -> bool:
     """Nobody watches it, and nobody has put a forward of his own in its place."""
-    return "forward" not in module.__dict__ and not (
+    return "forward" not in module.__dict__ and not is_watched(module)
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether somebody wants to see, or to change, what it is given or returns."""
+    return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
 

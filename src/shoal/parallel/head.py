@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from shoal.data.batch import IGNORE
 from shoal.errors import ShoalError
+from shoal.numerics.lean import is_watched
 from shoal.numerics.linear_cross_entropy import linear_cross_entropy
 
 
@@ -78,4 +79,10 @@ def why_not_fused(layer: nn.Module) -> str | None:
     """Why a layer's logits have to exist before there is a loss; None: they do not."""
     if type(layer) is not nn.Linear:
         return f"its head is a {type(layer).__name__}, not an nn.Linear"
-    return "its head has a bias" if layer.bias is not None else None
+    if getattr(layer, "bias", None) is not None:
+        return "its head has a bias"
+    if is_watched(layer):
+        return "its head has a hook, which would see a loss where it looks for logits"
+    forward = layer.__dict__.get("forward")
+    is_ours = isinstance(getattr(forward, "__self__", None), LossHead)  # of a run before this one
+    return "its head has a forward of its own" if forward is not None and not is_ours else None
