@@ -95,3 +95,21 @@ def test_any_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     assert y.shape == d.shape
     assert sums == [32, 48, 32]
     assert all(error(one, other) < 0.08 for one, other in zip(found, wanted, strict=True))
+
+
+def test_products_are_of_matrices_by_rows_however_their_numbers_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one sequence that a convolution has seen, tokens lie side by side, features apart, in x and in its gradient;
+    a GPU multiplies no such matrix, and said so in torch's words."""
+    torch.manual_seed(0)
+    layer = nn.Linear(32, 48, bias=False)
+    x = torch.randn(1, 32, 64).transpose(1, 2).requires_grad_()
+    lies: list[bool] = []
+
+    def product(a: Narrow, b: Narrow, *rest: Any, **more: Any) -> Tensor:
+        lies.extend(one.values.is_contiguous() for one in (a, b))
+        return fp8_products.product(a, b, *rest, **more)
+
+    monkeypatch.setattr(fp8_linear, "product", product)
+    fp8_linear.NarrowLinear.of(layer)
+    torch.autograd.grad((layer(x).transpose(1, 2) * torch.randn(1, 48, 64)).sum(), (x, layer.weight))
+    assert lies == [True] * 6

@@ -39,8 +39,8 @@ def factor_for(x: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def narrow(x: Tensor, factor: Tensor, kind: torch.dtype) -> Narrow:
-    """A matrix times a factor, in a kind of 8-bit floats."""
-    return Narrow((x.float() * factor).to(kind), factor.reciprocal())
+    """A matrix times a factor, in a kind of 8-bit floats; by rows, however x lies in memory, as products want it."""
+    return Narrow((x.float() * factor).to(kind).contiguous(), factor.reciprocal())
 
 
 def transposed(x: Tensor) -> Narrow:
