@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ShoalError
+from shoal.models import llama, mlp, moe, resnet
 from shoal.models.llama import build
-from shoal.numerics.init import initialise, key, materialise
+from shoal.numerics.init import draw_undrawn, initialise, key, materialise
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
@@ -186,3 +187,36 @@ def test_a_meta_tensor_that_nothing_would_fill_is_named() -> None:
         materialise(model, "cpu")
     assert [p.what.split()[0] for p in caught.value.problems] == ["0.scale", "0.table"]
     assert "Bare" in caught.value.problems[0].fix
+
+
+SMALL = {"num_layers": 1, "hidden": 32, "num_heads": 2, "num_kv_heads": 2, "vocabulary": 16}
+MODELS = {
+    "llama": lambda: llama.build(**SMALL, ffn=48),
+    "mlp": mlp.build,
+    "moe": lambda: moe.build(**SMALL, num_experts=2, expert_ffn=48),
+    "resnet": lambda: resnet.build(preset="resnet18"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_that_nobody_has_drawn_starts_as_every_other_one(name: str) -> None:
+    """Experts and routers kept what torch's global stream had drawn, and an MLP, whose law is torch's, no number."""
+    model, expected = MODELS[name](), MODELS[name]()
+    draw_undrawn(model, seed=3)
+    initialise(expected, seed=3)
+    assert_same(values(model), values(expected))
+
+
+def test_what_somebody_has_filled_is_not_drawn_again() -> None:
+    """A bias was missing in a file of weights, and its layer forgot the weight that was there."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    expected = values(model)
+    with torch.no_grad():
+        model[1].running_mean.fill_(5.0)  # type: ignore[operator, union-attr]
+        for parameter in (model[0].bias, model[1].weight):
+            parameter.fill_(torch.nan)  # type: ignore[operator, union-attr]
+    draw_undrawn(model, seed=0)
+    assert torch.equal(model[0].weight, expected["0.weight"])  # type: ignore[arg-type]
+    assert model[0].bias.isfinite().all()  # type: ignore[operator, union-attr]
+    assert torch.equal(model[1].weight, expected["1.weight"])  # type: ignore[arg-type]
+    assert (model[1].running_mean == 5.0).all()  # type: ignore[union-attr]

@@ -27,6 +27,11 @@ def undrawn(kind: type[Layer], *arguments: Any, **options: Any) -> Layer:
     """A layer on the default device whose parameters nobody has drawn: they are no numbers, and not what happened to be
     in memory."""
     layer: Layer = skip_init(kind, *arguments, device=torch.get_default_device(), **options)
+    return hollowed(layer)
+
+
+def hollowed(layer: Layer) -> Layer:
+    """A layer of ours, which has drawn its parameters when it was made, without them."""
     for parameter in layer.parameters():
         nn.init.constant_(parameter, torch.nan)
     return layer

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.blueprint.description import Description, Split
-from shoal.models.construct import configure
+from shoal.models.construct import configure, hollowed
 from shoal.models.llama import SPLITS, FeedForward, Llama, SelfAttention
 from shoal.models.moe_config import PRESETS, MoeConfig
 from shoal.numerics.lean import RMSNorm
@@ -103,8 +103,8 @@ class SparseFeedForward(nn.Module):
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()
         routing = {name: getattr(config, name) for name in ROUTING}
-        self.router = Router(config.hidden, config.num_experts, **routing)
-        self.experts = Experts(config.hidden, config.expert_ffn, config.num_experts)
+        self.router = hollowed(Router(config.hidden, config.num_experts, **routing))
+        self.experts = hollowed(Experts(config.hidden, config.expert_ffn, config.num_experts))
         has_shared = config.num_shared_experts > 0
         self.shared = FeedForward(dataclasses.replace(config, ffn=config.shared_ffn)) if has_shared else None
 

@@ -109,12 +109,17 @@ def materialise(model: nn.Module, device: torch.device | str, where: Where = eve
 
 @torch.no_grad()
 def draw_undrawn(model: nn.Module, seed: int) -> None:
-    """Fill the parameters that nobody has filled yet, of a model that says how: they are NaN throughout."""
-    if not has_law(model):
-        return
-    hollow = {name.rpartition(".")[0] for name, p in model.named_parameters(remove_duplicate=False) if _is_hollow(p)}
+    """Fill the parameters that nobody has filled yet: they are NaN throughout. All others stay as they are."""
+    named = model.named_parameters(remove_duplicate=False)
+    hollow = {name: parameter for name, parameter in named if _is_hollow(parameter)}
+    homes = {name.rpartition(".")[0] for name in hollow}
+    held = [{**owner.parameters, **owner.buffers} for owner in _owners(model, homes.__contains__)]
+    undrawn = set(hollow.values())
+    kept = [(tensor, tensor.clone()) for tensors in held for tensor in tensors.values() if tensor not in undrawn]
     if hollow:
-        initialise(model, seed, hollow.__contains__)
+        initialise(model, seed, homes.__contains__)
+    for tensor, value in kept:
+        tensor.copy_(value)
 
 
 def _is_hollow(parameter: Tensor) -> bool:
