@@ -382,6 +382,11 @@ def test_misuse_gets_one_clear_message(make_run: Any, misuse: Any, message: str)
     [
         ("attention", "flushed", "'auto', 'cudnn', 'flash', 'efficient', 'math'"),
         ("attention", None, "'auto', 'cudnn'"),
+        ("algorithm", "rng", "'ring'"),
+        ("bucket_mb", -1, "25"),
+        ("bucket_mb", "big", "'auto'"),
+        ("exact_steps", -1, "None"),
+        ("outer", 0.7, "shoal.Outer("),
         ("fused_loss", "plain", "None, True, False"),
         ("remake_gates", "false", "True, False"),
         ("fp8", "row", "'tensorwise', 'rowwise'"),

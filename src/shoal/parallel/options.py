@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal, get_args
 
 import torch
@@ -46,7 +47,7 @@ class Options:
     """Under `sync=`, how islands meet."""
 
     def __post_init__(self) -> None:
-        raise_if(_wrong(self), title="the options of a run")
+        raise_if([*_wrong(self), *_wrong_between_replicas(self)], title="the options of a run")
 
 
 _BOTH = (True, False)
@@ -57,7 +58,21 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "fp8": get_args(Scaling),
     "fp8_head": get_args(FromHead),
     "remake_gates": _BOTH,
+    "algorithm": tuple(word for kind in get_args(Wanted) for word in get_args(kind)),
 }
+
+
+def _wrong_between_replicas(options: Options) -> Iterator[Problem]:
+    """Of what one rank alone never looks at; it is told there too, where a script is tried first."""
+    size: Any = options.bucket_mb
+    if size not in (None, "auto") and not (isinstance(size, Real) and float(size) > 0):
+        yield Problem(f"bucket_mb is {size!r}", "bucket_mb=25, or whatever size in MB; 'auto'; None")
+    exact = options.exact_steps
+    if exact is not None and not (isinstance(exact, int) and exact >= 0):
+        yield Problem(f"exact_steps is {exact!r}", "exact_steps=0, or whatever number of steps; None")
+    outer: Any = options.outer
+    if not isinstance(outer, Outer):
+        yield Problem(f"outer is {outer!r}", "outer=shoal.Outer(lr=0.7, momentum=0.9)")
 
 
 def _wrong(options: Options) -> Iterator[Problem]:

@@ -6,7 +6,8 @@ One step, four microbatches, two ranks (s: loss sum, w: how many tokens count, W
                  └ W ──────────[2]                ├─ norm, clip, update [4]
     rank 1   open [1] ── F B ── F B ── F B ── F B ┘
 
-[1] w is known from the data; its sum W over all ranks travels while the first forward runs.
+[1] w is known from the data; its sum W over all ranks travels while the first forward runs. A head that computes the
+    loss is told what it counts for, and waits for W before that.
 [2] Each backward starts from  s * degree / W.  Gradients are averaged over `degree` ranks, those that see other samples
     or other tokens of them, so the gradient is  Σ s / W.
 [3] Gradients are synchronised once, during the backward of the last microbatch.
