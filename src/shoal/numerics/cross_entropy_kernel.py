@@ -49,6 +49,7 @@ def _rows(  # type: ignore[no-untyped-def]
         tl.store(losses + row, lse - target)
         tl.store(lses + row, lse)
         if with_gradient:
+            tl.debug_barrier()  # before one thread writes there, all have read the logit of the label
             poison = tl.where(is_word, 0.0, float("nan"))  # a step with such a label must not be made
             num_blocks = tl.cdiv(vocabulary, block)
             for done in range(0, num_blocks):
