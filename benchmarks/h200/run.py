@@ -33,7 +33,8 @@ PROTOCOL = (
     "Random tokens, AdamW with weights and states in float32, unless a row says otherwise, products in bfloat16,"
     " compiled, no clipping; a step is forward, backward, update and the forgetting of gradients, timed from one"
     " synchronisation to the next; the median of the steps after warm-up, *measured*. MFU counts"
-    " attention as if every token saw all, over 989 TFLOP/s. Memory is the most that torch has allocated."
+    " attention as if every token saw all, over 989 TFLOP/s. Memory is the most that torch has allocated. Ratios are to"
+    " torchtitan in bf16, also those of fp8."
 )
 
 OWN_PROTOCOLS = {

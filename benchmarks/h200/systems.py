@@ -226,8 +226,6 @@ def torchtitan(shape: Shape, arguments: argparse.Namespace) -> None:
     if arguments.precision == "fp8":
         in_fp8(model)
     apply_compile(model, types.SimpleNamespace(enable=True, backend="inductor", components=["model", "loss"]))
-    if arguments.recompute == "full":
-        wrap_in_checkpoints(model)
     model.to_empty(device="cuda")
     with torch.no_grad():
         model.init_weights(buffer_device=torch.device("cuda"))
@@ -261,13 +259,6 @@ def in_fp8(model: nn.Module) -> None:
     convert_to_float8_training(model, config=Float8LinearConfig(), module_filter_fn=is_wanted)
 
 
-def wrap_in_checkpoints(model: nn.Module) -> None:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    for name, block in model.layers.named_children():  # type: ignore[union-attr]
-        model.layers.register_module(name, checkpoint_wrapper(block))  # type: ignore[union-attr]
-
-
 def accelerate(shape: Shape, arguments: argparse.Namespace) -> None:
     from accelerate import Accelerator
     from accelerate.utils import TorchDynamoPlugin
@@ -296,6 +287,21 @@ def accelerate(shape: Shape, arguments: argparse.Namespace) -> None:
 
 
 SYSTEMS = {"shoal": shoal, "torchtitan": torchtitan, "accelerate": accelerate}
+OWN_OPTIONS = {
+    "shoal": {"precision", "recompute", "states", "weights", "words", "options", "clip", "eager", "states_first"},
+    "torchtitan": {"precision", "states"},
+    "accelerate": {"plugin"},
+}
+"""What each takes beside what all do."""
+
+
+def refuse_unheard(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """What a system would not hear of, it would be measured without."""
+    others = set().union(*OWN_OPTIONS.values()) - OWN_OPTIONS[arguments.system]
+    said = [name for name in sorted(others) if getattr(arguments, name) != parser.get_default(name)]
+    if said:
+        words = ", ".join(f"--{name.replace('_', '-')}" for name in said)
+        parser.error(f"{arguments.system} is measured without {words}")
 
 
 def main() -> None:
@@ -307,13 +313,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--precision", default="bf16", help="fp8: of shoal and of torchtitan")
-    parser.add_argument("--recompute", default="none")
+    parser.add_argument("--recompute", default="none", help="selective or full: of shoal")
     parser.add_argument("--states", default=None, help="bf16: the optimizer's states, and for a peer all it holds")
     parser.add_argument("--weights", default="fp32", help="bf16: shoal's weights and gradients, rounded at random")
     parser.add_argument("--words", default="", help="more words of shoal's plan")
     parser.add_argument("--options", type=json.loads, default={}, help="more options of shoal's Run, as JSON")
-    parser.add_argument("--clip", type=float, default=None)
-    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--clip", type=float, default=None, help="of shoal")
+    parser.add_argument("--eager", action="store_true", help="of shoal")
     parser.add_argument("--plugin", action="store_true", help="Accelerate compiles by its own plugin")
     parser.add_argument(
         "--states-first", action="store_true", help="make shoal's optimizer states before the first step"
@@ -321,6 +327,7 @@ def main() -> None:
     parser.add_argument("--turns", action="store_true", help="make as many steps as each line of the input says")
     parser.add_argument("--profile", default="", help="where to write a trace of three more steps")
     arguments = parser.parse_args()
+    refuse_unheard(parser, arguments)
     torch.set_float32_matmul_precision("high")
     SYSTEMS[arguments.system](SHAPES[arguments.shape], arguments)
 
