@@ -197,3 +197,26 @@ def test_a_second_run_of_a_model_has_a_head_that_computes_the_loss_too() -> None
         with Run("fp64", fused_loss=True) as run:
             run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-2))
             run.step(batch())
+
+
+class Changed(Llama):
+    """Its description is wrong: the forward does not return what the head did."""
+
+    change: Any = None
+
+    def forward(self, *arguments: Any, **options: Any) -> Tensor:
+        changed: Tensor = self.change(super().forward(*arguments, **options))
+        return changed
+
+
+@pytest.mark.parametrize("change", [lambda y: y * 0.5, lambda y: y.mul_(0.5), lambda y: (y / 30).tanh() * 30])
+def test_a_forward_that_changes_logits_is_not_given_a_loss_to_change(change: Any) -> None:
+    """Scaled or capped logits, as some models have them, were a scaled or capped loss, without a word."""
+    model = llama()
+    model.__class__, model.change = Changed, staticmethod(change)  # type: ignore[assignment]
+    nothing = {**batch(), "labels": torch.full((4, 16), -100)}
+    with Run("fp64") as run:
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+        run.evaluate([nothing])  # of which any change is the same
+        with pytest.raises(ShoalError, match="something else than what that head returned"):
+            run.step(batch())

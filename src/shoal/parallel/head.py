@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shoal.data.batch import IGNORE
@@ -32,6 +34,9 @@ class LossHead:
         self.labels: Tensor | None = None
         self.factor = 1.0
         """What the gradient of the loss will be, as far as is known: see `linear_cross_entropy`."""
+        self._loss: Tensor | None = None
+        """What was returned for labels last, until it is known that the model returns it as it is."""
+        self._is_known = False
         self._logits = layer.forward
         layer.forward = self.forward  # type: ignore[method-assign, assignment]
 
@@ -50,7 +55,19 @@ class LossHead:
         loss: Tensor = linear_cross_entropy(
             h, weight, labels.flatten(), ignore=IGNORE, fp8=self.fp8, factor=self.factor
         )
+        self._loss = None if self._is_known else loss.detach().clone()
         return loss
+
+    def has_returned(self, output: Any) -> bool:
+        """Whether this is the loss that the layer has returned last: what a forward would do to logits, such as to
+        scale them, it must not do to a loss. Numbers are compared once, since a GPU has to be waited for."""
+        if not isinstance(output, Tensor) or output.dim():
+            return False
+        if self._loss is None:
+            return True
+        is_same = torch.allclose(output.detach(), self._loss.to(output.dtype), rtol=1e-6, atol=0.0, equal_nan=True)
+        self._is_known = is_same and bool(self._loss)  # of nothing, whatever is done to it is nothing
+        return is_same
 
     @contextmanager
     def takes(self, labels: Tensor) -> Iterator[None]:

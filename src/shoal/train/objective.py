@@ -52,7 +52,7 @@ class CrossEntropy:
         if self.head is not None:
             with self.head.takes(_labels(batch)):
                 total: Tensor = _output(model, batch)
-            if not isinstance(total, Tensor) or total.dim():
+            if not self.head.has_returned(total):
                 raise ShoalError(
                     "describe() names a head, and the forward returns something else than what that head returned",
                     fix="leave head= out of the description",
