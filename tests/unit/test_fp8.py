@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shoal import Run, ShoalError
 from shoal.models.llama import Llama, LlamaConfig
-from shoal.numerics.fp8 import is_fit_for_fp8
+from shoal.numerics.fp8 import Scaling, is_fit_for_fp8, to_fp8
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 
@@ -39,6 +39,23 @@ def test_it_follows_bf16(scaling: str) -> None:
     inner = type(model.model.layers[0].mlp.up_proj)  # type: ignore[union-attr]
     assert inner is not nn.Linear
     assert type(model.lm_head) is nn.Linear
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_layer_stays_the_one_that_it_is(scaling: Scaling, is_alone: bool) -> None:
+    """torchao puts another layer in its place: hooks were lost, and a block that is a layer itself stayed in bf16."""
+    torch.manual_seed(0)
+    layer, seen = nn.Linear(32, 48), []
+    x = torch.randn(16, 32)
+    expected = layer(x)
+    layer.register_forward_hook(lambda *call: seen.append(call))
+    to_fp8(layer if is_alone else nn.Sequential(layer), scaling, torch.device("cpu"), narrow=16)
+    found = layer(x)
+    found.sum().backward()
+    assert len(seen) == 1
+    assert layer.weight.grad is not None
+    assert 1e-4 < float(((found - expected).norm() / expected.norm()).detach()) < 0.05
 
 
 @pytest.mark.parametrize(

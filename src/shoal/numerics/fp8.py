@@ -32,8 +32,9 @@ NARROW = 512
 """Layers with fewer features than this, in or out, stay in bf16. Measured on an H200."""
 
 
-def to_fp8(block: nn.Module, scaling: Scaling, device: torch.device, *, narrow: int | None = None) -> int:
-    """Let the linear layers of a block compute in fp8; names and parameters stay. Returns how many do.
+def to_fp8(block: nn.Module, scaling: Scaling, device: torch.device, *, narrow: int | None = None) -> None:
+    """Let the linear layers of a block, or the layer that it is, compute in fp8. They stay the objects that they are,
+    with their names, parameters and hooks.
 
     A CPU has no such products, and computes them as float32 of the same values.
     """
@@ -44,11 +45,10 @@ def to_fp8(block: nn.Module, scaling: Scaling, device: torch.device, *, narrow: 
         for layer in chosen:
             NarrowLinear.of(layer)
     else:
-        _convert_by_torchao(block, chosen, scaling, device)
-    return len(chosen)
+        _convert_by_torchao(chosen, scaling, device)
 
 
-def _convert_by_torchao(block: nn.Module, chosen: list[nn.Linear], scaling: Scaling, device: torch.device) -> None:
+def _convert_by_torchao(layers: list[nn.Linear], scaling: Scaling, device: torch.device) -> None:
     try:
         with _silence("torchao", "torch.utils._pytree"):  # what it says when it is imported is not for our users
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -57,7 +57,10 @@ def _convert_by_torchao(block: nn.Module, chosen: list[nn.Linear], scaling: Scal
     config = Float8LinearConfig.from_recipe_name(scaling)
     if device.type == "cpu":
         config = dataclasses.replace(config, emulate=True)
-    convert_to_float8_training(block, config=config, module_filter_fn=lambda layer, _: layer in chosen)
+    for layer in layers:
+        (made,) = convert_to_float8_training(nn.Sequential(layer), config=config)  # it puts another in its place
+        layer.__dict__.update({name: value for name, value in made.__dict__.items() if name not in layer.__dict__})
+        layer.__class__ = type(made)
 
 
 @contextmanager
