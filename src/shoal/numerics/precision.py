@@ -101,12 +101,14 @@ SLOW = 4.0
 
 
 def times_longer(dtype: torch.dtype) -> float:
-    """How long a product takes on this CPU, by that of float32; the better of two of each, some 0.1 s at worst."""
+    """How long a product takes on this CPU, by that of float32; the best of two of each, some 0.1 s at worst, and of
+    many if they are fast: beside others, a CPU is called away now and then."""
     hush(torch.device("cpu"))
 
     def seconds(kind: torch.dtype) -> float:
         x = torch.ones(128, 128, dtype=kind)
-        return min(timeit.repeat(lambda: x @ x, number=1, repeat=3)[1:])  # the first warms up
+        first = timeit.timeit(lambda: x @ x, number=1)  # warms up
+        return min(timeit.repeat(lambda: x @ x, number=1, repeat=2 if first > 0.01 else 20))
 
     return seconds(dtype) / seconds(torch.float32)
 
