@@ -530,3 +530,13 @@ def test_what_is_between_replicas_changes_nothing_where_there_is_one(make_run: A
     run.prepare(nn.Linear(2, 2))
     assert run.composed.reducer is None
     assert run.composed.islands is None
+
+
+def test_a_step_in_which_nothing_that_is_trained_has_a_gradient_has_a_norm_of_the_kind_of_the_others() -> None:
+    """It was a float32 zero of the CPU's, which on a GPU could not be told together with the loss."""
+    model = nn.ModuleDict({"used": nn.Linear(3, 1), "idle": nn.Linear(3, 1)})
+    with Run("fp64", device="cpu", loss=lambda model, x: model["used"](x).square().mean(), find_unused=True) as run:
+        run.prepare(model, torch.optim.SGD(model["idle"].parameters(), lr=0.1))
+        run.step(torch.ones(2, 3))
+        assert run.report is not None
+        assert (run.report.grad_norm.dtype, float(run.report.grad_norm)) == (torch.float64, 0.0)

@@ -220,7 +220,8 @@ class Composed:
         is_everything_here = not self.is_sharded and self.pipeline is None and self.tensor.group is None
         if is_everything_here:
             own = set(self.named.values())
-            return global_norm([*self.norms.values(), *norms_of(gradients_of(p for p in parameters if p not in own))])
+            norms = [*self.norms.values(), *norms_of(gradients_of(p for p in parameters if p not in own))]
+            return global_norm(norms) if norms else self._zero()
         counted = [self.norms[name] for name in self._counted if name in self.norms]
         square = global_norm(counted).to(self.mesh.device) ** 2 if counted else self._zero()
         dist.all_reduce(square, group=self.mesh.group("island") if self.islands is not None else None)
