@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from shoal import Run
+from shoal.blueprint.plan import Recompute
 from shoal.models.llama import Llama, LlamaConfig
+from shoal.numerics.grouped import _grouped_mm
 from shoal.numerics.init import initialise
+from shoal.parallel.recompute import _policy, recompute
 
 LAYERS, TOKENS, HIDDEN = 4, 512, 64
 
@@ -41,3 +48,43 @@ def kept(recompute: str, compiler: bool | str) -> float:
 def test_full_recompute_keeps_inputs_alone(compiler: bool | str) -> None:
     assert kept("none", compiler) > 10
     assert kept("full", compiler) < 2.5
+
+
+class Grouped(nn.Module):
+    """A product of each part of the rows with a matrix of its own, as experts compute it on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 16, 32, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _grouped_mm(x.tanh(), self.weight, offs=torch.tensor([8, 16], dtype=torch.int32))
+        return y.relu()
+
+
+class Calls(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("how", "num_products", "num_cheap"), [("none", 3, 1), ("selective", 3, 2), ("full", 4, 2)])
+def test_products_of_experts_are_kept_and_what_is_cheap_is_made_again(
+    how: Recompute, num_products: int, num_cheap: int
+) -> None:
+    """Forward, both gradients, and what the backward computes again. `selective` had forgotten products of groups and
+    of 8-bit floats, and computed them twice."""
+    block = Grouped()
+    recompute(block, how)
+    with Calls() as calls:
+        block(torch.randn(16, 16, dtype=torch.bfloat16).requires_grad_()).sum().backward()
+    assert calls.names.count("_grouped_mm.default") == num_products
+    assert calls.names.count("tanh.default") == num_cheap
+
+
+def test_products_of_8_bit_floats_are_kept() -> None:
+    assert _policy(None, torch.ops.aten._scaled_mm.default) == CheckpointPolicy.MUST_SAVE

@@ -31,6 +31,8 @@ EXPENSIVE = {
     _aten.baddbmm.default,
     _aten.linear.default,
     _aten.convolution.default,
+    _aten._scaled_mm.default,
+    _aten._grouped_mm.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
