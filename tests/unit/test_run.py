@@ -396,6 +396,14 @@ def test_misuse_gets_one_clear_message(make_run: Any, misuse: Any, message: str)
         ("compile", "inducto", "'inductor'"),
         ("weights", "bf15", "'fp32' or 'bf16'"),
         ("loss", "fused", "fused_loss=True"),
+        ("on_nan", "Stop", "'stop', 'skip' or 'ignore'"),
+        ("on_nan", None, "'stop', 'skip' or 'ignore'"),
+        ("clip", -1.0, "clip=None"),
+        ("clip", 0, "clip=None"),
+        ("clip", float("nan"), "clip=None"),
+        ("clip", "1", "clip=None"),
+        ("loss_scale", 0.0, "65536.0"),
+        ("loss_scale_window", 0, "2000"),
     ],
 )
 def test_a_misspelt_option_is_named_with_what_it_may_be(make_run: Any, name: str, value: Any, fix: str) -> None:

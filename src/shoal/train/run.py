@@ -41,7 +41,7 @@ from shoal.comm.world import World, use_device
 from shoal.data.batch import length, parts, to_device
 from shoal.data.deal import DealtLoader
 from shoal.data.hashing import hashed
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, raise_if
 from shoal.numerics.determinism import make_deterministic
 from shoal.numerics.fp8 import FromHead, Scaling
 from shoal.numerics.gradients import LossScale
@@ -73,7 +73,7 @@ from shoal.train.objective import (
     sum_from_mean,
 )
 from shoal.train.step import OpenStep, StepReport, Unjudged
-from shoal.train.update import OnNan, Updates
+from shoal.train.update import OnNan, Updates, misspelt
 
 
 class Run:
@@ -140,6 +140,8 @@ class Run:
         if deterministic:
             make_deterministic()
         asked = Plan.of(plan)
+        told = misspelt(clip=clip, on_nan=on_nan, loss_scale=loss_scale, loss_scale_window=loss_scale_window)
+        raise_if(told, title="the options of a run")
         self.objective = objective_of(loss)
         if fused_loss and not isinstance(self.objective, CrossEntropy):
             raise ShoalError(
