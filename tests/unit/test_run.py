@@ -393,7 +393,10 @@ def test_misuse_gets_one_clear_message(make_run: Any, misuse: Any, message: str)
         ("fp8_head", "grad", "'gradients', 'none'"),
         ("fp8_narrow", 0, "512"),
         ("fp8_narrow", "16", "512"),
+        ("fp8_narrow", True, "512"),
         ("compile", "inducto", "'inductor'"),
+        ("compile", "max-autotune", "compile=True"),
+        ("compile", {"mode": "max-autotune"}, "compile=True"),
         ("weights", "bf15", "'fp32' or 'bf16'"),
         ("loss", "fused", "fused_loss=True"),
         ("on_nan", "Stop", "'stop', 'skip' or 'ignore'"),
@@ -411,6 +414,14 @@ def test_a_misspelt_option_is_named_with_what_it_may_be(make_run: Any, name: str
         make_run("bf16", **{name: value})
     assert repr(value) in str(caught.value)
     assert fix in str(caught.value).partition("fix:")[2]
+
+
+def test_backends_that_are_for_debugging_are_taken_and_not_advised(make_run: Any) -> None:
+    make_run("fp32", compile="aot_eager")
+    with pytest.raises(ShoalError) as caught:
+        make_run("fp32", compile="inducto")
+    assert "eager" not in str(caught.value)
+    assert "TESTING" not in str(caught.value)
 
 
 def test_a_loss_of_ones_own_is_not_fused(make_run: Any) -> None:

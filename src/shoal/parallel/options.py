@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from shoal.comm.wire import Chosen
-from shoal.errors import Problem, raise_if
+from shoal.errors import Problem, listed, raise_if
 from shoal.numerics.fp8 import FromHead, Scaling
 from shoal.parallel.context import Backend
 from shoal.parallel.islands import DEFAULT_OUTER, Outer
@@ -82,12 +82,10 @@ def _wrong(options: Options) -> Iterator[Problem]:
         if value not in allowed:
             yield Problem(f"{name} is {value!r}", f"{name}={', '.join(map(repr, allowed))}")
     narrow = options.fp8_narrow
-    if narrow is not None and not (isinstance(narrow, int) and narrow > 0):
+    if narrow is not None and not (type(narrow) is int and narrow > 0):  # True is an int, too
         yield Problem(f"fp8_narrow is {narrow!r}", "fp8_narrow=512, or whatever number of features is the least")
-    if isinstance(options.compile, str) and options.compile not in _backends():
-        known = ", ".join(map(repr, _backends()))
-        yield Problem(f"compile is {options.compile!r}", f"compile=True; or a backend of torch.compile: {known}")
-
-
-def _backends() -> list[str]:
-    return list(torch.compiler.list_backends(exclude_tags=()))
+    compiles = options.compile
+    is_backend = compiles in torch.compiler.list_backends(exclude_tags=()) if isinstance(compiles, str) else False
+    if not (is_backend or compiles is None or isinstance(compiles, bool) or callable(compiles)):
+        known = listed(map(repr, torch.compiler.list_backends()))  # but for those that are for debugging
+        yield Problem(f"compile is {compiles!r}", f"compile=True; or a backend of torch.compile: {known}")
