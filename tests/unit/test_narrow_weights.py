@@ -123,6 +123,33 @@ def test_a_run_does_not_go_on_with_weights_of_another_kind(saved: str, loaded: s
         run.load(tmp_path)
 
 
+@pytest.mark.parametrize(("saved", "loaded"), [("bf16", "fp32"), ("fp32", "bf16"), ("bf16", None), (None, "bf16")])
+def test_a_run_does_not_go_on_with_states_of_another_kind(
+    saved: str | None, loaded: str | None, tmp_path: Path
+) -> None:
+    """The moments kept the precision that they were saved in, whatever the optimizer said; torch's fell over them."""
+
+    def going_with(states: str | None) -> Run:
+        model = nn.Linear(4, 4)
+        run = Run(device="cpu", loss=lambda model, x: model(x).square().mean())
+        made = (
+            torch.optim.AdamW(model.parameters())
+            if states is None
+            else AdamW(model.parameters(), lr=1e-3, states=states)
+        )
+        run.prepare(model, made)
+        return run
+
+    with going_with(saved) as run:
+        run.step(torch.ones(2, 4))
+        run.save(tmp_path)
+    with going_with(loaded) as run, pytest.raises(ShoalError, match=r"states was (bf16|fp32), and is (bf16|fp32)"):
+        run.load(tmp_path)
+    with going_with("fp32" if saved is None else saved) as run:  # torch's and shoal's own are the same then
+        assert run.load(tmp_path) == 1
+        run.step(torch.ones(2, 4))
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_an_optimizer_that_rounds_to_the_nearest_is_refused(kind: Any) -> None:
     """1,897 of 65,920 weights changed in 20 steps where 53,248 do in float32, without a word."""

@@ -37,6 +37,7 @@ def state_of(run: Run) -> dict[str, Any]:
         "precision": run.plan.precision,
         "weights": str(run.precision.weight_dtype).removeprefix("torch."),
         "optimizer": type(run.optimizer).__name__,
+        "states": groups[0].get("states", "fp32"),  # which torch's own have, too
         "lr": [{name: float(group[name]) for name in LR if name in group} for group in groups],
         "plan": str(run.plan),
         "ranks": run.world.size,
@@ -131,7 +132,7 @@ def _changes(run: Run, state: Mapping[str, Any]) -> Iterator[Problem]:
     """What would make the run another one. Checkpoints of others do not say all of it."""
     here = state_of(run)
     fix = "as it was saved; or run.load(..., only_weights=True) for another run with the same weights"
-    for name in ("seed", "precision", "weights", "optimizer"):
+    for name in ("seed", "precision", "weights", "optimizer", "states"):
         if name in state and state[name] != here[name]:
             yield Problem(f"{name} was {state[name]}, and is {here[name]}", fix)
     was, now = (
