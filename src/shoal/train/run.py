@@ -170,7 +170,7 @@ class Run:
         if self.plan.sync == "auto":
             raise ShoalError("sync=auto is chosen by `shoal train`", fix="sync=diloco:50, compress=int8, or neither")
         if weights == "bf16":
-            refuse_narrow_weights(self.plan)
+            refuse_narrow_weights(self.plan, weights="weights='fp32'", precision="Run('bf16')")
         self.precision = precision_of(self.plan.precision, weights)
         scale = LossScale(loss_scale, loss_scale_window) if self.precision.scales_loss else LossScale()
         self.updates = Updates(world=self.world, loss_scale=scale, clip=clip, on_nan=on_nan)
