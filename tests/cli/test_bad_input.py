@@ -263,6 +263,7 @@ def test_settings_that_come_to_something_elsewhere_are_not_refused(words: str) -
         ("tensorboard", "--run.trackers [tensorboard]", "shoal[tensorboard]"),
         ("tokenizers", "--data.tokenizer tokenizer.json", "shoal[hf]"),
         ("datasets", "--data.source hf:wikitext", "shoal[hf]"),
+        ("torchao", "--plan.precision fp8 --run.fp8 rowwise --run.fp8_narrow 16 --dry-run", "shoal[fp8]"),
     ],
 )
 def test_a_package_that_is_not_installed(

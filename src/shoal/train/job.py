@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -48,6 +49,8 @@ def check(recipe: Recipe, world_size: int, *, tries_other_ways: bool = False) ->
     found.problems += idle(recipe, plan) if plan is not None and not tries_other_ways else ()
     for tracker in recipe.run.trackers:
         found.of(needs, tracker, what=f"the tracker {tracker}", extra=tracker)
+    if recipe.plan.precision == "fp8" and recipe.run.fp8 == "rowwise":
+        found.problems += _without_torchao()
     model = found.of(without_memory, lambda: build_model(recipe.model))
     datasets = found.of(open_datasets, recipe.data, recipe.run.seed)
     if datasets is not None:
@@ -88,6 +91,13 @@ def outer_of(recipe: Recipe) -> Outer:
         delay=comm.delay,
         rescale=comm.rescale,
     )
+
+
+def _without_torchao() -> Iterator[Problem]:
+    """Looked for, and not imported: that takes seconds, and says things that are not for our users."""
+    if importlib.util.find_spec("torchao") is None:
+        what = "rowwise fp8 needs the package torchao, which is not installed"
+        yield Problem(what, "pip install 'shoal[fp8]', or --run.fp8 tensorwise")
 
 
 def _unfit_fragments(recipe: Recipe) -> Iterator[Problem]:
