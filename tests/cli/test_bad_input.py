@@ -127,6 +127,16 @@ CASES = {
     "bf16 states of sgd": ("train --optim.states bf16 --optim.name sgd", "is for adamw", "--optim.states fp32"),
     "fp8 with tp": ("train --plan.precision fp8 --plan.tp 2 --nproc 2", "tp=2 splits them", "bf16 instead of fp8"),
     "fp8 of small layers": ("train --plan.precision fp8", "has 512 features", "--run.fp8_narrow 16"),
+    "fp8 by rows, in fp32": (
+        "train --run.fp8 rowwise",
+        "run.fp8 rowwise is about the precision fp8, and the plan's is fp32",
+        "--plan.precision fp8, or --run.fp8 tensorwise",
+    ),
+    "fp8 of narrow layers, in bf16": (
+        "train --plan.precision bf16 --run.fp8_narrow 16 --run.fp8_head none",
+        "run.fp8_narrow 16 and run.fp8_head none are about the precision fp8, and the plan's is bf16",
+        "--plan.precision fp8, or --run.fp8_narrow null --run.fp8_head gradients",
+    ),
     "a loss in a head that is split": (
         "train --run.loss fused --plan.tp 2 --nproc 2",
         "the loss cannot be computed inside the model: tp=2 splits its head",

@@ -15,7 +15,7 @@ from shoal.blueprint.idle import idle
 from shoal.blueprint.legality import misfits
 from shoal.blueprint.narrow_weights import refuse_narrow_weights
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.recipe import Recipe
+from shoal.blueprint.recipe import Recipe, RunSection
 from shoal.blueprint.synchrony import refuse_fragments
 from shoal.data.dataset import Dataset
 from shoal.data.open import open_datasets
@@ -110,13 +110,25 @@ def _idle_settings(recipe: Recipe) -> list[Problem]:
     """Settings that nothing would come of."""
     optim = recipe.optim
     if optim.name == "adamw" and optim.implementation == "auto":
-        return []
+        return list(_idle_fp8(recipe))
     whose = f"is for adamw with its own kernel, not for {optim.name}, {optim.implementation}"
     return [
         Problem(f"optim.{key} bf16 {whose}", f"--optim.{key} fp32, or --optim.name adamw --optim.implementation auto")
         for key in ("states", "weights")
         if getattr(optim, key) == "bf16"
-    ]
+    ] + list(_idle_fp8(recipe))
+
+
+def _idle_fp8(recipe: Recipe) -> Iterator[Problem]:
+    """`run.fp8` alone reads as if it turned fp8 on; who said so would train in another precision, and never hear."""
+    run, precision = recipe.run, recipe.plan.precision
+    usual = {name: RunSection.model_fields[name].default for name in ("fp8", "fp8_narrow", "fp8_head")}
+    said = [name for name in usual if getattr(run, name) != usual[name]]
+    if precision != "fp8" and said:
+        names = " and ".join(f"run.{name} {getattr(run, name)}" for name in said)
+        what = f"{names} {'is' if len(said) == 1 else 'are'} about the precision fp8, and the plan's is {precision}"
+        back = " ".join(f"--run.{name} {'null' if usual[name] is None else usual[name]}" for name in said)
+        yield Problem(what, f"--plan.precision fp8, or {back}")
 
 
 def _runnable_plan(recipe: Recipe, world_size: int) -> Plan:
