@@ -228,6 +228,22 @@ def test_which_precisions_are_told_of(plan: str, precision: str | None, note: st
 
 
 @pytest.mark.parametrize(
+    ("said", "note"),
+    [
+        ([("run.compile", "true")], "run.compile true was not looked at: this is of the layout"),
+        (
+            [("run.loss", "plain"), ("optim.states", "bf16")],
+            "run.loss plain and optim.states bf16 were not looked at: this is of the layout",
+        ),
+        ([("run.compile", "false"), ("run.seed", "3")], None),
+    ],
+)
+def test_settings_that_were_not_looked_at_are_told(said: list[tuple[str, str]], note: str | None) -> None:
+    recipe = load_recipe(None, [("launch.device", "cpu"), *said])
+    assert list(_notes(case_of(recipe, 1, How()))) == ([] if note is None else [note])
+
+
+@pytest.mark.parametrize(
     ("words", "what", "fix"),
     [
         (["--nproc", "4", "--plan", "tp=4 mb=1"], "tp=4 does not divide num_kv_heads=2", "tp=1 or 2"),

@@ -40,6 +40,9 @@ class Case:
     replaced: Precision | None = None
     """The precision of the plan as it was asked for, if it is a lower one than it is verified in."""
 
+    unseen: tuple[str, ...] = ()
+    """Settings of the recipe, each with its value, that `shoal train` would heed and a verification does not."""
+
     @property
     def world_size(self) -> int:
         """How many processes the plan needs."""

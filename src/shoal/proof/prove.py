@@ -123,6 +123,9 @@ def _notes(case: Case) -> Iterator[str]:
     if case.replaced is not None:
         more = f"; --precision {case.replaced} looks at it" if case.replaced in TOLERANCES else ""
         yield f"{case.replaced} was not looked at: this is of the layout, in {case.plan.precision}{more}"
+    if case.unseen:
+        was = "was" if len(case.unseen) == 1 else "were"
+        yield f"{' and '.join(case.unseen)} {was} not looked at: this is of the layout"
     if case.plan.zero and layout.dp_shard * layout.cp == 1:
         yield f"zero={case.plan.zero} divides nothing here: dp_shard and cp are 1"
     if case.compressed is not None and case.compressed.sync == AUTO:
@@ -198,9 +201,19 @@ def case_of(recipe: Recipe, world_size: int, how: How) -> Case:
         device=device,
         tolerance=_tolerance(how.tolerance, plan),
         replaced=replaced_precision(asked, plan),
+        unseen=tuple(_unseen(recipe)),
     )
     check(case)
     return case
+
+
+def _unseen(recipe: Recipe) -> Iterator[str]:
+    """What the recipe says about speed: who typed it for a verification believes that it was verified."""
+    said, usual = recipe.model_dump(), Recipe().model_dump()
+    for key in ("run.compile", "run.attention", "run.loss", "run.remake_gates", "optim.states"):
+        section, _, name = key.partition(".")
+        if (value := said[section][name]) != usual[section][name]:
+            yield f"{key} {str(value).lower()}"
 
 
 def smaller_model(section: ModelSection, plan: Plan) -> tuple[ModelSection, bool]:
