@@ -220,6 +220,23 @@ def test_a_log_file_gets_few_plain_lines(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "\x1b" not in out.getvalue()
 
 
+def test_what_is_left_is_reckoned_by_the_steps_that_were_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by a first step that compiles, nor by steps that an earlier run has made."""
+    now = 100.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    target, out = console(terminal=False)
+    line = Plain(target)
+    now += 60.0
+    for step in range(51, 101):
+        line.show({**RECORD, "step": step}, step / 100)
+        now += 1.0
+    assert [text.partition("GiB")[2].strip() for text in out.getvalue().splitlines()[:3]] == [
+        "",
+        "0:39 left",
+        "0:29 left",
+    ]
+
+
 def test_a_log_file_hears_of_an_evaluation_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)

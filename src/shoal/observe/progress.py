@@ -57,13 +57,26 @@ class Quiet:
         """Nothing."""
 
 
+class Left:
+    """How long a run will take yet, by the steps since its first one: that one may compile, and those before it were
+    made by an earlier run."""
+
+    def __init__(self) -> None:
+        self._first: tuple[float, float] | None = None
+
+    def after(self, now: float, done: float) -> str:
+        """A step was made; nothing is known of the next ones after the first."""
+        began, before = self._first = self._first or (now, done)
+        return time_left(now - began, (done - before) / (1.0 - before)) if done < 1.0 else ""
+
+
 class Plain(Quiet):
     """One line every ten seconds, for output that is not a terminal."""
 
     def __init__(self, console: Console, unit: str = "tok") -> None:
         super().__init__(console, unit)
-        self._start = self._last = time.monotonic()
-        self._evaluation = self._next = self._start
+        self._evaluation = self._next = self._last = time.monotonic()
+        self._left = Left()
 
     def note(self, text: str) -> None:
         """On its own line."""
@@ -72,9 +85,10 @@ class Plain(Quiet):
     def show(self, record: Mapping[str, Any], done: float) -> None:
         """A line, if the last one is long enough ago or this is the first or the last step."""
         now = time.monotonic()
+        left = self._left.after(now, done)
         if record["step"] == 1 or done >= 1.0 or now - self._last >= _PLAIN_EVERY:
             self._last = now
-            self.say(f"{done:4.0%}  {status(record, self._unit)}{time_left(now - self._start, done)}")
+            self.say(f"{done:4.0%}  {status(record, self._unit)}{left}")
 
     def evaluating(self, done: int, total: int) -> None:
         """A line soon after it has begun, if it is not over by then, and one every ten seconds."""
@@ -92,7 +106,8 @@ class Live(Quiet):
 
     def __init__(self, console: Console, unit: str = "tok") -> None:
         super().__init__(console, unit)
-        self._start = self._evaluation = time.monotonic()
+        self._evaluation = time.monotonic()
+        self._left = Left()
         self._progress = Progress(
             BarColumn(bar_width=24 if console.width >= 100 else 8),
             TextColumn("{task.percentage:>3.0f}%"),
@@ -109,7 +124,7 @@ class Live(Quiet):
     def show(self, record: Mapping[str, Any], done: float) -> None:
         """Redraw. The bar begins with the first step, so that whatever fails before leaves the terminal as it was."""
         self._progress.start()
-        left = time_left(time.monotonic() - self._start, done)
+        left = self._left.after(time.monotonic(), done)
         self._progress.update(self._task, completed=done, status=status(record, self._unit) + left)
 
     def evaluating(self, done: int, total: int) -> None:
