@@ -77,3 +77,46 @@ def test_a_users_model_starts_with_its_own_weights(tmp_path: Path) -> None:
     manner = Manner(keep=False, quiet=True, began=0.0)
     summary = train(None, None, job(model=f"{tmp_path}/zeroed.py:Zeroed", run={"duration": "1step"}), manner)
     assert summary["loss_first"] == pytest.approx(math.log(256), rel=1e-6)
+
+
+INTERRUPTED = """
+import os
+import signal
+import sys
+import torch
+from torch import nn
+
+class Interrupted(nn.Module):
+    def __init__(self, at_step):
+        super().__init__()
+        self.embedding, self.head, self.at_step, self.calls = nn.Embedding(256, 8), nn.Linear(8, 256), at_step, 0
+
+    def forward(self, tokens):
+        self.calls += 1
+        if self.calls == self.at_step:
+            os.kill(os.getpid(), signal.SIGINT)
+            print("still in the forward", file=sys.stderr)
+        return self.head(self.embedding(tokens))
+"""
+
+
+@pytest.mark.parametrize("at_step", [1, 3])
+def test_who_is_interrupted_answers_once_and_in_a_long_first_step_at_once(
+    at_step: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A first step that compiles takes half a minute: whoever heard nothing pressed Ctrl-C again, and lost the run."""
+    (tmp_path / "interrupted.py").write_text(INTERRUPTED)
+    model = {"name": f"{tmp_path}/interrupted.py:Interrupted", "at_step": at_step}
+    summary = train(None, None, job(model=model, run={"duration": "9step"}), Manner(keep=False, quiet=True, began=0.0))
+    assert (summary["was_stopped"], summary["steps"]) == (True, at_step + 1)
+    said = ["stopping after the next step; Ctrl-C again ends at once", "still in the forward"]
+    assert capfd.readouterr().err.splitlines() == (said if at_step == 1 else said[::-1])
+
+
+def test_a_first_step_that_compiles_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.compile", lambda forward, **_: forward)  # this is about the line
+    for compiles in (False, True):
+        train(None, None, job(run={"duration": "1step", "compile": compiles}), Manner(keep=False, began=0.0))
+        assert ("the first step compiles" in capfd.readouterr().err) == compiles

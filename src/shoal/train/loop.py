@@ -92,7 +92,7 @@ def train(placement: Placement | None, store: Store | None, job: Job, manner: Ma
             line.note(f"resume from step {manifest.step}, which {_counted(int(known.get('ranks', 1)), 'rank')} saved")
         loader = loader_of(job, run, workers=recipe.data.workers)
         try:
-            with _asked_to_stop() as asked:
+            with _asked_to_stop(line) as asked:
                 was_stopped = _steps(run, job, loader, meter, line, asked, keeper)
                 run.settle()
                 meter.settle()
@@ -191,7 +191,7 @@ def _claim_directory(world: World, recipe: Recipe, resume: str) -> RunDirectory:
 
 
 def _steps(
-    run: Run, job: Job, loader: Loader, meter: Meter, line: ProgressLine, asked: list[int], keeper: Keeper | None
+    run: Run, job: Job, loader: Loader, meter: Meter, line: ProgressLine, asked: Asked, keeper: Keeper | None
 ) -> bool:
     """Optimizer steps until the duration is reached, or until any rank was asked to stop: then True, on every rank."""
     settings = job.recipe.run
@@ -209,15 +209,17 @@ def _steps(
         return not is_scored
 
     start = time.monotonic() - meter.seconds_before
-    elapsed, was_told = meter.seconds_before, False
+    elapsed = meter.seconds_before
     if run.steps_done >= num_steps if num_steps else elapsed >= seconds:  # it went on from its end
         return False
     if stopped_evaluating():  # it goes on from a step after which it was to be evaluated, and was stopped
         return True
+    asked.is_first_step = True
     for batch in run.batches(loader):
         done = (run.steps_done + 1) / num_steps if num_steps else min(elapsed / seconds, 1.0)
         set_lr(run.optimizer, _lr_factor(job, run.steps_done + 1, done))
         run.step(batch)
+        asked.is_first_step = False
         meter.stepped(loader, line, done)
         # One clock, rank 0's, and one answer to "was anyone asked to stop": both travel with the step's token count.
         elapsed = run.agreed.get("seconds", meter.seconds_before)
@@ -226,9 +228,7 @@ def _steps(
             return not is_over
         if stopped_evaluating():
             return True
-        if asked and not was_told:
-            was_told = True
-            line.say("stopping after the next step; Ctrl-C again ends at once")
+        asked.answer(line)
         if keeper is not None:
             keeper.stepped(is_wanted=bool(run.agreed.get("save", 0.0)))
         clock = _clock_of_main(start, keeper) if run.world.is_main else _NO_CLOCK
@@ -284,15 +284,31 @@ def _lr_factor(job: Job, step: int, done: float) -> float:
     return ramp * lr_factor(optim.schedule, done, final=optim.final_lr)
 
 
+class Asked(list[int]):
+    """The signals that have asked for the end, and whether somebody has answered them."""
+
+    is_answered = False
+    is_first_step = False
+    """Whether the first step is being made: it may compile for a minute, and nobody writes a line meanwhile."""
+
+    def answer(self, line: ProgressLine) -> None:
+        """Once."""
+        if self and not self.is_answered:
+            self.is_answered = True
+            line.say("stopping after the next step; Ctrl-C again ends at once")
+
+
 @contextmanager
-def _asked_to_stop() -> Iterator[list[int]]:
+def _asked_to_stop(line: ProgressLine) -> Iterator[Asked]:
     """A list that holds a signal once one came (Ctrl-C, SIGTERM, SIGUSR1); a second Ctrl-C ends the process at once."""
-    asked: list[int] = []
+    asked = Asked()
 
     def note(number: int, frame: FrameType | None) -> None:
         if asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         asked.append(number)
+        if asked.is_first_step:
+            asked.answer(line)
 
     before = {number: signal.signal(number, note) for number in PASSED_ON}
     try:
@@ -316,6 +332,8 @@ def _headline(run: Run, job: Job, lr: float) -> str:
         f" x {_counted(run.plan.num_microbatches(recipe.data.batch), 'microbatch', 'es')}"
         f" x {_counted(run.plan.microbatch_size(recipe.data.batch), 'sample')}",
     ]
+    if recipe.run.compile:
+        lines.append("first  the first step compiles the model, which takes a while")
     if recipe.optim.scale_lr_from_batch:
         lines.append(
             f"lr     {recipe.optim.lr:g} x {recipe.data.batch} / {recipe.optim.scale_lr_from_batch} = {lr:g}"
