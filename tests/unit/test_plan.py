@@ -244,6 +244,26 @@ def test_a_word_that_is_like_no_other_gets_all_words() -> None:
     assert fix.endswith("mb, recompute, precision, offload, compress, sync")
 
 
+@pytest.mark.parametrize(
+    ("word", "fix"),
+    [
+        ("float8", "fp8"),
+        ("float16", "fp16"),
+        ("bfloat16", "bf16"),
+        ("float64", "fp64"),
+        ("double", "fp64"),
+        ("selective", "recompute=selective"),
+        ("full", "recompute=full"),
+        ("rowwise", "run.fp8: rowwise"),
+        ("flash", "run.attention: flash"),
+        ("fused", "run.loss: fused"),
+        ("remake_gates=false", "run.remake_gates: false"),
+    ],
+)
+def test_what_others_call_it_and_what_is_said_elsewhere(word: str, fix: str) -> None:
+    assert message_of(lambda: Plan.parse(word))[-1] == f"      fix: {fix}"
+
+
 def test_an_alias_says_a_key_as_well() -> None:
     assert "  zero is said twice: FSDP and zero=2" in message_of(lambda: Plan.parse("FSDP zero=2"))
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from shoal.blueprint.recipe import Recipe
-from shoal.blueprint.settings import build_recipe, difference, dump_recipe, known_keys, load_recipe
+from shoal.blueprint.settings import build_recipe, difference, dump_recipe, known_keys, load_recipe, unknown_key
 from shoal.errors import ShoalError
 from shoal.models import BUILDERS
 
@@ -57,6 +57,25 @@ def test_none_is_spelled_as_in_python_and_yaml() -> None:
 
 def test_lists_are_yaml() -> None:
     assert load_recipe(None, [("optim.betas", "[0.8, 0.9]")]).optim.betas == (0.8, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("run.states", "optim.states"),
+        ("run.lr", "optim.lr"),
+        ("run.mb", "plan.mb"),
+        ("optim.compile", "run.compile"),
+        ("optim.fp8", "run.fp8"),
+        ("data.seed", "run.seed"),
+        ("run.dtype", "plan.precision"),
+        ("run.gradient_checkpointing", "plan.recompute"),
+        ("optim.fused", "optim.implementation"),
+    ],
+)
+def test_a_key_of_another_section_is_found_by_its_own_name(key: str, meant: str) -> None:
+    """Not by letters that the whole of it has in common with others: run.states was taken for run.trackers."""
+    assert unknown_key(key).fix == f"did you mean {meant}?"
 
 
 def test_all_problems_come_at_once_with_the_nearest_names(tmp_path: Path) -> None:

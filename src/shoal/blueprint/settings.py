@@ -38,6 +38,10 @@ ELSEWHERE = {
     "micro_batch_size": "plan.mb",
     "gradient_accumulation_steps": "plan.mb (data.batch / ranks / mb microbatches are accumulated)",
     "mixed_precision": "plan.precision",
+    "dtype": "plan.precision",
+    "gradient_checkpointing": "plan.recompute",
+    "activation_checkpointing": "plan.recompute",
+    "fused": "optim.implementation",
     "bf16": "plan.precision bf16",
     "fp16": "plan.precision fp16",
     "resume_from_checkpoint": "--resume latest, or --resume STEP",
@@ -234,7 +238,9 @@ def unknown_key(key: str) -> Problem:
     last = key.rpartition(".")[2]
     known = known_keys()
     by_last = {name.rpartition(".")[2]: name for name in known}
-    match = ELSEWHERE.get(last) or nearest(key, known) or by_last.get(nearest(last, by_last) or "")
+    namesakes = [name for name in known if name.rpartition(".")[2] == last]
+    match = ELSEWHERE.get(last) or (namesakes[0] if len(namesakes) == 1 else nearest(key, known))
+    match = match or by_last.get(nearest(last, by_last) or "")
     fix = f"did you mean {match}?" if match else "`shoal train --help` lists all keys"
     return Problem(f"unknown key {key!r}", fix)
 
