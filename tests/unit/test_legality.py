@@ -349,3 +349,12 @@ def test_without_a_description_only_data_parallel_plans_are_legal() -> None:
 def test_paper_needs_no_torch() -> None:
     code = "import sys, shoal.blueprint.legality; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_head_that_the_model_does_not_have_is_named() -> None:
+    """It was passed over: all logits were held, and nobody heard why."""
+    plan, modules = Plan().resolve(1), ["", "table", "lm_head"]
+    problem = only(misfits(plan, description=Description(head="lm_haed"), modules=modules))
+    assert problem.what == "describe() names 'lm_haed' in head, and the model has no such submodule"
+    assert problem.fix == "did you mean lm_head?"
+    assert misfits(plan, description=Description(head="lm_head"), modules=modules) == []

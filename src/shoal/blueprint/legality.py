@@ -132,13 +132,15 @@ def legal_plans(
 def _misdescribed(description: Description, modules: Collection[str]) -> Iterator[Problem]:
     """Names of a description that the model does not have, has twice, or that say nothing."""
     said = {part: getattr(description, part) for part in ("before_blocks", "blocks", "after_blocks")}
+    head = () if description.head is None else (description.head,)
+    for part, names in {**said, "head": head}.items():
+        for name in (name for name in names if name not in modules):
+            near = nearest(name, modules)
+            what = f"describe() names {name!r} in {part}, and the model has no such submodule"
+            yield Problem(what, f"did you mean {near}?" if near else "the name that model.named_modules() gives it")
     home: dict[str, str] = {}
     for part, names in said.items():
         for name in names:
-            if name not in modules:
-                near = nearest(name, modules)
-                what = f"describe() names {name!r} in {part}, and the model has no such submodule"
-                yield Problem(what, f"did you mean {near}?" if near else "the name that model.named_modules() gives it")
             if name in home:
                 yield Problem(f"describe() names {name!r} in {home[name]} and in {part}", "leave one of them out")
             home[name] = part
