@@ -95,8 +95,8 @@ class Run:
     fp8             under the precision fp8, what of a tensor shares one scale: tensorwise or rowwise
     fp8_narrow      layers with fewer features than this stay in bf16 then; None: as fast as was measured
     fp8_head        gradients: a head that computes the loss computes its gradients in fp8 then; its logits never are
-    weights         what parameters and their gradients are kept in: bf16 only with an optimizer that rounds at random,
-                    as build_optimizer makes it of optim.weights
+    weights         what parameters and their gradients are kept in: fp32; or bf16, under the precisions bf16 and fp8,
+                    with an optimizer that rounds at random, such as shoal.AdamW
     remake_gates    make the gated values of a feed-forward again in the backward; False: keep them, which is faster
     algorithm       what carries gradients between replicas: builtin (torch's own), ring, tree, double_tree, halving,
                     hierarchical or naive; auto: whichever is fastest here, measured when the model is prepared
