@@ -125,6 +125,11 @@ CASES = {
     ),
     "hybrid of what": ("train --plan hybrid_shard", "no degree is said", "dp_replicate="),
     "bf16 states of sgd": ("train --optim.states bf16 --optim.name sgd", "is for adamw", "--optim.states fp32"),
+    "bf16 states in fp64": (
+        "train --optim.states bf16 --plan.precision fp64",
+        "optim.states bf16 is for weights in fp32 or bf16: under fp64 moments are float64",
+        "--optim.states fp32, or another --plan.precision",
+    ),
     "fp8 with tp": ("train --plan.precision fp8 --plan.tp 2 --nproc 2", "tp=2 splits them", "bf16 instead of fp8"),
     "fp8 of small layers": ("train --plan.precision fp8", "has 512 features", "--run.fp8_narrow 16"),
     "fp8 by rows, in fp32": (

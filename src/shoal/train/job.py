@@ -45,7 +45,7 @@ def check(recipe: Recipe, world_size: int, *, tries_other_ways: bool = False) ->
     replicas will meet by other ways than the plan says, too, which its settings may be for."""
     found = Findings()
     plan = found.of(_runnable_plan, recipe, world_size)
-    found.problems += _idle_settings(recipe) + list(_unfit_fragments(recipe))
+    found.problems += [*_idle_settings(recipe), *_unfit_fragments(recipe)]
     found.problems += idle(recipe, plan) if plan is not None and not tries_other_ways else ()
     for tracker in recipe.run.trackers:
         found.of(needs, tracker, what=f"the tracker {tracker}", extra=tracker)
@@ -106,17 +106,19 @@ def _unfit_fragments(recipe: Recipe) -> Iterator[Problem]:
         yield from filter(None, [refuse_fragments(comm.fragments, comm.delay, synchrony.every)])
 
 
-def _idle_settings(recipe: Recipe) -> list[Problem]:
+def _idle_settings(recipe: Recipe) -> Iterator[Problem]:
     """Settings that nothing would come of."""
     optim = recipe.optim
-    if optim.name == "adamw" and optim.implementation == "auto":
-        return list(_idle_fp8(recipe))
-    whose = f"is for adamw with its own kernel, not for {optim.name}, {optim.implementation}"
-    return [
-        Problem(f"optim.{key} bf16 {whose}", f"--optim.{key} fp32, or --optim.name adamw --optim.implementation auto")
-        for key in ("states", "weights")
-        if getattr(optim, key) == "bf16"
-    ] + list(_idle_fp8(recipe))
+    is_own = optim.name == "adamw" and optim.implementation == "auto"
+    other = optim.name if optim.name != "adamw" else f"optim.implementation {optim.implementation}"
+    for key in ("states", "weights"):
+        if getattr(optim, key) == "bf16" and not is_own:
+            what = f"optim.{key} bf16 is for adamw with its own kernel, not for {other}"
+            yield Problem(what, f"--optim.{key} fp32, or --optim.name adamw --optim.implementation auto")
+    if optim.states == "bf16" and recipe.plan.precision == "fp64":
+        what = "optim.states bf16 is for weights in fp32 or bf16: under fp64 moments are float64"
+        yield Problem(what, "--optim.states fp32, or another --plan.precision")
+    yield from _idle_fp8(recipe)
 
 
 def _idle_fp8(recipe: Recipe) -> Iterator[Problem]:
