@@ -339,6 +339,7 @@ class Run:
 
     def _prepare_model(self, model: nn.Module) -> nn.Module:
         _refuse_second("model", self._composed)
+        _refuse_compiled(model)
         draw_undrawn(model, self.seed)
         description = describe(model)
         self._composed = compose(
@@ -745,4 +746,13 @@ def _refuse_second(kind: str, first: object) -> None:
         raise ShoalError(
             f"this run has a {kind} already, and a run has one: it clips, scales and synchronises that one only",
             fix=f"one Run for each {kind}, sharing the ranks: Run(..., world=run.world); or one nn.Module around both",
+        )
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    """Of what torch.compile returns, modules have other names than the model itself describes."""
+    if hasattr(model, "_orig_mod") and describe(model).blocks:
+        raise ShoalError(
+            "this model was given to torch.compile before, as a whole, and its blocks cannot be found in it",
+            fix="give prepare the model itself, and let the run compile its blocks: Run(compile=True)",
         )
