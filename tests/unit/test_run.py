@@ -362,6 +362,14 @@ def test_randomness_belongs_to_the_step_not_to_the_past(make_run: Any) -> None:
         (lambda run: run.prepare(42), "cannot place a int"),
         (lambda run: run.prepare(network(), network()), "a model already"),
         (lambda run: [run.prepare(torch.optim.SGD(network().parameters())) for _ in range(2)], "an? optimizer already"),
+        (
+            lambda run: run.prepare(network(), torch.optim.SGD(network().parameters(), lr=0.1)),
+            "not one parameter of the optimizer is of this model",
+        ),
+        (
+            lambda run: run.prepare(torch.compile(llama.build(num_layers=1), backend="eager")),
+            "was given to torch.compile before",
+        ),
         (lambda run: run.prepare(nn.ParameterList([nn.Parameter(torch.ones(2, device="meta"))])), "how to fill it"),
         (lambda run: (run.prepare(network()), run.step((torch.ones(2, 6), torch.ones(2)))), "whole numbers as labels"),
         (lambda run: (run.prepare(network()), run.update()), "update\\(\\) without a backward"),

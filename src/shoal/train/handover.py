@@ -18,7 +18,18 @@ def hand_over(optimizer: Optimizer, composed: Composed) -> None:
         )
     for group in groups:
         group["params"] = [piece for p in group["params"] for piece in composed.replacements(p)]
+    _refuse_strangers(optimizer, composed)
     _refuse_forgotten_stages(optimizer, composed)
+
+
+def _refuse_strangers(optimizer: Optimizer, composed: Composed) -> None:
+    """Whose parameters get no gradient, so that every step would be made and nothing learnt."""
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if held and held.isdisjoint(composed.named.values()):
+        raise ShoalError(
+            "not one parameter of the optimizer is of this model, which would never change",
+            fix="build it over model.parameters() of the model that prepare is given, or over run.parameters",
+        )
 
 
 def _refuse_forgotten_stages(optimizer: Optimizer, composed: Composed) -> None:
