@@ -123,7 +123,7 @@ def test_a_file_may_be_like_a_preset_but_for_what_it_says(tmp_path: Path) -> Non
         ("like: h100:8\nper_node: eight", "per_node is 'eight', not a whole number"),
         ("like: h100:8\nper_node: 7.5", "per_node is 7.5, not a whole number"),
         ("like: h100:8\ninside: {bandwidth: -1}", "inside: bandwidth is -1, not a number"),
-        ("like: h100:8\ninside: {bandwith: 1e9}", "inside has no key 'bandwith'"),
+        ("like: h100:8\ninside: {bandwidthh: 1e9}", "inside has no key 'bandwidthh'"),
         ("like: h100:8\nprice: .nan", "price is nan, not a number"),
     ],
 )

@@ -220,3 +220,13 @@ def test_a_forward_that_changes_logits_is_not_given_a_loss_to_change(change: Any
         run.evaluate([nothing])  # of which any change is the same
         with pytest.raises(ShoalError, match="something else than what that head returned"):
             run.step(batch())
+
+
+def test_labels_of_32_bits_are_labels() -> None:
+    losses = []
+    for kind in (torch.int64, torch.int32):
+        model = llama()
+        with Run("fp64", fused_loss=True) as run:
+            run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+            losses.append(float(run.step({name: x.to(kind) for name, x in batch().items()})))
+    assert losses[0] == losses[1]

@@ -567,3 +567,38 @@ def test_a_step_in_which_nothing_that_is_trained_has_a_gradient_has_a_norm_of_th
         run.step(torch.ones(2, 3))
         assert run.report is not None
         assert (run.report.grad_norm.dtype, float(run.report.grad_norm)) == (torch.float64, 0.0)
+
+
+WRONG_LOSSES = {
+    "a vector": (lambda model, batch: model(batch[0]).square(), r"not a tensor of torch.float32 and shape \(2, 3\)"),
+    "nothing": (lambda model, batch: None, "not None"),
+    "a float": (lambda model, batch: model(batch[0]).mean().item(), "not a float"),
+}
+
+
+@pytest.mark.parametrize(("loss", "said"), WRONG_LOSSES.values(), ids=WRONG_LOSSES)
+def test_a_loss_that_is_not_one_number_is_told(loss: Any, said: str) -> None:
+    with Run("fp32", device="cpu", loss=loss) as run:
+        run.prepare(model := nn.Linear(4, 3), torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(ShoalError, match=f"a loss is a tensor of one number.*{said}"):
+            run.step((torch.ones(2, 4), torch.zeros(2, dtype=torch.long)))
+
+
+def test_labels_of_another_shape_are_told_and_any_whole_numbers_are_taken() -> None:
+    with Run("fp32", device="cpu") as run:
+        run.prepare(model := nn.Linear(4, 3), torch.optim.SGD(model.parameters(), lr=0.0))
+        with pytest.raises(ShoalError, match=r"logits of shape \(2, 3\) and labels of shape \(2, 1, 2\)"):
+            run.step((torch.ones(2, 4), torch.zeros(2, 1, 2, dtype=torch.long)))
+    losses = []
+    for kind in (torch.int64, torch.int32, torch.uint8):
+        with Run("fp32", device="cpu") as run:
+            run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+            losses.append(float(run.step((torch.ones(2, 4), torch.ones(2, dtype=kind)))))
+    assert losses == losses[:1] * 3
+
+
+def test_a_batch_without_samples_is_told() -> None:
+    with Run("fp32", device="cpu") as run:
+        run.prepare(model := nn.Linear(4, 3), torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(ShoalError, match="this batch has no samples"):
+            run.step((torch.ones(0, 4), torch.ones(0, dtype=torch.long)))

@@ -53,7 +53,7 @@ class LossHead:
             )
         h, weight = x.flatten(0, -2), self.layer.weight
         loss: Tensor = linear_cross_entropy(
-            h, weight, labels.flatten(), ignore=IGNORE, fp8=self.fp8, factor=self.factor
+            h, weight, labels.flatten().long(), ignore=IGNORE, fp8=self.fp8, factor=self.factor
         )
         self._loss = None if self._is_known else loss.detach().clone()
         return loss

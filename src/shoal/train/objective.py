@@ -62,9 +62,9 @@ class CrossEntropy:
             logits, labels = _logits_and_labels(model, batch)
         wide = (logits if logits.dtype.itemsize >= 4 else logits.float()).flatten(0, -2)
         if self.tensor.num_logits:
-            total = vocabulary_cross_entropy(wide, labels.flatten(), self.tensor, ignore=IGNORE)
+            total = vocabulary_cross_entropy(wide, labels.flatten().long(), self.tensor, ignore=IGNORE)
         else:
-            total = F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORE, reduction="sum")
+            total = F.cross_entropy(wide, labels.flatten().long(), ignore_index=IGNORE, reduction="sum")
         return total if weight else total * 0.0
 
 
@@ -102,6 +102,11 @@ def objective_of(loss: LossFunction | Objective | None) -> Objective:
 
 def sum_from_mean(mean: Tensor, weight: float) -> Tensor:
     """The sum whose mean over `weight` things this is. The mean over nothing is NaN, and counts for nothing."""
+    if not isinstance(mean, Tensor) or mean.dim():
+        fix = (
+            "loss.mean()" if isinstance(mean, Tensor) else "the tensor that the model's output was made to, not .item()"
+        )
+        raise ShoalError(f"a loss is a tensor of one number, the mean over a batch, not {_kind(mean)}", fix=fix)
     return mean * weight if weight else mean.nan_to_num(0.0) * 0.0
 
 
@@ -173,11 +178,20 @@ def _logits_and_labels(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
             f" {_kind(logits)} and {_kind(labels)}",
             fix="Run(loss=lambda model, batch: ...), the mean over a batch",
         )
+    if not logits.dim() or logits[..., 0].numel() != labels.numel():
+        raise ShoalError(
+            f"cross-entropy takes a label for each row of logits, not logits of shape {tuple(logits.shape)} and labels"
+            f" of shape {tuple(labels.shape)}",
+            fix="labels of the shape of the logits but for their last dim; or Run(loss=lambda model, batch: ...)",
+        )
     return logits, labels
 
 
 def _kind(value: Any) -> str:
-    return f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    if not isinstance(value, Tensor):
+        return "None" if value is None else f"a {type(value).__name__}"
+    shape = f" and shape {tuple(value.shape)}" if value.dim() else ""
+    return f"a tensor of {value.dtype}{shape}"
 
 
 def _no_labels(batch: Any) -> ShoalError:

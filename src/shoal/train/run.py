@@ -577,6 +577,10 @@ class Run:
                 "the batch before this one was not finished: backward without update()",
                 fix="run.update() after each batch; to accumulate, say mb= in the plan and loop over run.microbatches",
             )
+        if not length(batch):
+            raise ShoalError(
+                "this batch has no samples", fix="samples for every rank: for batch in run.batches(loader): ..."
+            )
         use_device(self.device)  # a step may be made in another thread than the one that prepared it
         batch = self.own_tokens(batch)
         weights = [float(self.objective.weight(part)) if counts else 0.0 for part in parts(batch, self.plan.mb)]
