@@ -291,8 +291,8 @@ def test_too_little_room_is_seen_before_anything_is_written(tmp_path: Path) -> N
 
 # ---- in little memory -----------------------------------------------------------------------------------------------
 
-SIZE = 144 * 2**20
-ROOM = 112 * 2**20
+SIZE = 216 * 2**20
+ROOM = 144 * 2**20
 WATCHED = """
 import json, os, sys, threading, time
 from pathlib import Path
@@ -343,11 +343,11 @@ ACTS = [*(f"export {format}" for format in FORMATS), "import safetensors", "impo
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """144 MiB: one tensor of 128, and four of 4."""
+    """216 MiB: one tensor of 192, and four of 6."""
     root = tmp_path_factory.mktemp("large")
     generator = torch.Generator().manual_seed(0)
-    tensors = {"model/table": torch.randn(2**15, 2**10, generator=generator)}
-    tensors |= {f"model/{i}": torch.randn(2**10, 2**10, generator=generator) for i in range(4)}
+    tensors = {"model/table": torch.randn(3 * 2**14, 2**10, generator=generator)}
+    tensors |= {f"model/{i}": torch.randn(3 * 2**9, 2**10, generator=generator) for i in range(4)}
     keep(root / "store", tensors, cut="columns")
     keep(root / "small", {"model/x": torch.zeros(2)}, cut="whole")
     assert sum(tensor.nbytes for tensor in tensors.values()) == SIZE
