@@ -72,6 +72,17 @@ from shoal.train.objective import (
     objective_of,
     sum_from_mean,
 )
+from shoal.train.refuse import (
+    refuse_batch,
+    refuse_compiled,
+    refuse_direct_loop,
+    refuse_open,
+    refuse_own_loop,
+    refuse_rounding,
+    refuse_second,
+    refuse_unknown_batch,
+    with_all_backwards,
+)
 from shoal.train.step import OpenStep, StepReport, Unjudged
 from shoal.train.update import OnNan, Updates, misspelt
 
@@ -309,8 +320,8 @@ class Run:
 
     def _prepare(self, thing: Any) -> Any:
         if isinstance(thing, Optimizer):
-            _refuse_second("optimizer", self._optimizer)
-            self._refuse_rounding(thing)
+            refuse_second("optimizer", self._optimizer)
+            refuse_rounding(thing, self.precision.weight_dtype)
             self._optimizer = thing
             if self._composed is not None:
                 self._give_parameters(thing, self._composed)
@@ -328,18 +339,9 @@ class Run:
             fix="give it an nn.Module, a torch Optimizer or a DataLoader; keep the rest as it is",
         )
 
-    def _refuse_rounding(self, optimizer: Optimizer) -> None:
-        """Weights in bf16 lose most of what is added to them, unless it is rounded at random."""
-        is_torchs = type(optimizer).__module__.startswith("torch.optim")
-        if self.precision.weight_dtype == torch.bfloat16 and is_torchs:
-            raise ShoalError(
-                f"torch's {type(optimizer).__name__} rounds weights in bf16 to the nearest, and most updates are lost",
-                fix="shoal.AdamW(model.parameters(), lr=...), which rounds at random; or weights='fp32'",
-            )
-
     def _prepare_model(self, model: nn.Module) -> nn.Module:
-        _refuse_second("model", self._composed)
-        _refuse_compiled(model)
+        refuse_second("model", self._composed)
+        refuse_compiled(model)
         draw_undrawn(model, self.seed)
         description = describe(model)
         self._composed = compose(
@@ -400,7 +402,7 @@ class Run:
 
     def microbatches(self, batch: Any) -> Iterator[Any]:
         """The batch in parts of `mb` samples; gradients are synchronised in the backward of the last one only."""
-        self._refuse_own_loop()
+        refuse_own_loop(self.composed)
         step = self._opened(batch)
         last = len(step.microbatches) - 1
         for index, microbatch in enumerate(step.microbatches):
@@ -440,33 +442,18 @@ class Run:
         """A stage calls the model itself, outside of the objective, which would have asked for split logits."""
         return self.composed.tensor.split_logits() if isinstance(self.objective, CrossEntropy) else nullcontext()
 
-    def _refuse_own_loop(self) -> None:
-        if self.composed.pipeline is not None:
-            raise ShoalError(
-                "a pipeline runs the forwards and backwards of all microbatches in an order of its own",
-                fix="run.step(batch), with loss= given to the Run",
-            )
-
     def backward(self, loss: Tensor) -> None:
         """Backward of a loss that is the *mean* over the microbatch (or the batch, without accumulation) at hand."""
-        self._refuse_own_loop()
+        refuse_own_loop(self.composed)
         if self._step is None:  # a loop that does not use `batches`: every rank's mean counts the same
             self._refuse_direct_loop()
-            self._refuse_unknown_batch()
+            refuse_unknown_batch(self.composed)
             self._step = self._new_step(None, [None], [1.0], counts=True, offset=0)
         self._backward(sum_from_mean(loss, self._step.weight))
 
     def update(self) -> StepReport:
         """Clip, apply the optimizer and forget the gradients; or drop the step if the gradient is not finite."""
-        step = self._step
-        if step is None or not step.has_begun:
-            raise ShoalError("update() without a backward", fix="call run.backward(loss) first, or run.step(batch)")
-        if step.index >= 0 and len(step.sums) < len(step.microbatches):
-            raise ShoalError(
-                f"{len(step.sums)} of {len(step.microbatches)} microbatches had a backward, and gradients are"
-                " synchronised in that of the last",
-                fix="for microbatch in run.microbatches(batch): ... run.backward(loss), to its end, then run.update()",
-            )
+        step = with_all_backwards(self._step)
         self.settle()
         loss = self._own_loss(step)
         reduction = dist.all_reduce(loss, async_op=True) if self.world.size > 1 else None  # travels during the update
@@ -533,31 +520,11 @@ class Run:
 
     def refuse_open_step(self, why: str) -> None:
         """Raise between a batch that was taken and its update."""
-        if self._step is not None:
-            raise ShoalError(
-                f"{why} in the middle of a step would lose its samples, and the gradients that it has summed up",
-                fix="run.step(batch), or run.update(), first",
-            )
-
-    def _refuse_unknown_batch(self) -> None:
-        """Whose tokens these are, and of how many sequences, is known of batches alone."""
-        for what, is_used in (
-            ("a model with routers of experts", self.composed.balance is not None),
-            (f"cp={self.mesh.degree('cp')}", self.composed.context is not None),
-        ):
-            if is_used:
-                raise ShoalError(
-                    f"with {what}, a backward has to know the batch that it belongs to",
-                    fix="for batch in run.batches(loader): ..., or run.step(batch)",
-                )
+        refuse_open(self._step, why)
 
     def _refuse_direct_loop(self) -> None:
-        if self.gradient_degree > 1 and any(loader.is_iterated_directly for loader in self.loaders):
-            raise ShoalError(
-                "this loop takes batches from the loader itself; where the last batch has fewer samples than there"
-                " are ranks, some ranks would take a step less and the others wait for ever",
-                fix="for batch in run.batches(loader): ...",
-            )
+        if self.gradient_degree > 1:
+            refuse_direct_loop(self.loaders)
 
     def _open(
         self,
@@ -572,15 +539,7 @@ class Run:
         Where ranks meet in a forward, all run as many as the rank with the largest share: the others repeat one for
         nothing.
         """
-        if self._step is not None and self._step.has_begun:
-            raise ShoalError(
-                "the batch before this one was not finished: backward without update()",
-                fix="run.update() after each batch; to accumulate, say mb= in the plan and loop over run.microbatches",
-            )
-        if not length(batch):
-            raise ShoalError(
-                "this batch has no samples", fix="samples for every rank: for batch in run.batches(loader): ..."
-            )
+        refuse_batch(batch, self._step)
         use_device(self.device)  # a step may be made in another thread than the one that prepared it
         batch = self.own_tokens(batch)
         weights = [float(self.objective.weight(part)) if counts else 0.0 for part in parts(batch, self.plan.mb)]
@@ -743,20 +702,3 @@ class Run:
             self._composed.close()
         for directory in self.savers:
             self.saved(directory)
-
-
-def _refuse_second(kind: str, first: object) -> None:
-    if first is not None:
-        raise ShoalError(
-            f"this run has a {kind} already, and a run has one: it clips, scales and synchronises that one only",
-            fix=f"one Run for each {kind}, sharing the ranks: Run(..., world=run.world); or one nn.Module around both",
-        )
-
-
-def _refuse_compiled(model: nn.Module) -> None:
-    """Of what torch.compile returns, modules have other names than the model itself describes."""
-    if hasattr(model, "_orig_mod") and describe(model).blocks:
-        raise ShoalError(
-            "this model was given to torch.compile before, as a whole, and its blocks cannot be found in it",
-            fix="give prepare the model itself, and let the run compile its blocks: Run(compile=True)",
-        )
