@@ -192,11 +192,13 @@ def test_a_head_whose_logits_somebody_changes_returns_logits(kind: str) -> None:
 
 
 def test_a_second_run_of_a_model_has_a_head_that_computes_the_loss_too() -> None:
-    model = llama()
-    for _ in range(2):
-        with Run("fp64", fused_loss=True) as run:
-            run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-2))
-            run.step(batch())
+    model, losses = llama(), []
+    for fused_loss in (True, True, False):
+        with Run("fp64", fused_loss=fused_loss) as run:
+            run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+            losses.append(float(run.step(batch())))
+            assert (run.composed.head is not None) == fused_loss
+    assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-12)
 
 
 class Changed(Llama):

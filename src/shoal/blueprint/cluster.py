@@ -149,7 +149,7 @@ class Cluster:
     def parse(cls, text: str) -> Cluster:
         """A preset with a size (`h200:8`, `h100:8x16`), the path of a YAML file, or the machine at hand as `shoal
         calibrate` has measured it: `here`, and with other numbers of devices than were measured, `here:4`."""
-        if text.endswith((".yaml", ".yml")) or "/" in text:
+        if _is_path(text):
             return cls.from_yaml(Path(text))
         from shoal.blueprint.hardware import DEVICES, preset
 
@@ -356,9 +356,13 @@ def _number(value: Any, type_name: str, where: str) -> Any:
     return int(number) if is_whole else number
 
 
+def _is_path(text: str) -> bool:
+    return text.endswith((".yaml", ".yml")) or "/" in text
+
+
 def _preset(name: Any) -> Cluster:
     """That a file is like; another file could be like this one, and so on."""
-    if not isinstance(name, str) or name.endswith((".yaml", ".yml")) or "/" in name:
+    if not isinstance(name, str) or _is_path(name):
         raise ShoalError(f"like: {name!r} is no preset", fix="like: h100:8x4, or like: here")
     return Cluster.parse(name)
 

@@ -13,6 +13,7 @@ from math import prod
 from typing import Any, Literal, get_args
 
 from shoal.blueprint import compression, synchrony
+from shoal.blueprint.elsewhere import SAME, SETTINGS
 from shoal.blueprint.layout import Layout, divisors
 from shoal.errors import Problem, ShoalError, listed, nearest, raise_if
 
@@ -272,29 +273,6 @@ class Plan:
         raise ShoalError(f"batch {batch} is not divisible by {rule}", fix=", or ".join(fixes))
 
 
-SETTINGS = {
-    "compile": "run.compile: true",
-    "weights": "optim.weights: bf16",
-    "states": "optim.states: bf16",
-    "loss": "run.loss: fused",
-    "fused": "run.loss: fused",
-    "attention": "run.attention: auto",
-    "cudnn": "run.attention: cudnn",
-    "flash": "run.attention: flash",
-    "rowwise": "run.fp8: rowwise",
-    "remake_gates": "run.remake_gates: false",
-    "batch": "data.batch: 32",
-    "sequence": "data.sequence: 256",
-    "nproc": "launch.nproc: 2",
-}
-"""Keys of other sections of a recipe that people look for in a plan, as they are said there."""
-
-SAME = {
-    **{"float8": "fp8", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"},
-    **{"float64": "fp64", "double": "fp64", "selective": "recompute=selective", "full": "recompute=full"},
-}
-"""What torch and others call a word of a plan."""
-
 EXAMPLES = {"compress": "int8", "sync": "diloco:50"}
 SWITCH = {"on": True, "off": False, "true": True, "false": False}
 
@@ -336,8 +314,8 @@ def _read(word: str) -> tuple[str, Any] | Problem:
             return BARE_WORDS[key]
         if key in _names():
             return Problem(f"{word!r} needs a value", f"{key}={listed(CHOICES.get(key, [EXAMPLES.get(key, '2')]))}")
-        if key in SETTINGS or key in SAME:
-            return Problem(f"{word!r} is not a word of a plan", SETTINGS.get(key) or SAME[key])
+        if (meant := SETTINGS.get(key) or SAME.get(key)) is not None:
+            return Problem(f"{word!r} is not a word of a plan", meant)
         if (meant := _value_of(key)) is not None:
             return Problem(f"{word!r} does not stand alone", meant)
         known = dict.fromkeys([*BARE_WORDS, *_names()])

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from shoal.blueprint.elsewhere import ELSEWHERE
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.recipe import Recipe
 from shoal.errors import Problem, ShoalError, listed, nearest
@@ -23,56 +24,6 @@ Tree = dict[str, Any]
 
 FEW = 5
 """So many values of a key are all named where another one was said; of more, the nearest."""
-
-# What people who come from other systems will type first.
-ELSEWHERE = {
-    "learning_rate": "optim.lr",
-    "max_grad_norm": "optim.clip",
-    "gradient_clip_val": "optim.clip",
-    "lr_scheduler_type": "optim.schedule",
-    "warmup_steps": "optim.warmup",
-    "train_batch_size": "data.batch",
-    "global_batch_size": "data.batch",
-    "batch_size": "data.batch",
-    "per_device_train_batch_size": "plan.mb",
-    "micro_batch_size": "plan.mb",
-    "gradient_accumulation_steps": "plan.mb (data.batch / ranks / mb microbatches are accumulated)",
-    "mixed_precision": "plan.precision",
-    "dtype": "plan.precision",
-    "gradient_checkpointing": "plan.recompute",
-    "activation_checkpointing": "plan.recompute",
-    "fused": "optim.implementation",
-    "bf16": "plan.precision bf16",
-    "fp16": "plan.precision fp16",
-    "resume_from_checkpoint": "--resume latest, or --resume STEP",
-    "init_from": "run.start_from",
-    "pretrained": "run.start_from",
-    "load_from": "run.start_from",
-    "save_steps": "checkpoint.every (100step)",
-    "save_interval": "checkpoint.every (100step)",
-    "save_every": "checkpoint.every (100step)",
-    "save_total_limit": "checkpoint.keep",
-    "save_dir": "checkpoint.dir",
-    "checkpoint_dir": "checkpoint.dir",
-    "max_restarts": "launch.max_restarts",
-    "max_steps": "run.duration",
-    "max_duration": "run.duration",
-    "num_train_epochs": "run.duration (2epoch)",
-    "epochs": "run.duration (2epoch)",
-    "steps": "run.duration",
-    "output_dir": "run.dir",
-    "report_to": "run.trackers",
-    "logging_steps": "run.log_every",
-    "full_determinism": "run.deterministic",
-    "num_processes": "launch.nproc",
-    "seq_len": "data.sequence",
-    "max_length": "data.sequence",
-    "tensor_parallel_degree": "plan.tp",
-    "pipeline_parallel_degree": "plan.pp",
-    "context_parallel_degree": "plan.cp",
-    "data_parallel_shard_degree": "plan.dp_shard",
-    "data_parallel_replicate_degree": "plan.dp_replicate",
-}
 
 
 def load_recipe(path: Path | None, overrides: Iterable[tuple[str, str]] = ()) -> Recipe:

@@ -235,11 +235,11 @@ def render(console: Console, told: Answer) -> None:
     if not told.best:
         _render_nothing(console, told)
         return
-    rate = "tokens/s/device" if task.sequence > 1 else "samples/s/device"
-    columns = ["plan", "devices", "GiB", "step", "in 8 of 10 runs", "MFU", rate]
+    unit = "tokens" if task.sequence > 1 else "samples"
+    columns = ["plan", "devices", "GiB", "step", "in 8 of 10 runs", "MFU", f"{unit}/s/device"]
     rows = [_row(choice) for choice in told.best]
     if told.by == "money":
-        columns.append(_COST if task.cluster.price is not None else _HOURS)
+        columns.append(f"{'device-hours' if task.cluster.price is None else 'money'}/B {unit}")
         rows = [[*row, _cost(choice)] for row, choice in zip(rows, told.best, strict=True)]
     _table(console, "", columns, rows)
     if told.by == "money" and task.cluster.price is not None:
@@ -345,8 +345,8 @@ def _row(choice: Choice) -> list[str]:
     ]
 
 
-_COST, _HOURS = "money/B tokens", "device-hours/B tokens"
-_NUMBERS = ("GiB", "step", "MFU", "tokens/s/device", "samples/s/device", "devices", "efficiency", _COST, _HOURS)
+_NUMBERS = ("GiB", "step", "MFU", "/s/device", "devices", "efficiency", "/B tokens", "/B samples")
+"""How the names of columns of numbers end."""
 
 
 def _cost(choice: Choice) -> str:
@@ -362,7 +362,7 @@ def _table(
 
     drawn = Table(box=None, show_header=has_head, header_style="dim", pad_edge=False)
     for number, column in enumerate(columns):
-        is_number = column in _NUMBERS or (not has_head and number == 1)
+        is_number = column.endswith(_NUMBERS) or (not has_head and number == 1)
         drawn.add_column(column, justify="right" if is_number else "left")
     for row in rows:
         drawn.add_row(*row)

@@ -14,8 +14,9 @@ from typing import Annotated, Any, TypeVar, get_origin
 import tyro
 
 from shoal.blueprint.duration import Duration
+from shoal.blueprint.elsewhere import ELSEWHERE
 from shoal.blueprint.recipe import Recipe
-from shoal.blueprint.settings import ELSEWHERE, load_recipe
+from shoal.blueprint.settings import load_recipe
 from shoal.errors import Problem, nearest, raise_if
 
 Options = TypeVar("Options")

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -23,7 +19,6 @@ from shoal.comm.environment import Placement
 from shoal.comm.world import World
 from shoal.data.loading import Loader, evaluation_batches
 from shoal.errors import ShoalError
-from shoal.launch.worker import PASSED_ON
 from shoal.numerics.optim import build_optimizer, set_lr
 from shoal.numerics.precision import slow_here
 from shoal.numerics.schedule import lr_factor, scaled_lr
@@ -36,6 +31,7 @@ from shoal.train.job import Job, steps_of, units
 from shoal.train.keeping import Keeper, refuse_bad_start, start_from
 from shoal.train.meter import Meter
 from shoal.train.run import Run
+from shoal.train.stop import Asked, asked_to_stop
 from shoal.train.told import loader_of, run_of
 
 
@@ -92,7 +88,7 @@ def train(placement: Placement | None, store: Store | None, job: Job, manner: Ma
             line.note(f"resume from step {manifest.step}, which {_counted(int(known.get('ranks', 1)), 'rank')} saved")
         loader = loader_of(job, run, workers=recipe.data.workers)
         try:
-            with _asked_to_stop(line) as asked:
+            with asked_to_stop(line) as asked:
                 was_stopped = _steps(run, job, loader, meter, line, asked, keeper)
                 run.settle()
                 meter.settle()
@@ -228,7 +224,7 @@ def _steps(
             return not is_over
         if stopped_evaluating():
             return True
-        asked.answer(line)
+        asked.answer()
         if keeper is not None:
             keeper.stepped(is_wanted=bool(run.agreed.get("save", 0.0)))
         clock = _clock_of_main(start, keeper) if run.world.is_main else _NO_CLOCK
@@ -244,7 +240,7 @@ def _clock_of_main(start: float, keeper: Keeper | None) -> dict[str, float]:
     return {"seconds": time.monotonic() - start, "save": float(keeper is not None and keeper.wants)}
 
 
-def _score(run: Run, job: Job, meter: Meter, line: ProgressLine, asked: list[int]) -> bool:
+def _score(run: Run, job: Job, meter: Meter, line: ProgressLine, asked: Asked) -> bool:
     """Score all held-out samples, if there are any; False, on every rank, if one was asked to stop before the end."""
     run.settle()
     meter.settle()
@@ -282,42 +278,6 @@ def _lr_factor(job: Job, step: int, done: float) -> float:
     # Steps within a run by the clock: which part of it they will be is not known, so they come on top.
     ramp = min(step / warmup_steps, 1.0) if warmup_steps else 1.0
     return ramp * lr_factor(optim.schedule, done, final=optim.final_lr)
-
-
-class Asked(list[int]):
-    """The signals that have asked for the end, and whether somebody has answered them."""
-
-    is_answered = False
-    is_first_step = False
-    """Whether the first step is being made: it may compile for a minute, and nobody writes a line meanwhile."""
-
-    def answer(self, line: ProgressLine) -> None:
-        """Once."""
-        if self and not self.is_answered:
-            self.is_answered = True
-            line.say("stopping after the next step; Ctrl-C again ends at once")
-
-
-@contextmanager
-def _asked_to_stop(line: ProgressLine) -> Iterator[Asked]:
-    """A list that holds a signal once one came (Ctrl-C, SIGTERM, SIGUSR1); a second Ctrl-C ends the process at once."""
-    asked = Asked()
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        asked.append(number)
-        if asked.is_first_step:
-            asked.answer(line)
-
-    before = {number: signal.signal(number, note) for number in PASSED_ON}
-    try:
-        yield asked
-    finally:
-        # A worker that was asked is on its way out, and its launcher may ask it once more.
-        is_leaving = bool(asked) and multiprocessing.parent_process() is not None
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_IGN if is_leaving else handler)
 
 
 def _headline(run: Run, job: Job, lr: float) -> str:

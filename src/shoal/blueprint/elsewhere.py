@@ -1,0 +1,76 @@
+"""Words that people type first, who come from other systems or look in another place, and what is meant here."""
+
+from __future__ import annotations
+
+ELSEWHERE = {
+    "learning_rate": "optim.lr",
+    "max_grad_norm": "optim.clip",
+    "gradient_clip_val": "optim.clip",
+    "lr_scheduler_type": "optim.schedule",
+    "warmup_steps": "optim.warmup",
+    "train_batch_size": "data.batch",
+    "global_batch_size": "data.batch",
+    "batch_size": "data.batch",
+    "per_device_train_batch_size": "plan.mb",
+    "micro_batch_size": "plan.mb",
+    "gradient_accumulation_steps": "plan.mb (data.batch / ranks / mb microbatches are accumulated)",
+    "mixed_precision": "plan.precision",
+    "dtype": "plan.precision",
+    "gradient_checkpointing": "plan.recompute",
+    "activation_checkpointing": "plan.recompute",
+    "fused": "optim.implementation",
+    "bf16": "plan.precision bf16",
+    "fp16": "plan.precision fp16",
+    "resume_from_checkpoint": "--resume latest, or --resume STEP",
+    "init_from": "run.start_from",
+    "pretrained": "run.start_from",
+    "load_from": "run.start_from",
+    "save_steps": "checkpoint.every (100step)",
+    "save_interval": "checkpoint.every (100step)",
+    "save_every": "checkpoint.every (100step)",
+    "save_total_limit": "checkpoint.keep",
+    "save_dir": "checkpoint.dir",
+    "checkpoint_dir": "checkpoint.dir",
+    "max_restarts": "launch.max_restarts",
+    "max_steps": "run.duration",
+    "max_duration": "run.duration",
+    "num_train_epochs": "run.duration (2epoch)",
+    "epochs": "run.duration (2epoch)",
+    "steps": "run.duration",
+    "output_dir": "run.dir",
+    "report_to": "run.trackers",
+    "logging_steps": "run.log_every",
+    "full_determinism": "run.deterministic",
+    "num_processes": "launch.nproc",
+    "seq_len": "data.sequence",
+    "max_length": "data.sequence",
+    "tensor_parallel_degree": "plan.tp",
+    "pipeline_parallel_degree": "plan.pp",
+    "context_parallel_degree": "plan.cp",
+    "data_parallel_shard_degree": "plan.dp_shard",
+    "data_parallel_replicate_degree": "plan.dp_replicate",
+}
+"""Keys of other systems' settings → those of a recipe."""
+
+SETTINGS = {
+    "compile": "run.compile: true",
+    "weights": "optim.weights: bf16",
+    "states": "optim.states: bf16",
+    "loss": "run.loss: fused",
+    "fused": "run.loss: fused",
+    "attention": "run.attention: auto",
+    "cudnn": "run.attention: cudnn",
+    "flash": "run.attention: flash",
+    "rowwise": "run.fp8: rowwise",
+    "remake_gates": "run.remake_gates: false",
+    "batch": "data.batch: 32",
+    "sequence": "data.sequence: 256",
+    "nproc": "launch.nproc: 2",
+}
+"""Keys of other sections of a recipe that people look for in a plan, as they are said there."""
+
+SAME = {
+    **{"float8": "fp8", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"},
+    **{"float64": "fp64", "double": "fp64", "selective": "recompute=selective", "full": "recompute=full"},
+}
+"""What torch and others call a word of a plan."""
