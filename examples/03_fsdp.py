@@ -12,6 +12,7 @@ started by torchrun or srun, as example 01 is.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 from pathlib import Path
@@ -53,6 +54,7 @@ class Network(nn.Module):
 
 def train(placement, store, plan: str) -> None:
     """What one rank does."""
+    ctypes.CDLL(None).mallopt(-3, 2**20)  # M_MMAP_THRESHOLD: what is freed goes back, or the limit would count it, too
     taken = int(Path("/proc/self/status").read_text().partition("VmData:")[2].split()[0]) * 1024
     resource.setrlimit(resource.RLIMIT_DATA, (taken + LIMIT, taken + LIMIT))
     with shoal.Run(plan, world=World.start(placement, device="cpu", store=store)) as run:

@@ -134,7 +134,7 @@ if __name__ == "__main__":
         said, is_refused = f"it fits after all: loss {losses[0]:.4f}", False
     except shoal.ShoalError as error:
         first_line = str(error).splitlines()[0]
-        said, is_refused = first_line[max(0, first_line.find("not enough")) :], "not enough memory" in first_line
+        said, is_refused = first_line.partition("Allocator: ")[2] or first_line, "tried to allocate" in first_line
     print(f"one process   {limit:4} MiB   {said}", flush=True)
     losses, _ = attempt("cp=4", 4, steps=3, limit=limit * MIB)
     print(f"cp=4 on four  {limit:4} MiB   trains: loss", *(f"{loss:.4f}" for loss in losses))
