@@ -6,11 +6,17 @@ of one rank, for which each of these is the identity.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from shoal.comm import plain
+from shoal.errors import RunFailed, ShoalError
+
+T = TypeVar("T")
 
 Group = dist.ProcessGroup | None
 
@@ -94,3 +100,42 @@ def all_reduce_together(tensors: list[Tensor], group: Group) -> None:
         dist.all_reduce(flat, group=group)
         pieces = flat.split([tensor.numel() for tensor in alike])
         torch._foreach_copy_(alike, [piece.view(tensor.shape) for piece, tensor in zip(pieces, alike, strict=True)])
+
+
+def all_gather_plain(value: T, group: Group, kinds: Sequence[type] = ()) -> list[T]:
+    """One value of every rank of the group, in its order; see `plain` for what can be sent. `kinds` are the dataclasses
+    that may arrive. If one rank's value cannot be sent, every rank raises."""
+    if group is None or group.size() == 1:
+        return [value]
+    try:
+        data = b"\1" + plain.to_bytes(value, kinds)
+    except (TypeError, ValueError) as error:
+        data = b"\0" + plain.to_bytes(str(error))
+    device = _control_device(group)
+    sizes = all_gather(torch.tensor([len(data)], device=device), 0, group).tolist()
+    if not all(0 < size <= plain.LIMIT + 1 for size in sizes):
+        raise RunFailed(f"ranks announced values of {sizes} bytes, and at most {plain.LIMIT:,} are sent")
+    mine = torch.zeros(max(sizes), dtype=torch.uint8)
+    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    rows = all_gather(mine.to(device).unsqueeze(0), 0, group).cpu().numpy()
+    return [
+        _arrived(memoryview(row)[:size], rank, kinds) for rank, (row, size) in enumerate(zip(rows, sizes, strict=True))
+    ]
+
+
+def _arrived(data: memoryview, rank: int, kinds: Sequence[type]) -> Any:
+    try:
+        value = plain.from_bytes(data[1:], kinds)
+    except ValueError as error:
+        raise RunFailed(f"rank {rank} of a group sent what is not plain data: {error}") from None
+    if data[0] != 1:
+        raise ShoalError(
+            f"rank {rank} of a group has a value that cannot be sent to the others: {value}",
+            fix="dicts, lists and tuples of tensors, numbers and text",
+        )
+    return value
+
+
+def _control_device(group: dist.ProcessGroup) -> torch.device:
+    """The CPU, unless the group takes CUDA tensors alone."""
+    return torch.device("cpu" if "cpu:" in dist.get_backend_config(group) else "cuda")

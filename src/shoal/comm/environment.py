@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from shoal.comm.nodelist import expand_counts, expand_hosts
@@ -38,6 +38,14 @@ class Placement:
     source: Source = "shoal"
     generation: int = 0
     """How often the processes of this run were started again."""
+    key: bytes | None = field(default=None, repr=False)
+    """The secret that all ranks share. None: it is in a file."""
+    key_file: str | None = None
+    """The file that holds it. None: the one in the user's home directory."""
+    job: str = ""
+    """What the launcher calls this run, the same on every rank; empty if it has no name for it."""
+    has_store: bool = False
+    """Whether the launcher itself serves the store at rank 0's address."""
 
 
 def read_environment(environ: Mapping[str, str]) -> Placement | None:
@@ -45,6 +53,19 @@ def read_environment(environ: Mapping[str, str]) -> Placement | None:
 
     torchrun and mpirun are asked before Slurm, because inside a Slurm job it is they who start the processes.
     """
+    placement = _placement(environ)
+    if placement is None:
+        return None
+    key = environ.get("SHOAL_KEY")
+    return replace(
+        placement,
+        key=key.encode() if key else None,
+        key_file=environ.get("SHOAL_KEY_FILE") or None,
+        has_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def _placement(environ: Mapping[str, str]) -> Placement | None:
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return _from_torchrun(_Reader(environ, "torchrun"))
     if "OMPI_COMM_WORLD_RANK" in environ or "OMPI_COMM_WORLD_SIZE" in environ:
@@ -68,6 +89,7 @@ def _from_torchrun(read: _Reader) -> Placement:
         master_port=read.port("MASTER_PORT", default=DEFAULT_PORT if alone else None),
         source="torchrun",
         generation=read.integer("TORCHELASTIC_RESTART_COUNT", default=0),
+        job=read.environ.get("TORCHELASTIC_RUN_ID", ""),
     )
     read.finish()
     return placement
@@ -115,6 +137,7 @@ def _from_slurm(read: _Reader) -> Placement:
         master_addr=hosts[0] if hosts else None,
         master_port=read.port("MASTER_PORT", default=_port_of(job)),
         source="slurm",
+        job=read.environ.get(read.first_set("SLURM_HET_JOB_ID", "SLURM_JOB_ID"), ""),  # each part has its own JOB_ID
     )
     read.finish()
     return placement

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.blueprint.layout import AXES, Layout
-from shoal.comm.world import World, keep_after_closing
+from shoal.comm.session import Session
+from shoal.comm.world import World, keep_after_closing, new_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class Mesh:
     timeout: timedelta = timedelta(minutes=10)
     local_size: int = 1
     """Ranks of a host."""
+    session: Session | None = None
 
     @classmethod
     def make(cls, world: World, layout: Layout) -> Mesh:
@@ -39,7 +41,16 @@ class Mesh:
         An axis that spans the world has a group of its own too: what travels for control stays apart from it.
         """
         timeout = timedelta(seconds=world.timeout)
-        mesh = cls(layout, world.rank, world.device, {}, layout.coordinate(world.rank), timeout, world.local_size)
+        mesh = cls(
+            layout,
+            world.rank,
+            world.device,
+            {},
+            layout.coordinate(world.rank),
+            timeout,
+            world.local_size,
+            world.session,
+        )
         for axis in (*AXES, "ep"):
             if layout.degree(axis) > 1:
                 mesh.group(axis)
@@ -57,7 +68,7 @@ class Mesh:
         ranks have to ask in the same order."""
         mine: dist.ProcessGroup | None = None
         for ranks in self.layout.groups(axis):
-            group = dist.new_group(list(ranks), timeout=self.timeout)
+            group = new_group(self.session, ranks, timeout=self.timeout)
             if self.rank in ranks:
                 mine = group
                 keep_after_closing(group)

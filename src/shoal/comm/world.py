@@ -9,12 +9,15 @@ same lines: it has a group without a port, and its exchanges are the identity.
 
 from __future__ import annotations
 
+import errno
+import multiprocessing
 import os
+import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cache
 from itertools import count
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -22,8 +25,13 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
+from shoal.comm.collectives import all_gather_plain
 from shoal.comm.environment import Placement
-from shoal.comm.interface import interface_towards
+from shoal.comm.handshake import agree, mac
+from shoal.comm.interface import interface_towards, listening_socket, loopback
+from shoal.comm.key import key_of
+from shoal.comm.sealed import SealedStore
+from shoal.comm.session import Session
 from shoal.errors import ShoalError, listed
 
 T = TypeVar("T")
@@ -68,6 +76,8 @@ class World:
     """True: this world made the process group, and destroys it."""
     timeout: float = 600.0
     """Seconds that a rank waits for the others in one collective."""
+    session: Session | None = None
+    """What the ranks have proven to each other; None in a group that another program made."""
 
     @classmethod
     def start(
@@ -86,24 +96,28 @@ class World:
         the cores. `backend` None: gloo for CPU tensors and NCCL for CUDA tensors; `gloo` serves both without NCCL.
         """
         is_owner = not dist.is_initialized()
+        if is_owner and placement is None:
+            refuse_spawned_alone()
         place = (placement or ALONE) if is_owner else _adopted_place(placement)
         num_cuda = 0 if device == "cpu" else torch.cuda.device_count()  # to count them may start CUDA
         chosen = pick_device(device, place, backend=backend, num_cuda=num_cuda)
         backend = backend or (BOTH_BACKENDS if chosen.type == "cuda" else "gloo")
         use_device(chosen)
         torch.set_num_threads(threads or max(1, _num_cores() // place.local_world_size))
+        session: Session | None = None
         if is_owner:
             _choose_interface(place)
-            _make_group(place, backend=backend, timeout=timedelta(seconds=timeout), store=store)
+            session = _make_group(place, backend=backend, timeout=timedelta(seconds=timeout), store=store)
         world = cls(
             rank=place.rank,
             size=place.world_size,
             local_rank=place.local_rank,
             local_size=place.local_world_size,
             device=chosen,
-            control_group=_cpu_group(timedelta(seconds=timeout)),
+            control_group=_cpu_group(session, timedelta(seconds=timeout)),
             is_owner=is_owner,
             timeout=timeout,
+            session=session,
         )
         if is_owner:
             world.barrier()  # else a rank that is done early could leave while others are still connecting to it
@@ -121,24 +135,23 @@ class World:
             return HostReduction(tensor, None)
         return HostReduction(tensor, dist.all_reduce(tensor, _OPS[op], group=self.control_group, async_op=True))
 
-    def all_gather_object(self, value: T) -> list[T]:
-        """One value of every rank, by rank. It travels as a pickle, since the ranks of one run trust each other."""
-        if self.size == 1:
-            return [value]
-        gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value, group=self.control_group)
-        return gathered
+    def all_gather_object(self, value: T, kinds: Sequence[type] = ()) -> list[T]:
+        """One value of every rank, by rank: numbers, text, containers, CPU tensors, and dataclasses of `kinds`. It
+        travels as JSON, never as a pickle."""
+        return all_gather_plain(value, self.control_group, kinds)
 
     def beside(self) -> World:
         """The same ranks over connections of their own, for a thread that talks to its peers while training does. Every
         rank must call this together."""
         if self.size == 1:
             return self
-        # A slow disk is no lost peer, and a group that has timed out once is of no use any more. Who dies is noticed
-        # by the connection.
-        group = dist.new_group(backend="gloo", timeout=timedelta(days=2))
+        group = self.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
         keep_after_closing(group)
         return replace(self, control_group=group, is_owner=False)
+
+    def new_group(self, ranks: Sequence[int] | None = None, **options: Any) -> dist.ProcessGroup:
+        """`torch.distributed.new_group`, whose ranks have proven to each other that they are part of this run."""
+        return new_group(self.session, ranks, **options)
 
     def barrier(self) -> None:
         """Return when every rank has come here. On the CPU only: it does not wait for a GPU."""
@@ -152,7 +165,10 @@ class World:
                 # Python is shutting down takes the process with it ("terminate called without an active exception").
                 time.sleep(0.05)
                 keep_after_closing(self.control_group)
-            dist.destroy_process_group()
+            if self.device.type == "cpu":
+                dist.destroy_process_group()  # gloo waits for nothing
+            else:
+                _destroy_within(self.timeout, self.device)
 
     def __enter__(self) -> World:
         return self
@@ -166,9 +182,49 @@ class World:
             self.close()
 
 
+def _destroy_within(seconds: float, device: torch.device) -> None:
+    """Destroy all groups, or leave them after so many seconds: NCCL waits for the device without a limit."""
+
+    def destroy() -> None:
+        try:
+            use_device(device)
+            dist.destroy_process_group()
+        except Exception as error:  # the run is done, and the end of the process closes all connections
+            text = (str(error).splitlines() or [""])[0]
+            what = f"{type(error).__name__}: {text}" if text else type(error).__name__
+            print(f"shoal: the process group was not destroyed: {what}", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=destroy, name="shoal-close", daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
 def keep_after_closing(group: dist.ProcessGroup) -> None:
     """Never let whoever drops this group be the last one to hold it; see `_CLOSED`."""
     _CLOSED.append(group)
+
+
+def refuse_spawned_alone() -> None:
+    """Reject a process of `torch.multiprocessing.spawn` that would train alone, as would each of its siblings.
+
+    Every child of `spawn` runs torch's `_wrap(function, number, ...)`. Number 0 may be an only child. Number 1 has a
+    sibling; when it raises, `spawn` ends them all. Children of other kinds (a pool of trials, a loader's worker) are
+    left alone: nothing tells whether they belong together.
+    """
+    process: Any = multiprocessing.current_process()
+    target: Any = getattr(process, "_target", None)
+    arguments: tuple[Any, ...] = getattr(process, "_args", ())
+    if getattr(target, "__module__", "") != "torch.multiprocessing.spawn" or len(arguments) < 2:
+        return
+    number = arguments[1]
+    if isinstance(number, int) and number > 0:
+        raise ShoalError(
+            f"this is process {number} of torch.multiprocessing.spawn, and there is no process group: each of its"
+            " processes would train alone, and each would be the main one",
+            fix="dist.init_process_group('gloo', init_method='tcp://127.0.0.1:29500', rank=rank, world_size=nprocs)"
+            " before Run(...); or `torchrun --nproc-per-node N script.py` in place of spawn; or, to train apart on"
+            " purpose, os.environ.update(RANK='0', LOCAL_RANK='0', WORLD_SIZE='1', LOCAL_WORLD_SIZE='1')",
+        )
 
 
 def pick_device(name: str, place: Placement, *, backend: str | None, num_cuda: int) -> torch.device:
@@ -211,40 +267,86 @@ def _adopted_place(placement: Placement | None) -> Placement:
 
 
 def _choose_interface(place: Placement) -> None:
-    """Tell gloo where to listen when there are other hosts, unless a person has."""
-    if place.local_world_size < place.world_size and place.master_addr is not None:
-        interface = interface_towards(place.master_addr)
-        if interface is not None:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    """Choose where gloo listens, unless a person has: on one host on the loopback, else towards rank 0."""
+    if place.world_size == 1 or place.master_addr is None:
+        return
+    is_one_host = place.local_world_size == place.world_size
+    interface = loopback() if is_one_host else interface_towards(place.master_addr)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
-def _make_group(place: Placement, *, backend: str, timeout: timedelta, store: dist.Store | None) -> None:
+def _make_group(place: Placement, *, backend: str, timeout: timedelta, store: dist.Store | None) -> Session | None:
+    """Make torch's group of all ranks. None: there is nothing to prove, for one rank and in a store without a key."""
+    number = next(_WORLDS) if place.world_size > 1 else 0  # the others do not know how many this rank had alone
+    run = f"{place.world_size} ranks, generation {place.generation}, world {number}"
+    key: bytes | None = None
     if place.world_size == 1:
         store = dist.HashStore()  # in memory: no port, nobody to wait for
-    elif store is None:
+    elif store is not None:  # of our launcher, in a directory of this user alone, with a key for this launch alone
+        key = None if place.key is None else mac(place.key, "session", run)
+    else:
         try:
+            meeting = _meeting_place(place, timeout)
             # A prefix of its own for each world, so that a second one never reads what the first one wrote; and for
             # each generation: torchrun's store outlives the workers, with the addresses of those that are dead.
-            name = f"generation {place.generation} world {next(_WORLDS)}"
-            store = dist.PrefixStore(name, _meeting_place(place, timeout))
+            prefixed, full = dist.PrefixStore(run, meeting), _with_job(run, place)
+            key = agree(prefixed, place, key_of(place), run=full, timeout=timeout.total_seconds())
+            meeting.set_timeout(timeout)  # it was short while ranks proved themselves
+            store = SealedStore(dist.PrefixStore(f"{run} {mac(key, 'name').hex()[:16]}", meeting), key)
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise _meeting_failed(place, str(error)) from error
+        _SEALED.append(store)
+        # NCCL's watchdog would look into the store every second from a thread of C++, for a signal to write its log.
+        # This store is Python, which such a thread cannot enter while Python ends.
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+    store.set_timeout(timeout)  # its own is five minutes
     dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, timeout=timeout, store=store)
+    if key is None:
+        return None
+    session = Session(key)
+    assert dist.group.WORLD is not None
+    session.admit(dist.group.WORLD, timeout)
+    return session
 
 
 _WORLDS = count()
+_SEALED: list[dist.Store] = []
+"""Stores in use. torch keeps the C++ part of a store alive, but not the Python object that it calls."""
+_MEETINGS: dict[tuple[str, int], dist.Store] = {}
+"""Address → its store. Rank 0 can listen only once, and later worlds meet there again."""
 
 
-@cache
 def _meeting_place(place: Placement, timeout: timedelta) -> dist.Store:
-    """The store at rank 0's address. It is kept: rank 0 can listen only once, and later worlds meet there again."""
+    """The store at rank 0's address."""
     if place.master_addr is None or place.master_port is None:
         raise ShoalError(
             f"{place.world_size} ranks have no way to meet: neither a store nor the address of rank 0 was given",
             fix="start with `shoal train`, torchrun, srun or mpirun; or export MASTER_ADDR and MASTER_PORT",
         )
-    # torch knows from variables of its own whether torchrun's agent already serves this address.
-    url = f"tcp://{_bracketed(place.master_addr)}:{place.master_port}"
+    where = (place.master_addr, place.master_port)
+    if where not in _MEETINGS:
+        _MEETINGS[where] = _opened(place, *where, timeout)
+    return _MEETINGS[where]
+
+
+def _opened(place: Placement, host: str, port: int, timeout: timedelta) -> dist.Store:
+    """torch's store: rank 0 listens, on one interface, unless torchrun's agent does; the others connect."""
+    if place.rank == 0 and not place.has_store:
+        try:
+            listening = listening_socket(host, port, is_one_host=place.local_world_size == place.world_size)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise _meeting_failed(place, str(error)) from error
+        else:
+            return dist.TCPStore(
+                *(host, port, place.world_size, True, timeout),
+                wait_for_workers=False,
+                master_listen_fd=listening.detach(),
+            )
+    # torch knows from variables of its own whether torchrun's agent already serves this address. Rank 0 comes here if
+    # the port is taken: this process may serve it already, for a group that the user has made and destroyed.
+    url = f"tcp://{_bracketed(host)}:{port}"
     meeting: tuple[dist.Store, int, int] = next(
         dist.rendezvous(url, rank=place.rank, world_size=place.world_size, timeout=timeout)
     )
@@ -264,14 +366,28 @@ def _meeting_failed(place: Placement, text: str) -> ShoalError:
     )
 
 
-def _cpu_group(timeout: timedelta) -> dist.ProcessGroup:
+def new_group(session: Session | None, ranks: Sequence[int] | None = None, **options: Any) -> dist.ProcessGroup:
+    """A group whose ranks have proven themselves, where there is a session; every rank of the world calls it."""
+    if session is not None:
+        return session.new_group(ranks, **options)
+    group: dist.ProcessGroup = dist.new_group(None if ranks is None else list(ranks), **options)
+    return group
+
+
+def _cpu_group(session: Session | None, timeout: timedelta) -> dist.ProcessGroup:
     """The group of all ranks if it takes CPU tensors; else, beside a group of NCCL alone, one of gloo."""
     world = dist.group.WORLD
     assert world is not None
     group: dist.ProcessGroup = world
     if "cpu:" not in dist.get_backend_config():  # it says `cpu:gloo,cuda:nccl`
-        group = dist.new_group(backend="gloo", timeout=timeout)
+        group = new_group(session, backend="gloo", timeout=timeout)
     return group
+
+
+def _with_job(run: str, place: Placement) -> str:
+    """What the ranks prove to be part of. Port and job are no part of the store's prefix: so a rank of another job is
+    found there and refused, and rank 0 does not wait for it in vain."""
+    return f"{run}, port {place.master_port}, job {place.job}"
 
 
 def _bracketed(address: str) -> str:
