@@ -30,6 +30,7 @@ from shoal.checkpoint.manifest import MOST_BYTES, MOST_DIMS, Shape, tiles
 from shoal.checkpoint.shard import DTYPES, NAMES
 from shoal.checkpoint.unread import Box, Unread
 from shoal.errors import ShoalError
+from shoal.files import opened, read_regular
 
 METADATA = ".metadata"
 _STATE = re.compile(r"(?:optimizer|optim)\.state\.(.+)\.([^.]+)")
@@ -59,8 +60,9 @@ def write(folder: Path, tensors: Mapping[str, Unread], tell: Callable[[int], Non
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninitialized")
         try:
-            # No copying ahead: a box is written before the next one is asked for.
-            writer = _Writer(folder, per_thread_copy_ahead=0)
+            # No copying ahead: a box is written before the next one is asked for. No sync, which the caller does: torch
+            # syncs its metadata before it flushes it.
+            writer = _Writer(folder, per_thread_copy_ahead=0, sync_files=False)
             torch_checkpoint.save({}, storage_writer=writer, planner=_Planner(tensors, tell), no_dist=True)
         except CheckpointException as error:  # which has what was raised by rank
             raise reason(next(iter(error.failures.values()))[0]) from None
@@ -185,7 +187,7 @@ def _spot(folder: Path, name: str, place: Any) -> tuple[Path, int, int]:
 def _value(folder: Path, name: str, spot: tuple[Path, int, int], dtype: torch.dtype, shape: Shape) -> Tensor:
     path, offset, length = spot
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             window: Any = _Window(file, offset, length)
             value = torch.load(window, map_location="cpu", weights_only=True)
     except OSError as error:
@@ -229,8 +231,7 @@ class _Window(io.RawIOBase):
 
 def _metadata(path: Path) -> Any:
     try:
-        with path.open("rb") as file:
-            text = file.read(min(MOST_BYTES, path.stat().st_size) + 1)
+        text = read_regular(path, MOST_BYTES)
     except OSError as error:
         raise ShoalError(
             f"{path} cannot be read: {error.strerror}", fix=f"a folder of torch.distributed.checkpoint has {METADATA}"

@@ -12,6 +12,7 @@ that is not.
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import signal
 import time
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from shoal.blueprint.faults import Fault, Faults
+from shoal.files import open_regular, opened, read_regular
+from shoal.observe.files import make_directory, sync
 
 Buffer = bytes | memoryview
 _MOST_PARTS = 512
@@ -53,21 +56,25 @@ class Disk:
         self._before_save = 0
         self._faults = faults
         self._is_to_corrupt = False
+        self._lasting: set[Path] = set()
+        """Directories whose names, and those of their parents, are known to be on the disk."""
 
     # ---- operations that change something; each is counted -----------------------------------------------------------
 
     def make(self, path: Path) -> None:
-        """A directory, with those above it."""
+        """A directory, with those above it; all of them survive a power loss."""
         self._may_fail(path)
-        new = [each for each in (path, *path.parents) if not each.exists()]
-        path.mkdir(parents=True, exist_ok=True)
-        for each in reversed(new):  # a directory stays if the one that it is in knows of it
-            _sync(each.parent)
+        self._make_lasting(path)
+
+    def make_draft(self, path: Path) -> None:
+        """A directory that will be renamed, or removed, and may be lost until then."""
+        self._may_fail(path)
+        path.mkdir(exist_ok=True)
 
     def create(self, path: Path) -> Any:
         """A new file to write to."""
         self._may_fail(path)
-        return path.open("wb", buffering=0)
+        return opened(path, "wb", buffering=0)
 
     def write(self, file: Any, *parts: Buffer) -> None:
         """More of it."""
@@ -109,10 +116,10 @@ class Disk:
         self._may_fail(old)
         old.rename(new)
 
-    def sync(self, directory: Path) -> None:
-        """What was made, renamed or removed in a directory stays so."""
-        self._may_fail(directory)
-        _sync(directory)
+    def sync(self, path: Path) -> None:
+        """What was made, renamed or removed in a directory stays so; or what others have written to a file."""
+        self._may_fail(path)
+        sync(path)
 
     def remove(self, path: Path) -> None:
         """A file, or a directory with all that is in it."""
@@ -142,8 +149,7 @@ class Disk:
 
     def read(self, path: Path, most: int) -> bytes:
         """What a file says, up to so many bytes."""
-        with path.open("rb") as file:
-            return file.read(min(most, path.stat().st_size + 1))  # what it asks for is set aside first
+        return read_regular(path, most)[:most]
 
     def open(self, path: Path) -> Source:
         """A file to read from."""
@@ -157,15 +163,21 @@ class Disk:
 
     def probe(self, directory: Path) -> None:
         """Write something below a directory and remove it again; raises if that cannot be done."""
-        directory.mkdir(parents=True, exist_ok=True)
+        self._make_lasting(directory)  # so that the first save need not
         path = directory / self._probe_name()
         try:
-            path.write_bytes(b"shoal")
+            with opened(path, "xb") as file:
+                file.write(b"shoal")
         finally:
             path.unlink(missing_ok=True)
 
+    def _make_lasting(self, path: Path) -> None:
+        if path not in self._lasting or not path.is_dir():
+            make_directory(path)
+            self._lasting.add(path)
+
     def _probe_name(self) -> str:
-        return f".draft-probe-{os.getpid()}"
+        return f".draft-probe-{secrets.token_hex(8)}"
 
     # ---- faults ------------------------------------------------------------------------------------------------------
 
@@ -233,7 +245,7 @@ class _Local:
     """A file of this machine."""
 
     def __init__(self, path: Path) -> None:
-        self._handle = os.open(path, os.O_RDONLY)
+        self._handle = open_regular(path)
         self.size = os.fstat(self._handle).st_size
 
     def read_into(self, begin: int, view: memoryview) -> int:
@@ -246,14 +258,6 @@ class _Local:
         handle, self._handle = self._handle, -1
         if handle >= 0:
             os.close(handle)
-
-
-def _sync(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _name(file: Any) -> str:

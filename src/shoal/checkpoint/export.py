@@ -110,11 +110,13 @@ def _write(
     elif how.format == "torch":
         _write_state_dict(draft, tensors, tell, disk)
     else:
-        disk.make(draft)
+        disk.make_draft(draft)
         if how.format == "huggingface":
             huggingface.write(draft, tensors, disk, tell, shard_bytes=how.shard_bytes, config=config)
         else:
             dcp.write(draft, tensors, tell)
+            for name in disk.names(draft):
+                disk.sync(draft / name)
         disk.sync(draft)
 
 

@@ -23,6 +23,7 @@ from shoal.checkpoint import plain
 from shoal.checkpoint.disk import Disk
 from shoal.checkpoint.unread import Unread
 from shoal.errors import Problem, ShoalError, raise_if
+from shoal.files import read_regular
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -128,8 +129,7 @@ def read(folder: Path) -> dict[str, Unread]:
 def read_json(path: Path) -> dict[str, Any]:
     """Keys and values of a file."""
     try:
-        with path.open("rb") as file:
-            text = file.read(min(MOST_JSON, path.stat().st_size) + 1)
+        text = read_regular(path, MOST_JSON)
         found = json.loads(text) if len(text) <= MOST_JSON else None
     except OSError as error:
         raise ShoalError(f"{path} cannot be read: {error.strerror}", fix="a file that you may read") from error

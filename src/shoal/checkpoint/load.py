@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shoal.checkpoint.disk import Disk
-from shoal.checkpoint.manifest import Entry, Manifest, Piece, Shape
+from shoal.checkpoint.manifest import NAME, Entry, Manifest, Piece, Shape
 from shoal.checkpoint.replicas import held_by_replicas, sources
 from shoal.checkpoint.shard import DTYPES, Reader, Reading
 from shoal.checkpoint.state import Held, Holder, held_by, make_states
@@ -20,6 +20,7 @@ from shoal.checkpoint.store import Store
 from shoal.checkpoint.together import on_main, together
 from shoal.comm.world import World
 from shoal.errors import Problem, RunFailed, ShoalError
+from shoal.numerics.adamw import AdamW
 from shoal.numerics.pieces import local
 
 
@@ -33,6 +34,7 @@ def load(store: Store, holder: Holder, *, step: int, only_weights: bool = False)
     if holder.composed.islands is not None:
         holder.composed.islands.forget()
     if not only_weights:
+        _refuse_no_scalars(manifest, store, counts_steps=isinstance(holder.optimizer, _COUNT_STEPS))
         holder.optimizer.state.clear()  # what another step has left there
         make_states(holder, _kinds(manifest), dict(manifest.state.get("scalars", {})))
     pieces = [piece for piece in held_by(holder) if not only_weights or piece.name.startswith("model/")]
@@ -59,7 +61,10 @@ def load_newest(
     """Fill a run with the newest step that is whole, wherever it is; every rank calls it. None: there is none at all.
     What is damaged is told, and the one before it is tried."""
     told: list[Problem] = []
-    for step, places in sorted(_known(stores, world).items(), reverse=True):
+    known, damaged = _known(stores, world)
+    for path in damaged:
+        say(f"{path} has no {NAME} and is skipped")
+    for step, places in sorted(known.items(), reverse=True):
         for place in places:
             try:
                 return load_step(stores[place], world, holder, step)
@@ -73,24 +78,28 @@ def load_newest(
     return None
 
 
-def _known(stores: Sequence[Store], world: World) -> dict[int, list[int]]:
-    """Step → in which of the stores it is, as the main rank sees it."""
+def _known(stores: Sequence[Store], world: World) -> tuple[dict[int, list[int]], list[str]]:
+    """Step → in which of the stores it is, as the main rank sees it; and the paths of damaged steps."""
 
-    def look() -> dict[int, list[int]]:
+    def look() -> tuple[dict[int, list[int]], list[str]]:
         found: dict[int, list[int]] = {}
         for place, store in enumerate(stores):
             for step in store.steps():
                 found.setdefault(step, []).append(place)
-        return found
+        return found, [str(store.root / name) for store in stores for name in store.damaged()]
 
     return on_main(world, look, failed=f"{stores[-1].where} was not read")
 
 
 def load_step(store: Store, world: World, holder: Holder, step: int, *, only_weights: bool = False) -> Manifest:
     """Fill a run with one step, or its model alone; every rank calls it, and all raise if one cannot."""
-    how = {"failed": f"step {step} of {store.where} was not loaded", "fix": "load another step: --resume STEP"}
+    failed, fix = f"step {step} of {store.where} was not loaded", "load another step: --resume STEP"
     read: list[Manifest] = []
-    together(world, lambda: read.append(load(store, holder, step=step, only_weights=only_weights)), **how)
+
+    def act() -> None:
+        read.append(load(store, holder, step=step, only_weights=only_weights))
+
+    together(world, act, failed=failed, fix=fix)
     return read[0]
 
 
@@ -139,6 +148,26 @@ def _kinds(manifest: Manifest) -> dict[str, dict[str, torch.dtype]]:
             _, kind, parameter = plain.split("/", 2)
             found.setdefault(parameter, {})[kind] = DTYPES[entry.dtype]
     return found
+
+
+_COUNT_STEPS = (torch.optim.Adam, torch.optim.AdamW, AdamW)
+"""Optimizers that keep the number of steps of each parameter, and cannot continue without it."""
+
+
+def _refuse_no_scalars(manifest: Manifest, store: Store, *, counts_steps: bool) -> None:
+    """Raise if there are moments of Adam without the number of their step, where that number is expected: the optimizer
+    keeps it for each parameter, or the checkpoint has it of other parameters. Lion has one moment and no such number;
+    FusedAdam has one number for a group."""
+    scalars = manifest.state.get("scalars", {})
+    if not counts_steps and not any("step" in numbers for numbers in scalars.values()):
+        return
+    for parameter, kinds in _kinds(manifest).items():
+        if kinds.keys() >= {"exp_avg", "exp_avg_sq"} and "step" not in scalars.get(parameter, {}):
+            raise ShoalError(
+                f"the state of step {manifest.step} of {store.where} does not say which step the moments of"
+                f" {parameter!r} are of",
+                fix="another step, or its weights alone: --run.start_from",
+            )
 
 
 def _misfits(manifest: Manifest, read_from: Sequence[tuple[Held, list[str]]]) -> Iterator[str]:

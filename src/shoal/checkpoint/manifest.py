@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from shoal.checkpoint.known_state import wrong_in
 from shoal.errors import ShoalError
 
 FORMAT = "shoal checkpoint"
@@ -142,6 +143,8 @@ class Manifest:
         files = {name: _file(name, entry) for name, entry in tree.mapping("files").items()}
         tensors = {name: _entry(entry, files) for name, entry in tree.mapping("tensors").items()}
         read = cls(step=tree.number("step"), tensors=tensors, files=files, state=tree.mapping("state").value)
+        if (name := wrong_in(read.state)) is not None:
+            raise _wrong(f"has something else in its state under {name!r} than shoal writes there", "the saved state")
         if text != sealed(text):  # after all else, which says more of what is wrong
             raise _wrong("does not have the hash that stands at its end", "the file that was written")
         return read

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -10,8 +9,12 @@ from pathlib import Path
 
 from shoal.checkpoint.disk import Disk
 from shoal.checkpoint.manifest import MOST_BYTES, NAME, SIZES, Entry, Manifest
-from shoal.checkpoint.store import ASIDE, DRAFT, LATEST, STEP, Store, root_of, wrong_sizes
+from shoal.checkpoint.store import ASIDE, DAMAGED, DRAFT, LATEST, STEP, Store, root_of, wrong_sizes
 from shoal.errors import ShoalError
+from shoal.files import read_regular
+
+MOST_NAME = 4096
+"""Bytes of a file that holds a name."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +99,7 @@ def listing(path: Path) -> list[Listed]:
 def read_manifest(folder: Path) -> Manifest:
     """Of one step, under whatever name it lies."""
     try:
-        with (folder / NAME).open("rb") as file:
-            text = file.read(min(MOST_BYTES, os.fstat(file.fileno()).st_size) + 1)  # which memory is set aside for
+        text = read_regular(folder / NAME, MOST_BYTES)
     except OSError as error:
         raise ShoalError(f"{folder / NAME} cannot be read: {error.strerror}", fix="another checkpoint") from error
     try:
@@ -118,6 +120,7 @@ def _done(path: Path) -> dict[int, Path]:
 def _candidates(root: Path) -> Iterator[Path]:
     names = sorted(entry.name for entry in root.iterdir())
     yield from (root / name for name in names if STEP.fullmatch(name))
+    yield from (root / name for name in names if name.startswith("step-") and DAMAGED in name)
     yield from (root / name for name in names if name.startswith((ASIDE, DRAFT)) and (root / name).is_dir())
 
 
@@ -141,12 +144,12 @@ def _trouble(step: Step) -> str:
 
 
 def _when(path: Path) -> float:
-    return path.stat().st_mtime
+    return path.lstat().st_mtime
 
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text()
+        return read_regular(path, MOST_NAME)[:MOST_NAME].decode()
     except (OSError, UnicodeDecodeError):
         return ""
 

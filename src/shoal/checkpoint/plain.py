@@ -7,6 +7,7 @@ values of every tensor lie inside of the file, have the size that dtype and shap
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,6 +23,7 @@ from shoal.checkpoint.manifest import MOST_DIMS, MOST_ELEMENTS, SIZES, Shape
 from shoal.checkpoint.shard import DTYPES, MOST_HEADER, bytes_of
 from shoal.checkpoint.unread import Unread, by_rows
 from shoal.errors import ShoalError
+from shoal.files import opened
 
 Places = dict[str, tuple[str, Shape, int, int]]
 """Key → dtype, shape, and the bytes of the file that hold its values."""
@@ -73,8 +75,8 @@ def read(path: Path) -> dict[str, Unread]:
 def places(path: Path) -> Places:
     """Where the tensors of a file lie."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with opened(path) as file:
+            size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(MOST_HEADER, size - 8):
                 raise _wrong(path, f"says that its header has {length:,} bytes, and the file has {size:,}")
@@ -121,7 +123,7 @@ def _rows(path: Path, dtype: str, shape: Shape, start: int, begin: int, end: int
     row = prod(shape[1:]) * SIZES[dtype]
     wanted = (end - begin, *shape[1:]) if shape else ()
     data = bytearray((end - begin) * row)
-    with path.open("rb") as file:
+    with opened(path) as file:
         file.seek(start + begin * row)
         if file.readinto(data) != len(data):
             raise _wrong(path, "has become shorter")

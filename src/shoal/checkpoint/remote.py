@@ -53,6 +53,10 @@ class Objects(Disk):
         self._may_fail(path)
         self.system.makedirs(str(path), exist_ok=True)
 
+    def make_draft(self, path: Path) -> None:
+        """The same."""
+        self.make(path)
+
     def create(self, path: Path) -> Any:
         """A new object; it is there when it is closed."""
         self._may_fail(path)
@@ -80,7 +84,7 @@ class Objects(Disk):
         """Never: it would be a copy."""
         raise AssertionError(f"{old} cannot be renamed")
 
-    def sync(self, directory: Path) -> None:
+    def sync(self, path: Path) -> None:
         """Nothing to do: what was closed is there."""
 
     def remove(self, path: Path) -> None:

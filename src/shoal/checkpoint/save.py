@@ -6,10 +6,12 @@ all       ────────────────┴─ write a shard, 
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from shoal.checkpoint.store import Store
 from shoal.checkpoint.together import on_main, together
 from shoal.comm.world import World
 from shoal.errors import ShoalError
+from shoal.observe.files import FULL
 
 Told = tuple[str, str, Shape, Shape, Shape]
 """Of one piece: the tensor's name, its dtype and whole shape, where the piece begins, and its shape."""
@@ -54,8 +57,9 @@ class Snapshot:
         return sum(value.numel() * value.element_size() for value in self.values)
 
 
-def save(store: Store, world: World, snapshot: Snapshot) -> None:
-    """Write one step; returns on every rank when it is on the disk, and raises on every rank if it could not be."""
+def save(store: Store, world: World, snapshot: Snapshot) -> str:
+    """Write one step; returns on every rank when it is on the disk, and raises on every rank if it could not be. The
+    text says what could not be done beside it; mostly it is empty."""
     step = snapshot.step
     how = {
         "failed": f"the checkpoint of step {step} was not saved, and the one before it is as it was",
@@ -63,10 +67,10 @@ def save(store: Store, world: World, snapshot: Snapshot) -> None:
     }
     try:
         on_main(world, lambda: store.begin(step), **how)
-        told = together(world, lambda: _write_own(store, world, snapshot), **how)
-        scalars = {name: numbers for _, _, _, own in told for name, numbers in own.items()}
+        written = together(world, lambda: _write_own(store, world, snapshot), kinds=(File,), **how)
+        scalars = {name: numbers for _, _, _, own in written for name, numbers in own.items()}
         known = {**snapshot.state, "scalars": scalars}
-        on_main(world, lambda: _commit(store, told, step, known), **how)
+        return on_main(world, lambda: _commit(store, written, step, known), **how)
     except ShoalError:
         if world.is_main:
             store.abandon(step)
@@ -79,9 +83,27 @@ def _write_own(
     name = f"shard-{world.rank:05d}.safetensors"
     pairs = list(zip(snapshot.pieces, snapshot.values, strict=True))
     keyed = {key_of(piece.name, piece.begin): value for piece, value in pairs}
-    file = shard.write(store.draft(snapshot.step) / name, keyed, store.disk) if pairs else None
+    path = store.draft(snapshot.step) / name
+    try:
+        file = shard.write(path, keyed, store.disk) if pairs else None
+    except OSError as error:
+        raise _with_room(error, store, path, snapshot.num_bytes) from error
     told = [(p.name, shard.NAMES[value.dtype], p.whole, p.begin, tuple(value.shape)) for p, value in pairs]
     return name, file, told, snapshot.scalars
+
+
+def _with_room(error: OSError, store: Store, path: Path, needed: int) -> OSError:
+    """A full disk also says how many bytes it lacks."""
+    if error.errno not in FULL:
+        return error
+    try:
+        written = store.disk.size(path)
+    except OSError:
+        written = 0
+    free = store.disk.free(path.parent)
+    known = f", and {free + written:,} are free" if error.errno == errno.ENOSPC and free is not None else ""
+    what = f"{error.strerror}: this rank writes {needed:,} bytes{known}"
+    return OSError(error.errno, what, error.filename)
 
 
 def key_of(name: str, begin: Shape) -> str:
@@ -89,15 +111,17 @@ def key_of(name: str, begin: Shape) -> str:
     return f"{name}@{','.join(map(str, begin))}" if any(begin) else name
 
 
-def _commit(store: Store, told: list[Any], step: int, state: Mapping[str, Any]) -> None:
-    files = {name: file for name, file, _, _ in told if file is not None}
+def _commit(store: Store, written: list[Any], step: int, state: Mapping[str, Any]) -> str:
+    files = {name: file for name, file, _, _ in written if file is not None}
     pieces: dict[str, list[Piece]] = {}
     kinds: dict[str, tuple[str, Shape]] = {}
-    for file, _, of_rank, _ in told:
+    for file, _, of_rank, _ in written:
         for name, dtype, whole, begin, shape in of_rank:
             kinds[name] = (dtype, whole)
             pieces.setdefault(name, []).append(Piece(file, key_of(name, begin), begin, shape))
     tensors = {name: Entry(*kinds[name], tuple(found)) for name, found in pieces.items()}
     manifest = Manifest(step=step, tensors=tensors, files=files, state=state)
     Manifest.parse(manifest.to_bytes())  # what is said to be saved can be loaded
-    store.commit(manifest)
+    unfinished: list[str] = []
+    store.commit(manifest, unfinished.append)
+    return "; ".join(unfinished)

@@ -5,7 +5,8 @@ thread                └─ hash, write, fsync, rename ─┘         └─ ..
 
 There is one copy, and so one save at a time: who asks for the next one while it is on its way waits for it, and
 `seconds_waited` says how long. The threads of all ranks talk to each other over connections of their own. A save that
-fails is told to whoever asks (`take_news`), and training goes on.
+fails is told to whoever asks (`take_news`), and training goes on. A save in which a rank waits for another one longer
+than `launch.timeout` ends the run: the connections are of no use after that, and no later step could be saved.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,7 +27,10 @@ from shoal.checkpoint.save import Snapshot, save
 from shoal.checkpoint.state import Holder
 from shoal.checkpoint.store import Store
 from shoal.comm.world import World
-from shoal.errors import ShoalError
+from shoal.errors import LostPeer, ShoalError
+
+SLACK = 1.0
+"""Seconds that the main thread waits longer than the thread of a save, which knows better what it waits for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,8 @@ class Saved:
     """Of this rank."""
     failure: str = ""
     """Why there is no such checkpoint; empty: there is."""
+    note: str = ""
+    """What could not be done beside it, although there is."""
 
 
 @dataclass(slots=True)
@@ -51,6 +57,8 @@ class Saver:
     """The ranks, over connections that nobody else uses: `world.beside()`."""
     keep: int | None = 2
     """How many of the newest steps stay; None: all."""
+    on_saved: Callable[[int], None] | None = None
+    """Called by the main rank with a step that was saved, in the thread that saved it."""
     seconds_held: float = 0.0
     """How long steps have waited for copies."""
     seconds_waited: float = 0.0
@@ -59,6 +67,8 @@ class Saver:
     _thread: threading.Thread | None = None
     _news: deque[Saved] = field(default_factory=deque)
     _error: BaseException | None = None
+    _step: int = 0
+    """The step that is saved now."""
 
     def make_room(self, holder: Holder) -> None:
         """Take the memory for the copy now, beside the next steps: to take it costs more than to fill it."""
@@ -72,6 +82,7 @@ class Saver:
         self.seconds_waited += waited[0]
         with _timed() as held:
             snapshot = self._copied(Snapshot.of(holder, step=step, state=state))
+        self._step = step
         self.seconds_held += held[0]
         self._start(lambda: self._write(snapshot))
         return held[0]
@@ -80,7 +91,17 @@ class Saver:
         """Return when the save that is on its way has ended, in one way or the other."""
         thread, self._thread = self._thread, None
         if thread is not None:
-            thread.join()
+            thread.join(self.world.timeout + SLACK)
+            if thread.is_alive():
+                raise LostPeer(
+                    f"rank {self.world.rank} waited {self.world.timeout:g} s for its save of step {self._step} to"
+                    f" {self.store.where}, which has not ended",
+                    fix=f"--launch.timeout {2 * self.world.timeout:g}, or --checkpoint.dir on a faster disk",
+                )
+        self.raise_error()
+
+    def raise_error(self) -> None:
+        """Raise what has ended the thread of a save, if something has."""
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -106,17 +127,22 @@ class Saver:
 
     def _write(self, snapshot: Snapshot) -> None:
         began = time.perf_counter()
-        failure = ""
+        failure = note = ""
         try:
-            save(self.store, self.world, snapshot)
-            if self.world.is_main and self.keep is not None:
-                with suppress(OSError):  # the step is there; what is too many goes the next time
-                    self.store.retain(self.keep)
+            note = save(self.store, self.world, snapshot)
+        except LostPeer:
+            raise
         except ShoalError as error:
             failure = str(error)
-        except Exception as error:  # a peer that has died, a disk that cannot be tidied up; training goes on anyway
+        except Exception as error:
             failure = f"the checkpoint of step {snapshot.step} was not finished: {type(error).__name__}: {error}"
-        self._news.append(Saved(snapshot.step, time.perf_counter() - began, snapshot.num_bytes, failure))
+        else:
+            if self.world.is_main and self.on_saved is not None:
+                self.on_saved(snapshot.step)
+            if self.world.is_main and self.keep is not None and not note:
+                with suppress(Exception):  # the step is there; steps that are too many go the next time
+                    self.store.retain(self.keep)
+        self._news.append(Saved(snapshot.step, time.perf_counter() - began, snapshot.num_bytes, failure, note))
 
     def _room_for(self, snapshot: Snapshot) -> list[Tensor]:
         """For every value a tensor in host memory that is used again by the next save; page-locked beside a GPU."""

@@ -6,11 +6,13 @@
       step-00000120-2/        saved once more; the later one counts, and the earlier one goes when it is there
       latest                  the name of the newest one; moves last
       aside-step-00000130/    what a run has left behind that went on from an earlier step; nobody removes it
+      step-00000150.damaged-1 what had the name of a step and no manifest when that step was saved; nothing removes it
       .draft-step-00000140/   on its way; what a crash leaves of it is removed by the next save
 
 A step is written under the name of a draft, every file of it is on the disk before its manifest, the manifest before
 the rename, and the rename before `latest` moves. So whatever moment a process dies at, the newest step that is there is
-one that was finished. Nothing that is finished is ever written to again.
+one that was finished. Nothing that is finished is ever written to again. The same holds when the power is lost: see
+`shoal.observe.files` for what a disk may have lost then.
 
 An object store has no rename. There the files of a step have their last names from the start, and it is a step when its
 manifest is there; one is set aside by an object beside it, `aside-step-00000130`, that says so.
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,6 +33,7 @@ from shoal.errors import Problem, ShoalError, raise_if
 
 LATEST = "latest"
 ASIDE = "aside-"
+DAMAGED = ".damaged-"
 DRAFT = ".draft-"
 STEP = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 """The name of a step that is done: its number, and how often it was saved."""
@@ -70,6 +73,7 @@ class Store:
         self.root, self.disk = root, disk or Disk()
         self.where = where or str(root)
         """As a person names it: the path, or the URL."""
+        self._notes: list[str] = []
 
     @classmethod
     def at(cls, where: str | Path) -> Store:
@@ -92,12 +96,29 @@ class Store:
         self.disk.make(self.root)
         for left in self._leftovers():
             self.disk.remove(left)
+        self._move_damaged(step)
         draft = self.draft(step)
-        self.disk.make(draft)
+        self.disk.make_draft(draft)
         return draft
 
-    def commit(self, manifest: Manifest) -> Path:
-        """Finish a step, by one rank, when all files of it are on the disk. What fails leaves no draft, if it can."""
+    def _move_damaged(self, step: int) -> None:
+        """Rename whatever has the name that a step gets and is no step. It may be a person's: it is not removed."""
+        done = self._next(step)
+        if self.disk.renames and done.name in self.disk.names(self.root):
+            moved = self._free(f"{done.name}{DAMAGED}1", f"{done.name}{DAMAGED}")
+            self.disk.rename(done, moved)
+            self._notes.append(f"{done} has no {NAME} that can be read; it was renamed to {moved.name}")
+
+    def take_notes(self) -> list[str]:
+        """What a person should know of the saves since the last call."""
+        taken, self._notes = self._notes, []
+        return taken
+
+    def commit(self, manifest: Manifest, unfinished: Callable[[str], None] | None = None) -> Path:
+        """Finish a step, by one rank, when all files of it are on the disk. What fails leaves no draft, if it can.
+
+        A step is there when it has its name. An error after that is reported to `unfinished`, if it is given.
+        """
         draft, disk = self.draft(manifest.step), self.disk
         earlier = self._found().get(manifest.step, {})
         done = self._next(manifest.step)
@@ -109,10 +130,20 @@ class Store:
         except OSError:
             self.abandon(manifest.step)
             raise
-        disk.sync(self.root)
-        self._point_to(done.name)
-        for old in earlier.values():
-            self._drop(old)
+        try:
+            what = f"but the disk has not confirmed the name {done.name}, which a power failure may undo"
+            disk.sync(self.root)
+            what = f"but `{LATEST}` could not be moved to it, and may name an earlier one; loading finds the newest"
+            self._point_to(done.name)
+            what = "but an earlier save of the same step could not be removed"
+            self._drop(*earlier.values())
+        except Exception as error:  # each store has its own
+            if unfinished is None:
+                raise
+            why = (
+                error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+            )
+            unfinished(f"step {manifest.step} is saved in {self.where}, {what}: {why}")
         return done
 
     def abandon(self, step: int) -> None:
@@ -190,6 +221,11 @@ class Store:
         found = wrong_sizes(folder, self.manifest(step), self.disk)
         raise_if(Problem(f"{folder.name}/{name} {what}", "load another step: --resume STEP") for name, what in found)
 
+    def damaged(self) -> list[str]:
+        """Names of what should be a step and has no manifest. In an object store, those are saves on their way."""
+        names = [name for name in self.disk.names(self.root) if STEP.fullmatch(name)] if self.disk.renames else []
+        return [name for name in names if not self.disk.has(self.root / name / NAME)]
+
     def _named(self) -> dict[int, dict[int, Path]]:
         """Step → how often it was saved → where. Only what has a manifest is done."""
         found: dict[int, dict[int, Path]] = {}
@@ -236,16 +272,13 @@ class Store:
         if gone and self.good(kept)[0] is None:
             last = self.good(gone)[0]
             gone = [step for step in gone if step != last]
-        for step in gone:
-            for path in self._found().get(step, {}).values():
-                self._drop(path)
+        found = self._found()
+        self._drop(*(path for step in gone for path in found.get(step, {}).values()))
         return gone
 
     def drop(self, *, after: int) -> None:
         """Remove the steps after one: of a place that is kept for a while only."""
-        for step, saves in self._found().items():
-            for path in saves.values() if step > after else ():
-                self._drop(path)
+        self._drop(*(path for step, saves in self._found().items() if step > after for path in saves.values()))
 
     def set_aside(self, *, after: int) -> list[int]:
         """Take the steps after one out of the way of a run that goes on from there, and remove none; returns them."""
@@ -257,6 +290,7 @@ class Store:
             self._point_to(self.path(max(earlier)).name)
         else:
             self.disk.remove(self.root / LATEST)
+            self.disk.sync(self.root)  # else a power loss may leave a `latest` that names no step
         for path in (path for step in later for path in found[step].values()):
             if self.disk.renames:
                 self.disk.rename(path, self._free(f"{ASIDE}{path.name}"))
@@ -265,18 +299,23 @@ class Store:
         self.disk.sync(self.root)
         return later
 
-    def _free(self, name: str) -> Path:
-        """A name that nothing has."""
+    def _free(self, name: str, stem: str = "") -> Path:
+        """A name that nothing has: this one, or a stem (by default itself and a dot) with a number from 2 on."""
         taken = set(self.disk.names(self.root))
-        names = itertools.chain([name], (f"{name}.{number}" for number in itertools.count(2)))
+        names = itertools.chain([name], (f"{stem or f'{name}.'}{number}" for number in itertools.count(2)))
         return self.root / next(one for one in names if one not in taken)
 
-    def _drop(self, path: Path) -> None:
-        """A step is never half there: first it is no step, then it has no files."""
+    def _drop(self, *paths: Path) -> None:
+        """A step is never half there: first it is no step, then it has no files, also after a power loss."""
         if self.disk.renames:
-            left = self.root / f"{DRAFT}gone-{path.name}"
-            self.disk.rename(path, left)
-            self.disk.remove(left)
+            gone = [self.root / f"{DRAFT}gone-{path.name}" for path in paths]
+            for path, left in zip(paths, gone, strict=True):
+                self.disk.rename(path, left)
+            if gone:
+                self.disk.sync(self.root)
+            for left in gone:
+                self.disk.remove(left)
         else:
-            self.disk.remove(path / NAME)
-            self.disk.remove(path)
+            for path in paths:
+                self.disk.remove(path / NAME)
+                self.disk.remove(path)

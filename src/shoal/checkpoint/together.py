@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from shoal.comm.world import World
-from shoal.errors import RunFailed, ShoalError
+from shoal.errors import LostPeer, Problem, RunFailed, ShoalError
 
 T = TypeVar("T")
 
 
-def together(world: World, act: Callable[[], T], *, failed: str, fix: str) -> list[T]:
+def together(world: World, act: Callable[[], T], *, failed: str, fix: str, kinds: Sequence[type] = ()) -> list[T]:
     """What an action gave on every rank, by rank. Else all raise what the first rank to fail has raised; what was not
-    meant for people is told as `failed`, with the rank."""
+    meant for people is told as `failed`, with the rank. `kinds` are the dataclasses in what it gives."""
     error: ShoalError | None = None
     value: T | None = None
     try:
@@ -25,14 +25,53 @@ def together(world: World, act: Callable[[], T], *, failed: str, fix: str) -> li
         error = RunFailed(f"{failed}: rank {world.rank}: {why}", fix=fix)
     except Exception as raised:
         error = RunFailed(f"{failed}: rank {world.rank}: {type(raised).__name__}: {raised}", fix=fix)
-    outcomes = world.all_gather_object((value, error))
+    if world.size == 1:
+        if error is not None:
+            raise error
+        return [value]  # type: ignore[list-item]  # nothing has failed
+    try:
+        outcomes: list[tuple[Any, Any]] = world.all_gather_object(
+            (value, None if error is None else _told(error)), (*kinds, Problem)
+        )
+    except RuntimeError as raised:  # of gloo
+        if error is not None:
+            raise error from None
+        raise _lost_peer(world, failed, str(raised)) from raised
     for _, theirs in outcomes:
         if theirs is not None:
-            raise theirs
-    return [theirs for theirs, _ in outcomes]  # type: ignore[misc]  # nobody has failed
+            raise _raised(*theirs)
+    return [theirs for theirs, _ in outcomes]
 
 
 def on_main(world: World, act: Callable[[], T], *, failed: str, fix: str = "see that it can be read and written") -> T:
     """What an action of the main rank gave, on every rank; if it failed, it has failed on all."""
     values: list[Any] = together(world, lambda: act() if world.is_main else None, failed=failed, fix=fix)
     return values[0]  # type: ignore[no-any-return]  # the first one is that of the main rank
+
+
+def _told(error: ShoalError) -> tuple[str, tuple[Problem, ...], str, bool]:
+    """An error as plain data: its class by name, for no rank makes a class that another one names."""
+    return type(error).__name__, error.problems, error.title, getattr(error, "may_pass", False)
+
+
+def _raised(name: str, problems: tuple[Problem, ...], title: str, may_pass: bool) -> ShoalError:
+    known = {kind.__name__: kind for kind in _kinds_of(ShoalError)}
+    error = known.get(name, ShoalError)(*problems, title=title)
+    if isinstance(error, RunFailed):
+        error.may_pass = may_pass
+    return error
+
+
+def _kinds_of(kind: type[ShoalError]) -> Iterator[type[ShoalError]]:
+    yield kind
+    for narrower in kind.__subclasses__():
+        yield from _kinds_of(narrower)
+
+
+def _lost_peer(world: World, failed: str, why: str) -> LostPeer:
+    is_late = "timed out" in why.lower() or "timeout" in why.lower()
+    what = f"waited {world.timeout:g} s for the other ranks" if is_late else "lost the connection to another rank"
+    return LostPeer(
+        f"{failed}: rank {world.rank} {what}",
+        fix=f"--launch.timeout {2 * world.timeout:g}, if a rank is slow and has not stopped",
+    )

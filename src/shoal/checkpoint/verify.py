@@ -18,6 +18,7 @@ from typing import Any
 
 from shoal.checkpoint.manifest import CHUNK, NAME, SIZES, File, Manifest, Piece
 from shoal.checkpoint.places import Step
+from shoal.files import open_regular
 
 MOST_HEADER = 100 * 2**20
 THREADS = min(8, os.cpu_count() or 1)
@@ -65,6 +66,8 @@ def verify(step: Step, tell: Callable[[int], None] = lambda size: None) -> Verdi
     with ThreadPoolExecutor(THREADS) as threads:
         for name, file in step.manifest.files.items():
             damages += _check(step.path / name, file, step.manifest, threads, count)
+    if not step.manifest.tensors:
+        damages.append(Damage(NAME, "lists no tensor"))
     known = {NAME, *step.manifest.files}
     return Verdict(num_bytes, tuple(damages), tuple(sorted({path.name for path in step.path.iterdir()} - known)))
 
@@ -79,7 +82,7 @@ def _check(
         if piece.file == path.name
     }
     try:
-        handle = os.open(path, os.O_RDONLY)
+        handle = open_regular(path)
     except OSError as error:
         yield Damage(path.name, f"cannot be read: {error.strerror}", tensors=tuple(there))
         return

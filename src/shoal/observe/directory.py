@@ -26,12 +26,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-import yaml
 
 from shoal.blueprint.continuing import changes, refuse_changes
+from shoal.blueprint.reading import parse_yaml, read_text
 from shoal.blueprint.recipe import Recipe
 from shoal.blueprint.settings import dump_recipe
 from shoal.errors import ShoalError
+from shoal.files import opened, read_regular
+from shoal.observe.files import FULL, make_directory, room, sync, write_whole
 from shoal.observe.metrics import jsonable
 from shoal.version import __version__
 
@@ -42,6 +44,8 @@ _WRITTEN = (
 )
 
 
+MOST_SUMMARY = 2**24
+"""Bytes of a summary that is read."""
 PATIENCE = 6.0
 """Seconds to wait for a lock: processes that a killed one had started hold it until they notice, after five."""
 
@@ -69,7 +73,7 @@ class RunDirectory:
         path = Path(recipe.run.dir) if recipe.run.dir else _numbered(recipe, resume=resume)
         try:
             goes_on = _goes_on(path, recipe, resume)
-            path.mkdir(parents=True, exist_ok=True)
+            make_directory(path, private=True)
             return cls(path, goes_on=goes_on, is_fresh=resume == "fresh", lock=locked(path))
         except OSError as error:
             raise _unwritable(path, error) from None
@@ -90,9 +94,10 @@ class RunDirectory:
         try:
             if self._is_fresh:
                 _remove_run(self.path)
-            _write_whole(self.path / "recipe.yaml", dump_recipe(recipe))
-            (self.path / "environment.json").write_text(json.dumps(environment(), indent=2) + "\n")
+            write_whole(self.path / "recipe.yaml", dump_recipe(recipe))
+            write_whole(self.path / "environment.json", json.dumps(environment(), indent=2) + "\n")
             (self.path / "summary.json").unlink(missing_ok=True)  # it has not ended any more
+            sync(self.path)
         except OSError as error:
             raise _unwritable(self.path, error) from None
 
@@ -108,24 +113,32 @@ class RunDirectory:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Say how the run ended."""
-        (self.path / "summary.json").write_text(json.dumps(jsonable(summary), indent=2) + "\n")
+        try:
+            write_whole(self.path / "summary.json", json.dumps(jsonable(summary), indent=2) + "\n")
+            sync(self.path)
+        except OSError as error:
+            raise _unwritable(self.path, error, "summary.json") from None
 
     def forget_after(self, step: int, *, and_its_evaluation: bool = False) -> None:
         """Leave out what was told of later steps, which are made once more; also the evaluation of this one, if asked
         to."""
         for path in self.path.glob("metrics*.jsonl"):
-            kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
+            lines = _lines(path)  # a power loss may have left anything in the last ones
+            kept = [line for line in lines if _step_of(line) <= step]
             if and_its_evaluation:
                 kept = [line for line in kept if _step_of(line) < step or '"eval_loss"' not in line]
-            part = path.with_suffix(".part")
-            part.write_text("".join(f"{line}\n" for line in kept))
-            part.replace(path)
+            try:
+                if kept != lines:
+                    write_whole(path, "".join(f"{line}\n" for line in kept))
+            except OSError as error:
+                raise _unwritable(self.path, error, path.name) from None
 
     def last_evaluation(self) -> tuple[int, float] | None:
         """The step and the loss of the last evaluation that was told of; None: none was."""
         path = self.path / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        told = next((line for line in reversed(lines) if '"eval_loss"' in line), None)
+        lines = _lines(path) if path.exists() else []
+        whole = (line for line in reversed(lines) if math.isfinite(_step_of(line)))
+        told = next((line for line in whole if '"eval_loss"' in line), None)
         if told is None:
             return None
         record = json.loads(told)
@@ -137,11 +150,16 @@ class RunDirectory:
             self._lock.close()
 
 
+def _lines(path: Path) -> list[str]:
+    with opened(path, "r", encoding="utf-8", errors="replace") as file:
+        return [line.rstrip("\n") for line in file]
+
+
 def _step_of(line: str) -> float:
     """Of a line of metrics; infinity, if a crash has torn it."""
     try:
         return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
         return math.inf
 
 
@@ -206,16 +224,6 @@ def _goes_on(path: Path, recipe: Recipe, resume: str) -> bool:
     return True
 
 
-def _write_whole(path: Path, text: str) -> None:
-    """As a whole or not at all, even if the power is lost."""
-    part = path.with_suffix(".part")
-    with part.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
-
-
 def _try_to_write(path: Path) -> None:
     """Raise what the system would, as far as it tells beforehand, of a directory that is there or is to be made."""
     found = next(one for one in (path, *path.absolute().parents) if one.exists())
@@ -225,18 +233,22 @@ def _try_to_write(path: Path) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
-def _unwritable(path: Path, error: OSError) -> ShoalError:
+def _unwritable(path: Path, error: OSError, name: str = "") -> ShoalError:
+    what = f"the run directory {str(path)!r}" if not name else repr(str(path / name))
     return ShoalError(
-        f"the run directory {str(path)!r} cannot be written: {error.strerror}",
-        fix="--run.dir SOMEWHERE that you may write to",
+        f"{what} cannot be written: {error.strerror}{room(path, error)}",
+        fix="make room, or --run.dir SOMEWHERE_ELSE"
+        if error.errno in FULL
+        else "--run.dir SOMEWHERE that you may write to",
     )
 
 
 def _stored(path: Path) -> dict[str, Any] | None:
     """The recipe that a run directory was made for."""
     try:
-        found = yaml.safe_load((path / "recipe.yaml").read_text())
-    except (OSError, yaml.YAMLError):
+        text = read_text(path / "recipe.yaml", fix="")
+        found = parse_yaml(text, "recipe.yaml", fix="")
+    except (OSError, ShoalError):
         return None
     return found if isinstance(found, dict) else None
 
@@ -244,8 +256,10 @@ def _stored(path: Path) -> dict[str, Any] | None:
 def _has_ended(path: Path) -> bool:
     """Whether the run reached its end; one that was stopped, or died, did not."""
     try:
-        summary = json.loads((path / "summary.json").read_text())
-    except (OSError, ValueError):
+        summary = json.loads(read_regular(path / "summary.json", MOST_SUMMARY))
+    except (OSError, ValueError, RecursionError):
+        return False
+    if not isinstance(summary, dict):
         return False
     # One whose last step could not be saved has something left to do.
     is_saved = summary.get("saved_step", summary.get("steps")) == summary.get("steps")
@@ -254,7 +268,7 @@ def _has_ended(path: Path) -> bool:
 
 def locked(path: Path) -> BinaryIO:
     """A lock on a directory that goes with this process, however it ends."""
-    file = (path / "lock").open("wb")
+    file: BinaryIO = opened(path / "lock", "ab")
     deadline = time.monotonic() + PATIENCE
     while True:
         try:
@@ -299,4 +313,4 @@ def _remove_run(path: Path) -> None:
     if all((path / name).exists() for name in ("recipe.yaml", "environment.json")):
         for pattern in _WRITTEN:
             for entry in path.glob(pattern):
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import import_module
@@ -18,8 +20,11 @@ from typing import Any, Protocol
 import torch
 
 from shoal.errors import needs
+from shoal.files import opened
+from shoal.observe.files import room, sync
 
 Record = Mapping[str, Any]
+Say = Callable[[str], None]
 
 
 class Sink(Protocol):
@@ -33,24 +38,103 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """A file with one JSON object per line; each line is there as soon as it is written. What a full disk does not take
-    is kept and tried again with the next line: no run ends for it."""
+    """A file with one JSON object per line, which holds whole lines only.
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("ab", buffering=0)
-        self._left = b""
-        """What is still to be written."""
+    A disk that is full, or fails, does not end the run: lines wait in memory and are written with a later one. Those
+    that do not fit there, or are still waiting at the end, are lost, which is reported.
+    """
+
+    MOST_WAITING = 10_000
+    """Lines that wait; the oldest are lost first."""
+
+    def __init__(self, path: Path, say: Say | None = None) -> None:
+        self._path, self._say = path, say or print_to_stderr
+        self._file = opened(path, "ab", buffering=0)
+        self._waiting: deque[tuple[int, bytes]] = deque()
+        """Steps and lines that the disk has not taken yet."""
+        self._lost: list[int] = []
+        """The first and the last step whose lines are lost."""
+        self._is_failing = False
 
     def write(self, record: Record) -> None:
         """Append one line."""
-        self._left += json.dumps(jsonable(record)).encode() + b"\n"
-        with suppress(OSError):
-            while self._left:
-                self._left = self._left[self._file.write(self._left) or 0 :]
+        self._waiting.append((int(record["step"]), json.dumps(jsonable(record)).encode() + b"\n"))
+        if len(self._waiting) > self.MOST_WAITING:
+            step, _ = self._waiting.popleft()
+            self._lost = [*self._lost[:1], step]
+        try:
+            self._flush()
+        except OSError as error:
+            if not self._is_failing:
+                first, why = self._waiting[0][0], f"{error.strerror}{room(self._path, error)}"
+                self._say(f"{self._path} lacks its lines since step {first}: {why}; training continues without them")
+            self._is_failing = True
+        else:
+            if self._is_failing:
+                self._say(f"{self._path} is written again; {self._lost_words() or 'no line is lost'}")
+            self._is_failing = False
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Return when all lines are on the disk, or report those that are lost."""
+        try:
+            self._flush()
+            os.fsync(self._file.fileno())
+            sync(self._path.parent)
+        except OSError as error:
+            if self._waiting:
+                self._lost = [*self._lost[:1], *(step for step, _ in (self._waiting[0], self._waiting[-1]))]
+            words = self._lost_words() or "the last lines may be lost"
+            self._say(f"{self._path} was not finished: {error.strerror}{room(self._path, error)}; {words}")
+        finally:
+            self._file.close()
+
+    def _flush(self) -> None:
+        """Write what is waiting; a line that the disk took only a part of is cut off again."""
+        while self._waiting:
+            _, line = self._waiting[0]
+            before = os.fstat(self._file.fileno()).st_size
+            try:
+                done = 0
+                while done < len(line):
+                    done += self._file.write(line[done:]) or 0
+            except OSError:
+                with suppress(OSError):
+                    os.ftruncate(self._file.fileno(), before)
+                raise
+            self._waiting.popleft()
+
+    def _lost_words(self) -> str:
+        return f"the lines of steps {self._lost[0]} to {self._lost[-1]} are lost" if self._lost else ""
+
+
+class Guarded:
+    """A tracker whose failure is reported once, and ends its records but not the run."""
+
+    def __init__(self, name: str, sink: Sink, say: Say) -> None:
+        self._name, self._sink, self._say = name, sink, say
+        self._has_failed = False
+
+    def write(self, record: Record) -> None:
+        """Pass a record on, unless an earlier one has failed."""
+        self._try(lambda: self._sink.write(record), f"since step {record['step']}")
+
+    def close(self) -> None:
+        """Close the tracker."""
+        self._try(self._sink.close, "at the end")
+
+    def _try(self, act: Callable[[], None], when: str) -> None:
+        if self._has_failed:
+            return
+        try:
+            act()
+        except Exception as error:  # each tracker has its own
+            self._has_failed = True
+            self._say(f"the tracker {self._name} has no records {when}: {type(error).__name__}: {error}")
+
+
+def print_to_stderr(text: str) -> None:
+    """For a rank that has no progress line."""
+    print(f"shoal: {text}", file=sys.stderr, flush=True)
 
 
 class TensorBoard:
