@@ -18,11 +18,18 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from shoal.errors import RunFailed, ShoalError
+from shoal.errors import LostPeer, RunFailed, ShoalError
 
 HEAD_START = 2.0  # seconds: a sudden death is seen by the parent later than by its peers, whose connections break
 SHORT_OF_MEMORY = 0.9  # of the host's memory in use
-_ECHO = re.compile(r"connection (closed|reset|refused|was likely closed)|broken pipe|timed out", re.IGNORECASE)
+_ECHO = re.compile(
+    r"connection (closed|reset|refused|was likely closed)|broken pipe|timed out|application timeout|wait timeout",
+    re.IGNORECASE,
+)
+_NO_MEMORY = re.compile(r"out of memory|(can't|cannot) allocate memory|ALLOC_FAILED", re.IGNORECASE)
+LESS_MEMORY = (
+    "--plan with a smaller mb, recompute=full, zero=3 or offload=optimizer; `shoal plan` lists plans that fit in memory"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +48,8 @@ class Failure:
     """True: the worker ended without a word, so `at` is when the parent saw it."""
     may_pass: bool = False
     """True: it may go well the next time: a process was killed, a connection lost, a device failed. A mistake in a
-    program is made again."""
+    program is made again, and memory that was too small once is too small again."""
+    fix: str = ""
 
 
 def first_failure(failures: Iterable[Failure]) -> Failure:
@@ -52,15 +60,30 @@ def first_failure(failures: Iterable[Failure]) -> Failure:
 def failure_of(rank: int, error: BaseException) -> Failure:
     """An exception that was just caught in the main function of a worker."""
     at = time.monotonic()
+    has_no_memory = is_out_of_memory(error)
     trace = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of that main function
     return Failure(
         rank=rank,
         at=at,
-        what="".join(traceback.format_exception_only(error)).strip() or type(error).__name__,
+        what=_in_words(error),
         details="".join(traceback.format_exception(type(error), error, trace)).rstrip(),
-        is_echo=isinstance(error, RuntimeError) and bool(_ECHO.search(str(error))),
-        may_pass=isinstance(error, RuntimeError | OSError | MemoryError),
+        is_echo=isinstance(error, LostPeer) or (isinstance(error, RuntimeError) and bool(_ECHO.search(str(error)))),
+        may_pass=isinstance(error, RuntimeError | OSError | LostPeer) and not has_no_memory,
+        fix=LESS_MEMORY if has_no_memory else "",
     )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on the host or on a device; torch has several ways to say so."""
+    is_of_system = isinstance(error, RuntimeError | OSError)
+    return isinstance(error, MemoryError) or (is_of_system and bool(_NO_MEMORY.search(str(error))))
+
+
+def _in_words(error: BaseException) -> str:
+    if isinstance(error, SystemExit) and error.code in (0, None):
+        notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+        return f"sys.exit(0) was called before its work was done{notes}"
+    return "".join(traceback.format_exception_only(error)).strip() or type(error).__name__
 
 
 def write_failure(directory: Path, failure: Failure, error: BaseException) -> None:
@@ -84,12 +107,15 @@ def read_failure(directory: Path, rank: int) -> Failure | None:
 def sudden_end(rank: int, exit_code: int, memory: Memory) -> Failure:
     """A worker that ended before its function did and left nothing behind."""
     if exit_code >= 0:
-        what = f"ended with exit code {exit_code} before its function returned"
+        what = (
+            f"ended with exit code {exit_code} before its function returned, while the other ranks were still at work"
+        )
     else:
         what = f"was killed by signal {-exit_code} ({_signal_name(-exit_code)})"
     if exit_code == -signal.SIGKILL:
         what += memory.verdict()
-    return Failure(rank=rank, at=time.monotonic(), what=what, is_sudden=True, may_pass=True)
+    # Exit code 0 is a choice of the program (`os._exit(0)`), which it would make again.
+    return Failure(rank=rank, at=time.monotonic(), what=what, is_sudden=True, may_pass=exit_code != 0)
 
 
 def as_exception(failure: Failure, *, directory: Path, num_workers: int) -> ShoalError:
@@ -100,7 +126,7 @@ def as_exception(failure: Failure, *, directory: Path, num_workers: int) -> Shoa
         return error
     who = f"rank {failure.rank} of {num_workers}"
     told = f"{who} {failure.what}" if failure.is_sudden else f"{who} failed: {failure.what}\n{failure.details}"
-    ended = RunFailed(told)
+    ended = RunFailed(told, fix=failure.fix)
     ended.may_pass = failure.may_pass
     return ended
 

@@ -11,10 +11,9 @@ import contextlib
 import multiprocessing
 import os
 import pickle
-import shutil
+import secrets
 import signal
 import sys
-import tempfile
 import threading
 import time
 import warnings
@@ -28,9 +27,12 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from shoal.errors import listed
+from shoal.errors import RunFailed, listed
+from shoal.launch import leaving
 from shoal.launch.failure import Failure, Memory, as_exception, first_failure, read_failure, sudden_end
-from shoal.launch.worker import PASSED_ON, Assignment, value_path, work
+from shoal.launch.process import is_stopped
+from shoal.launch.scratch import scratch_folder
+from shoal.launch.worker import PASSED_ON, Assignment, saved_path, value_path, work
 
 T = TypeVar("T")
 StartMethod = Literal["auto", "fork", "forkserver", "spawn"]
@@ -48,6 +50,7 @@ def launch(
     start: StartMethod = "auto",
     grace: float = 5.0,
     patience: float = 30.0,
+    timeout: float = 600.0,
 ) -> list[T]:
     """Call `function(placement, store, *args)` in `nproc` workers on this machine; what they returned, by rank.
 
@@ -55,19 +58,20 @@ def launch(
     ShoalError as it is, anything else as `RunFailed`. Ctrl-C and SIGTERM are passed on to the workers once. They have
     `patience` seconds to return; if they all do, so does `launch`. A second signal or the end of patience kills them,
     and KeyboardInterrupt or SystemExit is raised. `start` auto: a fork, unless this process has what a fork breaks.
+    A worker fails too if a signal (SIGSTOP) has stopped it for `timeout` seconds, or if it has not returned so many
+    seconds after another one has.
     """
     method = ("fork" if fork_is_safe() else "forkserver") if start == "auto" else start
-    directory = Path(tempfile.mkdtemp(prefix="shoal-"))
-    crew = Crew(directory=directory, grace=grace, patience=patience)
-    try:
-        with crew.receiving_signals():
-            crew.start(method, nproc, function, args)
-            crew.watch()
-        crew.raise_outcome()
-        return [pickle.loads(value_path(directory, rank).read_bytes()) for rank in range(nproc)]
-    finally:
-        crew.kill()
-        shutil.rmtree(directory, ignore_errors=True)
+    with scratch_folder() as directory:
+        crew = Crew(directory=directory, grace=grace, patience=patience, timeout=timeout)
+        try:
+            with crew.receiving_signals():
+                crew.start(method, nproc, function, args)
+                crew.watch()
+            crew.raise_outcome()
+            return [pickle.loads(value_path(directory, rank).read_bytes()) for rank in range(nproc)]
+        finally:
+            crew.kill()
 
 
 def default_nproc(device: str = "auto") -> int:
@@ -101,6 +105,7 @@ class Crew:
     directory: Path
     grace: float
     patience: float
+    timeout: float = 600.0
     processes: list[BaseProcess] = field(default_factory=list)
     running: dict[Any, int] = field(default_factory=dict)
     """What tells of a worker's end → its rank."""
@@ -115,6 +120,10 @@ class Crew:
     """Whether somebody has been told of workers that did not stop in time."""
     deadline: float | None = None
     """When workers that are still there are killed."""
+    returned: dict[int, float] = field(default_factory=dict)
+    """Rank → when it was seen that it has left its value, although its process may still be there."""
+    stopped: dict[int, float] = field(default_factory=dict)
+    """Rank → how many seconds it was seen stopped by a signal, without a break."""
     memory: Memory = field(default_factory=Memory)
     lifeline_end: Any = None
 
@@ -124,6 +133,7 @@ class Crew:
         if method == "forkserver":
             context.set_forkserver_preload(["torch.distributed"])
         lifeline, self.lifeline_end = context.Pipe(duplex=False)
+        key = secrets.token_bytes(32)
         with lifeline, _signals_blocked():  # until a forked worker has put its own handlers in place
             for rank in range(nproc):
                 assignment = Assignment(
@@ -133,6 +143,8 @@ class Crew:
                     lifeline=lifeline,
                     to_close=self.lifeline_end if method == "fork" else None,
                     environ=dict(os.environ) if method == "forkserver" else {},  # the server's own may be out of date
+                    key=key,
+                    timeout=self.timeout,
                 )
                 process = context.Process(target=work, args=(assignment, function, args), name=f"rank {rank}")
                 process.start()
@@ -146,9 +158,12 @@ class Crew:
             self.memory.look()
             for end in wait(list(self.running), timeout=TURN):
                 self._note_end(end)
+            self._look_at_running()
             if self.signals:
                 self._pass_on(self.signals.pop(0))
-            if first_seen is None and any(self.ended.values()):
+            if not any(self.ended.values()) and not self._late():
+                first_seen = None  # a late worker has returned, or a stopped one continues
+            elif first_seen is None:
                 first_seen = time.monotonic()
             if first_seen is not None and self.verdict is None and self.passed_on is None:
                 self._judge(since=first_seen)
@@ -166,14 +181,22 @@ class Crew:
         if self.verdict is None and self.passed_on is not None:
             raise SystemExit(128 + self.passed_on)
         verdict = self.verdict or first_failure(failures)
-        raise as_exception(verdict, directory=self.directory, num_workers=len(self.processes))
+        error = as_exception(verdict, directory=self.directory, num_workers=len(self.processes))
+        if isinstance(error, RunFailed):
+            with contextlib.suppress(OSError, ValueError):
+                error.saved_step = int(saved_path(self.directory).read_text())
+            error.cause = "" if verdict.is_sudden else verdict.what
+        raise error
 
     def kill(self) -> None:
         """End every worker that is still there, at once, and wait until it is gone."""
         self._signal_all(signal.SIGKILL)
         for process in self.processes:
-            process.join()
-            process.close()
+            process.join(self.grace)
+            if process.exitcode is None:  # the kernel cannot end it: it waits for a device, or for a file system
+                print(f"shoal: process {process.pid} ({process.name}) does not end", file=sys.stderr, flush=True)
+            else:
+                process.close()
         self.processes.clear()
         for end in self.running:
             _close_end(end)
@@ -200,6 +223,7 @@ class Crew:
 
     def _note_end(self, end: Any) -> None:
         rank = self.running.pop(end)
+        self.stopped.pop(rank, None)
         _close_end(end)
         process = self.processes[rank]
         _kill_group(process)  # what the worker started and did not end
@@ -208,18 +232,67 @@ class Crew:
         if failure is None and not value_path(self.directory, rank).exists():
             failure = sudden_end(rank, process.exitcode or 0, self.memory)
         self.ended[rank] = failure
+        if failure is None:
+            self.returned.setdefault(rank, time.monotonic())
 
     def _judge(self, *, since: float) -> None:
         """Decide which failure came first, as soon as no earlier one can come to light, and stop the others."""
         written = [read_failure(self.directory, rank) for rank in self.running.values()]
-        failures = [failure for failure in (*self.ended.values(), *written) if failure is not None]
-        candidate = first_failure(failures)
+        failures = [failure for failure in (*self.ended.values(), *written, *self._late()) if failure is not None]
+        if not failures:
+            return
+        candidate = self._explained(first_failure(failures))
         time_to_settle = SETTLE_ON_ECHO if candidate.is_echo else SETTLE
         if self.running and time.monotonic() < since + time_to_settle:
             return
         self.verdict = candidate
         self.deadline = time.monotonic() + self.grace
         self._signal_all(signal.SIGTERM)
+        for rank in self.stopped:  # which do not act on any other signal
+            self._signal(rank, signal.SIGKILL)
+
+    def _look_at_running(self) -> None:
+        """Note which workers have returned a value, and which are stopped; end those that do not leave."""
+        now = time.monotonic()
+        for rank in self.running.values():
+            if is_stopped(_pid(self.processes[rank])):
+                # Counted, not read from a clock: a signal to all processes of a job stops this one, too.
+                self.stopped[rank] = self.stopped.get(rank, 0.0) + TURN
+            else:
+                self.stopped.pop(rank, None)
+            if rank not in self.returned and value_path(self.directory, rank).exists():
+                self.returned[rank] = now
+            if (
+                now > self.returned.get(rank, now) + leaving.seconds_for_handlers(self.timeout) + 1.0
+            ):  # it cannot even end itself
+                self._signal(rank, signal.SIGKILL)
+
+    def _late(self) -> list[Failure]:
+        """Workers that have used up the timeout."""
+        now, late = time.monotonic(), []
+        for rank in self.running.values():
+            if self.stopped.get(rank, 0.0) > self.timeout:
+                what = (
+                    f"was stopped by a signal (SIGSTOP) for {self.timeout:g} s, in which the other ranks waited for it"
+                )
+                late.append(Failure(rank=rank, at=now, what=what, is_sudden=True, may_pass=True))
+            elif rank not in self.returned and now > min(self.returned.values(), default=now) + self.timeout:
+                first = min(self.returned, key=self.returned.__getitem__)
+                what = f"had not ended {self.timeout:g} s after rank {first} had"
+                late.append(Failure(rank=rank, at=now, what=what, is_sudden=True, may_pass=True))
+        return late
+
+    def _explained(self, candidate: Failure) -> Failure:
+        """The failure, or, if it is that of a rank that waited in vain, the rank that it waited for."""
+        silent = [rank for rank in self.running.values() if read_failure(self.directory, rank) is None]
+        if not candidate.is_echo or candidate.rank in silent or not silent:
+            return candidate
+        rank = next((rank for rank in silent if rank in self.stopped), None)
+        waited = f"rank {candidate.rank} waited for it: {candidate.what}"
+        if rank is not None:
+            what = f"was stopped by a signal (SIGSTOP), and {waited}"
+            return Failure(rank=rank, at=candidate.at, what=what, is_sudden=True, may_pass=True)
+        return candidate
 
     def _pass_on(self, number: int) -> None:
         if self.passed_on is not None:  # the second time a person means it
@@ -241,11 +314,17 @@ class Crew:
     def _signal_all(self, number: int) -> None:
         """To the workers alone, since their helpers are theirs to end; but SIGKILL to everything they started."""
         for rank in self.running.values():
-            process = self.processes[rank]
-            if number == signal.SIGKILL:
-                _kill_group(process)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(_pid(process), number)
+            self._signal(rank, number)
+
+    def _signal(self, rank: int, number: int) -> None:
+        """Only to a worker that was not seen to end: afterwards another process may get its number."""
+        if rank not in self.running.values():
+            return
+        process = self.processes[rank]
+        if number == signal.SIGKILL:
+            _kill_group(process)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(_pid(process), number)
 
 
 def _end_of(process: BaseProcess) -> Any:

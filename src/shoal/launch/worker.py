@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from shoal.comm.environment import Placement
 from shoal.launch.failure import failure_of, write_failure
+from shoal.launch.leaving import leave_in_time
 
 _HANG_UP = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)  # nohup has it ignored
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *_HANG_UP)
@@ -45,24 +46,54 @@ class Assignment:
     to_close: Connection | None
     """The parent's end of the lifeline, where a fork has copied it into this process."""
     environ: Mapping[str, str]
+    key: bytes = field(repr=False)
+    """A secret of this launch, by which the workers know each other's connections."""
+    timeout: float | None = None
+    """Seconds that any wait of the run may take; None: not known."""
 
 
 def work(assignment: Assignment, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """The main function of a worker process; ends the process itself if anything went wrong."""
     _settle_in(assignment)
+    _progress.directory = assignment.directory
     rank, directory = assignment.rank, assignment.directory
     try:
         value = function(_placement(assignment), _store(assignment), *args)
         _write_atomically(value_path(directory, rank), pickle.dumps(value))
+        leave_in_time(0, who=f"rank {rank}", timeout=assignment.timeout)
     except BaseException as error:
-        if isinstance(error, SystemExit) and error.code in (0, None):  # sys.exit(): done, with nothing to say
-            _write_atomically(value_path(directory, rank), pickle.dumps(None))
-            return
         write_failure(directory, failure_of(rank, error), error)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         os._exit(1)  # at once: leaving in good order would wait for threads and connections that may never answer
+
+
+def note_saved(step: int) -> None:
+    """Leave word, as a worker of `launch`, that a step was saved; in any other process, do nothing. Any thread may."""
+    with _progress.lock:
+        if _progress.directory is not None and step > _progress.newest:
+            _progress.newest = step
+            with contextlib.suppress(OSError):
+                _write_atomically(saved_path(_progress.directory), str(step).encode())
+
+
+@dataclass
+class _Progress:
+    """The newest step that this process saved, as a worker of `launch`."""
+
+    directory: Path | None = None
+    """None: this process is no worker."""
+    newest: int = -1
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+_progress = _Progress()
+
+
+def saved_path(directory: Path) -> Path:
+    """Where the workers leave the newest step that was saved."""
+    return directory / "saved-step"
 
 
 def value_path(directory: Path, rank: int) -> Path:
@@ -109,7 +140,9 @@ def _settle_in(assignment: Assignment) -> None:
 
 def _placement(assignment: Assignment) -> Placement:
     rank, size = assignment.rank, assignment.num_workers
-    return Placement(rank=rank, world_size=size, local_rank=rank, local_world_size=size, source="shoal")
+    return Placement(
+        rank=rank, world_size=size, local_rank=rank, local_world_size=size, source="shoal", key=assignment.key
+    )
 
 
 def _store(assignment: Assignment) -> dist.Store:
