@@ -1,7 +1,7 @@
 """What a dataset is to the rest of shoal: a number of samples, and a way to get any of them as one batch.
 
 torch's `Dataset` hands out single samples that a `collate_fn` must glue together again. Here a whole batch is asked for
-at once, which for tokens is one gather instead of a Python loop. Any object with these five members will do.
+at once, which for tokens is one gather instead of a Python loop. Any object with these six members will do.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ class Dataset(Protocol):
     def describe(self) -> str:
         """One line for a person: where it is from and how much it is."""
 
+    def digest(self) -> str:
+        """A hash that other samples do not have, as far as `fingerprint` says; empty: settings decide all of them."""
+
 
 class Part:
     """A run of consecutive samples of another dataset, as a dataset of its own."""
@@ -56,6 +59,10 @@ class Part:
     def describe(self) -> str:
         """What it was said to be, and its size."""
         return f"{self._description}; {len(self):,} samples"
+
+    def digest(self) -> str:
+        """That of the whole: how much of it is in this part is counted."""
+        return self.whole.digest()
 
 
 def num_held_out(num_samples: int, fraction: float) -> int:

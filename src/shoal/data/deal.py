@@ -111,10 +111,19 @@ class DealtLoader:
 
     @property
     def kind(self) -> dict[str, Any]:
-        """What decides which samples are in which batch."""
-        is_sized = not isinstance(self.loader.dataset, IterableDataset)
-        samples = len(self.loader.dataset) if is_sized else None  # type: ignore[arg-type]
-        return {"batch_size": self.loader.batch_size, "samples": samples}
+        """What decides which samples are in which batch. A stream has no number of samples, and nothing is known of
+        what a sample holds."""
+        loader = self.loader
+        is_stream = isinstance(loader.dataset, IterableDataset)
+        samples = len(loader.dataset) if not is_stream else None  # type: ignore[arg-type]
+        shuffled, in_order = isinstance(loader.sampler, RandomSampler), isinstance(loader.sampler, SequentialSampler)
+        order = "shuffled" if shuffled else "as numbered" if in_order else "of its own"
+        return {
+            "batch_size": loader.batch_size,
+            "samples": samples,
+            "order": order,
+            "drop_last": loader.drop_last,
+        }
 
     def _by_index(self, epoch: int, first: int) -> Iterator[Share]:
         """Load only this rank's samples, from the batch `first` on."""

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from shoal.errors import ShoalError, nearest
+from shoal.files import open_regular, opened
 
 _PROSE = (
     ".txt .text .md .markdown .rst .org .adoc .tex .html .htm .xml .csv .tsv .json .yaml .yml .toml .ini .cfg "
@@ -60,9 +61,18 @@ def files_under(path: Path, endings: Collection[str] | None = None, excluded: Co
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a file."""
+    """The content of a regular file."""
     try:
-        return path.read_bytes()
+        with opened(path) as file:
+            return bytes(file.read())
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def refuse_irregular(path: Path) -> None:
+    """Raise if a path is no regular file, before a package opens it: a FIFO would keep it waiting for ever."""
+    try:
+        os.close(open_regular(path))
     except OSError as error:
         raise unreadable(path, error) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import numpy as np
 import torch
 
 from shoal.data.dataset import Batch, Ids
-from shoal.data.files import IMAGE_ENDINGS, files_under
+from shoal.data.digest import digest_of_files
+from shoal.data.files import IMAGE_ENDINGS, files_under, refuse_irregular
 from shoal.data.order import sample_ids
 from shoal.errors import ShoalError, needs
 
@@ -36,7 +38,7 @@ class ImageFolder:
             )
         shuffled = sample_ids(LISTING_SEED, len(files), 0, len(files))
         self._files = [files[number] for number in shuffled]
-        self._size = size
+        self._root, self._size = path, size
         self.classes = tuple(folder.name for folder in classes)
         self.vocabulary: int | None = len(classes)
         self._origin = f"{len(files):,} images of {len(classes)} classes in {path}, scaled to {size} x {size}"
@@ -58,6 +60,14 @@ class ImageFolder:
         """How many, of what, where."""
         return self._origin
 
+    def digest(self) -> str:
+        """Of the names, which decide the labels, and of some of the content."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        return digest_of_files(self._root, [file for file, _ in self._files])
+
 
 class _Pillow:
     def __init__(self) -> None:
@@ -66,8 +76,9 @@ class _Pillow:
     def decode(self, file: Path, size: int) -> Any:
         from PIL import Image, UnidentifiedImageError
 
+        refuse_irregular(file)
         try:
             with Image.open(file) as image:
                 return np.asarray(image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR))
-        except (OSError, UnidentifiedImageError) as error:
+        except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
             raise ShoalError(f"cannot decode the image {file}: {error}", fix=f"remove it: rm {file}") from error

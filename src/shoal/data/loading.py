@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from shoal.data.dataset import Batch, Dataset
-from shoal.data.order import sample_ids, share
+from shoal.data.order import share, stream_ids
 from shoal.data.prefetch import Prefetch, Processes, Thread
 from shoal.errors import ShoalError
 
@@ -46,7 +46,7 @@ class RankStream:
     def __getitem__(self, position: int) -> Batch:
         """This rank's part of the global batch that starts at `position`."""
         part = share(self.batch, self.coordinate, self.degree)
-        ids = sample_ids(self.seed, len(self.dataset), position + part.start, part.stop - part.start)
+        ids = stream_ids(self.seed, len(self.dataset), position + part.start, part.stop - part.start)
         return self.dataset.batch(ids)
 
 
@@ -56,6 +56,7 @@ class Loader:
     `workers` is the number of processes that prepare batches; 0 means one thread of this process; `auto` times the
     first two batches and writes what it found and chose into `decision`. The batches are the same in all three cases.
     `pin` puts them into page-locked memory, from which a GPU copies faster; without CUDA it does nothing.
+    `timeout` is how many seconds the consumer waits for a batch; None: without a limit.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Loader:
         workers: int | Literal["auto"] = "auto",
         prefetch: int = 2,
         pin: bool = False,
+        timeout: float | None = None,
     ) -> None:
         _verify(dataset, batch=batch, coordinate=coordinate, degree=degree, position=position)
         self._share = RankStream(dataset, seed, batch, coordinate, degree)
@@ -77,6 +79,7 @@ class Loader:
         self._workers = workers
         self._prefetch = prefetch
         self._pin = pin and torch.cuda.is_available()
+        self._timeout = timeout
         self._timed: deque[Batch] = deque()  # made while deciding, handed out first
         self._source: Prefetch | None = None
         self._stop: weakref.finalize[[], Loader] | None = None
@@ -131,10 +134,11 @@ class Loader:
         workers = self._decide()
         position = self._position + len(self._timed) * self._share.batch
         positions = range(position, 2**62, self._share.batch)
+        prefetch, pin, timeout = self._prefetch, self._pin, self._timeout
         source = (
-            Processes(self._share, positions, workers=workers, prefetch=self._prefetch, pin=self._pin)
+            Processes(self._share, positions, workers=workers, prefetch=prefetch, pin=pin, timeout=timeout)
             if workers
-            else Thread(self._share, positions, prefetch=self._prefetch, pin=self._pin)
+            else Thread(self._share, positions, prefetch=prefetch, pin=pin, timeout=timeout)
         )
         self._source = source
         self._stop = weakref.finalize(self, source.stop)

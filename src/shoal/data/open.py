@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from shoal.blueprint.recipe import DataSection
 from shoal.data.dataset import Dataset, split_last
+from shoal.data.digest import Tokens
 from shoal.data.files import existing, kind_of
 from shoal.data.huggingface import hugging_face
 from shoal.data.images import ImageFolder
-from shoal.data.packing import PackedTokens, Tokens, split_streams
+from shoal.data.packing import PackedTokens, split_streams
 from shoal.data.synthetic import SyntheticImages, SyntheticTokens
 from shoal.data.text import Corpus, jsonl_files, standard_library, text_files
 from shoal.data.tokenizer import open_tokenizer

@@ -20,6 +20,7 @@ keeps it a bijection of [0, size). Nothing is stored, and one access costs as mu
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -28,6 +29,8 @@ import numpy.typing as npt
 from shoal.data.hashing import U64, hashed, mix
 from shoal.errors import ShoalError
 
+_BLOCK = 4096
+"""Positions that `stream_ids` computes at a time: about a millisecond of work."""
 ROUNDS = 8  # 4 make a Feistel network pseudo-random in theory; 8 leave room for grids of a few cells
 
 
@@ -50,6 +53,25 @@ def sample_ids(seed: int, size: int, start: int, count: int) -> npt.NDArray[np.i
     keys = hashed(seed, np.arange(first_epoch, last_epoch + 1), np.arange(ROUNDS)[:, None])  # rounds × epochs
     keys_of_each = keys[:, epochs - first_epoch]  # rounds × positions
     return _permuted(offsets.astype(np.uint64), keys_of_each, size).astype(np.int64)
+
+
+def stream_ids(seed: int, size: int, start: int, count: int) -> npt.NDArray[np.int64]:
+    """The same, for a reader that moves along the stream: a block of positions is computed once and cached.
+
+    The arithmetic of one position costs as many calls into numpy as that of thousands.
+    """
+    first, last = start // _BLOCK, (start + max(count, 1) - 1) // _BLOCK
+    blocks = [_block(seed, size, number) for number in range(first, last + 1)]
+    together = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+    begin = start - first * _BLOCK
+    return together[begin : begin + count]
+
+
+@functools.lru_cache(maxsize=16)
+def _block(seed: int, size: int, number: int) -> npt.NDArray[np.int64]:
+    ids = sample_ids(seed, size, number * _BLOCK, _BLOCK)
+    ids.flags.writeable = False  # callers share it
+    return ids
 
 
 def share(batch: int, coordinate: int, degree: int) -> slice:

@@ -14,15 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
 from shoal.data.batch import IGNORE
 from shoal.data.dataset import Batch, Ids, num_held_out
+from shoal.data.digest import Tokens, digest_of_streams
+from shoal.data.mapped import refuse_shortened
 from shoal.errors import ShoalError
-
-Tokens = npt.NDArray[np.integer]
 
 
 class PackedTokens:
@@ -74,6 +73,15 @@ class PackedTokens:
         rest = f" ({left_over:,} tokens at the end not used)" if left_over else ""
         return f"{self._origin}; {len(self):,} samples of {self.tokens_per_sample:,} tokens{rest}"
 
+    def digest(self) -> str:
+        """Of the tokens. How they are cut into samples is said by settings."""
+        return digest_of_streams(self._streams)
+
+    def refuse_shortened(self) -> None:
+        """Raise if a file has lost tokens since it was opened."""
+        for stream in self._streams:
+            refuse_shortened(stream)
+
     def _gather(self, ids: Ids) -> Tokens:
         """B × (T + 1) tokens. One copy of rows per stream that the batch touches, no loop over samples."""
         if len(ids) and not 0 <= ids.min() <= ids.max() < len(self):
@@ -81,6 +89,7 @@ class PackedTokens:
         which = np.searchsorted(self._ends, ids, side="right")
         gathered = np.empty((len(ids), self.tokens_per_sample + 1), dtype=np.result_type(np.uint8, *self._streams))
         for number in np.unique(which):
+            refuse_shortened(self._streams[number])
             rows = which == number
             before = self._ends[number - 1] if number else 0
             windows = sliding_window_view(self._streams[number], self.tokens_per_sample + 1)[:: self.tokens_per_sample]

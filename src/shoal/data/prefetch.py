@@ -18,6 +18,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from shoal.data.dataset import Batch
+from shoal.errors import RunFailed, ShoalError
+
+SECONDS_TO_STOP = 2.0
+"""Seconds that a stopped thread has to finish its batch."""
 
 
 class Batches(Protocol):
@@ -39,7 +43,10 @@ class Prefetch(Protocol):
 class Thread:
     """One thread that keeps at most `prefetch` batches ready."""
 
-    def __init__(self, batches: Batches, positions: Iterable[int], *, prefetch: int, pin: bool) -> None:
+    def __init__(
+        self, batches: Batches, positions: Iterable[int], *, prefetch: int, pin: bool, timeout: float | None = None
+    ) -> None:
+        self._timeout = timeout
         self._ready: queue.SimpleQueue[Batch | BaseException] = queue.SimpleQueue()
         self._room = threading.Semaphore(prefetch)
         self._stopping = threading.Event()
@@ -49,18 +56,22 @@ class Thread:
 
     def take(self) -> Batch:
         """Wait for a batch and make room for another."""
-        made = self._ready.get()
+        try:
+            made = self._ready.get(timeout=self._timeout)
+        except queue.Empty:
+            raise _not_ready(self._timeout) from None
         if isinstance(made, BaseException):
             raise made  # its traceback still shows where in the thread it was raised
         self._room.release()
         return made
 
     def stop(self) -> None:
-        """Wake the thread up and wait until it has gone, which takes as long as the batch that it is making."""
+        """Wake the thread up and wait until it has gone, which takes as long as the batch that it is making; but not
+        for ever. It is a daemon, and ends with the process."""
         self._stopping.set()
         self._room.release()
         if self._thread is not threading.current_thread():  # garbage collection may happen on any thread
-            self._thread.join()
+            self._thread.join(SECONDS_TO_STOP)
 
 
 def _fill(
@@ -90,35 +101,77 @@ def _ignore_signals(worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+class _Answers:
+    """Batches of a worker process. A `ShoalError` is an answer too: torch would rebuild it from its text and a
+    traceback, without its fix and its exit code."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+
+    def __getitem__(self, position: int) -> Batch | ShoalError:
+        try:
+            return self._batches[position]
+        except ShoalError as error:
+            return error
+
+
+def _not_ready(seconds: float | None) -> RunFailed:
+    return RunFailed(
+        f"the next batch was not ready within {seconds:g} s",
+        fix="look at what the dataset waits for; or a longer --launch.timeout",
+    )
+
+
 class Processes:
     """Worker processes of torch's `DataLoader`, whose sampler is our positions; a worker makes whole batches."""
 
-    def __init__(self, batches: Batches, positions: range, *, workers: int, prefetch: int, pin: bool) -> None:
+    def __init__(
+        self,
+        batches: Batches,
+        positions: range,
+        *,
+        workers: int,
+        prefetch: int,
+        pin: bool,
+        timeout: float | None = None,
+    ) -> None:
+        self._timeout = timeout
         fork = "fork" in multiprocessing.get_all_start_methods()  # then workers share the dataset instead of copying it
-        loader: DataLoader[Batch] = DataLoader(
-            batches,  # type: ignore[arg-type]  # a map from index to sample is all that is asked of it
+        loader: DataLoader[Batch | ShoalError] = DataLoader(
+            _Answers(batches),  # type: ignore[arg-type]  # a map from index to sample is all that is asked of it
             sampler=positions,
             batch_size=None,
             num_workers=workers,
             prefetch_factor=prefetch,
             pin_memory=pin,
+            timeout=timeout or 0,  # 0: none
             multiprocessing_context="fork" if fork else None,
             worker_init_fn=_ignore_signals,
             generator=torch.Generator(),  # else it draws from the global one, and the model's randomness changes
         )
         with warnings.catch_warnings():  # Python 3.12 warns of forks beside threads; workers touch neither
             warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
-            self._iterator: Iterator[Batch] | None = iter(loader)
+            before = set(multiprocessing.active_children())
+            self._iterator: Iterator[Batch | ShoalError] | None = iter(loader)
+            self._workers = set(multiprocessing.active_children()) - before
 
     def take(self) -> Batch:
         """The next batch; an exception of a worker carries that worker's traceback in its text."""
         assert self._iterator is not None
+        made: Batch | Exception
         try:
-            return next(self._iterator)
+            made = next(self._iterator)
         except Exception as error:
-            failure = error.with_traceback(None)  # its frames, all of them torch's, would keep the workers alive
-        raise failure
+            made = error.with_traceback(None)  # its frames, all of them torch's, would keep the workers alive
+        if isinstance(made, Exception):
+            raise _not_ready(self._timeout) if str(made).startswith("DataLoader timed out") else made
+        return made
 
     def stop(self) -> None:
-        """Let go of the iterator, which is the public way to end its processes."""
+        """Let go of the iterator, which is the public way to end its processes; kill those that are still there."""
         self._iterator = None
+        for worker in self._workers:
+            if worker.is_alive():  # it is in the middle of a batch, and ignores SIGTERM
+                worker.kill()
+                worker.join(SECONDS_TO_STOP)
+        self._workers = set()

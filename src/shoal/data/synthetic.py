@@ -67,6 +67,10 @@ class SyntheticTokens:
             f" lowest possible loss {self.best_loss:.3f}"
         )
 
+    def digest(self) -> str:
+        """None: the settings and the seed decide every sample."""
+        return ""
+
 
 class SyntheticImages:
     """Every class has a coarse pattern of its own, and every image is its class's pattern under as much noise again."""
@@ -95,6 +99,10 @@ class SyntheticImages:
     def describe(self) -> str:
         """Classes and size."""
         return f"synthetic images of {self.vocabulary} classes, {self._size} x {self._size}"
+
+    def digest(self) -> str:
+        """None: the settings and the seed decide every sample."""
+        return ""
 
 
 def _normal(seed: int, purpose: int, count: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:

@@ -67,7 +67,7 @@ def _lines(file: Path, field: str) -> Iterator[bytes]:
 def _text_of(line: bytes, field: str, where: str) -> bytes:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ShoalError(f"{where} is not JSON: {error}", fix='lines such as {"text": "..."}') from error
     if not isinstance(row, dict):
         raise ShoalError(f"{where} is a JSON {type(row).__name__}, not an object", fix='lines such as {"text": "..."}')

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from shoal.data.files import existing
-from shoal.data.packing import Tokens
+from shoal.data.digest import Tokens
+from shoal.data.files import existing, refuse_irregular
 from shoal.errors import ShoalError, needs
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
@@ -51,6 +51,7 @@ class HuggingFaceTokenizer:
     def __init__(self, path: str) -> None:
         tokenizers = needs("tokenizers", what="data.tokenizer", extra="hf")
         file = existing(path, words=["bytes"], setting="data.tokenizer")
+        refuse_irregular(file)
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the package raises bare Exceptions

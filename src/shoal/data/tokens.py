@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from shoal.data.files import TOKEN_ENDINGS, files_under, megabytes, unreadable
-from shoal.data.packing import Tokens
+from shoal.data.digest import Tokens
+from shoal.data.files import TOKEN_ENDINGS, files_under, megabytes, refuse_irregular, unreadable
 from shoal.errors import ShoalError
 
 READ_AT_MOST = 1 << 30
@@ -40,6 +40,7 @@ def open_shards(path: Path, dtype: str) -> Shards:
 
 
 def _map_bin(file: Path, dtype: str) -> Tokens:
+    refuse_irregular(file)
     try:
         size, width = file.stat().st_size, np.dtype(dtype).itemsize
         if size == 0 or size % width:
@@ -53,6 +54,7 @@ def _map_bin(file: Path, dtype: str) -> Tokens:
 
 
 def _map_npy(file: Path) -> Tokens:
+    refuse_irregular(file)
     try:
         stream = np.load(file, mmap_mode="r", allow_pickle=False)
     except OSError as error:

@@ -1,0 +1,54 @@
+"""The fingerprint of a run's data: saved in each checkpoint, compared when a run resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shoal.data.dataset import Dataset
+from shoal.data.digest import hashed
+
+METHOD = 1
+"""Increased when digests of the same data change: those of two methods cannot be compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Sizes and a digest of the data of a run."""
+
+    samples: int
+    held_out: int
+    digest: str
+    """Of the samples to train on and the held-out ones; empty: their content is not looked at."""
+    method: int = METHOD
+
+    @classmethod
+    def of(cls, training: Dataset, held_out: Dataset) -> Fingerprint:
+        """Take it."""
+        both = [training.digest(), held_out.digest()]
+        digest = hashed(part.encode() for part in both) if any(both) else ""
+        return cls(len(training), len(held_out), digest)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """As it stands in the manifest of a checkpoint."""
+        return asdict(self)
+
+    def difference(self, saved: Mapping[str, Any]) -> str:
+        """What is not as it was saved, in words; empty: all of it is, as far as can be said."""
+        was = {name: saved.get(name) for name in ("samples", "held_out", "digest")}
+        found = [
+            f"{what}: {before:,} → {now:,}"
+            for what, before, now in (
+                ("samples", was["samples"], self.samples),
+                ("held-out samples", was["held_out"], self.held_out),
+            )
+            if isinstance(before, int) and before != now
+        ]
+        if saved.get("method") == self.method and was["digest"] != self.digest:
+            found.append(f"fingerprint: {_short(was['digest'])} → {_short(self.digest)}")
+        return "; ".join(found)
+
+
+def _short(digest: Any) -> str:
+    return str(digest)[:12] or "none"

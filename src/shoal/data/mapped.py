@@ -1,0 +1,29 @@
+"""Files that are mapped into memory: to read one beyond its end kills the process (SIGBUS), and says nothing."""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import numpy as np
+
+from shoal.errors import RunFailed
+
+
+def refuse_shortened(array: np.ndarray[Any, Any]) -> None:
+    """Raise if the file of a mapped array is shorter than it was when it was mapped; one call of fstat."""
+    mapping = _mapping_of(array)
+    if mapping is not None and mapping.size() < len(mapping):
+        raise RunFailed(
+            f"{getattr(array, 'filename', None) or 'a data file'} was shortened while it was read: it had"
+            f" {len(mapping):,} bytes when the run began, and has {mapping.size():,}",
+            fix="restore the file; the same command then resumes from the last checkpoint",
+        )
+
+
+def _mapping_of(array: np.ndarray[Any, Any]) -> mmap.mmap | None:
+    """The mapping that an array, or the array that it is a slice of, was made from."""
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return base if isinstance(base, mmap.mmap) else None
