@@ -210,6 +210,8 @@ def _table_of_cells(cells: Sequence[score.Cell], halves: Mapping[str, score.Halv
         mine = [cell for cell in cells if cell.source == source]
         wrong = [cell for cell in mine if cell.regret > 0]
         summary = f"{len(mine) - len(wrong)} of {len(mine)} picks are the fastest"
+        if repeats := sum(cell.is_repeat for cell in wrong):
+            summary += f", {repeats} {'is another run' if repeats == 1 else 'are other runs'} of the fastest's plan"
         means = (_percent(mean(cell.regret for cell in mine)), f"{mean(cell.rank for cell in mine):.2f}")
         table.add_row(source, "", str(sum(cell.count for cell in mine)), *means, summary, "")
         if source in halves:

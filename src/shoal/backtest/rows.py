@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import ShoalError
+from shoal.files import opened
 
 _MODEL = ("params_b", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq")
 _PLAN = ("n_gpus", "tp", "pp", "vpp", "cp", "ep", "dp", "zero_stage", "micro_batch", "global_batch")
@@ -83,7 +84,7 @@ def read(paths: Iterable[Path]) -> list[Row]:
 
 def _read(path: Path) -> list[Row]:
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with opened(path, "r", newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)
             missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
             if missing:
@@ -109,7 +110,7 @@ def append(path: Path, cells: Mapping[str, object]) -> None:
         raise ShoalError(f"a table of runs has no column {strangers[0]!r}", fix=", ".join((*COLUMNS, *OWN_COLUMNS)))
     is_new = not path.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", newline="", encoding="utf-8") as file:
+    with opened(path, "a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=(*COLUMNS, *OWN_COLUMNS), restval="")
         if is_new:
             writer.writeheader()

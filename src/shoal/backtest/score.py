@@ -76,6 +76,8 @@ class Cell:
     rank: float
     pick: str
     best: str
+    is_repeat: bool = False
+    """Whether the pick is another run of the fastest one's plan and model: what differs is what was measured."""
 
 
 def cells(found: Iterable[Prediction], *, least: int = 5) -> list[Cell]:
@@ -106,8 +108,9 @@ def _cell(runs: Sequence[Prediction]) -> Cell:
         count=len(runs),
         regret=_regret(runs),
         rank=spearman([one.predicted_s or 0.0 for one in runs], [one.measured_s or 0.0 for one in runs]),
-        pick=_brief(pick),
-        best=_brief(best),
+        pick=_brief(pick, best),
+        best=_brief(best, pick),
+        is_repeat=pick is not best and _plan(pick) == _plan(best) and not _apart(pick, best),
     )
 
 
@@ -177,8 +180,24 @@ def _halves(groups: Sequence[Sequence[Prediction]], least: int) -> Halves:
     )
 
 
-def _brief(one: Prediction) -> str:
+SHAPE = ("heads", "kv_heads", "ffn", "vocab", "vpp", "recompute", "zero_stage", "seq")
+"""Columns in which two runs of a cell may differ although their plans are the same."""
+
+
+def _brief(one: Prediction, other: Prediction) -> str:
+    """The plan of a run; and where another run of the cell has the same, in what they differ, or where it stands."""
+    if one is other or _plan(one) != _plan(other):
+        return _plan(one)
+    apart = ", ".join(f"{name} {one.row.text(name)}" for name in _apart(one, other))
+    return f"{_plan(one)} ({apart or one.row.place})"
+
+
+def _plan(one: Prediction) -> str:
     return one.plan.brief() if one.plan else ""
+
+
+def _apart(one: Prediction, other: Prediction) -> list[str]:
+    return [name for name in SHAPE if one.row.text(name) != other.row.text(name)]
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:

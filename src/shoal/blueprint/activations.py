@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from math import ceil
 
+from shoal.blueprint.fp8_memory import has_narrow_head, head_bytes, narrow_casts
 from shoal.blueprint.habits import Habits
 from shoal.blueprint.shares import PLENTY, Degrees
 from shoal.blueprint.workload import Workload
@@ -86,10 +87,12 @@ def cast_bytes(workload: Workload, habits: Habits, on: Degrees, *, precision: st
         return 0.0
     part = workload.sparse_layers / workload.layers
     but_last = (workload.matrices - 1) / workload.matrices
+    experts = part * workload.expert_parameters / on.ep
+    if precision == "fp8":
+        return narrow_casts(workload, on.size) / on.tp + on.size * experts
     dense = workload.attention_parameters + (1 - part) * but_last * workload.ffn_parameters
     dense += part * but_last * workload.matrices * workload.hidden * workload.shared_ffn
-    experts = part * workload.expert_parameters / on.ep
-    return (1.0 if precision == "fp8" else on.size) * dense / on.tp + on.size * experts
+    return on.size * (dense / on.tp + experts)
 
 
 def is_fused(habits: Habits, *, tp: int, pp: int) -> bool:
@@ -97,7 +100,9 @@ def is_fused(habits: Habits, *, tp: int, pp: int) -> bool:
     return habits.fused_loss and tp == 1 and pp == 1
 
 
-def logit_bytes(workload: Workload, habits: Habits, *, tokens: float, tp: int, pp: int, size: float) -> float:
+def logit_bytes(
+    workload: Workload, habits: Habits, *, tokens: float, tp: int, pp: int, size: float, precision: str = "bf16"
+) -> float:
     """Bytes of logits and what is made of them, at the fullest moment.
 
     Plain, all but one of what is as large as they are has gone when the gradient of the head's weight is computed.
@@ -108,6 +113,9 @@ def logit_bytes(workload: Workload, habits: Habits, *, tokens: float, tp: int, p
     if is_fused(habits, tp=tp, pp=pp):
         whole = tokens * workload.vocabulary * size
         chunk = whole if whole < FEW else whole / max(2, ceil(whole / CHUNK))
+        if precision == "fp8" and habits.is_compiled and has_narrow_head(workload, tokens):
+            of_chunk = chunk / workload.vocabulary / size
+            return head_bytes(workload, tokens=tokens, chunk_tokens=of_chunk, size=size, weight=habits.weight)
         copies = habits.copies_in_loss * (1 + (size < 4))  # softmax; and where it is computed in more, its input
         chunks = 1 + copies * 4 / size
         weight = (size if size < 4 else 0.0) + 4

@@ -33,7 +33,8 @@ def balance(costs: Sequence[float], num_stages: int, *, first: float = 0.0, last
     work[-1] += last
     total = math.fsum(work) or 1.0
     units = [round(cost / total * RESOLUTION) for cost in work]
-    cuts = _most_even(units, num_stages, limit=_smallest_largest(units, num_stages))
+    # Rounding makes one of two equally large stages the larger one, by at most half a unit for each block.
+    cuts = _most_even(units, num_stages, limit=_smallest_largest(units, num_stages) + len(units))
     return tuple(range(start, stop) for start, stop in pairwise(cuts))
 
 

@@ -9,14 +9,16 @@ really reach, which is what time is predicted from.
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import ShoalError, listed, nearest
+from shoal.blueprint.bounds import absurd
+from shoal.errors import ShoalError, listed, nearest, raise_if
 
 GIB = 2.0**30
 HERE = "here"
@@ -25,7 +27,19 @@ HERE = "here"
 
 def here_file() -> Path:
     """Where a machine's own measurement is kept: written by `shoal calibrate`, read by `--cluster here`."""
-    return Path.home() / ".config" / "shoal" / "here.yaml"
+    try:
+        return Path.home() / ".config" / "shoal" / "here.yaml"
+    except RuntimeError:  # a user without an entry in the password database, as in some containers
+        what = "the measurement of this machine is kept in the home directory, and this user has none"
+        raise ShoalError(what, fix="export HOME=/a/folder; or a preset: --cluster h100:8") from None
+
+
+def is_measured_here() -> bool:
+    """Whether there is a measurement of this machine that this user may look for."""
+    try:
+        return os.path.exists(here_file())  # False, where Path.exists raises, for what may not be looked at
+    except ShoalError:
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +141,7 @@ class Cluster:
         for key in ("per_node", "nodes"):
             if getattr(self, key) < 1:
                 raise ShoalError(f"{key}={getattr(self, key)} is not a number of machines", fix=f"{key}=1 or more")
+        raise_if(absurd([("per_node", self.per_node), ("nodes", self.nodes), ("devices", self.per_node * self.nodes)]))
 
     def __hash__(self) -> int:
         return hash((self.device, self.per_node, self.nodes))
@@ -148,9 +163,10 @@ class Cluster:
     @classmethod
     def parse(cls, text: str) -> Cluster:
         """A preset with a size (`h200:8`, `h100:8x16`), the path of a YAML file, or the machine at hand as `shoal
-        calibrate` has measured it: `here`, and with other numbers of devices than were measured, `here:4`."""
+        calibrate` has measured it: `here`. A file and `here` take another size as well: `here:4`, `lab.yaml:8x2`."""
         if _is_path(text):
-            return cls.from_yaml(Path(text))
+            path, size = _path_and_size(text)
+            return _sized(cls.from_yaml(Path(path)), path, size)
         from shoal.blueprint.hardware import DEVICES, preset
 
         name, _, size = text.partition(":")
@@ -169,14 +185,10 @@ class Cluster:
     def _here(cls, size: str) -> Cluster:
         """The machine at hand, with as many devices as were measured or as are asked for."""
         path = here_file()
-        if not path.exists():
+        if not os.path.exists(path):
             what = f"this machine was not measured: there is no {path}"
             raise ShoalError(what, fix="shoal calibrate, which takes a minute; or a preset such as h100:8")
-        measured = cls.from_yaml(path)
-        if not size:
-            return measured
-        per_node, nodes = _size(HERE, size)
-        return replace(measured, per_node=per_node, nodes=nodes)
+        return _sized(cls.from_yaml(path), HERE, size)
 
     def to_mapping(self) -> dict[str, Any]:
         """As keys and values; `from_mapping` reads it back."""
@@ -207,15 +219,14 @@ class Cluster:
     @classmethod
     def from_yaml(cls, path: Path) -> Cluster:
         """From a file, such as one that `shoal calibrate` has written."""
-        import yaml
+        from shoal.blueprint.reading import parse_yaml, read_text
 
         try:
-            said = yaml.safe_load(path.read_text())
+            text = read_text(path, fix="shoal calibrate writes one")
         except OSError as error:
             fix = "shoal calibrate writes one, or say a preset such as h100:8x2"
             raise ShoalError(f"the cluster file {path} cannot be read: {error.strerror}", fix=fix) from error
-        except yaml.YAMLError as error:
-            raise ShoalError(f"{path} is not YAML: {error}", fix="shoal calibrate writes one") from error
+        said = parse_yaml(text, str(path), "shoal calibrate writes one")
         if not isinstance(said, Mapping):
             raise ShoalError(f"{path} holds no keys and values", fix="shoal calibrate writes one")
         return cls.from_mapping(said)
@@ -227,11 +238,12 @@ class Cluster:
 
     def link(self, degree: int, stride: int) -> Link:
         """What a group of ranks sees that are `stride` apart, when ranks fill one node after the other."""
-        members = max(1, min(degree, self.per_node // stride))  # that share a node
-        if members >= degree:
+        nodes = min(self.nodes, _nodes_spanned(degree, stride, self.per_node))
+        if nodes == 1:
             one = self.inside
             return Link(degree, 1, one.bandwidth, one.latency, one.base, gathering=one.gathering)
-        nodes = math.ceil(degree / members)
+        members = max(1, self.per_node // stride)  # that share a node
+        members = 1 if members >= degree else members  # it would fit into a node, and its last member is in the next
         bandwidth = min(self.inside.bandwidth, members * self.between.bandwidth)
         between = self.between
         return Link(
@@ -304,17 +316,66 @@ class Link:
         return (self.nodes - 1) * self.latency + (self.degree - self.nodes) * self.inside_latency
 
 
+def _nodes_spanned(degree: int, stride: int, per_node: int) -> int:
+    """The most nodes that one group of `degree` ranks has members in, when they are `stride` apart.
+
+    Groups start at every rank below `stride`, and again after each `degree * stride` ranks. The worst one starts at the
+    last place of a node at which any of them starts.
+
+    >>> _nodes_spanned(6, 4, 6), _nodes_spanned(16, 1, 8), _nodes_spanned(4, 8, 8)
+    (4, 2, 4)
+    """
+    if stride >= per_node:
+        return degree
+    cycle = math.gcd(degree * stride, per_node)
+    start = per_node - cycle + min(stride, cycle) - 1
+    return (start + (degree - 1) * stride) // per_node + 1
+
+
 def _size(name: str, size: str) -> tuple[int, int]:
     """Devices of a node, and nodes, as they are written behind the name of a cluster.
 
     >>> _size("h100", "8x16"), _size("h100", "4")
     ((8, 16), (4, 1))
     """
-    match = re.fullmatch(r"(\d+)(?:x(\d+))?", size.strip())
+    match = re.fullmatch(r"(\d{1,15})(?:x(\d{1,15}))?", size.strip())
     if not match or int(match[1]) < 1 or (match[2] and int(match[2]) < 1):
-        what = f"{size!r} is not a number of devices"
+        what = f"{size[:80]!r} is not a number of devices"
         raise ShoalError(what, fix=f"{name}:8 for one node of 8, {name}:8x16 for 16 of them")
     return int(match[1]), int(match[2] or 1)
+
+
+def _sized(cluster: Cluster, name: str, size: str) -> Cluster:
+    """The same machines, in the numbers that were asked for, if any were."""
+    if not size:
+        return cluster
+    per_node, nodes = _size(name, size)
+    return replace(cluster, per_node=per_node, nodes=nodes)
+
+
+def larger(text: str) -> Iterator[str]:
+    """Clusters in the form of this one, each with twice the devices of the one before: a node is filled up as far as
+    such nodes usually are, then there are more nodes.
+
+    >>> from itertools import islice
+    >>> list(islice(larger("rtx4090:2"), 3)), list(islice(larger("h100:1x4"), 2)), next(larger("a/lab.yaml:4"))
+    (['rtx4090:4', 'rtx4090:8', 'rtx4090:8x2'], ['h100:1x8', 'h100:1x16'], 'a/lab.yaml:4x2')
+    """
+    from shoal.blueprint.hardware import DEVICES
+
+    name, size = _path_and_size(text) if _is_path(text) else (text.partition(":")[0], text.partition(":")[2])
+    says_nodes, preset = "x" in size, DEVICES.get(name.strip().lower())
+    per_node, nodes = _size(name, size) if size else (0, 1)
+    if not size:
+        cluster = Cluster.parse(text)
+        per_node, nodes = cluster.per_node, cluster.nodes
+    usual = preset.per_node if preset and not says_nodes else 0
+    while True:
+        if nodes == 1 and per_node * 2 <= usual:
+            per_node *= 2
+        else:
+            nodes *= 2
+        yield f"{name}:{per_node}x{nodes}" if nodes > 1 else f"{name}:{per_node}"
 
 
 def _keys(kind: type[Any]) -> list[str]:
@@ -357,7 +418,17 @@ def _number(value: Any, type_name: str, where: str) -> Any:
 
 
 def _is_path(text: str) -> bool:
-    return text.endswith((".yaml", ".yml")) or "/" in text
+    return _path_and_size(text)[0].endswith((".yaml", ".yml")) or "/" in text
+
+
+def _path_and_size(text: str) -> tuple[str, str]:
+    """A file, and the size behind it, if there is one.
+
+    >>> _path_and_size("lab.yaml:8x2"), _path_and_size("a/lab.yaml")
+    (('lab.yaml', '8x2'), ('a/lab.yaml', ''))
+    """
+    match = re.fullmatch(r"(.*\.ya?ml):(\d+(?:x\d+)?)", text)
+    return (match[1], match[2]) if match else (text, "")
 
 
 def _preset(name: Any) -> Cluster:

@@ -10,10 +10,11 @@ from shoal.blueprint.settings import difference
 from shoal.errors import ShoalError
 
 FREE = (
-    *("launch.", "checkpoint.", "comm.", "data.workers", "data.prefetch", "plan"),
+    *("launch.", "checkpoint.", "comm.", "data.workers", "data.prefetch", "data.changed", "plan"),
     *("run.dir", "run.start_from", "run.overwrite", "run.name", "run.duration", "run.log_every", "run.evaluate_every"),
     *("run.per_rank_metrics", "run.trackers", "run.on_nan", "run.deterministic", "run.fast_dev_run", "run.bucket_mb"),
     *("run.planned", "run.find_unused", "run.compile", "run.attention", "run.loss", "run.remake_gates"),
+    "run.check_replicas",
 )
 """How keys begin that decide where and how a run computes, not what. Of a plan, the precision alone decides what. How
 replicas meet (`compress` and `sync` in the plan, and `comm.`) may change on the way."""

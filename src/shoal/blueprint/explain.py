@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.blueprint.candidates import misfits_of
-from shoal.blueprint.plan import Plan
+from shoal.blueprint.plan import DEGREES, Plan
 from shoal.blueprint.task import Task, Verdict
 from shoal.errors import ShoalError
 
@@ -186,8 +186,16 @@ class Thumb:
     why: str
 
 
-def rules_of_thumb(task: Task, best: Verdict) -> list[Thumb]:
-    """Those that speak of this task."""
+def rules_of_thumb(task: Task, best: Verdict, said: Mapping[str, Any] | None = None) -> list[Thumb]:
+    """Those that speak of this task. Words that were `said` for every plan are the reason where a rule is not kept."""
+    given = [f"{axis}={said[axis]}" for axis in (*DEGREES, "zero") if said and said.get(axis) is not None]
+    found = _rules_of_thumb(task, best)
+    if not given:
+        return found
+    return [one if one.agrees else replace(one, why=f"plans were limited to {' '.join(given)}") for one in found]
+
+
+def _rules_of_thumb(task: Task, best: Verdict) -> list[Thumb]:
     plan, size = best.plan, task.workload.parameters
     alone = replace(task, cluster=task.cluster.resized(1))
     fits_alone = alone.fits(alone.memory(Plan(mb=1, precision=plan.precision).resolve(1)))

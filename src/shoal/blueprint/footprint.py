@@ -28,6 +28,7 @@ from shoal.blueprint.activations import (
     recomputed,
 )
 from shoal.blueprint.cluster import Cluster
+from shoal.blueprint.fp8_memory import kept_beside_narrow
 from shoal.blueprint.habits import SHOAL, Habits
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.shares import (
@@ -131,6 +132,8 @@ def _of_rank(
     tokens = samples * sequence / on.cp
     stream = tokens * workload.hidden * on.size
     layer = tokens * kept_per_token(workload, habits, tp=on.tp, sp=on.splits_tokens, sequence=sequence, size=on.size)
+    if plan.precision == "fp8" and habits.is_compiled:
+        layer += tokens * kept_beside_narrow(workload, on.size)
     casts = cast_bytes(workload, habits, on, precision=plan.precision)
     kept, kept_casts, again = layer, casts, 0.0
     if plan.recompute != "none":
@@ -149,7 +152,9 @@ def _of_rank(
     messages = message_bytes(workload, habits, on, place=place, is_last=is_last, tokens=tokens, m=m)
     logits = head_gradient = 0.0
     if is_last:
-        logits = logit_bytes(workload, habits, tokens=tokens, tp=on.tp, pp=on.pp, size=on.size)
+        logits = logit_bytes(
+            workload, habits, tokens=tokens, tp=on.tp, pp=on.pp, size=on.size, precision=plan.precision
+        )
         goes_with_logits = habits.is_compiled and is_fused(habits, tp=on.tp, pp=on.pp)
         activations += (1 if goes_with_logits else 2 + habits.copies_in_norm) * stream  # the last norm
         head_gradient = habits.gradient * held.end * (m == 1 and (on.zero == 0 or on.shards == 1))

@@ -16,7 +16,7 @@ from shoal.blueprint.footprint import Footprint
 from shoal.blueprint.layout import divisors
 from shoal.blueprint.legality import misfits
 from shoal.blueprint.plan import BARE_WORDS, Plan
-from shoal.blueprint.search import SCHEDULES
+from shoal.blueprint.search import SCHEDULES, search
 from shoal.blueprint.shares import microbatch, num_microbatches
 from shoal.blueprint.task import Task, Verdict
 from shoal.errors import ShoalError
@@ -135,6 +135,15 @@ class Case:
         if best is not None and best.part >= worth:
             return Finding(numbers, words(self.plan, best.plan), best)
         return Finding(numbers, otherwise) if otherwise else None
+
+    def with_less_tp(self, numbers: str) -> Finding | None:
+        """The fastest plan of all with less tp, where none of the plans next to this one would do."""
+        degrees = [size for size in divisors(self.degree("tp")) if size < self.degree("tp")]
+        same = {"precision": self.plan.precision, "offload": self.plan.offload}
+        tried = (search(self.task, {"tp": size, **same}, keep=1).best for size in degrees)
+        savings = [self._saving(best[0].plan, best[0].memory) for best in tried if best]
+        best = max(savings, key=lambda saving: saving.seconds, default=None)
+        return Finding(numbers, words(self.plan, best.plan), best) if best and best.part >= WORTH else None
 
 
 def _can_run(task: Task, plan: Plan) -> bool:

@@ -69,7 +69,13 @@ def tp_between_nodes(case: Case) -> Finding | None:
         return None
     numbers = f"tp={tp} spans {nodes} nodes of {cluster.per_node}, its messages take {case.takes('tp')}"
     inside = (change for change in trades(case, "tp", "dp", "pp") if change["tp"] <= cluster.per_node)
-    return case.found(numbers, roomier(case, inside))
+    found = case.found(numbers, roomier(case, inside))
+    if found or case.part("tp") < MUCH:
+        return found
+    link = cluster.between
+    faster = f"links between nodes that are faster than {link.name} ({link.bandwidth / 1e9:.3g} GB/s)"
+    wider = f"nodes of {tp} devices, or {faster}; no plan with less tp is predicted to fit and to be faster"
+    return case.with_less_tp(numbers) or Finding(numbers, wider)
 
 
 def tp_over_slow_link(case: Case) -> Finding | None:

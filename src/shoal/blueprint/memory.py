@@ -36,6 +36,8 @@ from math import prod
 from shoal.blueprint import anatomy as rules
 from shoal.blueprint.anatomy import Anatomy, Part, Sharers, Sizes
 from shoal.blueprint.plan import Plan
+from shoal.blueprint.schedule_table import Kind
+from shoal.blueprint.schedules import make
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,27 @@ def memory(plan: Plan, anatomy: Anatomy, *, rank: int, sizes: Sizes | None = Non
         gradients=gradients,
         optimizer=optimizer_states * sizes.weight * sum(starmap(sharers.own, trained)),
     )
+
+
+def has_moment(plan: Plan, *, rank: int, num_microbatches: int) -> bool:
+    """Whether a step has that moment on a rank: a forward begins after each of its stages has made a backward.
+
+    >>> plan = Plan.parse("pp=2 1f1b").resolve(2)
+    >>> [has_moment(plan, rank=rank, num_microbatches=2) for rank in (0, 1)]
+    [False, True]
+    """
+    if plan.layout.pp == 1 or plan.schedule is None:
+        return num_microbatches > 1
+    table = make(plan.schedule, num_ranks=plan.layout.pp, v=plan.v or 1, num_microbatches=num_microbatches)
+    order = table.order(plan.layout.coordinate(rank)["pp"])
+    actions = [action for slot in order for action in slot.parts]
+    without_gradients = {action.stage for action in actions}
+    for action in actions:
+        if action.kind is Kind.F and not without_gradients:
+            return True
+        if action.kind in (Kind.B, Kind.W):
+            without_gradients.discard(action.stage)
+    return False
 
 
 def _gathered(parts: Iterable[Part], sharers: Sharers) -> int:

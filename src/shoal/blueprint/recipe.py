@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema, model_validator
 
+from shoal.blueprint.bounds import MOST_BATCH, MOST_RANKS, MOST_SEQUENCE, absurd
 from shoal.blueprint.duration import Duration
 from shoal.blueprint.plan import Plan
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, raise_if
 
 
 def _not_bool(value: Any) -> Any:
@@ -62,6 +63,12 @@ class ModelSection(Section):
     preset: str | None = None
     """A named size, for example `tiny` or `llama3-8b`. None: the model's own defaults."""
 
+    @model_validator(mode="after")
+    def _not_absurd(self) -> ModelSection:
+        if ".py" not in self.name:  # what the numbers of a user's own function mean is not known
+            raise_if(absurd((self.model_extra or {}).items()))
+        return self
+
     @property
     def arguments(self) -> dict[str, Any]:
         """What the model's builder is called with."""
@@ -83,10 +90,10 @@ class DataSection(Section):
     tokenizer: str = "bytes"
     """`bytes`: every byte is a token. Else a Hugging Face `tokenizer.json` (needs the extra `hf`)."""
 
-    sequence: PositiveInt = 256
+    sequence: Annotated[PositiveInt, Field(le=MOST_SEQUENCE)] = 256
     """Tokens per sample."""
 
-    batch: PositiveInt = 32
+    batch: Annotated[PositiveInt, Field(le=MOST_BATCH)] = 32
     """Samples per optimizer step, over all ranks and microbatches. It stays the same when the world changes."""
 
     documents: bool = False
@@ -115,6 +122,10 @@ class DataSection(Section):
 
     vocabulary: PositiveInt = 256
     """Number of different tokens that `synthetic` draws from, or classes of its images."""
+
+    changed: Literal["reject", "accept"] = "reject"
+    """Whether a run resumes when `source` no longer holds the samples that its checkpoint was trained on: the number of
+    samples and a fingerprint of them are compared (docs/concepts/data-order.md). accept: resume on the changed data."""
 
     workers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """Processes that prepare batches beside the training process. 0: a thread does. auto: the first batches are timed,
@@ -182,25 +193,45 @@ class OptimSection(Section):
 class LaunchSection(Section):
     """The processes of a run on this machine. Under torchrun, Slurm or mpirun theirs are used, and none is started."""
 
-    nproc: PositiveInt | None = None
+    nproc: Annotated[PositiveInt, Field(le=MOST_RANKS)] | None = None
     """Processes to start here. None: one per GPU, or a single one without."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where tensors live. auto: cuda if there is one."""
 
-    threads: PositiveInt | None = None
+    threads: Annotated[PositiveInt, Field(le=MOST_RANKS)] | None = None
     """CPU threads per process. None: the cores of this machine shared out evenly."""
 
     timeout: Annotated[float, Number, Field(gt=0, le=1e8)] = 600.0
-    """Seconds that a rank waits for the others in one collective before it gives up."""
+    """Seconds that any wait may take: of a rank for the others, in a step or in a save; for a batch; of the launcher
+    for the other ranks when one has ended, or for one that is stopped (SIGSTOP). Longer than the slowest save takes."""
 
     patience: PositiveFloat = 30.0
     """Seconds that ranks have to finish their step, and to save, after Ctrl-C, SIGTERM or SIGUSR1 before they are
     killed."""
 
     max_restarts: Annotated[int, Number, Field(ge=0)] = 3
-    """How often all workers are started again, from the last checkpoint, after one of them has died. torchrun has its
-    own flag of this name."""
+    """How often all workers are started again, from the last checkpoint, after one of them has died. Counted from 0
+    again whenever a newer step was saved since the last restart. torchrun has its own flag of this name."""
+
+
+LONGEST_NAME = 200
+"""Bytes of the name of a run: with a number behind it, it is the name of a directory."""
+
+
+def _name(value: Any) -> Any:
+    """A name is one directory of `runs/`, and never a way out of it."""
+    if not isinstance(value, str):
+        return value
+    size = len(value.encode(errors="replace"))
+    if size > LONGEST_NAME:
+        raise ShoalError(f"a name has at most {LONGEST_NAME} bytes, and this one has {size:,}", fix="a shorter name")
+    if not value.strip() or "/" in value or value in (".", "..") or not value.isprintable():
+        raise ShoalError(
+            f"{value!r} is not the name of a directory: it must be printable, without a slash, and not '.' or '..'",
+            fix="--run.name NAME, or --run.dir PATH for a place elsewhere",
+        )
+    return value
 
 
 def _interval(value: Any) -> Any:
@@ -264,12 +295,13 @@ class CommSection(Section):
 class RunSection(Section):
     """The run: how long, how often, where to."""
 
-    name: str = "run"
+    name: Annotated[str, BeforeValidator(_name)] = "run"
     """Names the run directory and the run in a tracker."""
 
     dir: str | None = None
     """The run directory. None: the last of `runs/NAME`, `runs/NAME-2`, ... if it holds a run of this recipe that has
-    not ended, which then goes on; else the first one that is free."""
+    not ended, which then goes on; else the first one that is free. A new one has mode 0700, since it holds samples of
+    the data: `mkdir -m 750` before, or `chmod` after, opens it to others."""
 
     overwrite: bool = False
     """True: an earlier run in `dir` is removed first, with its checkpoints."""
@@ -300,6 +332,10 @@ class RunSection(Section):
     """When the gradient is not finite: end the run, drop this step's update, or carry on. The first two say which rank
     and microbatch it came from."""
 
+    check_replicas: DurationField = Duration(0, "step")
+    """How often ranks compare checksums of all that they hold copies of: `100step`. A flipped bit in one of them ends
+    the run, with its tensor and rank. 0step: never."""
+
     deterministic: bool = False
     """True: the same bits again on the same layout, also on CUDA. Slower there."""
 
@@ -317,6 +353,10 @@ class RunSection(Section):
     find_unused: bool = False
     """True: parameters may be without a gradient in some steps (branches that are not taken). Costs a walk over the
     graph in every step with several ranks."""
+
+    sync_batch_norm: bool = False
+    """True: batch norm normalises with the mean and variance of a microbatch over all ranks. false: of each rank's part
+    of it."""
 
     compile: bool = False
     """True: torch.compile makes each block of the model faster, after 5 to 30 seconds of compiling for a Llama."""

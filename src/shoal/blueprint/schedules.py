@@ -88,6 +88,7 @@ def _too_few_or_uneven(word: str, num_ranks: int, num_microbatches: int) -> str:
     return ""
 
 
+@lru_cache(maxsize=4096)  # a search asks it of thousands of plans
 def _legal_around(word: str, num_ranks: int, num_microbatches: int) -> list[int]:
     """Some numbers of microbatches that do: the largest below, and the next two above."""
     ceiling = max(num_microbatches, 2 * num_ranks) + 2 * num_ranks

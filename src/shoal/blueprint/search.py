@@ -53,6 +53,8 @@ class Found:
     """Why plans that fit cannot be run → what could be."""
     num_judged: int = 0
     num_too_large: int = 0
+    num_left_out: int = 0
+    """Layouts that fit, and to which one that is among the best is preferable in everything."""
 
 
 def search(task: Task, wanted: Wanted = None, *, keep: int = 5, by: By = "time") -> Found:
@@ -62,7 +64,9 @@ def search(task: Task, wanted: Wanted = None, *, keep: int = 5, by: By = "time")
     for layout in layouts(task, searching.wanted):
         searching.look_at(layout)
     found = searching.found
-    found.best = _undominated(searching.ranked())[:keep]
+    ranked = searching.ranked()
+    good = _undominated(ranked)
+    found.best, found.num_left_out = good[:keep], len(ranked) - len(good)
     found.frontier = _frontier(searching.fitting.values())
     return found
 
@@ -76,14 +80,15 @@ class _Search:
         self.task, self.keep, self.by = task, keep, by
         self.found = Found()
         self.kept: dict[tuple[Any, ...], Verdict] = {}
+        self._totals: dict[tuple[Any, ...], float] = {}  # seconds of each that is kept
         self.fitting: dict[tuple[Any, ...], Verdict] = {}
         self._worst = math.inf
 
     def look_at(self, layout: Mapping[str, Any]) -> None:
         """All that can be done on one layout."""
         share = self.task.global_batch // (layout["dp_replicate"] * layout["dp_shard"])
-        if ("schedule" in self.said or "v" in self.said) and layout["pp"] == 1:
-            return  # which speak of pipelines
+        if ("schedule" in self.said or (self.wanted.v or 1) > 1) and layout["pp"] == 1:
+            return  # which speak of pipelines; v=1 holds without one
         if "context" in self.said and layout["cp"] == 1:
             return
         modes = (self.wanted.recompute,) if "recompute" in self.said else self._modes(layout)
@@ -177,10 +182,9 @@ class _Search:
         if is_corner:
             self.fitting[corner] = verdict
         if is_best:
-            self.kept[key] = verdict
-            if len(self.kept) >= self.keep:
-                totals = sorted(one.time.total for one in self.kept.values())
-                self._worst = totals[self.keep - 1] if self.by == "time" else math.inf
+            self.kept[key], self._totals[key] = verdict, verdict.time.total
+            if len(self.kept) >= self.keep and self.by == "time":
+                self._worst = sorted(self._totals.values())[self.keep - 1]
 
     def rank(self, verdict: Verdict) -> tuple[float, float]:
         """What comes first, is best."""
@@ -230,6 +234,22 @@ def _undominated(ranked: list[Verdict]) -> list[Verdict]:
         ):
             chosen.append(one)
     return chosen
+
+
+LESS_MEMORY = "less memory for more time"
+AS_FAST = "less memory and no more time"
+LESS_TIME = "less time for more memory"
+
+
+def tradeoffs(best: Verdict, frontier: Iterable[Verdict]) -> dict[str, list[Verdict]]:
+    """Plans of a frontier by what each of them gives for what, against the plan that was chosen."""
+    found: dict[str, list[Verdict]] = {AS_FAST: [], LESS_MEMORY: [], LESS_TIME: []}
+    for one in frontier:
+        if one.memory.total < best.memory.total:
+            found[LESS_MEMORY if one.time.total > best.time.total else AS_FAST].append(one)
+        elif one.time.total < best.time.total and one.memory.total > best.memory.total:
+            found[LESS_TIME].append(one)
+    return {label: plans for label, plans in found.items() if plans}
 
 
 def _frontier(verdicts: Iterable[Verdict]) -> list[Verdict]:

@@ -7,6 +7,7 @@ judged, and a person sees all problems at once, wherever they typed them.
 from __future__ import annotations
 
 import copy
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -17,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from shoal.blueprint.elsewhere import ELSEWHERE
 from shoal.blueprint.plan import Plan
+from shoal.blueprint.reading import OutOfBounds, parse_yaml, read_text, short
 from shoal.blueprint.recipe import Recipe
 from shoal.errors import Problem, ShoalError, listed, nearest
 
@@ -24,6 +26,10 @@ Tree = dict[str, Any]
 
 FEW = 5
 """So many values of a key are all named where another one was said; of more, the nearest."""
+
+
+RECIPE_ENDINGS = ("", ".yaml", ".yml", ".json")
+"""A file with another ending, and without a section of a recipe, is taken for data."""
 
 
 def load_recipe(path: Path | None, overrides: Iterable[tuple[str, str]] = ()) -> Recipe:
@@ -47,8 +53,9 @@ def _forget_other_model(tree: Tree, name: str | None) -> None:
 
 def read_yaml(path: Path) -> Tree:
     """The mapping in a YAML (or JSON) file."""
+    may_be_data = path.suffix not in RECIPE_ENDINGS
     try:
-        text = path.read_text()
+        text = read_text(path, fix="give the path of a YAML file")
     except FileNotFoundError:
         names = {file.stem: file for file in path.parent.glob("*.yaml")} if path.parent.is_dir() else {}
         near = names.get(nearest(path.stem, names) or "")
@@ -56,16 +63,24 @@ def read_yaml(path: Path) -> Tree:
             f"there is no recipe {str(path)!r}",
             fix=f"did you mean {near}?" if near else "give the path of a YAML file, or none to use the defaults",
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ShoalError) as error:
+        if path.is_dir() or (may_be_data and isinstance(error, ShoalError)):
+            raise _is_data(path) from None
+        if isinstance(error, ShoalError):
+            raise
         raise ShoalError(
             f"the recipe {str(path)!r} cannot be read: {error}", fix="give the path of a YAML file"
         ) from None
     if path.suffix == ".py":
         raise ShoalError(f"{path} is a Python program, not a recipe", fix=f"python {path}, or torchrun {path}")
     try:
-        tree = yaml.load(text, _NoTwins)  # a SafeLoader
-    except yaml.YAMLError as error:
-        raise ShoalError(f"{path} is not valid YAML: {error}", fix="mend the line that it names") from None
+        tree = parse_yaml(text, str(path), "mend the line that it names", _NoTwins)
+    except ShoalError as error:
+        if may_be_data and not isinstance(error, OutOfBounds):
+            raise _is_data(path) from None
+        raise
+    if may_be_data and not (isinstance(tree, dict) and Recipe.model_fields.keys() & tree.keys()):
+        raise _is_data(path)
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -75,13 +90,25 @@ def read_yaml(path: Path) -> Tree:
     return tree
 
 
+def _is_data(path: Path) -> ShoalError:
+    """The message for a text, a file of tokens or a folder where a recipe is expected."""
+    kind = "is a folder" if path.is_dir() else "holds no section of a recipe, such as `model:`"
+    return ShoalError(
+        f"{str(path)!r} {kind}: a recipe is a YAML file, and data is named by data.source",
+        fix=f"shoal train --data.source {shlex.quote(str(path))}, to train the default model on it; or the path of a"
+        " YAML file",
+    )
+
+
 class _NoTwins(yaml.SafeLoader):
     """YAML in which a key that stands twice in one mapping is a mistake, not a choice of the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
-        if twins := [key for key in keys if keys.count(key) > 1]:
-            raise yaml.constructor.ConstructorError(problem=f"{twins[0]!r} stands twice", problem_mark=node.start_mark)
+        seen: set[str] = set()
+        for key in (key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key in seen:
+                raise yaml.constructor.ConstructorError(problem=f"{key!r} stands twice", problem_mark=node.start_mark)
+            seen.add(key)
         return super().construct_mapping(node, deep)
 
 
@@ -92,8 +119,10 @@ def parse_value(key: str, text: str) -> Any:
     if key == "plan":
         return text
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
+        return parse_yaml(text, f"--{key}", f"--{key} VALUE")
+    except OutOfBounds:
+        raise
+    except ShoalError:  # words with a colon or a bracket in them
         return text
 
 
@@ -205,15 +234,15 @@ def _problems_of(error: Any) -> Iterator[Problem]:
         yield from (Problem(f"{key}: {problem.what}", problem.fix) for problem in cause.problems)
     elif error["type"] == "literal_error":
         words = [word.strip("'") for word in error["ctx"]["expected"].replace(" or ", ", ").split(", ")]
-        near = nearest(str(error["input"]).lower(), words) if len(words) > FEW else None
-        yield Problem(f"{key}: there is no {error['input']!r}", f"--{key} {near or listed(words)}")
+        near = nearest(str(error["input"])[:200].lower(), words) if len(words) > FEW else None
+        yield Problem(f"{key}: there is no {short(error['input'])}", f"--{key} {near or listed(words)}")
     elif error["type"].startswith("bool_"):
-        yield Problem(f"{key}: {error['input']!r} is neither true nor false", f"--{key} true or false")
+        yield Problem(f"{key}: {short(error['input'])} is neither true nor false", f"--{key} true or false")
     else:
         message = error["msg"][0].lower() + error["msg"][1:]
         about = " ".join(known_keys().get(key, "").split())
         fix = f"{key} is: {about}" if about else f"keys of the section {key}, such as {_first_key(key)}"
-        yield Problem(f"{key}: {message}, but it is {error['input']!r}", fix)
+        yield Problem(f"{key}: {message}, but it is {short(error['input'])}", fix)
 
 
 def _first_key(section: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from shoal.blueprint.bounds import absurd
 from shoal.blueprint.cluster import Cluster
 from shoal.blueprint.description import Description
 from shoal.blueprint.footprint import Footprint, footprint
@@ -12,6 +13,7 @@ from shoal.blueprint.habits import SHOAL, Habits
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.step_time import StepTime, step_time
 from shoal.blueprint.workload import Workload
+from shoal.errors import raise_if
 
 SPARE = 0.05
 """Of a device's memory that a plan leaves free, where nobody says how much it may take."""
@@ -34,6 +36,9 @@ class Task:
     """What the model says of itself. None: all that a transformer of these dimensions could say."""
     max_memory: float | None = None
     """Bytes of a device that may be used. None: all but a small part, since predictions are off by some per cent."""
+
+    def __post_init__(self) -> None:
+        raise_if(absurd([("--seq", self.sequence), ("--global-batch", self.global_batch)]))
 
     @cached_property
     def room(self) -> float:

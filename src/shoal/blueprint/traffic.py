@@ -61,6 +61,10 @@ BUCKET_BYTES = 25 * 2**20
 """In a pipeline, gradients are averaged over replicas in buckets that are full from this size on."""
 HOST_BYTES = 8
 """A number that travels for control is a float64; the load of an expert, too."""
+KINDS_OF_LOSS = 4
+"""Which of them each rank has seen (`train.late_count.agree_on_kind`)."""
+LATE_NUMBERS = 4
+"""The loss, its count and two flags (`train.late_count.agree`), or what `refuse_uncounted` compares."""
 COUNT_BYTES = 8
 """How often the tokens of a sequence chose an expert is an int64."""
 ROWS_BYTES = 4
@@ -88,12 +92,16 @@ def traffic(
     sizes: Sizes | None = None,
     splits_logits: bool = True,
     host_numbers: int = 2,
+    counts_late: bool = False,
+    compares_samples: bool = False,
 ) -> dict[str, Operations]:
     """Axis → operation → messages of one rank in one steady step, for a resolved plan and a global batch.
 
     `splits_logits`: the loss is shoal's cross-entropy, which never joins the logits of tp ranks; a loss of the user's
     own does. `host_numbers`: how many numbers (weight and samples of the batch, signals) ranks agree on over the group
-    of all; 0 where a group of the host's own carries them, as beside NCCL.
+    of all; 0 where a group of the host's own carries them, as beside NCCL. `counts_late`: the loss is a function of the
+    user's own whose count is known after its forward, and is summed over all ranks with the loss. `compares_samples`:
+    the count of such a function is never known, and ranks compare the shapes of their samples.
     """
     step = _Step(plan, anatomy, batch, rank, sizes or Sizes.of(plan))
     return _added(
@@ -104,7 +112,13 @@ def traffic(
             *over_tensor_parallel(step, splits_logits=splits_logits),
             *over_experts(step),
             *over_stages(step),
-            *over_everyone(step, host_numbers=host_numbers),
+            *over_everyone(
+                step,
+                host_numbers=host_numbers,
+                counts_late=counts_late,
+                compares=compares_samples,
+                is_own_loss=counts_late or compares_samples or not splits_logits,
+            ),
         ]
     )
 
@@ -420,7 +434,9 @@ def over_stages(step: _Step) -> Iterator[Message]:
             yield "pp", "recv", 1, num_bytes
 
 
-def over_everyone(step: _Step, *, host_numbers: int) -> Iterator[Message]:
+def over_everyone(
+    step: _Step, *, host_numbers: int, counts_late: bool, compares: bool, is_own_loss: bool
+) -> Iterator[Message]:
     """Numbers: what the batch weighs, the loss, the square of the norm where no rank has every gradient, and for every
     router of the model the load of its experts, how much it dropped, and its loss."""
     plan, routers = step.plan, step.anatomy.routers
@@ -428,7 +444,11 @@ def over_everyone(step: _Step, *, host_numbers: int) -> Iterator[Message]:
         return
     if host_numbers:
         yield "world", "all_reduce", 1, HOST_BYTES * host_numbers
-    yield "world", "all_reduce", 1, step.sizes.weight
+    yield "world", "all_reduce", 1, HOST_BYTES * LATE_NUMBERS if counts_late else step.sizes.weight
+    if host_numbers and is_own_loss:
+        yield "world", "all_reduce", 1, HOST_BYTES * KINDS_OF_LOSS
+    if host_numbers and compares:
+        yield "world", "all_reduce", 1, HOST_BYTES * LATE_NUMBERS
     if plan.is_sharded or step.is_pipeline or plan.layout.tp > 1:
         yield "world", "all_reduce", 1, step.sizes.weight
     if routers:

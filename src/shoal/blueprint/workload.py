@@ -10,13 +10,13 @@ counted as the kernels compute it, half of the square if it is causal.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from shoal.blueprint.bounds import absurd
 from shoal.errors import Problem, ShoalError, nearest, raise_if
 
 
@@ -105,14 +105,15 @@ class Workload:
         raise_if(
             [Problem(f"{k}={getattr(self, k)}", f"{k}=1 or more") for k in counts if getattr(self, k) < 1], self.name
         )
+        raise_if(absurd((each.name, getattr(self, each.name)) for each in fields(self)), self.name)
         if not self.kv_heads:
             object.__setattr__(self, "kv_heads", self.heads)
         if not self.head_dim:
             object.__setattr__(self, "head_dim", self.hidden // self.heads)
-        if self.experts and not self.expert_ffn:
-            object.__setattr__(self, "expert_ffn", self.ffn)
         if not self.ffn:
             object.__setattr__(self, "ffn", 4 * self.hidden)
+        if self.experts and not self.expert_ffn:
+            object.__setattr__(self, "expert_ffn", self.ffn)
         if self.experts and not 1 <= self.top_k <= self.experts:
             raise ShoalError(f"top_k={self.top_k} of {self.experts} experts", fix=f"1 to {self.experts}")
 
@@ -137,12 +138,14 @@ class Workload:
     @classmethod
     def from_config(cls, path: Path) -> Workload:
         """From the config.json of a model in Hugging Face's form."""
+        from shoal.blueprint.reading import parse_json, read_text
+
+        fix = "the config.json of a Hugging Face model"
         try:
-            said = json.loads(path.read_text())
+            text = read_text(path, fix)
         except OSError as error:
             raise ShoalError(f"{path} cannot be read: {error.strerror}", fix="the path of a config.json") from error
-        except ValueError as error:
-            raise ShoalError(f"{path} is not JSON: {error}", fix="the config.json of a Hugging Face model") from error
+        said = parse_json(text, str(path), fix)
         if not isinstance(said, Mapping):
             raise ShoalError(f"{path} holds no keys and values", fix="the config.json of a Hugging Face model")
         return from_hugging_face(said, name=str(said.get("_name_or_path") or path.parent.name or path.stem))
@@ -153,7 +156,12 @@ class Workload:
         for key in said:
             if key not in known:
                 raise ShoalError(f"a model has no {key!r}", fix=nearest(key, known) or ", ".join(known))
-        return replace(self, **said)
+        derived = {}
+        if self.head_dim == self.hidden // max(1, self.heads):  # follows hidden and heads
+            derived["head_dim"] = 0
+        if self.kv_heads == self.heads:
+            derived["kv_heads"] = 0
+        return replace(self, **{**derived, **said})
 
     # ---- parameters -------------------------------------------------------------------------------------------------
 
