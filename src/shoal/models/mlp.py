@@ -75,9 +75,9 @@ class MLP(nn.Module):
         pairs = zip(pairwise(config.sizes), activations, strict=True)
         self.layers = nn.Sequential(*(Layer(*sizes, activation) for sizes, activation in pairs))
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Inputs of any shape behind the batch → outputs_BD."""
-        outputs_BD: Tensor = self.layers(inputs.flatten(1))
+    def forward(self, images: Tensor) -> Tensor:
+        """Images, or inputs of any other shape behind the batch → outputs_BD."""
+        outputs_BD: Tensor = self.layers(images.flatten(1))
         return outputs_BD
 
     def describe(self) -> Description:

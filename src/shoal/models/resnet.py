@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.blueprint.description import Description
-from shoal.errors import Problem, listed, raise_if
+from shoal.errors import Problem, ShoalError, listed, raise_if
 from shoal.models.construct import configure, not_positive, undrawn
 
 NUM_BLOCKS = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}  # per stage of one resolution
@@ -145,10 +145,21 @@ class ResNet(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """images_BCYX → logits, one row per image."""
         x_BCYX = self.maxpool(self.relu(self.bn1(self.conv1(images))))
+        self._refuse_one_value(images)
         for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
             x_BCYX = stage(x_BCYX)
         logits: Tensor = self.fc(self.avgpool(x_BCYX))
         return logits
+
+    def _refuse_one_value(self, images: Tensor) -> None:
+        """Batch norm divides by the spread over a microbatch, which one value has none of."""
+        size, halved = images.shape[-1], 8 if self.config.small_images else 32
+        if self.training and images.shape[0] == 1 and max(images.shape[2:]) <= halved:
+            raise ShoalError(
+                f"batch norm needs two values of a channel, and a microbatch of one image of {size} x {size} has one"
+                " in the last layers",
+                fix=f"--plan.mb 2, or --data.image_size {2 * halved}",
+            )
 
     def describe(self) -> Description:
         """Its anatomy. Nothing of it is worth splitting over a tensor-parallel group."""

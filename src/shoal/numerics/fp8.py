@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, to_install
 from shoal.numerics.fp8_linear import NarrowLinear
 
 Scaling = Literal["tensorwise", "rowwise"]
@@ -53,7 +53,7 @@ def _convert_by_torchao(layers: list[nn.Linear], scaling: Scaling, device: torch
         with _silence("torchao", "torch.utils._pytree"):  # what it says when it is imported is not for our users
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError:
-        raise ShoalError("rowwise fp8 needs torchao, which is not installed", fix="pip install 'shoal[fp8]'") from None
+        raise ShoalError("rowwise fp8 needs torchao, which is not installed", fix=to_install("fp8")) from None
     config = Float8LinearConfig.from_recipe_name(scaling)
     if device.type == "cpu":
         config = dataclasses.replace(config, emulate=True)

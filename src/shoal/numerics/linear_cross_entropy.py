@@ -20,6 +20,7 @@ The gradient of a logit is between -1 and 1 whatever the model is, so its scale 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,18 +48,19 @@ def linear_cross_entropy(
     *,
     ignore: int,
     fp8: bool = False,
-    factor: float = 1.0,
+    factor: float | Callable[[], float] = 1.0,
 ) -> Tensor:
     """The cross-entropy of `h @ weight.T` with the labels, summed over those that are not `ignore`.
 
     h is (tokens, features), weight (vocabulary, features), labels (tokens). Under autocast the products are computed in
     its precision; the softmax is, and gradients of the weight are summed up, in at least float32. `fp8`: the products
     of the backward are of 8-bit floats, where sizes allow it. `factor`: what the gradient of the loss will be, as far
-    as is known; if it is that, the backward has nothing to do.
+    as is known, or a function that returns it; if it is that, the backward has nothing to do.
     """
     if not torch.is_grad_enabled():  # of which the function below would hear nothing
         h, weight = h.detach(), weight.detach()
     dtype = compute_dtype(h)
+    factor = factor() if callable(factor) else factor
     factor = 1.0 if dtype == torch.float16 else factor  # in which what is multiplied by a small number is lost
     with torch.autocast(h.device.type, enabled=False):
         loss: Tensor = _LinearCrossEntropy.apply(h.to(dtype).contiguous(), weight, labels, ignore, fp8, factor)  # type: ignore[no-untyped-call]
@@ -126,10 +128,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         """In place: what was saved is used once. (A second backward through the same graph fails before this.)"""
         differentiable_once()
         dh, dw = ctx.saved_tensors
+        if grads[0].device.type == "cpu" and float(grads[0]) == _rounded(ctx.factor, grads[0].dtype):  # nothing is left
+            used = [one for one in (dh, dw) if one is not None]
+            torch.autograd.graph.increment_version(used)  # so that a second backward is refused
+            return dh, None if dw is None else dw.to(ctx.weight_dtype), *[None] * 4
         rest = grads[0] / torch.full_like(grads[0], ctx.factor)  # by a number, a GPU would round twice: not quite 1
         if dw is not None:
             dw = _times_(dw, rest) if dw.dtype == ctx.weight_dtype else _times(dw, rest, ctx.weight_dtype)
         return None if dh is None else _times_(dh, rest), dw, *[None] * 4
+
+
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(number, dtype=dtype))
 
 
 def _times(x: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
@@ -181,8 +191,8 @@ def cross_entropy_(logits: Tensor, labels: Tensor, *, ignore: int, with_gradient
 
 def gradient_(logits: Tensor, labels: Tensor, *, ignore: int, factor: float) -> tuple[Tensor, Tensor | None]:
     """The sum of the losses of rows of logits; in the place of the logits, the gradient of each row but for a number;
-    and those numbers, times a factor: what that gradient is still to be multiplied by. None: nothing, as in float16,
-    for which nothing is multiplied ahead."""
+    and those numbers, times a factor: what that gradient is still to be multiplied by. None: nothing, as on a CPU,
+    where the factor is in the gradient, and in float16, for which nothing is multiplied ahead."""
     if logits.dtype == torch.float16:
         return cross_entropy_(logits, labels, ignore=ignore, with_gradient=True), None
     if logits.is_cuda and logits.dtype.itemsize < 8:
@@ -190,15 +200,14 @@ def gradient_(logits: Tensor, labels: Tensor, *, ignore: int, factor: float) -> 
 
         losses, factors = exponentials_(logits, labels, ignore=ignore, factor=factor)
         return losses.sum(), factors
-    exact = logits.to(wide(logits.dtype))
-    total = F.cross_entropy(exact, labels, ignore_index=ignore, reduction="sum")
-    counts = (labels != ignore).to(exact.dtype)
-    exponentials = (exact - exact.amax(-1, keepdim=True)).exp_().mul_(counts[:, None])
-    label = labels.clamp(min=0)[:, None]
-    own = exponentials.gather(-1, label)
-    others = exponentials.scatter_(-1, label, 0.0).sum(-1, keepdim=True)
-    logits.copy_(exponentials.scatter_(-1, label, -others))  # of the label: its own less all
-    return total, (factor / torch.where(counts[:, None] > 0, own + others, 1.0))[:, 0]
+    # Few operators: on a CPU the calls of a small step take longer than the arithmetic.
+    log_p = torch.log_softmax(logits.to(wide(logits.dtype)), -1)
+    total = F.nll_loss(log_p, labels, ignore_index=ignore, reduction="sum")
+    label, p = labels.clamp(min=0)[:, None], log_p.exp_()
+    others = p.scatter_(-1, label, 0.0).sum(-1, keepdim=True)
+    gradient = p.scatter_(-1, label, -others)  # not p - 1, of which nothing is left when p is nearly 1
+    logits.copy_(gradient.mul_((labels != ignore).to(p.dtype).mul_(factor)[:, None]))
+    return total, None
 
 
 def cross_entropy_in_fp8(

@@ -32,6 +32,7 @@ from shoal.numerics.fp8 import to_fp8
 from shoal.numerics.init import initialise, materialise
 from shoal.numerics.precision import Precision
 from shoal.parallel.balance import Balance
+from shoal.parallel.batch_norm import RunningStatistics, Sharing, batch_norms, statistics_of, synchronise
 from shoal.parallel.composed import Composed, Part
 from shoal.parallel.context import Attention, ContextParallel
 from shoal.parallel.context import divide as divide_tokens
@@ -80,6 +81,7 @@ def compose(
     routed = {name: router.num_experts for name, router in routers(model).items()}
     how = _How(plan, description, mesh, tensor, precision, options, balance=_balance(model, plan, mesh, tensor))
     how.is_fused = options.fused_loss is not False and why_plain(model, plan, description) is None
+    batch_norm, tracks = _batch_norm(model, plan, mesh, options)
     skeleton = skeleton_of(model) if mesh.degree("pp") > 1 else model
     parts = list(_cut(model, plan, description, mesh))
     for part in parts:
@@ -117,6 +119,8 @@ def compose(
         pipeline=_pipeline(parts, skeleton, how),
         reducer=meeting if isinstance(meeting, Reducer) else None,
         islands=meeting if isinstance(meeting, Islands) else None,
+        statistics=_statistics([part.model for part in parts], plan, mesh) if tracks else None,
+        batch_norm=batch_norm,
         is_sharded=how.sharding is not None,
         is_split_by_hand=bool(by_hand),
         originals=originals,
@@ -184,7 +188,7 @@ def _lay_out(part: Part, how: _How) -> None:
                 _compile(block, how.options)
                 recompute(block, "full", how.as_now)
             else:
-                recompute(block, how.plan.recompute, how.as_now)
+                recompute(block, how.plan.recompute, how.as_now, is_compiled=bool(how.options.compile))
                 _compile(block, how.options, unless=is_compiled_whole)
         for name in set(unit.names) & set(description.after_blocks) - {description.head}:
             _compile(model.get_submodule(name), how.options, unless=is_compiled_whole)  # the last norm
@@ -235,6 +239,25 @@ def _balance(model: nn.Module, plan: Plan, mesh: Mesh, tensor: TensorParallel) -
     balance = Balance(mesh.group("_".join(axes)) if axes else None)
     note_routers(model, balance)
     return balance
+
+
+def _batch_norm(model: nn.Module, plan: Plan, mesh: Mesh, options: Options) -> tuple[Sharing | None, bool]:
+    """What batch norm shares between ranks; and whether there are running statistics that it does not share."""
+    is_alone = plan.layout.degree("dp_cp") == 1
+    if not options.sync_batch_norm or is_alone:
+        return None, bool(statistics_of(model)) and not is_alone
+    sharing = synchronise(model, mesh.new_group("dp_cp"))
+    shared = {f"{name}.{own}" for name, norm in batch_norms(model).items() for own, _ in norm.named_buffers()}
+    return sharing, bool(statistics_of(model).keys() - shared)
+
+
+def _statistics(modules: list[nn.Module], plan: Plan, mesh: Mesh) -> RunningStatistics:
+    """Groups beside those of the mesh: a prediction of traffic is about gradients and activations."""
+    everywhere = mesh.new_group("dp_cp")
+    if plan.sync is None:
+        return RunningStatistics(modules, every_step=everywhere, all_replicas=everywhere)
+    island = mesh.new_group("dp_shard_cp") if plan.layout.degree("dp_shard_cp") > 1 else None
+    return RunningStatistics(modules, every_step=island, all_replicas=everywhere)
 
 
 # ---- units ----------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from shoal.blueprint.anatomy import chunk
 from shoal.blueprint.layout import AXES
 from shoal.blueprint.plan import Plan
-from shoal.comm.collectives import all_reduce_together, join
+from shoal.comm.collectives import all_gather_plain, all_reduce_together, join
 from shoal.comm.hidden import Hidden
 from shoal.comm.mesh import Mesh
 from shoal.errors import ShoalError
@@ -33,12 +33,13 @@ from shoal.numerics.precision import wide
 from shoal.parallel import replicate, shard
 from shoal.parallel.averager import Lanes
 from shoal.parallel.balance import Balance
+from shoal.parallel.batch_norm import RunningStatistics, Sharing, statistics_of
 from shoal.parallel.context import ContextParallel
 from shoal.parallel.head import LossHead
 from shoal.parallel.islands import Islands
 from shoal.parallel.pipeline import Pipeline, Stage
 from shoal.parallel.reducer import Reducer
-from shoal.parallel.replicate import average_buffers, average_gradients
+from shoal.parallel.replicate import average_gradients
 from shoal.parallel.routing import biases, routers, update_bias
 from shoal.parallel.tensor import TensorParallel
 
@@ -75,6 +76,10 @@ class Composed:
     """What averages gradients over replicas; None: there are none, or torch does it."""
     islands: Islands | None
     """What lets replicas meet every so many steps."""
+    statistics: RunningStatistics | None
+    """Averages running statistics of batch norm over ranks; None: there are none, or one rank sees all samples."""
+    batch_norm: Sharing | None
+    """The ranks whose samples batch norm normalises together; None: each rank its own."""
     is_sharded: bool
     is_split_by_hand: bool
     originals: dict[str, nn.Parameter]
@@ -117,6 +122,11 @@ class Composed:
     def has_collective_forward(self) -> bool:
         """Whether ranks meet in a forward, so that all must run as many."""
         return self.is_sharded or self.pipeline is not None or self.tensor.group is not None or self.context is not None
+
+    @property
+    def has_collective_training_forward(self) -> bool:
+        """The same of a forward in training."""
+        return self.has_collective_forward or self.batch_norm is not None
 
     @contextmanager
     def synchronised(self, is_last: bool) -> Iterator[None]:
@@ -304,12 +314,17 @@ class Composed:
 
     def biases(self) -> dict[str, Tensor]:
         """The bias of every router that has one, on the CPU; every rank has to ask."""
-        own = {name: bias for part in self.parts for name, bias in biases(part.model).items()}
+        return self._of_all_stages({name: b for part in self.parts for name, b in biases(part.model).items()})
+
+    def running_statistics(self) -> dict[str, Tensor]:
+        """The running statistics of batch norm, on the CPU; every rank has to ask."""
+        return self._of_all_stages({name: b for part in self.parts for name, b in statistics_of(part.model).items()})
+
+    def _of_all_stages(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
         mine = {name: bias.to("cpu", copy=True) for name, bias in own.items()}  # the next step changes them
         if self.pipeline is None:
             return mine
-        every: list[dict[str, Tensor]] = [{}] * self.mesh.degree("pp")
-        dist.all_gather_object(every, mine, group=self.pipeline.group)
+        every = all_gather_plain(mine, self.pipeline.group)
         return {name: bias for stage in every for name, bias in stage.items()}
 
     # ---- whole tensors -----------------------------------------------------------------------------------------------
@@ -328,8 +343,7 @@ class Composed:
         mine = [name for name in self.named if name not in self._copies]
         if self.pipeline is None:
             return dict.fromkeys(mine, 0)
-        gathered: list[list[str]] = [[]] * self.mesh.degree("pp")
-        dist.all_gather_object(gathered, mine, group=self.pipeline.group)
+        gathered = all_gather_plain(mine, self.pipeline.group)
         return {name: place for place, names in enumerate(gathered) for name in names}
 
     def _gathered(self, name: str, owner: int, what: str) -> Tensor | None:
@@ -393,9 +407,10 @@ class Composed:
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
     def before_evaluation(self) -> None:
-        """Make the statistics of batch norm, which every rank gathered from its own samples, the same everywhere."""
-        for part in self.parts:
-            average_buffers(part.model, self.mesh)
+        """Make the running statistics of batch norm the same everywhere: they are after each step, but for islands and
+        for forwards outside of a step."""
+        if self.statistics is not None:
+            self.statistics.agree()
 
     def after_evaluation(self) -> None:
         """Let go of what a forward without a backward has left gathered."""

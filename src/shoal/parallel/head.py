@@ -12,7 +12,7 @@ Called without labels, the layer returns logits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,7 +32,7 @@ class LossHead:
         self.layer = layer
         self.fp8 = fp8
         self.labels: Tensor | None = None
-        self.factor = 1.0
+        self.factor: float | Callable[[], float] = 1.0
         """What the gradient of the loss will be, as far as is known: see `linear_cross_entropy`."""
         self._loss: Tensor | None = None
         """What was returned for labels last, until it is known that the model returns it as it is."""
@@ -83,8 +83,9 @@ class LossHead:
             self.labels = None
 
     @contextmanager
-    def told(self, factor: float) -> Iterator[None]:
-        """Losses that are computed inside will be multiplied by this."""
+    def told(self, factor: Callable[[], float]) -> Iterator[None]:
+        """Losses that are computed inside will be multiplied by this. It is read when the loss is computed: the sum
+        over the ranks that it depends on travels while the layers before the head compute."""
         self.factor = factor
         try:
             yield

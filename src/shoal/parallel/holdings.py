@@ -46,11 +46,16 @@ def holdings(composed: Composed, optimizer: Optimizer) -> Memory:
         *(parameter for group in optimizer.param_groups for parameter in group["params"]),
     ]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    states = (value for state in optimizer.state.values() for value in state.values())
+    states = [
+        value
+        for parameter, state in optimizer.state.items()
+        for value in state.values()
+        if isinstance(value, Tensor) and (value.dim() or not parameter.dim())  # not the count of steps of a parameter
+    ]
     return Memory(
         parameters=num_bytes(parameters),
         gradients=num_bytes([*gradients, *_gradients_on_their_way(modules)]),
-        optimizer=num_bytes(value for value in states if isinstance(value, Tensor)),
+        optimizer=num_bytes(states),
     )
 
 

@@ -37,6 +37,8 @@ class Options:
     """Layers with fewer features stay in bf16 then. None: as measured on a GPU."""
     fp8_head: FromHead = "gradients"
     """What a head that computes the loss computes in fp8 then; logits are always in bf16."""
+    sync_batch_norm: bool = False
+    """Whether batch norm normalises with the mean and variance of a microbatch over all ranks."""
     remake_gates: bool = True
     """Whether feed-forwards that can do so make their gated values again in the backward, rather than keep them."""
     algorithm: Wanted = "builtin"
@@ -57,6 +59,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "fused_loss": (None, *_BOTH),
     "fp8": get_args(Scaling),
     "fp8_head": get_args(FromHead),
+    "sync_batch_norm": _BOTH,
     "remake_gates": _BOTH,
     "algorithm": tuple(word for kind in get_args(Wanted) for word in get_args(kind)),
 }

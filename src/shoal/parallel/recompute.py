@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shoal.blueprint.plan import Recompute
 from shoal.numerics.attention import is_part_of_attention
+from shoal.parallel.batch_norm import statistics_kept
 
 _aten = torch.ops.aten
 EXPENSIVE = {
@@ -40,14 +42,20 @@ EXPENSIVE = {
 }
 
 
-def recompute(block: nn.Module, how: Recompute, as_now: Callable[[], Any] | None = None) -> None:
+def recompute(
+    block: nn.Module, how: Recompute, as_now: Callable[[], Any] | None = None, *, is_compiled: bool = False
+) -> None:
     """Let the backward of a block recompute what its forward did not keep.
 
     `as_now` is called at the forward and returns a context in which to compute it again: what a block reads of the run
-    may have changed since, in a pipeline by other microbatches.
+    may have changed since, in a pipeline by other microbatches. `is_compiled`: the result will be compiled, and a
+    compiler applies what a forward writes once.
     """
     if how == "none":
         return
+    norms = [module for module in block.modules() if isinstance(module, _NormBase)]
+    if norms and not is_compiled:
+        as_now = functools.partial(_with_statistics_kept, norms, as_now)
     options: dict[str, Any] = {"use_reentrant": False}
     selective = functools.partial(create_selective_checkpoint_contexts, _policy)
     if as_now is not None:
@@ -60,6 +68,11 @@ def recompute(block: nn.Module, how: Recompute, as_now: Callable[[], Any] | None
 def _as_then(as_now: Callable[[], Any], contexts: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
     first, second = contexts()
     return first, _both(as_now(), second)
+
+
+def _with_statistics_kept(norms: list[_NormBase], as_now: Callable[[], Any] | None) -> Any:
+    """Running statistics are updated once for each microbatch, not once more when a block is computed again."""
+    return _both(nullcontext() if as_now is None else as_now(), statistics_kept(norms))
 
 
 def _nothing() -> tuple[Any, Any]:

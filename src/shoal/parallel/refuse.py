@@ -12,8 +12,10 @@ from shoal.blueprint.anatomy import is_inside
 from shoal.blueprint.description import Description, matches
 from shoal.blueprint.legality import misfits
 from shoal.blueprint.plan import Plan
+from shoal.comm.collectives import all_gather_plain
 from shoal.errors import Problem, ShoalError, nearest, raise_if
 from shoal.numerics.fp8 import NARROW, is_fit_for_fp8
+from shoal.parallel.batch_norm import batch_norms, can_share
 from shoal.parallel.context import Attention, DocumentMask
 from shoal.parallel.expert import experts_in
 from shoal.parallel.head import why_not_fused
@@ -77,10 +79,33 @@ def unfit(model: nn.Module, plan: Plan, description: Description, options: Optio
         *_unsaid_documents(model, plan, description),
         *_other_experts(model, plan, description),
         *_ties_that_break(model, plan, description),
+        *(_unshared_batch_norm(model, plan) if options.sync_batch_norm else ()),
         *_never_unused(plan, finds_unused=options.find_unused),
         *_all_too_narrow(model, plan, description, options.fp8_narrow),
         *(_not_fused(model, plan, description) if options.fused_loss else ()),
     ]
+
+
+def _unshared_batch_norm(model: nn.Module, plan: Plan) -> Iterator[Problem]:
+    off = "--run.sync_batch_norm false (sync_batch_norm=False of a Run)"
+    norms = batch_norms(model)
+    if not norms:
+        yield Problem("sync_batch_norm is about batch norm, and the model has none", off)
+    for name, norm in norms.items():
+        if not can_share(norm):
+            what = f"sync_batch_norm replaces torch's batch norm, and {name} is a {type(norm).__name__}"
+            yield Problem(what, f"nn.BatchNorm1d, 2d or 3d in its place; or {off}")
+    if norms and plan.layout.pp > 1:
+        what = (
+            f"sync_batch_norm lets ranks wait for each other in every batch norm, and pp={plan.layout.pp} has an order"
+        )
+        yield Problem(f"{what} of microbatches of its own", f"pp=1; or {off}")
+    if norms and plan.sync:
+        what = f"sync_batch_norm shares statistics in every step, and under sync={plan.sync} replicas train apart"
+        yield Problem(what, f"a plan without sync=; or {off}")
+    if norms and plan.layout.tp > 1 and plan.sp:
+        what = f"sync_batch_norm shares statistics over samples, and tp={plan.layout.tp} with sp divides tokens"
+        yield Problem(what, f"sp=off; or {off}")
 
 
 def _never_unused(plan: Plan, *, finds_unused: bool) -> Iterator[Problem]:
@@ -209,8 +234,7 @@ def _refuse_unlike(model: nn.Module, plan: Plan, tensor: TensorParallel) -> None
     if layout.world_size in (1, layout.dp_replicate) or any(p.is_meta for p in model.parameters()):
         return
     sums = {n: float(p.detach().double().sum()) for n, p in model.named_parameters() if n not in tensor.cuts}
-    every: list[dict[str, float]] = [{} for _ in range(layout.world_size)]
-    dist.all_gather_object(every, sums)
+    every = all_gather_plain(sums, dist.group.WORLD)
     unlike = next((name for name in sums if any(repr(other.get(name)) != repr(sums[name]) for other in every)), None)
     if unlike is not None:
         raise ShoalError(
