@@ -61,7 +61,9 @@ def weigh(job: Job, world: World, ways: tuple[str, ...] = WAYS) -> Weighed | Non
     del trial
     gc.collect()
     island = Island(compute, shapes, width)
-    told = world.all_gather_object((island, link, codec))[0]  # those of other islands may have other shards
+    told = world.all_gather_object((island, link, codec), kinds=(Island, Link))[
+        0
+    ]  # those of other islands may have other shards
     chosen, steps, why = choose(told[0], told[1], plan.layout.dp_replicate, told[2], ways)
     return Weighed(plan.layout.dp_replicate, *told, chosen, steps, why)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +16,16 @@ from shoal.checkpoint.state import Holder
 from shoal.checkpoint.store import Store, find
 from shoal.checkpoint.together import on_main
 from shoal.errors import Problem, RunFailed, ShoalError, raise_if
+from shoal.train.schedulers import (
+    restore_schedulers,
+    saved_schedulers,
+    scheduler_problems,
+    set_numbers,
+    warn_of_unprepared,
+)
 
 if TYPE_CHECKING:
+    from shoal.data.deal import DealtLoader
     from shoal.train.run import Run
 
 LR = ("lr", "initial_lr")
@@ -44,6 +53,7 @@ def state_of(run: Run) -> dict[str, Any]:
         "loss_scale": {"scale": run.loss_scale.scale, "good_steps": run.loss_scale.good_steps},
         "num_calls": run.optimizer.param_groups[0].get("num_calls", 0),
         "loaders": [{"position": loader.position, **loader.kind} for loader in run.loaders],
+        **saved_schedulers(run.schedulers, run.optimizer),
         **_islands(run),
     }
 
@@ -72,13 +82,19 @@ def settle_to_save(run: Run) -> None:
 def save_run(run: Run, directory: str | Path, *, wait: bool, keep: int | None, extra: Mapping[str, Any] | None) -> None:
     """All of a run between two steps."""
     settle_to_save(run)
+    if run.is_main:
+        lost = "its state is not saved"
+        warn_of_unprepared(run.schedulers, run.optimizer, has_extra=bool(extra), lost=lost)
     state = {**state_of(run), "extra": _plain(extra)}
     saver = run.savers.get(str(directory))
     if wait and saver is None:
         store = Store.at(directory)
-        save(store, run.world, Snapshot.of(holder_of(run), step=run.steps_done, state=state))
-        if keep is not None and run.is_main:
+        note = save(store, run.world, Snapshot.of(holder_of(run), step=run.steps_done, state=state))
+        if note and run.is_main:
+            warnings.warn(note, stacklevel=3)
+        elif keep is not None and run.is_main:
             store.retain(keep)
+        _warn_of(store)
         return
     if saver is None:
         saver = run.savers[str(directory)] = Saver(Store.at(directory), run.world.beside())
@@ -91,9 +107,17 @@ def save_run(run: Run, directory: str | Path, *, wait: bool, keep: int | None, e
 def wait_for(saver: Saver) -> None:
     """Wait for a save, and raise if it has failed."""
     saver.finish()
+    _warn_of(saver.store)
     for news in saver.take_news():
         if news.failure:
             raise RunFailed(news.failure)
+        if news.note and saver.world.is_main:
+            warnings.warn(news.note, stacklevel=3)
+
+
+def _warn_of(store: Store) -> None:
+    for note in store.take_notes():
+        warnings.warn(note, stacklevel=4)
 
 
 def _plain(extra: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -103,7 +127,7 @@ def _plain(extra: Mapping[str, Any] | None) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise ShoalError(
             f"what is saved beside a run has to be numbers, texts, lists and mappings: {error}",
-            fix="run.save(directory, extra={'schedule': schedule.state_dict()})",
+            fix="run.save(directory, extra={'best_accuracy': 0.93})",
         ) from None
 
 
@@ -125,6 +149,9 @@ def load_run(run: Run, directory: str | Path, step: int | None, *, only_weights:
         manifest = load_step(store, run.world, holder_of(run), step)
     raise_if(_changes(run, manifest.state), title=f"what step {manifest.step} of {store.where} was saved by")
     restore(run, manifest)
+    if run.is_main:
+        lost = f"it is not moved to step {manifest.step}, from which the run resumes"
+        warn_of_unprepared(run.schedulers, run.optimizer, has_extra=bool(run.extra), lost=lost)
     return manifest.step
 
 
@@ -135,11 +162,21 @@ def _changes(run: Run, state: Mapping[str, Any]) -> Iterator[Problem]:
     for name in ("seed", "precision", "weights", "optimizer", "states"):
         if name in state and state[name] != here[name]:
             yield Problem(f"{name} was {state[name]}, and is {here[name]}", fix)
-    was, now = (
-        [{n: v for n, v in one.items() if n != "position"} for one in s.get("loaders", ())] for s in (state, here)
-    )
-    if was and now and was != now:
-        yield Problem(f"its loaders were {was}, and are {now}", fix)
+    was, now = state.get("loaders", ()), here["loaders"]
+    if was and now and len(was) != len(now):
+        yield Problem(f"it had {len(was)} loaders, and has {len(now)}", fix)
+    for number, (known, loader) in enumerate(zip(was, run.loaders, strict=False)):
+        yield from loader_changes(number, known, loader)
+    yield from scheduler_problems(run.schedulers, run.optimizer, state)
+
+
+def loader_changes(number: int, known: Mapping[str, Any], loader: DealtLoader) -> Iterator[Problem]:
+    """Where a loader would give other batches than the one that was saved. What it did not say is not compared."""
+    was = {**loader.kind, **known}
+    found = [f"{name} was {was[name]}, and is {now}" for name, now in loader.kind.items() if was[name] != now]
+    if found:
+        fix = "the DataLoader as it was; or run.load(..., only_weights=True) for another run with the same weights"
+        yield Problem(f"loader {number} of the run is another one: {'; '.join(found)}", fix)
 
 
 def restore(run: Run, manifest: Manifest) -> None:
@@ -152,18 +189,20 @@ def restore(run: Run, manifest: Manifest) -> None:
         run.optimizer.param_groups[0]["num_calls"] = int(calls)
     if len(rates := state.get("lr", [])) == len(run.optimizer.param_groups):
         for group, known in zip(run.optimizer.param_groups, rates, strict=True):
-            group.update(known)
-    run.positions = [tuple(known["position"]) for known in state.get("loaders", [])]
-    for loader, position in zip(run.loaders, run.positions, strict=False):  # others may be prepared later
-        loader.position = position
-    known, islands = state.get("islands", {}), run.composed.islands
-    if islands is not None and islands.outer.delay and known.get("fragments") == len(islands.fragments):
-        islands.waiting = {int(fragment): int(step) for fragment, step in known.get("waiting", {}).items()}
-    if islands is not None and known and not known.get("together", False):
+            set_numbers(group, {name: known[name] for name in LR if name in known})
+    restore_schedulers(run.schedulers, run.optimizer, state)
+    run.saved_loaders = list(state.get("loaders", []))
+    for loader, known in zip(run.loaders, run.saved_loaders, strict=False):  # others may be prepared later
+        loader.position = tuple(known["position"])
+    met, islands = state.get("islands", {}), run.composed.islands
+    if islands is not None and islands.outer.delay and met.get("fragments") == len(islands.fragments):
+        islands.waiting = {int(fragment): int(step) for fragment, step in met.get("waiting", {}).items()}
+    if islands is not None and met and not met.get("together", False):
         islands.exact_steps = 0
     if islands is not None and islands.spread is not None:
-        squares = [float(one) for one in known.get("spread", (0.0, 0.0))]
+        squares = [float(one) for one in met.get("spread", (0.0, 0.0))]
         islands.spread.squares = islands.spread.squares.new_tensor(squares)
-        islands.spread.begins_equal = "spread" not in known
+        islands.spread.begins_equal = "spread" not in met
     run.extra = dict(state.get("extra", {}))
     run.steps_done = manifest.step
+    run.replica_check.agreed_at = None

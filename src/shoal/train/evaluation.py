@@ -11,7 +11,9 @@ from torch import Tensor
 from shoal.data.batch import to_device
 from shoal.data.deal import DealtLoader
 from shoal.parallel.pipeline import Feed
-from shoal.train.objective import call_of, loss_of_output
+from shoal.train.counting import Loss
+from shoal.train.objective import CrossEntropy, call_of, loss_of_output
+from shoal.train.tally import Tally
 
 if TYPE_CHECKING:
     from shoal.train.run import Run
@@ -25,7 +27,7 @@ def evaluate(run: Run, batches: Iterable[Any], stop: Callable[[], bool] | None =
     modes = {module: module.training for part in composed.parts for module in part.model.modules()}
     for part in composed.parts:
         part.model.eval()
-    total, weight = torch.zeros((), dtype=torch.float64, device=run.device), 0.0
+    tally = Tally(run.device)
     was_stopped = False
     try:
         own = batches.own_batches() if isinstance(batches, DealtLoader) else batches
@@ -35,9 +37,12 @@ def evaluate(run: Run, batches: Iterable[Any], stop: Callable[[], bool] | None =
                 break
             whole, counts = one
             batch = run.own_tokens(whole)
-            batch_weight = run.objective.weight(batch) if counts else 0
-            total += _loss_sum(run, to_device(batch, run.device, run.precision.wide_dtype), batch_weight)
-            weight += batch_weight
+            if counts and isinstance(run.objective, CrossEntropy):
+                run.objective.check(batch)
+            weight = run.objective.weight(batch) if counts else 0
+            loss = _loss(run, to_device(batch, run.device, run.precision.wide_dtype), weight)
+            if counts and loss is not None:
+                tally.add(loss, batch, weight)
     finally:
         for module, was_training in modes.items():
             module.training = was_training
@@ -45,25 +50,24 @@ def evaluate(run: Run, batches: Iterable[Any], stop: Callable[[], bool] | None =
     if was_stopped:
         return None
     is_teller = run.mesh.coordinate["tp"] == 0 and (composed.pipeline is None or composed.pipeline.has_loss)
-    told = [float(total), weight] if is_teller else [0.0, 0.0]
-    total_sum, total_weight = run.world.all_reduce_host(told).wait()
-    return total_sum / total_weight if total_weight else float("nan")
+    return tally.mean(run.world, is_teller=is_teller)
 
 
-def _loss_sum(run: Run, batch: Any, weight: float) -> Tensor:
-    """The loss of one batch, summed; zero on a stage that does not see it."""
+def _loss(run: Run, batch: Any, weight: float) -> Tensor | Loss | None:
+    """The loss of one batch; None on a stage that does not see it."""
     pipeline = run.composed.pipeline
     if pipeline is None:
         return run.objective.loss_sum(run.module, batch, weight)
-    sums: list[Tensor] = []
+    losses: list[Tensor | Loss] = []
 
     def loss(output: Any, number: int) -> Tensor:
-        sums.append(loss_of_output(run.objective, output, batch, weight))
-        return sums[-1]
+        losses.append(loss_of_output(run.objective, output, batch, weight))
+        last = losses[-1]
+        return last if isinstance(last, Tensor) else last.value
 
     with run.logits_as_the_objective_takes_them():
         pipeline.forward(Feed([call_of(run.objective, batch)], loss))
-    return sums[0] if sums else torch.zeros((), device=run.device)
+    return losses[0] if losses else None
 
 
 def _in_lockstep(
@@ -84,14 +88,17 @@ def _in_lockstep(
     example: Any = None
     while True:
         is_asked = stop is not None and stop()
-        num_left, num_asked = run.world.all_reduce_host([float(mine is not None), float(is_asked)]).wait()
+        example = mine if mine is not None else example
+        flags = (mine is not None, is_asked, example is None)
+        num_left, num_asked, num_without = run.world.all_reduce_host([float(flag) for flag in flags]).wait()
         if not num_left:
             return
         if num_asked:
             yield None
             return
-        if meets and example is None and num_left < run.world.size:  # some rank may never have seen a batch
-            example = next(one for one in run.world.all_gather_object(mine) if one is not None)
+        if meets and num_without:  # some rank has never seen a batch
+            sent = next(one for one in run.world.all_gather_object(mine) if one is not None)
+            example = sent if example is None else example
         if mine is not None or meets:
             yield (mine, True) if mine is not None else (example, False)
         mine = next(batches, None)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from shoal.blueprint.recipe import Recipe
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.store import Store
 from shoal.errors import ShoalError
 from shoal.observe.directory import RunDirectory
-from shoal.train.keeping import look_for_start, nothing_to_go_on_from, refuse_other_recipe
+from shoal.train.job import Job
+from shoal.train.keeping import look_for_start, nothing_to_go_on_from, refuse_other_data, refuse_other_recipe
 
 
-def foresee(recipe: Recipe, resume: str) -> None:
+def foresee(job: Job, resume: str) -> None:
     """Raise as a run of the recipe would that begins now. Nothing is made, changed or asked of another machine."""
+    recipe = job.recipe
     settings, kept = recipe.run, recipe.checkpoint
     resume = "fresh" if settings.overwrite else resume
     if settings.start_from is not None and "://" not in settings.start_from:
@@ -27,6 +28,7 @@ def foresee(recipe: Recipe, resume: str) -> None:
     manifest = store.manifest(int(resume)) if resume.isdecimal() else _newest(store)
     if manifest is not None:
         refuse_other_recipe(manifest, recipe, store)
+        refuse_other_data(manifest, job, store)
     elif resume == "latest" and not kept.memory_every.amount:  # else a step may be in memory
         raise nothing_to_go_on_from(store)
 

@@ -17,15 +17,18 @@ from shoal.blueprint.narrow_weights import refuse_narrow_weights
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.recipe import Recipe, RunSection
 from shoal.blueprint.synchrony import refuse_fragments
+from shoal.comm.world import World
 from shoal.data.dataset import Dataset
+from shoal.data.fingerprint import Fingerprint
 from shoal.data.open import open_datasets
-from shoal.errors import Problem, ShoalError, needs, raise_if
+from shoal.data.packing import PackedTokens
+from shoal.errors import Problem, ShoalError, needs, raise_if, to_install
 from shoal.parallel.islands import Outer
 from shoal.parallel.options import Options
 from shoal.parallel.refuse import refuse_unbuilt, unfit
 from shoal.parallel.stream import stream_of
 from shoal.train.build import build_model, describe, without_memory
-from shoal.train.objective import CrossEntropy, call_of
+from shoal.train.objective import CrossEntropy, call_of, uncallable
 
 T = TypeVar("T")
 FAST_DEV_STEPS = 3
@@ -38,6 +41,8 @@ class Job:
     recipe: Recipe
     training: Dataset
     held_out: Dataset
+    fingerprint: Fingerprint
+    """Of both."""
 
 
 def check(recipe: Recipe, world_size: int, *, tries_other_ways: bool = False) -> Job:
@@ -57,13 +62,33 @@ def check(recipe: Recipe, world_size: int, *, tries_other_ways: bool = False) ->
         found.problems += _misfits(recipe, model, datasets[0]) + _odd_lengths(recipe, datasets[0])
         if plan is not None and model is not None:
             found.problems += _unfit_for_plan(plan, model, recipe, datasets[0])
-            if plan.layout.pp > 1 and not found.problems:
-                call = call_of(CrossEntropy(), datasets[0].batch(np.arange(1)))
-                found.of(stream_of, model, describe(model).blocks, call)
+            if not found.problems:
+                call = call_of(CrossEntropy(), datasets[0].batch(np.arange(min(2, len(datasets[0])))))
+                found.problems += uncallable(model, call)
+                if plan.layout.pp > 1 and not found.problems:
+                    found.of(stream_of, model, describe(model).blocks, call)
     raise_if(found.problems)
     assert plan is not None
     assert datasets is not None
-    return Job(recipe.model_copy(update={"plan": plan}), *datasets)
+    return Job(recipe.model_copy(update={"plan": plan}), *datasets, Fingerprint.of(*datasets))
+
+
+def refuse_unlike_data(world: World, job: Job) -> None:
+    """Raise, on every rank, if ranks have opened different data: hosts may hold different files under one path."""
+    main, *others = world.all_gather_object(job.fingerprint, kinds=(Fingerprint,))
+    for rank, other in enumerate(others, 1):
+        if found := other.difference(main.to_mapping()):
+            raise ShoalError(
+                f"rank {rank} has other data than rank 0 under {job.recipe.data.source!r}: {found}",
+                fix="the same files on every host, for example on a file system that they share",
+            )
+
+
+def refuse_shortened_data(job: Job) -> None:
+    """Raise if a file of the data has become shorter since it was opened. A process that reads beyond its end dies."""
+    for data in (job.training, job.held_out):
+        if isinstance(data, PackedTokens):
+            data.refuse_shortened()
 
 
 @dataclass
@@ -97,7 +122,7 @@ def _without_torchao() -> Iterator[Problem]:
     """Looked for, and not imported: that takes seconds, and says things that are not for our users."""
     if importlib.util.find_spec("torchao") is None:
         what = "rowwise fp8 needs the package torchao, which is not installed"
-        yield Problem(what, "pip install 'shoal[fp8]', or --run.fp8 tensorwise")
+        yield Problem(what, f"{to_install('fp8')}, or --run.fp8 tensorwise")
 
 
 def _unfit_fragments(recipe: Recipe) -> Iterator[Problem]:
@@ -157,7 +182,10 @@ def _unfit_for_plan(plan: Plan, model: nn.Module, recipe: Recipe, data: Dataset)
         compiles=settings.compile,
     )
     options = Options(
-        find_unused=settings.find_unused, fused_loss=fused_loss_of(recipe), fp8_narrow=settings.fp8_narrow
+        find_unused=settings.find_unused,
+        sync_batch_norm=settings.sync_batch_norm,
+        fused_loss=fused_loss_of(recipe),
+        fp8_narrow=settings.fp8_narrow,
     )
     return found or unfit(model, plan, description, options)
 
@@ -199,6 +227,9 @@ def _odd_lengths(recipe: Recipe, data: Dataset) -> list[Problem]:
     if run.evaluate_every.seconds is not None:
         what = f"run.evaluate_every {run.evaluate_every} is a length of time, and evaluations are counted in steps"
         problems.append(Problem(what, "--run.evaluate_every 100step"))
+    if run.check_replicas.seconds is not None:
+        what = f"run.check_replicas {run.check_replicas} is a length of time, and it is counted in steps"
+        problems.append(Problem(what, "--run.check_replicas 100step"))
     kept = recipe.checkpoint
     if kept.memory_every.seconds is not None:
         what = f"checkpoint.memory_every {kept.memory_every} is a length of time, and it is counted in steps"

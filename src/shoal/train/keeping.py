@@ -14,10 +14,8 @@ import hashlib
 import math
 import os
 import shutil
-import stat
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,22 +24,22 @@ from shoal.blueprint.continuing import refuse_changes
 from shoal.blueprint.duration import Duration
 from shoal.blueprint.recipe import Recipe
 from shoal.checkpoint.load import load_newest, load_step
-from shoal.checkpoint.manifest import CHUNK, Manifest
+from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.saver import Saver
 from shoal.checkpoint.store import Store, find
 from shoal.checkpoint.together import on_main
 from shoal.errors import ShoalError
+from shoal.files import PrivateFolder
+from shoal.launch.worker import note_saved
 from shoal.observe.directory import locked
 from shoal.train.checkpointing import holder_of, restore, settle_to_save, state_of
 from shoal.train.job import Job, units
+from shoal.train.rescue import DISK, memory_folder, own_folder, place_of
 from shoal.train.run import Run
 
 FIRST_AUTO = 30.0
 """Seconds after which `auto` saves for the first time: what a save costs is not known before."""
 LEAST_AUTO = 5.0
-
-DISK = "disk"
-"""A file beside the steps in memory that says where the run saves."""
 
 Say = Callable[[str], None]
 
@@ -89,16 +87,17 @@ class Keeper:
         """Every rank calls it."""
         settings, per = job.recipe.checkpoint, units(job.recipe, job.training)
         every = None if settings.every == "auto" else Duration.parse(settings.every)
-        disk = Saver(Store.at(settings.dir or directory / "checkpoints"), run.world.beside(), keep=settings.keep)
+        store = Store.at(settings.dir or directory / "checkpoints")
+        disk = Saver(store, run.world.beside(), keep=settings.keep, on_saved=note_saved)
         memory_steps = settings.memory_every.steps(**per) or 0
         memory = None
         if memory_steps:
             _refuse_several_hosts(run)
-            root = memory_root or named_root(settings.memory_dir, directory)
-            memory = Saver(Store(root), run.world.beside(), keep=1)
             how = f"{settings.memory_dir!r} cannot hold the state of this run"
             fix = "--checkpoint.memory_dir of a memory file system, or --checkpoint.memory_every 0step"
-            on_main(run.world, lambda: _make_own(root, disk.store.where), failed=how, fix=fix)
+            place = memory_root, settings.memory_dir, directory, disk.store.where
+            root = on_main(run.world, lambda: _memory_root(*place, say), failed=how, fix=fix)
+            memory = Saver(Store(root), run.world.beside(), keep=1, on_saved=note_saved)
         return cls(
             run=run,
             job=job,
@@ -125,11 +124,16 @@ class Keeper:
             raise nothing_to_go_on_from(store)
         if manifest is not None:
             refuse_other_recipe(manifest, self.job.recipe, store)
+            self._compare_data(manifest)
             restore(self.run, manifest)
             self._set_aside(after=manifest.step)
             there = on_main(world, store.steps, failed=f"{store.where} was not read")
             self.last = self.saved = manifest.step if manifest.step in there else None  # else it is in memory alone
         return manifest
+
+    def _compare_data(self, manifest: Manifest) -> None:
+        if accepted := refuse_other_data(manifest, self.job, self.disk.store):
+            self.say(f"the data has changed since step {manifest.step}, as data.changed accepts: {accepted}")
 
     def begin_anew(self) -> None:
         """What an earlier run has left in the same place is not of this one."""
@@ -240,10 +244,16 @@ class Keeper:
     def _begin(self, saver: Saver) -> float:
         """Returns the seconds that the copy took."""
         settle_to_save(self.run)
-        state = {**state_of(self.run), "recipe": self.job.recipe.model_dump(mode="json"), **self.facts()}
+        recipe, data = self.job.recipe.model_dump(mode="json"), self.job.fingerprint.to_mapping()
+        state = {**state_of(self.run), "recipe": recipe, "data": data, **self.facts()}
         return saver.begin(holder_of(self.run), step=self.run.steps_done, state=state)
 
     def _tell(self) -> None:
+        for saver in (self.disk, self.memory):
+            if saver is not None:
+                saver.raise_error()
+        for note in self.disk.store.take_notes():
+            self.say(note)
         for saved in self.disk.take_news():
             if saved.failure:
                 self.num_failed += 1
@@ -251,6 +261,8 @@ class Keeper:
             else:
                 self.num_saved += 1
                 self.saved = saved.step
+                if saved.note:
+                    self.say(saved.note)
         for kept in self.memory.take_news() if self.memory is not None else ():
             if kept.failure:
                 self.say(f"NOT KEPT IN MEMORY, training goes on: {kept.failure}")
@@ -279,30 +291,26 @@ def refuse_other_recipe(manifest: Manifest, recipe: Recipe, store: Store) -> Non
         refuse_changes(saved, recipe, where=store.where)
 
 
-def named_root(memory_dir: str, directory: Path) -> Path:
-    """Where a run keeps its state in memory when nobody has started it who would make room and tidy up: known by the
+def refuse_other_data(manifest: Manifest, job: Job, store: Store) -> str:
+    """Raise if the run of a step has seen other data than there is now, unless the recipe accepts that; returns what
+    was accepted. Steps of before fingerprints were saved, and weights that were imported, say nothing of it."""
+    saved = manifest.state.get("data")
+    found = job.fingerprint.difference(saved) if isinstance(saved, dict) else ""
+    if found and job.recipe.data.changed == "reject":
+        raise ShoalError(
+            f"the data of {job.recipe.data.source!r} is not what the run in {store.where} was trained on: {found};"
+            " nothing was touched",
+            fix="the data as it was; or --resume fresh to start over; or --data.changed accept to resume on the"
+            " changed data, of which samples may then be seen twice or not at all in this epoch",
+        )
+    return found
+
+
+def name_in_memory(directory: Path) -> str:
+    """How the name of a folder begins that holds the state of a run which no launcher watches over: known by the
     directory of the run, so that the same command finds it again."""
     name = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:16]
-    return Path(memory_dir) / f"shoal-run-{os.getuid()}-{name}"
-
-
-def rescue(root: Path) -> int | None:
-    """Bring what a run kept in memory to its disk, if that is newer; returns the step. For when nobody goes on."""
-    if not (root / DISK).is_file():
-        return None
-    memory, disk = Store(root), Store.at((root / DISK).read_text())
-    step = max(memory.steps(), default=-1)
-    if step <= max(disk.steps(), default=-1):
-        return None
-    manifest, draft = memory.manifest(step), disk.begin(step)
-    for name in manifest.files:
-        file = disk.disk.create(draft / name)
-        with (memory.path(step) / name).open("rb") as source:
-            while part := source.read(CHUNK):
-                disk.disk.write(file, part)
-        disk.disk.close(file)
-    disk.commit(manifest)
-    return step
+    return f"shoal-run-{os.geteuid()}-{name}-"
 
 
 def start_from(run: Run, where: str) -> int:
@@ -335,18 +343,12 @@ def look_for_start(recipe: Recipe, *, is_fresh: bool) -> None:
         )
 
 
-def _make_own(root: Path, where: str) -> None:
-    """A folder that nobody else can read, or write to, and that is no way to somewhere else."""
-    with suppress(FileExistsError):
-        root.mkdir(mode=0o700)
-    found = root.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise ShoalError(
-            f"{root} is there, and is no folder of this user alone",
-            fix="remove it, or --checkpoint.memory_dir ELSEWHERE",
-        )
-    (root / DISK).unlink(missing_ok=True)
-    (root / DISK).write_text(where)
+def _memory_root(given: Path | None, memory_dir: str, directory: Path, saves_to: str, say: Say) -> Path:
+    """The folder in memory that this run uses: the launcher's, or the run's own, which is private to this user."""
+    root = given or own_folder(memory_dir, name_in_memory(directory), say)
+    with memory_folder(str(root.parent)) as parent, PrivateFolder(root.name, parent=parent) as folder:
+        folder.write(DISK, place_of(saves_to).encode())
+    return root
 
 
 def _refuse_several_hosts(run: Run) -> None:

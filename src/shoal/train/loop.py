@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from shoal.observe.progress import ProgressLine, Quiet, progress_line
 from shoal.train.adapt import algorithm_chosen, better_so, bucket_chosen, settled
 from shoal.train.build import build_to_lay_out, describe
 from shoal.train.injected import inject_faults
-from shoal.train.job import Job, steps_of, units
+from shoal.train.job import Job, refuse_unlike_data, steps_of, units
 from shoal.train.keeping import Keeper, refuse_bad_start, start_from
 from shoal.train.meter import Meter
 from shoal.train.run import Run
@@ -56,10 +57,12 @@ def train(placement: Placement | None, store: Store | None, job: Job, manner: Ma
     """Train on this rank; returns the summary of the run, the same on every rank."""
     launch = job.recipe.launch
     world = World.start(placement, device=launch.device, timeout=launch.timeout, store=store, threads=launch.threads)
+    refuse_unlike_data(world, job)
     job, way_chosen = settled(job, world)
     recipe = job.recipe
     optim, settings = recipe.optim, recipe.run
     with run_of(recipe, world) as run:
+        run.replica_check.every = settings.check_replicas.steps(**units(recipe, job.training)) or 0
         console = Console(stderr=True)
         unit = "tok" if job.training.tokens_per_sample is not None else "sample"
         line = progress_line(console, quiet=manner.quiet, unit=unit) if world.is_main else Quiet(Console(quiet=True))
@@ -76,7 +79,9 @@ def train(placement: Placement | None, store: Store | None, job: Job, manner: Ma
         path = directory.path if directory is not None else None
         told_before = directory.evaluation if directory is not None else None
         history = known.get("history")
-        meter = Meter(run, job, description, path, began=manner.began, history=history, evaluation=told_before)
+        meter = Meter(
+            run, job, description, path, began=manner.began, history=history, evaluation=told_before, say=line.say
+        )
         if keeper is not None:
             keeper.facts = lambda: {"history": meter.history()}
         chosen = [text for text in (way_chosen, algorithm_chosen(run), bucket_chosen(run)) if text]
@@ -214,7 +219,8 @@ def _steps(
     for batch in run.batches(loader):
         done = (run.steps_done + 1) / num_steps if num_steps else min(elapsed / seconds, 1.0)
         set_lr(run.optimizer, _lr_factor(job, run.steps_done + 1, done))
-        run.step(batch)
+        with _noting_step(run.steps_done + 1):
+            run.step(batch)
         asked.is_first_step = False
         meter.stepped(loader, line, done)
         # One clock, rank 0's, and one answer to "was anyone asked to stop": both travel with the step's token count.
@@ -230,6 +236,16 @@ def _steps(
         clock = _clock_of_main(start, keeper) if run.world.is_main else _NO_CLOCK
         run.signals = {"stop": float(bool(asked)), **clock}
     raise AssertionError("a Loader never ends")
+
+
+@contextmanager
+def _noting_step(number: int) -> Iterator[None]:
+    """Add to an exception in which step it was raised: the same one in the same step again is no accident."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"in step {number}")
+        raise
 
 
 _NO_CLOCK = {"seconds": 0.0, "save": 0.0}

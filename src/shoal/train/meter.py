@@ -7,6 +7,7 @@ import statistics
 import time
 from array import array
 from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,11 @@ from torch import Tensor
 
 from shoal.blueprint.description import Description
 from shoal.blueprint.devices import peak_flops
+from shoal.checkpoint.together import together
 from shoal.data.loading import Loader
-from shoal.observe.metrics import TRACKERS, JsonLines, Sink, peak_memory_gib
+from shoal.errors import ShoalError
+from shoal.observe.files import room
+from shoal.observe.metrics import TRACKERS, Guarded, JsonLines, Sink, peak_memory_gib, print_to_stderr
 from shoal.observe.progress import ProgressLine
 from shoal.train.job import Job
 from shoal.train.late import LateNumbers
@@ -62,9 +66,10 @@ class Meter:
         began: float,
         history: Record | None = None,
         evaluation: tuple[int, float] | None = None,
+        say: Callable[[str], None] = print_to_stderr,
     ) -> None:
         self.run, self.job, self.directory, self.began = run, job, directory, began
-        self.sinks = _sinks(run, job, directory)
+        self.sinks = _sinks(run, job, directory, say)
         self.tokens_per_step = job.recipe.data.batch * (job.training.tokens_per_sample or 1)
         self.flops_per_step = _flops_per_step(job, description)
         self.peak = _peak(run)
@@ -239,18 +244,34 @@ def _finite(loss: float | None) -> float | None:
     return loss if loss is not None and math.isfinite(loss) else None
 
 
-def _sinks(run: Run, job: Job, directory: Path | None) -> list[Sink]:
+def _sinks(run: Run, job: Job, directory: Path | None, say: Callable[[str], None]) -> list[Sink]:
+    """Every rank calls it, and all raise if one cannot open its files."""
     if directory is None:
         return []
+    opened: list[Sink] = []
+    failed = f"the metrics in {str(directory)!r} cannot be written"
+    open_own = lambda: opened.extend(_open_sinks(run, job, directory, say))  # noqa: E731
+    together(run.world, open_own, failed=failed, fix="--run.dir SOMEWHERE_ELSE")
+    return opened
+
+
+def _open_sinks(run: Run, job: Job, directory: Path, say: Callable[[str], None]) -> Iterator[Sink]:
     settings = job.recipe.run
-    sinks: list[Sink] = []
     if settings.per_rank_metrics:
-        sinks.append(JsonLines(directory / f"metrics.rank{run.world.rank}.jsonl"))
+        yield _lines(directory / f"metrics.rank{run.world.rank}.jsonl", say if run.world.is_main else print_to_stderr)
     if run.world.is_main:
-        sinks.append(JsonLines(directory / "metrics.jsonl"))
+        yield _lines(directory / "metrics.jsonl", say)
         resolved = job.recipe.model_dump(mode="json")
-        sinks += [TRACKERS[tracker](directory, settings.name, resolved) for tracker in settings.trackers]
-    return sinks
+        for tracker in settings.trackers:
+            yield Guarded(tracker, TRACKERS[tracker](directory, settings.name, resolved), say)
+
+
+def _lines(path: Path, say: Callable[[str], None]) -> JsonLines:
+    try:
+        return JsonLines(path, say)
+    except OSError as error:
+        why = f"{error.strerror}{room(path, error)}"
+        raise ShoalError(f"{path} cannot be written: {why}", fix="make room, or --run.dir SOMEWHERE_ELSE") from None
 
 
 def _flops_per_step(job: Job, description: Description) -> float | None:

@@ -2,19 +2,97 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from shoal.blueprint.plan import Plan
 from shoal.data.batch import length
 from shoal.data.deal import DealtLoader
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, nearest
 from shoal.parallel.composed import Composed
 from shoal.train.build import describe
+from shoal.train.objective import LabelRule
 from shoal.train.step import OpenStep
+
+# ---- words of other systems -----------------------------------------------------------------------------------------
+
+ELSEWHERE = {  # arguments of Accelerate, Fabric, DeepSpeed and the Trainer of transformers → what to type here
+    "mixed_precision": "Run('bf16')",
+    "precision": "Run('bf16')",
+    "dtype": "Run('bf16')",
+    "amp": "Run('bf16')",
+    "bf16": "Run('bf16')",
+    "fp16": "Run('fp16')",
+    "gradient_accumulation_steps": "Run('mb=4'), the samples of one microbatch",
+    "accumulate_grad_batches": "Run('mb=4'), the samples of one microbatch",
+    "micro_batch_size": "Run('mb=4')",
+    "train_micro_batch_size_per_gpu": "Run('mb=4')",
+    "gradient_clipping": "Run(clip=1.0)",
+    "gradient_clip_val": "Run(clip=1.0)",
+    "max_grad_norm": "Run(clip=1.0)",
+    "strategy": "Run('zero=3'), or another plan",
+    "fsdp": "Run('zero=3')",
+    "fsdp_plugin": "Run('zero=3')",
+    "deepspeed": "Run('zero=2')",
+    "deepspeed_plugin": "Run('zero=2')",
+    "zero_stage": "Run('zero=2')",
+    "zero_optimization": "Run('zero=2')",
+    "tensor_parallel_size": "Run('tp=2')",
+    "pipeline_parallel_size": "Run('pp=2 mb=1')",
+    "devices": "torchrun --nproc-per-node 2 script.py",
+    "num_processes": "torchrun --nproc-per-node 2 script.py",
+    "num_nodes": "torchrun --nnodes 2 ...",
+    "accelerator": "Run(device='cuda')",
+    "cpu": "Run(device='cpu')",
+    "find_unused_parameters": "Run(find_unused=True)",
+    "gradient_checkpointing": "Run('recompute=full')",
+    "activation_checkpointing": "Run('recompute=full')",
+    "gradient_as_bucket_view": "leave it out: it is always so",
+    "loss_fn": "Run(loss=lambda model, batch: ...)",
+    "criterion": "Run(loss=lambda model, batch: ...)",
+}
+
+
+def refuse_options(unknown: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Arguments that a run does not have."""
+    for name, value in unknown.items():
+        near = nearest(name, set(known) - {"self", "unknown"})
+        fix = ELSEWHERE.get(name) or (f"did you mean {near}=?" if near else "help(shoal.Run) lists its arguments")
+        raise ShoalError(f"Run has no argument {name} (={value!r})", fix=fix)
+
+
+def refuse_several(others: tuple[Any, ...]) -> None:
+    """A batch in several arguments."""
+    if others:
+        raise ShoalError(
+            f"run.step takes one batch, and got {1 + len(others)} arguments",
+            fix="run.step((x, y)), or run.step({'x': x, 'labels': y}) with the names of the model's arguments",
+        )
+
+
+def refuse_arguments(forward: inspect.Signature, batch: Any) -> None:
+    """A batch whose names are not those of the model's arguments."""
+    if not isinstance(batch, Mapping) or "labels" not in batch:
+        return
+    given = [str(name) for name in batch if name != "labels"]
+    try:
+        forward.bind(**dict.fromkeys(given), **({"labels": None} if "labels" in forward.parameters else {}))
+    except TypeError as error:
+        takes = ", ".join(str(parameter) for parameter in forward.parameters.values())
+        raise ShoalError(
+            f"the model's forward({takes}) cannot be called with the batch's {', '.join(given) or 'nothing'}: {error}",
+            fix=f"def forward(self, {', '.join(given)}), or Run(loss=lambda model, batch: ...), which calls the model",
+        ) from None
+
 
 # ---- what is prepared ------------------------------------------------------------------------------------------------
 
@@ -26,6 +104,24 @@ def refuse_second(kind: str, first: object) -> None:
             f"this run has a {kind} already, and a run has one: it clips, scales and synchronises that one only",
             fix=f"one Run for each {kind}, sharing the ranks: Run(..., world=run.world); or one nn.Module around both",
         )
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """A model, or a module of it, that another system has laid over devices or ranks already."""
+    wrappers = (nn.DataParallel, DistributedDataParallel, FullyShardedDataParallel)
+    for name, module in model.named_modules():
+        where = f"the model's {name!r}" if name else "this model"
+        inner = f"model.{name}" if name else "model"
+        if isinstance(module, wrappers):
+            raise ShoalError(
+                f"{where} is in torch's {type(module).__name__}, and a run lays a model over its ranks by itself",
+                fix=f"run.prepare the module without the wrapper: {inner}.module in place of {inner}",
+            )
+        if isinstance(module, FSDPModule) or any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
+            raise ShoalError(
+                f"{where} was given to fully_shard or parallelize_module, and a run lays models over ranks by itself",
+                fix="run.prepare(model) of the model as it was built, and the layout in the plan: Run('zero=3')",
+            )
 
 
 def refuse_compiled(model: nn.Module) -> None:
@@ -45,6 +141,18 @@ def refuse_rounding(optimizer: Optimizer, weight_dtype: torch.dtype) -> None:
             f"torch's {type(optimizer).__name__} rounds weights in bf16 to the nearest, and most updates are lost",
             fix="shoal.AdamW(model.parameters(), lr=...), which rounds at random; or weights='fp32'",
         )
+
+
+def rule_under(plan: Plan, rule: LabelRule) -> LabelRule:
+    """What a model that takes labels does with them, where its own loss cannot be looked at."""
+    axis = next((axis for axis in ("pp", "cp") if plan.layout.degree(axis) > 1), None)
+    if rule.is_shifted is not None or axis is None:
+        return rule
+    raise ShoalError(
+        f"this model takes labels, may compute a loss from them itself and shift them, which cannot be seen under"
+        f" {axis}={plan.layout.degree(axis)}",
+        fix=f"Run(loss=lambda model, batch: ...), with labels that fit the model's logits; or {axis}=1",
+    )
 
 
 # ---- one step --------------------------------------------------------------------------------------------------------
@@ -78,7 +186,8 @@ def refuse_direct_loop(loaders: Iterable[DealtLoader]) -> None:
         raise ShoalError(
             "this loop takes batches from the loader itself; where the last batch has fewer samples than there"
             " are ranks, some ranks would take a step less and the others wait for ever",
-            fix="for batch in run.batches(loader): ...",
+            fix="for batch in run.batches(loader): run.step(batch), or run.backward(loss) and run.update() in place of"
+            " loss.backward() and optimizer.step()",
         )
 
 
@@ -101,6 +210,16 @@ def refuse_open(step: OpenStep | None, why: str) -> None:
         raise ShoalError(
             f"{why} in the middle of a step would lose its samples, and the gradients that it has summed up",
             fix="run.step(batch), or run.update(), first",
+        )
+
+
+def refuse_late_routers(correction: Tensor) -> None:
+    """Auxiliary losses are a mean over sequences: a count of other things cannot correct their gradients."""
+    if not math.isclose(float(correction), 1.0, rel_tol=1e-9):
+        raise ShoalError(
+            "with a model with routers of experts, a loss has to be a mean over the labels that are not -100 (or over"
+            " samples, in a batch without labels), since auxiliary losses are divided by another number",
+            fix="Run(loss=objective), an object with weight(batch) and loss_sum(model, batch, weight)",
         )
 
 

@@ -7,9 +7,10 @@ One step, four microbatches, two ranks (s: loss sum, w: how many tokens count, W
     rank 1   open [1] ── F B ── F B ── F B ── F B ┘
 
 [1] w is known from the data; its sum W over all ranks travels while the first forward runs. A head that computes the
-    loss is told what it counts for, and waits for W before that.
+    loss reads W when it computes that loss, at the end of the forward.
 [2] Each backward starts from  s * degree / W.  Gradients are averaged over `degree` ranks, those that see other samples
-    or other tokens of them, so the gradient is  Σ s / W.
+    or other tokens of them, so the gradient is  Σ s / W.  A loss function shows w only after the forward: there W is an
+    estimate, and [4] begins with the correction of it (`late_count`).
 [3] Gradients are synchronised once, during the backward of the last microbatch.
 [4] The global norm is the same number on every rank, and so is everything that is decided by it.
 """
@@ -17,6 +18,7 @@ One step, four microbatches, two ranks (s: loss sum, w: how many tokens count, W
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -44,7 +46,7 @@ from shoal.data.hashing import hashed
 from shoal.errors import ShoalError, raise_if
 from shoal.numerics.determinism import make_deterministic
 from shoal.numerics.fp8 import FromHead, Scaling
-from shoal.numerics.gradients import LossScale
+from shoal.numerics.gradients import LossScale, gradients_of, scale_
 from shoal.numerics.init import draw_undrawn
 from shoal.numerics.offload import HostCopies
 from shoal.numerics.optim import memory_of_squares
@@ -60,29 +62,40 @@ from shoal.parallel.refuse import refuse_unbuilt
 from shoal.parallel.replicate import explain_unused
 from shoal.parallel.tensor import TensorParallel
 from shoal.train.build import describe
+from shoal.train.counting import Kind, Loss, read_loss
 from shoal.train.evaluation import evaluate
 from shoal.train.handover import hand_over
 from shoal.train.late import LateNumbers
+from shoal.train.late_count import agree, agree_on_kind, convention, is_late, refuse_uncounted, take
 from shoal.train.objective import (
     CrossEntropy,
+    LabelRule,
     LossFunction,
+    MeanOf,
     Objective,
     call_of,
     loss_of_output,
     objective_of,
-    sum_from_mean,
 )
 from shoal.train.refuse import (
+    refuse_arguments,
     refuse_batch,
     refuse_compiled,
     refuse_direct_loop,
+    refuse_late_routers,
     refuse_open,
+    refuse_options,
     refuse_own_loop,
     refuse_rounding,
     refuse_second,
+    refuse_several,
     refuse_unknown_batch,
+    refuse_wrapped,
+    rule_under,
     with_all_backwards,
 )
+from shoal.train.replica_check import ReplicaCheck, check_replicas_problems
+from shoal.train.schedulers import check_optimizer, encoded_state, is_scheduler
 from shoal.train.step import OpenStep, StepReport, Unjudged
 from shoal.train.update import OnNan, Updates, misspelt
 
@@ -91,15 +104,19 @@ class Run:
     """A rank's part in a training run. docs/run.md shows loops of one's own, validation and saving.
 
     plan            words such as "bf16 mb=4", or a Plan; the ranks are found under python, torchrun, srun and mpirun
-    loss            loss(model, batch), the mean over a microbatch; None: cross-entropy of model(inputs) and labels
+    loss            loss(model, batch), the mean over a microbatch, or (sum, count); None: cross-entropy of
+                    model(inputs) and labels, which a model that takes labels may shift
     seed            decides the order of the samples and all randomness in the model
     clip            the largest global gradient norm; None: no clipping
     on_nan          stop the run, skip the update, or ignore it, when a gradient is not finite
+    check_replicas  after how many steps, again and again, ranks compare checksums of all that they hold copies of; a
+                    flipped bit ends the run, with its tensor and rank; 0: never
     device          auto, cpu or cuda
     deterministic   the same bits again on the same layout
     loss_scale      the first loss scale under fp16, and after how many good steps it is doubled (loss_scale_window)
     bucket_mb       size of the buckets in which gradients are reduced; None: 25, and 1 for the first; "auto": measured
     find_unused     parameters may be without a gradient in some steps
+    sync_batch_norm batch norm normalises with the statistics of a microbatch over all ranks, not of each rank's part
     compile         let torch.compile make each block of the model faster; a word is the backend to use
     attention       the kernel of attention on a GPU: auto (the fastest), cudnn, flash, efficient or math
     fused_loss      compute the loss inside the model's last layer, without ever holding all logits; None: where it can
@@ -127,12 +144,14 @@ class Run:
         seed: int = 0,
         clip: float | None = None,
         on_nan: OnNan = "stop",
+        check_replicas: int = 0,
         device: str = "auto",
         deterministic: bool = False,
         loss_scale: float = 65536.0,
         loss_scale_window: int = 2000,
         bucket_mb: float | Literal["auto"] | None = None,
         find_unused: bool = False,
+        sync_batch_norm: bool = False,
         compile: bool | str = False,
         attention: Backend = "auto",
         fused_loss: bool | None = None,
@@ -147,12 +166,14 @@ class Run:
         timeout: float = 600.0,
         threads: int | None = None,
         world: World | None = None,
+        **unknown: Any,
     ) -> None:
+        refuse_options(unknown, inspect.signature(Run.__init__).parameters)
         if deterministic:
             make_deterministic()
         asked = Plan.of(plan)
         told = misspelt(clip=clip, on_nan=on_nan, loss_scale=loss_scale, loss_scale_window=loss_scale_window)
-        raise_if(told, title="the options of a run")
+        raise_if([*told, *check_replicas_problems(check_replicas)], title="the options of a run")
         self.objective = objective_of(loss)
         if fused_loss and not isinstance(self.objective, CrossEntropy):
             raise ShoalError(
@@ -163,6 +184,7 @@ class Run:
             seed=seed,
             bucket_mb=bucket_mb,
             find_unused=find_unused,
+            sync_batch_norm=sync_batch_norm,
             compile=compile,
             attention=attention,
             fused_loss=fused_loss,
@@ -193,6 +215,7 @@ class Run:
         self.degree = self.plan.layout.data_degree
         self.gradient_degree = self.plan.layout.degree("dp_cp")
         self.steps_done = 0
+        self.replica_check = ReplicaCheck(check_replicas)
         self.signals: dict[str, float] = {}
         """Numbers that this rank adds to the next step's; their sums over all ranks come back in `agreed`."""
         self.agreed: dict[str, float] = {}
@@ -203,17 +226,25 @@ class Run:
         self.on_gradients: Callable[[], None] | None = None
         """Called when the gradients of a step are whole, before they are clipped."""
         self._composed: Composed | None = None
+        self._forward: inspect.Signature | None = None
+        """What the model's forward takes, until a batch was compared with it."""
         self._description = Description()
         self._optimizer: Optimizer | None = None
         self.host_copies: HostCopies | None = None
         self.loaders: list[DealtLoader] = []
-        self.positions: list[tuple[int, int]] = []
-        """Where the loaders of the run that was loaded had come to."""
+        self.schedulers: list[Any] = []
+        """Prepared schedulers of learning rates, which the script steps."""
+        self.saved_loaders: list[dict[str, Any]] = []
+        """What the run that was loaded said of its loaders, and where they had come to."""
         self.extra: dict[str, Any] = {}
         """What was saved beside the run that was loaded."""
         self.savers: dict[str, Saver] = {}
         """Directory → what saves to it while the run goes on."""
         self._step: OpenStep | None = None
+        self._is_updating = False
+        """Whether it is this run that lets the optimizer make a step, and not a loop of the script's."""
+        self.counts_late = self.compares_samples = False
+        """Whether the count of the last step's loss was known only after its forwards, or not even then."""
 
     # ---- what a loop prepares --------------------------------------------------------------------------------------
 
@@ -264,11 +295,14 @@ class Run:
         return self._optimizer
 
     def weights(self) -> dict[str, Tensor]:
-        """Every parameter, whole, under the name that it has on one device, in host memory of the main rank; and the
-        biases of routers, which a run learns too. It is empty on the other ranks, which have to call this too."""
+        """Every parameter, whole, under the name that it has on one device, in host memory of the main rank; and what
+        else a run learns: biases of routers, running statistics of batch norm. It is empty on the other ranks, which
+        have to call this too."""
         self.settle()
         with self.composed.shared_weights():
+            self.composed.before_evaluation()
             found = {**dict(self.composed.whole("weight")), **self.composed.biases()}
+            found |= self.composed.running_statistics()
         return {name: tensor for name, tensor in found.items() if tensor is not None and self.is_main}
 
     def save(
@@ -280,14 +314,13 @@ class Run:
         extra: Mapping[str, Any] | None = None,
     ) -> None:
         """Save the run as it is after its last step to a directory of this step in `directory`: parameters, optimizer
-        and its learning rate, loss scale, the positions of prepared loaders, and how many steps were made. Every rank
-        calls it.
+        and its learning rate, prepared schedulers, loss scale, the positions of prepared loaders, and how many steps
+        were made. Every rank calls it.
 
         wait    True: return when all of it is on the disk, or raise. False: when it is copied; it is written while the
                 run goes on, one save at a time, and `run.saved(directory)` waits for it
         keep    how many of the newest steps stay; None: all of them, and two if nobody waits
-        extra   what else is to be there after `load`, as `run.extra`: schedule.state_dict(), say, or whatever else JSON
-                can say; that of the main rank
+        extra   what else is to be there after `load`, as `run.extra`: anything that JSON can say; that of the main rank
         """
         from shoal.train.checkpointing import save_run
 
@@ -302,17 +335,17 @@ class Run:
 
     def load(self, directory: str | Path, *, step: int | None = None, only_weights: bool = False) -> int:
         """Go on from what was saved, by any layout on any number of ranks, of a step, or of the newest one. Every rank
-        calls it, when model, optimizer and loaders are prepared; returns how many steps were made. `only_weights`: take
-        the model alone, for a run of another kind."""
+        calls it, when model, optimizer, schedulers and loaders are prepared; returns how many steps were made.
+        `only_weights`: take the model alone, for a run of another kind."""
         from shoal.train.checkpointing import load_run
 
         return load_run(self, directory, step, only_weights=only_weights)
 
     def prepare(self, *things: Any) -> Any:
-        """Place a model, an optimizer and loaders, in any order; returns them in that order.
+        """Place a model, an optimizer, its schedulers and loaders, in any order; returns them in that order.
 
         A `DataLoader`'s batch_size is the *global* batch: each rank gets its share, so the same script computes the
-        same thing on any number of ranks.
+        same thing on any number of ranks. A scheduler is saved and loaded with the run; the script steps it.
         """
         models = {id(thing): self._prepare_model(thing) for thing in things if isinstance(thing, nn.Module)}
         prepared = tuple(models[id(thing)] if id(thing) in models else self._prepare(thing) for thing in things)
@@ -322,6 +355,9 @@ class Run:
         if isinstance(thing, Optimizer):
             refuse_second("optimizer", self._optimizer)
             refuse_rounding(thing, self.precision.weight_dtype)
+            for scheduler in self.schedulers:
+                check_optimizer(scheduler, thing)
+            thing.register_step_pre_hook(self._before_optimizer)
             self._optimizer = thing
             if self._composed is not None:
                 self._give_parameters(thing, self._composed)
@@ -330,20 +366,36 @@ class Run:
             loader = DealtLoader(thing, seed=self.seed, coordinate=self.coordinate, degree=self.degree)
             loader.cut = self.own_tokens
             loader.must_meet = lambda: self._composed is not None and self._composed.has_collective_forward
-            if len(self.loaders) < len(self.positions):  # a run was loaded that had it
-                loader.position = self.positions[len(self.loaders)]
+            if len(self.loaders) < len(self.saved_loaders):  # a run was loaded that had it
+                self._continue_loader(loader, len(self.loaders))
             self.loaders.append(loader)
             return loader
+        if is_scheduler(thing):
+            check_optimizer(thing, self._optimizer)
+            encoded_state(thing)  # rejects now what a save would reject later
+            if all(thing is not known for known in self.schedulers):
+                self.schedulers.append(thing)
+            return thing
         raise ShoalError(
             f"prepare cannot place a {type(thing).__name__}",
-            fix="give it an nn.Module, a torch Optimizer or a DataLoader; keep the rest as it is",
+            fix="give it an nn.Module, a torch Optimizer, a scheduler or a DataLoader; keep the rest as it is",
         )
+
+    def _continue_loader(self, loader: DealtLoader, number: int) -> None:
+        from shoal.train.checkpointing import loader_changes
+
+        known = self.saved_loaders[number]
+        raise_if(loader_changes(number, known, loader))
+        loader.position = tuple(known["position"])
 
     def _prepare_model(self, model: nn.Module) -> nn.Module:
         refuse_second("model", self._composed)
+        refuse_wrapped(model)
         refuse_compiled(model)
         draw_undrawn(model, self.seed)
         description = describe(model)
+        rule = LabelRule.of(model)
+        self._forward = inspect.signature(model.forward)
         self._composed = compose(
             model,
             self.plan,
@@ -358,8 +410,13 @@ class Run:
             self._composed.reducer.may_be_dropped = self.updates.on_nan == "skip"
         if self._composed.balance is not None:
             self._composed.balance.factor = self._factor_of_open_step
+        if self._composed.batch_norm is not None:
+            self._composed.batch_norm.counts = self._counts_now
         if isinstance(self.objective, CrossEntropy):
-            self.objective = CrossEntropy(self._composed.tensor, self._composed.head)
+            rule = rule_under(self.plan, rule)
+            self.objective = CrossEntropy(self._composed.tensor, self._composed.head, rule)
+        if isinstance(self.objective, MeanOf):
+            self.objective.is_compiled = bool(self.options.compile)
         if self._optimizer is not None:
             self._give_parameters(self._optimizer, self._composed)
         return self._composed.model
@@ -383,8 +440,9 @@ class Run:
             for batch in loader:
                 yield self._open(batch).batch
 
-    def step(self, batch: Any) -> Tensor:
+    def step(self, batch: Any, *others: Any) -> Tensor:
         """Forward, backward and update over this rank's share of a global batch; returns the global loss."""
+        refuse_several(others)
         if self.composed.pipeline is not None:
             self._pipeline_step(self._opened(batch))
             return self.update().loss
@@ -392,7 +450,7 @@ class Run:
         for microbatch in self.microbatches(batch):
             assert self._step is not None
             try:  # a head that computes the loss and knows what that counts for has nothing to do in the backward
-                with nullcontext() if head is None else head.told(self._factor()):
+                with nullcontext() if head is None else head.told(self._factor):
                     loss_sum = self.objective.loss_sum(self.model, microbatch, self._step.weight)
             except RuntimeError as error:
                 explain_unused(error)
@@ -419,7 +477,9 @@ class Run:
         def loss(output: Any, number: int) -> Tensor:
             weight = step.weights[number]
             self._seed(self.steps_done, place(number))  # a loss that draws, draws what it drew for the call
-            loss_sum = loss_of_output(self.objective, output, step.microbatches[number], weight)
+            returned = loss_of_output(self.objective, output, step.microbatches[number], weight)
+            is_alone = self._is_alone(step)
+            loss_sum = take(step, returned, number, weight=total if is_alone else weight, is_alone=is_alone)
             step.sums.append(loss_sum.detach() / total)
             return loss_sum * factor
 
@@ -442,37 +502,51 @@ class Run:
         """A stage calls the model itself, outside of the objective, which would have asked for split logits."""
         return self.composed.tensor.split_logits() if isinstance(self.objective, CrossEntropy) else nullcontext()
 
-    def backward(self, loss: Tensor) -> None:
-        """Backward of a loss that is the *mean* over the microbatch (or the batch, without accumulation) at hand."""
+    def backward(self, loss: Tensor | tuple[Tensor, Tensor | float]) -> None:
+        """Backward of a loss that is the *mean* over the microbatch (or the batch, without accumulation) at hand, or
+        (sum, count)."""
         refuse_own_loop(self.composed)
         if self._step is None:  # a loop that does not use `batches`: every rank's mean counts the same
             self._refuse_direct_loop()
             refuse_unknown_batch(self.composed)
             self._step = self._new_step(None, [None], [1.0], counts=True, offset=0)
-        self._backward(sum_from_mean(loss, self._step.weight))
+        self._backward(read_loss(loss))
 
     def update(self) -> StepReport:
         """Clip, apply the optimizer and forget the gradients; or drop the step if the gradient is not finite."""
         step = with_all_backwards(self._step)
         self.settle()
         loss = self._own_loss(step)
-        reduction = dist.all_reduce(loss, async_op=True) if self.world.size > 1 else None  # travels during the update
+        self.counts_late = self._is_late(step)
+        is_sent = self.world.size > 1 and not self.counts_late
+        reduction = dist.all_reduce(loss, async_op=True) if is_sent else None  # travels during the update
+        statistics = self.composed.statistics
+        if statistics is not None:
+            statistics.begin()
         self.composed.finish_gradients(self.steps_done)
+        if self.counts_late:
+            loss = self._correct(step, loss)
         if self.on_gradients is not None:
             self.on_gradients()
         trained = self.trained_parameters()
         scale = self.loss_scale.scale
         norm = self.composed.norm(trained, scale=scale, clip=self.updates.clip) / scale
-        is_applied = self.updates.apply(self.optimizer, self.host_copies, trained, norm)
+        self._is_updating = True
+        try:
+            is_applied = self.updates.apply(self.optimizer, self.host_copies, trained, norm)
+        finally:
+            self._is_updating = False
         if self.composed.reducer is not None:
             self.composed.reducer.judged(is_applied)
         experts = self.composed.balance_experts(is_applied=is_applied)
         if reduction is not None:
             reduction.wait()
+        if statistics is not None:
+            statistics.finish()
         report = StepReport(
             loss, norm, LateNumbers(loss, norm), keeps_nonfinite=self.updates.keeps_nonfinite, experts=experts
         )
-        self.updates.unjudged = Unjudged(report, self.steps_done, step.sums, self.composed.norms)
+        self.updates.unjudged = Unjudged(report, self.steps_done + 1, step.sums, self.composed.norms)
         if isinstance(is_applied, bool):
             self.settle()
         self.optimizer.zero_grad(set_to_none=True)
@@ -486,6 +560,7 @@ class Run:
         if self.composed.balance is not None:
             self.composed.balance.factor = self._factor_of_open_step
         self.report = report
+        self.replica_check.after(self, self.steps_done)
         return report
 
     def settle(self) -> None:
@@ -498,6 +573,41 @@ class Run:
         if self.host_copies is not None:
             return [parameter for parameter, _ in self.host_copies.pairs]
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def _is_late(self, step: OpenStep) -> bool:
+        """Whether gradients are still to be divided by what the forwards have counted; the same on every rank. Raise if
+        the losses of microbatches and ranks cannot be put together."""
+        is_in_pipeline = self.composed.pipeline is not None  # of which only last stages have seen a loss
+        is_counted = isinstance(self.objective, MeanOf) if is_in_pipeline else bool(step.kinds)
+        kind = agree_on_kind(step, self.world) if is_counted else None
+        is_alone = self._is_alone(step)
+        self.compares_samples = kind in (Kind.MEAN, Kind.SUM) and not is_alone
+        if self.compares_samples:
+            assert kind is not None
+            refuse_uncounted(step, kind, self.world)
+        return is_late(kind, is_alone=is_alone)
+
+    def _is_alone(self, step: OpenStep) -> bool:
+        """Whether the global batch is one microbatch, whose mean is the loss."""
+        is_one = len(step.microbatches) == 1 or (step.index < 0 and self.composed.pipeline is None)
+        return self.gradient_degree == 1 and is_one
+
+    def _correct(self, step: OpenStep, loss: Tensor) -> Tensor:
+        """Divide gradients by the count of the global batch in place of its estimate; the loss of it."""
+        agreed = agree(
+            step,
+            loss,
+            estimate=self._total_weight(step),
+            is_teller=self.mesh.coordinate["tp"] == 0,
+            world_size=self.world.size,
+        )
+        if self.composed.balance is not None:
+            refuse_late_routers(agreed.correction)
+        corrected = {id(one): one for one in [*self.composed.named.values(), *self.trained_parameters()]}
+        scale_([local(gradient) for gradient in gradients_of(corrected.values())], agreed.correction)
+        if isinstance(self.objective, CrossEntropy) and self.objective.rule.is_shifted is None:
+            self.objective.rule.is_shifted = convention(agreed)
+        return agreed.loss
 
     def _own_loss(self, step: OpenStep) -> Tensor:
         """This rank's part of the loss: of those that computed the same one, only the first has it."""
@@ -522,6 +632,11 @@ class Run:
         """Raise between a batch that was taken and its update."""
         refuse_open(self._step, why)
 
+    def _before_optimizer(self, *_: Any) -> None:
+        """A loop that was left as it was for one device lets the optimizer make steps itself."""
+        if not self._is_updating:
+            self._refuse_direct_loop()
+
     def _refuse_direct_loop(self) -> None:
         if self.gradient_degree > 1:
             refuse_direct_loop(self.loaders)
@@ -542,19 +657,25 @@ class Run:
         refuse_batch(batch, self._step)
         use_device(self.device)  # a step may be made in another thread than the one that prepared it
         batch = self.own_tokens(batch)
+        if self._forward is not None and isinstance(self.objective, CrossEntropy):
+            refuse_arguments(self._forward, batch)
+            self._forward = None
+        if isinstance(self.objective, CrossEntropy) and counts:
+            self.objective.check(batch)
         weights = [float(self.objective.weight(part)) if counts else 0.0 for part in parts(batch, self.plan.mb)]
         offset = self.coordinate * length(batch) if offset is None else offset
-        on_device = to_device(batch, self.device, self.precision.wide_dtype)
+        given, on_device = batch, to_device(batch, self.device, self.precision.wide_dtype)
         if self._composed is not None and self._composed.context is not None:
             mark_cut(on_device, self._composed.context)
         microbatches = parts(on_device, self.plan.mb)
         num_own = len(microbatches)
-        if self._composed is not None and self._composed.has_collective_forward and largest and self.plan.mb:
+        if self._composed is not None and self._composed.has_collective_training_forward and largest and self.plan.mb:
             missing = -(-largest // self.plan.mb) - len(microbatches)
             microbatches, weights = microbatches + microbatches[:1] * missing, weights + [0.0] * missing
         self._step = self._new_step(
             on_device, microbatches, weights, counts=counts, offset=offset, largest=largest, num_own=num_own
         )
+        self._step.given = given if counts else None
         return self._step
 
     def _new_step(
@@ -603,6 +724,11 @@ class Run:
         whole = num_samples * self.degree / self.world.size
         return 0.0 if is_stand_in else self.gradient_degree / whole * self.loss_scale.scale
 
+    def _counts_now(self) -> bool:
+        """Whether the microbatch at hand has samples of this rank's own, and not a stand-in for none."""
+        step = self._step
+        return step is None or (step.counts and step.index < step.num_own)
+
     def _seed(self, *place: int) -> None:
         """Not torch.manual_seed, which formats a stack trace for devices that are not there: half a millisecond."""
         if self.mesh.degree("cp") > 1:  # the same samples, but other tokens of them
@@ -612,11 +738,16 @@ class Run:
         if self.device.type == "cuda":
             torch.cuda.manual_seed(number)
 
-    def _backward(self, loss_sum: Tensor) -> None:
+    def _backward(self, loss: Tensor | Loss) -> None:
         """[2] Backward of this microbatch's part of the global loss."""
         step = self._step
         assert step is not None
-        step.sums.append(loss_sum.detach() / self._total_weight(step))
+        if isinstance(loss, Loss):
+            step.kinds.add(loss.kind)
+        total, is_alone = self._total_weight(step), self._is_alone(step)
+        weight = total if is_alone else step.weight  # a mean that is alone is the loss, whatever its data weighs
+        loss_sum = take(step, loss, max(step.index, 0), weight=weight, is_alone=is_alone)
+        step.sums.append(loss_sum.detach() / total)
         (loss_sum * self._factor()).backward()
 
     def _factor(self) -> float:
@@ -626,13 +757,21 @@ class Run:
 
     def _total_weight(self, step: OpenStep) -> float:
         """What the whole global batch weighs. Every rank that sees the same samples has reported them once more."""
-        total, _, *signals = step.agreed.wait()
+        total, num_samples, *signals = step.agreed.wait()
         self.agreed = dict(zip(step.signals, signals, strict=True))
+        if total == 0 and self._is_estimated(step):
+            total = num_samples
         if total == 0:
             raise ShoalError(
                 "not one label of this global batch counts: all are -100", fix="mask less, or enlarge --data.batch"
             )
         return total * self.gradient_degree / self.world.size
+
+    def _is_estimated(self, step: OpenStep) -> bool:
+        """Whether what a batch weighs is no more than an estimate, which must not be 0."""
+        if self.composed.pipeline is not None and not step.kinds:
+            return isinstance(self.objective, MeanOf)
+        return bool(step.kinds) and (self._is_alone(step) or step.kinds <= {Kind.COUNTED, Kind.PAIR})
 
     # ---- evaluation and the end ------------------------------------------------------------------------------------
 
@@ -656,6 +795,7 @@ class Run:
         self.settle()
         if self.composed.islands is not None:
             self.composed.islands.meet(self.steps_done)
+            self.composed.before_evaluation()
 
     def own_tokens(self, batch: Any) -> Any:
         """With context parallelism, this rank's tokens of a batch; without it, or of what is cut already, the batch."""

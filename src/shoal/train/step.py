@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shoal.comm.hidden import Hidden
 from shoal.comm.world import HostReduction
+from shoal.train.counting import Kind
 from shoal.train.late import LateNumbers
 
 
@@ -46,6 +47,7 @@ class Unjudged:
 
     report: StepReport
     number: int
+    """Counted from 1, as in the metrics and on the progress line."""
     sums: list[Tensor]
     """The losses of this rank's microbatches."""
     norms: dict[str, Tensor]
@@ -76,11 +78,23 @@ class OpenStep:
     index: int = -1
     has_run: bool = False
     """Whether a pipeline has run it; on most of its ranks there is no loss to tell."""
+    given: Any = None
+    """The batch as it was given, before it was moved to the device."""
+    kinds: set[Kind] = field(default_factory=set)
+    """What the losses of its microbatches are; none: sums over what `weights` says."""
+    late_counts: dict[int, Tensor] = field(default_factory=dict)
+    """Over how many things each microbatch's loss is a sum, where a forward has to show it."""
+    seen_shifted: list[bool] = field(default_factory=list)
+    """Whether the model was seen to shift labels, in each microbatch in which that could be seen."""
 
     @property
     def weight(self) -> float:
         """What the microbatch at hand weighs; outside of `microbatches`, all of them."""
         return sum(self.weights) if self.index < 0 else self.weights[self.index]
+
+    def is_stand_in(self, number: int) -> bool:
+        """Whether a microbatch is computed for nothing."""
+        return not self.counts or number >= self.num_own
 
     @property
     def has_begun(self) -> bool:

@@ -25,6 +25,7 @@ def run_of(recipe: Recipe, world: World, plan: Plan | None = None) -> Run:
         loss_scale_window=optim.loss_scale_window,
         bucket_mb=settings.bucket_mb,
         find_unused=settings.find_unused,
+        sync_batch_norm=settings.sync_batch_norm,
         compile=settings.compile,
         attention=settings.attention,
         fused_loss=fused_loss_of(recipe),
@@ -53,4 +54,5 @@ def loader_of(job: Job, run: Run, *, workers: int | Literal["auto"]) -> Loader:
         workers=workers,
         prefetch=recipe.data.prefetch,
         pin=run.device.type == "cuda",
+        timeout=recipe.launch.timeout,
     )

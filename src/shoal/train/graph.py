@@ -1,0 +1,240 @@
+"""Which reductions a scalar was computed by, read from its autograd graph, and over how many things each of them is.
+
+A count is trusted only if it is that of the one reduction over the batch. Decisions follow from the structure of the
+graph, never from values: every rank and every microbatch has to decide alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_SAME = ("ToCopyBackward", "CloneBackward", "AliasBackward", "ViewBackward", "SqueezeBackward", "NegBackward")
+_MAX_NODES = 200
+_MEAN, _SUM = 1, 2  # torch's numbers for reduction="mean" and "sum"
+_WEIGHTED = ("AddmmBackward", "MmBackward", "BmmBackward", "MvBackward", "LinearBackward", "ConvolutionBackward")
+_MODEL = (*_WEIGHTED, "EmbeddingBackward", "CompiledFunctionBackward", "torch::autograd::AccumulateGrad")
+"""Where a loss ends and a model begins."""
+_OTHER = ("Logsumexp", "Amax", "Amin", "LinalgVectorNorm", "Norm", "Var", "Std", "Prod", "Max", "Min", "Median")
+_OTHER_REDUCTIONS = tuple(f"{name}Backward" for name in _OTHER)
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A reduction over elements, at the end of a graph of scalars. Without a count: something else."""
+
+    count: Tensor | float | None = None
+    is_sum: bool = False
+    """A sum that is neither divided nor multiplied by anything."""
+    node: Any = None
+    source: Any = None
+    """The node that the count was read from."""
+
+
+def leaves_of(node: Any) -> Iterator[Leaf]:
+    """The reductions that a scalar is a linear combination of."""
+    num_seen = 0
+    stack: list[tuple[Any, Any, bool]] = [(node, None, False)]
+    while stack:
+        node, division, is_scaled = stack.pop()
+        num_seen += 1
+        name = "" if node is None else node.name()
+        children = _children(node)
+        if num_seen > _MAX_NODES:
+            yield Leaf()
+            return
+        if name.startswith(("AddBackward", "SubBackward")) and children:
+            stack += [(child, division, is_scaled) for child in children]
+        elif len(children) == 1 and (name.startswith(_SAME) or _is_of_reduced_number(node, name)):
+            stack.append((children[0], division, is_scaled))
+        elif name.startswith("MulBackward") and len(children) == 1 and _is_by_number(node):
+            stack.append((children[0], division, True))
+        elif name.startswith("DivBackward") and len(children) == 1:
+            stack.append((children[0], node if division is None else math.nan, is_scaled))
+        else:
+            yield _leaf(node, name, division, is_scaled)
+
+
+def common_count(leaves: list[Leaf]) -> Tensor | float | None:
+    """The count that all of them share; None: one is not known, or they may differ."""
+    if not leaves or any(leaf.count is None for leaf in leaves):
+        return None
+    if all(leaf.source is leaves[0].source for leaf in leaves):
+        return leaves[0].count
+    return _count_of_smoothed(leaves)
+
+
+def _children(node: Any) -> list[Any]:
+    return [] if node is None else [child for child, _ in node.next_functions if child is not None]
+
+
+def _reduction(node: Any, name: str) -> int | None:
+    """Of a node that reduces something, whether it is a mean or a sum."""
+    if name.startswith("MeanBackward"):
+        return _MEAN
+    if name.startswith("SumBackward"):
+        return _SUM
+    reduction: int | None = getattr(node, "_saved_reduction", None)
+    return reduction
+
+
+def _is_of_reduced_number(node: Any, name: str) -> bool:
+    """A mean or a sum of one number, which was reduced before."""
+    if not name.startswith(("MeanBackward", "SumBackward")) or math.prod(node._saved_self_sym_sizes) != 1:
+        return False
+    return not node._saved_self_sym_sizes or _reduced_below(node) is not None
+
+
+def _leaf(node: Any, name: str, division: Any, is_scaled: bool) -> Leaf:
+    reduction = _reduction(node, name)
+    if reduction not in (_MEAN, _SUM):
+        return Leaf()
+    below = _reduced_below(node)
+    if reduction == _SUM and division is None:
+        return Leaf(is_sum=below in (None, _SUM) and not is_scaled)
+    if below is not None:
+        return Leaf()
+    if reduction == _MEAN and division is not None and not _is_by_number(division):
+        return Leaf()
+    if reduction == _MEAN:
+        return Leaf(_num_counted(node, name), node=node, source=node)
+    return Leaf(None if isinstance(division, float) else _as_count(division._saved_other), node=node, source=division)
+
+
+def _is_by_number(node: Any) -> bool:
+    """Whether a product or a quotient is not seen to be by a tensor, which may be a count. The graph shows a number of
+    Python's as a tensor, too, but as one in host memory of 8 bytes."""
+    if isinstance(node, float):
+        return False
+    others = [getattr(node, name, None) for name in ("_saved_other", "_saved_self")]
+    return all(
+        one.device.type == "cpu" and not one.dim() and one.dtype.itemsize == 8
+        for one in others
+        if isinstance(one, Tensor)
+    )
+
+
+def _as_count(other: Any) -> Tensor | float | None:
+    """What something was divided by; None if it is not one number."""
+    if not isinstance(other, Tensor):
+        return float(other)
+    return other.detach() if not other.dim() else None
+
+
+def _num_counted(node: Any, name: str) -> Tensor | float:
+    if name.startswith("NllLoss"):
+        weight: Tensor = node._saved_total_weight
+        return weight.detach()
+    if name.startswith("MeanBackward"):
+        return float(node._saved_self_sym_numel)
+    return float(node._saved_self.numel())
+
+
+# ---- below a reduction -----------------------------------------------------------------------------------------------
+
+
+def _reduced_below(node: Any) -> int | None:
+    """Whether what a node reduces was reduced over samples before, between the model and here: only by sums, or by
+    anything else, in which case its number of elements says nothing of the batch."""
+    stack, seen, found = _children(node), {node}, set()
+    has_rows_reduced = has_moved_samples = False
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if len(seen) > _MAX_NODES:
+            return _MEAN
+        name = node.name()
+        found.add(_reduction_of_samples(node, name))
+        has_rows_reduced |= name.startswith(("MeanBackward", "SumBackward"))
+        has_moved_samples |= _moves_samples(node, name)
+        if not name.startswith(_MODEL) and not isinstance(node, torch.autograd.function.BackwardCFunction):
+            stack += _children(node)
+    if has_rows_reduced and has_moved_samples:
+        return _MEAN
+    return _MEAN if _MEAN in found else _SUM if _SUM in found else None
+
+
+def _reduction_of_samples(node: Any, name: str) -> int | None:
+    """A reduction of everything, or over the first dimension."""
+    reduction = _reduction(node, name)
+    if name.startswith(("MeanBackward", "SumBackward")):
+        return reduction if _is_over_first(node) else None
+    if reduction in (_MEAN, _SUM):
+        return reduction
+    is_other = name.startswith(_OTHER_REDUCTIONS) and _is_over_first(node)
+    return _MEAN if is_other or _makes_a_number(node, name) else None
+
+
+def _is_over_first(node: Any) -> bool:
+    sizes = getattr(node, "_saved_self_sym_sizes", None)
+    values = getattr(node, "_saved_self", None) if sizes is None else None
+    num_dims = len(sizes) if sizes is not None else values.dim() if isinstance(values, Tensor) else 0
+    dims = getattr(node, "_saved_dim", None)
+    if dims is None or dims == ():
+        return True
+    return any(_signed(dim) in (0, -num_dims) for dim in ([dims] if isinstance(dims, int) else dims))
+
+
+def _moves_samples(node: Any, name: str) -> bool:
+    """Whether the first dimension becomes another one."""
+    if name.startswith("TransposeBackward"):
+        dims = {_signed(node._saved_dim0), _signed(node._saved_dim1)}
+        num_dims = len(_shapes(node)[0]) if _shapes(node) else 0
+        return bool(dims & {0, -num_dims}) and len(dims) > 1
+    if name.startswith("PermuteBackward"):
+        return _signed(node._saved_dims[0]) not in (0, -len(node._saved_dims))
+    return name.startswith("TBackward")
+
+
+def _makes_a_number(node: Any, name: str) -> bool:
+    """A node that makes one number of a tensor, however it does."""
+    if name.startswith("torch::autograd::AccumulateGrad") or () not in _shapes(node):
+        return False
+    is_custom = isinstance(node, torch.autograd.function.BackwardCFunction)
+    return is_custom or any(shape for child in _children(node) for shape in _shapes(child))
+
+
+def _shapes(node: Any) -> list[tuple[int, ...]]:
+    """Of what a node's forward returned."""
+    return [tuple(one.shape) for one in getattr(node, "_input_metadata", [])]
+
+
+def _signed(number: int) -> int:
+    """torch shows a negative dimension as an unsigned number."""
+    return number - 2**64 if number >= 2**63 else number
+
+
+# ---- label smoothing -------------------------------------------------------------------------------------------------
+
+
+def _count_of_smoothed(leaves: list[Leaf]) -> Tensor | float | None:
+    """The count of torch's cross-entropy with label smoothing, whose two terms are means over the same targets."""
+    if len(leaves) != 2:
+        return None
+    plain, smooth = sorted(leaves, key=lambda leaf: not leaf.node.name().startswith("NllLoss"))
+    if not plain.node.name().startswith("NllLoss"):
+        return None
+    path = ("SumBackward0", "MaskedFillBackward", "NegBackward", "SumBackward1")
+    node = smooth.node
+    for name in path:
+        if node is None or not node.name().startswith(name):
+            return None
+        node = (_children(node) or [None])[0]
+    log_softmax = _log_softmax(node)
+    return plain.count if log_softmax is not None and log_softmax is _log_softmax(plain.node) else None
+
+
+def _log_softmax(node: Any) -> Any:
+    """The one from which a node was computed, in a few steps."""
+    for _ in range(5):
+        if node is None or node.name().startswith("LogSoftmaxBackward"):
+            return node
+        node = (_children(node) or [None])[0]
+    return None

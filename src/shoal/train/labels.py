@@ -1,0 +1,111 @@
+"""Models that take labels and compute a loss themselves, as those of transformers do, and their convention for labels.
+
+Some shift labels (the logits of token t are compared with label t + 1, in most causal language models), and others
+compare label t with logits t (masked language models, classifiers, most decoders of encoder-decoder models). Neither
+the class nor the declared `loss_type` is reliable: BartForCausalLM does not shift. So the first batch is given to the
+model with its labels, and the targets that its own loss was computed with, or its value, show the convention.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.data.batch import IGNORE
+from shoal.errors import ShoalError
+
+OWN_LOSS = "Run(loss=lambda model, batch: model(**batch).loss)"
+_SAME = ("ToCopyBackward", "CloneBackward", "AliasBackward", "ViewBackward")
+
+
+def shifted(labels: Tensor) -> Tensor:
+    """The label of the next token in the place of each; the last token has none.
+
+    >>> shifted(torch.tensor([[1, 2, -100, 4]]))
+    tensor([[   2, -100,    4, -100]])
+    """
+    return F.pad(labels[..., 1:], (0, 1), value=IGNORE)
+
+
+def takes_labels(model: nn.Module) -> bool:
+    """Whether `forward` has an argument `labels`."""
+    return "labels" in _parameters(model)
+
+
+def needs_labels(model: nn.Module) -> bool:
+    """Whether it has to be given labels even where its loss is not used: a decoder makes its inputs from them."""
+    label = _parameters(model).get("labels")
+    is_required = label is not None and label.default is inspect.Parameter.empty
+    return is_required or bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    base = getattr(model, "get_base_model", None)  # of an adapter around a model, whose forward takes anything
+    inner = base() if callable(base) else model
+    return inspect.signature(inner.forward).parameters
+
+
+def is_shifting(own: Tensor, logits: Tensor, labels: Tensor) -> bool | None:
+    """Whether a model's own loss compares logits with shifted labels; None: no label counts, so nothing can be seen.
+    Raise if it is the cross-entropy of neither."""
+    candidates = {False: labels} | ({True: shifted(labels)} if labels.dim() > 1 and logits.dim() > 2 else {})
+    counting = {is_shifted for is_shifted, one in candidates.items() if bool((one != IGNORE).any())}
+    if not counting:
+        return None
+    target = _target_of(own)
+    if target is not None:
+        for is_shifted, one in candidates.items():
+            sliced = labels[..., 1:] if is_shifted else one
+            if any(torch.equal(target, same.flatten().to(target)) for same in (one, sliced)):
+                return is_shifted
+    value = float(own.detach())
+    if math.isnan(value) and counting == {False} and True in candidates:  # the mean over no label
+        return True
+    wide = (logits if logits.dtype.itemsize >= 4 else logits.float()).flatten(0, -2).detach()
+    apart = {
+        is_shifted: abs(float(F.cross_entropy(wide, candidates[is_shifted].flatten().long())) - value)
+        for is_shifted in counting
+    }
+    nearest = min(apart, key=apart.__getitem__)
+    if not apart[nearest] <= 1e-4 * max(abs(value), 1e-3):
+        raise ShoalError(
+            f"the model's own loss of the first batch, {value:.6g}, is not the cross-entropy of its logits and the"
+            " labels, shifted or not: it has other terms, or leaves other labels out",
+            fix=OWN_LOSS,
+        )
+    return nearest
+
+
+def _target_of(loss: Tensor) -> Tensor | None:
+    """The targets of a mean cross-entropy without class weights; None: it is something else, or not known."""
+    node = loss.grad_fn
+    while node is not None and node.name().startswith(_SAME):
+        node = node.next_functions[0][0]
+    if node is None or not node.name().startswith("NllLoss"):
+        return None
+    is_plain = node._saved_reduction == 1 and node._saved_weight is None  # type: ignore[attr-defined]
+    if not is_plain or node._saved_ignore_index % 2**64 != IGNORE % 2**64:  # type: ignore[attr-defined]
+        return None
+    target: Tensor = node._saved_target.flatten()  # type: ignore[attr-defined]
+    return target
+
+
+def refuse_shifted_twice(inputs: Any, labels: Tensor) -> None:
+    """Labels that are the next tokens already, for a model that shifts them."""
+    for tokens in inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple) else [inputs]:
+        if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.shape != labels.shape:
+            continue
+        counts = labels[..., :-1] != IGNORE
+        is_next = bool((labels[..., :-1] == tokens[..., 1:])[counts].all()) and int(counts.sum()) > 1
+        if is_next and not bool((labels == tokens)[labels != IGNORE].all()):
+            raise ShoalError(
+                "these labels are the tokens shifted by one already, and the model shifts labels itself: it would learn"
+                " to predict the token after the next",
+                fix="labels = input_ids.clone(), with -100 for what does not count",
+            )

@@ -1,0 +1,193 @@
+"""Models of transformers keep their convention for labels: the loss and every gradient are those of
+`model(**whole_batch).loss`, whatever the ranks and microbatches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal import ShoalError
+from shoal.blueprint.plan import Plan
+from shoal.comm.world import World
+from shoal.train.objective import LabelRule
+from shoal.train.refuse import rule_under
+from shoal.train.run import Run
+from tests.dist.pool import Pool
+
+transformers = pytest.importorskip("transformers")
+
+VOCABULARY, TOKENS = 41, 7
+SMALL = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+HEADS = {"num_attention_heads": 2}
+CAUSAL = ["gpt2", "llama"]
+ZERO = ("key.bias", "k_proj.bias")  # softmax cancels what a bias of keys adds: these gradients are rounding alone
+
+
+def build(kind: str) -> nn.Module:
+    """Tiny, without dropout, in float64."""
+    torch.manual_seed(3)
+    t = transformers
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    if kind == "gpt2":
+        config = t.GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=16)
+        config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+        model = t.GPT2LMHeadModel(config)
+    elif kind == "llama":
+        model = t.LlamaForCausalLM(t.LlamaConfig(**SMALL, **HEADS, max_position_embeddings=16))
+    elif kind.startswith("bert"):
+        config = t.BertConfig(**SMALL, **HEADS, **no_dropout, max_position_embeddings=16, num_labels=3)
+        classes = {"mlm": t.BertForMaskedLM, "tokens": t.BertForTokenClassification}
+        classes |= {"sequence": t.BertForSequenceClassification, "qa": t.BertForQuestionAnswering}
+        model = classes[kind.partition(" ")[2]](config)
+    elif kind == "t5":
+        sizes = {"d_model": 16, "d_ff": 32, "d_kv": 8, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
+        model = t.T5ForConditionalGeneration(t.T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **sizes))
+    else:  # of the name of a causal language model, and it does not shift
+        sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "decoder_ffn_dim": 32, "dropout": 0.0}
+        heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32}
+        config = t.BartConfig(vocab_size=VOCABULARY, max_position_embeddings=16, **sizes, **heads)
+        model = {"bart": t.BartForConditionalGeneration, "bart decoder": t.BartForCausalLM}[kind](config)
+    return model.double()
+
+
+def batch(kind: str) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(2, VOCABULARY, (8, TOKENS), generator=generator)
+    labels = ids.clone()
+    for row in range(8):  # ragged: of the first two samples few labels count
+        labels[row, : 5 - row] = -100
+    labels[0] = -100
+    padded = torch.ones_like(ids)
+    padded[5:, -2:] = 0
+    labels[5:, -2:] = -100
+    if kind == "bert sequence":
+        labels = ids[:, 0] % 3
+    elif kind == "bert tokens":
+        labels = torch.where(labels == -100, labels, labels % 3)
+    return {"input_ids": ids, "attention_mask": padded, "labels": labels}
+
+
+def expected(kind: str, whole: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Plain transformers, but for its casts to float32 in norms and before the loss."""
+    model = build(kind)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "float", Tensor.double)
+        loss = model(**whole).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def one_step(world: World, kind: str, plan: str, own: bool = False) -> tuple[float, float, float, dict[str, Tensor]]:
+    """The loss of an evaluation before it, of the step and of the next one, and the gradients of the second."""
+    options: dict[str, Any] = {"loss": lambda model, batch: model(**batch).loss} if own else {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "float", Tensor.double)
+        run = Run(f"fp64 {plan}", world=world, **options)
+        model = build(kind)
+        run.prepare(model)
+        run.prepare(torch.optim.SGD(run.parameters, lr=0.0))
+        whole = batch(kind)
+        share = 8 // run.degree
+        mine = {name: value[run.coordinate * share :][:share] for name, value in whole.items()}
+        first = run.evaluate([mine])
+        loss = run.step(mine).item()
+        found: dict[str, Tensor] = {}
+        run.on_gradients = lambda: found.update({n: g for n, g in run.composed.whole("gradient") if g is not None})
+        run.step(mine)
+        assert run.report is not None
+        return first, loss, run.report.loss.item(), found
+
+
+def assert_same(kind: str, results: list[Any]) -> None:
+    loss, gradients = expected(kind, batch(kind))
+    for first, second, third, found in results:
+        assert [first, second, third] == pytest.approx([loss.item()] * 3, rel=1e-12)
+        if found:
+            for name, gradient in gradients.items():
+                is_zero = name.endswith(ZERO)
+                assert is_zero == bool(gradient.norm() < 1e-12), name
+                apart = float((found[name] - gradient).norm() / (1.0 if is_zero else gradient.norm()))
+                assert apart <= 1e-12, f"{name}: {apart:.1e}"
+    assert results[0][3]
+
+
+@pytest.mark.parametrize("kind", [*CAUSAL, "bert mlm", "bert tokens", "bert sequence", "t5", "bart", "bart decoder"])
+def test_a_models_convention_for_labels_is_kept(pool: Pool, kind: str) -> None:
+    assert_same(kind, pool.run(one_step, 1, kind, ""))
+    assert_same(kind, pool.run(one_step, 1, kind, "mb=3"))
+
+
+@pytest.mark.parametrize("plan", ["mb=2", "zero=3 mb=3"])
+@pytest.mark.parametrize("kind", CAUSAL)
+def test_labels_are_counted_after_the_shift_on_every_rank(pool: Pool, kind: str, plan: str) -> None:
+    assert_same(kind, pool.run(one_step, 2, kind, plan))
+
+
+@pytest.mark.parametrize(("size", "plan"), [(1, "mb=2"), (2, "mb=3"), (2, "zero=2 mb=1")])
+def test_the_models_own_loss_is_divided_by_what_it_counts(pool: Pool, size: int, plan: str) -> None:
+    assert_same("gpt2", pool.run(one_step, size, "gpt2", plan, True))
+
+
+@pytest.mark.parametrize("kind", CAUSAL)
+def test_the_first_loss_is_that_of_transformers(kind: str) -> None:
+    model = build(kind).float()
+    whole = batch(kind)
+    theirs = model(**whole).loss.item()
+    with Run("fp32 mb=3", device="cpu") as run:
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert run.step(whole).item() == pytest.approx(theirs, rel=1e-6)
+
+
+def test_random_tokens_cannot_be_learned() -> None:
+    """Labels that are the inputs were compared with the logits of the same token, and the model learned to copy."""
+    model = build("gpt2")
+    with Run("fp32", device="cpu") as run:
+        run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(25):
+            ids = torch.randint(VOCABULARY, (16, TOKENS), generator=generator)
+            loss = run.step({"input_ids": ids, "labels": ids})
+    assert loss.item() > 3.3  # ln 41 is 3.7
+
+
+def refused(kind: str, data: Any, said: str, change: Any = None) -> None:
+    model = build(kind)
+    if change is not None:
+        change(model)
+    with Run("fp32 mb=2", device="cpu") as run:
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(ShoalError, match=said):
+            run.step(data)
+
+
+def test_labels_that_are_shifted_already_are_rejected() -> None:
+    ids = torch.randint(2, VOCABULARY, (4, TOKENS + 1), generator=torch.Generator().manual_seed(0))
+    refused("gpt2", (ids[:, :-1], ids[:, 1:]), "shifted by one already")
+    refused("llama", {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}, "shifted by one already")
+
+
+def test_a_loss_that_is_not_cross_entropy_is_rejected() -> None:
+    def smooth(model: Any) -> None:
+        model.loss_function = lambda logits, labels, **_: F.cross_entropy(
+            logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=0.1
+        )
+
+    refused("gpt2", batch("gpt2"), r"the model's own loss .* is not the cross-entropy", smooth)
+    ids = batch("gpt2")["input_ids"]
+    refused("bert sequence", {"input_ids": ids, "labels": torch.rand(8)}, "whole numbers as labels")
+    refused("bert sequence", {"input_ids": ids, "labels": torch.rand(8, 3)}, "whole numbers as labels")
+    refused(
+        "bert qa", {"input_ids": ids, "start_positions": ids[:, 0] % 4, "end_positions": ids[:, 1] % 4}, "no labels"
+    )
+
+
+@pytest.mark.parametrize("words", ["pp=2 mb=1", "cp=2"])
+def test_where_the_models_own_loss_cannot_be_seen_it_is_rejected(words: str) -> None:
+    plan = Plan.parse(words).resolve(2)
+    with pytest.raises(ShoalError, match=words.partition(" ")[0]):
+        rule_under(plan, LabelRule.of(build("gpt2")))
+    assert rule_under(plan, LabelRule.of(nn.Linear(2, 2))).is_shifted is False
