@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 BAD_INPUT = 2
@@ -50,7 +51,7 @@ class ShoalError(ValueError):
         return "\n".join([head, *("  " + str(p).replace("\n", "\n  ") for p in self.problems)])
 
     def __reduce__(self) -> tuple[object, ...]:  # keyword arguments do not survive pickling by default
-        return _rebuild, (type(self), self.problems, self.title)
+        return _rebuild, (type(self), self.problems, self.title), self.__dict__.copy()
 
 
 def _rebuild(kind: type[ShoalError], problems: tuple[Problem, ...], title: str) -> ShoalError:
@@ -63,6 +64,16 @@ class RunFailed(ShoalError):
     exit_code = RUN_FAILED
     may_pass = False
     """Whether it may go well the next time."""
+    saved_step: int | None = None
+    """The newest step that the workers had saved; None: none, or not known."""
+    cause: str = ""
+    """The exception of the worker, with the step in which it was raised; empty: there is none."""
+
+
+class LostPeer(RunFailed):
+    """A rank waited for another one in vain: that one has stopped, has died, or is slower than `launch.timeout`."""
+
+    may_pass = True
 
 
 def raise_if(problems: Iterable[Problem], title: str = "") -> None:
@@ -88,8 +99,34 @@ def needs(module: str, *, what: str, extra: str, package: str = "") -> Any:
     except ImportError as error:
         raise ShoalError(
             f"{what} needs the package {package or module}, which is not installed ({error})",
-            fix=f"pip install 'shoal[{extra}]'",
+            fix=to_install(extra),
         ) from error
+
+
+def to_install(extra: str) -> str:
+    """The command that installs what an extra of shoal needs. No registry has shoal itself: in a clone the extra is
+    that of the clone, and anywhere else its packages are named."""
+    clone = Path(__file__).parents[2]
+    if (clone / "pyproject.toml").is_file():
+        return f"pip install -e '{clone}[{extra}]'"
+    from importlib import metadata  # which takes a while to load, and is seldom needed
+
+    try:
+        needed = [text for text in metadata.requires("shoal") or () if _is_of(text, extra)]
+    except metadata.PackageNotFoundError:
+        needed = []
+    packages = " ".join(f"'{text.partition(';')[0].strip()}'" for text in needed)
+    return f"pip install {packages}" if packages else f"pip install -e '.[{extra}]', in a clone of shoal"
+
+
+def _is_of(requirement: str, extra: str) -> bool:
+    """Whether a requirement of a distribution, as its metadata has it, is one of an extra.
+
+    >>> _is_of("wandb>=0.17; extra == 'wandb'", "wandb"), _is_of("torch>=2.11", "wandb")
+    (True, False)
+    """
+    marker = requirement.partition(";")[2].replace('"', "'")
+    return f"extra == '{extra}'" in marker
 
 
 def listed(words: Iterable[object]) -> str:

@@ -45,6 +45,8 @@ ROUNDS = 5
 """How often a reading is taken. The fastest counts: what disturbs a machine only ever makes it slower."""
 PARTS = 100
 """A reading takes this part of all the time, if it can."""
+LEAST = 0.02
+"""Seconds that a reading may always take: what is short is measured several times, however little time there is."""
 LONGEST = 50
 """A product that would take more than this part of all the time is left out, and so are larger ones."""
 
@@ -122,7 +124,7 @@ def calibrate(
     """
     num_cuda = 0 if device == "cpu" else torch.cuda.device_count()
     num_ranks = nproc or num_cuda or 2
-    arguments = (device, seconds, quiet)
+    arguments = (device, seconds, quiet, time.monotonic())  # a clock that all processes of a machine share
     if num_ranks > 1:
         return launch(measure, arguments, nproc=num_ranks)[0]
     try:
@@ -133,15 +135,14 @@ def calibrate(
 
 
 def measure(
-    placement: Placement | None, store: dist.Store | None, device: str, seconds: float, quiet: bool
+    placement: Placement | None, store: dist.Store | None, device: str, seconds: float, quiet: bool, began: float
 ) -> Readings:
-    """What one rank does; every rank returns the same."""
-    began = time.perf_counter()
+    """What one rank does; every rank returns the same. The seconds count from when ranks began to be started."""
     with World.start(placement, device=device, store=store) as world, warnings.catch_warnings():
         hush(world.device)
         is_cuda = world.device.type == "cuda"
         context = 0.0 if is_cuda else _resident_after_a_step(world)
-        bench = Bench(world, seconds, _progress(world, quiet))
+        bench = Bench(world, seconds, _progress(world, quiet), began=began)
         with bench.progress:
             bench.run()
         return Readings(
@@ -155,7 +156,7 @@ def measure(
             host=socket.gethostname(),
             torch=torch.__version__,
             date=date.today().isoformat(),
-            took=time.perf_counter() - began,
+            took=time.monotonic() - began,
         )
 
 
@@ -168,6 +169,14 @@ class Bench:
     """For everything."""
     progress: Progress
     readings: list[Reading] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
+    until: float = 0.0
+    """When the part that is being measured should be over, in seconds from the beginning."""
+    num_left: int = PARTS
+    """Readings of it that are still to be taken."""
+
+    def __post_init__(self) -> None:
+        self.until = self.until or self.seconds
 
     @property
     def device(self) -> torch.device:
@@ -182,16 +191,20 @@ class Bench:
     def run(self) -> None:
         """Measure everything."""
         words = self.precisions()
-        parts: list[tuple[str, Callable[[], None]]] = [
-            *((f"products in {word}", partial(self.products, word)) for word in words),
-            ("attention", self.attention),
-            ("memory", self.memory),
-            ("a block", self.blocks),
-            ("messages", self.messages),
+        attended = len([word for word in self.sizes.attended if _supports(self.device, word)])
+        parts: list[tuple[str, int, Callable[[], None]]] = [
+            *((f"products in {word}", len(self.sizes.products), partial(self.products, word)) for word in words),
+            ("attention", attended * len(self.sizes.attention), self.attention),
+            ("memory", 2, self.memory),
+            ("a block", 2, self.blocks),
+            ("messages", 4 * len(self.sizes.messages), self.messages),
         ]
         task = self.progress.add_task("", total=len(parts))
-        for name, measure_part in parts:
+        for number, (name, count, measure_part) in enumerate(parts):
             self.progress.update(task, description=name)
+            elapsed = self.elapsed()
+            self.until = elapsed + max(0.0, self.seconds - elapsed) / (len(parts) - number)
+            self.num_left = count
             measure_part()
             self.progress.advance(task)
 
@@ -206,8 +219,13 @@ class Bench:
         last: Reading | None = None
         for rows, columns, inner in self.sizes.products:
             flops = 2.0 * rows * columns * inner
-            if last is not None and flops / last.rate > self.seconds / LONGEST:
-                return
+            if last is not None:
+                expected = flops / last.rate
+                # It is computed at least twice: to warm up, and to be timed. A rate is fitted to several, so short
+                # ones are always taken.
+                left = max(2 * LEAST, self.until - self.elapsed())
+                if expected > self.seconds / LONGEST or 2 * expected > left:
+                    return
             multiply = _product(rows, columns, inner, precision, self.device)
             size, traffic = BYTES[precision], rows * inner + inner * columns + rows * columns
             last = self.take(
@@ -263,10 +281,13 @@ class Bench:
         self.world.barrier()
         self.timed(work, 1)  # allocates, compiles, connects
         once = self.slowest(self.timed(work, 1))
-        limit = self.seconds / PARTS
-        rounds = ROUNDS if once * ROUNDS < 4 * limit else 1
+        left = max(0.0, self.until - self.elapsed()) / max(1, self.num_left)
+        limit = max(LEAST, min(self.seconds / PARTS, left))
+        self.num_left -= 1
         number = max(1, int(limit / ROUNDS / once))
-        seconds = self.slowest(min(self.timed(work, number) / number for _ in range(rounds)))
+        rounds = min(ROUNDS, int(limit / once / number))  # 0: there is no time for more than the one that is known
+        seconds = min([once, *(self.timed(work, number) / number for _ in range(rounds))])
+        seconds = self.slowest(seconds)
         reading = Reading(what=what, size=size, precision=precision, seconds=seconds, flops=flops, traffic=traffic)
         self.readings.append(reading)
         return reading
@@ -279,6 +300,10 @@ class Bench:
             work()
         _synchronize(self.device)
         return time.perf_counter() - start
+
+    def elapsed(self) -> float:
+        """Seconds since the beginning, the same on all ranks."""
+        return self.slowest(time.monotonic() - self.began)
 
     def slowest(self, seconds: float) -> float:
         """Of all ranks."""

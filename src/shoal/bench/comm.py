@@ -350,7 +350,7 @@ def _places(world: World, node: int, ask: Ask) -> list[Place]:
     if sizes[0] == 1:
         return [across]
     timeout = timedelta(seconds=world.timeout)
-    groups = [dist.new_group(ranks, backend=ask.backend, timeout=timeout) for ranks in hosts]
+    groups = [world.new_group(ranks, backend=ask.backend, timeout=timeout) for ranks in hosts]
     mine = next(group for group, ranks in zip(groups, hosts, strict=True) if world.rank in ranks)
     keep_after_closing(mine)
     return [Place(tier="within", group=mine, node=None, hop=1), across]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 from shoal.errors import BAD_INPUT, ShoalError, nearest
+from shoal.launch.leaving import leave_in_time
 from shoal.version import __version__
 
 VERBS = {
@@ -21,6 +23,9 @@ VERBS = {
     "checkpoint": "look at checkpoints, prove them, compare them, and take them to other formats and back",
     "schema": "print the JSON schema of a recipe, for editors",
 }
+
+_LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
+"""`python -m torch.distributed.launch` adds this word to every command. It also sets LOCAL_RANK, which is read."""
 
 HELP = """\
 usage: shoal VERB [options]
@@ -36,7 +41,11 @@ exit codes: 0 done, 1 the answer is no, 2 bad input, 3 the run failed, 130 inter
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:  # the process is for this command alone, and ends with it
+        ended_with = main(sys.argv[1:])
+        leave_in_time(ended_with, who=f"shoal {' '.join(sys.argv[1:2])}")
+        return ended_with
+    words = [word for word in arguments if not _LOCAL_RANK.fullmatch(word)]
     verb = words[0] if words else "--help"
     if verb in ("-h", "--help", "help"):
         width = max(map(len, VERBS))

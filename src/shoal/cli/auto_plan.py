@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.backtest.rows import append
-from shoal.blueprint.cluster import GIB, Cluster, here_file
+from shoal.blueprint.cluster import GIB, Cluster, is_measured_here
 from shoal.blueprint.habits import shoal_habits
 from shoal.blueprint.narrow_weights import refuse_narrow_weights
 from shoal.blueprint.recipe import Recipe
@@ -42,11 +42,27 @@ def planned(recipe: Recipe, num_ranks: int, per_node: int) -> tuple[Recipe, Verd
     refuse_contradictions(task, recipe.plan)
     best = search(task, recipe.plan, keep=1).best
     if not best:
-        helps = "; or ".join(one for one in remedies(task, recipe.plan) if not one.startswith("--cluster"))
+        helps = "; or ".join(_helping(recipe, task))
         what = f"no plan fits {workload.name} on {num_ranks} x {task.cluster.device.name} (predicted)"
         raise ShoalError(what, fix=helps or "a smaller model")
     chosen = {"plan": best[0].plan, "run": recipe.run.model_copy(update={"planned": False})}  # now it is said
     return recipe.model_copy(update=chosen), best[0]
+
+
+def _helping(recipe: Recipe, task: Task) -> Iterator[str]:
+    """Settings of `shoal train`, each with the plan that fits then."""
+    for change in remedies(task, recipe.plan):
+        ((name, value),) = change.items()
+        plan, there = recipe.plan, task
+        if name == "states":
+            there, flag = replace(task, habits=task.habits.with_narrow_moments()), f"--optim.states {value}"
+        elif name == "seq":
+            there, flag = replace(task, sequence=value), f"--data.sequence {value}"
+        else:
+            plan = replace(plan, **change)
+            flag = f'--plan "auto {plan}"'
+        if best := search(there, plan, keep=1).best:
+            yield f"{flag}: {best[0].plan.brief()} takes {best[0].memory.total / GIB:.1f} GiB"
 
 
 def note(recipe: Recipe, summary: Mapping[str, Any], path: Path) -> None:
@@ -142,7 +158,7 @@ def cluster_for(device: str) -> Cluster:
     import torch
 
     is_cpu = device == "cpu" or not torch.cuda.is_available()
-    if here_file().exists() and (here := Cluster.parse("here")).device.is_host == is_cpu:
+    if is_measured_here() and (here := Cluster.parse("here")).device.is_host == is_cpu:
         return here
     if device != "cpu" and torch.cuda.is_available():
         return Cluster.parse(preset_of(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import tyro
 
 from shoal.bench.timings import BUILTIN, CHOICES
-from shoal.blueprint.cluster import Cluster, here_file
+from shoal.blueprint.cluster import Cluster, is_measured_here
 from shoal.blueprint.collective_algorithms import KINDS, Kind
 from shoal.cli import bench_compress
 from shoal.cli import bench_report as report
@@ -219,7 +219,7 @@ def _problems_of_file(path: Path | None, ending: str) -> list[Problem]:
 
 def _known_cluster(options: Comm, ranks: int) -> Cluster:
     """Whose devices the measured links are put between."""
-    return Cluster.parse(options.cluster or ("here" if here_file().exists() else f"cpu:{ranks}"))
+    return Cluster.parse(options.cluster or ("here" if is_measured_here() else f"cpu:{ranks}"))
 
 
 def _measured(options: Comm, sizes: tuple[int, ...], place: Placement | None, ranks: int) -> Found:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
-from shoal.blueprint.cluster import Cluster, here_file
+from shoal.blueprint.cluster import Cluster, here_file, is_measured_here
 from shoal.comm.environment import read_environment
 from shoal.errors import Problem, ShoalError, raise_if
 
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from shoal.bench.readings import Readings
+
+
+LONGER = 1.3
+"""Times the seconds that were asked for, beyond which it is said why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +46,7 @@ class Calibrate:
     """auto: GPUs, if there are any."""
 
     seconds: float = 60.0
-    """About how long to measure. Shorter is less exact."""
+    """How long to measure. Shorter is less exact; everything is measured once at least, however long it takes."""
 
     json: bool = False
     """Print one JSON object and nothing else on stdout."""
@@ -73,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(_mapping(found, cluster, path)), file=out)
     else:
-        _show(found, cluster, path)
+        _show(found, cluster, path, options.seconds)
     return 0
 
 
@@ -97,7 +101,9 @@ def _writable(out: Path | None) -> Path:
         if out is None:
             path.parent.mkdir(parents=True, exist_ok=True)
         is_fine = (
-            path.parent.is_dir() and not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
+            path.parent.is_dir()
+            and (path.is_file() or not path.exists())
+            and os.access(path if path.exists() else path.parent, os.W_OK)
         )
     except OSError:
         is_fine = False
@@ -141,7 +147,7 @@ def _errors(found: Readings, cluster: Cluster) -> dict[str, float]:
 # ---- the tables -----------------------------------------------------------------------------------------------------
 
 
-def _show(found: Readings, cluster: Cluster, path: Path) -> None:
+def _show(found: Readings, cluster: Cluster, path: Path, seconds: float) -> None:
     from rich.console import Console
 
     console = Console(file=sys.stdout)
@@ -152,6 +158,15 @@ def _show(found: Readings, cluster: Cluster, path: Path) -> None:
         console.print(other_table(found, cluster))
     print(drawn.get(), end="")
     print(f"measured in {found.took:.0f} s and written to {path}; use it with --cluster {_said(path)}")
+    if note := _took_longer(found.took, seconds):
+        print(note)
+
+
+def _took_longer(took: float, seconds: float) -> str:
+    """Why it took longer than was asked for, if it did."""
+    if took <= LONGER * seconds:
+        return ""
+    return f"--seconds {seconds:g} is less than this machine needs: each thing was measured once, in {took:.0f} s"
 
 
 def products_table(found: Readings, cluster: Cluster) -> Table:
@@ -236,4 +251,4 @@ def _figure(number: float, thousand: int = 1000) -> str:
 
 
 def _said(path: Path) -> str:
-    return "here" if path == here_file() else str(path)
+    return "here" if is_measured_here() and path == here_file() else str(path)

@@ -43,7 +43,7 @@ class Options:
 
     cluster: str = "here"
     """A preset with its size (h100:8x16 are 16 nodes of 8), a YAML file, or here: what `shoal calibrate`
-    has measured."""
+    has measured. The last two take a size as well: here:4, lab.yaml:8x2."""
 
     seq: int | None = None
     """Tokens of a sample. None: as many as the model takes, at most 8192."""
@@ -96,6 +96,13 @@ class Options:
     price: float | None = None
     """Money for one device and one hour."""
 
+    learning_rate: float | None = None
+    """A learning rate that suits batches of --base-batch samples. A warning follows where the global batch is at least
+    twice or at most half of that."""
+
+    base_batch: int | None = None
+    """Samples of a step for which --learning-rate was chosen."""
+
     hidden: int | None = None
     layers: int | None = None
     heads: int | None = None
@@ -142,6 +149,10 @@ def task_of(options: Options) -> Task:
     )
     if options.price is not None and options.price < 0:
         raise ShoalError(f"--price {options.price} is below 0", fix="--price 2.5, for one device and one hour")
+    if (options.learning_rate is None) != (options.base_batch is None):
+        raise ShoalError(
+            "--learning-rate and --base-batch must be given together", fix="--learning-rate 3e-4 --base-batch 256"
+        )
     return Task(
         workload=workload,
         cluster=cluster,
@@ -191,6 +202,9 @@ def workload_of(options: Options) -> Workload:
         model, inputs = load(options.model, sequence=options.seq)
         return workload_of(model, inputs, name=options.model, precision=wanted_of(options)["precision"])
     named = Workload.of(options.model)
+    if said and not named.is_transformer:
+        what = f"{options.model} is no transformer, and --{next(iter(said))} is a dimension of one"
+        raise ShoalError(what, fix="leave it out")
     return named.resized(**said) if said else named
 
 

@@ -11,10 +11,12 @@ from shoal.blueprint.explain import Laws, Move, Scale, Thumb, laws, moves, rules
 from shoal.blueprint.lint import Lint, lint
 from shoal.blueprint.neighbours import Rejected, neighbours
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.remedies import refuse_contradictions, remedies
-from shoal.blueprint.search import Found, search
+from shoal.blueprint.remedies import AS_OPTIONS, refuse_contradictions
+from shoal.blueprint.search import Found, search, tradeoffs
 from shoal.blueprint.task import Task, Verdict
+from shoal.blueprint.workload import Workload
 from shoal.cli.amounts import count_of
+from shoal.cli.plan_remedies import Remedy, given, suggestions
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -95,9 +97,15 @@ class Answer:
     found: Found
     best: list[Choice]
     by: str = "time"
+    top: int = 5
+    """Plans that were asked for."""
+    assumed: dict[str, str] = field(default_factory=dict)
+    """Dimensions of the model that were not given → what was taken, and why."""
     rejected: list[Rejected] = field(default_factory=list)
     lints: list[Lint] = field(default_factory=list)
-    remedies: list[str] = field(default_factory=list)
+    remedies: list[Remedy] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    """Why plans that were asked for, and that fit, cannot be run."""
     way: list[Move] = field(default_factory=list)
     laws: Laws | None = None
     scaling: list[Scale] = field(default_factory=list)
@@ -109,22 +117,25 @@ class Answer:
 
 def answer(task: Task, wanted: Mapping[str, Any], options: Options) -> Answer:
     """Search, and say why."""
-    refuse_contradictions(task, Plan.of(wanted))
+    refuse_contradictions(task, Plan.of(wanted), AS_OPTIONS)
     found = search(task, wanted, keep=options.top, by=options.by)
     choices = [Choice(task, verdict) for verdict in found.best]
     if options.by == "money":
         choices = _cheapest(task, wanted, options.top)
-    told = Answer(task, found, choices, options.by)
+    told = Answer(task, found, choices, options.by, options.top, assumed(options, task.workload))
     if options.tokens is not None:
         told.tokens = count_of(options.tokens)
     if not choices:
-        told.remedies = list(remedies(task, Plan.of(wanted)))
+        told.refused = list(found.refused) if given(options) else []
+        told.remedies = suggestions(options, task, dict(wanted), is_refused=bool(told.refused))
         return told
     first = choices[0]
     told.command = _command(first, options)
     told.rejected = neighbours(first.task, first.verdict)
-    told.lints = lint(first.task, first.verdict.plan)
-    told.thumbs = rules_of_thumb(first.task, first.verdict) if options.by == "time" else []
+    told.lints = lint(
+        first.task, first.verdict.plan, learning_rate=options.learning_rate, base_batch=options.base_batch
+    )
+    told.thumbs = rules_of_thumb(first.task, first.verdict, wanted) if options.by == "time" else []
     if options.explain:
         told.way = moves(first.task, first.verdict.plan)
         told.laws = laws(first.task, first.verdict)
@@ -167,10 +178,12 @@ def to_mapping(told: Answer) -> dict[str, Any]:
         "is_measured_cluster": task.cluster.is_measured,
         "sequence": task.sequence,
         "global_batch": task.global_batch,
+        "assumed": told.assumed,
         "room_gib": round(task.room / GIB, 3),
         "num_judged": told.found.num_judged,
         "num_too_large": told.found.num_too_large,
         "plans": [choice.to_mapping() for choice in told.best],
+        "why_fewer": why_fewer(told),
         "command": told.command,
         "frontier": [Choice(task, verdict).to_mapping() for verdict in told.found.frontier],
         "rejected": [one.to_mapping() for one in told.rejected],
@@ -178,8 +191,8 @@ def to_mapping(told: Answer) -> dict[str, Any]:
         "rules_of_thumb": [{"rule": one.rule, "agrees": one.agrees, "why": one.why} for one in told.thumbs],
     }
     if not told.best:
-        said["remedies"] = told.remedies
-        said["refused"] = [{"what": what, "fix": fix} for what, fix in told.found.refused.items()]
+        said["remedies"] = [str(remedy) for remedy in told.remedies]
+        said["refused"] = told.refused
         said["smallest"] = None if told.found.smallest is None else Choice(task, told.found.smallest).to_mapping()
     if told.way:
         said["explain"] = [move.to_mapping() for move in told.way]
@@ -224,6 +237,9 @@ def render(console: Console, told: Answer) -> None:
         f" {task.global_batch:,} samples{what} a step",
         highlight=False,
     )
+    if told.assumed:
+        taken = ", ".join(f"--{name.replace('_', '-')} {what}" for name, what in told.assumed.items())
+        console.print(f"assumed: {taken}", highlight=False)
     measured = "measured on this machine" if task.cluster.is_measured else "from datasheets and published runs"
     if task.cluster.num_devices > 1 and not task.cluster.device.is_host:
         measured += ", and shoal was never run on several GPUs"
@@ -242,6 +258,8 @@ def render(console: Console, told: Answer) -> None:
         columns.append(f"{'device-hours' if task.cluster.price is None else 'money'}/B {unit}")
         rows = [[*row, _cost(choice)] for row, choice in zip(rows, told.best, strict=True)]
     _table(console, "", columns, rows)
+    if reason := why_fewer(told):
+        console.print(f"[dim]{reason}[/dim]\n", highlight=False)
     if told.by == "money" and task.cluster.price is not None:
         console.print(f"[dim]at {task.cluster.price:g} for one device and one hour; --price says another[/dim]\n")
     fastest = min(told.best, key=lambda choice: choice.verdict.time.total)
@@ -254,10 +272,9 @@ def render(console: Console, told: Answer) -> None:
         f" {saved.copied / GIB:,.1f} GiB of it in host memory[/dim]\n",
         highlight=False,
     )
-    frontier = told.found.frontier[:TOLD_FRONTIER]
-    if len(frontier) > 1:
-        rows = [[v.plan.brief(), f"{v.memory.total / GIB:.1f}", seconds(v.time.total)] for v in frontier]
-        _table(console, "less memory for more time", ["plan", "GiB", "step"], rows)
+    for label, plans in _tradeoffs(told).items():
+        rows = [[one.plan.brief(), f"{one.memory.total / GIB:.1f}", seconds(one.time.total)] for one in plans]
+        _table(console, label, ["plan", "GiB", "step"], rows)
     rows = [[one.move, one.reason] for one in told.rejected]
     _table(console, "why not", ["one thing else", "then"], rows)
     for thumb in told.thumbs:
@@ -284,13 +301,48 @@ def _render_nothing(console: Console, told: Answer) -> None:
             highlight=False,
         )
         _render_causes(console, least)
-    for what, fix in list(told.found.refused.items())[:3]:
-        console.print(
-            f"refused: {what}\n    fix: {fix.splitlines()[0]}{' or --eager' * told.task.compiles}", highlight=False
-        )
+    for what in told.refused[:3]:
+        console.print(f"refused: {what}", highlight=False)
     console.print("what would help:" if told.remedies else "nothing that was tried would help", highlight=False)
     for remedy in told.remedies:
         console.print(f"  {remedy}", highlight=False)
+
+
+def _tradeoffs(told: Answer) -> dict[str, list[Verdict]]:
+    """Other plans by what they give for what. Those of the whole cluster are not compared with a plan of a part."""
+    first = told.best[0]
+    if first.devices != told.task.cluster.num_devices:
+        return {}
+    found = tradeoffs(first.verdict, told.found.frontier)
+    return {label: plans[:TOLD_FRONTIER] for label, plans in found.items()}
+
+
+def why_fewer(told: Answer) -> str:
+    """Why there are fewer plans than were asked for; empty if there are as many."""
+    count = len(told.best)
+    if not count or count >= told.top:
+        return ""
+    shown = f"{count} plan{'s' * (count > 1)} instead of {told.top}"
+    if told.by == "money":
+        return f"{shown}: of each number of devices, the two best that fit"
+    if left_out := told.found.num_left_out:
+        others = f"{left_out} other layout{'s' * (left_out > 1)}"
+        return f"{shown}: {others} would fit, and one of these matches each in time, memory and simplicity within 5 %"
+    return f"{shown}: no other layout fits"
+
+
+def assumed(options: Options, workload: Workload) -> dict[str, str]:
+    """Dimensions that were assumed, of a model that is given by its dimensions."""
+    if options.model is not None:
+        return {}
+    reasons = {
+        "ffn": "4 x hidden, with a gate",
+        "vocabulary": "a usual one",
+        "kv_heads": "as many as heads",
+        "expert_ffn": "as wide as ffn",
+    }
+    names = [name for name in reasons if getattr(options, name) is None and (name != "expert_ffn" or workload.experts)]
+    return {name: f"{getattr(workload, name)} ({reasons[name]})" for name in names}
 
 
 def _render_causes(console: Console, verdict: Verdict) -> None:

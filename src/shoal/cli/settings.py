@@ -15,6 +15,7 @@ import tyro
 
 from shoal.blueprint.duration import Duration
 from shoal.blueprint.elsewhere import ELSEWHERE
+from shoal.blueprint.flags_elsewhere import instead_of
 from shoal.blueprint.recipe import Recipe
 from shoal.blueprint.settings import load_recipe
 from shoal.errors import Problem, nearest, raise_if
@@ -23,6 +24,8 @@ Options = TypeVar("Options")
 
 # Settings that are typed so often that they have a short name.
 SHORT = {"nproc": "launch.nproc", "device": "launch.device", "plan": "plan"}
+USUAL = {"resume": "latest"}
+"""Values of a verb's own options, to be proposed where one is missing."""
 
 
 def parse(kind: type[Options], arguments: Sequence[str], *, prog: str) -> tuple[Options, Recipe]:
@@ -52,12 +55,17 @@ def _sort(words: list[str], own: dict[str, Any]) -> tuple[list[str], list[tuple[
         elif (option := name.replace("-", "_")) in own:
             others.append(word)
             problems += [Problem(f"--{name} takes no value", f"--{name}")] if equals and own[option] == "bool" else []
+            if own[option] != "bool" and not equals and (not words or words[0].startswith("--")):
+                problems.append(Problem(f"--{name} has no value", f"--{name} {USUAL.get(option, 'VALUE')}"))
         else:
             name = SHORT.get(name, name)
             if not equals and _is_list(name):
                 equals, value = "=", _list_of(words)
             elif not equals and words and not words[0].startswith("--"):
                 equals, value = "=", words.pop(0)
+            if instead := _of_another_system(name, value):
+                problems.append(Problem(f"there is no option --{name}", instead))
+                continue
             problems += [] if equals or _may_stand_alone(name) else [_without_value(name)]
             near = nearest(option, own) if "." not in name and name not in SHORT.values() else None
             if near is not None and ELSEWHERE.get(option) is None:
@@ -66,6 +74,14 @@ def _sort(words: list[str], own: dict[str, Any]) -> tuple[list[str], list[tuple[
                 overrides.append((name, value if equals else "true"))
     raise_if(problems, title="the command line")
     return others, overrides
+
+
+def _of_another_system(name: str, value: str) -> str | None:
+    """What to type instead of an option that other systems have and no recipe has."""
+    section, dot, _ = name.replace("-", "_").partition(".")
+    if name in SHORT.values() or (dot and section in Recipe.model_fields):
+        return None
+    return instead_of(name, value)
 
 
 def _may_stand_alone(name: str) -> bool:

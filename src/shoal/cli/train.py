@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import tyro
 
-from shoal.blueprint.cluster import here_file
+from shoal.blueprint.cluster import is_measured_here
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.recipe import Recipe
 from shoal.blueprint.settings import dump_recipe
+from shoal.cli.room import has_no_accelerator, host_memory, parameters_of_preset, refuse_too_large, too_large
 from shoal.cli.settings import parse
 from shoal.comm.environment import Placement, read_environment
 from shoal.errors import RunFailed, ShoalError
@@ -47,6 +48,9 @@ class Train:
     dry_run: bool = False
     """Check everything, print the resolved recipe and the layout, and stop."""
 
+    overcommit: bool = False
+    """Start also where parameters, gradients and optimizer state alone exceed this machine's memory."""
+
     resume: str = "auto"
     """auto: go on with a run of this recipe that has not ended. latest: also with one that has. A number: from that
     step. fresh: begin anew; an earlier run in --run.dir is removed."""
@@ -63,10 +67,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _train(options: Train, recipe: Recipe, began: float, out: TextIO) -> int:
-    if options.resume not in ("auto", "latest", "fresh") and not options.resume.isdecimal():
-        raise ShoalError(f"--resume {options.resume!r} is not known", fix="--resume auto, latest, fresh, or a step")
+    is_step = options.resume.isdecimal() and len(options.resume) <= 16
+    if options.resume not in ("auto", "latest", "fresh") and not is_step:
+        raise ShoalError(
+            f"--resume {options.resume[:80]!r} is not known", fix="--resume auto, latest, fresh, or a step"
+        )
     placement = read_environment(os.environ)
     is_main = placement is None or placement.rank == 0
+    _refuse_early(options, recipe, placement)
 
     # torch is loaded from here on: once, in the process that the workers are forked from.
     with _ended_by_interrupt():
@@ -81,6 +89,7 @@ def _train(options: Train, recipe: Recipe, began: float, out: TextIO) -> int:
             per_node = placement.local_world_size if placement else world_size
             recipe = _planned(recipe, world_size, per_node, is_quiet=not is_main or options.json)
         job = check(recipe, world_size)
+        _refuse_too_large(options, job.recipe, placement.local_world_size if placement else world_size)
     except ShoalError as error:
         if placement is None or placement.local_rank == 0:
             raise
@@ -88,18 +97,55 @@ def _train(options: Train, recipe: Recipe, began: float, out: TextIO) -> int:
     if options.dry_run:
         if is_main:
             if not job.recipe.run.fast_dev_run:  # which has no directory
-                foresee(job.recipe, options.resume)
+                foresee(job, options.resume)
             _show_plan(job, options, out)
         return 0
     summary = _carried_out(job, options, placement, world_size, began)
+    is_kept = _keep_and_show(summary, options, out) if is_main else True
     if is_main:
-        _keep_and_show(summary, options, out)
         _note_for_backtest(job, summary)
     if summary.get("saves_failed") and summary["saved_step"] != summary["steps"]:
         if is_main:
             print("shoal: the last step is not on the disk: make room, and the same command goes on", file=sys.stderr)
         return RunFailed.exit_code
+    if not is_kept:
+        return RunFailed.exit_code
     return 130 if summary["was_stopped"] else 0
+
+
+def _refuse_early(options: Train, recipe: Recipe, placement: Placement | None) -> None:
+    """Reject a preset that this machine's memory cannot hold before torch is loaded, where there is no GPU."""
+    ranks = placement.local_world_size if placement else recipe.launch.nproc or 1
+    world_size = placement.world_size if placement else ranks
+    is_host = recipe.launch.device == "cpu" or (recipe.launch.device == "auto" and has_no_accelerator())
+    parameters = parameters_of_preset(recipe)
+    if options.dry_run or options.overcommit or recipe.run.planned or not is_host or parameters is None:
+        return
+    try:
+        plan = recipe.plan.resolve(world_size)
+    except ShoalError:  # of which `check` says more
+        return
+    if not placement or placement.local_rank == 0:
+        refuse_too_large(recipe, plan, parameters, ranks=ranks, memory=host_memory())
+
+
+def _refuse_too_large(options: Train, recipe: Recipe, ranks: int) -> None:
+    """The same for any model, and for GPUs, each of which has a rank."""
+    import torch
+
+    from shoal.train.build import build_model, without_memory
+
+    model = without_memory(lambda: build_model(recipe.model))
+    if options.overcommit or model is None:
+        return
+    on_gpu = recipe.launch.device != "cpu" and torch.cuda.is_available() and recipe.plan.offload == "none"
+    devices = range(min(ranks, torch.cuda.device_count()) if on_gpu else 0)
+    memory = sum(torch.cuda.get_device_properties(n).total_memory for n in devices) if on_gpu else host_memory()
+    parameters = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    if not options.dry_run:
+        refuse_too_large(recipe, recipe.plan, parameters, ranks=ranks, memory=memory)
+    elif what := too_large(recipe, recipe.plan, parameters, ranks=ranks, memory=memory):
+        print(f"shoal: {what}", file=sys.stderr)
 
 
 def _carried_out(
@@ -117,20 +163,45 @@ def _carried_out(
     manner = Manner(keep=keep, quiet=quiet, began=began, resume=options.resume)
     if placement or world_size == 1:
         generation = placement.generation if placement else 0
-        return _train_here(train, placement, (job, replace(manner, generation=generation)))
+        with _naming_shortened_data(job):
+            return _train_here(train, placement, (job, replace(manner, generation=generation)))
 
     def start(generation: int) -> dict[str, Any]:
         at = replace(manner, generation=generation, memory_root=root, began=began if not generation else time.time())
-        return launch(train, (job, at), nproc=world_size, patience=launched.patience)[0]
+        patience, timeout = launched.patience, launched.timeout
+        with _naming_shortened_data(job):
+            return launch(train, (job, at), nproc=world_size, patience=patience, timeout=timeout)[0]
 
     def say(text: str) -> None:
         print(f"shoal: {text}", file=sys.stderr, flush=True)
 
     with (
         _ended_in_good_order(),
-        memory_tier(settings.memory_dir, say) if settings.memory_every.amount and keep else nullcontext() as root,
+        memory_tier(settings.memory_dir, say, saves_to=_saves_to(job.recipe, options.resume))
+        if settings.memory_every.amount and keep
+        else nullcontext() as root,
     ):
         return with_restarts(start, most=launched.max_restarts if keep else 0, say=say)
+
+
+def _saves_to(recipe: Recipe, resume: str) -> str:
+    """Where the run will save, or what it would refuse there."""
+    from shoal.observe.directory import RunDirectory
+
+    wanted = "fresh" if recipe.run.overwrite else resume
+    return recipe.checkpoint.dir or str(RunDirectory.foreseen(recipe, wanted).path / "checkpoints")
+
+
+@contextmanager
+def _naming_shortened_data(job: Job) -> Iterator[None]:
+    """Where a process has died: name the file if it was killed for reading beyond the end of one."""
+    from shoal.train.job import refuse_shortened_data
+
+    try:
+        yield
+    except RunFailed:
+        refuse_shortened_data(job)
+        raise
 
 
 def _planned(recipe: Recipe, world_size: int, per_node: int, *, is_quiet: bool) -> Recipe:
@@ -142,7 +213,7 @@ def _planned(recipe: Recipe, world_size: int, per_node: int, *, is_quiet: bool) 
         seconds, gib = chosen.time.total, chosen.memory.total / 2**30
         words = f"plan: auto is {chosen.plan.brief()}: {seconds * 1e3:,.0f} ms a step and {gib:.1f} GiB predicted"
         print(words, file=sys.stderr)
-        if not here_file().exists():
+        if not is_measured_here():
             print("this machine was not measured, and a usual one is assumed: shoal calibrate", file=sys.stderr)
     return recipe
 
@@ -200,10 +271,10 @@ def _train_here(
         return train(placement, None, *arguments)
     except ShoalError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # `sys.exit(0)` in a model is not the end of a run
         rank, size = (placement.rank, placement.world_size) if placement else (0, 1)
         failure = failure_of(rank, error)
-        raise RunFailed(f"rank {rank} of {size} failed: {failure.what}\n{failure.details}") from error
+        raise RunFailed(f"rank {rank} of {size} failed: {failure.what}\n{failure.details}", fix=failure.fix) from error
 
 
 def _show_plan(job: Job, options: Train, out: TextIO) -> None:
@@ -214,12 +285,24 @@ def _show_plan(job: Job, options: Train, out: TextIO) -> None:
         print(dump_recipe(job.recipe) + "\n" + layout.draw(), file=out)
 
 
-def _keep_and_show(summary: dict[str, Any], options: Train, out: TextIO) -> None:
+def _keep_and_show(summary: dict[str, Any], options: Train, out: TextIO) -> bool:
+    """Whether the summary was written; it is shown in any case."""
     from shoal.observe.directory import RunDirectory
+
+    is_kept = True
+    if summary["directory"]:
+        try:
+            RunDirectory(Path(summary["directory"])).write_summary(summary)
+        except ShoalError as error:
+            print(f"shoal: {error}", file=sys.stderr)
+            is_kept = False
+    _show(summary, options, out)
+    return is_kept
+
+
+def _show(summary: dict[str, Any], options: Train, out: TextIO) -> None:
     from shoal.observe.metrics import jsonable
 
-    if summary["directory"]:
-        RunDirectory(Path(summary["directory"])).write_summary(summary)
     if options.json:
         print(json.dumps(jsonable(summary)), file=out)
         return

@@ -8,6 +8,8 @@ none of them ever looks for a peer that is dead.
 
 from __future__ import annotations
 
+import itertools
+import re
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -33,24 +35,40 @@ def pause_before(restart: int) -> float:
 
 
 def with_restarts(start: Callable[[int], T], *, most: int, say: Callable[[str], None]) -> T:
-    """What `start(generation)` returns, started again at most `most` times when it fails.
+    """What `start(generation)` returns, started again when it fails.
 
-    A mistake of a person, or in a program, is raised at once, and so is an exception that comes back as it was: it
-    would come back once more.
+    `most` counts restarts since a step was saved that is newer than all before it: a run that makes progress is
+    restarted as often as it takes. Raised at once are a mistake of a person or in a program, memory that does not
+    suffice, and an exception that comes back in the same step: it would come back once more.
     """
-    recent, before = 0, ""
-    for generation in range(most + 1):
+    used, recent, newest, before = 0, 0, -1, ""
+    for generation in itertools.count():
         began = time.monotonic()
         try:
             return start(generation)
         except RunFailed as error:
-            first = str(error).splitlines()[0]
-            is_again = first == before and "failed:" in first
-            if generation == most or not error.may_pass or is_again:
+            saved = -1 if error.saved_step is None else error.saved_step
+            if made_progress := saved > newest:
+                used, newest = 0, saved
+            cause, last = _without_addresses(error.cause), before
+            is_again = bool(cause) and cause == last and not made_progress
+            if is_again and error.may_pass and most:
+                say("not restarted: the same exception was raised in the same step before the restart, too")
+            if used >= most or not error.may_pass or is_again:
                 raise
-            recent, before = 1 if time.monotonic() - began > LONG_ENOUGH else recent + 1, first
-            say(
-                f"{first}\n  all workers are started again from the last checkpoint: restart {generation + 1} of {most}"
-            )
+            used, before = used + 1, cause
+            recent = 1 if time.monotonic() - began > LONG_ENOUGH else recent + 1
+            first = str(error).splitlines()[0]
+            since = f" since step {newest} was saved" if newest >= 0 else ""
+            say(f"{first}\n  all workers are started again from the last checkpoint: restart {used} of {most}{since}")
             time.sleep(pause_before(recent))
-    raise AssertionError("the last generation either returns or raises")
+    raise AssertionError("a generation either returns or raises")
+
+
+def _without_addresses(text: str) -> str:
+    """The same exception has other addresses in its text each time.
+
+    >>> _without_addresses("<Thing at 0x7f30a1> failed")
+    '<Thing at 0x> failed'
+    """
+    return re.sub(r"0x[0-9a-fA-F]+", "0x", text)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import Store
 
 from shoal.blueprint.layout import AXES
-from shoal.blueprint.memory import Memory, memory
+from shoal.blueprint.memory import Memory, has_moment, memory
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.traffic import Messages, traffic
 from shoal.comm.environment import Placement
@@ -58,7 +58,7 @@ class Findings:
     memory: Memory | None = None
     """What was held before some microbatch, at the most; counted."""
     predicted_memory: Memory | None = None
-    """The same on paper; None: not predicted for a step of one microbatch."""
+    """The same on paper; None: not predicted where no microbatch begins after another one's backward."""
     peak: int = 0
     """Bytes; measured."""
     bounded: Bounded | None = None
@@ -152,7 +152,7 @@ def _observe(run: Run, batch: Any) -> Observation:
     disagreements.extend(_disagreements(run.composed, "weight"))
     weights = {**dict(run.composed.whole("weight")), **run.composed.biases()}
     assert run.report is not None
-    every = [one for rank in run.world.all_gather_object(disagreements) for one in rank]
+    every = [one for rank in run.world.all_gather_object(disagreements, kinds=(Disagreement,)) for one in rank]
     return Observation(
         loss=float(loss),
         grad_norm=float(run.report.grad_norm),
@@ -189,9 +189,15 @@ def _predict(findings: Findings, run: Run, case: Case) -> None:
         return
     splits_logits = isinstance(run.objective, CrossEntropy)
     findings.predicted_traffic = traffic(
-        case.plan, anatomy, batch=batch, rank=run.world.rank, splits_logits=splits_logits
+        case.plan,
+        anatomy,
+        batch=batch,
+        rank=run.world.rank,
+        splits_logits=splits_logits,
+        counts_late=run.counts_late,
+        compares_samples=run.compares_samples,
     )
-    if case.plan.num_microbatches(batch) > 1:
+    if has_moment(case.plan, rank=run.world.rank, num_microbatches=case.plan.num_microbatches(batch)):
         states = 2 if case.plan.precision == "fp64" else 1  # of `optimizer_for`
         findings.predicted_memory = memory(case.plan, anatomy, rank=run.world.rank, optimizer_states=states)
 
@@ -214,7 +220,7 @@ def _pieces(run: Run) -> dict[str, Piece]:
         for name, _ in part.model.named_parameters()
     }
     merged: dict[str, Piece] = {}
-    for pieces in run.world.all_gather_object(mine):
+    for pieces in run.world.all_gather_object(mine, kinds=(Piece,)):
         for name, piece in pieces.items():
             merged.setdefault(name, piece)
     return merged

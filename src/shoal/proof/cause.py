@@ -9,6 +9,7 @@ Certain traces stand before vague ones, and the last rule always speaks.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 
@@ -272,6 +273,26 @@ def broken_dispatch(e: Evidence) -> str | None:
     )
 
 
+_FUSED = re.compile(r"qkv|query_key_value|c_attn|in_proj|kv_proj|gate_up|up_gate", re.IGNORECASE)
+
+
+def fused_projection(e: Evidence) -> str | None:
+    """Queries, keys and values come from one matrix, and tp cuts it into rows that are not a part of each."""
+    if e.difference.kind != "loss" or e.difference.step or e.context.layout.tp == 1:
+        return None
+    for name, gradient in e.reference.gradients.items():
+        is_cut = e.piece(name).tp_dim == 0 and gradient.dim() == 2
+        layer = name.removesuffix(".weight").rpartition(".")[2]
+        if is_cut and (_FUSED.search(layer) or gradient.shape[0] == 3 * gradient.shape[1]):
+            return (
+                f"The forward is wrong, and tp cuts {name}, of shape {tuple(gradient.shape)}, into blocks of rows:"
+                " if it holds queries, keys and values one after the other (or gate and up), a tp rank gets rows of one"
+                " of them and takes them for all. Use one layer for each, or let the rows of one head lie side by side:"
+                " unflatten(-1, (heads, 3, head_dim))."
+            )
+    return None
+
+
 # ---- traces by place ------------------------------------------------------------------------------------------------
 
 
@@ -436,6 +457,7 @@ RULES: tuple[Callable[[Evidence], str | None], ...] = (
     broken_attention,
     broken_router,
     broken_dispatch,
+    fused_projection,
     only_what_tp_does_not_cut,
     slices_swapped,
     some_slices,

@@ -33,7 +33,7 @@ from shoal.proof.case import TOLERANCES, Case, in_precision, replaced_precision
 from shoal.proof.reference import has_batch_norm
 from shoal.proof.report import Count, Meeting, Proof
 from shoal.train.build import build_model, describe, without_memory
-from shoal.train.objective import call_of, objective_of
+from shoal.train.objective import call_of, objective_of, uncallable
 
 STEPS = 3
 TOKENS = 24
@@ -126,6 +126,8 @@ def _notes(case: Case) -> Iterator[str]:
     if case.unseen:
         was = "was" if len(case.unseen) == 1 else "were"
         yield f"{' and '.join(case.unseen)} {was} not looked at: this is of the layout"
+    if case.plan.offload != "none" and case.device == "cpu":
+        yield f"offload={case.plan.offload} has no effect on a CPU: not verified; --device cuda verifies it"
     if case.plan.zero and layout.dp_shard * layout.cp == 1:
         yield f"zero={case.plan.zero} divides nothing here: dp_shard and cp are 1"
     if case.compressed is not None and case.compressed.sync == AUTO:
@@ -161,8 +163,11 @@ def check(case: Case) -> None:
         modules=[name for name, _ in model.named_modules()],
     )
     raise_if(found, title=f"plan '{plan.brief()}'")
-    if case.plan.layout.pp > 1:
-        stream_of(model, description.blocks, call_of(objective_of(case.loss), rows(case.batches[0], 0, 1)))
+    if case.loss is None or case.plan.layout.pp > 1:  # else a loss of the user's own may ask more of it than a call
+        call = call_of(objective_of(case.loss), rows(case.batches[0], 0, 2))  # two: batch norm cannot take one
+        raise_if(uncallable(model, call))
+        if case.plan.layout.pp > 1:
+            stream_of(model, description.blocks, call)
 
 
 # ---- cases from a recipe --------------------------------------------------------------------------------------------
@@ -210,7 +215,7 @@ def case_of(recipe: Recipe, world_size: int, how: How) -> Case:
 def _unseen(recipe: Recipe) -> Iterator[str]:
     """What the recipe says about speed: who typed it for a verification believes that it was verified."""
     said, usual = recipe.model_dump(), Recipe().model_dump()
-    for key in ("run.compile", "run.attention", "run.loss", "run.remake_gates", "optim.states"):
+    for key in ("run.compile", "run.attention", "run.loss", "run.remake_gates", "run.sync_batch_norm", "optim.states"):
         section, _, name = key.partition(".")
         if (value := said[section][name]) != usual[section][name]:
             yield f"{key} {str(value).lower()}"

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.data.batch import IGNORE, length, rows, to_device
-from shoal.numerics.init import has_law, initialise
+from shoal.numerics.init import draw_undrawn, has_law, initialise
 from shoal.numerics.precision import hush, precision_of
 from shoal.parallel.routing import auxiliary_loss, biases, update_biases
 from shoal.proof.case import Case
 from shoal.proof.compare import Observation
+from shoal.train.labels import is_shifting, shifted, takes_labels
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -41,7 +42,7 @@ def observe_reference(case: Case) -> tuple[list[Observation], dict[str, Tensor]]
         loss = 0.0
         for piece in pieces:
             with torch.autocast(device.type, dtype=precision.compute_dtype, enabled=lower):
-                mean = _loss(model, piece, case)
+                mean = _mean(_loss(model, piece, case))
             part = mean * (_weight(piece) / total)
             (part + auxiliary_loss(model).to(part)).backward()  # of experts, if there are any
             loss += part.item()
@@ -62,6 +63,7 @@ def fresh_model(case: Case) -> nn.Module:
     model = case.build()
     if has_law(model):
         initialise(model, case.seed)
+    draw_undrawn(model, case.seed)  # as `Run.prepare` does: layers of torch's own that were left without values
     turn_off_dropout(model)
     return model
 
@@ -84,14 +86,24 @@ def optimizer_for(case: Case, parameters: list[nn.Parameter]) -> torch.optim.Opt
     return torch.optim.SGD(trained, lr=case.lr, momentum=0.9, foreach=False)
 
 
-def _loss(model: nn.Module, batch: Any, case: Case) -> Tensor:
+def _mean(loss: Any) -> Tensor:
+    """Of a loss that is a mean, or (sum, count)."""
+    mean: Tensor = loss[0] / loss[1] if isinstance(loss, tuple | list) else loss
+    return mean
+
+
+def _loss(model: nn.Module, batch: Any, case: Case) -> Any:
     if case.loss is not None:
-        return case.loss(model, batch)  # type: ignore[no-any-return]
+        return case.loss(model, batch)
+    labels = batch["labels"] if isinstance(batch, Mapping) else batch[1]
+    given = {"labels": labels} if takes_labels(model) else {}
     if isinstance(batch, Mapping):
-        output, labels = model(**{name: value for name, value in batch.items() if name != "labels"}), batch["labels"]
+        output = model(**{name: value for name, value in batch.items() if name != "labels"}, **given)
     else:
-        output, labels = model(batch[0]), batch[1]
-    logits = getattr(output, "logits", output)
+        output = model(batch[0], **given)
+    logits, own = getattr(output, "logits", output), getattr(output, "loss", None)
+    if isinstance(own, Tensor) and is_shifting(own, logits, labels):
+        labels = shifted(labels)
     wide = logits if logits.dtype.itemsize >= 4 else logits.float()
     return F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORE)
 
