@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+_writes_results = True
+
+
+def arguments(parser: argparse.ArgumentParser, **smoke: Any) -> argparse.Namespace:
+    """The arguments of a benchmark. `--smoke` replaces defaults by those of a case of seconds, which shows that the
+    benchmark still runs; its numbers mean nothing, and no result is written."""
+    global _writes_results
+    parser.add_argument("--smoke", action="store_true", help="run a case of seconds; write no result")
+    _writes_results = "--smoke" not in sys.argv
+    if not _writes_results:
+        parser.set_defaults(**smoke)
+    return parser.parse_args()
 
 
 def hardware() -> str:
@@ -53,7 +68,9 @@ def table(rows: list[dict[str, str]]) -> str:
 
 def write(theme: str, text: str) -> Path:
     """Keep a result; a new date is a new file, and an old one is never changed by another day."""
-    kind = hardware().lower().split(",")[0].replace(" ", "-")
+    if not _writes_results:
+        return Path("no file, since this is --smoke")
+    kind = re.sub(r"[^a-z0-9]+", "-", re.sub(r"\(r\)|processor|@.*", "", hardware().lower().split(",")[0])).strip("-")
     path = RESULTS / f"{theme}_{kind}_{time.strftime('%Y-%m-%d')}.md"
     path.parent.mkdir(exist_ok=True)
     path.write_text(text + "\n")

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from report import heading, table, write
+from report import arguments, heading, table, write
 
 from shoal.blueprint.description import Description
 from shoal.blueprint.plan import VIRTUAL_STAGES, Schedule
@@ -158,6 +158,7 @@ def asleep_and_awake(world: World, word: Schedule, cost: StageCost, num_steps: i
     """
     v = VIRTUAL_STAGES.get(word, 2)
     run = Run(f"pp={world.size} {word} v={v} mb=1", world=world)
+    torch.manual_seed(0)  # the same model on every rank
     model = SleepyModel(world.size * v)
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     SleepyBlock.cost = NOTHING
@@ -236,20 +237,20 @@ def main() -> None:
     parser.add_argument(
         "--ms", type=float, nargs=3, default=[200.0, 240.0, 160.0], help="forward, input grad, weight grad"
     )
-    arguments = parser.parse_args()
-    forward, input_grad, weight_grad = (ms / 1e3 for ms in arguments.ms)
+    asked = arguments(parser, ranks=[2], steps=1, ms=[2.0, 2.0, 2.0])
+    forward, input_grad, weight_grad = (ms / 1e3 for ms in asked.ms)
     cost = StageCost(forward=forward, input_grad=input_grad, weight_grad=weight_grad)
     load = os.getloadavg()[0]
     rows = []
-    for num_ranks in arguments.ranks:
-        ranks = launch(measure, (cost, arguments.steps), nproc=num_ranks)
+    for num_ranks in asked.ranks:
+        ranks = launch(measure, (cost, asked.steps), nproc=num_ranks)
         for index, word in enumerate(SCHEDULES):
             asleep, awake = (measured([rank[index][which] for rank in ranks]) for which in (0, 1))
             rows.append(row(predicted(word, num_ranks, cost), asleep, awake))
     question = (
-        f"Blocks that sleep {arguments.ms[0]:g} ms in the forward, {arguments.ms[1]:g} ms for the gradient of the input"
-        f" and {arguments.ms[2]:g} ms for that of the weight, one block a stage; the median"
-        f" of {arguments.steps} steps, of two the slower."
+        f"Blocks that sleep {asked.ms[0]:g} ms in the forward, {asked.ms[1]:g} ms for the gradient of the input"
+        f" and {asked.ms[2]:g} ms for that of the weight, one block a stage; the median"
+        f" of {asked.steps} steps, of two the slower."
         f" Load average of the machine before the run: {load:.1f}."
     )
     text = "\n".join([heading("Bubble", question), table(rows)])

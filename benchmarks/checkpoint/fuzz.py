@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from report import heading, table, write
+from report import arguments, heading, table, write
 
 from shoal.checkpoint.manifest import CHUNK, SIZES, Entry, File, Manifest, Piece, sealed, tiles
 from shoal.checkpoint.shard import Reader
@@ -197,8 +197,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    rng = random.Random(args.seed)
+    asked = arguments(parser, seconds=0.5)
+    rng = random.Random(asked.seed)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "made-up.safetensors"
 
@@ -214,10 +214,10 @@ def main() -> None:
             return read_header(path, text, bytes(size))  # as much data as it told of before it was damaged
 
         rows = [
-            fuzz("manifest", args.seconds * 0.6, rng, some_manifest, read_manifest),
-            fuzz("header of a file", args.seconds * 0.4, rng, make, read_file),
+            fuzz("manifest", asked.seconds * 0.6, rng, some_manifest, read_manifest),
+            fuzz("header of a file", asked.seconds * 0.4, rng, make, read_file),
         ]
-    said = f"Damaged manifests and headers, seed {args.seed}: each is read, or refused with a `ShoalError`."
+    said = f"Damaged manifests and headers, seed {asked.seed}: each is read, or refused with a `ShoalError`."
     text = heading("Parsers of a checkpoint, fuzzed", said) + "\n" + table(rows)
     print(text)
     print("written to", write("checkpoint-fuzz", text))

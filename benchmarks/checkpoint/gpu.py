@@ -21,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "h200"))
-from report import heading, table, write
+from report import arguments, heading, table, write
 from systems import SHAPES, drawn
 
 from shoal.blueprint.recipe import OptimSection
@@ -44,10 +44,12 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--precision", default="bf16")
-    arguments = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(dir=arguments.dir))
+    asked = arguments(
+        parser, shape="tiny", micro_batch=1, sequence=16, steps=1, eager=True, device="cpu", precision="fp32"
+    )
+    folder = Path(tempfile.mkdtemp(dir=asked.dir))
     try:
-        print(measured(arguments, folder))
+        print(measured(asked, folder))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

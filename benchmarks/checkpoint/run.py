@@ -31,7 +31,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from report import heading, table, write
+from report import arguments, heading, table, write
 
 from shoal.checkpoint import load as loading
 from shoal.checkpoint.shard import Reader
@@ -210,9 +210,9 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=1.0, help="of state, on both ranks together")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dir", type=Path, default=None, help="on the disk that is measured")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=args.dir) as folder:
-        num_bytes, times = launch(measure, (args.gib, args.rounds, Path(folder)), nproc=2)[0]
+    asked = arguments(parser, gib=0.002, rounds=1)
+    with tempfile.TemporaryDirectory(dir=asked.dir) as folder:
+        num_bytes, times = launch(measure, (asked.gib, asked.rounds, Path(folder)), nproc=2)[0]
     held = median(times["a copy of the state"], "held") or 0.0
     durable = median(times["dd bs=4M conv=fsync"], "durable") or 0.0
     dd = fastest(times["dd bs=4M conv=fsync"], "durable")
@@ -243,7 +243,7 @@ def main() -> None:
                     "fastest ÷ fastest": shown(own_durable and fastest(kinds, "durable") / dd, ".2f"),
                 }
             )
-    said = f"{num_bytes / 1e9:.2f} GB of state on 2 ranks, the ways in turns, medians of {args.rounds} rounds."
+    said = f"{num_bytes / 1e9:.2f} GB of state on 2 ranks, the ways in turns, medians of {asked.rounds} rounds."
     load = f"Load of the machine when it ended: {os.getloadavg()[0]:.1f}."
     text = "\n".join([heading("Checkpoints", f"{said} {load}"), table(saves), "", table(loads)])
     print(text)

@@ -13,6 +13,7 @@ Hosts are network namespaces (`hosts.py`), for which it takes root.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -26,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from report import heading, table, write
+from report import arguments, heading, table, write
 
 from shoal.blueprint.collective_algorithms import Algorithm
 from shoal.blueprint.collectives import steps
@@ -91,18 +92,18 @@ def on_hosts(
 # ---- the parts ------------------------------------------------------------------------------------------------------
 
 
-def same(rounds: int) -> str:
+def same(rounds: int, size: int = 64 * MB) -> str:
     """Part (a) of the bar."""
     watch = Watch()
     algorithms = ["ring", "halving", "double_tree", GLOO]
-    times, _ = launch(in_turns, (algorithms, 64 * MB, rounds, None), nproc=4)[0]
+    times, _ = launch(in_turns, (algorithms, size, rounds, None), nproc=4)[0]
     theirs = statistics.median(times[GLOO])
     rows = [
         {
             "algorithm": name,
             "median, measured": f"{statistics.median(found) * 1e3:.1f} ms",
             "fastest, measured": f"{min(found) * 1e3:.1f} ms",
-            "bandwidth": f"{64 * MB / statistics.median(found) / 1e9:.2f} GB/s",
+            "bandwidth": f"{size / statistics.median(found) / 1e9:.2f} GB/s",
             "speed against gloo's": f"{theirs / statistics.median(found):.3f}",
         }
         for name, found in times.items()
@@ -235,13 +236,14 @@ def main() -> None:
     parser.add_argument("--rank", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--size", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--node", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = arguments(parser, parts=["same"], rounds=1)
     if options.rank:
         as_rank(options.rank, options.size, options.rounds, options.node)
         return
     if hosts.missing() and {"wire", "nodes"} & set(options.parts):
         parser.error(hosts.missing())
-    made = {"same": same, "wire": wire, "nodes": nodes}
+    size = 4096 if options.smoke else 64 * MB
+    made = {"same": functools.partial(same, size=size), "wire": wire, "nodes": nodes}
     texts = [bench() if part == "bench" else made[part](options.rounds) for part in options.parts]
     question = "Are our collectives as fast as torch's, do they fill a wire, and do their lists say what they cost?"
     text = "\n".join([heading("Collectives", question), *texts])

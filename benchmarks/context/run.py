@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from report import heading, table, write
+from report import arguments, heading, table, write
 
 from shoal.blueprint.attention import AttentionMemory, attention_memory, cpu_kernel_bytes
 from shoal.blueprint.plan import Plan
@@ -229,11 +229,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokens", default="8192,16384,32768")
     parser.add_argument("--degrees", default="1,2,4")
-    arguments = parser.parse_args()
+    asked = arguments(parser, tokens="128", degrees="1,2")
     give_back_at_once()
-    degrees = [int(degree) for degree in arguments.degrees.split(",")]
+    degrees = [int(degree) for degree in asked.degrees.split(",")]
     load, rows = os.getloadavg()[0], []
-    for tokens in map(int, arguments.tokens.split(",")):
+    for tokens in map(int, asked.tokens.split(",")):
         alone: list[Found] = []
         for kind in ("ring", "ulysses"):
             for degree in degrees:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from report import heading, table, write
+from report import arguments, heading, table, write
 
 from shoal.blueprint.devices import peak_flops
 from shoal.blueprint.settings import build_recipe
@@ -336,7 +336,7 @@ def balance(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    what = parser.add_mutually_exclusive_group(required=True)
+    what = parser.add_mutually_exclusive_group(required="--smoke" not in sys.argv)
     what.add_argument("--gpu", action="store_true")
     what.add_argument("--profile", action="store_true")
     what.add_argument("--balance", action="store_true")
@@ -351,10 +351,10 @@ def main() -> None:
     parser.add_argument("--trace", default="", help="a folder for traces of --profile")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--bias-rates", default="0,0.001,0.01")
-    arguments = parser.parse_args()
-    arguments.sequence = arguments.sequence or (128 if arguments.balance else 4096)
-    arguments.models = arguments.models or ("moe" if arguments.profile else "dense,moe")
-    (balance if arguments.balance else profile if arguments.profile else on_gpu)(arguments)
+    asked = arguments(parser, steps=2, bias_rates="0.01", sequence=16, batch=2)
+    asked.sequence = asked.sequence or (128 if asked.balance else 4096)
+    asked.models = asked.models or ("moe" if asked.profile else "dense,moe")
+    (balance if asked.balance or asked.smoke else profile if asked.profile else on_gpu)(asked)
 
 
 if __name__ == "__main__":

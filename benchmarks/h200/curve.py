@@ -10,11 +10,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from report import arguments
 
 from shoal.blueprint.recipe import OptimSection, Recipe
 from shoal.blueprint.settings import build_recipe
@@ -39,9 +44,10 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=DATA["batch"])
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--transformers", action="store_true")
-    arguments = parser.parse_args()
-    recipe = build_recipe({"model": MODEL, "data": DATA}, title="curve")
-    losses = by_transformers(recipe, arguments) if arguments.transformers else by_shoal(recipe, arguments)
+    asked = arguments(parser, precision="fp32", steps=1, eager=True, micro_batch=2)
+    model, data = ({"name": "llama", "preset": "tiny"}, {"sequence": 16, "batch": 2}) if asked.smoke else (MODEL, DATA)
+    recipe = build_recipe({"model": model, "data": data}, title="curve")
+    losses = by_transformers(recipe, asked) if asked.transformers else by_shoal(recipe, asked)
     print(json.dumps({"losses": torch.stack(list(losses)).tolist()}))
 
 

@@ -8,28 +8,41 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from report import arguments
+
 from shoal.models.resnet import build
 from shoal.numerics.init import initialise
 from shoal.train.run import Run
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""The CPU is for --smoke."""
 
-def by_hand(images: Tensor, labels: Tensor) -> Callable[[], None]:
+
+def synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def by_hand(images: Tensor, labels: Tensor, compiles: bool) -> Callable[[], None]:
     model = build(preset="resnet50")
     initialise(model, 0)
-    model = model.cuda().to(memory_format=torch.channels_last)
-    compiled = torch.compile(model)
+    model = model.to(DEVICE).to(memory_format=torch.channels_last)
+    compiled = torch.compile(model) if compiles else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
 
     def step() -> None:
-        x, y = images.cuda(non_blocking=True), labels.cuda(non_blocking=True)
-        with torch.autocast("cuda", dtype=torch.bfloat16):
+        x, y = images.to(DEVICE, non_blocking=True), labels.to(DEVICE, non_blocking=True)
+        with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=DEVICE == "cuda"):
             loss = F.cross_entropy(compiled(x), y)
         loss.backward()
         optimizer.step()
@@ -38,8 +51,8 @@ def by_hand(images: Tensor, labels: Tensor) -> Callable[[], None]:
     return step
 
 
-def by_shoal(images: Tensor, labels: Tensor) -> Callable[[], None]:
-    run = Run(f"mb={len(images)} bf16", compile=True)
+def by_shoal(images: Tensor, labels: Tensor, compiles: bool) -> Callable[[], None]:
+    run = Run(f"mb={len(images)} {'bf16' if DEVICE == 'cuda' else 'fp32'}", compile=compiles)
     model = build(preset="resnet50")
     initialise(model, 0)
     model = model.to(memory_format=torch.channels_last)
@@ -51,12 +64,12 @@ def by_shoal(images: Tensor, labels: Tensor) -> Callable[[], None]:
     return step
 
 
-def rate(step: Callable[[], None], batch: int, steps: int = 10) -> float:
-    torch.cuda.synchronize()
+def rate(step: Callable[[], None], batch: int, steps: int) -> float:
+    synchronize()
     start = time.perf_counter()
     for _ in range(steps):
         step()
-    torch.cuda.synchronize()
+    synchronize()
     return steps * batch / (time.perf_counter() - start)
 
 
@@ -64,19 +77,24 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
-    images = torch.randn(arguments.batch, 3, 224, 224).contiguous(memory_format=torch.channels_last).pin_memory()
-    labels = torch.randint(0, 1000, (arguments.batch,)).pin_memory()
-    steps = {"by hand": by_hand(images, labels), "shoal": by_shoal(images, labels)}
+    parser.add_argument("--steps", type=int, default=10, help="of a round")
+    asked = arguments(parser, batch=2, rounds=1, steps=1)
+    size = 32 if asked.smoke else 224
+    images = torch.randn(asked.batch, 3, size, size).contiguous(memory_format=torch.channels_last)
+    labels = torch.randint(0, 1000, (asked.batch,))
+    if DEVICE == "cuda":
+        images, labels = images.pin_memory(), labels.pin_memory()
+    compiles = not asked.smoke
+    steps = {"by hand": by_hand(images, labels, compiles), "shoal": by_shoal(images, labels, compiles)}
     for step in steps.values():
-        rate(step, arguments.batch)  # compiles
+        rate(step, asked.batch, asked.steps)  # compiles
     rates: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(arguments.rounds):
+    for _ in range(asked.rounds):
         for name, step in steps.items():
-            rates[name].append(rate(step, arguments.batch))
+            rates[name].append(rate(step, asked.batch, asked.steps))
     medians = {name: statistics.median(found) for name, found in rates.items()}
     told = {f"{name}, images/s": round(median) for name, median in medians.items()}
-    print(json.dumps({"batch": arguments.batch, **told, "ratio": round(medians["shoal"] / medians["by hand"], 3)}))
+    print(json.dumps({"batch": asked.batch, **told, "ratio": round(medians["shoal"] / medians["by hand"], 3)}))
 
 
 if __name__ == "__main__":

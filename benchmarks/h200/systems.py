@@ -19,10 +19,14 @@ import time
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from report import arguments
 
 PEAK_BF16 = 989e12
 """FLOP/s of the datasheet, dense."""
@@ -63,30 +67,43 @@ SHAPES = {
 }
 
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""The CPU is for --smoke."""
+
+
+def synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def peak_gib() -> float:
+    return torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else 0.0
+
+
 def measured(
     name: str,
     shape: Shape,
     arguments: argparse.Namespace,
     step: Callable[[Any], None],
-    given: Callable[[Tensor], Any] = Tensor.cuda,
+    given: Callable[[Tensor], Any] | None = None,
     **more: Any,
 ) -> None:
     """Time the steps, and tell. `given` is how tokens are given to a system: on the GPU, unless it takes them there."""
 
     def seconds_of_a_step() -> float:
         tokens = torch.randint(0, shape.vocabulary, (arguments.micro_batch, arguments.sequence + 1))
-        batch = given(tokens)
-        torch.cuda.synchronize()
+        batch = tokens.to(DEVICE) if given is None else given(tokens)
+        synchronize()
         start = time.perf_counter()
         step(batch)
-        torch.cuda.synchronize()
+        synchronize()
         return time.perf_counter() - start
 
     if arguments.turns:
         seconds_of_a_step()
         for number in map(int, sys.stdin):
             of_turn = [seconds_of_a_step() for _ in range(number)]
-            print(json.dumps({"seconds": of_turn, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}), flush=True)
+            print(json.dumps({"seconds": of_turn, "peak_gib": peak_gib()}), flush=True)
         return
     seconds = [seconds_of_a_step() for _ in range(arguments.steps)]
     settled = seconds[arguments.warmup :]
@@ -96,7 +113,7 @@ def measured(
         "system": name,
         "tokens_per_s": round(rate),
         "mfu": round(rate * shape.flops_per_token(arguments.sequence) / PEAK_BF16, 4),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "peak_gib": round(peak_gib(), 2),
         "step_ms": round(median * 1e3, 2),
         "spread": round((max(settled) - min(settled)) / median, 4),
         "first_step_s": round(seconds[0], 1),
@@ -104,7 +121,7 @@ def measured(
     }
     print(json.dumps(told), flush=True)
     if arguments.profile:
-        profile(shape, arguments, lambda tokens: step(given(tokens)))
+        profile(shape, arguments, lambda tokens: step(tokens.to(DEVICE) if given is None else given(tokens)))
 
 
 # ---- shoal ----------------------------------------------------------------------------------------------------------
@@ -123,7 +140,7 @@ def shoal(shape: Shape, arguments: argparse.Namespace) -> None:
     words = f"mb={arguments.micro_batch} {arguments.precision} recompute={arguments.recompute} {arguments.words}"
     options = {"weights": arguments.weights, **arguments.options}
     with Run(words, compile=not arguments.eager, clip=arguments.clip, **options) as run:
-        with torch.device("cuda"):
+        with torch.device(DEVICE):
             model = Llama(config)
         run.prepare(drawn(model))
         section = OptimSection(states=arguments.states or "fp32", weights=arguments.weights)
@@ -134,7 +151,8 @@ def shoal(shape: Shape, arguments: argparse.Namespace) -> None:
         def given(tokens: Tensor) -> dict[str, Tensor]:
             """As shoal's loader does."""
             both = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
-            return {name: x.contiguous().pin_memory() for name, x in both.items()}
+            whole = {name: x.contiguous() for name, x in both.items()}
+            return {name: x.pin_memory() for name, x in whole.items()} if DEVICE == "cuda" else whole
 
         def step(batch: dict[str, Tensor]) -> None:
             run.step(batch)
@@ -154,7 +172,7 @@ def make_states(optimizer: torch.optim.Optimizer) -> None:
 
 def drawn(model: nn.Module) -> nn.Module:
     """shoal draws on the host, the same values for every layout; here they only have to be there soon."""
-    generator = torch.Generator("cuda").manual_seed(0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
     for name, parameter in model.named_parameters():
         model.init_parameter(name, parameter.data, generator)  # type: ignore[operator]
     return model
@@ -165,11 +183,11 @@ def profile(shape: Shape, arguments: argparse.Namespace, step: Callable[[Tensor]
     batches = [torch.randint(0, shape.vocabulary, (arguments.micro_batch, arguments.sequence + 1)) for _ in range(4)]
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     step(batches[0])
-    torch.cuda.synchronize()
+    synchronize()
     with torch.profiler.profile(activities=kinds) as profiler:
         for batch in batches[1:]:
             step(batch)
-        torch.cuda.synchronize()
+        synchronize()
     profiler.export_chrome_trace(arguments.profile)
 
 
@@ -326,10 +344,10 @@ def main() -> None:
     )
     parser.add_argument("--turns", action="store_true", help="make as many steps as each line of the input says")
     parser.add_argument("--profile", default="", help="where to write a trace of three more steps")
-    arguments = parser.parse_args()
-    refuse_unheard(parser, arguments)
+    asked = arguments(parser, shape="tiny", micro_batch=1, sequence=16, steps=2, warmup=1, precision="fp32", eager=True)
+    refuse_unheard(parser, asked)
     torch.set_float32_matmul_precision("high")
-    SYSTEMS[arguments.system](SHAPES[arguments.shape], arguments)
+    SYSTEMS[asked.system](SHAPES[asked.shape], asked)
 
 
 if __name__ == "__main__":

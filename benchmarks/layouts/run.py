@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from report import heading, table, write
+from report import arguments, heading, table, write
 
 from shoal.comm.environment import Placement
 from shoal.comm.world import World
@@ -259,13 +259,13 @@ def row(case: Case, num_steps: int) -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=80)
-    arguments = parser.parse_args()
+    asked = arguments(parser, steps=1)
     load = os.getloadavg()[0]
-    rows = [row(case, arguments.steps) for case in CASES]
+    rows = [row(case, asked.steps) for case in CASES]
     parameters = sum(p.numel() for p in build().parameters())
     question = (
         f"A llama of {parameters:,} parameters in float32 on {NUM_RANKS} processes, fused AdamW, clipping;"
-        f" {arguments.steps} steps of each loop, in turns."
+        f" {asked.steps} steps of each loop, in turns."
         f" Load average of the machine before the run: {load:.1f}."
     )
     text = "\n".join([heading("Layouts", question), table(rows)])

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from report import heading, table, write
+from report import arguments, heading, table, write
 
 from shoal.blueprint.recipe import DataSection
 from shoal.data.dataset import Dataset
@@ -31,15 +31,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.5, help="how long each case is measured")
     parser.add_argument("--sequence", type=int, default=1024, help="tokens per sample")
     parser.add_argument("--workers", type=int, nargs="*", default=[0, 1, 2], help="0: a thread; else processes")
-    arguments = parser.parse_args()
+    asked = arguments(parser, seconds=0.02, workers=[0], sequence=64)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for name, section in _cases(arguments.sequence, Path(folder)).items():
+        for name, section in _cases(asked.sequence, Path(folder)).items():
             dataset, _ = open_datasets(section, seed=0)
-            for workers in arguments.workers:
+            for workers in asked.workers:
                 for pin in (False, True) if torch.cuda.is_available() else (False,):
-                    rows.append(_row(name, dataset, arguments.batch, workers, pin, arguments.seconds))
-    question = f"Measured samples per second of a `Loader`, batches of {arguments.batch}, nothing else running."
+                    rows.append(_row(name, dataset, asked.batch, workers, pin, asked.seconds))
+    question = f"Measured samples per second of a `Loader`, batches of {asked.batch}, nothing else running."
     text = heading("Loading", question) + "\n" + table(rows)
     print(text)
     print("written to", write("loading", text))

@@ -18,13 +18,14 @@ import json
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "comm"))
 import hosts
-from report import heading, table, write
+from report import arguments, heading, table, write
 
 SHOAL = [sys.executable, "-m", "shoal", "bench", "compress", "--json"]
 MODEL_25M = {
@@ -74,9 +75,10 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=["link", "loss", "race"], default=["link", "loss", "race"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=300, help="of the part loss")
-    arguments = parser.parse_args()
-    for part in arguments.parts:
-        made = {"link": link, "loss": lambda: loss(arguments.seeds, arguments.steps), "race": race}[part]()
+    asked = arguments(parser, parts=["loss"], seeds=1, steps=2)
+    ways = ("plain", "compress=int8") if asked.smoke else LOSS_WAYS
+    for part in asked.parts:
+        made = {"link": link, "loss": lambda: loss(asked.seeds, asked.steps, ways), "race": race}[part]()
         title, question, rows, rest = made
         text = f"{heading(title, question)}\n{table(rows)}\n{rest}"
         write(f"meeting-{part}", text)
@@ -129,12 +131,12 @@ def link() -> tuple[str, str, list[dict[str, str]], str]:
     )
 
 
-def loss(seeds: int, steps: int) -> tuple[str, str, list[dict[str, str]], str]:
-    every: dict[str, list[float]] = {way: [] for way in LOSS_WAYS}
+def loss(seeds: int, steps: int, ways: Sequence[str]) -> tuple[str, str, list[dict[str, str]], str]:
+    every: dict[str, list[float]] = {way: [] for way in ways}
     for seed in range(seeds):
         words = settings(run__seed=seed, data__sequence=64, data__batch=16, launch__nproc=4, steps=steps)
         ended = subprocess.run(
-            [*SHOAL, *words, "--methods", *LOSS_WAYS], capture_output=True, text=True, check=False, timeout=3000
+            [*SHOAL, *words, "--methods", *ways], capture_output=True, text=True, check=False, timeout=3000
         )
         if ended.returncode:
             raise RuntimeError(ended.stderr[-3000:])

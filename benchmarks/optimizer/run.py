@@ -1,10 +1,11 @@
 """Which implementation of AdamW and SGD is the fastest here: fused, foreach or loop?
 
-python benchmarks/optimizer/run.py
+python benchmarks/optimizer/run.py [--smoke]
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import time
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from report import heading, table, write
+from report import arguments, heading, table, write
 
 from shoal.blueprint.recipe import ModelSection, OptimSection
 from shoal.numerics.init import initialise
@@ -22,7 +23,6 @@ from shoal.numerics.optim import build_optimizer
 from shoal.train.build import build_model
 
 IMPLEMENTATIONS = ("fused", "foreach", "loop")
-ROUNDS = 15
 
 
 def parameters(preset: str, device: str) -> list[nn.Parameter]:
@@ -34,7 +34,7 @@ def parameters(preset: str, device: str) -> list[nn.Parameter]:
     return list(model.parameters())
 
 
-def measure(name: str, preset: str, device: str) -> dict[str, str]:
+def measure(name: str, preset: str, device: str, rounds: int) -> dict[str, str]:
     """Milliseconds per step, the implementations taking turns."""
     weights = parameters(preset, device)
     optimizers = {
@@ -42,14 +42,14 @@ def measure(name: str, preset: str, device: str) -> dict[str, str]:
         for kind in IMPLEMENTATIONS
     }
     seconds: dict[str, list[float]] = {kind: [] for kind in IMPLEMENTATIONS}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for kind, optimizer in optimizers.items():
             began = time.perf_counter()
             optimizer.step()
             if device == "cuda":
                 torch.cuda.synchronize()
             seconds[kind].append(time.perf_counter() - began)
-    medians = {kind: statistics.median(times[3:]) * 1e3 for kind, times in seconds.items()}
+    medians = {kind: statistics.median(times[rounds // 5 :]) * 1e3 for kind, times in seconds.items()}
     count = sum(weight.numel() for weight in weights)
     return {
         "optimizer": name,
@@ -61,9 +61,13 @@ def measure(name: str, preset: str, device: str) -> dict[str, str]:
 
 
 def main() -> None:
-    places = [("cpu", "tiny"), ("cpu", "small")]
-    places += [("cuda", "small"), ("cuda", "llama3-1b")] if torch.cuda.is_available() else []
-    rows = [measure(name, preset, device) for device, preset in places for name in ("adamw", "sgd")]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    asked = arguments(parser, rounds=1)
+    places = [("cpu", "tiny")] if asked.smoke else [("cpu", "tiny"), ("cpu", "small")]
+    if torch.cuda.is_available() and not asked.smoke:
+        places += [("cuda", "small"), ("cuda", "llama3-1b")]
+    rows = [measure(name, preset, device, asked.rounds) for device, preset in places for name in ("adamw", "sgd")]
     text = (
         heading("Optimizer", "Median time of one step in float32, implementations taking turns.") + "\n" + table(rows)
     )

@@ -103,7 +103,7 @@ def left_out(learner: Learner, known: Tensor, values: Tensor) -> Tensor:
 def main() -> None:
     """One line for each cell."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", type=Path, nargs="+")
+    parser.add_argument("table", type=Path, nargs="+", help="of runs that nanotron has made")
     parser.add_argument("--devices", type=int, help="only cells of so many")
     asked = parser.parse_args()
     torch.set_default_dtype(torch.float64)

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from report import heading, table, write
+from report import arguments, heading, table, write
 
 from shoal.blueprint.cluster import Cluster
 from shoal.blueprint.habits import shoal_habits
@@ -357,15 +357,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--dry", action="store_true", help="predict only")
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.one:
+    asked = arguments(parser, cluster="h200:1", cases=[0], dry=True)
+    if asked.one:
         sys.stdin.readline()
-        print(json.dumps(one(Case(**json.loads(arguments.one)), arguments.steps)))
+        print(json.dumps(one(Case(**json.loads(asked.one)), asked.steps)))
         return
     with tempfile.TemporaryDirectory() as folder:
-        said, kept = arguments.cluster, arguments.keep or Path(folder) / "cluster.yaml"
+        said, kept = asked.cluster, asked.keep or Path(folder) / "cluster.yaml"
         cluster = Cluster.parse(said) if said else calibrated(kept)
-    compare([CASES[number] for number in arguments.cases], cluster, arguments.steps, arguments.dry)
+    compare([CASES[number] for number in asked.cases], cluster, asked.steps, asked.dry)
 
 
 if __name__ == "__main__":

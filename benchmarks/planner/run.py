@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from report import heading, table, write
+from report import arguments, heading, table, write
 
 from shoal.bench.calibrate import calibrate
 from shoal.bench.readings import cluster_of
@@ -314,7 +314,12 @@ def verdict(papers: Mapping[str, Verdict], found: Mapping[str, Found]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--cpu", action="store_true", required=True, help="on this machine's CPU, with two processes")
+    parser.add_argument(
+        "--cpu",
+        action="store_true",
+        required="--smoke" not in sys.argv,
+        help="on this machine's CPU, with two processes",
+    )
     parser.add_argument("--cluster", help="what `shoal calibrate` has written; without it, it is measured now")
     parser.add_argument("--seconds", type=float, default=60.0, help="about how long to measure the machine")
     parser.add_argument("--rounds", type=int, default=2)
@@ -323,13 +328,13 @@ def main() -> None:
     parser.add_argument("--shape", type=json.loads, default=list(SHAPE), help="of the model, as a JSON list")
     parser.add_argument("--no-result", action="store_true", help="print it only")
     parser.add_argument("--peaks-to", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    shape = Shape(*arguments.shape)
-    if arguments.peaks_to:
-        measured = {n: launch(peak_on_rank, (PLANS[n], shape), nproc=NUM_RANKS) for n in arguments.plans}
-        arguments.peaks_to.write_text(json.dumps(measured))
+    asked = arguments(parser, cluster="cpu:2x1", rounds=1, steps=1, plans=["DDP"], shape=[1, 32, 2, 2, 64, 64, 16, 2])
+    shape = Shape(*asked.shape)
+    if asked.peaks_to:
+        measured = {n: launch(peak_on_rank, (PLANS[n], shape), nproc=NUM_RANKS) for n in asked.plans}
+        asked.peaks_to.write_text(json.dumps(measured))
         return
-    compare(arguments, shape)
+    compare(asked, shape)
 
 
 def compare(arguments: Any, shape: Shape) -> None:

@@ -1,6 +1,6 @@
 """Do fp32, bf16 and fp16 train on this GPU, how fast, and in how much memory?
 
-python benchmarks/precision/run.py [--steps 20] [settings of the recipe ...]
+python benchmarks/precision/run.py [--steps 20] [-- settings of the recipe ...]
 """
 
 from __future__ import annotations
@@ -9,27 +9,27 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from report import heading, table, write
+from report import arguments, heading, table, write
 
 RECIPE = "recipes/llama3-1b-gpu.yaml"
+TINY = [
+    *("--model.preset", "tiny", "--data.batch", "4", "--data.sequence", "16", "--data.validation", "0"),
+    *("--launch.device", "cpu", "--launch.nproc", "1", "--run.compile", "false", "--checkpoint.every", "0step"),
+]
+"""What makes it a matter of seconds on a CPU."""
 
 
 def train(precision: str, steps: int, settings: list[str]) -> dict[str, Any]:
     """One run in a process of its own; the summary that it prints."""
     words = [sys.executable, "-m", "shoal", "train", RECIPE, "--plan.precision", precision, "--json"]
-    words += [
-        "--run.duration",
-        f"{steps}step",
-        "--run.dir",
-        f"runs/precision-{precision}",
-        "--run.overwrite",
-        *settings,
-    ]
-    found = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
+    with tempfile.TemporaryDirectory() as folder:
+        words += ["--run.duration", f"{steps}step", "--run.dir", f"{folder}/run", *settings]
+        found = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
     if found.returncode:
         raise SystemExit(f"{precision} ended with exit code {found.returncode}")
     summary: dict[str, Any] = json.loads(found.stdout)
@@ -40,10 +40,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--precisions", default="fp32,bf16,fp16")
-    arguments, settings = parser.parse_known_args()
+    parser.add_argument("settings", nargs=argparse.REMAINDER, help="of the recipe, behind --")
+    asked = arguments(parser, steps=1, precisions="fp32")
+    settings = TINY if asked.smoke else [word for word in asked.settings if word != "--"]
     rows = []
-    for precision in arguments.precisions.split(","):
-        summary = train(precision, arguments.steps, settings)
+    for precision in asked.precisions.split(","):
+        summary = train(precision, asked.steps, settings)
         rows.append(
             {
                 "precision": precision,
@@ -58,7 +60,7 @@ def main() -> None:
         print(json.dumps(summary), flush=True)
     about = heading(
         "Precision on one GPU",
-        f"`{RECIPE}` ({summary['parameters']:,} parameters), {arguments.steps} steps each; median step after warm-up."
+        f"`{RECIPE}` ({summary['parameters']:,} parameters), {asked.steps} steps each; median step after warm-up."
         " MFU counts 6 FLOPs per parameter and token plus attention, over the dense peak of that precision.",
     )
     text = about + "\n" + table(rows)

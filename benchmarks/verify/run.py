@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from report import heading, table, write
+from report import arguments, heading, table, write
 
 SHAPE = {"preset": "tiny", "num_layers": 9, "num_heads": 24, "num_kv_heads": 12, "hidden": 96}
 MODELS = {
@@ -142,22 +142,22 @@ def main() -> None:
     parser.add_argument("--part", default="0/1")
     parser.add_argument("--rows", type=Path, help="keep the rows in this file, and write no result")
     parser.add_argument("--join", type=Path, nargs="*", default=[], help="make the result of these files of rows")
-    arguments = parser.parse_args()
-    rows = [told for path in arguments.join for told in json.loads(path.read_text())]
+    asked = arguments(parser, precisions="fp64")
+    rows = [told for path in asked.join for told in json.loads(path.read_text())]
     rows.sort(key=lambda told: (told.get("model", "")[:3], int(told["ranks"])))
-    if arguments.matrix:
-        sizes, models = [int(size) for size in arguments.matrix.split(",")], arguments.models.split(",")
-        rows = matrix(sizes, models, arguments.part, arguments.rows, arguments.seconds)
-    for precision in arguments.precisions.split(",") if not rows else ():
-        for ranks, plans in PLANS.items():
+    if asked.matrix:
+        sizes, models = [int(size) for size in asked.matrix.split(",")], asked.models.split(",")
+        rows = matrix(sizes, models, asked.part, asked.rows, asked.seconds)
+    for precision in asked.precisions.split(",") if not rows else ():
+        for ranks, plans in ({2: ["zero=3 mb=2"]} if asked.smoke else PLANS).items():
             for plan in plans:
-                words = ["--nproc", str(ranks), "--plan", plan, "--device", arguments.device, "--precision", precision]
+                words = ["--nproc", str(ranks), "--plan", plan, "--device", asked.device, "--precision", precision]
                 told = verify(words)
                 rows.append(row(plan, ranks, precision, told))
                 print(json.dumps(rows[-1]), flush=True)
-    if arguments.rows:
+    if asked.rows:
         return
-    is_matrix = bool(arguments.matrix or arguments.join)
+    is_matrix = bool(asked.matrix or asked.join)
     equal = sum(told["equal"] == "yes" for told in rows)
     question = (
         "Largest relative difference from one device of the loss, of any gradient and of any weight over three steps"
