@@ -39,6 +39,14 @@ def test_torchrun_needs_one_restart(reference: list[float], tmp_path: Path) -> N
     assert losses(tmp_path / "run") == reference
 
 
+def test_the_launcher_before_torchrun_adds_a_word(tmp_path: Path) -> None:
+    """`python -m torch.distributed.launch` adds --local-rank=0 to the command."""
+    words = [sys.executable, "-W", "ignore", "-m", "torch.distributed.launch", "--nproc-per-node", "1", "--master-port"]
+    words += [str(free_port()), "-m", "shoal", *WORDS, "--dry-run"]
+    ended = Command.start(words, cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": ""}).ended()
+    assert ended.code == 0, ended.err
+
+
 def test_slurm(host: Host, reference: list[float], tmp_path: Path) -> None:
     job = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NODEID": "0"}
     job |= {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": str(free_port())}

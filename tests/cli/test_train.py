@@ -344,7 +344,7 @@ def test_nan_ends_the_run_and_says_where(here: Here) -> None:
     Path("own.py").write_text(OWN_MODEL)
     ended = here(*MADE_UP, *own("nan_at_step_1"))
     assert ended.code == 3
-    assert "step 1: the loss is not finite on rank 0, microbatch 0" in ended.err
+    assert "step 2: the loss is not finite on rank 0, microbatch 0" in ended.err  # counted as in the metrics
     assert "--run.on_nan skip" in ended.err
     assert not Path("runs/run/summary.json").exists()  # a run that did not end well
 
@@ -356,7 +356,7 @@ def test_nan_is_skipped_when_asked(here: Here) -> None:
     assert (ended.json["steps"], ended.json["skipped_steps"]) == (3, 1)
     assert [record["skipped"] for record in records(Path("runs/run"))] == [False, True, False]
     assert ended.json["loss_last"] == "nan"  # the mean of the last ten; JSON has no other word for it
-    assert "dropped: step 1" in ended.err
+    assert "dropped: step 2" in ended.err
 
 
 def own(function: str) -> list[str]:

@@ -227,6 +227,17 @@ def test_which_precisions_are_told_of(plan: str, precision: str | None, note: st
     assert notes == ([] if note is None else [note])
 
 
+@pytest.mark.parametrize("offload", ["optimizer", "parameters"])
+def test_offload_on_a_cpu_is_not_called_verified(capfd: pytest.CaptureFixture[str], offload: str) -> None:
+    """On a CPU offload changes nothing, so "equal" says nothing of it: the text and the JSON say so."""
+    note = f"offload={offload} has no effect on a CPU: not verified"
+    words = ["verify", "--plan", f"zero=1 offload={offload}", "--nproc", "1", "--device", "cpu", "--steps", "1"]
+    assert main(words) == 0
+    assert note in " ".join(capfd.readouterr().out.split())
+    assert main([*words, "--json"]) == 0
+    assert any(one.startswith(note) for one in json.loads(capfd.readouterr().out)["notes"])
+
+
 @pytest.mark.parametrize(
     ("said", "note"),
     [

@@ -174,13 +174,10 @@ def unpicklable() -> object:
     return lambda: None
 
 
-def test_sys_exit_0_is_an_end_without_a_value(tmp_path: Path) -> None:
-    assert Launcher.start(tmp_path, leave_early, exit_0).outcome() == [0, None]
-
-
 @pytest.mark.parametrize(
     ("how", "text"),
     [
+        (exit_0, "rank 1 of 2 failed: sys.exit(0) was called before its work was done"),
         (exit_3, "rank 1 of 2 failed: SystemExit: 3"),
         (exit_at_once, "rank 1 of 2 ended with exit code 4 before its function returned"),
         (abort, "rank 1 of 2 was killed by signal 6 (SIGABRT)"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -129,15 +130,16 @@ class Masked(nn.Module):
 
 
 @on_ranks(2)
-def test_evaluation_averages_statistics_and_leaves_constants(world: World) -> None:
+def test_a_step_averages_statistics_and_leaves_constants(world: World) -> None:
     run = Run("fp64", world=world)
     model = Masked()
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     model.mask.fill_(world.rank)
     inputs = torch.full((4, 6), float(world.rank), dtype=torch.float64)
-    run.step((inputs + torch.eye(4, 6, dtype=torch.float64), torch.tensor([0, 1, 2, 3])))
-    means = world.all_gather_object(model.norm.running_mean.clone())
-    assert not torch.equal(means[0], means[1])
+    batch = inputs + torch.eye(4, 6, dtype=torch.float64)
+    run.step((batch, torch.tensor([0, 1, 2, 3])))
+    means = world.all_gather_object(0.1 * batch.mean(0))
+    torch.testing.assert_close(model.norm.running_mean, (means[0] + means[1]) / 2)
     run.evaluate([(inputs, torch.tensor([0, 1, 2, 3]))])
     torch.testing.assert_close(model.norm.running_mean, (means[0] + means[1]) / 2)
     assert model.mask == world.rank
@@ -182,3 +184,20 @@ def test_every_sample_has_its_own_randomness_on_any_number_of_ranks(pool: Pool) 
     alone = pool.run(masks, 1, 5)[0]
     assert len(set(alone)) == 5
     assert [value for rank in pool.run(masks, 2, 5) for value in rank] == alone
+
+
+class _Named(NamedTuple):
+    inputs: Tensor
+    labels: Tensor
+
+
+@on_ranks(2)
+def test_batches_of_a_class_of_the_user_are_evaluated_where_ranks_meet(world: World) -> None:
+    """A rank that has no batch left computes its own last one once more: no object of the user travels."""
+    model = nn.Linear(4, 3)
+    nn.init.constant_(model.weight, 0.1)
+    nn.init.zeros_(model.bias)
+    run = Run("zero=3", world=world)
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batches = [_Named(torch.full((2, 4), float(i)), torch.tensor([0, 1])) for i in range(2 - world.rank)]
+    assert run.evaluate(batches) == pytest.approx(math.log(3), rel=1e-6)

@@ -127,7 +127,7 @@ def test_parameters_without_a_gradient(world: World) -> None:
     """Of one that some ranks have used, the others have zero; one that nobody has used is left alone."""
     torch.manual_seed(0)
     batch = {"x": torch.ones(2, 3, dtype=torch.float64)}
-    options: dict[str, Any] = {"loss": lambda model, batch: model(batch["x"]).sum(), "algorithm": "ring"}
+    options: dict[str, Any] = {"loss": lambda model, batch: (model(batch["x"]).sum(), 1), "algorithm": "ring"}
     run = Run("fp64", world=world, find_unused=True, **options)
     model = run.prepare(Forked(world.rank))
     run.prepare(torch.optim.SGD(run.parameters, lr=0.5, weight_decay=0.0))
@@ -148,7 +148,7 @@ def test_parameters_without_a_gradient(world: World) -> None:
 @on_ranks(2)
 def test_every_replica_begins_with_the_weights_of_the_first(world: World) -> None:
     torch.manual_seed(world.rank)
-    run = Run("fp64 compress=int8", world=world, loss=lambda model, batch: model(batch["x"]).sum())
+    run = Run("fp64 compress=int8", world=world, loss=lambda model, batch: (model(batch["x"]).sum(), 1))
     model = run.prepare(nn.Linear(3, 3))
     first, second = world.all_gather_object(model.weight.detach().clone())
     assert torch.equal(first, second)
@@ -406,7 +406,7 @@ def test_islands_that_were_apart_stay_so(world: World) -> None:
 
 @on_ranks(2)
 def test_first_steps_leave_alone_what_no_island_uses(world: World) -> None:
-    loss = {"loss": lambda model, batch: model(batch["x"]).sum()}
+    loss = {"loss": lambda model, batch: (model(batch["x"]).sum(), 1)}
     run = Run("fp64 sync=local:2", world=world, exact_steps=2, **loss)
     model = run.prepare(Forked(world.rank))
     run.prepare(torch.optim.AdamW(run.parameters, lr=0.1, weight_decay=0.1))
@@ -721,7 +721,7 @@ def test_a_step_that_is_dropped_leaves_what_is_owed(world: World, method: str, b
 def test_where_nothing_is_dropped_one_island_spoils_all_when_they_meet(world: World) -> None:
     """`on_nan: ignore` means it: nobody is asked whether gradients are finite, but the mean of all is not."""
     spoilt = []
-    run = Run("fp64 sync=local:3", world=world, on_nan="ignore", loss=lambda model, batch: model(batch["x"]).sum())
+    run = Run("fp64 sync=local:3", world=world, on_nan="ignore", loss=lambda model, batch: (model(batch["x"]).sum(), 1))
     model = run.prepare(nn.Linear(3, 1))
     run.prepare(torch.optim.SGD(run.parameters, lr=0.1))
     for step in range(3):

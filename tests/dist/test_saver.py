@@ -244,7 +244,7 @@ def test_another_loader_is_refused_and_a_late_one_goes_on(world: World, tmp_path
     run.save(tmp_path / "here")
     other = own(world)
     other.prepare(loader(4))
-    with pytest.raises(ShoalError, match="its loaders were"):
+    with pytest.raises(ShoalError, match="batch_size was 6, and is 4"):
         other.load(tmp_path / "here")
     late = own(world)
     late.load(tmp_path / "here")

@@ -6,15 +6,19 @@ import os
 import socket
 import time
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from shoal.blueprint.layout import Layout
 from shoal.comm.environment import Placement
+from shoal.comm.mesh import Mesh
+from shoal.comm.session import Session
 from shoal.comm.world import World, pick_device
-from shoal.errors import ShoalError
+from shoal.errors import RunFailed, ShoalError
 from shoal.launch.local import launch
 from tests.dist.pool import Pool, on_ranks
 
@@ -181,3 +185,26 @@ def test_picked_device(
 def test_refused_device(name: str, num_cuda: int, text: str) -> None:
     with pytest.raises(ShoalError, match=text):
         pick_device(name, place_of(0, 4), backend=None, num_cuda=num_cuda)
+
+
+# ---- who is at the other end ----------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_a_connection_that_a_stranger_has_taken_ends_the_run(world: World) -> None:
+    Session(b"the key of both").new_group([0, 1], timeout=timedelta(seconds=20))
+    group = dist.new_group([0, 1])
+    with pytest.raises(RunFailed, match=f"the connection to rank {1 - world.rank} was taken by a process that is not"):
+        Session(f"the key of {world.rank}".encode()).admit(group)
+
+
+def groups_of_a_run(place: Placement, store: dist.Store) -> tuple[bool, int]:
+    with World.start(place, device="cpu", store=store, timeout=30) as world:
+        world.beside()
+        Mesh.make(world, Layout(tp=2))
+        assert world.session is not None
+        return world.session.key != place.key, next(world.session._numbers)
+
+
+def test_every_group_of_a_launch_is_checked() -> None:
+    assert launch(groups_of_a_run, nproc=2) == [(True, 3), (True, 3)]  # of the world, of the saver, of tp

@@ -290,7 +290,7 @@ def test_a_step_that_is_not_finite_is_dropped_on_the_device_and_told_late(run: R
     run.step(batch())
     with torch.no_grad():
         head[0, 0] = kept
-    with pytest.raises(Exception, match="step 1: the loss is not finite on rank 0, microbatch 0"):
+    with pytest.raises(Exception, match="step 2: the loss is not finite on rank 0, microbatch 0"):
         run.step(batch())
     assert all(torch.equal(old, new) for old, new in zip(before, run.module.parameters(), strict=True))
 

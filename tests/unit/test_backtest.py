@@ -386,6 +386,25 @@ def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(bar["holds"] for bar in found["bars"])
 
 
+def test_a_pick_that_is_not_the_fastest_looks_unlike_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """BigScience has measured one plan on two days: 120.18 and 114.11 s."""
+    report = backtest(read([PAPER_FIGURES]))
+    (cell,) = [cell for cell in report.cells if cell.regret > 0]
+    assert cell.is_repeat
+    assert cell.pick.endswith("(paper_figures.csv:64)")
+    assert cell.best.endswith("(paper_figures.csv:66)")
+    assert main(["backtest"]) == 0
+    assert "1 is another run of the fastest's plan" in " ".join(capsys.readouterr().out.split())
+
+
+def test_runs_of_one_plan_that_differ_in_the_model_say_in_what() -> None:
+    rows = {row.place: row for row in read([PAPER_FIGURES])}
+    one = predict(rows["paper_figures.csv:64"])
+    other = predict(replace(one.row, cells={**one.row.cells, "heads": "128"}))
+    assert score._brief(one, other).endswith("(heads 64)")
+    assert score._brief(other, one).endswith("(heads 128)")
+
+
 def test_a_missed_bar_fails_only_if_that_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "runs.csv", list(COLUMNS), {**RUN, "mem_gib": "20"})
     assert main(["backtest", str(path)]) == 0

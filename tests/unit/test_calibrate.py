@@ -239,6 +239,26 @@ def test_a_reading_is_the_time_of_one(milliseconds: int) -> None:
     assert reading.rate == 7.0 / reading.seconds
 
 
+def test_it_takes_as_long_as_it_may() -> None:
+    """Products that are slow, as 16-bit ones on a CPU, are not taken more often than there is time for."""
+    found = calibrate(nproc=2, device="cpu", seconds=8, quiet=True)
+    assert found.took <= 2 * 8  # 1.3 on an idle machine; it was 2.7
+
+
+def test_work_that_takes_longer_than_there_is_time_for_is_measured_once() -> None:
+    calls: list[float] = []
+    with World.start(None, device="cpu") as world:
+        bench = Bench(world, seconds=0.1, progress=Progress(disable=True))
+        for _ in range(3):
+            bench.take("copy", (1,), "fp32", lambda: (calls.append(0.0), time.sleep(0.05)), traffic=7.0)
+    assert len(calls) == 2 * 3  # to warm up, and to be timed
+
+
+def test_who_asks_for_less_than_it_needs_is_told_what_it_took() -> None:
+    assert verb._took_longer(10.0, 8.0) == ""
+    assert "--seconds 3 is less than this machine needs" in verb._took_longer(6.2, 3.0)
+
+
 def test_one_rank_has_no_link_to_measure() -> None:
     found = calibrate(nproc=1, device="cpu", seconds=0.5, quiet=True)
     assert found.num_ranks == 1

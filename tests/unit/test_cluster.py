@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -177,3 +180,23 @@ def test_as_many_machines_as_are_needed() -> None:
     assert cluster.resized(4).per_node == 4
     with pytest.raises(ShoalError, match="do not fill nodes of 8"):
         cluster.resized(12)
+
+
+NO_HOME = """
+import os, pwd
+import shoal.blueprint.hardware
+from shoal.blueprint.cluster import Cluster, ShoalError
+os.environ.pop("HOME", None)
+os.setgroups([]); os.setgid(54321); os.setuid(54321)  # after the imports: Python may be in the home of root
+try:
+    Cluster.parse("here")
+except ShoalError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_a_user_without_a_home() -> None:
+    ended = subprocess.run([sys.executable, "-c", NO_HOME], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "--cluster h100:8" in ended.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -93,7 +94,9 @@ def place(rank: int, size: int, local_rank: int, local_size: int, node: int, *re
     ],
 )
 def test_placement(environ: dict[str, str], expected: Placement) -> None:
-    assert read_environment(environ) == expected
+    found = read_environment(environ)
+    assert found is not None
+    assert replace(found, job="") == expected
 
 
 @pytest.mark.parametrize(
@@ -155,6 +158,19 @@ def test_half_set_names_every_missing_variable() -> None:
         read_environment({"RANK": "0"})
     names = {problem.what.split()[0] for problem in refusal.value.problems}
     assert {"WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= names
+
+
+def test_the_job_is_what_the_launcher_calls_it() -> None:
+    def job(environ: dict[str, str]) -> str:
+        found = read_environment(environ)
+        assert found is not None
+        return found.job
+
+    assert job({**SLURM, **TORCHRUN, "TORCHELASTIC_RUN_ID": "run-1"}) == "run-1"
+    assert job({**SLURM, **TORCHRUN}) == ""
+    assert job(SLURM) == "4711"
+    assert job({**SLURM, "SLURM_HET_JOB_ID": "4710"}) == "4710"
+    assert job({**SLURM, **OPENMPI}) == ""
 
 
 def test_port_is_the_same_on_all_ranks_of_a_step_and_differs_between_steps() -> None:

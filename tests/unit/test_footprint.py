@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from shoal.blueprint import footprint as module
-from shoal.blueprint import simulate
+from shoal.blueprint import fp8_memory, simulate
 from shoal.blueprint.activations import kept_per_token
 from shoal.blueprint.cluster import Cluster
 from shoal.blueprint.footprint import Footprint, footprint
@@ -17,6 +18,7 @@ from shoal.blueprint.plan import Plan
 from shoal.blueprint.schedules import make
 from shoal.blueprint.shares import in_flight, layers_of_stages
 from shoal.blueprint.workload import Block, Workload
+from shoal.numerics import fp8, fp8_products
 
 GPT = MODELS["gpt3-175b"].resized(positions=0)
 H200 = Cluster.parse("h200:8")
@@ -203,6 +205,48 @@ def test_compiled_layers_hold_what_was_measured_on_a_gpu(
     habits = shoal_habits(states=states)
     found = footprint(model, plan, H200, sequence=sequence, global_batch=mb * microbatches, habits=habits)
     assert found.allocated / 2**30 == pytest.approx(measured, rel=0.004)
+
+
+MANY_WORDS = Workload(name="1.3", hidden=1792, layers=20, heads=14, kv_heads=2, ffn=5120, vocabulary=151936)
+"""Its keys and values have 256 features, which is too narrow for fp8."""
+
+
+@pytest.mark.parametrize(
+    ("model", "mb", "sequence", "weights", "states", "measured"),
+    [
+        (MANY_WORDS, 12, 2048, "fp32", "fp32", 39.5),
+        (LLAMA_1_5, 8, 4096, "fp32", "fp32", 48.9),
+        (LLAMA, 2, 4096, "fp32", "bf16", 90.5),
+        (LLAMA, 2, 4096, "bf16", "bf16", 74.5),
+    ],
+    ids=str,
+)
+def test_fp8_holds_what_was_measured_on_a_gpu(
+    model: Workload, mb: int, sequence: int, weights: str, states: str, measured: float
+) -> None:
+    """GiB of torch.cuda.max_memory_allocated on an H200: h200-speed and h200-fp8 of 2026-11-16, and a run with a large
+    vocabulary and narrow keys."""
+    habits = shoal_habits(states=states, weights=weights)
+    plan = Plan.parse(f"fp8 mb={mb}").resolve(1)
+    found = footprint(model, plan, H200, sequence=sequence, global_batch=mb, habits=habits)
+    assert found.allocated / 2**30 == pytest.approx(measured, rel=0.006)
+
+
+def test_a_head_in_fp8_takes_what_was_measured_more_than_one_in_bf16() -> None:
+    """3.2 GiB with the 1.50 B model: h200-rowwise of 2026-11-16, 48.9 against 45.7."""
+    sizes = {"tokens": 8 * 4096.0, "tp": 1, "pp": 1, "size": 2.0}
+    in_fp8, in_bf16 = (module.logit_bytes(LLAMA_1_5, SHOAL, precision=word, **sizes) for word in ("fp8", "bf16"))  # type: ignore[arg-type]
+    assert (in_fp8 - in_bf16) / 2**30 == pytest.approx(3.2, abs=0.05)
+    odd = replace(LLAMA_1_5, vocabulary=128257)  # whose head stays in bf16
+    assert module.logit_bytes(odd, SHOAL, precision="fp8", **sizes) == module.logit_bytes(odd, SHOAL, **sizes)  # type: ignore[arg-type]
+
+
+def test_layers_are_narrow_on_paper_where_they_are_in_a_run() -> None:
+    assert (fp8_memory.NARROW, fp8_memory.MULTIPLE) == (fp8.NARROW, fp8_products.MULTIPLE)
+    for width in (256, 504, 512, 520, 528, 4096):
+        with torch.device("meta"):
+            layer = torch.nn.Linear(1792, width, bias=False)
+        assert fp8_memory.is_wide(1792, width) == fp8.is_fit_for_fp8(layer)
 
 
 def test_a_compiler_keeps_casts_of_weights_and_sharding_has_none() -> None:

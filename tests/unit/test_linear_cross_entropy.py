@@ -62,15 +62,17 @@ def test_whatever_was_said_of_the_gradient_of_the_loss(told: float, autocast: to
     assert all(relative(mine.double(), theirs) <= bound for mine, theirs in zip(gradients, wanted, strict=True))
 
 
-def test_a_backward_that_gets_what_was_said_has_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [3, 7, 8, 100])
+def test_a_backward_that_gets_what_was_said_has_nothing_to_do(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of the loss is in float32, in which 1 / 3 is another number."""
     seen: list[float] = []
     times = fused._times_
     monkeypatch.setattr(
         fused, "_times_", lambda x, by: (seen.append(float(by)), times(x, by))[1] if not by.dim() else x
     )
     h, weight, labels = inputs(torch.float32)
-    (linear_cross_entropy(h, weight, labels, ignore=IGNORE, factor=1 / 3) * (1 / 3)).backward()
-    assert seen == [1.0, 1.0]
+    (linear_cross_entropy(h, weight, labels, ignore=IGNORE, factor=1 / number) * (1 / number)).backward()
+    assert seen == []
 
 
 def test_gradients_of_tokens_that_a_model_is_sure_of() -> None:
@@ -81,7 +83,8 @@ def test_gradients_of_tokens_that_a_model_is_sure_of() -> None:
     F.cross_entropy(exact, torch.tensor([1])).backward()
     total, rows = fused.gradient_(logits, torch.tensor([1]), ignore=IGNORE, factor=1.0)
     assert float(total) < 1e-6
-    assert relative(logits.double() * rows[:, None].double(), exact.grad) < 1e-6
+    assert rows is None, "on a CPU the gradient is finished"
+    assert relative(logits.double(), exact.grad) < 1e-6
 
 
 def test_never_holds_the_logits_of_more_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,9 @@ class Numbers:
     def describe(self) -> str:
         return f"the numbers below {self.size}"
 
+    def digest(self) -> str:
+        return ""
+
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
@@ -188,7 +191,10 @@ def test_an_exception_reaches_the_consumer_with_its_traceback(workers: int, erro
     loader = Loader(Numbers(20, fails_at=last, error=error), seed=0, batch=4, workers=workers)
     with pytest.raises(error, match=f"no sample {last}") as caught:
         taken(loader, 5)
-    assert "in batch" in "".join(traceback.format_exception(caught.value))
+    if error is ShoalError and workers:  # a person's mistake: as it was raised, without the traceback of a process
+        assert str(caught.value) == f"no sample {last}"
+    else:
+        assert "in batch" in "".join(traceback.format_exception(caught.value))
     assert loader.position == 12
     assert not _children()
     with pytest.raises(RuntimeError, match="closed"):

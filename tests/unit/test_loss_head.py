@@ -50,17 +50,30 @@ def test_it_trains_as_with_logits(tied: bool) -> None:
         torch.testing.assert_close(weight, theirs[name], rtol=1e-10, atol=1e-12)
 
 
-def test_a_step_tells_it_what_the_loss_is_multiplied_by(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[float] = []
+def test_a_step_gives_it_the_factor_of_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    left_over: list[float] = []
     times = fused._times_
-    monkeypatch.setattr(fused, "_times_", lambda x, by: (by.dim() or seen.append(float(by)), times(x, by))[1])
+    monkeypatch.setattr(fused, "_times_", lambda x, by: (left_over.append(float(by)), times(x, by))[1])
     model = llama()
     with Run("fp64 mb=2") as run:
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-2))
         run.step(batch())
-        assert seen == [1.0] * 4, "of h and of the weight, in two microbatches: the backward had something left to do"
+        assert left_over == [], "the backward had to multiply the gradients once more"
         assert run.composed.head is not None
         assert run.composed.head.factor == 1.0, "it would be multiplied by what belonged to another step"
+
+
+def test_the_factor_is_read_at_the_end_of_the_forward() -> None:
+    """The sum over the ranks that it depends on travels while the layers before the head compute."""
+    seen: list[str] = []
+    model = llama()
+    with Run("fp64") as run:
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+        model.model.layers[-1].register_forward_hook(lambda *_: seen.append("last block"))
+        factor = run._factor
+        run._factor = lambda: (seen.append("factor"), factor())[1]  # type: ignore[method-assign]
+        run.step(batch())
+    assert seen[:2] == ["last block", "factor"]
 
 
 def test_a_model_that_is_called_returns_logits() -> None:

@@ -22,7 +22,7 @@ def test_forward_is_linear_activation_linear() -> None:
         linear = model.layers[i].linear
         x = x @ linear.weight.T + linear.bias
         x = x.tanh() if i < 2 else x
-    torch.testing.assert_close(model(inputs=images), x, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(model(images=images), x, rtol=1e-13, atol=1e-13)
 
 
 def test_description() -> None:

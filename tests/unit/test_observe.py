@@ -137,7 +137,7 @@ def test_numbers_are_what_a_tracker_can_plot() -> None:
 
 def test_every_tracker_has_a_package_and_is_asked_for_by_name() -> None:
     assert set(TRACKERS) == {"tensorboard", "wandb", "mlflow"}
-    with pytest.raises(ShoalError, match=r"shoal\[wandb\]"):
+    with pytest.raises(ShoalError, match=r"\[wandb\]"):
         needs("surely_not_there", what="a test", extra="wandb")
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.data import order
-from shoal.data.order import sample_ids, share
+from shoal.data.order import sample_ids, share, stream_ids
 from shoal.errors import ShoalError
 
 seeds = st.integers(-(2**63), 2**64)
@@ -131,3 +131,9 @@ def _chi_square(counts: object, expected: float) -> float:
 def _chi_square_limit(freedom: int) -> float:
     """Mean plus five deviations: random numbers go beyond it about once in ten thousand times."""
     return freedom + 5 * math.sqrt(2 * freedom)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 5), size=st.integers(1, 9000), start=st.integers(0, 20_000), count=st.integers(0, 9000))
+def test_a_reader_of_the_stream_gets_the_same_order(seed: int, size: int, start: int, count: int) -> None:
+    assert stream_ids(seed, size, start, count).tolist() == sample_ids(seed, size, start, count).tolist()

@@ -190,7 +190,7 @@ def test_nan_stops_the_run_and_names_the_place(make_run: Any) -> None:
     run = make_run("fp64 mb=2")
     model = network()
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(RunFailed, match="step 0: the loss is not finite on rank 0, microbatch 2"):
+    with pytest.raises(RunFailed, match="step 1: the loss is not finite on rank 0, microbatch 2"):
         run.step(poisoned())
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
@@ -255,7 +255,7 @@ def test_late_nan_stops_the_run_at_the_next_step_and_leaves_the_weights(make_run
     run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
     before = [parameter.clone() for parameter in model.parameters()]
     run.step(poisoned())
-    with pytest.raises(RunFailed, match="step 0: the loss is not finite on rank 0, microbatch 2"):
+    with pytest.raises(RunFailed, match="step 1: the loss is not finite on rank 0, microbatch 2"):
         run.step(ragged_batch(1))
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 
@@ -266,7 +266,7 @@ def test_late_nan_in_the_last_step_stops_the_run_when_it_is_settled(make_run: An
     model = network()
     run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
     run.step(poisoned())
-    with pytest.raises(RunFailed, match="step 0: the loss is not finite"):
+    with pytest.raises(RunFailed, match="step 1: the loss is not finite"):
         run.settle()
     run.settle()  # once is enough
 

@@ -22,7 +22,7 @@ from shoal.data.dataset import Dataset
 from shoal.data.open import open_datasets
 from shoal.data.packing import PackedTokens, split_streams
 from shoal.data.synthetic import NOISE, SyntheticImages, SyntheticTokens
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, to_install
 
 END = 256
 
@@ -363,11 +363,11 @@ def test_npy_of_another_shape_or_type(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> bytes:
+    def refuse(path: str, *_: object, **__: object) -> int:
         raise PermissionError(13, "Permission denied", str(path))
 
     write(tmp_path / "a.txt")
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr("shoal.files.open_regular", refuse)
     with pytest.raises(ShoalError, match=r"cannot read .*a.txt: Permission denied"):
         opened(tmp_path / "a.txt")
 
@@ -395,4 +395,4 @@ def test_missing_extras(
     monkeypatch.setitem(sys.modules, module, None)  # type: ignore[arg-type]
     with pytest.raises(ShoalError, match=what) as caught:
         opened(source, **settings)
-    assert caught.value.problems[0].fix == f"pip install 'shoal[{'images' if module == 'PIL.Image' else 'hf'}]'"
+    assert caught.value.problems[0].fix == to_install("images" if module == "PIL.Image" else "hf")

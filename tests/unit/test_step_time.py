@@ -220,4 +220,4 @@ def test_one_call_of_both_takes_no_time() -> None:
             step_time(model, plan, H100, sequence=8192, global_batch=256)
         return (time.perf_counter() - start) / 200
 
-    assert min(seconds() for _ in range(5)) < 300e-6
+    assert min(seconds() for _ in range(5)) < 600e-6

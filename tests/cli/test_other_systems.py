@@ -1,0 +1,72 @@
+"""Options of other systems are answered with what to type here, and that parses."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from shoal.blueprint.flags_elsewhere import FLAGS, instead_of
+from shoal.cli import main
+from shoal.cli.settings import parse
+from shoal.cli.train import Train
+from shoal.errors import ShoalError
+
+
+def words_of(fix: str) -> list[str]:
+    """The proposal without its remark, as words behind `shoal train`."""
+    command = fix.partition("  # ")[0]
+    return [word for word in shlex.split(command.rpartition("shoal train ")[2]) if word != "recipe.yaml"]
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_every_proposal_parses(flag: str) -> None:
+    fix = instead_of(flag)
+    assert fix is not None
+    assert "{" not in fix
+    parse(Train, words_of(fix), prog="shoal train")
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_every_flag_is_answered_with_its_proposal(flag: str) -> None:
+    for spelling in (f"--{flag}", f"--{flag.replace('_', '-')}"):
+        with pytest.raises(ShoalError) as caught:
+            parse(Train, [spelling], prog="shoal train")
+        assert caught.value.problems[0].fix == instead_of(flag)
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        ("--fsdp", "--plan zero=3"),
+        ("--fsdp full_shard", "--plan zero=3"),
+        ("--wandb", "--run.trackers wandb"),
+        ("--nproc-per-node 4", "--nproc 4"),
+        ("--nproc_per_node=2", "--nproc 2"),
+        ("--resume", "--resume latest"),
+        ("--resume --json", "--resume latest"),
+        ("--lr 1e-3", "--optim.lr 1e-3"),
+        ("--learning_rate lots", "--optim.lr 3e-4"),
+        ("--epochs 3", "--run.duration 3epoch"),
+        ("--max-steps 50", "--run.duration 50step"),
+        ("--output_dir out/here", "--run.dir out/here"),
+        ("--report_to tensorboard", "--run.trackers tensorboard"),
+        ("--tensor-model-parallel-size 8", "--plan.tp 8"),
+        ("--parallelism.tensor_parallel_degree 4", "--plan.tp 4"),
+        ("--training.seq_len 4096", "--data.sequence 4096"),
+        ("--zero_stage 2", "--plan.zero 2"),
+        ("--nnodes 4", "torchrun --nnodes 4"),
+    ],
+)
+def test_what_a_newcomer_types(capsys: pytest.CaptureFixture[str], words: str, fix: str) -> None:
+    assert main(["train", *words.split()]) == 2
+    err = capsys.readouterr().err
+    assert f"fix: {fix}" in err
+    assert "plan.sp" not in err
+
+
+def test_what_is_ours_stays_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    options, recipe = parse(Train, ["--nproc", "2", "--resume", "latest", "--plan", "zero=3"], prog="shoal train")
+    assert (options.resume, recipe.launch.nproc, recipe.plan.zero) == ("latest", 2, 3)
+    assert main(["train", "--optim.optimizer", "adam"]) == 2
+    assert "unknown key 'optim.optimizer'" in capsys.readouterr().err

@@ -1,0 +1,28 @@
+"""How long gradients travel under DDP, and how much of that the backward hides."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from shoal.comm.world import World
+from shoal.train.run import Run
+from tests.dist.pool import on_ranks
+
+
+@on_ranks(2)
+def test_times_of_gradients_that_ddp_sends(world: World) -> None:
+    """They come from timers of torch's reducer that are not public: this notices when a torch has others."""
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    run = Run("dp_replicate=2", loss=lambda m, x: m(x).square().mean(), world=world)
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    seconds = []
+    for _ in range(13):  # torch by itself times the first ten steps, and then every hundredth
+        run.step(torch.ones(8, 64))
+        sent = run.report.hidden if run.report is not None else None
+        assert sent is not None
+        assert 0 < sent.seconds < 5
+        assert 0 <= sent.exposed <= sent.seconds
+        assert sent.bytes == 4 * (64 * 64 + 64) * 4  # 2 (n - 1) / n of all gradients
+        seconds.append(sent.seconds)
+    assert len(set(seconds)) == len(seconds), "the timers stood still"
