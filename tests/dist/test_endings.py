@@ -109,7 +109,7 @@ def test_the_launcher_waits_no_longer_than_the_timeout(how: str, text: str, tmp_
 class Slow:
     """A dataset whose batches take an hour, from the third on."""
 
-    tokens_per_sample = None
+    tokens_per_sample = labels_per_sample = None
 
     def __len__(self) -> int:
         return 100

@@ -27,6 +27,7 @@ class Numbers:
     """Each sample is its own number. It can be slow, and it can fail at one sample."""
 
     tokens_per_sample = 1
+    labels_per_sample = None
     vocabulary = None
 
     def __init__(
@@ -143,6 +144,15 @@ def test_auto_keeps_a_thread_for_fast_data() -> None:
     assert loader.position == 20
     assert loader.decision.startswith("one thread: a batch took ")
     assert not _children()
+    loader.close()
+
+
+def test_auto_makes_fast_data_at_once_beside_other_ranks() -> None:
+    loader = Loader(Numbers(40), seed=2, batch=4, coordinate=1, degree=2)
+    assert taken(loader, 5) == sample_ids(2, 40, 0, 20).reshape(5, 4)[:, 2:].tolist()
+    assert loader.position == 20
+    assert loader.decision.startswith("no thread: a batch took 0.")
+    assert not any(thread.name == "shoal-prefetch" for thread in threading.enumerate())
     loader.close()
 
 

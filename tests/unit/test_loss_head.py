@@ -42,8 +42,9 @@ def trained(fused_loss: bool | None, **settings: Any) -> tuple[list[float], dict
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_it_trains_as_with_logits(tied: bool) -> None:
-    (losses, weights, score), (expected, theirs, their_score) = trained(None, tied=tied), trained(False, tied=tied)
+@pytest.mark.parametrize("fused_loss", [True, None])  # None: on a CPU a small one has its logits whole
+def test_it_trains_as_with_logits(fused_loss: bool | None, tied: bool) -> None:
+    (losses, weights, score), (expected, theirs, their_score) = (trained(how, tied=tied) for how in (fused_loss, False))
     assert losses == pytest.approx(expected, rel=1e-13)
     assert score == pytest.approx(their_score, rel=1e-13)
     for name, weight in weights.items():
@@ -55,7 +56,7 @@ def test_a_step_gives_it_the_factor_of_the_loss(monkeypatch: pytest.MonkeyPatch)
     times = fused._times_
     monkeypatch.setattr(fused, "_times_", lambda x, by: (left_over.append(float(by)), times(x, by))[1])
     model = llama()
-    with Run("fp64 mb=2") as run:
+    with Run("fp64 mb=2", fused_loss=True) as run:
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-2))
         run.step(batch())
         assert left_over == [], "the backward had to multiply the gradients once more"

@@ -1,7 +1,7 @@
 """What a dataset is to the rest of shoal: a number of samples, and a way to get any of them as one batch.
 
 torch's `Dataset` hands out single samples that a `collate_fn` must glue together again. Here a whole batch is asked for
-at once, which for tokens is one gather instead of a Python loop. Any object with these six members will do.
+at once, which for tokens is one gather instead of a Python loop. Any object with these members will do.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ class Dataset(Protocol):
     def tokens_per_sample(self) -> int | None:
         """None where a sample is not made of tokens."""
 
+    @property
+    def labels_per_sample(self) -> int | None:
+        """How many labels of every sample count; None: that differs, and is counted in every batch."""
+
     def __len__(self) -> int: ...
 
     def batch(self, ids: Ids) -> Batch:
@@ -46,6 +50,7 @@ class Part:
     def __init__(self, whole: Dataset, start: int, stop: int, description: str) -> None:
         self.whole, self.start, self.stop = whole, start, stop
         self.tokens_per_sample = whole.tokens_per_sample
+        self.labels_per_sample = whole.labels_per_sample
         self.vocabulary = whole.vocabulary
         self._description = description
 

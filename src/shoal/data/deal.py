@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from shoal.data.batch import length, rows
-from shoal.data.hashing import hashed
+from shoal.data.hashing import hashed_number
 from shoal.data.order import sample_ids, share
 from shoal.errors import ShoalError
 
@@ -127,7 +127,7 @@ class DealtLoader:
 
     def _by_index(self, epoch: int, first: int) -> Iterator[Share]:
         """Load only this rank's samples, from the batch `first` on."""
-        torch.manual_seed(int(hashed(self.seed, epoch, self.coordinate)[0]))  # each rank augments in its own way
+        torch.manual_seed(hashed_number(self.seed, epoch, self.coordinate))  # each rank augments in its own way
         size = len(self.loader.dataset)  # type: ignore[arg-type]
         shuffled = isinstance(self.loader.sampler, RandomSampler)
         order = sample_ids(self.seed, size, epoch * size, size) if shuffled else np.arange(size)
@@ -143,7 +143,7 @@ class DealtLoader:
 
     def _by_slicing(self, epoch: int, first: int) -> Iterator[Share]:
         """Load everything, keep this rank's rows: for streams and for samplers of the user's own."""
-        torch.manual_seed(int(hashed(self.seed, epoch)[0]))  # what draws, draws alike on every rank
+        torch.manual_seed(hashed_number(self.seed, epoch))  # what draws, draws alike on every rank
         for batch in itertools.islice(self.loader, first, None):
             place = share(length(batch), self.coordinate, self.degree)
             counts = place.stop > place.start

@@ -25,6 +25,7 @@ class ImageFolder:
     """
 
     tokens_per_sample = None
+    labels_per_sample = 1
 
     def __init__(self, path: Path, size: int) -> None:
         self._pillow = _Pillow()

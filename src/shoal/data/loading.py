@@ -24,11 +24,14 @@ import torch
 
 from shoal.data.dataset import Batch, Dataset
 from shoal.data.order import share, stream_ids
-from shoal.data.prefetch import Prefetch, Processes, Thread
+from shoal.data.prefetch import Inline, Prefetch, Processes, Thread
 from shoal.errors import ShoalError
 
 SLOW_BATCH = 0.010
 """Seconds that a batch may take before `auto` starts processes, which cost a few milliseconds per batch themselves."""
+
+FAST_BATCH = 0.0005
+"""Seconds below which a batch is made when it is asked for, beside steps on a CPU."""
 
 MOST_PROCESSES = 4
 
@@ -54,7 +57,8 @@ class Loader:
     """An endless iterator over this rank's share of every step's global batch.
 
     `workers` is the number of processes that prepare batches; 0 means one thread of this process; `auto` times the
-    first two batches and writes what it found and chose into `decision`. The batches are the same in all three cases.
+    first two batches and writes what it found and chose into `decision`: one of both, or neither, for batches that are
+    made at once. The batches are the same in all cases.
     `pin` puts them into page-locked memory, from which a GPU copies faster; without CUDA it does nothing.
     `timeout` is how many seconds the consumer waits for a batch; None: without a limit.
     """
@@ -93,6 +97,16 @@ class Loader:
     def position(self) -> int:
         """The samples that all ranks together have taken so far. Batches that only wait to be taken do not count."""
         return self._position
+
+    @property
+    def batch(self) -> int:
+        """Samples of a step, of all ranks."""
+        return self._share.batch
+
+    @property
+    def labels_per_sample(self) -> int | None:
+        """How many labels of every sample count; None: that differs."""
+        return self._share.dataset.labels_per_sample
 
     @property
     def epoch(self) -> float:
@@ -135,15 +149,18 @@ class Loader:
         position = self._position + len(self._timed) * self._share.batch
         positions = range(position, 2**62, self._share.batch)
         prefetch, pin, timeout = self._prefetch, self._pin, self._timeout
-        source = (
-            Processes(self._share, positions, workers=workers, prefetch=prefetch, pin=pin, timeout=timeout)
-            if workers
-            else Thread(self._share, positions, prefetch=prefetch, pin=pin, timeout=timeout)
-        )
+        source: Prefetch
+        if workers is None:
+            source = Inline(self._share, positions)
+        elif workers:
+            source = Processes(self._share, positions, workers=workers, prefetch=prefetch, pin=pin, timeout=timeout)
+        else:
+            source = Thread(self._share, positions, prefetch=prefetch, pin=pin, timeout=timeout)
         self._source = source
         self._stop = weakref.finalize(self, source.stop)
 
-    def _decide(self) -> int:
+    def _decide(self) -> int | None:
+        """How many processes; 0: a thread; None: neither."""
         if self._workers != "auto":
             self.decision = f"{_named(self._workers)}, as asked"
             return self._workers
@@ -154,7 +171,9 @@ class Loader:
             seconds.append(time.perf_counter() - began)
             self._timed.append({key: value.pin_memory() for key, value in batch.items()} if self._pin else batch)
         fastest = min(seconds)  # the first batch also pays for cold caches and imports
-        workers = min(MOST_PROCESSES, os.cpu_count() or 1) if fastest > SLOW_BATCH else 0
+        # A batch that never comes is noticed by the other ranks; a rank that is alone needs the thread for that.
+        is_inline = fastest < FAST_BATCH and not self._pin and self._share.degree > 1
+        workers = None if is_inline else 0 if fastest <= SLOW_BATCH else min(MOST_PROCESSES, os.cpu_count() or 1)
         self.decision = (
             f"{_named(workers)}: a batch took {fastest * 1e3:.1f} ms in process"
             f" (measured; processes above {SLOW_BATCH * 1e3:.0f} ms)"
@@ -174,7 +193,9 @@ def evaluation_batches(dataset: Dataset, *, batch: int, coordinate: int = 0, deg
             yield dataset.batch(np.arange(start + part.start, start + part.stop, dtype=np.int64))
 
 
-def _named(workers: int) -> str:
+def _named(workers: int | None) -> str:
+    if workers is None:
+        return "no thread"
     return f"{workers} process{'es' if workers > 1 else ''}" if workers else "one thread"
 
 

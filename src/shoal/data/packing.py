@@ -43,6 +43,7 @@ class PackedTokens:
         documents: bool = False,
     ) -> None:
         self.tokens_per_sample = sequence
+        self.labels_per_sample = None if documents else sequence
         self.vocabulary = vocabulary
         self._streams = list(streams)
         self._ends = np.cumsum([num_samples(len(stream), sequence) for stream in streams], dtype=np.int64)

@@ -1,7 +1,10 @@
-"""Making batches ahead of their use: by one thread, or by worker processes. Both are told what to make by position.
+"""Making batches ahead of their use, by one thread or by worker processes; or when they are asked for. All make a batch
+by its position.
 
 A thread starts at once and hands batches over without a copy, which is enough for tokens. Processes have their own
-interpreter lock and can use more cores, which is for batches that are work to make, such as images to be decoded.
+interpreter lock and can use more cores, which is for batches that are work to make, such as images to be decoded. A
+batch of a few tokens is sooner made than handed over: beside a step on a CPU, the thread takes the interpreter's lock
+from it.
 """
 
 from __future__ import annotations
@@ -38,6 +41,20 @@ class Prefetch(Protocol):
 
     def stop(self) -> None:
         """End threads and processes; a second time does nothing."""
+
+
+class Inline:
+    """Nothing is made ahead."""
+
+    def __init__(self, batches: Batches, positions: Iterable[int]) -> None:
+        self._batches, self._positions = batches, iter(positions)
+
+    def take(self) -> Batch:
+        """Make a batch."""
+        return self._batches[next(self._positions)]
+
+    def stop(self) -> None:
+        """Nothing runs."""
 
 
 class Thread:

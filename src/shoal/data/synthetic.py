@@ -30,7 +30,7 @@ class SyntheticTokens:
     """
 
     def __init__(self, *, seed: int, num_samples: int, sequence: int, vocabulary: int, documents: bool = False) -> None:
-        self.tokens_per_sample = sequence
+        self.tokens_per_sample = self.labels_per_sample = sequence
         self.vocabulary: int | None = vocabulary
         self._seed, self._num_samples, self._documents = seed, num_samples, documents
         self._ring = sample_ids(seed, vocabulary, 0, vocabulary)
@@ -76,6 +76,7 @@ class SyntheticImages:
     """Every class has a coarse pattern of its own, and every image is its class's pattern under as much noise again."""
 
     tokens_per_sample = None
+    labels_per_sample = 1
 
     def __init__(self, *, seed: int, num_samples: int, size: int, classes: int) -> None:
         self.vocabulary: int | None = classes

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from shoal.comm.averages import Average, Bucket, Exact, Seeds
 from shoal.comm.wire import Sent, Wire
-from shoal.data.hashing import hashed
+from shoal.data.hashing import hashed_number
 from shoal.numerics.pieces import gradient_of, local
 
 
@@ -168,7 +168,7 @@ class Averager:
             flat += load.bucket.residual
             load.bucket.residual.zero_()
         place = (self.seed, step, load.seed)
-        seeds = Seeds(int(hashed(*place)[0]), int(hashed(*place, self.lanes.rank + 1)[0]))
+        seeds = Seeds(hashed_number(*place), hashed_number(*place, self.lanes.rank + 1))
         packed = torch.cuda.current_stream(flat.device).record_event() if flat.is_cuda else None
         average = Exact() if is_exact or pays else self.average
         load.done = self.lanes.submit(load.number, _travel, average, load.bucket, flat, seeds, packed)
@@ -212,7 +212,7 @@ class Averager:
 
     def _new_bucket(self, pairs: list[tuple[str, nn.Parameter]]) -> Bucket:
         pieces = [local(parameter) for _, parameter in pairs]
-        seeds = [int(hashed(self.seed, *name.encode())[0]) for name, _ in pairs]
+        seeds = [hashed_number(self.seed, *name.encode()) for name, _ in pairs]
         return self.average.new_bucket([tuple(p.shape) for p in pieces], pieces[0].dtype, pieces[0].device, seeds)
 
 
@@ -233,7 +233,7 @@ def _travel(
 
 
 def _seed(name: str) -> int:
-    return int(hashed(*name.encode())[0] >> 1)
+    return hashed_number(*name.encode()) >> 1
 
 
 def make_equal(module: nn.Module, wire: Wire) -> None:

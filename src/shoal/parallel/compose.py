@@ -325,7 +325,8 @@ def _give_loss_to_head(model: nn.Module, how: _How) -> None:
     assert how.description.head is not None
     layer = model.get_submodule(how.description.head)
     assert isinstance(layer, nn.Linear)
-    how.head = LossHead(layer, fp8=how.plan.precision == "fp8" and how.options.fp8_head == "gradients")
+    fp8 = how.plan.precision == "fp8" and how.options.fp8_head == "gradients"
+    how.head = LossHead(layer, fp8=fp8, always=bool(how.options.fused_loss))
 
 
 def _is_best_compiled_whole(part: Part, how: _How) -> bool:

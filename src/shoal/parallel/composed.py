@@ -392,7 +392,7 @@ class Composed:
         """How long replicas sent each other something in the last step, and how much of it was hidden; None: it was not
         measured."""
         meeting = self.reducer or self.islands
-        return meeting.hidden if meeting is not None else replicate.hidden_of(self.model)
+        return meeting.hidden if meeting is not None else replicate.hidden_of(self.model, self._step)
 
     def shared_weights(self) -> AbstractContextManager[None]:
         """Inside, the model has the weights that all ranks agree on; which it always has, unless there are islands."""

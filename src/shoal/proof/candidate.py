@@ -133,6 +133,8 @@ def _prepare(run: Run, case: Case) -> None:
     else:
         model = fresh_model(case)
     run.prepare(model)
+    if run.composed.head is not None:
+        run.composed.head.always = True  # as large models have it, and all on a GPU
     run.prepare(optimizer_for(case, run.parameters))
 
 

@@ -20,19 +20,20 @@ class LateNumbers:
     """Copies of numbers, on their way to the host."""
 
     def __init__(self, *numbers: Tensor) -> None:
-        together = torch.cat([number.detach().double().flatten() for number in numbers])
+        self._numbers: list[float] = []
         self._arrived: torch.cuda.Event | None = None
-        if together.is_cuda:
+        if any(number.is_cuda for number in numbers):
+            together = torch.cat([number.detach().double().flatten() for number in numbers])
             self._host = torch.empty(together.shape, dtype=together.dtype, pin_memory=True)
             self._host.copy_(together, non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(together.device))
         else:
-            self._host = together
+            self._numbers = [one for number in numbers for one in number.detach().flatten().tolist()]
 
     def read(self) -> list[float]:
         """The numbers; waits for them, if they are not there yet."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        numbers: list[float] = self._host.tolist()
-        return numbers
+            self._numbers, self._arrived = self._host.tolist(), None
+        return list(self._numbers)

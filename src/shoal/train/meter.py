@@ -203,13 +203,15 @@ class Meter:
 
     def _of_replicas(self, settled: int) -> Record:
         """How much of the time replicas sent each other something, and how much of that was hidden."""
-        seconds, exposed = sum(self.comm_seconds[settled:]), sum(self.comm_exposed[settled:])
+        if not self.comm_seconds:
+            return {"comm_part": None, "comm_bytes": None, "comm_hidden_part": None}
+        of_step = statistics.fmean(self.step_seconds[settled:])
+        settled = len(self.comm_seconds) // 5  # not every step is timed
+        seconds = statistics.fmean(self.comm_seconds[settled:])
         return {
-            "comm_part": min(1.0, seconds / (sum(self.step_seconds[settled:]) or math.nan))
-            if self.comm_seconds
-            else None,
-            "comm_bytes": sum(self.comm_bytes[settled:]) / len(self.comm_bytes[settled:]) if self.comm_bytes else None,
-            "comm_hidden_part": 1 - exposed / seconds if seconds else None,
+            "comm_part": min(1.0, seconds / of_step),
+            "comm_bytes": statistics.fmean(self.comm_bytes[settled:]),
+            "comm_hidden_part": 1 - statistics.fmean(self.comm_exposed[settled:]) / seconds if seconds else None,
         }
 
     def close(self) -> None:

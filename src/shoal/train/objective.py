@@ -351,7 +351,9 @@ def refuse_labels(labels: Tensor, num_classes: int) -> None:
         )
     if not labels.numel() or labels.is_floating_point():
         return
-    low, high = (int(one) for one in torch.aminmax(labels.masked_fill(labels == IGNORE, 0)))
+    low, high = (int(one) for one in torch.aminmax(labels))
+    if low < 0:  # rarely: most data has no label that does not count
+        low, high = (int(one) for one in torch.aminmax(labels.masked_fill(labels == IGNORE, 0)))
     if low < 0 or high >= num_classes:
         what = f"a label is {high}" if high >= num_classes else f"a label is {low}"
         raise ShoalError(

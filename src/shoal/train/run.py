@@ -28,7 +28,6 @@ from types import TracebackType
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -39,10 +38,11 @@ from shoal.blueprint.plan import Plan
 from shoal.checkpoint.saver import Saver
 from shoal.comm.environment import read_environment
 from shoal.comm.mesh import Mesh
-from shoal.comm.world import World, use_device
+from shoal.comm.world import HostReduction, World, use_device
 from shoal.data.batch import length, parts, to_device
 from shoal.data.deal import DealtLoader
-from shoal.data.hashing import hashed
+from shoal.data.hashing import hashed_number
+from shoal.data.loading import Loader
 from shoal.errors import ShoalError, raise_if
 from shoal.numerics.determinism import make_deterministic
 from shoal.numerics.fp8 import FromHead, Scaling
@@ -67,6 +67,7 @@ from shoal.train.evaluation import evaluate
 from shoal.train.handover import hand_over
 from shoal.train.late import LateNumbers
 from shoal.train.late_count import agree, agree_on_kind, convention, is_late, refuse_uncounted, take
+from shoal.train.loss_message import LossMessage
 from shoal.train.objective import (
     CrossEntropy,
     LabelRule,
@@ -96,7 +97,7 @@ from shoal.train.refuse import (
 )
 from shoal.train.replica_check import ReplicaCheck, check_replicas_problems
 from shoal.train.schedulers import check_optimizer, encoded_state, is_scheduler
-from shoal.train.step import OpenStep, StepReport, Unjudged
+from shoal.train.step import Counted, OpenStep, StepReport, Unjudged
 from shoal.train.update import OnNan, Updates, misspelt
 
 
@@ -437,8 +438,9 @@ class Run:
             for share in loader.shares():
                 yield self._open(share.batch, counts=share.counts, offset=share.offset, largest=share.largest).batch
         else:
+            counted = Counted.of(loader) if isinstance(loader, Loader) and self._counts_like_data() else None
             for batch in loader:
-                yield self._open(batch).batch
+                yield self._open(batch, counted=counted).batch
 
     def step(self, batch: Any, *others: Any) -> Tensor:
         """Forward, backward and update over this rank's share of a global batch; returns the global loss."""
@@ -518,8 +520,9 @@ class Run:
         self.settle()
         loss = self._own_loss(step)
         self.counts_late = self._is_late(step)
-        is_sent = self.world.size > 1 and not self.counts_late
-        reduction = dist.all_reduce(loss, async_op=True) if is_sent else None  # travels during the update
+        message = step.message
+        if message is None and self.world.size > 1 and not self.counts_late:
+            message = LossMessage.send(loss, step.signals_with_loss)  # travels during the update
         statistics = self.composed.statistics
         if statistics is not None:
             statistics.begin()
@@ -539,8 +542,9 @@ class Run:
         if self.composed.reducer is not None:
             self.composed.reducer.judged(is_applied)
         experts = self.composed.balance_experts(is_applied=is_applied)
-        if reduction is not None:
-            reduction.wait()
+        if message is not None:
+            loss, told = message.wait()
+            self.agreed |= told
         if statistics is not None:
             statistics.finish()
         report = StepReport(
@@ -612,7 +616,8 @@ class Run:
     def _own_loss(self, step: OpenStep) -> Tensor:
         """This rank's part of the loss: of those that computed the same one, only the first has it."""
         if step.sums and self.mesh.coordinate["tp"] == 0:
-            return torch.stack(step.sums).sum().to(self.precision.wide_dtype)
+            total = step.sums[0].clone() if len(step.sums) == 1 else torch.stack(step.sums).sum()
+            return total.to(self.precision.wide_dtype)
         return torch.zeros((), dtype=self.precision.wide_dtype, device=self.device)
 
     def _opened(self, batch: Any) -> OpenStep:
@@ -648,6 +653,7 @@ class Run:
         counts: bool = True,
         offset: int | None = None,
         largest: int | None = None,
+        counted: Counted | None = None,
     ) -> OpenStep:
         """[1] Cut the batch into microbatches and send off how much this rank's share weighs.
 
@@ -673,7 +679,14 @@ class Run:
             missing = -(-largest // self.plan.mb) - len(microbatches)
             microbatches, weights = microbatches + microbatches[:1] * missing, weights + [0.0] * missing
         self._step = self._new_step(
-            on_device, microbatches, weights, counts=counts, offset=offset, largest=largest, num_own=num_own
+            on_device,
+            microbatches,
+            weights,
+            counts=counts,
+            offset=offset,
+            largest=largest,
+            num_own=num_own,
+            counted=counted,
         )
         self._step.given = given if counts else None
         return self._step
@@ -688,18 +701,25 @@ class Run:
         offset: int,
         largest: int | None = None,
         num_own: int | None = None,
+        counted: Counted | None = None,
     ) -> OpenStep:
         if self._composed is not None and self._composed.reducer is not None:
             self._composed.reducer.step = self.steps_done
         num_samples = float(length(batch)) if counts and batch is not None else float(counts)
-        agreed = self.world.all_reduce_host([sum(weights), num_samples, *self.signals.values()])
+        if counted is None:
+            agreed = self.world.all_reduce_host([sum(weights), num_samples, *self.signals.values()])
+        else:  # the same sums, without a message
+            counted.check(sum(weights) * self.gradient_degree / self.degree, num_samples)
+            repeats = self.world.size / self.gradient_degree, self.world.size / self.degree
+            agreed = HostReduction.known([counted.num_labels * repeats[0], counted.batch * repeats[1]])
         return OpenStep(
             batch=batch,
             microbatches=microbatches,
             weights=weights,
             agreed=agreed,
             num_own=num_own if num_own is not None else len(microbatches),
-            signals=tuple(self.signals),
+            signals=tuple(self.signals) if counted is None else (),
+            signals_with_loss=None if counted is None else self.signals,
             counts=counts,
             offset=offset,
             largest=largest,
@@ -724,6 +744,12 @@ class Run:
         whole = num_samples * self.degree / self.world.size
         return 0.0 if is_stand_in else self.gradient_degree / whole * self.loss_scale.scale
 
+    def _counts_like_data(self) -> bool:
+        """Whether as many labels count as the data says, and nothing is gained by counting them on the way: a GPU
+        computes while that number travels."""
+        is_plain = isinstance(self.objective, CrossEntropy) and self.objective.rule.is_shifted is False
+        return is_plain and self.device.type == "cpu" and self.world.size > 1
+
     def _counts_now(self) -> bool:
         """Whether the microbatch at hand has samples of this rank's own, and not a stand-in for none."""
         step = self._step
@@ -733,7 +759,7 @@ class Run:
         """Not torch.manual_seed, which formats a stack trace for devices that are not there: half a millisecond."""
         if self.mesh.degree("cp") > 1:  # the same samples, but other tokens of them
             place = (*place, self.mesh.coordinate["cp"])
-        number = int(hashed(self.seed, *place)[0])
+        number = hashed_number(self.seed, *place)
         torch.default_generator.manual_seed(number)
         if self.device.type == "cuda":
             torch.cuda.manual_seed(number)
@@ -748,6 +774,9 @@ class Run:
         weight = total if is_alone else step.weight  # a mean that is alone is the loss, whatever its data weighs
         loss_sum = take(step, loss, max(step.index, 0), weight=weight, is_alone=is_alone)
         step.sums.append(loss_sum.detach() / total)
+        if step.signals_with_loss is not None and step.index == len(step.microbatches) - 1:
+            # Beside the backward, in which a CPU waits for gradients anyway.
+            step.message = LossMessage.send(self._own_loss(step), step.signals_with_loss)
         (loss_sum * self._factor()).backward()
 
     def _factor(self) -> float:

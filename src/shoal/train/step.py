@@ -10,8 +10,11 @@ from torch import Tensor
 
 from shoal.comm.hidden import Hidden
 from shoal.comm.world import HostReduction
+from shoal.data.loading import Loader
+from shoal.errors import ShoalError
 from shoal.train.counting import Kind
 from shoal.train.late import LateNumbers
+from shoal.train.loss_message import LossMessage
 
 
 @dataclass(slots=True)
@@ -54,6 +57,33 @@ class Unjudged:
     """Those of the gradients of this rank's parameters."""
 
 
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """How many samples and labels every global batch has, as the dataset says."""
+
+    batch: int
+    labels_per_sample: int
+
+    @classmethod
+    def of(cls, loader: Loader) -> Counted | None:
+        """None: labels have to be counted in every batch."""
+        return None if loader.labels_per_sample is None else cls(loader.batch, loader.labels_per_sample)
+
+    @property
+    def num_labels(self) -> int:
+        """That count, of a global batch."""
+        return self.batch * self.labels_per_sample
+
+    def check(self, num_labels: float, num_samples: float) -> None:
+        """Raise if a rank's share has other labels than the dataset says."""
+        if num_labels != num_samples * self.labels_per_sample:
+            raise ShoalError(
+                f"{num_labels:g} labels of {num_samples:g} samples count, and the dataset says that"
+                f" {self.labels_per_sample} of each do",
+                fix="labels_per_sample = None in the dataset: they are counted then",
+            )
+
+
 @dataclass(slots=True, kw_only=True)
 class OpenStep:
     """A batch whose step has begun: its microbatches, what each weighs, and the sum over all ranks on its way.
@@ -67,6 +97,8 @@ class OpenStep:
     weights: list[float]
     agreed: HostReduction
     signals: tuple[str, ...]
+    signals_with_loss: dict[str, float] | None = None
+    """What travels with the loss, since nothing had to be counted first; None: with the count."""
     counts: bool
     offset: int
     """The place of this rank's first sample in the global batch."""
@@ -75,6 +107,8 @@ class OpenStep:
     largest: int | None = None
     """Samples of the largest share of it; None: all shares are alike."""
     sums: list[Tensor] = field(default_factory=list)
+    message: LossMessage | None = None
+    """The loss, on its way."""
     index: int = -1
     has_run: bool = False
     """Whether a pipeline has run it; on most of its ranks there is no loss to tell."""

@@ -79,7 +79,7 @@ class Updates:
         # The first one is judged here: an optimizer that makes its states while it drops a step leaves them unfilled.
         if self.judges_late and self.has_updated:
             return self._apply_on_device(optimizer, trained, norm)
-        is_applied = self.keeps_nonfinite or bool(torch.isfinite(norm))
+        is_applied = self.keeps_nonfinite or math.isfinite(norm)
         if is_applied:
             self._scale_gradients(trained, norm)
             (host_copies or optimizer).step()
@@ -99,11 +99,11 @@ class Updates:
 
     def _scale_gradients(self, trained: list[nn.Parameter], norm: Tensor) -> None:
         """Undo the loss scale and clip, in one pass over the gradients."""
-        gradients = [local(gradient) for gradient in gradients_of(trained)]
-        if self.clip is not None:
-            scale_(gradients, clip_coefficient(norm, self.clip) / self.loss_scale.scale)
-        elif self.loss_scale.scale != 1.0:
-            scale_(gradients, torch.ones_like(norm) / self.loss_scale.scale)
+        is_within = self.clip is None or (norm.device.type == "cpu" and float(norm) < 0.999 * self.clip)
+        if is_within and self.loss_scale.scale == 1.0:  # by 1, to the last bit
+            return
+        coefficient = torch.ones_like(norm) if self.clip is None else clip_coefficient(norm, self.clip)
+        scale_([local(gradient) for gradient in gradients_of(trained)], coefficient / self.loss_scale.scale)
 
     def settle(self) -> None:
         """Judge the last step now, and wait for it."""
