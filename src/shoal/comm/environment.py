@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 from shoal.comm.nodelist import expand_counts, expand_hosts
@@ -44,6 +45,8 @@ class Placement:
     """The file that holds it. None: the one in the user's home directory."""
     job: str = ""
     """What the launcher calls this run, the same on every rank; empty if it has no name for it."""
+    board: Path | None = None
+    """A file in which the ranks exchange numbers, where all of them are on one machine."""
     has_store: bool = False
     """Whether the launcher itself serves the store at rank 0's address."""
 

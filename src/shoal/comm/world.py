@@ -25,6 +25,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
+from shoal.comm.board import Board
 from shoal.comm.collectives import all_gather_plain
 from shoal.comm.environment import Placement
 from shoal.comm.handshake import agree, mac
@@ -83,6 +84,8 @@ class World:
     """Seconds that a rank waits for the others in one collective."""
     session: Session | None = None
     """What the ranks have proven to each other; None in a group that another program made."""
+    board: Board | None = None
+    """By which ranks on one machine exchange numbers without a message; None: there is none."""
 
     @classmethod
     def start(
@@ -123,6 +126,7 @@ class World:
             is_owner=is_owner,
             timeout=timeout,
             session=session,
+            board=_board_of(place, timeout),
         )
         if is_owner:
             world.barrier()  # else a rank that is done early could leave while others are still connecting to it
@@ -152,7 +156,7 @@ class World:
             return self
         group = self.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
         keep_after_closing(group)
-        return replace(self, control_group=group, is_owner=False)
+        return replace(self, control_group=group, is_owner=False, board=None)
 
     def new_group(self, ranks: Sequence[int] | None = None, **options: Any) -> dist.ProcessGroup:
         """`torch.distributed.new_group`, whose ranks have proven to each other that they are part of this run."""
@@ -185,6 +189,12 @@ class World:
         # failure is written down, and NCCL would wait for peers that do not come.
         if kind is None or self.size == 1:
             self.close()
+
+
+def _board_of(place: Placement, timeout: float) -> Board | None:
+    if place.board is None or place.world_size == 1 or not place.board.exists():
+        return None
+    return Board(place.board, rank=place.rank, size=place.world_size, timeout=timeout)
 
 
 def _destroy_within(seconds: float, device: torch.device) -> None:

@@ -27,12 +27,13 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from shoal.comm.board import Board
 from shoal.errors import RunFailed, listed
 from shoal.launch import leaving
 from shoal.launch.failure import Failure, Memory, as_exception, first_failure, read_failure, sudden_end
 from shoal.launch.process import is_stopped
 from shoal.launch.scratch import scratch_folder
-from shoal.launch.worker import PASSED_ON, Assignment, saved_path, value_path, work
+from shoal.launch.worker import PASSED_ON, Assignment, board_path, saved_path, value_path, work
 
 T = TypeVar("T")
 StartMethod = Literal["auto", "fork", "forkserver", "spawn"]
@@ -134,6 +135,7 @@ class Crew:
             context.set_forkserver_preload(["torch.distributed"])
         lifeline, self.lifeline_end = context.Pipe(duplex=False)
         key = secrets.token_bytes(32)
+        Board.create(board_path(self.directory), nproc)
         with lifeline, _signals_blocked():  # until a forked worker has put its own handlers in place
             for rank in range(nproc):
                 assignment = Assignment(

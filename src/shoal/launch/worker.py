@@ -96,6 +96,11 @@ def saved_path(directory: Path) -> Path:
     return directory / "saved-step"
 
 
+def board_path(directory: Path) -> Path:
+    """Where the workers exchange numbers."""
+    return directory / "board"
+
+
 def value_path(directory: Path, rank: int) -> Path:
     """Where a worker leaves what its function returned."""
     return directory / f"value-{rank}.pickle"
@@ -141,7 +146,13 @@ def _settle_in(assignment: Assignment) -> None:
 def _placement(assignment: Assignment) -> Placement:
     rank, size = assignment.rank, assignment.num_workers
     return Placement(
-        rank=rank, world_size=size, local_rank=rank, local_world_size=size, source="shoal", key=assignment.key
+        rank=rank,
+        world_size=size,
+        local_rank=rank,
+        local_world_size=size,
+        source="shoal",
+        key=assignment.key,
+        board=board_path(assignment.directory),
     )
 
 

@@ -776,7 +776,7 @@ class Run:
         step.sums.append(loss_sum.detach() / total)
         if step.signals_with_loss is not None and step.index == len(step.microbatches) - 1:
             # Beside the backward, in which a CPU waits for gradients anyway.
-            step.message = LossMessage.send(self._own_loss(step), step.signals_with_loss)
+            step.message = LossMessage.send(self._own_loss(step), step.signals_with_loss, self.world.board)
         (loss_sum * self._factor()).backward()
 
     def _factor(self) -> float:
