@@ -110,6 +110,7 @@ class Slow:
     """A dataset whose batches take an hour, from the third on."""
 
     tokens_per_sample = labels_per_sample = None
+    is_in_memory = False
 
     def __len__(self) -> int:
         return 100

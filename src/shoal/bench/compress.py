@@ -117,7 +117,7 @@ def _try(job: Job, world: World, words: str, weighed: Weighed, ask: Ask) -> Trie
         words=words,
         predicted=step.seconds,
         seconds=_per_step(curve, every),
-        bytes=fmean(num_bytes[-every:]) if every > 1 else median(num_bytes),
+        bytes=fmean(num_bytes[-every:] or [0]) if every > 1 else median(num_bytes or [0]),
         steps=len(curve),
         loss=fmean(losses[-max(1, len(losses) // 10) :]),
         eval_loss=eval_loss,
@@ -149,7 +149,8 @@ def _trained(run: Run, job: Job, num_steps: int, until: float | None) -> tuple[l
             loss = float(run.step(batch))
             curve.append((time.perf_counter() - began, loss))
             hidden = run.report.hidden if run.report is not None else None
-            sent.append(hidden.bytes if hidden is not None else 0)
+            if hidden is not None:  # of DDP, not every step is timed
+                sent.append(hidden.bytes)
             # The loss is the same on all ranks, and so is what follows from it.
             if len(curve) == num_steps or (until is not None and _smoothed(curve)[-1][1] <= until):
                 return curve, sent

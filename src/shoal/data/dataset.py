@@ -32,6 +32,10 @@ class Dataset(Protocol):
     def labels_per_sample(self) -> int | None:
         """How many labels of every sample count; None: that differs, and is counted in every batch."""
 
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether a batch is made without reading a file, which may take any time."""
+
     def __len__(self) -> int: ...
 
     def batch(self, ids: Ids) -> Batch:
@@ -51,6 +55,7 @@ class Part:
         self.whole, self.start, self.stop = whole, start, stop
         self.tokens_per_sample = whole.tokens_per_sample
         self.labels_per_sample = whole.labels_per_sample
+        self.is_in_memory = whole.is_in_memory
         self.vocabulary = whole.vocabulary
         self._description = description
 

@@ -11,15 +11,16 @@ import numpy.typing as npt
 
 U64 = npt.NDArray[np.uint64]
 
-_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_CONSTANTS = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_GOLDEN, _FIRST, _SECOND = (np.uint64(constant) for constant in _CONSTANTS)
 
 
 def mix(values: U64) -> U64:
     """A bijection of 64-bit numbers in which every input bit moves every output bit (the finaliser of SplitMix64)."""
     mixed = values ^ (values >> np.uint64(30))
-    mixed *= np.uint64(_FIRST)
+    mixed *= _FIRST
     mixed ^= mixed >> np.uint64(27)
-    mixed *= np.uint64(_SECOND)
+    mixed *= _SECOND
     mixed ^= mixed >> np.uint64(31)
     return mixed
 
@@ -33,7 +34,7 @@ def hashed(*parts: int | npt.NDArray[np.integer]) -> U64:
     state = np.zeros(1, dtype=np.uint64)  # never a scalar: numpy warns when a scalar wraps around, and here it must
     for part in parts:
         number = np.array([part % 2**64], dtype=np.uint64) if isinstance(part, int) else part.astype(np.uint64)
-        state = mix((state ^ number) + np.uint64(_GOLDEN))
+        state = mix((state ^ number) + _GOLDEN)
     return state
 
 
@@ -43,11 +44,12 @@ def hashed_number(*parts: int) -> int:
     >>> hashed_number(1, 2) == int(hashed(1, 2)[0])
     True
     """
+    golden, first, second = _CONSTANTS
     state = 0
     for part in parts:
-        state = ((state ^ part % 2**64) + _GOLDEN) % 2**64
-        state = (state ^ state >> 30) * _FIRST % 2**64
-        state = (state ^ state >> 27) * _SECOND % 2**64
+        state = ((state ^ part % 2**64) + golden) % 2**64
+        state = (state ^ state >> 30) * first % 2**64
+        state = (state ^ state >> 27) * second % 2**64
         state ^= state >> 31
     return state
 

@@ -26,6 +26,7 @@ class ImageFolder:
 
     tokens_per_sample = None
     labels_per_sample = 1
+    is_in_memory = False
 
     def __init__(self, path: Path, size: int) -> None:
         self._pillow = _Pillow()

@@ -31,7 +31,7 @@ SLOW_BATCH = 0.010
 """Seconds that a batch may take before `auto` starts processes, which cost a few milliseconds per batch themselves."""
 
 FAST_BATCH = 0.0005
-"""Seconds below which a batch is made when it is asked for, beside steps on a CPU."""
+"""Seconds below which a batch that is in memory is made when it is asked for, unless it has to be pinned."""
 
 MOST_PROCESSES = 4
 
@@ -171,12 +171,12 @@ class Loader:
             seconds.append(time.perf_counter() - began)
             self._timed.append({key: value.pin_memory() for key, value in batch.items()} if self._pin else batch)
         fastest = min(seconds)  # the first batch also pays for cold caches and imports
-        # A batch that never comes is noticed by the other ranks; a rank that is alone needs the thread for that.
-        is_inline = fastest < FAST_BATCH and not self._pin and self._share.degree > 1
+        is_inline = self._share.dataset.is_in_memory and fastest < FAST_BATCH and not self._pin
         workers = None if is_inline else 0 if fastest <= SLOW_BATCH else min(MOST_PROCESSES, os.cpu_count() or 1)
         self.decision = (
             f"{_named(workers)}: a batch took {fastest * 1e3:.1f} ms in process"
-            f" (measured; processes above {SLOW_BATCH * 1e3:.0f} ms)"
+            f" (measured; from memory, no thread below {FAST_BATCH * 1e3:g} ms;"
+            f" processes above {SLOW_BATCH * 1e3:g} ms)"
         )
         return workers
 

@@ -21,6 +21,11 @@ def refuse_shortened(array: np.ndarray[Any, Any]) -> None:
         )
 
 
+def is_mapped(array: np.ndarray[Any, Any]) -> bool:
+    """Whether it is read from a file when it is used."""
+    return _mapping_of(array) is not None
+
+
 def _mapping_of(array: np.ndarray[Any, Any]) -> mmap.mmap | None:
     """The mapping that an array, or the array that it is a slice of, was made from."""
     base: Any = array

@@ -20,7 +20,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from shoal.data.batch import IGNORE
 from shoal.data.dataset import Batch, Ids, num_held_out
 from shoal.data.digest import Tokens, digest_of_streams
-from shoal.data.mapped import refuse_shortened
+from shoal.data.mapped import is_mapped, refuse_shortened
 from shoal.errors import ShoalError
 
 
@@ -46,6 +46,7 @@ class PackedTokens:
         self.labels_per_sample = None if documents else sequence
         self.vocabulary = vocabulary
         self._streams = list(streams)
+        self.is_in_memory = not any(map(is_mapped, streams))
         self._ends = np.cumsum([num_samples(len(stream), sequence) for stream in streams], dtype=np.int64)
         self._origin = origin
         self._end_token = end_token

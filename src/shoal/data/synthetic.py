@@ -31,6 +31,7 @@ class SyntheticTokens:
 
     def __init__(self, *, seed: int, num_samples: int, sequence: int, vocabulary: int, documents: bool = False) -> None:
         self.tokens_per_sample = self.labels_per_sample = sequence
+        self.is_in_memory = True
         self.vocabulary: int | None = vocabulary
         self._seed, self._num_samples, self._documents = seed, num_samples, documents
         self._ring = sample_ids(seed, vocabulary, 0, vocabulary)
@@ -77,6 +78,7 @@ class SyntheticImages:
 
     tokens_per_sample = None
     labels_per_sample = 1
+    is_in_memory = True
 
     def __init__(self, *, seed: int, num_samples: int, size: int, classes: int) -> None:
         self.vocabulary: int | None = classes

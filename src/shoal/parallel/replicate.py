@@ -57,17 +57,26 @@ def hidden_of(module: nn.Module, step: int) -> Hidden | None:
     measured. It is called after every step: torch's reducer is told here whether to take the times of the next one."""
     if not isinstance(module, DistributedDataParallel) or module.device_type != "cpu":
         return None  # the timers of a GPU would have to be waited for
-    # It times the first ten steps anyway.
-    module._set_ddp_runtime_logging_sample_rate(_NEVER if (step + 1) % TIMED_EVERY else 1)
-    if step % TIMED_EVERY:
+    numbers = _timers(module) if _is_timed(step) else None  # before the rate changes: torch asks it here, too
+    module._set_ddp_runtime_logging_sample_rate(1 if _is_timed(step + 1) else _NEVER)  # the first ten it times anyway
+    if numbers is None:
         return None
-    assert module.logger is not None
-    module.logger.set_runtime_stats_and_log()  # reads the timers now; DDP itself does so in the next forward
-    numbers = module.logger._get_ddp_logging_data().ints_map
     seconds = numbers.get("backward_comm_time", 0) * 1e-9
     degree = module.process_group.size()
     sent = 2 * (degree - 1) * numbers["total_parameter_size_bytes"] // degree
     return Hidden(seconds, seconds - numbers.get("backward_compute_comm_overlap_time", 0) * 1e-9, sent)
+
+
+def _is_timed(step: int) -> bool:
+    """The first step, and every tenth: 1, 10, 20, ... as metrics count them."""
+    return step == 0 or (step + 1) % TIMED_EVERY == 0
+
+
+def _timers(module: DistributedDataParallel) -> dict[str, int]:
+    assert module.logger is not None
+    module.logger.set_runtime_stats_and_log()  # reads the timers now; DDP itself does so in the next forward
+    numbers: dict[str, int] = module.logger._get_ddp_logging_data().ints_map
+    return numbers
 
 
 def _buffers_stay_local() -> dict[str, Any]:

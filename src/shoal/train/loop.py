@@ -223,7 +223,7 @@ def _steps(
             run.step(batch)
         asked.is_first_step = False
         meter.stepped(loader, line, done)
-        # One clock, rank 0's, and one answer to "was anyone asked to stop": both travel with the step's token count.
+        # One clock, rank 0's, and one answer to "was anyone asked to stop": both travel with the step's count or loss.
         elapsed = run.agreed.get("seconds", meter.seconds_before)
         is_over = run.steps_done >= num_steps if num_steps else elapsed >= seconds
         if is_over or run.agreed.get("stop", 0.0):

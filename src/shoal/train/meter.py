@@ -206,7 +206,8 @@ class Meter:
         if not self.comm_seconds:
             return {"comm_part": None, "comm_bytes": None, "comm_hidden_part": None}
         of_step = statistics.fmean(self.step_seconds[settled:])
-        settled = len(self.comm_seconds) // 5  # not every step is timed
+        num_timed = len(self.comm_seconds)  # not every step is; the first one, which is slow, always
+        settled = max(num_timed // 5, min(1, num_timed - 1))
         seconds = statistics.fmean(self.comm_seconds[settled:])
         return {
             "comm_part": min(1.0, seconds / of_step),

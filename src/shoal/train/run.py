@@ -6,8 +6,8 @@ One step, four microbatches, two ranks (s: loss sum, w: how many tokens count, W
                  └ W ──────────[2]                ├─ norm, clip, update [4]
     rank 1   open [1] ── F B ── F B ── F B ── F B ┘
 
-[1] w is known from the data; its sum W over all ranks travels while the first forward runs. A head that computes the
-    loss reads W when it computes that loss, at the end of the forward.
+[1] w is known from the data; its sum W over all ranks travels while the first forward runs, unless the dataset says how
+    many labels of each sample count. A head that computes the loss reads W when it computes it, after the forward.
 [2] Each backward starts from  s * degree / W.  Gradients are averaged over `degree` ranks, those that see other samples
     or other tokens of them, so the gradient is  Σ s / W.  A loss function shows w only after the forward: there W is an
     estimate, and [4] begins with the correction of it (`late_count`).
@@ -518,11 +518,12 @@ class Run:
         """Clip, apply the optimizer and forget the gradients; or drop the step if the gradient is not finite."""
         step = with_all_backwards(self._step)
         self.settle()
-        loss = self._own_loss(step)
         self.counts_late = self._is_late(step)
         message = step.message
-        if message is None and self.world.size > 1 and not self.counts_late:
-            message = LossMessage.send(loss, step.signals_with_loss)  # travels during the update
+        loss = self._own_loss(step) if message is None else message.loss
+        if message is None and self.world.size > 1 and (not self.counts_late or step.signals_with_loss is not None):
+            own = loss.clone() if self.counts_late else loss
+            message = LossMessage.send(own, step.signals_with_loss)  # travels during the update
         statistics = self.composed.statistics
         if statistics is not None:
             statistics.begin()
@@ -543,8 +544,10 @@ class Run:
             self.composed.reducer.judged(is_applied)
         experts = self.composed.balance_experts(is_applied=is_applied)
         if message is not None:
-            loss, told = message.wait()
+            loss_of_all, told = message.wait()
             self.agreed |= told
+            if not self.counts_late:
+                loss = loss_of_all
         if statistics is not None:
             statistics.finish()
         report = StepReport(
@@ -655,7 +658,7 @@ class Run:
         largest: int | None = None,
         counted: Counted | None = None,
     ) -> OpenStep:
-        """[1] Cut the batch into microbatches and send off how much this rank's share weighs.
+        """[1] Cut the batch into microbatches and send off how much this rank's share weighs, if that is not known.
 
         Where ranks meet in a forward, all run as many as the rank with the largest share: the others repeat one for
         nothing.
@@ -774,7 +777,8 @@ class Run:
         weight = total if is_alone else step.weight  # a mean that is alone is the loss, whatever its data weighs
         loss_sum = take(step, loss, max(step.index, 0), weight=weight, is_alone=is_alone)
         step.sums.append(loss_sum.detach() / total)
-        if step.signals_with_loss is not None and step.index == len(step.microbatches) - 1:
+        is_counted = step.signals_with_loss is not None and not step.kinds
+        if is_counted and step.index == len(step.microbatches) - 1 and step.message is None:
             # Beside the backward, in which a CPU waits for gradients anyway.
             step.message = LossMessage.send(self._own_loss(step), step.signals_with_loss, self.world.board)
         (loss_sum * self._factor()).backward()

@@ -99,7 +99,7 @@ class Updates:
 
     def _scale_gradients(self, trained: list[nn.Parameter], norm: Tensor) -> None:
         """Undo the loss scale and clip, in one pass over the gradients."""
-        is_within = self.clip is None or (norm.device.type == "cpu" and float(norm) < 0.999 * self.clip)
+        is_within = self.clip is None or (norm.device.type == "cpu" and float(norm) < 0.999 * self.clip - 1e-6)
         if is_within and self.loss_scale.scale == 1.0:  # by 1, to the last bit
             return
         coefficient = torch.ones_like(norm) if self.clip is None else clip_coefficient(norm, self.clip)
