@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from shoal.comm.world import World
 from shoal.errors import ShoalError
@@ -46,3 +46,15 @@ def test_a_changed_loader_is_rejected_before_and_after_load(world: World, tmp_pa
     same = own(world)
     same.load(tmp_path / "here")
     assert same.prepare(loader_of(24)).position == (0, 1)
+
+
+@on_ranks(2)
+def test_a_loader_that_is_not_prepared_is_rejected(world: World) -> None:
+    """Each rank took whole batches of its own, and with shuffle=True some samples twice, without a word."""
+    run = own(world)
+    for more in ({}, {"shuffle": True}):
+        with pytest.raises(ShoalError, match="this DataLoader is not prepared: each of 2 ranks"):
+            next(iter(run.batches(loader_of(24, **more))))
+    knowing = DistributedSampler(range(24), num_replicas=2, rank=world.rank, shuffle=False)  # type: ignore[arg-type, var-annotated]
+    inputs, _ = next(iter(run.batches(loader_of(24, batch_size=3, sampler=knowing))))
+    assert inputs[:, 0].tolist() == [world.rank, world.rank + 2, world.rank + 4]

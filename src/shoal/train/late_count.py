@@ -20,7 +20,10 @@ from shoal.train.counting import Kind, Loss, are_alike, evidence_of
 from shoal.train.objective import sum_from_mean
 from shoal.train.step import OpenStep
 
-PAIR_FIX = "return (sum, count) from the loss: return F.cross_entropy(..., reduction='sum'), (labels != -100).sum()"
+PAIR_FIX = (
+    "return (sum, count) from the loss: return F.cross_entropy(..., reduction='sum'), (labels != -100).sum()"
+    "  # a term that is a mean: sum + count * term"
+)
 
 
 def take(step: OpenStep, loss: Tensor | Loss, number: int, *, weight: float, is_alone: bool) -> Tensor:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from shoal.blueprint.plan import Plan
 from shoal.data.batch import length
@@ -32,8 +33,8 @@ ELSEWHERE = {  # arguments of Accelerate, Fabric, DeepSpeed and the Trainer of t
     "amp": "Run('bf16')",
     "bf16": "Run('bf16')",
     "fp16": "Run('fp16')",
-    "gradient_accumulation_steps": "Run('mb=4'), the samples of one microbatch",
-    "accumulate_grad_batches": "Run('mb=4'), the samples of one microbatch",
+    "gradient_accumulation_steps": "Run('mb=N'), N: a rank's samples, divided by that number",
+    "accumulate_grad_batches": "Run('mb=N'), N: a rank's samples, divided by that number",
     "micro_batch_size": "Run('mb=4')",
     "train_micro_batch_size_per_gpu": "Run('mb=4')",
     "gradient_clipping": "Run(clip=1.0)",
@@ -178,6 +179,17 @@ def refuse_unknown_batch(composed: Composed) -> None:
                 f"with {what}, a backward has to know the batch that it belongs to",
                 fix="for batch in run.batches(loader): ..., or run.step(batch)",
             )
+
+
+def refuse_unprepared(loader: Iterable[Any], num_ranks: int) -> None:
+    """A DataLoader of which every rank would take whole batches of its own, in its own order."""
+    if num_ranks == 1 or not isinstance(loader, DataLoader):
+        return
+    if type(loader.sampler) in (SequentialSampler, RandomSampler):  # another one may know of ranks
+        raise ShoalError(
+            f"this DataLoader is not prepared: each of {num_ranks} ranks would take whole batches of its own",
+            fix="loader = run.prepare(loader)",
+        )
 
 
 def refuse_direct_loop(loaders: Iterable[DealtLoader]) -> None:

@@ -91,6 +91,7 @@ from shoal.train.refuse import (
     refuse_second,
     refuse_several,
     refuse_unknown_batch,
+    refuse_unprepared,
     refuse_wrapped,
     rule_under,
     with_all_backwards,
@@ -438,6 +439,7 @@ class Run:
             for share in loader.shares():
                 yield self._open(share.batch, counts=share.counts, offset=share.offset, largest=share.largest).batch
         else:
+            refuse_unprepared(loader, self.world.size)
             counted = Counted.of(loader) if isinstance(loader, Loader) and self._counts_like_data() else None
             for batch in loader:
                 yield self._open(batch, counted=counted).batch
