@@ -151,11 +151,11 @@ def test_a_precision_that_cannot_be_trained_in_is_refused() -> None:
 
 
 def test_who_computes_in_a_precision_that_the_cpu_has_not_is_told() -> None:
-    assert times_longer(torch.float32) < SLOW
+    assert any(times_longer(torch.float32) < SLOW for _ in range(5))  # a CPU that is shared has slow moments
     cpu, bf16 = torch.device("cpu"), PRECISIONS["bf16"]
     assert slow_here(PRECISIONS["fp32"], cpu) is None
     assert slow_here(bf16, torch.device("cuda")) is None
-    told, times = slow_here(bf16, cpu), times_longer(torch.bfloat16)
+    told, times = slow_here(bf16, cpu), sorted(times_longer(torch.bfloat16) for _ in range(5))[2]
     if times > 10 * SLOW:
         assert told is not None
         assert "--plan.precision fp32" in told
