@@ -172,6 +172,7 @@ class Pipeline:
         except RuntimeError as error:  # torch wraps what a stage raises
             if isinstance(error.__cause__, ShoalError):
                 raise error.__cause__ from None
+            _explain_shapes(error)
             raise
 
     @property
@@ -274,3 +275,13 @@ class _TorchStage(PipelineStage):
 
 def _loss_of_stage(output: Tensor, target: Tensor) -> Tensor:
     return output
+
+
+def _explain_shapes(error: RuntimeError) -> None:
+    """torch 2.11 compares what a stage returns with what is sent between stages; later ones do not."""
+    for one in (error, error.__cause__):
+        if type(one).__name__ == "PipeliningShapeError":
+            raise ShoalError(
+                f"a stage ends where activations have another shape than between other stages: {one}",
+                fix="another pp or v; under tp, stages that end after a layer that is split by ROW",
+            ) from error
