@@ -325,6 +325,7 @@ def same(one="store", other="store"):
     assert compare(find(root / one), find(root / other), weights_only=False, tell=nobody).is_equal
 
 root = Path(sys.argv[1])
+ctypes.CDLL(None).mallopt(-3, 2**20)  # M_MMAP_THRESHOLD: what is freed goes back at once, and is not counted
 for format in export.FORMATS:
     out(format, "small")  # loads what is loaded once
 most = 0
@@ -372,9 +373,7 @@ def most_memory(large: Path) -> dict[str, int]:
 @pytest.mark.parametrize("act", ACTS)
 def test_memory_for_a_part_of_the_model_is_enough(large: Path, most_memory: dict[str, int], act: str) -> None:
     """Some rows at a time; an import holds one file of the checkpoint, here of 32 MiB."""
-    assert most_memory[act] < ROOM
-    # It is watched by a thread, which a busy machine may keep from looking while one of them runs.
-    assert sum(taken > 2**20 for taken in most_memory.values()) >= len(ACTS) // 2
+    assert 2**20 < most_memory[act] < ROOM
     if act.startswith("export"):
         to = large / f"{act.split()[1]}-store"
         assert sum(path.stat().st_size for path in ([to] if to.is_file() else to.iterdir())) >= SIZE
