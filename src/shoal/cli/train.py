@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -77,7 +78,7 @@ def _train(options: Train, recipe: Recipe, began: float, out: TextIO) -> int:
     _refuse_early(options, recipe, placement)
 
     # torch is loaded from here on: once, in the process that the workers are forked from.
-    with _ended_by_interrupt():
+    with _ended_by_interrupt(), _uncollected():
         import shoal.train.loop  # noqa: F401  # all that workers need
         from shoal.launch.local import default_nproc
         from shoal.train.foresight import foresee
@@ -246,6 +247,20 @@ def _ended_in_good_order() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Inside, objects are made that stay, and are not looked through for garbage. The first step of a tiny model came
+    after 5.0 s, and after 5.4 without this (measured, medians of seven in turns, Intel Xeon)."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.freeze()  # nor are they looked through later, here or in a worker
+            gc.enable()
 
 
 @contextmanager
