@@ -23,8 +23,6 @@ from shoal.backtest.predict import Prediction, predict
 from shoal.backtest.rows import Row
 from shoal.blueprint.step_time import STRANGER
 
-NOMINAL = 0.8
-
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:

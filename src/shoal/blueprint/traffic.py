@@ -99,9 +99,10 @@ def traffic(
 
     `splits_logits`: the loss is shoal's cross-entropy, which never joins the logits of tp ranks; a loss of the user's
     own does. `host_numbers`: how many numbers (weight and samples of the batch, signals) ranks agree on over the group
-    of all; 0 where a group of the host's own carries them, as beside NCCL. `counts_late`: the loss is a function of the
-    user's own whose count is known after its forward, and is summed over all ranks with the loss. `compares_samples`:
-    the count of such a function is never known, and ranks compare the shapes of their samples.
+    of all; 0 where a group of the host's own carries them, as beside NCCL. (`shoal train` on a CPU sends them with the
+    loss, or through shared memory, where the dataset knows how many labels count.) `counts_late`: the loss is the
+    user's function, whose count is known after its forward and is summed over all ranks with the loss.
+    `compares_samples`: that count is never known, and ranks compare the shapes of their samples.
     """
     step = _Step(plan, anatomy, batch, rank, sizes or Sizes.of(plan))
     return _added(

@@ -105,7 +105,7 @@ class LossHead:
             self.labels = None
 
     @contextmanager
-    def told(self, factor: Callable[[], float]) -> Iterator[None]:
+    def with_grad_scale(self, factor: Callable[[], float]) -> Iterator[None]:
         """Losses that are computed inside will be multiplied by this. It is read when the loss is computed: the sum
         over the ranks that it depends on travels while the layers before the head compute."""
         self.factor = factor

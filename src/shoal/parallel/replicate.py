@@ -54,7 +54,7 @@ _NEVER = 2**31 - 1
 
 def hidden_of(module: nn.Module, step: int) -> Hidden | None:
     """The gradients that DDP sent in this step, counted from 0: how long, and how much the backward hid. None: not
-    measured. It is called after every step: torch's reducer is told here whether to take the times of the next one."""
+    measured. Call it after every step: it also switches the timers of torch's reducer for the next one."""
     if not isinstance(module, DistributedDataParallel) or module.device_type != "cpu":
         return None  # the timers of a GPU would have to be waited for
     numbers = _timers(module) if _is_timed(step) else None  # before the rate changes: torch asks it here, too

@@ -454,7 +454,7 @@ class Run:
         for microbatch in self.microbatches(batch):
             assert self._step is not None
             try:  # a head that computes the loss and knows what that counts for has nothing to do in the backward
-                with nullcontext() if head is None else head.told(self._factor):
+                with nullcontext() if head is None else head.with_grad_scale(self._factor):
                     loss_sum = self.objective.loss_sum(self.model, microbatch, self._step.weight)
             except RuntimeError as error:
                 explain_unused(error)
@@ -546,8 +546,8 @@ class Run:
             self.composed.reducer.judged(is_applied)
         experts = self.composed.balance_experts(is_applied=is_applied)
         if message is not None:
-            loss_of_all, told = message.wait()
-            self.agreed |= told
+            loss_of_all, signals = message.wait()
+            self.agreed |= signals
             if not self.counts_late:
                 loss = loss_of_all
         if statistics is not None:
