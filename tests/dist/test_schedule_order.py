@@ -22,7 +22,7 @@ from torch.distributed.pipelining import (
 from shoal.blueprint.plan import VIRTUAL_STAGES, Schedule
 from shoal.blueprint.schedules import illegal, make
 from shoal.comm.world import World
-from shoal.parallel.pipeline import _TorchStage
+from shoal.parallel.torch_stages import TorchStage
 from tests.dist.pool import on_ranks
 
 SINGLE: dict[Schedule, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -137,7 +137,7 @@ def test_real_ranks_run_the_table(world: World, word: Schedule) -> None:
     table = make(word, num_ranks=p, v=v, num_microbatches=m)
     ran: list[str] = []
     stages = [
-        recorded(_TorchStage(nn.Linear(3, 3), stage, p * v, world.device), ran)
+        recorded(TorchStage(nn.Linear(3, 3), stage, p * v, world.device), ran)
         for stage, rank in enumerate(table.stage_rank)
         if rank == world.rank
     ]

@@ -79,6 +79,10 @@ def _train(options: Train, recipe: Recipe, began: float, out: TextIO) -> int:
 
     # torch is loaded from here on: once, in the process that the workers are forked from.
     with _ended_by_interrupt(), _uncollected():
+        if not recipe.run.compile:
+            from shoal.numerics import lazy_dynamo
+
+            lazy_dynamo.install()
         import shoal.train.loop  # noqa: F401  # all that workers need
         from shoal.launch.local import default_nproc
         from shoal.train.foresight import foresee

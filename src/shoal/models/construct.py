@@ -27,7 +27,10 @@ Layer = TypeVar("Layer", bound=nn.Module)
 def undrawn(kind: type[Layer], *arguments: Any, **options: Any) -> Layer:
     """A layer on the default device whose parameters nobody has drawn: they are no numbers, and not what happened to be
     in memory."""
-    layer: Layer = skip_init(kind, *arguments, device=torch.get_default_device(), **options)
+    device = torch.get_default_device()
+    if device.type == "meta":
+        return kind(*arguments, **options)
+    layer: Layer = skip_init(kind, *arguments, device=device, **options)
     return hollowed(layer)
 
 

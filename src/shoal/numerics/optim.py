@@ -4,15 +4,16 @@ how an optimizer takes a step without the host waiting for the device."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from shoal.blueprint.recipe import OptimSection
 from shoal.errors import ShoalError
 from shoal.numerics.adamw import AdamW as OwnAdamW
+from shoal.numerics.pieces import is_dtensor
 
 
 def build_optimizer(
@@ -54,10 +55,19 @@ def step_scaled(optimizer: Optimizer, *, divisor: Tensor | None, is_dropped: Ten
     Both are numbers on the device: nobody has to wait for them. torch's fused optimizers take them as attributes."""
     optimizer.grad_scale, optimizer.found_inf = divisor, is_dropped.float()  # type: ignore[attr-defined]
     try:
-        with implicit_replication():  # shards of parameters take them as what they are: the same on every rank
+        with _replicated_scalars(optimizer):
             optimizer.step()
     finally:
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+
+
+def _replicated_scalars(optimizer: Optimizer) -> AbstractContextManager[None]:
+    """Inside, DTensors take plain numbers on the device as replicated: they are the same on every rank."""
+    if not any(is_dtensor(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+        return nullcontext()
+    from torch.distributed.tensor.experimental import implicit_replication
+
+    return implicit_replication()
 
 
 def set_lr(optimizer: Optimizer, factor: float) -> None:

@@ -18,14 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shoal.blueprint.anatomy import Anatomy, Attended, Crossing, Dispatched, Routed, split_of
 from shoal.blueprint.description import Description, Split
 from shoal.blueprint.memory import Memory
 from shoal.errors import ShoalError
+from shoal.numerics.pieces import is_fsdp, local
 from shoal.parallel.composed import Composed
 from shoal.parallel.context import Attention
 from shoal.parallel.expert import Experts, experts_in
@@ -62,7 +61,7 @@ def holdings(composed: Composed, optimizer: Optimizer) -> Memory:
 @torch.no_grad()
 def num_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages behind some tensors, each storage once."""
-    plain = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    plain = [local(tensor) for tensor in tensors]
     storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in plain)}
     return sum(storages.values())
 
@@ -73,7 +72,7 @@ def _gradients_on_their_way(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
     Those that wait, whole, in the precision in which they will be reduced, and shards that are not yet summed over
     replicas. torch has no public door to either; a test notices if the private one moves.
     """
-    units = {unit for module in modules for unit in module.modules() if isinstance(unit, FSDPModule)}
+    units = {unit for module in modules for unit in module.modules() if is_fsdp(unit)}
     for unit in units:
         state: Any = unit._get_fsdp_state()
         for group in _param_groups(state):

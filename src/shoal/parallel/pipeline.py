@@ -22,38 +22,18 @@ here, so a batch may be anything that the user's loss and model understand.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-    ScheduleZBVZeroBubble,
-)
 
 from shoal.blueprint.plan import Schedule
 from shoal.blueprint.schedules import illegal
 from shoal.errors import ShoalError, raise_if
-from shoal.parallel.split_backward import add_gradients_of_weights, held_by
 
-SCHEDULES: Mapping[str, Any] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved": ScheduleInterleaved1F1B,
-    "looped": ScheduleLoopedBFS,
-    "zb": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
-    "dualpipev": ScheduleDualPipeV,
-}
 ONE_STAGE_PER_RANK = ("gpipe", "1f1b")
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments with which the model is called for one microbatch."""
@@ -225,10 +205,12 @@ class Pipeline:
 
     def _make(self, num_microbatches: int, shape: tuple[int, ...]) -> Any:
         """torch's stages and schedule. Shapes are given, so that it need not run the model to find them."""
+        from shoal.parallel.torch_stages import SCHEDULES, TorchStage  # takes a second: only where there is a pipeline
+
         activation = torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
         loss = torch.empty((), dtype=self.loss_dtype, device="meta")
         stages = [
-            _TorchStage(
+            TorchStage(
                 stage,
                 stage.index,
                 self.num_stages,
@@ -247,30 +229,6 @@ class Pipeline:
             loss_fn=_loss_of_stage,
             scale_grads=False,
         )
-
-
-class _TorchStage(PipelineStage):
-    """torch's, but for two things.
-
-    torch 2.11 warms connections up by sending from every stage to the next one, also where both are on one rank (the
-    bottom of a V), and gloo has no connection from a rank to itself. 2.13 no longer does. And the second half of a
-    backward that was split is ours, for which the graph is held."""
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        operations = super()._get_init_p2p_neighbors_ops()
-        return [operation for operation in operations if operation.group_peer != self.group_rank]
-
-    def backward_maybe_with_nosync(
-        self, backward_type: str, bwd_kwargs: dict[str, Any], *rest: Any, **more: Any
-    ) -> Any:
-        if backward_type == "weight":
-            add_gradients_of_weights(self.submod.parameters(), bwd_kwargs["param_groups"])
-            return (), None
-        held = held_by(bwd_kwargs["stage_output"]) if backward_type == "input" else []
-        gradients, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, *rest, **more)
-        for group in groups or ():
-            group["held"] = held  # until the second half is done with the group
-        return gradients, groups
 
 
 def _loss_of_stage(output: Tensor, target: Tensor) -> Tensor:

@@ -21,11 +21,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from shoal.numerics.pieces import is_fsdp
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 DEFAULT_UNITS = 16
 """Into about how many units a model without a description is cut."""
@@ -49,6 +54,8 @@ class Sharding:
     def shard(self, module: nn.Module | list[nn.Module], *, is_last: bool = False) -> None:
         """Make one unit of a module, or of several that are used together. `is_last`: the forward ends with it, and
         the backward begins with it: to let go of it in between would be in vain."""
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
         # Of a layer that ends in a view, which FSDP2 fears may be changed in place; `verify` shows that none is.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         fully_shard(
@@ -67,7 +74,7 @@ class Sharding:
 @contextmanager
 def synchronised(module: nn.Module, is_last: bool, *, zero: int) -> Iterator[None]:
     """Backward inside reduces gradients, and lets go of gathered parameters, as this stage of ZeRO says."""
-    if not isinstance(module, FSDPModule):
+    if not is_fsdp(module):
         yield
         return
     _set(module, is_last=is_last, zero=zero)
@@ -90,7 +97,7 @@ def _set(module: FSDPModule, *, is_last: bool, zero: int) -> None:
 def reshard(module: nn.Module) -> None:
     """Let go of everything that is gathered."""
     for unit in module.modules():
-        if isinstance(unit, FSDPModule):
+        if is_fsdp(unit):
             unit.reshard()
 
 

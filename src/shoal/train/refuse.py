@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
@@ -19,6 +18,7 @@ from shoal.blueprint.plan import Plan
 from shoal.data.batch import length
 from shoal.data.deal import DealtLoader
 from shoal.errors import ShoalError, nearest
+from shoal.numerics.pieces import is_dtensor, is_fsdp
 from shoal.parallel.composed import Composed
 from shoal.train.build import describe
 from shoal.train.objective import LabelRule
@@ -109,7 +109,8 @@ def refuse_second(kind: str, first: object) -> None:
 
 def refuse_wrapped(model: nn.Module) -> None:
     """A model, or a module of it, that another system has laid over devices or ranks already."""
-    wrappers = (nn.DataParallel, DistributedDataParallel, FullyShardedDataParallel)
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    wrappers = (nn.DataParallel, DistributedDataParallel, *([fsdp.FullyShardedDataParallel] if fsdp else []))
     for name, module in model.named_modules():
         where = f"the model's {name!r}" if name else "this model"
         inner = f"model.{name}" if name else "model"
@@ -118,7 +119,7 @@ def refuse_wrapped(model: nn.Module) -> None:
                 f"{where} is in torch's {type(module).__name__}, and a run lays a model over its ranks by itself",
                 fix=f"run.prepare the module without the wrapper: {inner}.module in place of {inner}",
             )
-        if isinstance(module, FSDPModule) or any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
+        if is_fsdp(module) or any(is_dtensor(p) for p in module.parameters(recurse=False)):
             raise ShoalError(
                 f"{where} was given to fully_shard or parallelize_module, and a run lays models over ranks by itself",
                 fix="run.prepare(model) of the model as it was built, and the layout in the plan: Run('zero=3')",
