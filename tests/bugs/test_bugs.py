@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.comm.compiled import as_output
+from shoal.comm.autograd_function import as_output
 from shoal.comm.environment import Placement
 from shoal.comm.world import World
 from shoal.errors import ShoalError

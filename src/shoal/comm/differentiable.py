@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.comm.autograd_function import as_output, differentiable_once
 from shoal.comm.collectives import all_gather, all_reduce, join, my_part, reduce_scatter
-from shoal.comm.compiled import as_output
-from shoal.comm.once import differentiable_once
 
 TOKENS = -2
 """The dim along which the tokens of an activation are divided: its last is the features."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.once import differentiable_once
+from shoal.comm.autograd_function import differentiable_once
 from shoal.numerics.lean import is_plain
 from shoal.numerics.precision import compute_dtype, narrowed
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.comm.once import differentiable_once
+from shoal.comm.autograd_function import differentiable_once
 from shoal.numerics.fp8_products import FAR, MULTIPLE, PRECISE, factor_for, narrow, product
 from shoal.numerics.precision import compute_dtype
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.comm.compiled import as_output
+from shoal.comm.autograd_function import as_output
 
 PRECISE = torch.float8_e4m3fn
 """3 bits of fraction, up to 448: for weights and activations."""

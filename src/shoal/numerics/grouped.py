@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.comm.once import differentiable_once
+from shoal.comm.autograd_function import differentiable_once
 
 _grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)  # 2.11 and before: private
 

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.comm.once import differentiable_once
+from shoal.comm.autograd_function import differentiable_once
 from shoal.numerics.gates import gates_backward
 from shoal.numerics.norm_backward import norm_backward
 from shoal.numerics.precision import compute_dtype, narrowed, wide

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.comm.once import differentiable_once
+from shoal.comm.autograd_function import differentiable_once
 from shoal.numerics.fp8_products import FAR, MULTIPLE, Narrow, product, transposed
 from shoal.numerics.precision import compute_dtype, wide
 

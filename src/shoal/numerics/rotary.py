@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
-from shoal.comm.compiled import as_output
-from shoal.comm.once import differentiable_once
+from shoal.comm.autograd_function import as_output, differentiable_once
 
 
 def rotated(x_BTNH: Tensor, cos_BTH: Tensor, sin_BTH: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.comm.autograd_function import differentiable_once
 from shoal.comm.collectives import Group
-from shoal.comm.once import differentiable_once
 
 
 def _nothing() -> float:

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
+from shoal.comm.autograd_function import differentiable_once
 from shoal.comm.collectives import Group, all_gather, all_reduce
-from shoal.comm.once import differentiable_once
 from shoal.errors import ShoalError
 from shoal.numerics.precision import wide
 

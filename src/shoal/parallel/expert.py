@@ -27,9 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.blueprint.layout import divisors
+from shoal.comm.autograd_function import as_output, differentiable_once
 from shoal.comm.collectives import Group, part
-from shoal.comm.compiled import as_output
-from shoal.comm.once import differentiable_once
 from shoal.errors import ShoalError, listed
 from shoal.numerics.grouped import gated, grouped_matmul
 from shoal.numerics.precision import in_autocast_dtype

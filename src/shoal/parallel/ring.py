@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.blueprint.attention import Step, ring_steps
-from shoal.comm.once import differentiable_once
+from shoal.comm.autograd_function import differentiable_once
 from shoal.numerics.attention import Attended, attend, attend_backward, merge_
 from shoal.numerics.precision import wide
 

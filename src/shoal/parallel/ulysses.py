@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.blueprint.attention import repeated_kv_heads
-from shoal.comm.once import differentiable_once
+from shoal.comm.autograd_function import differentiable_once
 
 _all_to_all: Any = dist.all_to_all_single
 
