@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from shoal.blueprint.draw_schedule import draw
-from shoal.blueprint.schedules import make
-from shoal.blueprint.simulate import StageCost, in_flight, simulate
+from shoal.blueprint.schedules.draw import draw
+from shoal.blueprint.schedules.generate import make
+from shoal.blueprint.schedules.simulate import StageCost, in_flight, simulate
 from shoal.comm.world import World
 from shoal.launch.local import launch
 

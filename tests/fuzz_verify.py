@@ -407,7 +407,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Loaded, and nothing computed: a fork of this process can compute. Dynamo is what the first optimizer would load.
     import torch._dynamo  # noqa: F401
 
-    import shoal.proof.prove  # noqa: F401
+    import shoal.verification.api  # noqa: F401
 
     out = sys.stderr if options.json else sys.stdout
     told = fuzz(cases, options.more, options.timeout, lambda text: print(text, file=out, flush=True))

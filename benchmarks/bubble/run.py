@@ -29,9 +29,9 @@ from report import arguments, heading, table, write
 
 from shoal.blueprint.description import Description
 from shoal.blueprint.plan import VIRTUAL_STAGES, Schedule
-from shoal.blueprint.schedules import make
-from shoal.blueprint.simulate import StageCost, Timeline, simulate
-from shoal.comm.environment import Placement
+from shoal.blueprint.schedules.generate import make
+from shoal.blueprint.schedules.simulate import StageCost, Timeline, simulate
+from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.world import World
 from shoal.launch.local import launch
 from shoal.train.run import Run

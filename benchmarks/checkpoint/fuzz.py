@@ -25,8 +25,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import arguments, heading, table, write
 
-from shoal.checkpoint.manifest import CHUNK, SIZES, Entry, File, Manifest, Piece, sealed, tiles
-from shoal.checkpoint.shard import Reader
+from shoal.checkpoint.storage.manifest import CHUNK, SIZES, Entry, File, Manifest, Piece, sealed, tiles
+from shoal.checkpoint.storage.shard_file import Reader
 from shoal.errors import ShoalError
 
 HASH = "0123456789abcdef" * 4

@@ -24,14 +24,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "h200"))
 from report import arguments, heading, table, write
 from systems import SHAPES, drawn
 
-from shoal.blueprint.recipe import OptimSection
-from shoal.checkpoint.saver import Saver
-from shoal.checkpoint.store import Store
+from shoal.checkpoint.async_saver import Saver
+from shoal.checkpoint.storage.store import Store
+from shoal.config.recipe import OptimSection
 from shoal.models.llama import Llama, LlamaConfig
 from shoal.numerics.init import initialise
-from shoal.numerics.optim import build_optimizer
-from shoal.train.checkpointing import holder_of, state_of
+from shoal.numerics.optim.build import build_optimizer
 from shoal.train.run import Run
+from shoal.train.run_checkpoint import holder_of, state_of
 
 
 def main() -> None:

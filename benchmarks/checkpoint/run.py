@@ -34,12 +34,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import arguments, heading, table, write
 
 from shoal.checkpoint import load as loading
-from shoal.checkpoint.shard import Reader
-from shoal.comm.environment import Placement
+from shoal.checkpoint.storage.shard_file import Reader
+from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.world import World
 from shoal.launch.local import launch
 from shoal.numerics.init import initialise
-from shoal.numerics.pieces import local
+from shoal.numerics.local_tensor import local
 from shoal.train.run import Run
 
 WIDTH = 2048

@@ -29,10 +29,10 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import arguments, heading, table, write
 
-from shoal.blueprint.collective_algorithms import Algorithm
 from shoal.blueprint.collectives import steps
-from shoal.comm.environment import Placement, read_environment
-from shoal.comm.stepped import Stepped
+from shoal.blueprint.collectives.algorithms import Algorithm
+from shoal.comm.message_collectives import Stepped
+from shoal.comm.rendezvous.environment import Placement, read_environment
 from shoal.comm.world import World
 from shoal.launch.local import launch
 

@@ -30,12 +30,12 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import arguments, heading, table, write
 
-from shoal.blueprint.attention import AttentionMemory, attention_memory, cpu_kernel_bytes
+from shoal.blueprint.context_parallel import AttentionMemory, attention_memory, cpu_kernel_bytes
 from shoal.blueprint.plan import Plan
-from shoal.comm.environment import Placement
+from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.world import World
 from shoal.launch.local import launch
-from shoal.parallel.context import Attention, ContextParallel
+from shoal.parallel.context.attention import Attention, ContextParallel
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 4, 32
 MIB = 2**20

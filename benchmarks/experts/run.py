@@ -30,14 +30,14 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import arguments, heading, table, write
 
-from shoal.blueprint.devices import peak_flops
-from shoal.blueprint.settings import build_recipe
-from shoal.data.loading import Loader
-from shoal.data.open import open_datasets
+from shoal.config.load import build_recipe
+from shoal.data.loader import Loader
+from shoal.data.sources.open import open_datasets
 from shoal.models import llama, moe
 from shoal.models.llama import Llama
 from shoal.models.moe_config import PRESETS
-from shoal.train.build import build_model
+from shoal.predict.presets.peak_flops import peak_flops
+from shoal.train.build_model import build_model
 from shoal.train.run import Run
 
 PRESET, SEED, BAR = "1b-active", 0, 0.6

@@ -21,13 +21,13 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import arguments
 
-from shoal.blueprint.recipe import OptimSection, Recipe
-from shoal.blueprint.settings import build_recipe
-from shoal.data.loading import Loader
-from shoal.data.open import open_datasets
+from shoal.config.load import build_recipe
+from shoal.config.recipe import OptimSection, Recipe
+from shoal.data.loader import Loader
+from shoal.data.sources.open import open_datasets
 from shoal.numerics.init import initialise
-from shoal.numerics.optim import build_optimizer, set_lr
-from shoal.train.build import build_model, build_to_lay_out
+from shoal.numerics.optim.build import build_optimizer, set_lr
+from shoal.train.build_model import build_model, build_to_lay_out
 from shoal.train.run import Run
 
 MODEL = {"name": "llama", "hidden": 1024, "num_layers": 8, "num_heads": 16, "num_kv_heads": 16, "ffn": 4096}

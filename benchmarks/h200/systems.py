@@ -128,9 +128,9 @@ def measured(
 
 
 def shoal(shape: Shape, arguments: argparse.Namespace) -> None:
-    from shoal.blueprint.recipe import OptimSection
+    from shoal.config.recipe import OptimSection
     from shoal.models.llama import Llama, LlamaConfig
-    from shoal.numerics.optim import build_optimizer
+    from shoal.numerics.optim.build import build_optimizer
     from shoal.train.run import Run
 
     config = LlamaConfig(

@@ -19,10 +19,10 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import arguments, heading, table, write
 
-from shoal.blueprint.recipe import DataSection
+from shoal.config.recipe import DataSection
 from shoal.data.dataset import Dataset
-from shoal.data.loading import Loader
-from shoal.data.open import open_datasets
+from shoal.data.loader import Loader
+from shoal.data.sources.open import open_datasets
 
 
 def main() -> None:

@@ -17,10 +17,10 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import arguments, heading, table, write
 
-from shoal.blueprint.recipe import ModelSection, OptimSection
+from shoal.config.recipe import ModelSection, OptimSection
 from shoal.numerics.init import initialise
-from shoal.numerics.optim import build_optimizer
-from shoal.train.build import build_model
+from shoal.numerics.optim.build import build_optimizer
+from shoal.train.build_model import build_model
 
 IMPLEMENTATIONS = ("fused", "foreach", "loop")
 

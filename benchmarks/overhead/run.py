@@ -26,14 +26,14 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import arguments, heading, table, write
 
-from shoal.blueprint.settings import load_recipe
-from shoal.comm.environment import Placement
-from shoal.data.loading import Loader
+from shoal.comm.rendezvous.environment import Placement
+from shoal.config.load import load_recipe
+from shoal.data.loader import Loader
 from shoal.launch.local import launch
 from shoal.numerics.init import initialise
-from shoal.train import loop, told
-from shoal.train.build import build_model
-from shoal.train.job import Job, check
+from shoal.train.build_model import build_model
+from shoal.train.recipe import build_run, loop
+from shoal.train.recipe.preflight import Job, check
 
 WARMUP = 10
 
@@ -97,8 +97,10 @@ class TakingTurns(Loader):
 
 def take_turns(placement: Placement, store: dist.Store, job: Job) -> tuple[list[float], list[float]]:
     TakingTurns.job = job
-    assert told.Loader is Loader, "shoal.train.told no longer builds the Loader: patch the module that does"
-    told.Loader = TakingTurns  # the one thing that differs from `shoal train`
+    assert build_run.Loader is Loader, (
+        "shoal.train.recipe.build_run no longer builds the Loader: patch the module that does"
+    )
+    build_run.Loader = TakingTurns  # the one thing that differs from `shoal train`
     loop.train(placement, store, job, loop.Manner(quiet=True, began=time.time()))
     both = TakingTurns.last
     return both.ours[WARMUP:], both.theirs[WARMUP:]

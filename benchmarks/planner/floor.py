@@ -24,9 +24,9 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from shoal.backtest.predict import Prediction, predict
-from shoal.backtest.rows import read
-from shoal.backtest.score import cells, grouped
+from shoal.planner.backtest.predict import Prediction, predict
+from shoal.planner.backtest.rows import read
+from shoal.planner.backtest.score import cells, grouped
 
 Learner = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Features and values of known runs, features of another one → its value."""

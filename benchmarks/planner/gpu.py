@@ -33,15 +33,15 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import arguments, heading, table, write
 
-from shoal.blueprint.cluster import Cluster
-from shoal.blueprint.habits import shoal_habits
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.recipe import OptimSection
-from shoal.blueprint.task import Task, Verdict
-from shoal.blueprint.workload import Workload
+from shoal.config.recipe import OptimSection
 from shoal.models.llama import Llama, LlamaConfig
 from shoal.models.moe import Moe, MoeConfig
-from shoal.numerics.optim import build_optimizer
+from shoal.numerics.optim.build import build_optimizer
+from shoal.planner.task import Task, Verdict
+from shoal.predict.cluster import Cluster
+from shoal.predict.framework_profile import shoal_habits
+from shoal.predict.workload import Workload
 from shoal.train.run import Run
 
 GIB = 2**30

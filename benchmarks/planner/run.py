@@ -34,18 +34,18 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import arguments, heading, table, write
 
 from shoal.bench.calibrate import calibrate
-from shoal.bench.readings import cluster_of
-from shoal.blueprint.cluster import Cluster
-from shoal.blueprint.habits import shoal_habits
+from shoal.bench.fit_cluster import cluster_of
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.recipe import OptimSection
-from shoal.blueprint.task import Task, Verdict
-from shoal.blueprint.workload import Workload
-from shoal.comm.environment import Placement
+from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.world import World
+from shoal.config.recipe import OptimSection
 from shoal.launch.local import launch
 from shoal.models import llama
-from shoal.numerics.optim import build_optimizer
+from shoal.numerics.optim.build import build_optimizer
+from shoal.planner.task import Task, Verdict
+from shoal.predict.cluster import Cluster
+from shoal.predict.framework_profile import shoal_habits
+from shoal.predict.workload import Workload
 from shoal.train.run import Run
 
 PLANS = {

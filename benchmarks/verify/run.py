@@ -92,8 +92,8 @@ def row(plan: str, ranks: int, precision: str, told: dict[str, Any]) -> dict[str
 
 def matrix(sizes: list[int], models: list[str], part: str, keep: Path | None, seconds: float) -> list[dict[str, str]]:
     """Every legal layout; `part` i/n: every n-th, from i; none is begun after so many seconds."""
-    from shoal.proof.prove import prove
-    from shoal.proof.report import to_mapping
+    from shoal.verification.api import prove
+    from shoal.verification.report import to_mapping
 
     first, step = map(int, part.split("/"))
     end = time.monotonic() + seconds
@@ -116,8 +116,8 @@ def matrix(sizes: list[int], models: list[str], part: str, keep: Path | None, se
 def cases(name: str, ranks: int) -> Iterator[Any]:
     """All cases of a model on so many ranks, its two settings by turns."""
     from shoal.blueprint.plan import Plan
-    from shoal.blueprint.settings import build_recipe
-    from shoal.proof.prove import How, case_of, legal_cases
+    from shoal.config.load import build_recipe
+    from shoal.verification.api import How, case_of, legal_cases
 
     recipes = [
         build_recipe({"model": {"name": name, **of}, "data": {"batch": 24}}, title="matrix") for of in MODELS[name]

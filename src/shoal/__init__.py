@@ -15,36 +15,36 @@ if TYPE_CHECKING:
     from shoal.blueprint.description import Split as Split
     from shoal.blueprint.layout import Layout as Layout
     from shoal.blueprint.plan import Plan as Plan
-    from shoal.blueprint.recipe import Recipe as Recipe
+    from shoal.config.recipe import Recipe as Recipe
     from shoal.errors import ShoalError as ShoalError
-    from shoal.numerics.adamw import AdamW as AdamW
-    from shoal.parallel.context import Attention as Attention
-    from shoal.parallel.context import DocumentMask as DocumentMask
-    from shoal.parallel.expert import Experts as Experts
-    from shoal.parallel.islands import Outer as Outer
-    from shoal.parallel.routing import Router as Router
+    from shoal.numerics.optim.adamw import AdamW as AdamW
+    from shoal.parallel.context.attention import Attention as Attention
+    from shoal.parallel.context.attention import DocumentMask as DocumentMask
+    from shoal.parallel.data.local_sgd import Outer as Outer
+    from shoal.parallel.expert.experts import Experts as Experts
+    from shoal.parallel.expert.router import Router as Router
     from shoal.parallel.tensor import ColumnParallelLinear as ColumnParallelLinear
     from shoal.parallel.tensor import RowParallelLinear as RowParallelLinear
-    from shoal.proof.prove import verify as verify
     from shoal.train.run import Run as Run
+    from shoal.verification.api import verify as verify
 
 _HOMES = {
-    "AdamW": "shoal.numerics.adamw",
-    "Attention": "shoal.parallel.context",
+    "AdamW": "shoal.numerics.optim.adamw",
+    "Attention": "shoal.parallel.context.attention",
     "ColumnParallelLinear": "shoal.parallel.tensor",
     "Description": "shoal.blueprint.description",
-    "DocumentMask": "shoal.parallel.context",
-    "Experts": "shoal.parallel.expert",
+    "DocumentMask": "shoal.parallel.context.attention",
+    "Experts": "shoal.parallel.expert.experts",
     "Layout": "shoal.blueprint.layout",
     "Plan": "shoal.blueprint.plan",
-    "Recipe": "shoal.blueprint.recipe",
-    "Outer": "shoal.parallel.islands",
-    "Router": "shoal.parallel.routing",
+    "Recipe": "shoal.config.recipe",
+    "Outer": "shoal.parallel.data.local_sgd",
+    "Router": "shoal.parallel.expert.router",
     "RowParallelLinear": "shoal.parallel.tensor",
     "Run": "shoal.train.run",
     "ShoalError": "shoal.errors",
     "Split": "shoal.blueprint.description",
-    "verify": "shoal.proof.prove",
+    "verify": "shoal.verification.api",
 }
 __all__ = [*_HOMES, "__version__"]
 

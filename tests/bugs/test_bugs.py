@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.comm.autograd_function import as_output
-from shoal.comm.environment import Placement
+from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.world import World
 from shoal.errors import ShoalError
 from shoal.launch.local import launch
 from shoal.models.llama import build as build_llama
-from shoal.numerics.grouped import gated
-from shoal.numerics.linear_cross_entropy import linear_cross_entropy
-from shoal.parallel.expert import collect, rows_by_expert, spread
+from shoal.numerics.ops.grouped_matmul import gated
+from shoal.numerics.ops.linear_cross_entropy import linear_cross_entropy
+from shoal.parallel.expert.experts import collect, rows_by_expert, spread
 from shoal.train.run import Run
 
 

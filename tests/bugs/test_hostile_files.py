@@ -21,16 +21,16 @@ from typing import Any
 import pytest
 import torch
 
-import shoal.train.loop  # noqa: F401  # what commands need, before they are timed
-from shoal.blueprint.settings import load_recipe
-from shoal.checkpoint import shard
-from shoal.checkpoint.disk import Disk
-from shoal.checkpoint.manifest import Entry, Manifest, Piece, sealed
-from shoal.checkpoint.store import Store
+import shoal.train.recipe.loop  # noqa: F401  # what commands need, before they are timed
+from shoal.checkpoint.storage import shard_file
+from shoal.checkpoint.storage.filesystem import Disk
+from shoal.checkpoint.storage.manifest import Entry, Manifest, Piece, sealed
+from shoal.checkpoint.storage.store import Store
 from shoal.cli import main
+from shoal.config.load import load_recipe
 from shoal.errors import ShoalError
 from shoal.files import opened, read_regular
-from shoal.observe.directory import RunDirectory, locked
+from shoal.observe.run_directory import RunDirectory, locked
 from tests.cover import wide
 
 SHARD = "shard-00000.safetensors"
@@ -92,7 +92,7 @@ def saved(root: Path, state: dict[str, Any] | None = None) -> Path:
     """A sound step; returns its folder."""
     store = Store(root, Disk())
     draft = store.begin(3)
-    file = shard.write(draft / SHARD, {"model/weight": torch.ones(4)}, store.disk)
+    file = shard_file.write(draft / SHARD, {"model/weight": torch.ones(4)}, store.disk)
     entry = Entry("F32", (4,), (Piece(SHARD, "model/weight", (0,), (4,)),))
     return store.commit(Manifest(step=3, tensors={"model/weight": entry}, files={SHARD: file}, state=state or {}))
 
@@ -137,7 +137,7 @@ def test_data_that_is_no_file(tmp_path: Path, name: str, kind: str) -> None:
 
 def test_an_image_that_is_no_file(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
-    from shoal.data.images import ImageFolder
+    from shoal.data.sources.images import ImageFolder
 
     (tmp_path / "cat").mkdir()
     fifo(tmp_path / "cat" / "1.png")

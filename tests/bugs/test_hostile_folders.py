@@ -26,14 +26,14 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.checkpoint import shard
-from shoal.checkpoint.disk import Disk
-from shoal.checkpoint.manifest import CHUNK, Entry, File, Manifest, Piece
-from shoal.checkpoint.store import Store
+from shoal.checkpoint.storage import shard_file
+from shoal.checkpoint.storage.filesystem import Disk
+from shoal.checkpoint.storage.manifest import CHUNK, Entry, File, Manifest, Piece
+from shoal.checkpoint.storage.store import Store
 from shoal.elastic.memory_tier import memory_tier
 from shoal.errors import ShoalError
-from shoal.train.keeping import name_in_memory
-from shoal.train.rescue import own_folder
+from shoal.train.recipe.autosave import name_in_memory
+from shoal.train.recipe.memory_rescue import own_folder
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be several users")
 
@@ -80,7 +80,7 @@ def checkpoint(root: Path, step: int, value: float = 666.0) -> None:
     """A sound step, with its files."""
     store = Store(root, Disk())
     draft = store.begin(step)
-    file = shard.write(draft / SHARD, {"model/weight": torch.full((4,), value)}, store.disk)
+    file = shard_file.write(draft / SHARD, {"model/weight": torch.full((4,), value)}, store.disk)
     entry = Entry("F32", (4,), (Piece(SHARD, "model/weight", (0,), (4,)),))
     store.commit(Manifest(step=step, tensors={"model/weight": entry}, files={SHARD: file}, state={}))
 

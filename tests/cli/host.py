@@ -149,7 +149,7 @@ def main() -> None:
     import torch._dynamo  # noqa: F401
 
     import shoal.elastic.restart
-    import shoal.train.loop  # noqa: F401
+    import shoal.train.recipe.loop  # noqa: F401
 
     for line in sys.stdin:
         asked = json.loads(line)

@@ -207,7 +207,7 @@ def refused(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     """Checks everything that all refusals have in common; returns the message."""
 
     def refuse(*words: str, what: str, fix: str) -> str:
-        monkeypatch.setattr("shoal.train.loop._steps", lambda *_: pytest.fail("it trains"))
+        monkeypatch.setattr("shoal.train.recipe.loop._steps", lambda *_: pytest.fail("it trains"))
         before = contents(folder)
         assert main(words) == 2
         out, err = capsys.readouterr()

@@ -13,8 +13,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from shoal.blueprint.cluster import Cluster
 from shoal.cli import main
+from shoal.predict.cluster import Cluster
 from tests.cli.host import Host
 from tests.cli.test_train import SHOAL
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shoal.checkpoint.manifest import Manifest
+from shoal.checkpoint.storage.manifest import Manifest
 from tests.cli.host import Host, Started
 from tests.cli.test_launchers import free_port
 from tests.cli.test_train import losses

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.blueprint.recipe import Recipe
-from shoal.blueprint.settings import dump_recipe
-from shoal.checkpoint.manifest import sealed
+from shoal.checkpoint.storage.manifest import sealed
 from shoal.cli import main
+from shoal.config.load import dump_recipe
+from shoal.config.recipe import Recipe
 from shoal.models import llama
 from shoal.numerics.init import initialise
 

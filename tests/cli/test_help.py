@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import shoal
-from shoal.blueprint.settings import known_keys
 from shoal.cli import HELP, VERBS, main
+from shoal.config.load import known_keys
 
 ROOT = Path(__file__).parents[2]
 COMMAND = Path(sys.executable).with_name("shoal")  # the script that pip installs

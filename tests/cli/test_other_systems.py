@@ -6,10 +6,10 @@ import shlex
 
 import pytest
 
-from shoal.blueprint.flags_elsewhere import FLAGS, instead_of
 from shoal.cli import main
-from shoal.cli.settings import parse
+from shoal.cli.overrides import parse
 from shoal.cli.train import Train
+from shoal.config.flag_aliases import FLAGS, instead_of
 from shoal.errors import ShoalError
 
 

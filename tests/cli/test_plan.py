@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from shoal.blueprint.cluster import Cluster
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.task import Task
-from shoal.blueprint.workload import Workload
 from shoal.cli import main
-from shoal.cli.settings import parse
+from shoal.cli.overrides import parse
 from shoal.cli.train import Train
+from shoal.planner.task import Task
+from shoal.predict.cluster import Cluster
+from shoal.predict.workload import Workload
 from tests.cli.host import Host, Started
 
 COMMAND = Path(sys.executable).with_name("shoal")

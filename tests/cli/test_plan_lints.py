@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from shoal.blueprint.cluster import Cluster
-from shoal.blueprint.lint import RULES
 from shoal.cli import main
+from shoal.planner.lint.lint import RULES
+from shoal.predict.cluster import Cluster
 from tests.unit.test_lint import CASES, Try
 
 ONLY_IN_PYTHON = {"SH14"}

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shoal.blueprint.cluster import Cluster, larger
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.search import AS_FAST, LESS_MEMORY, LESS_TIME, search, tradeoffs
-from shoal.blueprint.task import Task
-from shoal.blueprint.workload import Workload
 from shoal.cli import main
+from shoal.planner.search import AS_FAST, LESS_MEMORY, LESS_TIME, search, tradeoffs
+from shoal.planner.task import Task
+from shoal.predict.cluster import Cluster, larger
+from shoal.predict.workload import Workload
 
 MODELS = ("llama3-1b", "llama3-8b", "gpt3-1.3b", "qwen3-30b-a3b", "resnet50", "mixtral-8x7b")
 CLUSTERS = ("rtx4090:2", "rtx4090:1x8", "h100:8", "a100-40:8x2", "h200:1", "l40s:4", "cpu:2")

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.blueprint.known_models import MODELS
-from shoal.blueprint.recipe import ModelSection, Recipe
-from shoal.blueprint.settings import load_recipe
-from shoal.cli import main, room
+from shoal.cli import main, memory_check
+from shoal.config.load import load_recipe
+from shoal.config.recipe import ModelSection, Recipe
 from shoal.errors import ShoalError
 from shoal.models.llama_config import PRESETS
-from shoal.train.build import build_model, without_memory
+from shoal.predict.presets.models import MODELS
+from shoal.train.build_model import build_model, without_memory
 from tests.cli.host import Host
 
 GIB = 2**30
-HERE = room.host_memory()
+HERE = memory_check.host_memory()
 EIGHT = 16 * MODELS["llama3-8b"].parameters
 no_gpu = pytest.mark.skipif(torch.cuda.is_available() or HERE > EIGHT, reason="this machine may hold 8 B parameters")
 
@@ -59,12 +59,12 @@ def test_presets_have_as_many_parameters_on_paper_as_in_a_run(name: str) -> None
     model = without_memory(lambda: build_model(ModelSection.model_validate({"name": "llama", "preset": name})))
     assert model is not None
     assert sum(each.numel() for each in model.parameters()) == MODELS[name].parameters
-    assert room.parameters_of_preset(recipe_of("model.preset", name)) == MODELS[name].parameters
+    assert memory_check.parameters_of_preset(recipe_of("model.preset", name)) == MODELS[name].parameters
 
 
 def test_a_preset_that_is_changed_is_not_weighed_by_its_name() -> None:
-    assert room.parameters_of_preset(recipe_of("model.preset", "llama3-8b", "model.num_layers", "1")) is None
-    assert room.parameters_of_preset(recipe_of()) is None
+    assert memory_check.parameters_of_preset(recipe_of("model.preset", "llama3-8b", "model.num_layers", "1")) is None
+    assert memory_check.parameters_of_preset(recipe_of()) is None
 
 
 @pytest.mark.parametrize(
@@ -84,21 +84,21 @@ def test_a_preset_that_is_changed_is_not_weighed_by_its_name() -> None:
 )
 def test_states_are_counted(words: tuple[str, ...], ranks: int, bytes_each: int) -> None:
     recipe = recipe_of(*words)
-    assert room.bytes_of_states(recipe, recipe.plan.resolve(4), 1000, ranks=ranks) == 1000 * bytes_each
+    assert memory_check.bytes_of_states(recipe, recipe.plan.resolve(4), 1000, ranks=ranks) == 1000 * bytes_each
 
 
 def test_what_fits_to_the_byte_is_not_rejected() -> None:
     recipe = recipe_of("plan", "zero=0")
     plan = recipe.plan.resolve(4)
-    room.refuse_too_large(recipe, plan, 1000, ranks=4, memory=64_000)
-    room.refuse_too_large(recipe, plan, 1000, ranks=4, memory=0)  # nobody knows
+    memory_check.refuse_too_large(recipe, plan, 1000, ranks=4, memory=64_000)
+    memory_check.refuse_too_large(recipe, plan, 1000, ranks=4, memory=0)  # nobody knows
     with pytest.raises(ShoalError) as caught:
-        room.refuse_too_large(recipe, plan, 1000, ranks=4, memory=63_999)
+        memory_check.refuse_too_large(recipe, plan, 1000, ranks=4, memory=63_999)
     assert caught.value.problems[0].fix.startswith("--plan.zero 3, or --optim.states bf16;")
 
 
 def test_memory_is_that_of_this_machine() -> None:
-    assert GIB < room.host_memory() < 2**46
+    assert GIB < memory_check.host_memory() < 2**46
 
 
 def test_overcommit_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:

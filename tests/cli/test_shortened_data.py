@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shoal.blueprint.settings import load_recipe
 from shoal.cli.train import _naming_shortened_data
+from shoal.config.load import load_recipe
 from shoal.errors import RunFailed
 from shoal.launch.local import launch
-from shoal.train.job import check
+from shoal.train.recipe.preflight import check
 from tests.cli.host import Host, until
 
 WORDS = [

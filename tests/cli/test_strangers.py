@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs the right to st
 
 RANK = """
 import os, sys, time
-from shoal.comm.environment import read_environment
+from shoal.comm.rendezvous.environment import read_environment
 from shoal.comm.world import World
 from shoal.errors import ShoalError
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from shoal.blueprint.settings import load_recipe
 from shoal.cli import main
+from shoal.config.load import load_recipe
 from shoal.errors import ShoalError
-from shoal.proof.prove import How, _notes, case_of
+from shoal.verification.api import How, _notes, case_of
 from tests.beside import Beside
 from tests.readme.fork_host import Ran, run_commands
 
@@ -280,7 +280,7 @@ def test_refused_before_a_process_starts(
 ) -> None:
     (tmp_path / "own.py").write_text(OWN)
     words = [word.replace("OWN", f"{tmp_path}/own.py:build") for word in words]
-    monkeypatch.setattr("shoal.proof.prove.launch", lambda *_, **__: pytest.fail("a process was started"))
+    monkeypatch.setattr("shoal.verification.api.launch", lambda *_, **__: pytest.fail("a process was started"))
     assert main(["verify", *words]) == 2
     told = capsys.readouterr().err
     assert what in told

@@ -44,7 +44,7 @@ SETTLE = 1.0  # seconds that the other ranks get to finish or fail, once one has
 # first sharded module and the first that is compiled, and shoal.
 PRELOAD = ["pytest", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo"]
 PRELOAD += ["functorch.compile", "torch._inductor.cudagraph_trees"]
-PRELOAD += ["shoal.launch.worker", "shoal.models.moe", "shoal.proof.candidate", "shoal.train.run", "tests.dist.pool"]
+PRELOAD += ["shoal.launch.worker", "shoal.models.moe", "shoal.verification.rank", "shoal.train.run", "tests.dist.pool"]
 
 
 class RankFailed(AssertionError):
@@ -248,7 +248,7 @@ def serve(rank: int, size: int, directory: Path, connection: Connection, lifelin
     """The life of a worker: one process group, and one call after the other until it is killed."""
     import torch.distributed as dist
 
-    from shoal.comm.environment import Placement
+    from shoal.comm.rendezvous.environment import Placement
     from shoal.comm.world import World
     from shoal.launch.worker import end_with_parent, lead_own_group
 

@@ -11,8 +11,8 @@ from itertools import combinations_with_replacement
 from math import prod
 
 from shoal.blueprint.description import Description, Split
-from shoal.blueprint.legality import misfits
 from shoal.blueprint.plan import DEGREES, Plan
+from shoal.blueprint.validation.legality import misfits
 from shoal.errors import ShoalError
 from tests.dist.compositions import features_of as features_of
 from tests.dist.compositions import in_short, proven

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from shoal.blueprint.compression import Compression
-from shoal.comm.averages import Bucket, Seeds, average_of
-from shoal.comm.wire import Wire
+from shoal.comm.compression.reduce import Bucket, Seeds, average_of
+from shoal.comm.replicas.transport import Wire
 from shoal.comm.world import World
 from tests.dist.pool import on_ranks
 

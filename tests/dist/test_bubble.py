@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.bubble.run import SCHEDULES, Moments, asleep_and_awake, measured, predicted
 from shoal.blueprint.plan import Schedule
-from shoal.blueprint.simulate import StageCost, Timeline
+from shoal.blueprint.schedules.simulate import StageCost, Timeline
 from tests.dist.pool import Pool
 
 UNIT = 0.010  # seconds

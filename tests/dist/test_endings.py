@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from shoal.blueprint.faults import VARIABLE
-from shoal.comm.environment import Placement
+from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.world import World
 from shoal.data.dataset import Batch
-from shoal.data.loading import Loader
+from shoal.data.loader import Loader
 from shoal.errors import RunFailed
 from shoal.launch.scratch import scratch_prefix, sweep
 from tests.cover import wide

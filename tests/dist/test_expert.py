@@ -12,13 +12,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.comm.traffic import count
+from shoal.comm.traffic_counter import count
 from shoal.comm.world import World
 from shoal.models.moe import build
 from shoal.numerics.init import initialise
-from shoal.parallel.balance import Balance
-from shoal.parallel.expert import ExpertParallel, Experts, divide, experts_in
-from shoal.parallel.routing import Router, Routing, auxiliary_loss, note_routers, routers, update_bias
+from shoal.parallel.expert.aux_loss import Balance
+from shoal.parallel.expert.experts import ExpertParallel, Experts, divide, experts_in
+from shoal.parallel.expert.router import Router, Routing, auxiliary_loss, note_routers, routers, update_bias
 from tests.dist.pool import on_ranks
 
 T, D, FFN, E = 13, 8, 6, 8

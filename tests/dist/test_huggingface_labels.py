@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from shoal import ShoalError
 from shoal.blueprint.plan import Plan
 from shoal.comm.world import World
-from shoal.train.objective import LabelRule
-from shoal.train.refuse import rule_under
+from shoal.train.checks import rule_under
+from shoal.train.loss.objective import LabelRule
 from shoal.train.run import Run
 from tests.dist.pool import Pool
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from shoal.comm.world import World
-from shoal.data.loading import Loader
-from shoal.data.synthetic import SyntheticTokens
+from shoal.data.loader import Loader
+from shoal.data.sources.synthetic import SyntheticTokens
 from shoal.errors import ShoalError
 from shoal.models import llama, moe
 from shoal.numerics.init import initialise

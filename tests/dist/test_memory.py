@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.blueprint.memory import Memory, memory
 from shoal.blueprint.plan import Plan
 from shoal.comm.world import World
 from shoal.models import llama
-from shoal.parallel.holdings import anatomy_of, holdings, peak_bytes
+from shoal.parallel.live_memory import anatomy_of, holdings, peak_bytes
+from shoal.predict.exact.memory import Memory, memory
 from shoal.train.run import Run
 from tests.dist.compositions import num_layers_for
 from tests.dist.pool import Pool, on_ranks

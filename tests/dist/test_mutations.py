@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.blueprint.plan import Plan
-from shoal.comm import differentiable
+from shoal.comm import differentiable_collectives
 from shoal.comm.world import World
 from shoal.models import llama
-from shoal.parallel import composed, pipeline, shard
-from shoal.proof.candidate import verify_in
-from shoal.proof.case import Case
+from shoal.parallel import parallel_model
+from shoal.parallel.data import fsdp
+from shoal.parallel.pipeline import pipeline
 from shoal.train.run import Run
+from shoal.verification.case import Case
+from shoal.verification.rank import verify_in
 from tests.cover import covered
 from tests.dist.pool import Pool
 
@@ -44,18 +46,24 @@ def case(plan: str, size: int) -> Case:
 
 def no_sum_on_entering() -> Any:
     """tp: the gradients that q, k and v send back are not summed over the ranks."""
-    return patch.object(differentiable._Enter, "backward", staticmethod(lambda ctx, *grads: (grads[0], None)))
+    return patch.object(
+        differentiable_collectives._Enter, "backward", staticmethod(lambda ctx, *grads: (grads[0], None))
+    )
 
 
 def sum_twice_on_leaving() -> Any:
     """tp: partial results are summed twice."""
-    twice = staticmethod(lambda ctx, x, group: differentiable.all_reduce(differentiable.all_reduce(x, group), group))
-    return patch.object(differentiable._Leave, "forward", twice)
+    twice = staticmethod(
+        lambda ctx, x, group: differentiable_collectives.all_reduce(
+            differentiable_collectives.all_reduce(x, group), group
+        )
+    )
+    return patch.object(differentiable_collectives._Leave, "forward", twice)
 
 
 def partial_gradients_stay_partial() -> Any:
     """tp: norms under sequence parallelism keep the gradient of their own tokens."""
-    return patch.object(composed, "all_reduce_together", lambda tensors, group: None)
+    return patch.object(parallel_model, "all_reduce_together", lambda tensors, group: None)
 
 
 def replicas_do_not_talk() -> Any:
@@ -95,39 +103,39 @@ def wrong_microbatch() -> Any:
 
 def tied_copies_drift() -> Any:
     """pp: embedding and head, one parameter on two stages, each keep their own gradient."""
-    return patch.object(composed.Composed, "_sum_tied", lambda self, first, second: None)
+    return patch.object(parallel_model.Composed, "_sum_tied", lambda self, first, second: None)
 
 
 def replicas_of_stages_do_not_talk() -> Any:
     """pp x dp_replicate: the average over replicas is forgotten."""
-    return patch.object(composed, "average_gradients", lambda gradients, group: None)
+    return patch.object(parallel_model, "average_gradients", lambda gradients, group: None)
 
 
 def norm_of_own_shard() -> Any:
     """dp_shard: every rank clips by the norm of its own shard."""
 
     def norm(self: Any, parameters: list[nn.Parameter], **_: Any) -> Tensor:
-        return composed.global_norm(
-            composed.norms_of([composed.local(p.grad) for p in parameters if p.grad is not None])
+        return parallel_model.global_norm(
+            parallel_model.norms_of([parallel_model.local(p.grad) for p in parameters if p.grad is not None])
         )
 
-    return patch.object(composed.Composed, "norm", norm)
+    return patch.object(parallel_model.Composed, "norm", norm)
 
 
 def shards_are_not_summed() -> Any:
     """dp_shard: FSDP2 is never told that a microbatch is the last, and reduces nothing."""
-    return patch.object(shard, "_set", lambda module, **_: module.set_requires_gradient_sync(False))
+    return patch.object(fsdp, "_set", lambda module, **_: module.set_requires_gradient_sync(False))
 
 
 def replicas_of_shards_do_not_talk() -> Any:
     """HSDP: shards are summed inside a replica, and never over replicas."""
-    original = shard._set
+    original = fsdp._set
 
     def told(module: Any, **options: Any) -> None:
         original(module, **options)
         module.set_requires_all_reduce(False)
 
-    return patch.object(shard, "_set", told)
+    return patch.object(fsdp, "_set", told)
 
 
 def accumulation_drops_microbatches() -> Any:

@@ -17,13 +17,16 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.blueprint.plan import Plan
 from shoal.comm.world import World
 from shoal.models import llama, moe
-from shoal.numerics.attention import Attended
-from shoal.parallel import composed, context, expert, ring, routing, shard
-from shoal.parallel.context import ContextParallel
-from shoal.proof.candidate import verify_in
-from shoal.proof.case import Case
+from shoal.numerics.ops.attention import Attended
+from shoal.parallel import parallel_model
+from shoal.parallel.context import attention, ring
+from shoal.parallel.context.attention import ContextParallel
+from shoal.parallel.data import fsdp
+from shoal.parallel.expert import experts, router
 from shoal.train import run
 from shoal.train.run import Run
+from shoal.verification.case import Case
+from shoal.verification.rank import verify_in
 from tests.cover import covered
 from tests.dist.pool import Pool, on_ranks
 
@@ -78,7 +81,7 @@ def parts_merged_evenly() -> Any:
 
 def every_rank_counts_from_0() -> Any:
     """The model is not told where in its sequence its tokens are."""
-    return patch.object(context, "_places", lambda tokens, *_: torch.arange(tokens.shape[1])[None])
+    return patch.object(attention, "_places", lambda tokens, *_: torch.arange(tokens.shape[1])[None])
 
 
 def labels_cut_in_another_order() -> Any:
@@ -114,12 +117,12 @@ def queries_learn_from_own_keys_only() -> Any:
 
 def heads_come_back_permuted() -> Any:
     """ulysses: heads are put together in the order (head of a rank, rank)."""
-    original = context.ulysses_attention
+    original = attention.ulysses_attention
 
-    def attention(*arguments: Any) -> Tensor:
+    def permuted(*arguments: Any) -> Tensor:
         return original(*arguments).unflatten(1, (arguments[4].size(), -1)).transpose(1, 2).flatten(1, 2)
 
-    return patch.object(context, "ulysses_attention", attention)
+    return patch.object(attention, "ulysses_attention", permuted)
 
 
 def gradients_stay_with_their_tokens() -> Any:
@@ -135,23 +138,23 @@ def gradients_stay_with_their_tokens() -> Any:
 
 def gradients_of_stages_stay_with_their_tokens() -> Any:
     """pp: the average over cp is forgotten."""
-    return patch.object(composed, "average_gradients", lambda gradients, group: None)
+    return patch.object(parallel_model, "average_gradients", lambda gradients, group: None)
 
 
 def gradients_of_shards_stay_with_their_tokens() -> Any:
     """zero=1: FSDP2 is never told that a microbatch is the last, and reduces nothing."""
-    return patch.object(shard, "_set", lambda module, **_: module.set_requires_gradient_sync(False))
+    return patch.object(fsdp, "_set", lambda module, **_: module.set_requires_gradient_sync(False))
 
 
 def norm_of_own_shard() -> Any:
     """zero=1: every rank clips by the norm of its own shard, and cp ranks have shards too."""
 
     def norm(self: Any, parameters: list[nn.Parameter], **_: Any) -> Tensor:
-        return composed.global_norm(
-            composed.norms_of([composed.local(p.grad) for p in parameters if p.grad is not None])
+        return parallel_model.global_norm(
+            parallel_model.norms_of([parallel_model.local(p.grad) for p in parameters if p.grad is not None])
         )
 
-    return patch.object(composed.Composed, "norm", norm)
+    return patch.object(parallel_model.Composed, "norm", norm)
 
 
 def mean_of_means() -> Any:
@@ -170,71 +173,71 @@ def sum_over_ranks_for_the_mean() -> Any:
 
 def two_experts_change_places() -> Any:
     """The first expert of all and the last lie on each other's rank."""
-    original = expert.part
+    original = experts.part
 
     def part(whole: Tensor, *arguments: Any, **options: Any) -> Tensor:
         first, *between, last = whole.chunk(EXPERTS)
         return original(torch.cat([last, *between, first]), *arguments, **options)
 
-    return patch.object(expert, "part", part)
+    return patch.object(experts, "part", part)
 
 
 def rows_of_an_expert_are_lost() -> Any:
     """What arrives for the first expert of the second rank is read as zeros."""
-    original = expert.Experts._computed
+    original = experts.Experts._computed
 
     def computed(self: Any, x_RD: Tensor, ends_L: Tensor, weight_R: Tensor | None) -> Tensor:
         if self.parallel is not None and self.parallel.index == 1:
             x_RD = x_RD * (torch.arange(len(x_RD)) >= ends_L[0])[:, None]
         return original(self, x_RD, ends_L, weight_R)
 
-    return patch.object(expert.Experts, "_computed", computed)
+    return patch.object(experts.Experts, "_computed", computed)
 
 
 def rows_come_home_in_another_order() -> Any:
     """Results go back in the order of experts, not in the order in which rows arrived."""
-    original = expert.rows_by_expert
+    original = experts.rows_by_expert
 
     def rows(arriving_PL: Tensor, num_rows: int) -> Any:
         return dataclasses.replace(original(arriving_PL, num_rows), place_Tk=torch.arange(num_rows)[:, None])
 
-    return patch.object(expert, "rows_by_expert", rows)
+    return patch.object(experts, "rows_by_expert", rows)
 
 
 def gradients_of_rows_do_not_come_home() -> Any:
     """Experts learn, but what they send back to the tokens of other ranks is lost."""
-    original = expert._exchanged
+    original = experts._exchanged
     calls = []
 
     def exchanged(x_RD: Tensor, *arguments: Any) -> Tensor:
         calls.append(x_RD)
         return original(x_RD.detach() if len(calls) % 2 else x_RD, *arguments)
 
-    return patch.object(expert, "_exchanged", exchanged)
+    return patch.object(experts, "_exchanged", exchanged)
 
 
 def gradients_of_experts_are_sums() -> Any:
     """What an expert learns from the tokens of all ep ranks is not divided by ep."""
-    original = composed.Composed.finish_gradients
+    original = parallel_model.Composed.finish_gradients
 
     def finish(self: Any, step: int) -> None:
         divided, self.experts = self.experts, frozenset()
         original(self, step)
         self.experts = divided
 
-    return patch.object(composed.Composed, "finish_gradients", finish)
+    return patch.object(parallel_model.Composed, "finish_gradients", finish)
 
 
 def weights_of_the_router_are_forgotten() -> Any:
     """Results of experts are summed as they are."""
-    original = expert.Experts.forward
+    original = experts.Experts.forward
 
     def forward(self: Any, x_TD: Tensor, routed: Any) -> Tensor:
         if self.parallel is not None:
             routed = dataclasses.replace(routed, weight_R=torch.ones_like(routed.weight_R))
         return original(self, x_TD, routed)
 
-    return patch.object(expert.Experts, "forward", forward)
+    return patch.object(experts.Experts, "forward", forward)
 
 
 # ---- defects of routers ---------------------------------------------------------------------------------------------
@@ -248,12 +251,12 @@ def auxiliary_loss_once_per_rank() -> Any:
 
 def auxiliary_loss_of_own_tokens() -> Any:
     """Choices are counted over a rank's own tokens, not over the whole sequence."""
-    return patch.object(routing, "_summed", lambda counts, group: counts * group.size())
+    return patch.object(router, "_summed", lambda counts, group: counts * group.size())
 
 
 def routers_keep_the_gradient_of_their_tokens() -> Any:
     """tp with sp: routers see half the tokens, and their gradients are not summed."""
-    original = composed.Composed.finish_gradients
+    original = parallel_model.Composed.finish_gradients
 
     def finish(self: Any, step: int) -> None:
         partial = self.tensor.partial
@@ -261,19 +264,21 @@ def routers_keep_the_gradient_of_their_tokens() -> Any:
         original(self, step)
         self.tensor.partial = partial
 
-    return patch.object(composed.Composed, "finish_gradients", finish)
+    return patch.object(parallel_model.Composed, "finish_gradients", finish)
 
 
 def bias_of_own_loads() -> Any:
     """Every rank balances its routers by the tokens that it has seen itself."""
-    original = composed.Composed.balance_experts
+    original = parallel_model.Composed.balance_experts
 
     def balance(self: Any, **options: Any) -> Any:
         own = dict(self.balance.loads)
-        with patch.object(composed, "update_bias", lambda router, *_: routing.update_bias(router, own[router.name])):
+        with patch.object(
+            parallel_model, "update_bias", lambda router, *_: router.update_bias(router, own[router.name])
+        ):
             return original(self, **options)
 
-    return patch.object(composed.Composed, "balance_experts", balance)
+    return patch.object(parallel_model.Composed, "balance_experts", balance)
 
 
 FORWARD_OF_CP = ("The forward is already wrong", "look at cp (", "positions", "labels", "attention")

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.blueprint.recipe import OptimSection
 from shoal.comm.world import World
-from shoal.numerics.optim import build_optimizer
-from shoal.numerics.pieces import local
+from shoal.config.recipe import OptimSection
+from shoal.numerics.local_tensor import local
+from shoal.numerics.optim.build import build_optimizer
 from shoal.train.run import Run
 from tests.dist.pool import Pool
 

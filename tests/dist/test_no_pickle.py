@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from shoal.checkpoint.together import together
+from shoal.comm.all_or_none import together
 from shoal.comm.collectives import all_gather
 from shoal.comm.world import World
 from shoal.errors import Problem, RunFailed, ShoalError

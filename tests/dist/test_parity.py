@@ -15,16 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.blueprint.recipe import Recipe
-from shoal.blueprint.settings import build_recipe
 from shoal.comm.world import World
-from shoal.data.loading import Loader
-from shoal.data.open import open_datasets
+from shoal.config.load import build_recipe
+from shoal.config.recipe import Recipe
+from shoal.data.loader import Loader
 from shoal.data.order import sample_ids
+from shoal.data.sources.open import open_datasets
 from shoal.numerics.init import initialise
-from shoal.numerics.optim import build_optimizer, set_lr
-from shoal.numerics.schedule import lr_factor
-from shoal.train.build import build_model
+from shoal.numerics.lr_schedule import lr_factor
+from shoal.numerics.optim.build import build_optimizer, set_lr
+from shoal.train.build_model import build_model
 from shoal.train.run import Run
 from tests.dist.pool import Pool
 

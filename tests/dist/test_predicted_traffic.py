@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.blueprint.anatomy import Anatomy
 from shoal.blueprint.description import Description, Split
+from shoal.blueprint.model_shapes import Anatomy
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.traffic import traffic
-from shoal.comm.traffic import count
+from shoal.comm.traffic_counter import count
 from shoal.comm.world import World
 from shoal.models import llama
-from shoal.parallel.expert import Experts
-from shoal.parallel.holdings import anatomy_of
-from shoal.parallel.routing import Router
+from shoal.parallel.expert.experts import Experts
+from shoal.parallel.expert.router import Router
+from shoal.parallel.live_memory import anatomy_of
+from shoal.predict.exact.traffic import traffic
 from shoal.train.run import Run
 from tests.cover import beside, covered
 from tests.dist.compositions import num_layers_for

@@ -16,7 +16,7 @@ from shoal.errors import RunFailed, ShoalError
 from shoal.models.llama import build as build_llama
 from shoal.models.moe import build as build_moe
 from shoal.numerics.checksum import checksums
-from shoal.numerics.pieces import local
+from shoal.numerics.local_tensor import local
 from shoal.train.run import Run
 from tests.dist.pool import on_ranks
 

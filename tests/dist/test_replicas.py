@@ -20,8 +20,8 @@ import shoal
 from shoal.comm.world import World
 from shoal.errors import ShoalError
 from shoal.numerics.init import initialise
-from shoal.parallel.islands import Outer
-from shoal.parallel.spread import Spread, picked
+from shoal.parallel.data.local_sgd import Outer
+from shoal.parallel.data.local_step_scale import Spread, picked
 from shoal.train.run import Run
 from tests.cover import covered, wide
 from tests.dist import test_reshard

@@ -18,11 +18,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from shoal.blueprint.recipe import OptimSection
 from shoal.comm.world import World
+from shoal.config.recipe import OptimSection
 from shoal.models import llama, moe
 from shoal.numerics.init import initialise
-from shoal.numerics.optim import build_optimizer
+from shoal.numerics.optim.build import build_optimizer
 from shoal.train.run import Run
 from tests.cover import covering
 from tests.dist.pool import Pool

@@ -20,9 +20,9 @@ from torch.distributed.pipelining import (
 )
 
 from shoal.blueprint.plan import VIRTUAL_STAGES, Schedule
-from shoal.blueprint.schedules import illegal, make
+from shoal.blueprint.schedules.generate import illegal, make
 from shoal.comm.world import World
-from shoal.parallel.torch_stages import TorchStage
+from shoal.parallel.pipeline.torch_stages import TorchStage
 from tests.dist.pool import on_ranks
 
 SINGLE: dict[Schedule, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}

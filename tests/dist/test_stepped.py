@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.blueprint.collective_algorithms import ALGORITHMS, KINDS
-from shoal.blueprint.collectives import cut, steps
-from shoal.comm.stepped import Stepped
+from shoal.blueprint.collectives.algorithms import ALGORITHMS, KINDS
+from shoal.blueprint.collectives.steps import cut, steps
+from shoal.comm.message_collectives import Stepped
 from shoal.comm.world import World
 from tests.cover import wide
 from tests.dist.pool import on_ranks

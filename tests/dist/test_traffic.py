@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.comm.traffic import Traffic, count, message_of
+from shoal.comm.traffic_counter import Traffic, count, message_of
 from shoal.comm.world import World
 from tests.dist.pool import on_ranks
 

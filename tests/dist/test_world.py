@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from shoal.blueprint.layout import Layout
-from shoal.comm.environment import Placement
 from shoal.comm.mesh import Mesh
-from shoal.comm.session import Session
+from shoal.comm.rendezvous.environment import Placement
+from shoal.comm.rendezvous.session import Session
 from shoal.comm.world import World, pick_device
 from shoal.errors import RunFailed, ShoalError
 from shoal.launch.local import launch

@@ -11,12 +11,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.comm.environment import Placement
+from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.world import World
 from shoal.launch.local import launch
-from shoal.numerics.attention import Attended, attend, attend_backward, merge_
+from shoal.numerics.ops.attention import Attended, attend, attend_backward, merge_
 from shoal.numerics.precision import wide
-from shoal.parallel.context import Attention, ContextParallel
+from shoal.parallel.context.attention import Attention, ContextParallel
 
 pytestmark = [
     pytest.mark.gpu,

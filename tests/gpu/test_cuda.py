@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shoal.blueprint.settings import build_recipe
-from shoal.comm.environment import Placement
+from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.world import World
-from shoal.data.loading import Loader
-from shoal.data.open import open_datasets
+from shoal.config.load import build_recipe
+from shoal.data.loader import Loader
+from shoal.data.sources.open import open_datasets
 from shoal.launch.local import launch
 from shoal.numerics.init import initialise
-from shoal.train.build import build_model
-from shoal.train.job import check
-from shoal.train.loop import Manner, train
+from shoal.train.build_model import build_model
+from shoal.train.recipe.loop import Manner, train
+from shoal.train.recipe.preflight import check
 from shoal.train.run import Run
 
 pytestmark = [

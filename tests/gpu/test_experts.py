@@ -10,9 +10,9 @@ from torch import Tensor
 
 import shoal
 from shoal.models import llama, moe
-from shoal.numerics.grouped import grouped_matmul, has_grouped_kernel
-from shoal.parallel.expert import Experts
-from shoal.parallel.routing import Routing
+from shoal.numerics.ops.grouped_matmul import grouped_matmul, has_grouped_kernel
+from shoal.parallel.expert.experts import Experts
+from shoal.parallel.expert.router import Routing
 
 pytestmark = [
     pytest.mark.gpu,

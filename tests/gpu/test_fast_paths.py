@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from shoal import Run
 from shoal.data.batch import stream_of_copies, to_device
 from shoal.models.llama import Llama, LlamaConfig
-from shoal.numerics import linear_cross_entropy as fused
-from shoal.numerics.adamw import AdamW, _stream_beside
-from shoal.numerics.lean import RMSNorm, projected
-from shoal.numerics.linear_cross_entropy import cross_entropy_, linear_cross_entropy
-from shoal.numerics.optim import step_scaled
+from shoal.numerics.ops import linear_cross_entropy as fused
+from shoal.numerics.ops.linear_cross_entropy import cross_entropy_, linear_cross_entropy
+from shoal.numerics.ops.memory_saving_linear import RMSNorm, projected
+from shoal.numerics.optim.adamw import AdamW, _stream_beside
+from shoal.numerics.optim.build import step_scaled
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,16 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.numerics.adamw import AdamW
-from shoal.numerics.embedding import embedded
-from shoal.numerics.gates import gates_backward
 from shoal.numerics.gradients import norms_of
-from shoal.numerics.norm_backward import _plainly, norm_backward
-from shoal.numerics.rotary import turned_heads
-from shoal.numerics.transposed import times_transposed
+from shoal.numerics.ops.embedding import embedded
+from shoal.numerics.ops.rms_norm import _plainly, norm_backward
+from shoal.numerics.ops.rotary import turned_heads
+from shoal.numerics.ops.swiglu import gates_backward
+from shoal.numerics.ops.transposed_matmul import times_transposed
+from shoal.numerics.optim.adamw import AdamW
 
 if torch.cuda.is_available():  # Triton
-    from shoal.numerics.cross_entropy_kernel import exponentials_, times
+    from shoal.numerics.kernels.cross_entropy import exponentials_, times
 
 pytestmark = [
     pytest.mark.gpu,

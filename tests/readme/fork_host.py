@@ -44,7 +44,7 @@ def main() -> None:
     # Loaded, and nothing computed: a fork of this process can compute. Dynamo is what the first optimizer would load.
     import torch._dynamo  # noqa: F401
 
-    import shoal.train.loop  # noqa: F401
+    import shoal.train.recipe.loop  # noqa: F401
 
     print(json.dumps([asdict(in_a_fork(words)) for words in commands]))
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from shoal.blueprint.duration import UNITS, Duration
+from shoal.config.duration import UNITS, Duration
 from tests.beside import Beside
 from tests.cli.test_launchers import OF_TWO
 from tests.readme.fork_host import ROOT, Ran, run_commands

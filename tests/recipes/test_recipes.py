@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.blueprint.recipe import Recipe
-from shoal.blueprint.settings import load_recipe
+from shoal.config.load import load_recipe
+from shoal.config.recipe import Recipe
 from tests.beside import Beside
 from tests.readme.fork_host import ROOT, Ran, run_commands
 
@@ -26,7 +26,7 @@ def path(request: pytest.FixtureRequest) -> Path:
 
 
 def test_it_fits_together(path: Path) -> None:
-    from shoal.train.job import check, steps_of  # torch: two seconds, which parsing need not spend
+    from shoal.train.recipe.preflight import check, steps_of  # torch: two seconds, which parsing need not spend
 
     recipe = load_recipe(path)
     assert recipe.launch.nproc is not None, "a shipped recipe says how many ranks it is for"

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.blueprint.recipe import OptimSection
+from shoal.config.recipe import OptimSection
 from shoal.errors import ShoalError
-from shoal.numerics.adamw import AdamW
-from shoal.numerics.adamw_update import stochastically_rounded
-from shoal.numerics.optim import build_optimizer, step_scaled
+from shoal.numerics.optim.adamw import AdamW
+from shoal.numerics.optim.adamw_update import stochastically_rounded
+from shoal.numerics.optim.build import build_optimizer, step_scaled
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 

@@ -8,15 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.numerics.attention import (
-    Attended,
-    additive,
-    attend,
-    attend_backward,
-    is_part_of_attention,
-    merge_,
-    wide,
-)
+from shoal.numerics.ops.attention import Attended, additive, attend, attend_backward, is_part_of_attention, merge_, wide
 
 # Relative to the largest value: sums of some dozen terms in another order.
 TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-5}

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from shoal.backtest import score
-from shoal.backtest.predict import Prediction, predict
-from shoal.backtest.report import backtest, to_mapping
-from shoal.backtest.rows import COLUMNS, PAPER_FIGURES, Row, append, read
-from shoal.blueprint.footprint import Footprint
-from shoal.blueprint.habits import SHOAL
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.step_time import SPREAD, StepTime
 from shoal.cli import main
 from shoal.errors import ShoalError
+from shoal.planner.backtest import score
+from shoal.planner.backtest.predict import Prediction, predict
+from shoal.planner.backtest.report import backtest, to_mapping
+from shoal.planner.backtest.rows import COLUMNS, PAPER_FIGURES, Row, append, read
+from shoal.predict.estimate.peak_memory import Footprint
+from shoal.predict.estimate.step_time import SPREAD, StepTime
+from shoal.predict.framework_profile import SHOAL
 
 RUN = {
     "source": "pytorch/torchtitan benchmarks",

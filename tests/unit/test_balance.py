@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shoal.blueprint.balance import balance
+from shoal.blueprint.partition import balance
 from shoal.errors import ShoalError
 
 COSTS = st.lists(st.integers(0, 20), min_size=1, max_size=9)

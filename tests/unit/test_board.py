@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shoal.comm.board import WIDTH, Board
+from shoal.comm.shared_board import WIDTH, Board
 from shoal.errors import LostPeer
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from shoal.blueprint.description import Description
-from shoal.blueprint.recipe import ModelSection
+from shoal.config.recipe import ModelSection
 from shoal.errors import ShoalError
 from shoal.models import BUILDERS
-from shoal.train.build import build_model, describe, find_builder
+from shoal.train.build_model import build_model, describe, find_builder
 
 Write = Callable[..., Path]
 

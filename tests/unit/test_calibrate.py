@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from shoal.bench.calibrate import Bench, calibrate
-from shoal.bench.readings import (
+from shoal.bench.fit_cluster import (
     Reading,
     Readings,
     cluster_of,
@@ -23,10 +23,10 @@ from shoal.bench.readings import (
     fit_rate,
     fit_tier,
 )
-from shoal.blueprint.cluster import Cluster, Link
 from shoal.cli import calibrate as verb
 from shoal.comm.world import World
 from shoal.errors import ShoalError
+from shoal.predict.cluster import Cluster, Link
 
 RATE, BANDWIDTH = 400e12, 2e12
 TIER = {"base": 20e-6, "latency": 5e-6, "bandwidth": 100e9}

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from shoal.blueprint import Layout
-from shoal.proof.cause import likely_cause
-from shoal.proof.compare import Observation, compare
-from shoal.proof.evidence import Context, Piece
+from shoal.verification.compare import Observation, compare
+from shoal.verification.diagnosis.causes import likely_cause
+from shoal.verification.diagnosis.evidence import Context, Piece
 
 Tensors = dict[str, Tensor]
 Change = Callable[[str, Tensor], Tensor]

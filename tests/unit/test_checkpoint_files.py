@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from shoal.blueprint.faults import VARIABLE, Faults
-from shoal.checkpoint import shard
-from shoal.checkpoint.disk import Disk
-from shoal.checkpoint.manifest import CHUNK, NAME, Entry, File, Manifest, Piece
-from shoal.checkpoint.store import Store
+from shoal.checkpoint.storage import shard_file
+from shoal.checkpoint.storage.filesystem import Disk
+from shoal.checkpoint.storage.manifest import CHUNK, NAME, Entry, File, Manifest, Piece
+from shoal.checkpoint.storage.store import Store
 from shoal.errors import ShoalError
 from tests.cover import covered
 
@@ -45,15 +45,15 @@ def tensors() -> dict[str, torch.Tensor]:
 
 def test_what_was_written_is_read_here_and_by_safetensors(tmp_path: Path) -> None:
     written = tensors()
-    file = shard.write(tmp_path / "x.safetensors", written, Disk())
+    file = shard_file.write(tmp_path / "x.safetensors", written, Disk())
     assert file.size == (tmp_path / "x.safetensors").stat().st_size
     assert len(file.hashes) == -(-file.size // CHUNK) > 1
     theirs = load_file(tmp_path / "x.safetensors")
-    with shard.Reader(tmp_path / "x.safetensors", file) as reader:
+    with shard_file.Reader(tmp_path / "x.safetensors", file) as reader:
         for key, tensor in written.items():
             rows = tensor.shape[0] if tensor.dim() else 1
-            ours = reader.rows(key, shard.NAMES[tensor.dtype], tensor.shape, 0, rows)
-            assert bytes(shard.bytes_of(ours)) == bytes(shard.bytes_of(tensor))
+            ours = reader.rows(key, shard_file.NAMES[tensor.dtype], tensor.shape, 0, rows)
+            assert bytes(shard_file.bytes_of(ours)) == bytes(shard_file.bytes_of(tensor))
             assert torch.equal(theirs[key].float(), tensor.float())
         assert torch.equal(reader.rows("large", "F32", (1100, 1024), 1023, 1030), written["large"][1023:1030])
 
@@ -63,15 +63,17 @@ def test_one_flipped_bit_is_refused_with_its_file(tmp_path: Path, place: int) ->
     path = tmp_path / "step-1" / "x.safetensors"
     path.parent.mkdir()
     written = tensors()
-    file = shard.write(path, written, Disk())
+    file = shard_file.write(path, written, Disk())
     data = bytearray(path.read_bytes())
     data[place] ^= 4
     path.write_bytes(data)
 
     def read_all() -> None:
-        with shard.Reader(path, file) as reader:
+        with shard_file.Reader(path, file) as reader:
             for key, tensor in written.items():
-                reader.rows(key, shard.NAMES[tensor.dtype], tensor.shape, 0, tensor.shape[0] if tensor.dim() else 1)
+                reader.rows(
+                    key, shard_file.NAMES[tensor.dtype], tensor.shape, 0, tensor.shape[0] if tensor.dim() else 1
+                )
 
     with pytest.raises(ShoalError, match=r"step-1/x.safetensors bytes [\d,]+ to [\d,]+ are not those"):
         read_all()
@@ -79,18 +81,18 @@ def test_one_flipped_bit_is_refused_with_its_file(tmp_path: Path, place: int) ->
 
 def test_a_file_that_is_short_missing_or_another_is_refused(tmp_path: Path) -> None:
     path, other = tmp_path / "x.safetensors", tmp_path / "y.safetensors"
-    file = shard.write(path, tensors(), Disk())
-    shard.write(other, {key: tensor.clone().zero_() for key, tensor in tensors().items()}, Disk())
-    with pytest.raises(ShoalError, match="are not those that were written"), shard.Reader(other, file) as reader:
+    file = shard_file.write(path, tensors(), Disk())
+    shard_file.write(other, {key: tensor.clone().zero_() for key, tensor in tensors().items()}, Disk())
+    with pytest.raises(ShoalError, match="are not those that were written"), shard_file.Reader(other, file) as reader:
         reader.rows("large", "F32", (1100, 1024), 0, 1)
-    with pytest.raises(ShoalError, match="and the manifest says F32"), shard.Reader(path, file) as reader:
+    with pytest.raises(ShoalError, match="and the manifest says F32"), shard_file.Reader(path, file) as reader:
         reader.rows("b/bf16", "F32", (7, 3), 0, 1)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ShoalError, match="bytes, and the manifest says"):
-        shard.Reader(path, file)
+        shard_file.Reader(path, file)
     path.unlink()
     with pytest.raises(ShoalError, match="cannot be read"):
-        shard.Reader(path, file)
+        shard_file.Reader(path, file)
 
 
 def part(*slices: tuple[int, int]) -> tuple[slice, ...]:
@@ -99,9 +101,9 @@ def part(*slices: tuple[int, int]) -> tuple[slice, ...]:
 
 def test_a_part_is_filled_where_it_belongs(tmp_path: Path) -> None:
     written = tensors()
-    file = shard.write(tmp_path / "x", written, Disk())
+    file = shard_file.write(tmp_path / "x", written, Disk())
     large = written["large"]
-    with shard.Reader(tmp_path / "x", file) as reader:
+    with shard_file.Reader(tmp_path / "x", file) as reader:
         same = torch.zeros(500, 1024)
         reader.fill(same, "large", "F32", (1100, 1024), part((100, 600), (0, 1024)))
         assert torch.equal(same, large[100:600])
@@ -124,10 +126,10 @@ def test_a_part_is_filled_where_it_belongs(tmp_path: Path) -> None:
 def test_many_small_tensors_are_read_in_any_order(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     written = {f"t{n}": torch.randn(50_000 + n, generator=generator) for n in range(60)}  # a dozen chunks
-    file = shard.write(tmp_path / "x", written, Disk())
+    file = shard_file.write(tmp_path / "x", written, Disk())
     assert len(file.hashes) >= 3
-    shared = shard.Reading(most_chunks=2)
-    with shard.Reader(tmp_path / "x", file, reading=shared) as reader:
+    shared = shard_file.Reading(most_chunks=2)
+    with shard_file.Reader(tmp_path / "x", file, reading=shared) as reader:
         for key in [*written, *reversed(written), *sorted(written)]:
             rows = reader.rows(key, "F32", written[key].shape, 0, len(written[key]))
             assert torch.equal(rows, written[key])
@@ -153,7 +155,7 @@ def crafted(folder: Path, header: object, data: bytes = bytes(28), length: int |
 
 
 def test_a_header_that_can_be_is_read(tmp_path: Path) -> None:
-    with shard.Reader(*crafted(tmp_path, {"__metadata__": {"format": "pt"}, "b": SECOND, "a": ENTRY})) as reader:
+    with shard_file.Reader(*crafted(tmp_path, {"__metadata__": {"format": "pt"}, "b": SECOND, "a": ENTRY})) as reader:
         assert reader.rows("b", "U8", (4,), 1, 3).tolist() == [0, 0]
 
 
@@ -189,14 +191,14 @@ def test_a_header_that_can_be_is_read(tmp_path: Path) -> None:
 )
 def test_a_header_that_cannot_be_is_refused_with_its_file(tmp_path: Path, header: object, what: str) -> None:
     with pytest.raises(ShoalError, match=r"step-9/made-up\.safetensors") as told:
-        shard.Reader(*crafted(tmp_path, header))
+        shard_file.Reader(*crafted(tmp_path, header))
     assert what in str(told.value)
 
 
 @pytest.mark.parametrize("length", [2**63, 2**64 - 1, 10_000, 29])
 def test_a_header_longer_than_its_file_is_refused(tmp_path: Path, length: int) -> None:
     with pytest.raises(ShoalError, match="made-up"):
-        shard.Reader(*crafted(tmp_path, {}, length=length))
+        shard_file.Reader(*crafted(tmp_path, {}, length=length))
 
 
 @pytest.mark.parametrize("data", [b"", b"1234567"])
@@ -204,7 +206,7 @@ def test_a_file_that_has_no_header_is_refused(tmp_path: Path, data: bytes) -> No
     path = tmp_path / "x"
     path.write_bytes(data)
     with pytest.raises(ShoalError, match="header"):
-        shard.Reader(path, File(len(data), (hashlib.sha256(data).hexdigest(),) * bool(data)))
+        shard_file.Reader(path, File(len(data), (hashlib.sha256(data).hexdigest(),) * bool(data)))
 
 
 ANY = st.one_of(
@@ -222,7 +224,7 @@ def test_a_damaged_header_is_refused_or_says_what_can_be(tmp_path: Path, data: s
         near = st.sampled_from(["F32", "U8", [2, 3], [4], [24], [0, 24], [24, 28], [0, 0], [28, 28], [4, 28]])
         entry[key] = data.draw(near | ANY)
     try:
-        reader = shard.Reader(*crafted(tmp_path, tree))
+        reader = shard_file.Reader(*crafted(tmp_path, tree))
     except ShoalError:
         return
     with reader:
@@ -239,7 +241,7 @@ VALUES = {step: torch.full((1100, 1024), float(step)) for step in (1, 2, 3)}
 
 def save(store: Store, step: int) -> None:
     draft = store.begin(step)
-    file = shard.write(draft / "shard-0.safetensors", {"x": VALUES[step]}, store.disk)
+    file = shard_file.write(draft / "shard-0.safetensors", {"x": VALUES[step]}, store.disk)
     entry = Entry("F32", (1100, 1024), (Piece("shard-0.safetensors", "x", (0, 0), (1100, 1024)),))
     store.commit(Manifest(step=step, tensors={"x": entry}, files={"shard-0.safetensors": file}))
     store.retain(1)
@@ -262,7 +264,7 @@ def loaded(root: Path) -> tuple[int, float]:
     store = Store(root)
     step = store.steps()[-1]
     manifest = store.manifest(step)
-    with shard.Reader(store.path(step) / "shard-0.safetensors", manifest.files["shard-0.safetensors"]) as reader:
+    with shard_file.Reader(store.path(step) / "shard-0.safetensors", manifest.files["shard-0.safetensors"]) as reader:
         x = reader.rows("x", "F32", (1100, 1024), 0, 1100)
     assert torch.equal(x, x[:1, :1].expand_as(x)), "a mix of two steps"
     return step, float(x[0, 0])
@@ -293,9 +295,8 @@ def test_killed_before_any_operation_a_whole_step_is_left(tmp_path: Path, again:
 
 
 def test_the_variable_of_the_environment_kills_too(tmp_path: Path) -> None:
-    code = (
-        f"from pathlib import Path; from shoal.checkpoint.disk import Disk; Disk().make(Path({str(tmp_path / 'x')!r}))"
-    )
+    imports = "from pathlib import Path; from shoal.checkpoint.storage.filesystem import Disk"
+    code = f"{imports}; Disk().make(Path({str(tmp_path / 'x')!r}))"
     ended = subprocess.run([sys.executable, "-c", code], env={**os.environ, VARIABLE: "kill_at=write:1"}, check=False)
     assert ended.returncode == -signal.SIGKILL
     assert not (tmp_path / "x").exists()
@@ -305,7 +306,7 @@ def test_the_last_step_is_never_removed(tmp_path: Path) -> None:
     store = Store(tmp_path)
     for step in (1, 2, 3):
         draft = store.begin(step)
-        file = shard.write(draft / "a.safetensors", {"x": torch.zeros(2)}, store.disk)
+        file = shard_file.write(draft / "a.safetensors", {"x": torch.zeros(2)}, store.disk)
         entry = Entry("F32", (2,), (Piece("a.safetensors", "x", (0,), (2,)),))
         store.commit(Manifest(step=step, tensors={"x": entry}, files={"a.safetensors": file}))
     assert store.retain(2) == [1]
@@ -383,10 +384,10 @@ def test_faults_count_the_saves_of_every_rank(tmp_path: Path) -> None:
     disk = Disk(Faults.parse("disk_full_at=save:2,write:2"))
     store = Store(tmp_path, disk)
     tmp_path.joinpath(".draft-step-00000001").mkdir()
-    shard.write(store.draft(1) / "x", {"x": torch.zeros(3)}, disk)
+    shard_file.write(store.draft(1) / "x", {"x": torch.zeros(3)}, disk)
     tmp_path.joinpath(".draft-step-00000002").mkdir()
     with pytest.raises(OSError, match="No space left"):
-        shard.write(store.draft(2) / "x", {"x": torch.zeros(3)}, disk)
+        shard_file.write(store.draft(2) / "x", {"x": torch.zeros(3)}, disk)
 
 
 def test_operations_are_counted_alike_every_time(tmp_path: Path) -> None:
@@ -449,7 +450,7 @@ def test_a_directory_that_is_removed_under_us_fails_the_save_alone(tmp_path: Pat
     draft = store.begin(2)
     shutil.rmtree(root)
     with pytest.raises(FileNotFoundError):
-        shard.write(draft / "shard-0.safetensors", {"x": VALUES[2]}, store.disk)
+        shard_file.write(draft / "shard-0.safetensors", {"x": VALUES[2]}, store.disk)
     with pytest.raises(FileNotFoundError):
         store.commit(Manifest(step=2, tensors={}, files={}))
     store.abandon(2)
@@ -463,7 +464,7 @@ def test_a_directory_that_is_removed_under_us_fails_the_save_alone(tmp_path: Pat
 
 def small(store: Store, step: int) -> None:
     draft = store.begin(step)
-    file = shard.write(draft / "a.safetensors", {"x": torch.full((2,), float(step))}, store.disk)
+    file = shard_file.write(draft / "a.safetensors", {"x": torch.full((2,), float(step))}, store.disk)
     entry = Entry("F32", (2,), (Piece("a.safetensors", "x", (0,), (2,)),))
     store.commit(Manifest(step=step, tensors={"x": entry}, files={"a.safetensors": file}))
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.blueprint.cluster import Cluster, here_file
-from shoal.blueprint.devices import peak_flops
-from shoal.blueprint.hardware import DEVICES, TIERS, preset_device
 from shoal.errors import ShoalError
+from shoal.predict.cluster import Cluster, here_file
+from shoal.predict.presets.clusters import DEVICES, TIERS, preset_device
+from shoal.predict.presets.peak_flops import peak_flops
 
 
 def test_a_preset_says_nodes_and_devices() -> None:
@@ -184,8 +184,8 @@ def test_as_many_machines_as_are_needed() -> None:
 
 NO_HOME = """
 import os, pwd
-import shoal.blueprint.hardware
-from shoal.blueprint.cluster import Cluster, ShoalError
+import shoal.predict.presets.clusters
+from shoal.predict.cluster import Cluster, ShoalError
 os.environ.pop("HOME", None)
 os.setgroups([]); os.setgid(54321); os.setuid(54321)  # after the imports: Python may be in the home of root
 try:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.blueprint.collective_algorithms import ALGORITHMS, KINDS, Algorithm, Kind, two_trees
-from shoal.blueprint.collectives import Steps, steps
+from shoal.blueprint.collectives.algorithms import ALGORITHMS, KINDS, Algorithm, Kind, two_trees
+from shoal.blueprint.collectives.steps import Steps, steps
 
 Held = list[dict[int, frozenset[int]]]
 """For each rank: block → the ranks whose values are in it."""

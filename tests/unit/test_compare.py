@@ -16,10 +16,10 @@ from rich.console import Console
 from torch import Tensor
 
 from shoal.blueprint import Layout
-from shoal.proof.cause import likely_cause
-from shoal.proof.compare import Disagreement, Observation, Verdict, compare, relative_difference
-from shoal.proof.evidence import Context, Piece
-from shoal.proof.report import Count, Proof, render, to_mapping
+from shoal.verification.compare import Disagreement, Observation, Verdict, compare, relative_difference
+from shoal.verification.diagnosis.causes import likely_cause
+from shoal.verification.diagnosis.evidence import Context, Piece
+from shoal.verification.report import Count, Proof, render, to_mapping
 
 Tensors = dict[str, Tensor]
 Change = Callable[[list[Observation]], None]

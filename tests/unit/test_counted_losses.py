@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from shoal import ShoalError
 from shoal.blueprint.plan import Plan
-from shoal.train.counting import Kind, read_loss
-from shoal.train.objective import LabelRule
-from shoal.train.refuse import rule_under
+from shoal.train.checks import rule_under
+from shoal.train.loss.counting import Kind, read_loss
+from shoal.train.loss.objective import LabelRule
 from shoal.train.run import Run
 
 CLASSES = 5

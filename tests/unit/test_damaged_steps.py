@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.checkpoint.places import listing
-from shoal.checkpoint.store import Store
+from shoal.checkpoint.storage.locate import listing
+from shoal.checkpoint.storage.store import Store
 from tests.unit.test_checkpoint_files import small
 
 
@@ -68,9 +68,9 @@ def test_a_directory_of_someone_else(tmp_path: Path, mode: int, code: int) -> No
     words = f"""
 import sys
 from pathlib import Path
-from shoal.blueprint.recipe import Recipe
+from shoal.config.recipe import Recipe
 from shoal.errors import ShoalError
-from shoal.observe.directory import RunDirectory
+from shoal.observe.run_directory import RunDirectory
 import os
 os.setuid(65534)
 recipe = Recipe.model_validate({{"run": {{"dir": {str(folder / "run")!r}}}}})

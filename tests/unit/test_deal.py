@@ -21,8 +21,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from shoal.data.deal import DealtLoader, Share
 from shoal.data.order import sample_ids
+from shoal.data.sharded_dataloader import DealtLoader, Share
 from shoal.errors import ShoalError
 
 NUMBERS = TensorDataset(torch.arange(10))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.blueprint.devices import peak_flops
+from shoal.predict.presets.peak_flops import peak_flops
 
 
 @pytest.mark.parametrize(

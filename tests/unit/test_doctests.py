@@ -8,11 +8,17 @@ from importlib import import_module
 
 import pytest
 
-import shoal.blueprint
+import shoal
 
-PURE = ["shoal.errors", *(f"shoal.blueprint.{info.name}" for info in pkgutil.iter_modules(shoal.blueprint.__path__))]
+PURE = ("blueprint", "config", "predict", "planner")
+MODULES = ["shoal.errors", "shoal.hash_rng", "shoal.safe_parsing"] + [
+    info.name
+    for room in PURE
+    for info in pkgutil.walk_packages([f"{shoal.__path__[0]}/{room}"], f"shoal.{room}.")
+    if not info.ispkg
+]
 
 
-@pytest.mark.parametrize("name", PURE)
+@pytest.mark.parametrize("name", MODULES)
 def test_examples(name: str) -> None:
     assert doctest.testmod(import_module(name)).failed == 0

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.blueprint.duration import UNITS, Duration
+from shoal.config.duration import UNITS, Duration
 from shoal.errors import ShoalError
 
 

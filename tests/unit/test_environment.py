@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from shoal.comm.environment import Placement, read_environment
-from shoal.comm.nodelist import expand_counts, expand_hosts
+from shoal.comm.rendezvous.environment import Placement, read_environment
+from shoal.comm.rendezvous.slurm_nodelist import expand_counts, expand_hosts
 from shoal.errors import ShoalError
 
 TORCHRUN = {

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.blueprint.recipe import DataSection
-from shoal.data import digest
-from shoal.data.digest import digest_of_streams
+from shoal.config.recipe import DataSection
 from shoal.data.fingerprint import Fingerprint
-from shoal.data.open import open_datasets
+from shoal.data.sources import digest
+from shoal.data.sources.digest import digest_of_streams
+from shoal.data.sources.open import open_datasets
 
 
 def taken(source: Path | str, **more: Any) -> Fingerprint:

@@ -7,18 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shoal.blueprint import footprint as module
-from shoal.blueprint import fp8_memory, simulate
-from shoal.blueprint.activations import kept_per_token
-from shoal.blueprint.cluster import Cluster
-from shoal.blueprint.footprint import Footprint, footprint
-from shoal.blueprint.habits import MEGATRON_LM, SHOAL, SHOAL_EAGER, Habits, shoal_habits
-from shoal.blueprint.known_models import MODELS
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.schedules import make
-from shoal.blueprint.shares import in_flight, layers_of_stages
-from shoal.blueprint.workload import Block, Workload
-from shoal.numerics import fp8, fp8_products
+from shoal.blueprint.schedules import simulate
+from shoal.blueprint.schedules.generate import make
+from shoal.numerics.fp8 import convert, products
+from shoal.predict.cluster import Cluster
+from shoal.predict.estimate import fp8_memory
+from shoal.predict.estimate import peak_memory as module
+from shoal.predict.estimate.activations import kept_per_token
+from shoal.predict.estimate.peak_memory import Footprint, footprint
+from shoal.predict.estimate.rank_share import in_flight, layers_of_stages
+from shoal.predict.framework_profile import MEGATRON_LM, SHOAL, SHOAL_EAGER, Habits, shoal_habits
+from shoal.predict.presets.models import MODELS
+from shoal.predict.workload import Block, Workload
 
 GPT = MODELS["gpt3-175b"].resized(positions=0)
 H200 = Cluster.parse("h200:8")
@@ -242,11 +243,11 @@ def test_a_head_in_fp8_takes_what_was_measured_more_than_one_in_bf16() -> None:
 
 
 def test_layers_are_narrow_on_paper_where_they_are_in_a_run() -> None:
-    assert (fp8_memory.NARROW, fp8_memory.MULTIPLE) == (fp8.NARROW, fp8_products.MULTIPLE)
+    assert (fp8_memory.NARROW, fp8_memory.MULTIPLE) == (convert.NARROW, products.MULTIPLE)
     for width in (256, 504, 512, 520, 528, 4096):
         with torch.device("meta"):
             layer = torch.nn.Linear(1792, width, bias=False)
-        assert fp8_memory.is_wide(1792, width) == fp8.is_fit_for_fp8(layer)
+        assert fp8_memory.is_wide(1792, width) == convert.is_fit_for_fp8(layer)
 
 
 def test_a_compiler_keeps_casts_of_weights_and_sharding_has_none() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shoal import Run, ShoalError
 from shoal.models.llama import Llama, LlamaConfig
-from shoal.numerics.fp8 import Scaling, is_fit_for_fp8, to_fp8
+from shoal.numerics.fp8.convert import Scaling, is_fit_for_fp8, to_fp8
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 

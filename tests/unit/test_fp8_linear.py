@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.numerics import fp8_linear, fp8_products
-from shoal.numerics.fp8_linear import NarrowLinear
-from shoal.numerics.fp8_products import Narrow
+from shoal.numerics.fp8 import linear, products
+from shoal.numerics.fp8.linear import NarrowLinear
+from shoal.numerics.fp8.products import Narrow
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:mkldnn_matmul failed"),  # a CPU without products in bfloat16
@@ -86,10 +86,10 @@ def test_any_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def product(a: Narrow, b: Narrow, *rest: Any, **more: Any) -> Tensor:
         sums.append(a.values.shape[1])
-        return fp8_products.product(a, b, *rest, **more)
+        return products.product(a, b, *rest, **more)
 
-    monkeypatch.setattr(fp8_linear, "product", product)
-    fp8_linear.NarrowLinear.of(layer)
+    monkeypatch.setattr(linear, "product", product)
+    linear.NarrowLinear.of(layer)
     y = layer(x)
     found = torch.autograd.grad((y * d).sum(), (x, layer.weight))
     assert y.shape == d.shape
@@ -107,9 +107,9 @@ def test_products_are_of_matrices_by_rows_however_their_numbers_lie(monkeypatch:
 
     def product(a: Narrow, b: Narrow, *rest: Any, **more: Any) -> Tensor:
         lies.extend(one.values.is_contiguous() for one in (a, b))
-        return fp8_products.product(a, b, *rest, **more)
+        return products.product(a, b, *rest, **more)
 
-    monkeypatch.setattr(fp8_linear, "product", product)
-    fp8_linear.NarrowLinear.of(layer)
+    monkeypatch.setattr(linear, "product", product)
+    linear.NarrowLinear.of(layer)
     torch.autograd.grad((layer(x).transpose(1, 2) * torch.randn(1, 48, 64)).sum(), (x, layer.weight))
     assert lies == [True] * 6

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shoal.comm import handshake
-from shoal.comm.environment import Placement, read_environment
-from shoal.comm.handshake import agree
-from shoal.comm.interface import listening_socket
-from shoal.comm.key import Key, key_of
-from shoal.comm.sealed import SealedStore
+from shoal.comm.rendezvous import handshake
+from shoal.comm.rendezvous.authenticated_store import SealedStore
+from shoal.comm.rendezvous.environment import Placement, read_environment
+from shoal.comm.rendezvous.handshake import agree
+from shoal.comm.rendezvous.key import Key, key_of
+from shoal.comm.rendezvous.network_interface import listening_socket
 from shoal.errors import RunFailed, ShoalError
 
 GOOD = Key(b"k" * 32, "a file")

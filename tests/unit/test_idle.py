@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shoal.blueprint.idle import idle, without_idle
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.recipe import CommSection, Recipe
+from shoal.config.no_effect import idle, without_idle
+from shoal.config.recipe import CommSection, Recipe
 
 
 def test_what_was_chosen_can_be_run_again() -> None:

@@ -24,17 +24,18 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.blueprint.faults import Faults
-from shoal.checkpoint import dcp, plain, shard
 from shoal.checkpoint.diff import Comparison, compare
-from shoal.checkpoint.disk import Disk
-from shoal.checkpoint.export import FORMATS, How, export
-from shoal.checkpoint.huggingface import config_of, model_of
-from shoal.checkpoint.importing import How as HowToImport
-from shoal.checkpoint.importing import bring, read
-from shoal.checkpoint.manifest import Entry, File, Manifest, Piece
-from shoal.checkpoint.places import Step, find
-from shoal.checkpoint.store import Store
-from shoal.checkpoint.unread import BLOCK
+from shoal.checkpoint.formats import dcp, safetensors
+from shoal.checkpoint.formats.export import FORMATS, How, export
+from shoal.checkpoint.formats.huggingface import config_of, model_of
+from shoal.checkpoint.formats.import_ import How as HowToImport
+from shoal.checkpoint.formats.import_ import bring, read
+from shoal.checkpoint.formats.lazy_tensor import BLOCK
+from shoal.checkpoint.storage import shard_file
+from shoal.checkpoint.storage.filesystem import Disk
+from shoal.checkpoint.storage.locate import Step, find
+from shoal.checkpoint.storage.manifest import Entry, File, Manifest, Piece
+from shoal.checkpoint.storage.store import Store
 from shoal.errors import RunFailed, ShoalError
 from shoal.models import llama
 from shoal.numerics.init import initialise
@@ -80,8 +81,8 @@ def keep(
                 file, key = f"shard-{rank:05d}.safetensors", f"{name}@{rank}"
                 files.setdefault(file, {})[key] = part.contiguous()
                 pieces.append(Piece(file, key, begin, tuple(part.shape)))
-        entries[name] = Entry(shard.NAMES[tensor.dtype], tuple(tensor.shape), tuple(pieces))
-    written: dict[str, File] = {name: shard.write(draft / name, kept, store.disk) for name, kept in files.items()}
+        entries[name] = Entry(shard_file.NAMES[tensor.dtype], tuple(tensor.shape), tuple(pieces))
+    written: dict[str, File] = {name: shard_file.write(draft / name, kept, store.disk) for name, kept in files.items()}
     store.commit(Manifest(step=step, tensors=entries, files=written, state=state or {}))
     return find(root)
 
@@ -103,7 +104,7 @@ def is_same(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def same_bytes(ours: Tensor, theirs: Tensor) -> bool:
-    return bytes(shard.bytes_of(ours)) == bytes(shard.bytes_of(theirs))
+    return bytes(shard_file.bytes_of(ours)) == bytes(shard_file.bytes_of(theirs))
 
 
 def assert_all_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
@@ -259,8 +260,8 @@ def test_a_disk_that_is_full_is_said_in_one_line(tmp_path: Path, format: str) ->
 SHORT_OF_FILES = """
 import resource, sys
 from pathlib import Path
-from shoal.checkpoint.export import How, export
-from shoal.checkpoint.places import find
+from shoal.checkpoint.formats.export import How, export
+from shoal.checkpoint.storage.locate import find
 
 step = find(Path(sys.argv[1]))
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
@@ -299,7 +300,7 @@ import ctypes, gc, json, os, sys, threading, time
 from pathlib import Path
 from shoal.checkpoint import export, importing
 from shoal.checkpoint.diff import compare
-from shoal.checkpoint.places import find
+from shoal.checkpoint.storage.locate import find
 
 def memory():  # that is not of a file: what the system cannot drop and read again
     resident, shared = open("/proc/self/statm").read().split()[1:3]
@@ -719,7 +720,7 @@ def header(**entries: Any) -> bytes:
 def test_a_safetensors_file_that_cannot_be_is_refused(tmp_path: Path, data: bytes, told: str) -> None:
     (tmp_path / "a.safetensors").write_bytes(data)
     with pytest.raises(ShoalError, match=told):
-        plain.read(tmp_path / "a.safetensors")
+        safetensors.read(tmp_path / "a.safetensors")
 
 
 @pytest.mark.parametrize("name", ["../a.safetensors", "/etc/passwd", "b/../../a.safetensors", ""])

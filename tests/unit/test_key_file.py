@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.comm import key
-from shoal.comm.environment import Placement
-from shoal.comm.key import Key, key_of
+from shoal.comm.rendezvous import key
+from shoal.comm.rendezvous.environment import Placement
+from shoal.comm.rendezvous.key import Key, key_of
 from shoal.errors import ShoalError
 
 KNOWN = "a text that another user knows"
@@ -93,8 +93,8 @@ def test_a_link_in_the_home_directory_is_not_followed(home: Path, tmp_path: Path
 
 MAKE = """
 import resource, signal
-from shoal.comm.environment import Placement
-from shoal.comm.key import key_of
+from shoal.comm.rendezvous.environment import Placement
+from shoal.comm.rendezvous.key import key_of
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # as on a full disk, a file can be made, and not written
@@ -177,7 +177,8 @@ def test_a_named_file_that_cannot_be_read_is_one_message(tmp_path: Path, home: P
 def test_a_named_file_of_another_user_is_one_message(tmp_path: Path) -> None:
     path = private(tmp_path / "key", KNOWN)
     script = (
-        "import os; from shoal.comm.key import key_of; from shoal.comm.environment import Placement\n"
+        "import os; from shoal.comm.rendezvous.key import key_of\n"
+        "from shoal.comm.rendezvous.environment import Placement\n"
         "from shoal.errors import ShoalError\n"
         "os.setuid(12345)\n"
         f"place = Placement(rank=0, world_size=2, local_rank=0, local_world_size=2, key_file={str(path)!r})\n"

@@ -88,7 +88,7 @@ def test_a_run_without_shards_stages_or_a_compiler_does_not_load_them(tmp_path: 
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
-    assert "shoal.train.loop" in loaded
+    assert "shoal.train.recipe.loop" in loaded
     heavy = {
         "torch._dynamo",
         "torch.distributed.tensor",

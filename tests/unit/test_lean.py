@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.models.llama import Llama, LlamaConfig
-from shoal.numerics import lean
-from shoal.numerics.lean import RMSNorm, gated_linear, projected
-from shoal.numerics.rotary import turned_heads
+from shoal.numerics.ops import memory_saving_linear
+from shoal.numerics.ops.memory_saving_linear import RMSNorm, gated_linear, projected
+from shoal.numerics.ops.rotary import turned_heads
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
@@ -49,7 +49,7 @@ def test_projections_of_a_norm() -> None:
 
 def test_a_product() -> None:
     x, layer = drawn(3, 5, 24, seed=0), linear(24, 16, 2)
-    assert_same_gradients(lean.linear(x, layer), layer(x), x, layer.weight)
+    assert_same_gradients(memory_saving_linear.linear(x, layer), layer(x), x, layer.weight)
 
 
 @pytest.mark.parametrize("batch_of_angles", [1, 3])

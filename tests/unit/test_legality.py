@@ -13,7 +13,14 @@ import pytest
 import torch
 
 from shoal.blueprint import Description, Plan, Split
-from shoal.blueprint.legality import BLOCKS_ESSAY, EXPERTS_ESSAY, POSITIONS_ESSAY, SPLITS_ESSAY, legal_plans, misfits
+from shoal.blueprint.validation.legality import (
+    BLOCKS_ESSAY,
+    EXPERTS_ESSAY,
+    POSITIONS_ESSAY,
+    SPLITS_ESSAY,
+    legal_plans,
+    misfits,
+)
 from shoal.errors import Problem
 from shoal.models import moe
 from shoal.models.llama import build
@@ -347,7 +354,7 @@ def test_without_a_description_only_data_parallel_plans_are_legal() -> None:
 
 
 def test_paper_needs_no_torch() -> None:
-    code = "import sys, shoal.blueprint.legality; assert 'torch' not in sys.modules"
+    code = "import sys, shoal.blueprint.validation.legality; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

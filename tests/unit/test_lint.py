@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from shoal.blueprint.candidates import layouts
-from shoal.blueprint.cluster import Cluster
-from shoal.blueprint.known_models import MODELS
-from shoal.blueprint.lint import RULES, Lint, lint
-from shoal.blueprint.lint_case import WORTH, Case
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.search import search
-from shoal.blueprint.task import Task
-from shoal.blueprint.workload import Workload
 from shoal.errors import ShoalError
+from shoal.planner.candidates import layouts
+from shoal.planner.lint.case import WORTH, Case
+from shoal.planner.lint.lint import RULES, Lint, lint
+from shoal.planner.search import search
+from shoal.planner.task import Task
+from shoal.predict.cluster import Cluster
+from shoal.predict.presets.models import MODELS
+from shoal.predict.workload import Workload
 
 LINTS_PAGE = Path(__file__).parents[2] / "docs/concepts/lints.md"
 MEMORY_LINTS = ("SH12",)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from shoal.data.batch import weight_of
 from shoal.data.dataset import Batch, Ids
-from shoal.data.loading import Loader, evaluation_batches
+from shoal.data.loader import Loader, evaluation_batches
 from shoal.data.order import sample_ids
 from shoal.errors import ShoalError
 

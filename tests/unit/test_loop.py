@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from shoal.blueprint.settings import build_recipe
-from shoal.train.job import Job, check
-from shoal.train.loop import Manner, _lr_factor, train
+from shoal.config.load import build_recipe
+from shoal.train.recipe.loop import Manner, _lr_factor, train
+from shoal.train.recipe.preflight import Job, check
 
 
 def job(**sections: Any) -> Job:

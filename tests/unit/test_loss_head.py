@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from shoal import Run, ShoalError
 from shoal.blueprint.description import Description
 from shoal.models.llama import Llama, LlamaConfig
-from shoal.numerics import linear_cross_entropy as fused
-from shoal.train.objective import CrossEntropy
+from shoal.numerics.ops import linear_cross_entropy as fused
+from shoal.train.loss.objective import CrossEntropy
 
 
 def llama(**settings: Any) -> Llama:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shoal.checkpoint.manifest import CHUNK, Entry, File, Manifest, Piece, sealed, tiles
+from shoal.checkpoint.storage.manifest import CHUNK, Entry, File, Manifest, Piece, sealed, tiles
 from shoal.errors import ShoalError
 
 HASH = "0" * 64

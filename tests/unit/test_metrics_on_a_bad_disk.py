@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from shoal.blueprint.recipe import Recipe
-from shoal.observe.directory import RunDirectory
+from shoal.config.recipe import Recipe
 from shoal.observe.metrics import Guarded, JsonLines
+from shoal.observe.run_directory import RunDirectory
 
 
 @contextmanager

@@ -15,13 +15,13 @@ from shoal.errors import ShoalError
 from shoal.models import llama
 from shoal.models.moe import PRESETS, Moe, MoeConfig, build
 from shoal.models.moe_config import smaller
-from shoal.numerics import grouped
 from shoal.numerics.init import can_fill, initialise, materialise
-from shoal.numerics.lean import RMSNorm
-from shoal.parallel import expert
-from shoal.parallel.balance import Balance
-from shoal.parallel.expert import ExpertParallel, Experts, divide, experts_in
-from shoal.parallel.routing import Routing, auxiliary_loss, note_routers, routers
+from shoal.numerics.ops import grouped_matmul
+from shoal.numerics.ops.memory_saving_linear import RMSNorm
+from shoal.parallel.expert import experts
+from shoal.parallel.expert.aux_loss import Balance
+from shoal.parallel.expert.experts import ExpertParallel, Experts, divide, experts_in
+from shoal.parallel.expert.router import Routing, auxiliary_loss, note_routers, routers
 
 PUBLISHED = {"mixtral-8x7b": (46_702_792_704, 12.9e9), "qwen3-30b-a3b": (30_532_122_624, 3.3e9)}
 T, D, FFN, E = 17, 8, 12, 5
@@ -95,7 +95,7 @@ def test_the_grouped_kernel_and_the_loop_agree(counts: list[int]) -> None:
     use = torch.randn(10, 24, generator=generator)
     ends = torch.tensor(counts).cumsum(0, dtype=torch.int32)
     results = []
-    for multiply in (grouped._looped_matmul, lambda x, w, ends: grouped._grouped_mm(x, w, offs=ends)):
+    for multiply in (grouped_matmul._looped_matmul, lambda x, w, ends: grouped_matmul._grouped_mm(x, w, offs=ends)):
         leaves = [value.clone().requires_grad_() for value in (x, w)]
         y = multiply(leaves[0], leaves[1].transpose(1, 2), ends)
         (y * use).sum().backward()
@@ -106,7 +106,7 @@ def test_the_grouped_kernel_and_the_loop_agree(counts: list[int]) -> None:
 
 def test_kernel_is_chosen_by_device_dtype_and_alignment() -> None:
     x, w = torch.empty(4, 16, dtype=torch.bfloat16), torch.empty(2, 16, 8, dtype=torch.bfloat16)
-    assert not grouped.has_grouped_kernel(x, w)  # CPU
+    assert not grouped_matmul.has_grouped_kernel(x, w)  # CPU
 
 
 def test_gated_keeps_no_more_than_its_inputs() -> None:
@@ -119,10 +119,10 @@ def test_gated_keeps_no_more_than_its_inputs() -> None:
     gate, up = (torch.randn(6, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
     weight = torch.rand(6, dtype=torch.float64, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        expert.gated(gate, up, weight)
+        experts.gated(gate, up, weight)
     assert {id(tensor) for tensor in kept} == {id(gate), id(up), id(weight)}
-    assert torch.autograd.gradcheck(expert.gated, (gate, up, weight))
-    assert torch.autograd.gradcheck(lambda g, u: expert.gated(g, u, None), (gate, up))
+    assert torch.autograd.gradcheck(experts.gated, (gate, up, weight))
+    assert torch.autograd.gradcheck(lambda g, u: experts.gated(g, u, None), (gate, up))
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # torch says so once on a CPU without bfloat16

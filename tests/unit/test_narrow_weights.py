@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.blueprint.recipe import OptimSection
+from shoal.config.recipe import OptimSection
 from shoal.errors import ShoalError
-from shoal.numerics import adamw_update
-from shoal.numerics.adamw import AdamW
 from shoal.numerics.gradients import norms_of
-from shoal.numerics.optim import build_optimizer
+from shoal.numerics.optim import adamw_update
+from shoal.numerics.optim.adamw import AdamW
+from shoal.numerics.optim.build import build_optimizer
 from shoal.train.run import Run
 
 

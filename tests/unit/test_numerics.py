@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.blueprint.recipe import OptimSection
+from shoal.config.recipe import OptimSection
 from shoal.errors import ShoalError
 from shoal.numerics.gradients import LossScale, clip_coefficient, global_norm, gradients_of, norms_of, scale_
-from shoal.numerics.optim import build_optimizer, set_lr
+from shoal.numerics.lr_schedule import lr_factor, scaled_lr
+from shoal.numerics.optim.build import build_optimizer, set_lr
 from shoal.numerics.precision import PRECISIONS, SLOW, precision_of, slow_here, times_longer
-from shoal.numerics.schedule import lr_factor, scaled_lr
 
 
 def test_warmup_rises_linearly_and_reaches_the_peak() -> None:

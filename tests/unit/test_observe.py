@@ -14,12 +14,12 @@ import torch
 import yaml
 from rich.console import Console
 
-from shoal.blueprint.settings import build_recipe
+from shoal.config.load import build_recipe
 from shoal.errors import ShoalError, needs
 from shoal.observe import progress
-from shoal.observe.directory import RunDirectory
 from shoal.observe.metrics import TRACKERS, JsonLines, numbers, peak_memory_gib
 from shoal.observe.progress import Live, Plain, Quiet, human, progress_line, status, time_left
+from shoal.observe.run_directory import RunDirectory
 
 RECORD = {"step": 3, "loss": 5.125, "tokens_per_s": 18312.0, "mfu": None, "memory_gib": 1.3, "skipped": False}
 
@@ -61,7 +61,7 @@ def test_the_last_name_goes_on_unless_it_has_ended_or_is_of_another_recipe() -> 
 
 
 def test_a_directory_in_use_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.observe.directory.PATIENCE", 0.1)
+    monkeypatch.setattr("shoal.observe.run_directory.PATIENCE", 0.1)
     held = RunDirectory.claim(recipe(name="a"))
     held.begin(recipe(name="a"))
     assert claimed(name="a").path == Path("runs/a-2")

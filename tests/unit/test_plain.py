@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.comm import plain
+from shoal.comm import plain_data
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ VALUES = st.recursive(
 
 @given(VALUES)
 def test_values_come_back_as_they_were(value: Any) -> None:
-    found = plain.from_bytes(plain.to_bytes(value))
+    found = plain_data.from_bytes(plain_data.to_bytes(value))
     assert repr(found) == repr(value)
 
 
@@ -50,7 +50,7 @@ def test_tensors_paths_and_known_dataclasses_come_back() -> None:
         torch.tensor([True, False]),
     ]
     value = {"tensors": tensors, "where": Path("/a/b"), "known": (Known("x", (1, 2)), None), "nan": float("nan")}
-    found = plain.from_bytes(plain.to_bytes(value, [Known]), [Known])
+    found = plain_data.from_bytes(plain_data.to_bytes(value, [Known]), [Known])
     for before, after in zip(tensors, found["tensors"], strict=True):
         assert before.dtype == after.dtype
         assert before.shape == after.shape
@@ -58,7 +58,7 @@ def test_tensors_paths_and_known_dataclasses_come_back() -> None:
     assert found["where"] == Path("/a/b")
     assert found["known"] == (Known("x", (1, 2)), None)
     assert found["nan"] != found["nan"]
-    assert type(plain.from_bytes(plain.to_bytes(UserDict(a=1)))) is dict
+    assert type(plain_data.from_bytes(plain_data.to_bytes(UserDict(a=1)))) is dict
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_tensors_paths_and_known_dataclasses_come_back() -> None:
 )
 def test_other_types_do_not_travel(value: Any) -> None:
     with pytest.raises(TypeError, match="cannot be sent to other ranks"):
-        plain.to_bytes([value])
+        plain_data.to_bytes([value])
 
 
 def wire(told: Any, rest: bytes = b"") -> bytes:
@@ -100,16 +100,16 @@ def wire(told: Any, rest: bytes = b"") -> bytes:
 )
 def test_what_is_not_plain_data_is_rejected(data: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011  # of many texts
-        plain.from_bytes(data, [Known])
+        plain_data.from_bytes(data, [Known])
 
 
 @given(st.binary(max_size=60))
 def test_noise_is_data_or_rejected(noise: bytes) -> None:
     with contextlib.suppress(ValueError):
-        plain.from_bytes(len(noise).to_bytes(8, "big") + noise, [Known])
+        plain_data.from_bytes(len(noise).to_bytes(8, "big") + noise, [Known])
 
 
 def test_too_much_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain, "LIMIT", 1000)
+    monkeypatch.setattr(plain_data, "LIMIT", 1000)
     with pytest.raises(ValueError, match=r"it has 1,0.. bytes, and at most 1,000 are sent"):
-        plain.to_bytes("x" * 1000)
+        plain_data.to_bytes("x" * 1000)

@@ -20,18 +20,19 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.blueprint.recipe import Recipe
-from shoal.checkpoint import dcp, export, plain, shard
-from shoal.checkpoint.manifest import NAME
-from shoal.checkpoint.places import find, read_manifest
+from shoal.checkpoint.formats import dcp, export, safetensors
 from shoal.checkpoint.save import Snapshot, save
-from shoal.checkpoint.state import Held
-from shoal.checkpoint.store import STEP, Store
+from shoal.checkpoint.state.model_state import Held
+from shoal.checkpoint.storage import shard_file
+from shoal.checkpoint.storage.locate import find, read_manifest
+from shoal.checkpoint.storage.manifest import NAME
+from shoal.checkpoint.storage.store import STEP, Store
+from shoal.config.recipe import Recipe
 from shoal.errors import ShoalError
 from shoal.files import PrivateFolder
-from shoal.observe.directory import RunDirectory
 from shoal.observe.metrics import JsonLines
-from shoal.train.rescue import rescue
+from shoal.observe.run_directory import RunDirectory
+from shoal.train.recipe.memory_rescue import rescue
 from tests.power import Operation, Recorder, Replay, Tree, read_tree, states, write_tree
 
 RANKS = 2
@@ -98,7 +99,7 @@ def number_of(folder: Path) -> int:
     manifest = read_manifest(folder)
     number = int(manifest.state["number"])
     for rank, piece in enumerate(manifest.tensors["model/x"].pieces):
-        with shard.Reader(folder / piece.file, manifest.files[piece.file]) as reader:
+        with shard_file.Reader(folder / piece.file, manifest.files[piece.file]) as reader:
             assert torch.equal(reader.rows(piece.key, "F32", (3, 5), 0, 3), values(number, rank)), "a mix of two saves"
     return number
 
@@ -318,7 +319,7 @@ def look_at_export(path: Path) -> tuple[int, list[str]]:
     try:
         is_dcp = found.is_dir() and not (found / "model.safetensors").exists()
         file = found if found.is_file() else found / "model.safetensors"
-        tensor = (dcp.read(found)[0] if is_dcp else plain.read(file))["x"]
+        tensor = (dcp.read(found)[0] if is_dcp else safetensors.read(file))["x"]
         whole = torch.cat([box.read() for box in tensor.boxes])
     except Exception as error:  # torch has its own
         return 0, [f"{found.name} is there, and cannot be read: {error}"]

@@ -14,7 +14,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shoal.blueprint.anatomy import (
+from shoal.blueprint.context_parallel import attention_memory, contiguous, ring_steps, ring_work, zigzag
+from shoal.blueprint.description import Description, Split
+from shoal.blueprint.model_shapes import (
     Anatomy,
     Attended,
     Crossing,
@@ -32,15 +34,15 @@ from shoal.blueprint.anatomy import (
     stages,
     units,
 )
-from shoal.blueprint.attention import attention_memory, contiguous, ring_steps, ring_work, zigzag
-from shoal.blueprint.description import Description, Split
-from shoal.blueprint.memory import memory
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.traffic import BUCKET_BYTES, Messages, traffic
 from shoal.models import llama, moe
-from shoal.parallel import compose, replicate, ring, ulysses
-from shoal.parallel.context import Attention, attended
-from shoal.parallel.holdings import anatomy_of
+from shoal.parallel import compose
+from shoal.parallel.context import ring, ulysses
+from shoal.parallel.context.attention import Attention, attended
+from shoal.parallel.data import ddp
+from shoal.parallel.live_memory import anatomy_of
+from shoal.predict.exact.memory import memory
+from shoal.predict.exact.traffic import BUCKET_BYTES, Messages, traffic
 
 D, T, V, LAYERS, BATCH = 64, 16, 128, 4, 16
 ELEMENTS = 2 * V * D + LAYERS * 2 * D * D  # embedding, head, and two matrices a block
@@ -122,7 +124,7 @@ def test_large_gradients_of_a_pipeline_are_averaged_in_buckets() -> None:
     step = of("pp=2 dp_replicate=2 mb=1", 4, anatomy=large)
     rest = 4 * D * D * sum(name.startswith("blocks") for part in parts_of("pp=2", large) for name in part)
     assert step["dp_replicate"] == {"all_reduce": (2, BUCKET_BYTES + rest)}
-    assert replicate.BUCKET_BYTES == BUCKET_BYTES
+    assert ddp.BUCKET_BYTES == BUCKET_BYTES
 
 
 def parts_of(words: str, anatomy: Anatomy) -> list[list[str]]:

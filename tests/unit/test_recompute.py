@@ -13,9 +13,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from shoal import Run
 from shoal.blueprint.plan import Recompute
 from shoal.models.llama import Llama, LlamaConfig
-from shoal.numerics.grouped import _grouped_mm
 from shoal.numerics.init import initialise
-from shoal.parallel.recompute import _policy, recompute
+from shoal.numerics.ops.grouped_matmul import _grouped_mm
+from shoal.parallel.activation_checkpoint import _policy, recompute
 
 LAYERS, TOKENS, HIDDEN = 4, 512, 64
 

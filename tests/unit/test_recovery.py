@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.checkpoint.manifest import Manifest
-from shoal.checkpoint.store import Store
+from shoal.checkpoint.storage.manifest import Manifest
+from shoal.checkpoint.storage.store import Store
 from shoal.elastic import restart
 from shoal.elastic.memory_tier import memory_tier
 from shoal.elastic.restart import with_restarts
@@ -28,9 +28,9 @@ from shoal.launch import local
 from shoal.launch.local import launch
 from shoal.launch.scratch import LOCK, scratch_folder
 from shoal.launch.worker import value_path
-from shoal.observe import directory
-from shoal.observe.files import sync
-from shoal.train.rescue import DISK
+from shoal.observe import run_directory
+from shoal.observe.durable_write import sync
+from shoal.train.recipe.memory_rescue import DISK
 from shoal.train.run import Run
 from tests.unit.test_power_loss import save_number
 
@@ -225,8 +225,8 @@ def test_a_place_where_another_run_saves_now_is_not_written_to(tmp_path: Path, m
     saves, said = tmp_path / "saves", list[str]()
     saves.mkdir()
     left = left_in_memory(tmp_path / "memory", str(saves))
-    monkeypatch.setattr(directory, "PATIENCE", 0.1)
-    with directory.locked(saves), memory_tier(str(tmp_path / "memory"), said.append, saves_to=str(saves)):
+    monkeypatch.setattr(run_directory, "PATIENCE", 0.1)
+    with run_directory.locked(saves), memory_tier(str(tmp_path / "memory"), said.append, saves_to=str(saves)):
         pass
     assert (Store(saves).steps(), Store(left).steps()) == ([], [5])
     assert any(str(left) in text for text in said), said

@@ -15,11 +15,11 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 
 from shoal.blueprint.faults import Faults
-from shoal.checkpoint import shard
-from shoal.checkpoint.disk import Disk
-from shoal.checkpoint.manifest import NAME, Entry, Manifest, Piece
-from shoal.checkpoint.remote import Objects
-from shoal.checkpoint.store import Store
+from shoal.checkpoint.storage import shard_file
+from shoal.checkpoint.storage.filesystem import Disk
+from shoal.checkpoint.storage.manifest import NAME, Entry, Manifest, Piece
+from shoal.checkpoint.storage.object_store import Objects
+from shoal.checkpoint.storage.store import Store
 from shoal.errors import ShoalError
 
 VALUES = {step: torch.full((1100, 1024), float(step)) for step in (1, 2, 3, 4)}
@@ -28,7 +28,7 @@ VALUES = {step: torch.full((1100, 1024), float(step)) for step in (1, 2, 3, 4)}
 
 def save(store: Store, step: int, keep: int = 1) -> None:
     store.begin(step)
-    file = shard.write(store.draft(step) / "shard-0.safetensors", {"x": VALUES[step]}, store.disk)
+    file = shard_file.write(store.draft(step) / "shard-0.safetensors", {"x": VALUES[step]}, store.disk)
     entry = Entry("F32", (1100, 1024), (Piece("shard-0.safetensors", "x", (0, 0), (1100, 1024)),))
     store.commit(Manifest(step=step, tensors={"x": entry}, files={"shard-0.safetensors": file}))
     store.retain(keep)
@@ -37,7 +37,7 @@ def save(store: Store, step: int, keep: int = 1) -> None:
 def loaded(store: Store, step: int | None = None) -> tuple[int, float]:
     step = store.steps()[-1] if step is None else step
     file = store.manifest(step).files["shard-0.safetensors"]
-    with shard.Reader(store.path(step) / "shard-0.safetensors", file, disk=store.disk) as reader:
+    with shard_file.Reader(store.path(step) / "shard-0.safetensors", file, disk=store.disk) as reader:
         x = reader.rows("x", "F32", (1100, 1024), 0, 1100)
         assert torch.equal(reader.rows("x", "F32", (1100, 1024), 1020, 1030), x[1020:1030])
     assert torch.equal(x, x[:1, :1].expand_as(x)), "a mix of two steps"
@@ -74,7 +74,7 @@ def test_steps_are_saved_and_loaded_and_go(store: Store) -> None:
 def test_a_step_is_there_when_its_manifest_is(store: Store) -> None:
     save(store, 1)
     store.begin(2)
-    shard.write(store.draft(2) / "shard-0.safetensors", {"x": VALUES[2]}, store.disk)
+    shard_file.write(store.draft(2) / "shard-0.safetensors", {"x": VALUES[2]}, store.disk)
     assert store.disk.has(store.draft(2) / "shard-0.safetensors")
     assert store.steps() == [1]
     save(store, 3)  # and what was left goes

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import ShoalError
 from shoal.numerics.init import can_fill, initialise, materialise
-from shoal.parallel.routing import (
+from shoal.parallel.expert.router import (
     Balance,
     Router,
     Routing,

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.blueprint.draw_schedule import draw
 from shoal.blueprint.plan import VIRTUAL_STAGES, Schedule
-from shoal.blueprint.schedule_table import Action, Kind, Pair, ScheduleTable, align
-from shoal.blueprint.schedules import illegal, make
-from shoal.blueprint.simulate import StageCost, Timeline, in_flight, simulate
+from shoal.blueprint.schedules.draw import draw
+from shoal.blueprint.schedules.generate import illegal, make
+from shoal.blueprint.schedules.simulate import StageCost, Timeline, in_flight, simulate
+from shoal.blueprint.schedules.table import Action, Kind, Pair, ScheduleTable, align
 from shoal.errors import ShoalError
 
 WORDS: tuple[Schedule, ...] = get_args(Schedule)

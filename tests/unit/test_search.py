@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from shoal.blueprint.candidates import misfits_of
-from shoal.blueprint.cluster import Cluster
-from shoal.blueprint.explain import laws, moves, rules_of_thumb, scaling
-from shoal.blueprint.footprint import footprint
-from shoal.blueprint.legality import SPLIT_BACKWARD
-from shoal.blueprint.neighbours import neighbours
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.remedies import refuse_contradictions, remedies
-from shoal.blueprint.schedules import illegal
-from shoal.blueprint.search import EQUAL, Found, search
-from shoal.blueprint.task import Task
-from shoal.blueprint.workload import Workload
+from shoal.blueprint.schedules.generate import illegal
+from shoal.blueprint.validation.legality import SPLIT_BACKWARD
 from shoal.errors import ShoalError
+from shoal.planner.alternatives import neighbours
+from shoal.planner.candidates import misfits_of
+from shoal.planner.explain import laws, moves, rules_of_thumb, scaling
+from shoal.planner.search import EQUAL, Found, search
+from shoal.planner.suggestions import refuse_contradictions, remedies
+from shoal.planner.task import Task
+from shoal.predict.cluster import Cluster
+from shoal.predict.estimate.peak_memory import footprint
+from shoal.predict.workload import Workload
 
 
 def task(model: str = "llama3-8b", cluster: str = "h100:8", sequence: int = 8192, batch: int = 64) -> Task:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shoal.blueprint.recipe import Recipe
-from shoal.blueprint.settings import build_recipe, difference, dump_recipe, known_keys, load_recipe, unknown_key
+from shoal.config.load import build_recipe, difference, dump_recipe, known_keys, load_recipe, unknown_key
+from shoal.config.recipe import Recipe
 from shoal.errors import ShoalError
 from shoal.models import BUILDERS
 

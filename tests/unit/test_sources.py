@@ -16,12 +16,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.blueprint.recipe import DataSection
+from shoal.config.recipe import DataSection
 from shoal.data.batch import IGNORE
 from shoal.data.dataset import Dataset
-from shoal.data.open import open_datasets
-from shoal.data.packing import PackedTokens, split_streams
-from shoal.data.synthetic import NOISE, SyntheticImages, SyntheticTokens
+from shoal.data.sources.open import open_datasets
+from shoal.data.sources.packing import PackedTokens, split_streams
+from shoal.data.sources.synthetic import NOISE, SyntheticImages, SyntheticTokens
 from shoal.errors import ShoalError, to_install
 
 END = 256
@@ -181,7 +181,7 @@ def test_shards_with_an_end_token_have_documents(tmp_path: Path) -> None:
 
 def test_vocabulary_of_very_large_shards_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.arange(50, dtype=np.uint16).tofile(tmp_path / "a.bin")
-    monkeypatch.setattr("shoal.data.tokens.READ_AT_MOST", 99)
+    monkeypatch.setattr("shoal.data.sources.tokens.READ_AT_MOST", 99)
     assert opened(tmp_path, sequence=3)[0].vocabulary is None
 
 

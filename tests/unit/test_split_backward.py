@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input
 
-from shoal.parallel.split_backward import add_gradients_of_weights, held_by
+from shoal.parallel.pipeline.split_backward import add_gradients_of_weights, held_by
 
 
 class Both(torch.autograd.Function):

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.blueprint.cluster import Cluster
-from shoal.blueprint.footprint import footprint
-from shoal.blueprint.habits import ALL, MEGATRON, SHOAL, Habits, shoal_habits
-from shoal.blueprint.known_models import MODELS
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.schedules import make
-from shoal.blueprint.simulate import StageCost, simulate
-from shoal.blueprint.step_time import SPREAD, StepTime, bubble, step_time
+from shoal.blueprint.schedules.generate import make
+from shoal.blueprint.schedules.simulate import StageCost, simulate
+from shoal.predict.cluster import Cluster
+from shoal.predict.estimate.peak_memory import footprint
+from shoal.predict.estimate.step_time import SPREAD, StepTime, bubble, step_time
+from shoal.predict.framework_profile import ALL, MEGATRON, SHOAL, Habits, shoal_habits
+from shoal.predict.presets.models import MODELS
 
 H100 = Cluster.parse("h100:8x4")
 WITH_ANY_V = [("interleaved", 2), ("interleaved", 4), ("looped", 2), ("zb", 1), ("zb", 2)]

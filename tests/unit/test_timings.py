@@ -24,8 +24,8 @@ from shoal.bench.timings import (
     list_of,
     wire,
 )
-from shoal.blueprint.cluster import Cluster
-from shoal.blueprint.collective_algorithms import ALGORITHMS, KINDS, Kind
+from shoal.blueprint.collectives.algorithms import ALGORITHMS, KINDS, Kind
+from shoal.predict.cluster import Cluster
 
 ALPHA, BETA = 200e-6, 1 / 1.5e9
 SIZES = tuple(1024 * 4**power for power in range(10))

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.bench.trace import TracedBlock, blocks_of, load, trace, trace_samples, workload_of
-from shoal.blueprint.recipe import ModelSection
+from shoal.config.recipe import ModelSection
 from shoal.errors import ShoalError
 from shoal.numerics.init import initialise
-from shoal.train.build import build_model
+from shoal.train.build_model import build_model
+from shoal.train.trace.model_trace import TracedBlock, blocks_of, load, trace, trace_samples, workload_of
 from tests.cover import wide
 
 # ---- five models that are no transformers ---------------------------------------------------------------------------

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.blueprint.known_models import MODELS
-from shoal.blueprint.workload import Block, Workload, from_hugging_face
 from shoal.errors import ShoalError
+from shoal.predict.presets.models import MODELS
+from shoal.predict.workload import Block, Workload, from_hugging_face
 
 PUBLISHED = {  # billions of parameters, and of active ones where they differ, as the reports print them
     "llama2-7b": (6.74, None),

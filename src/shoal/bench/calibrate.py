@@ -1,8 +1,8 @@
 """This machine, measured in about a minute: products, attention, memory, launches, a real block and messages.
 
 Every rank of a run computes while the others do, shares the memory and the power with them, and waits for the slowest.
-So all ranks measure the same thing at the same time, and the slowest counts. `shoal.bench.readings` makes a `Cluster`
-of it.
+So all ranks measure the same thing at the same time, and the slowest counts. `shoal.bench.fit_cluster` makes a
+`Cluster` of it.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
-from shoal.bench.readings import BYTES, Reading, Readings
-from shoal.blueprint.recipe import ModelSection, OptimSection
+from shoal.bench.fit_cluster import BYTES, Reading, Readings
 from shoal.comm.collectives import all_gather, reduce_scatter
-from shoal.comm.environment import Placement
+from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.world import World
+from shoal.config.recipe import ModelSection, OptimSection
 from shoal.errors import ShoalError
 from shoal.launch.local import launch
 from shoal.numerics.init import initialise
-from shoal.numerics.optim import build_optimizer
+from shoal.numerics.optim.build import build_optimizer
 from shoal.numerics.precision import hush
-from shoal.train.build import build_model, describe
+from shoal.train.build_model import build_model, describe
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HEAD_DIM = 128

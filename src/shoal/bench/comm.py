@@ -27,11 +27,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
+from shoal.bench.comm_workloads import Place, Work, builtin, pair, stepped, together, written
 from shoal.bench.timings import BUILTIN, FLOAT, PAIR, SEGMENTS, SEND, TOGETHER, Tier, Timing, fits, in_doubt, list_of
-from shoal.bench.work import Place, Work, builtin, pair, stepped, together, written
-from shoal.blueprint.collective_algorithms import KINDS, Kind
-from shoal.comm.environment import Placement
-from shoal.comm.stepped import Stepped
+from shoal.blueprint.collectives.algorithms import KINDS, Kind
+from shoal.comm.message_collectives import Stepped
+from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.world import World, keep_after_closing
 from shoal.errors import ShoalError
 from shoal.launch.local import launch

@@ -13,19 +13,19 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shoal.blueprint.meeting import meeting_by, predict
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.recipe import Recipe
-from shoal.comm.environment import Placement
+from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.world import World
-from shoal.data.loading import evaluation_batches
-from shoal.numerics.optim import build_optimizer, set_lr
-from shoal.numerics.schedule import lr_factor
-from shoal.train.adapt import Weighed, weigh
-from shoal.train.build import build_to_lay_out
-from shoal.train.job import Job
+from shoal.config.recipe import Recipe
+from shoal.data.loader import evaluation_batches
+from shoal.numerics.lr_schedule import lr_factor
+from shoal.numerics.optim.build import build_optimizer, set_lr
+from shoal.predict.estimate.replica_sync import meeting_by, predict
+from shoal.train.build_model import build_to_lay_out
+from shoal.train.recipe.build_run import loader_of, run_of
+from shoal.train.recipe.preflight import Job
+from shoal.train.recipe.sync_autotune import Weighed, weigh
 from shoal.train.run import Run
-from shoal.train.told import loader_of, run_of
 
 EVERY = (
     *("", "compress=fp16", "compress=bf16", "compress=int8", "compress=powersgd:4"),

@@ -1,6 +1,6 @@
 """Links of a cluster, fitted to messages that were measured between its ranks. No torch here.
 
-A planner's `Link` takes base + steps x latency + bytes / bandwidth for any collective (`shoal.blueprint.cluster`), and
+A planner's `Link` takes base + steps x latency + bytes / bandwidth for any collective (`shoal.predict.cluster`), and
 training goes by torch's own collectives. So a tier is fitted to those, and to messages that all ranks send at once, by
 the formula that will use it. What could not be measured (links to other hosts, where there is one) stays as it was.
 """
@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from shoal.bench.readings import MESSAGES, Reading, fit_tier
+from shoal.bench.fit_cluster import MESSAGES, Reading, fit_tier
 from shoal.bench.timings import BUILTIN, TOGETHER, Tier, Timing
-from shoal.blueprint import cluster as paper
-from shoal.blueprint.cluster import Cluster
+from shoal.predict import cluster as paper
+from shoal.predict.cluster import Cluster
 
 
 def readings_of(timings: Iterable[Timing], tier: Tier) -> list[Reading]:

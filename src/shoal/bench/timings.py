@@ -1,7 +1,7 @@
 """How long collectives took, and the two numbers of each algorithm that say how long others would take. No torch here.
 
-A collective's list of messages (`shoal.blueprint.collectives`) says how many rounds it has, and how many bytes the
-longest message of each round carries, all rounds together: its critical path. So
+A collective's list of messages (`shoal.blueprint.collectives.steps`) says how many rounds it has, and how many
+bytes the longest message of each round carries, all rounds together: its critical path. So
 
     seconds = rounds x α + bytes on the critical path x β
 
@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from shoal.blueprint.collective_algorithms import ALGORITHMS, KINDS, Algorithm, Kind
-from shoal.blueprint.collectives import Steps, steps
+from shoal.blueprint.collectives.algorithms import ALGORITHMS, KINDS, Algorithm, Kind
+from shoal.blueprint.collectives.steps import Steps, steps
 
 Tier = Literal["within", "across"]
 """Between ranks of one host, or of several."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any, Literal, get_args
 
-from shoal.blueprint import compression, synchrony
-from shoal.blueprint.elsewhere import SAME, SETTINGS
+from shoal.blueprint import compression, local_sgd
+from shoal.blueprint.aliases import SAME, SETTINGS
 from shoal.blueprint.layout import Layout, divisors
 from shoal.errors import Problem, ShoalError, listed, nearest, raise_if
 
@@ -224,9 +224,9 @@ class Plan:
         return None if self.compress is None else compression.Compression.parse(self.compress)
 
     @property
-    def synchrony(self) -> synchrony.Synchrony | None:
+    def synchrony(self) -> local_sgd.Synchrony | None:
         """What `sync` says; None also while it is to be chosen."""
-        return None if self.sync in (None, synchrony.AUTO) else synchrony.Synchrony.parse(str(self.sync))
+        return None if self.sync in (None, local_sgd.AUTO) else local_sgd.Synchrony.parse(str(self.sync))
 
     @property
     def gradient_axis(self) -> str:
@@ -319,7 +319,7 @@ def _read(word: str) -> tuple[str, Any] | Problem:
         if (meant := _value_of(key)) is not None:
             return Problem(f"{word!r} does not stand alone", meant)
         known = dict.fromkeys([*BARE_WORDS, *_names()])
-        values = [*compression.METHODS, *synchrony.WAYS]
+        values = [*compression.METHODS, *local_sgd.WAYS]
         near = _value_of(nearest(key, values) or "") if nearest(key, known) is None else None
         return Problem(f"{word!r} is not a word of a plan", near or _nearest_or_all(word, known))
     if key not in _names():
@@ -335,8 +335,8 @@ def _value_of(word: str) -> str | None:
     name = word.partition(":")[0]
     if name in compression.METHODS:
         return f"compress={word}"
-    way = next((way for way in synchrony.WAYS if way == name), None)
-    return None if way is None else f"sync={word if word != way else synchrony.EXAMPLES[way]}"
+    way = next((way for way in local_sgd.WAYS if way == name), None)
+    return None if way is None else f"sync={word if word != way else local_sgd.EXAMPLES[way]}"
 
 
 def _illegal(said: Mapping[str, Any]) -> Iterator[Problem]:
@@ -353,7 +353,7 @@ def _illegal(said: Mapping[str, Any]) -> Iterator[Problem]:
         elif key == "compress":
             yield from filter(None, [compression.problem_of(value)])
         elif key == "sync":
-            yield from filter(None, [synchrony.problem_of(value)])
+            yield from filter(None, [local_sgd.problem_of(value)])
 
 
 def _world_problems(plan: Plan, takes_the_rest: str, world_size: int) -> Iterator[Problem]:
@@ -392,7 +392,7 @@ def _conflicts(plan: Plan) -> Iterator[Problem]:
     if plan.context and plan.cp == 1:
         yield Problem(f"{plan.context} divides tokens among cp ranks, but cp=1", f"cp=2, or leave {plan.context} out")
     yield from _nobody_to_meet(plan)
-    if plan.sync == synchrony.AUTO and plan.compress:
+    if plan.sync == local_sgd.AUTO and plan.compress:
         yield Problem(f"sync=auto chooses compress too, and compress={plan.compress} is said", "leave one of them out")
     if plan.sp and plan.tp == 1:
         yield Problem("sp divides tokens among tp ranks, but tp=1", "tp=2 or more, or leave sp out")

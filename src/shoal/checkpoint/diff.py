@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.manifest import Entry
-from shoal.checkpoint.places import Step
-from shoal.checkpoint.unread import row_blocks
-from shoal.checkpoint.whole import Whole
+from shoal.checkpoint.formats.lazy_tensor import row_blocks
+from shoal.checkpoint.full_tensor import Whole
+from shoal.checkpoint.storage.locate import Step
+from shoal.checkpoint.storage.manifest import Entry
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.disk import Disk
-from shoal.checkpoint.manifest import NAME, Entry, Manifest, Piece, Shape
-from shoal.checkpoint.replicas import held_by_replicas, sources
-from shoal.checkpoint.shard import DTYPES, Reader, Reading
-from shoal.checkpoint.state import Held, Holder, held_by, make_states
-from shoal.checkpoint.store import Store
-from shoal.checkpoint.together import on_main, together
+from shoal.checkpoint.state.model_state import Held, Holder, held_by, make_states
+from shoal.checkpoint.state.replica_state import held_by_replicas, sources
+from shoal.checkpoint.storage.filesystem import Disk
+from shoal.checkpoint.storage.manifest import NAME, Entry, Manifest, Piece, Shape
+from shoal.checkpoint.storage.shard_file import DTYPES, Reader, Reading
+from shoal.checkpoint.storage.store import Store
+from shoal.comm.all_or_none import on_main, together
 from shoal.comm.world import World
 from shoal.errors import Problem, RunFailed, ShoalError
-from shoal.numerics.adamw import AdamW
-from shoal.numerics.pieces import local
+from shoal.numerics.local_tensor import local
+from shoal.numerics.optim.adamw import AdamW
 
 
 class Misfit(ShoalError):

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.checkpoint import shard
-from shoal.checkpoint.manifest import Entry, File, Manifest, Piece, Shape
-from shoal.checkpoint.replicas import held_by_replicas
-from shoal.checkpoint.state import Held, Holder, held_by, scalars_of
-from shoal.checkpoint.store import Store
-from shoal.checkpoint.together import on_main, together
+from shoal.checkpoint.state.model_state import Held, Holder, held_by, scalars_of
+from shoal.checkpoint.state.replica_state import held_by_replicas
+from shoal.checkpoint.storage import shard_file
+from shoal.checkpoint.storage.manifest import Entry, File, Manifest, Piece, Shape
+from shoal.checkpoint.storage.store import Store
+from shoal.comm.all_or_none import on_main, together
 from shoal.comm.world import World
 from shoal.errors import ShoalError
-from shoal.observe.files import FULL
+from shoal.observe.durable_write import FULL
 
 Told = tuple[str, str, Shape, Shape, Shape]
 """Of one piece: the tensor's name, its dtype and whole shape, where the piece begins, and its shape."""
@@ -85,10 +85,10 @@ def _write_own(
     keyed = {key_of(piece.name, piece.begin): value for piece, value in pairs}
     path = store.draft(snapshot.step) / name
     try:
-        file = shard.write(path, keyed, store.disk) if pairs else None
+        file = shard_file.write(path, keyed, store.disk) if pairs else None
     except OSError as error:
         raise _with_room(error, store, path, snapshot.num_bytes) from error
-    told = [(p.name, shard.NAMES[value.dtype], p.whole, p.begin, tuple(value.shape)) for p, value in pairs]
+    told = [(p.name, shard_file.NAMES[value.dtype], p.whole, p.begin, tuple(value.shape)) for p, value in pairs]
     return name, file, told, snapshot.scalars
 
 

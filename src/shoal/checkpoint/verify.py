@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shoal.checkpoint.manifest import CHUNK, NAME, SIZES, File, Manifest, Piece
-from shoal.checkpoint.places import Step
+from shoal.checkpoint.storage.locate import Step
+from shoal.checkpoint.storage.manifest import CHUNK, NAME, SIZES, File, Manifest, Piece
 from shoal.files import open_regular
 
 MOST_HEADER = 100 * 2**20

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from shoal.errors import BAD_INPUT, ShoalError, nearest
-from shoal.launch.leaving import leave_in_time
+from shoal.launch.shutdown import leave_in_time
 from shoal.version import __version__
 
 VERBS = {

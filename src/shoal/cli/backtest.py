@@ -11,7 +11,7 @@ from typing import Annotated
 
 import tyro
 
-from shoal.cli.screen import WIDTH, show
+from shoal.cli.console import WIDTH, show
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +39,8 @@ class Backtest:
 def main(arguments: Sequence[str]) -> int:
     """Backtest; 0 when done, 1 with --strict when a bar is missed."""
     options = tyro.cli(Backtest, args=list(arguments), prog="shoal backtest", config=(tyro.conf.FlagCreatePairsOff,))
-    from shoal.backtest.report import backtest, render, to_mapping
-    from shoal.backtest.rows import PAPER_FIGURES, read
+    from shoal.planner.backtest.report import backtest, render, to_mapping
+    from shoal.planner.backtest.rows import PAPER_FIGURES, read
 
     report = backtest(read(options.tables or (PAPER_FIGURES,)), leave_out=options.leave_out)
     if options.json:

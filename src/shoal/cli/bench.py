@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import tyro
 
 from shoal.bench.timings import BUILTIN, CHOICES
-from shoal.blueprint.cluster import Cluster, is_measured_here
-from shoal.blueprint.collective_algorithms import KINDS, Kind
+from shoal.blueprint.collectives.algorithms import KINDS, Kind
 from shoal.cli import bench_compress
-from shoal.cli import bench_report as report
-from shoal.cli.amounts import sizes_between
-from shoal.cli.screen import WIDTH, show
-from shoal.comm.environment import Placement, read_environment
+from shoal.cli.console import WIDTH, show
+from shoal.cli.parse_units import sizes_between
+from shoal.cli.reports import bench as report
+from shoal.comm.rendezvous.environment import Placement, read_environment
 from shoal.errors import Problem, ShoalError, listed, nearest, raise_if
+from shoal.predict.cluster import Cluster, is_measured_here
 
 if TYPE_CHECKING:
     from shoal.bench.comm import Ask, Found

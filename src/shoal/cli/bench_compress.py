@@ -15,14 +15,14 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from shoal.cli.screen import WIDTH, show
-from shoal.cli.settings import parse
-from shoal.comm.environment import Placement, read_environment
+from shoal.cli.console import WIDTH, show
+from shoal.cli.overrides import parse
+from shoal.comm.rendezvous.environment import Placement, read_environment
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
     from shoal.bench.compress import Ask, Found, Tried
-    from shoal.train.job import Job
+    from shoal.train.recipe.preflight import Job
 
 DEFAULT_NPROC = 2
 PLAIN = "plain"
@@ -65,9 +65,9 @@ def main(arguments: Sequence[str]) -> int:
     ranks = place.world_size if place is not None else recipe.launch.nproc or DEFAULT_NPROC
 
     from shoal.bench.compress import EVERY, Ask
-    from shoal.blueprint.meeting import meeting_by
-    from shoal.parallel.refuse import refuse_unbuilt
-    from shoal.train.job import check
+    from shoal.parallel.checks import refuse_unbuilt
+    from shoal.predict.estimate.replica_sync import meeting_by
+    from shoal.train.recipe.preflight import check
 
     job = check(recipe, ranks, tries_other_ways=True)
     plan = job.recipe.plan

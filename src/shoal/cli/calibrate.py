@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
-from shoal.blueprint.cluster import Cluster, here_file, is_measured_here
-from shoal.comm.environment import read_environment
+from shoal.comm.rendezvous.environment import read_environment
 from shoal.errors import Problem, ShoalError, raise_if
+from shoal.predict.cluster import Cluster, here_file, is_measured_here
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from shoal.bench.readings import Readings
+    from shoal.bench.fit_cluster import Readings
 
 
 LONGER = 1.3
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
     out = sys.stdout
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
         from shoal.bench.calibrate import calibrate
-        from shoal.bench.readings import cluster_of
+        from shoal.bench.fit_cluster import cluster_of
 
         if not sys.stderr.isatty() and not options.json:
             print(f"measuring this machine for about {options.seconds:.0f} s", file=sys.stderr)
@@ -138,7 +138,7 @@ def _mapping(found: Readings, cluster: Cluster, path: Path) -> dict[str, Any]:
 
 def _errors(found: Readings, cluster: Cluster) -> dict[str, float]:
     """How far what was fitted is from the readings, on average."""
-    from shoal.bench.readings import error_of_messages, error_of_products
+    from shoal.bench.fit_cluster import error_of_messages, error_of_products
 
     errors = {word: error_of_products(found, cluster.device, word) for word in found.precisions}
     return errors | ({"messages": error_of_messages(found, cluster.inside)} if found.of_messages() else {})

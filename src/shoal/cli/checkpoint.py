@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from shoal.checkpoint.places import Step, find, folder_of, folders_of, listing, read_manifest
-from shoal.cli import checkpoint_report as report
-from shoal.cli.amounts import size_in_bytes
-from shoal.cli.screen import WIDTH, show
+from shoal.checkpoint.storage.locate import Step, find, folder_of, folders_of, listing, read_manifest
+from shoal.cli.console import WIDTH, show
+from shoal.cli.parse_units import size_in_bytes
+from shoal.cli.reports import checkpoint as report
 from shoal.errors import Problem, ShoalError, nearest, raise_if
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ def _diff(options: Diff) -> int:
 def _export(options: Export) -> int:
     step = find(options.directory, options.step)
     shard_bytes = size_in_bytes(options.shard_size)
-    from shoal.checkpoint.export import How, export, model_in
+    from shoal.checkpoint.formats.export import How, export, model_in
 
     model = _model_section(options, step) if options.format == "huggingface" else None
     how = How(
@@ -265,7 +265,7 @@ def _model_section(options: Export, step: Step) -> Mapping[str, Any] | None:
     path = options.recipe or (beside if beside.is_file() and not step.manifest.state.get("recipe") else None)
     if path is None:
         return None
-    from shoal.blueprint.settings import load_recipe
+    from shoal.config.load import load_recipe
 
     return load_recipe(path).model.model_dump(mode="json")
 
@@ -273,7 +273,7 @@ def _model_section(options: Export, step: Step) -> Mapping[str, Any] | None:
 def _import(options: Import) -> int:
     if options.step < 0:
         raise ShoalError(f"--step {options.step} is below 0", fix="--step 0 or more")
-    from shoal.checkpoint.importing import How, bring, read
+    from shoal.checkpoint.formats.import_ import How, bring, read
 
     how = How(format=options.format, step=options.step, prefix=options.prefix, overwrite=options.overwrite)
     found = read(options.source, how)

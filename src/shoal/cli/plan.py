@@ -10,14 +10,14 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from shoal.blueprint.cluster import Cluster
-from shoal.blueprint.narrow_weights import refuse_narrow_weights
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.task import Task
-from shoal.blueprint.workload import Workload
-from shoal.cli.amounts import size_in_bytes
-from shoal.cli.screen import WIDTH, show
+from shoal.blueprint.validation.bf16_weights import refuse_narrow_weights
+from shoal.cli.console import WIDTH, show
+from shoal.cli.parse_units import size_in_bytes
 from shoal.errors import Problem, ShoalError, raise_if
+from shoal.planner.task import Task
+from shoal.predict.cluster import Cluster
+from shoal.predict.workload import Workload
 
 BATCH_TOKENS = 2**22
 """Tokens of a global batch where nobody says how many."""
@@ -120,7 +120,7 @@ class Options:
 def main(arguments: Sequence[str]) -> int:
     """Plan; 0 when there is a plan, 1 when none fits."""
     options = tyro.cli(Options, args=list(arguments), prog="shoal plan", config=(tyro.conf.FlagCreatePairsOff,))
-    from shoal.cli.plan_report import answer, render, to_mapping
+    from shoal.cli.reports.plan import answer, render, to_mapping
 
     task, wanted = task_of(options), wanted_of(options)
     found = answer(task, wanted, options)
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def task_of(options: Options) -> Task:
     """What is to be trained, on what."""
-    from shoal.blueprint.habits import shoal_habits
+    from shoal.predict.framework_profile import shoal_habits
 
     cluster = Cluster.parse(options.cluster)
     if options.price is not None:
@@ -197,7 +197,7 @@ def workload_of(options: Options) -> Workload:
             )
         if ":" not in options.model:
             raise ShoalError(f"{options.model} is a file: which function of it?", fix=f"{options.model}:function")
-        from shoal.bench.trace import load, workload_of  # torch, which nothing else here needs
+        from shoal.train.trace.model_trace import load, workload_of  # torch, which nothing else here needs
 
         model, inputs = load(options.model, sequence=options.seq)
         return workload_of(model, inputs, name=options.model, precision=wanted_of(options)["precision"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from shoal.blueprint.recipe import Recipe
+from shoal.config.recipe import Recipe
 from shoal.errors import ShoalError
 
 

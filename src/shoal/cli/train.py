@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import tyro
 
-from shoal.blueprint.cluster import is_measured_here
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.recipe import Recipe
-from shoal.blueprint.settings import dump_recipe
-from shoal.cli.room import has_no_accelerator, host_memory, parameters_of_preset, refuse_too_large, too_large
-from shoal.cli.settings import parse
-from shoal.comm.environment import Placement, read_environment
+from shoal.cli.memory_check import has_no_accelerator, host_memory, parameters_of_preset, refuse_too_large, too_large
+from shoal.cli.overrides import parse
+from shoal.comm.rendezvous.environment import Placement, read_environment
+from shoal.config.load import dump_recipe
+from shoal.config.recipe import Recipe
 from shoal.errors import RunFailed, ShoalError
+from shoal.predict.cluster import is_measured_here
 
 if TYPE_CHECKING:
-    from shoal.train.job import Job
+    from shoal.train.recipe.preflight import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +83,10 @@ def _train(options: Train, recipe: Recipe, began: float, out: TextIO) -> int:
             from shoal.numerics import lazy_dynamo
 
             lazy_dynamo.install()
-        import shoal.train.loop  # noqa: F401  # all that workers need
+        import shoal.train.recipe.loop  # noqa: F401  # all that workers need
         from shoal.launch.local import default_nproc
-        from shoal.train.foresight import foresee
-        from shoal.train.job import check
+        from shoal.train.recipe.dry_run import foresee
+        from shoal.train.recipe.preflight import check
 
     world_size = placement.world_size if placement else recipe.launch.nproc or default_nproc(recipe.launch.device)
     try:
@@ -138,7 +138,7 @@ def _refuse_too_large(options: Train, recipe: Recipe, ranks: int) -> None:
     """The same for any model, and for GPUs, each of which has a rank."""
     import torch
 
-    from shoal.train.build import build_model, without_memory
+    from shoal.train.build_model import build_model, without_memory
 
     model = without_memory(lambda: build_model(recipe.model))
     if options.overcommit or model is None:
@@ -160,7 +160,7 @@ def _carried_out(
     from shoal.elastic.memory_tier import memory_tier
     from shoal.elastic.restart import with_restarts
     from shoal.launch.local import launch
-    from shoal.train.loop import Manner, train
+    from shoal.train.recipe.loop import Manner, train
 
     launched, settings = job.recipe.launch, job.recipe.checkpoint
     keep = not job.recipe.run.fast_dev_run
@@ -191,7 +191,7 @@ def _carried_out(
 
 def _saves_to(recipe: Recipe, resume: str) -> str:
     """Where the run will save, or what it would refuse there."""
-    from shoal.observe.directory import RunDirectory
+    from shoal.observe.run_directory import RunDirectory
 
     wanted = "fresh" if recipe.run.overwrite else resume
     return recipe.checkpoint.dir or str(RunDirectory.foreseen(recipe, wanted).path / "checkpoints")
@@ -200,7 +200,7 @@ def _saves_to(recipe: Recipe, resume: str) -> str:
 @contextmanager
 def _naming_shortened_data(job: Job) -> Iterator[None]:
     """Where a process has died: name the file if it was killed for reading beyond the end of one."""
-    from shoal.train.job import refuse_shortened_data
+    from shoal.train.recipe.preflight import refuse_shortened_data
 
     try:
         yield
@@ -211,7 +211,7 @@ def _naming_shortened_data(job: Job) -> Iterator[None]:
 
 def _planned(recipe: Recipe, world_size: int, per_node: int, *, is_quiet: bool) -> Recipe:
     """The recipe with the plan that the planner has chosen."""
-    from shoal.cli.auto_plan import planned
+    from shoal.train.recipe.auto_plan import planned
 
     recipe, chosen = planned(recipe, world_size, per_node)
     if not is_quiet:
@@ -227,7 +227,7 @@ def _note_for_backtest(job: Job, summary: dict[str, Any]) -> None:
     """A row of what was predicted of the run and what was measured, beside its directory, for `shoal backtest`."""
     is_measured = summary["seconds_to_first_step"] is not None  # else it went on from its end, and made no step
     if summary["directory"] and not summary["was_stopped"] and is_measured:
-        from shoal.cli.auto_plan import note
+        from shoal.train.recipe.auto_plan import note
 
         with suppress(Exception):  # no preset describes the machine, the disk is full: the run is done anyway
             note(job.recipe, summary, Path(summary["directory"]).parent / "measured.csv")
@@ -306,7 +306,7 @@ def _show_plan(job: Job, options: Train, out: TextIO) -> None:
 
 def _keep_and_show(summary: dict[str, Any], options: Train, out: TextIO) -> bool:
     """Whether the summary was written; it is shown in any case."""
-    from shoal.observe.directory import RunDirectory
+    from shoal.observe.run_directory import RunDirectory
 
     is_kept = True
     if summary["directory"]:

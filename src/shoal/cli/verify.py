@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import tyro
 
-from shoal.blueprint.recipe import Recipe
-from shoal.cli.screen import show
-from shoal.cli.settings import parse
-from shoal.comm.environment import read_environment
+from shoal.cli.console import show
+from shoal.cli.overrides import parse
+from shoal.comm.rendezvous.environment import read_environment
+from shoal.config.recipe import Recipe
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.proof.prove import How
+    from shoal.verification.api import How
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +75,8 @@ def _refuse(options: Verify, arguments: Sequence[str]) -> None:
 
 def _one(options: Verify, recipe: Recipe, out: TextIO) -> int:
 
-    from shoal.proof.prove import case_of, prove
-    from shoal.proof.report import render, to_mapping
+    from shoal.verification.api import case_of, prove
+    from shoal.verification.report import render, to_mapping
 
     case = case_of(recipe, _num_ranks(recipe), _how(options))
     proof = prove(case)
@@ -90,8 +90,8 @@ def _one(options: Verify, recipe: Recipe, out: TextIO) -> int:
 def _matrix(options: Verify, recipe: Recipe, out: TextIO) -> int:
     from rich.console import Console
 
-    from shoal.proof.prove import legal_cases, prove
-    from shoal.proof.report import matrix_row, matrix_table, to_mapping
+    from shoal.verification.api import legal_cases, prove
+    from shoal.verification.report import matrix_row, matrix_table, to_mapping
 
     console = Console(file=sys.stderr)
     proofs = []
@@ -108,7 +108,7 @@ def _matrix(options: Verify, recipe: Recipe, out: TextIO) -> int:
 
 
 def _how(options: Verify) -> How:
-    from shoal.proof.prove import How
+    from shoal.verification.api import How
 
     return How(real=options.real, steps=options.steps, precision=options.precision, tolerance=options.tolerance)
 
@@ -116,7 +116,7 @@ def _how(options: Verify) -> How:
 def _num_ranks(recipe: Recipe) -> int:
     """As many as were asked for, else as the plan's degrees multiply to, else one for each GPU."""
     from shoal.launch.local import default_nproc
-    from shoal.proof.prove import claimed_ranks
+    from shoal.verification.api import claimed_ranks
 
     if recipe.launch.nproc is None and any(
         (recipe.plan.dp_replicate, recipe.plan.dp_shard, recipe.plan.tp, recipe.plan.pp)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm import plain
+from shoal.comm import plain_data
 from shoal.errors import RunFailed, ShoalError
 
 T = TypeVar("T")
@@ -108,13 +108,13 @@ def all_gather_plain(value: T, group: Group, kinds: Sequence[type] = ()) -> list
     if group is None or group.size() == 1:
         return [value]
     try:
-        data = b"\1" + plain.to_bytes(value, kinds)
+        data = b"\1" + plain_data.to_bytes(value, kinds)
     except (TypeError, ValueError) as error:
-        data = b"\0" + plain.to_bytes(str(error))
+        data = b"\0" + plain_data.to_bytes(str(error))
     device = _control_device(group)
     sizes = all_gather(torch.tensor([len(data)], device=device), 0, group).tolist()
-    if not all(0 < size <= plain.LIMIT + 1 for size in sizes):
-        raise RunFailed(f"ranks announced values of {sizes} bytes, and at most {plain.LIMIT:,} are sent")
+    if not all(0 < size <= plain_data.LIMIT + 1 for size in sizes):
+        raise RunFailed(f"ranks announced values of {sizes} bytes, and at most {plain_data.LIMIT:,} are sent")
     mine = torch.zeros(max(sizes), dtype=torch.uint8)
     mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     rows = all_gather(mine.to(device).unsqueeze(0), 0, group).cpu().numpy()
@@ -125,7 +125,7 @@ def all_gather_plain(value: T, group: Group, kinds: Sequence[type] = ()) -> list
 
 def _arrived(data: memoryview, rank: int, kinds: Sequence[type]) -> Any:
     try:
-        value = plain.from_bytes(data[1:], kinds)
+        value = plain_data.from_bytes(data[1:], kinds)
     except ValueError as error:
         raise RunFailed(f"rank {rank} of a group sent what is not plain data: {error}") from None
     if data[0] != 1:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.blueprint.layout import AXES, Layout
-from shoal.comm.session import Session
+from shoal.comm.rendezvous.session import Session
 from shoal.comm.world import World, keep_after_closing, new_group
 
 

@@ -25,14 +25,14 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from shoal.comm.board import Board
 from shoal.comm.collectives import all_gather_plain
-from shoal.comm.environment import Placement
-from shoal.comm.handshake import agree, mac
-from shoal.comm.interface import interface_towards, listening_socket, loopback
-from shoal.comm.key import key_of
-from shoal.comm.sealed import SealedStore
-from shoal.comm.session import Session
+from shoal.comm.rendezvous.authenticated_store import SealedStore
+from shoal.comm.rendezvous.environment import Placement
+from shoal.comm.rendezvous.handshake import agree, mac
+from shoal.comm.rendezvous.key import key_of
+from shoal.comm.rendezvous.network_interface import interface_towards, listening_socket, loopback
+from shoal.comm.rendezvous.session import Session
+from shoal.comm.shared_board import Board
 from shoal.errors import ShoalError, listed
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shoal.data.dataset import Dataset
-from shoal.data.digest import hashed
+from shoal.data.sources.digest import hashed
 
 METHOD = 1
 """Increased when digests of the same data change: those of two methods cannot be compared."""

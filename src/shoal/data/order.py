@@ -26,8 +26,8 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from shoal.data.hashing import U64, hashed, mix
 from shoal.errors import ShoalError
+from shoal.hash_rng import U64, hashed, mix
 
 _BLOCK = 4096
 """Positions that `stream_ids` computes at a time: about a millisecond of work."""

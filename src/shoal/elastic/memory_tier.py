@@ -4,7 +4,7 @@ The process that starts the workers makes it and holds a lock in it. If it gives
 disk goes to the disk first. A process that was killed itself leaves a folder without a lock: the next one of the same
 run saves it to the disk of that run, and removes it. A folder with the state of another run is left for that run.
 
-Others can make folders with the same names there: see `shoal.train.rescue`.
+Others can make folders with the same names there: see `shoal.train.recipe.memory_rescue`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from shoal.checkpoint.store import Store
+from shoal.checkpoint.storage.store import Store
 from shoal.files import PrivateFolder
-from shoal.observe.directory import locked
-from shoal.train.rescue import (
+from shoal.observe.run_directory import locked
+from shoal.train.recipe.memory_rescue import (
     DISK,
     cannot_hold,
     memory_folder,

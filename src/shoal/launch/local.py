@@ -27,9 +27,9 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from shoal.comm.board import Board
+from shoal.comm.shared_board import Board
 from shoal.errors import RunFailed, listed
-from shoal.launch import leaving
+from shoal.launch import shutdown
 from shoal.launch.failure import Failure, Memory, as_exception, first_failure, read_failure, sudden_end
 from shoal.launch.process import is_stopped
 from shoal.launch.scratch import scratch_folder
@@ -265,7 +265,7 @@ class Crew:
             if rank not in self.returned and value_path(self.directory, rank).exists():
                 self.returned[rank] = now
             if (
-                now > self.returned.get(rank, now) + leaving.seconds_for_handlers(self.timeout) + 1.0
+                now > self.returned.get(rank, now) + shutdown.seconds_for_handlers(self.timeout) + 1.0
             ):  # it cannot even end itself
                 self._signal(rank, signal.SIGKILL)
 

@@ -23,9 +23,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shoal.comm.environment import Placement
+from shoal.comm.rendezvous.environment import Placement
 from shoal.launch.failure import failure_of, write_failure
-from shoal.launch.leaving import leave_in_time
+from shoal.launch.shutdown import leave_in_time
 
 _HANG_UP = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)  # nohup has it ignored
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *_HANG_UP)

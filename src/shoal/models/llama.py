@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from shoal.blueprint.description import Description, Split
 from shoal.errors import ShoalError
-from shoal.models.construct import configure, undrawn
+from shoal.models.build_config import configure, undrawn
 from shoal.models.llama_config import PRESETS, LlamaConfig
-from shoal.numerics.embedding import embedded
-from shoal.numerics.lean import RMSNorm, gated_linear, linear, projected
-from shoal.numerics.rotary import rotated, turned_heads
-from shoal.parallel.context import Attention, DocumentMask, positions_in_documents
+from shoal.numerics.ops.embedding import embedded
+from shoal.numerics.ops.memory_saving_linear import RMSNorm, gated_linear, linear, projected
+from shoal.numerics.ops.rotary import rotated, turned_heads
+from shoal.parallel.context.attention import Attention, DocumentMask, positions_in_documents
 
 __all__ = ["PRESETS", "Llama", "LlamaConfig", "build"]
 

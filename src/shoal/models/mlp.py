@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shoal.blueprint.description import Description, Split
 from shoal.errors import Problem, listed, raise_if
-from shoal.models.construct import configure, undrawn
+from shoal.models.build_config import configure, undrawn
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu, "tanh": F.tanh}
 

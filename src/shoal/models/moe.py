@@ -4,7 +4,7 @@ each token visits a few.
 Attention, norms and embeddings are Llama's own, under the same names; new are `mlp.router`, `mlp.experts` and, for what
 every token visits, `mlp.shared`. Like Llama this is single-device code: what divides experts over ranks, and what a run
 wants to know about their load, hangs itself into the router and the experts. In plain torch, add
-`shoal.parallel.routing.auxiliary_loss(model)` to the loss, and call `update_biases(model)` after each step.
+`shoal.parallel.expert.router.auxiliary_loss(model)` to the loss, and call `update_biases(model)` after each step.
 
 The preset `deepseek-v3` has grouped-query attention in place of latent attention, and does not limit the choice to
 groups of experts: its size and traffic are DeepSeek-V3's, but its checkpoints do not fit.
@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from shoal.blueprint.description import Description, Split
-from shoal.models.construct import configure, hollowed
+from shoal.models.build_config import configure, hollowed
 from shoal.models.llama import SPLITS, FeedForward, Llama, SelfAttention
 from shoal.models.moe_config import PRESETS, MoeConfig
-from shoal.numerics.lean import RMSNorm
-from shoal.parallel.expert import Experts
-from shoal.parallel.routing import Router
+from shoal.numerics.ops.memory_saving_linear import RMSNorm
+from shoal.parallel.expert.experts import Experts
+from shoal.parallel.expert.router import Router
 
 __all__ = ["PRESETS", "Moe", "MoeConfig", "build"]
 

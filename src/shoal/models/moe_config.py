@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.errors import Problem, ShoalError, raise_if
-from shoal.models.construct import configure, not_positive
+from shoal.models.build_config import configure, not_positive
 from shoal.models.llama_config import LlamaConfig, smaller_std
 
 

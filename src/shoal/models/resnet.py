@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shoal.blueprint.description import Description
 from shoal.errors import Problem, ShoalError, listed, raise_if
-from shoal.models.construct import configure, not_positive, undrawn
+from shoal.models.build_config import configure, not_positive, undrawn
 
 NUM_BLOCKS = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}  # per stage of one resolution
 EXPANSION = {18: 1, 50: 4}  # channels that leave a block, relative to those inside it

@@ -23,7 +23,7 @@ def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 def norms_of(gradients: list[Tensor]) -> list[Tensor]:
     """The 2-norm of each in at least float32, in few kernels."""
     if gradients and all(x.is_cuda and x.dtype == torch.bfloat16 and x.is_contiguous() for x in gradients):
-        from shoal.numerics.gradients_kernel import norms_in_one_pass  # Triton, which CPUs do not have
+        from shoal.numerics.kernels.gradients import norms_in_one_pass  # Triton, which CPUs do not have
 
         return norms_in_one_pass(gradients)
     if any(gradient.dtype.itemsize < 4 for gradient in gradients):

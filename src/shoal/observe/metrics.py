@@ -21,7 +21,7 @@ import torch
 
 from shoal.errors import needs
 from shoal.files import opened
-from shoal.observe.files import room, sync
+from shoal.observe.durable_write import room, sync
 
 Record = Mapping[str, Any]
 Say = Callable[[str], None]

@@ -15,41 +15,32 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from shoal.blueprint.anatomy import (
-    Anatomy,
-    Unit,
-    is_inside,
-    named,
-    owners,
-    splits_tokens,
-    stage_bounds,
-    units,
-)
 from shoal.blueprint.description import Description
+from shoal.blueprint.model_shapes import Anatomy, Unit, is_inside, named, owners, splits_tokens, stage_bounds, units
 from shoal.blueprint.plan import Plan
 from shoal.comm.mesh import Mesh
-from shoal.numerics.fp8 import to_fp8
+from shoal.numerics.fp8.convert import to_fp8
 from shoal.numerics.init import initialise, materialise
 from shoal.numerics.precision import Precision
-from shoal.parallel.balance import Balance
+from shoal.parallel.activation_checkpoint import recompute
 from shoal.parallel.batch_norm import RunningStatistics, Sharing, batch_norms, statistics_of, synchronise
-from shoal.parallel.composed import Composed, Part
-from shoal.parallel.context import Attention, ContextParallel
-from shoal.parallel.context import divide as divide_tokens
-from shoal.parallel.expert import ExpertParallel, Experts, experts_in
-from shoal.parallel.expert import divide as divide_experts
-from shoal.parallel.head import LossHead
-from shoal.parallel.islands import Islands
-from shoal.parallel.meeting import meeting_of, meets_by_itself, with_buckets
+from shoal.parallel.checks import refuse, why_plain
+from shoal.parallel.context.attention import Attention, ContextParallel
+from shoal.parallel.context.attention import divide as divide_tokens
+from shoal.parallel.data.ddp import replicate
+from shoal.parallel.data.fsdp import Sharding, units_by_size
+from shoal.parallel.data.gradient_reducer import Reducer
+from shoal.parallel.data.local_sgd import Islands
+from shoal.parallel.expert.aux_loss import Balance
+from shoal.parallel.expert.experts import ExpertParallel, Experts, experts_in
+from shoal.parallel.expert.experts import divide as divide_experts
+from shoal.parallel.expert.router import note_routers, routers
+from shoal.parallel.fused_loss_head import LossHead
 from shoal.parallel.options import Options
-from shoal.parallel.pipeline import Pipeline, Stage, cut
-from shoal.parallel.recompute import recompute
-from shoal.parallel.reducer import Reducer
-from shoal.parallel.refuse import refuse, why_plain
-from shoal.parallel.replicate import replicate
-from shoal.parallel.routing import note_routers, routers
-from shoal.parallel.shard import Sharding, units_by_size
-from shoal.parallel.stream import Activation, skeleton_of
+from shoal.parallel.parallel_model import Composed, Part
+from shoal.parallel.pipeline.pipeline import Pipeline, Stage, cut
+from shoal.parallel.pipeline.stage_io import Activation, skeleton_of
+from shoal.parallel.replica_sync import meeting_of, meets_by_itself, with_buckets
 from shoal.parallel.tensor import TensorParallel, note_split_layers, split
 
 

@@ -9,11 +9,11 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from shoal.comm.wire import Chosen
+from shoal.comm.replicas.transport import Chosen
 from shoal.errors import Problem, listed, raise_if
-from shoal.numerics.fp8 import FromHead, Scaling
-from shoal.parallel.context import Backend
-from shoal.parallel.islands import DEFAULT_OUTER, Outer
+from shoal.numerics.fp8.convert import FromHead, Scaling
+from shoal.parallel.context.attention import Backend
+from shoal.parallel.data.local_sgd import DEFAULT_OUTER, Outer
 
 Wanted = Chosen | Literal["auto"]
 

@@ -29,7 +29,7 @@ from shoal.blueprint.description import Split, matches
 from shoal.blueprint.layout import divisors
 from shoal.comm.autograd_function import differentiable_once
 from shoal.comm.collectives import Group, all_reduce, my_part, part
-from shoal.comm.differentiable import TOKENS, enter, gather_last, gather_tokens, leave, scatter_tokens
+from shoal.comm.differentiable_collectives import TOKENS, enter, gather_last, gather_tokens, leave, scatter_tokens
 from shoal.errors import ShoalError, listed
 from shoal.numerics.precision import in_autocast_dtype
 

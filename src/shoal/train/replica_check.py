@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from shoal.blueprint.layout import AXES, Layout
-from shoal.checkpoint.state import Holder
+from shoal.checkpoint.state.model_state import Holder
 from shoal.comm.collectives import all_gather
 from shoal.errors import Problem, RunFailed
 from shoal.numerics.checksum import checksums, fold, signed
-from shoal.numerics.pieces import local
+from shoal.numerics.local_tensor import local
 from shoal.parallel.batch_norm import statistics_of
-from shoal.parallel.routing import biases
-from shoal.train.checkpointing import holder_of
+from shoal.parallel.expert.router import biases
+from shoal.train.run_checkpoint import holder_of
 
 if TYPE_CHECKING:
     from shoal.train.run import Run

@@ -33,52 +33,37 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from shoal.blueprint.description import Description
-from shoal.blueprint.narrow_weights import refuse_narrow_weights
 from shoal.blueprint.plan import Plan
-from shoal.checkpoint.saver import Saver
-from shoal.comm.environment import read_environment
+from shoal.blueprint.validation.bf16_weights import refuse_narrow_weights
+from shoal.checkpoint.async_saver import Saver
 from shoal.comm.mesh import Mesh
+from shoal.comm.rendezvous.environment import read_environment
 from shoal.comm.world import HostReduction, World, use_device
 from shoal.data.batch import length, parts, to_device
-from shoal.data.deal import DealtLoader
-from shoal.data.hashing import hashed_number
-from shoal.data.loading import Loader
+from shoal.data.loader import Loader
+from shoal.data.sharded_dataloader import DealtLoader
 from shoal.errors import ShoalError, raise_if
+from shoal.hash_rng import hashed_number
+from shoal.numerics.async_scalars import LateNumbers
 from shoal.numerics.determinism import make_deterministic
-from shoal.numerics.fp8 import FromHead, Scaling
+from shoal.numerics.fp8.convert import FromHead, Scaling
 from shoal.numerics.gradients import LossScale, gradients_of, scale_
 from shoal.numerics.init import draw_undrawn
+from shoal.numerics.local_tensor import local
 from shoal.numerics.offload import HostCopies
-from shoal.numerics.optim import memory_of_squares
-from shoal.numerics.pieces import local
+from shoal.numerics.optim.build import memory_of_squares
 from shoal.numerics.precision import Weights, precision_of
+from shoal.parallel.checks import refuse_unbuilt
 from shoal.parallel.compose import compose
-from shoal.parallel.composed import Composed
-from shoal.parallel.context import Backend, cut_batch, mark_cut
-from shoal.parallel.islands import DEFAULT_OUTER, Outer
+from shoal.parallel.context.attention import Backend, cut_batch, mark_cut
+from shoal.parallel.data.ddp import explain_unused
+from shoal.parallel.data.local_sgd import DEFAULT_OUTER, Outer
 from shoal.parallel.options import Options, Wanted
-from shoal.parallel.pipeline import Feed
-from shoal.parallel.refuse import refuse_unbuilt
-from shoal.parallel.replicate import explain_unused
+from shoal.parallel.parallel_model import Composed
+from shoal.parallel.pipeline.pipeline import Feed
 from shoal.parallel.tensor import TensorParallel
-from shoal.train.build import describe
-from shoal.train.counting import Kind, Loss, read_loss
-from shoal.train.evaluation import evaluate
-from shoal.train.handover import hand_over
-from shoal.train.late import LateNumbers
-from shoal.train.late_count import agree, agree_on_kind, convention, is_late, refuse_uncounted, take
-from shoal.train.loss_message import LossMessage
-from shoal.train.objective import (
-    CrossEntropy,
-    LabelRule,
-    LossFunction,
-    MeanOf,
-    Objective,
-    call_of,
-    loss_of_output,
-    objective_of,
-)
-from shoal.train.refuse import (
+from shoal.train.build_model import describe
+from shoal.train.checks import (
     refuse_arguments,
     refuse_batch,
     refuse_compiled,
@@ -96,10 +81,25 @@ from shoal.train.refuse import (
     rule_under,
     with_all_backwards,
 )
+from shoal.train.evaluate import evaluate
+from shoal.train.loss.counting import Kind, Loss, read_loss
+from shoal.train.loss.late_count import agree, agree_on_kind, convention, is_late, refuse_uncounted, take
+from shoal.train.loss.message import LossMessage
+from shoal.train.loss.objective import (
+    CrossEntropy,
+    LabelRule,
+    LossFunction,
+    MeanOf,
+    Objective,
+    call_of,
+    loss_of_output,
+    objective_of,
+)
+from shoal.train.optimizer_step import OnNan, Updates, misspelt
+from shoal.train.rebind_optimizer import hand_over
 from shoal.train.replica_check import ReplicaCheck, check_replicas_problems
 from shoal.train.schedulers import check_optimizer, encoded_state, is_scheduler
 from shoal.train.step import Counted, OpenStep, StepReport, Unjudged
-from shoal.train.update import OnNan, Updates, misspelt
 
 
 class Run:
@@ -324,13 +324,13 @@ class Run:
         keep    how many of the newest steps stay; None: all of them, and two if nobody waits
         extra   what else is to be there after `load`, as `run.extra`: anything that JSON can say; that of the main rank
         """
-        from shoal.train.checkpointing import save_run
+        from shoal.train.run_checkpoint import save_run
 
         save_run(self, directory, wait=wait, keep=keep, extra=extra)
 
     def saved(self, directory: str | Path) -> None:
         """Return when what was saved without waiting is on the disk; raise if it could not be."""
-        from shoal.train.checkpointing import wait_for
+        from shoal.train.run_checkpoint import wait_for
 
         if (saver := self.savers.get(str(directory))) is not None:
             wait_for(saver)
@@ -339,7 +339,7 @@ class Run:
         """Go on from what was saved, by any layout on any number of ranks, of a step, or of the newest one. Every rank
         calls it, when model, optimizer, schedulers and loaders are prepared; returns how many steps were made.
         `only_weights`: take the model alone, for a run of another kind."""
-        from shoal.train.checkpointing import load_run
+        from shoal.train.run_checkpoint import load_run
 
         return load_run(self, directory, step, only_weights=only_weights)
 
@@ -384,7 +384,7 @@ class Run:
         )
 
     def _continue_loader(self, loader: DealtLoader, number: int) -> None:
-        from shoal.train.checkpointing import loader_changes
+        from shoal.train.run_checkpoint import loader_changes
 
         known = self.saved_loaders[number]
         raise_if(loader_changes(number, known, loader))

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.comm.hidden import Hidden
+from shoal.comm.replicas.overlap import Hidden
 from shoal.comm.world import HostReduction
-from shoal.data.loading import Loader
+from shoal.data.loader import Loader
 from shoal.errors import ShoalError
-from shoal.train.counting import Kind
-from shoal.train.late import LateNumbers
-from shoal.train.loss_message import LossMessage
+from shoal.numerics.async_scalars import LateNumbers
+from shoal.train.loss.counting import Kind
+from shoal.train.loss.message import LossMessage
 
 
 @dataclass(slots=True)

@@ -1,1 +1,0 @@
-"""The planner held against tables of measured runs: rows → predictions → errors, regret, recall, coverage."""

@@ -1,0 +1,1 @@
+"""Collective algorithms as lists of messages."""

@@ -1,0 +1,1 @@
+"""Pipeline schedules as tables: made, simulated, drawn."""

@@ -1,0 +1,1 @@
+"""Whether a plan fits a model."""

@@ -1,0 +1,176 @@
+"""Save a run while it goes on: a step waits for the copy of the state alone.
+
+training   step 4 ─ copy ─ step 5 ─ step 6 ─ ... ─ step 9 ─ copy ─ ...
+thread                └─ hash, write, fsync, rename ─┘         └─ ...
+
+There is one copy, and so one save at a time: who asks for the next one while it is on its way waits for it, and
+`seconds_waited` says how long. The threads of all ranks talk to each other over connections of their own. A save that
+fails is told to whoever asks (`take_news`), and training goes on. A save in which a rank waits for another one longer
+than `launch.timeout` ends the run: the connections are of no use after that, and no later step could be saved.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.checkpoint.save import Snapshot, save
+from shoal.checkpoint.state.model_state import Holder
+from shoal.checkpoint.storage.manifest import Shape
+from shoal.checkpoint.storage.store import Store
+from shoal.comm.world import World
+from shoal.errors import LostPeer, ShoalError
+
+SLACK = 1.0
+"""Seconds that the main thread waits longer than the thread of a save, which knows better what it waits for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """How a save ended."""
+
+    step: int
+    seconds: float
+    """From the copy to the disk."""
+    num_bytes: int
+    """Of this rank."""
+    failure: str = ""
+    """Why there is no such checkpoint; empty: there is."""
+    note: str = ""
+    """What could not be done beside it, although there is."""
+
+
+@dataclass(slots=True)
+class Saver:
+    """The saves of one run to one store. Every rank makes one, and calls `begin` and `finish` after the same steps."""
+
+    store: Store
+    world: World
+    """The ranks, over connections that nobody else uses: `world.beside()`."""
+    keep: int | None = 2
+    """How many of the newest steps stay; None: all."""
+    on_saved: Callable[[int], None] | None = None
+    """Called by the main rank with a step that was saved, in the thread that saved it."""
+    seconds_held: float = 0.0
+    """How long steps have waited for copies."""
+    seconds_waited: float = 0.0
+    """How long they have waited for the save before."""
+    _copies: dict[tuple[str, Shape], Tensor] = field(default_factory=dict)
+    _thread: threading.Thread | None = None
+    _news: deque[Saved] = field(default_factory=deque)
+    _error: BaseException | None = None
+    _step: int = 0
+    """The step that is saved now."""
+
+    def make_room(self, holder: Holder) -> None:
+        """Take the memory for the copy now, beside the next steps: to take it costs more than to fill it."""
+        values = Snapshot.of(holder, step=0, state={})
+        self._start(lambda: self._room_for(values))
+
+    def begin(self, holder: Holder, *, step: int, state: Mapping[str, Any]) -> float:
+        """Copy the run as it is after a step, and write the copy while it goes on; returns the seconds that took."""
+        with _timed() as waited:
+            self.finish()
+        self.seconds_waited += waited[0]
+        with _timed() as held:
+            snapshot = self._copied(Snapshot.of(holder, step=step, state=state))
+        self._step = step
+        self.seconds_held += held[0]
+        self._start(lambda: self._write(snapshot))
+        return held[0]
+
+    def finish(self) -> None:
+        """Return when the save that is on its way has ended, in one way or the other."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(self.world.timeout + SLACK)
+            if thread.is_alive():
+                raise LostPeer(
+                    f"rank {self.world.rank} waited {self.world.timeout:g} s for its save of step {self._step} to"
+                    f" {self.store.where}, which has not ended",
+                    fix=f"--launch.timeout {2 * self.world.timeout:g}, or --checkpoint.dir on a faster disk",
+                )
+        self.raise_error()
+
+    def raise_error(self) -> None:
+        """Raise what has ended the thread of a save, if something has."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is on its way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def take_news(self) -> list[Saved]:
+        """The saves that have ended since somebody asked."""
+        return [self._news.popleft() for _ in range(len(self._news))]
+
+    def _start(self, act: Any) -> None:
+        def guarded() -> None:
+            try:
+                act()
+            except BaseException as error:  # of ours: `save` turns what others may do wrong into news
+                self._error = error
+
+        self._thread = threading.Thread(target=guarded, name="shoal-save", daemon=True)
+        self._thread.start()
+
+    def _write(self, snapshot: Snapshot) -> None:
+        began = time.perf_counter()
+        failure = note = ""
+        try:
+            note = save(self.store, self.world, snapshot)
+        except LostPeer:
+            raise
+        except ShoalError as error:
+            failure = str(error)
+        except Exception as error:
+            failure = f"the checkpoint of step {snapshot.step} was not finished: {type(error).__name__}: {error}"
+        else:
+            if self.world.is_main and self.on_saved is not None:
+                self.on_saved(snapshot.step)
+            if self.world.is_main and self.keep is not None and not note:
+                with suppress(Exception):  # the step is there; steps that are too many go the next time
+                    self.store.retain(self.keep)
+        self._news.append(Saved(snapshot.step, time.perf_counter() - began, snapshot.num_bytes, failure, note))
+
+    def _room_for(self, snapshot: Snapshot) -> list[Tensor]:
+        """For every value a tensor in host memory that is used again by the next save; page-locked beside a GPU."""
+        room = []
+        for piece, value in zip(snapshot.pieces, snapshot.values, strict=True):
+            copy = self._copies.get((piece.name, piece.begin))
+            if copy is None or (copy.shape, copy.dtype) != (value.shape, value.dtype):
+                copy = torch.zeros(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+                self._copies[piece.name, piece.begin] = copy
+            room.append(copy)
+        return room
+
+    def _copied(self, snapshot: Snapshot) -> Snapshot:
+        room = self._room_for(snapshot)
+        with torch.no_grad():
+            for copy, value in zip(room, snapshot.values, strict=True):
+                copy.copy_(value, non_blocking=True)
+        if any(value.is_cuda for value in snapshot.values):
+            torch.cuda.current_stream().synchronize()
+        # The pieces held the run's own tensors, which the thread must not touch.
+        pieces = [replace(piece, value=copy) for piece, copy in zip(snapshot.pieces, room, strict=True)]
+        return replace(snapshot, pieces=pieces, values=room)
+
+
+@contextmanager
+def _timed() -> Iterator[list[float]]:
+    began, seconds = time.perf_counter(), [0.0]
+    try:
+        yield seconds
+    finally:
+        seconds[0] = time.perf_counter() - began

@@ -1,0 +1,1 @@
+"""Formats of others: safetensors, Hugging Face folders, torch's DCP."""

@@ -1,0 +1,248 @@
+"""A step in a form that others read: one safetensors file, a folder of Hugging Face, one of
+torch.distributed.checkpoint, or a state dict of torch.
+
+Every value is checked on its way out of the checkpoint, and no more than a box of one tensor is in memory. What is
+written has the name of a draft until all of it is on the disk: a process that dies before leaves nothing under the name
+that was asked for.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.checkpoint.formats import dcp, huggingface, safetensors
+from shoal.checkpoint.formats.lazy_tensor import Unread
+from shoal.checkpoint.full_tensor import Whole
+from shoal.checkpoint.storage.filesystem import Disk
+from shoal.checkpoint.storage.locate import Step
+from shoal.checkpoint.storage.manifest import SIZES
+from shoal.checkpoint.storage.shard_file import DTYPES
+from shoal.errors import RunFailed, ShoalError
+
+FORMATS = ("safetensors", "huggingface", "dcp", "torch")
+_OF_AN_EXPORT = ("model*.safetensors", huggingface.INDEX, huggingface.CONFIG, dcp.METADATA, "*.distcp")
+"""Names of files in a folder that an export has written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class How:
+    """What is written, and in which form."""
+
+    format: str = "safetensors"
+    optimizer: bool = False
+    """Also what the optimizer keeps."""
+    shard_bytes: float = 5e9
+    """Of one file, in the form of Hugging Face."""
+    overwrite: bool = False
+    model: Mapping[str, Any] | None = None
+    """The model section of a recipe; None: as far as the checkpoint says it."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    tensors: int
+    num_bytes: int
+    config: bool
+    """Whether a config.json says what the model is."""
+
+
+def export(step: Step, to: Path, how: How, tell: Callable[[int], None], disk: Disk | None = None) -> Exported:
+    """Write a step to a file or folder of its own; `tell` hears of every part how many bytes it had."""
+    if how.optimizer and how.format == "huggingface":
+        raise ShoalError(
+            "a folder of Hugging Face has weights alone, and --optimizer was asked for",
+            fix="--format dcp or --format safetensors, or leave out --optimizer",
+        )
+    disk = disk or Disk()
+    with Whole(step) as whole:
+        tensors = _named(whole, how)
+        size = sum(tensor.num_bytes for tensor in tensors.values())
+        config = None
+        if how.format == "huggingface":
+            config = huggingface.config_of(how.model or model_in(step), tensors)
+        with _target(to, disk, overwrite=how.overwrite, needs=size * (2 if how.format == "torch" else 1)) as draft:
+            _write(draft, tensors, how, config, tell, disk)
+    return Exported(len(tensors), size, config is not None)
+
+
+def model_in(step: Step) -> Mapping[str, Any]:
+    """The model section of the recipe that a step was trained with, or what an import has found; empty: nobody says."""
+    state = step.manifest.state
+    recipe = state.get("recipe")
+    found = recipe.get("model") if isinstance(recipe, dict) else state.get("model")
+    return found if isinstance(found, dict) else {}
+
+
+def _named(whole: Whole, how: How) -> dict[str, Unread]:
+    tensors = whole.model()
+    if not tensors:
+        raise ShoalError(f"{whole.step.path} has no tensors of a model", fix="another checkpoint")
+    if how.optimizer:
+        for (kind, parameter), state in whole.optimizer().items():
+            name = dcp.name_of_state(kind, parameter) if how.format == "dcp" else f"optimizer/{kind}/{parameter}"
+            tensors[name] = state
+    return tensors
+
+
+def _write(
+    draft: Path,
+    tensors: Mapping[str, Unread],
+    how: How,
+    config: Mapping[str, Any] | None,
+    tell: Callable[[int], None],
+    disk: Disk,
+) -> None:
+    if how.format == "safetensors":
+        safetensors.write(draft, tensors, disk, tell, format="pt")
+    elif how.format == "torch":
+        _write_state_dict(draft, tensors, tell, disk)
+    else:
+        disk.make_draft(draft)
+        if how.format == "huggingface":
+            huggingface.write(draft, tensors, disk, tell, shard_bytes=how.shard_bytes, config=config)
+        else:
+            dcp.write(draft, tensors, tell)
+            for name in disk.names(draft):
+                disk.sync(draft / name)
+        disk.sync(draft)
+
+
+def _write_state_dict(draft: Path, tensors: Mapping[str, Unread], tell: Callable[[int], None], disk: Disk) -> None:
+    """torch.save wants all tensors at once. So they are written to a file first, and are then that file's memory, which
+    the system reads as torch goes along."""
+    values = _beside(draft)
+    places = safetensors.write(values, tensors, disk, tell)
+    with values.open("r+b") as file:
+        memory = mmap.mmap(file.fileno(), 0)  # which is let go of when the last tensor is, and not before
+    state = {name: _view(memory, *places[name]) for name in tensors}
+    with safetensors.new_file(draft, disk) as out:
+        file_like: Any = _Out(out, disk)
+        try:
+            torch.save(state, file_like)
+        except RuntimeError as error:
+            raise dcp.reason(error) from None
+    disk.remove(values)
+
+
+class _Out:
+    """A file as torch.save wants one."""
+
+    def __init__(self, file: Any, disk: Disk) -> None:
+        self.file, self.disk = file, disk
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self.disk.write(self.file, view)
+        return len(view)
+
+    def flush(self) -> None:
+        """All that was written is with the disk."""
+
+
+def _view(memory: mmap.mmap, dtype: str, shape: tuple[int, ...], begin: int, end: int) -> Tensor:
+    if begin == end:
+        return torch.empty(shape, dtype=DTYPES[dtype])
+    assert end - begin == prod(shape) * SIZES[dtype]
+    return torch.frombuffer(memory, dtype=DTYPES[dtype], count=prod(shape), offset=begin).view(shape)
+
+
+# ---- there as a whole, or not at all --------------------------------------------------------------------------------
+
+
+@contextmanager
+def _target(to: Path, disk: Disk, *, overwrite: bool, needs: int) -> Iterator[Path]:
+    """Where to write what will be `to`; it is put there when all of it is on the disk."""
+    draft, gone = to.with_name(f".draft-{to.name}"), to.with_name(f".draft-gone-{to.name}")
+    try:
+        if gone.exists() and not to.exists():
+            disk.rename(gone, to)  # somebody was killed between taking the old one away and putting the new one there
+        _refuse_taken(to, overwrite)
+        disk.make(to.parent)
+        for left in (draft, _beside(draft), gone):
+            if left.exists():
+                disk.remove(left)
+        refuse_little_room(to.parent, needs)
+        try:
+            yield draft
+            if to.exists() and (to.is_dir() or draft.is_dir()):  # a file takes the place of a file at once
+                disk.rename(to, gone)
+            disk.rename(draft, to)
+            _sync(to, disk)
+            if gone.exists():
+                disk.remove(gone)
+        finally:
+            for left in (draft, _beside(draft)):
+                if left.exists():
+                    disk.remove(left)
+    except OSError as error:
+        raise failed(to, error) from error
+
+
+def _sync(to: Path, disk: Disk) -> None:
+    try:
+        disk.sync(to.parent)
+    except OSError as error:
+        raise RunFailed(
+            f"{to} is written, but the disk does not say that it will stay: {error.strerror}", fix="look at the disk"
+        ) from error
+
+
+def _beside(draft: Path) -> Path:
+    return draft.with_name(f"{draft.name}.values")
+
+
+def _refuse_taken(to: Path, overwrite: bool) -> None:
+    if not to.name:
+        raise ShoalError(f"{str(to)!r} is no name for a new file or folder", fix="a name of its own")
+    refuse_inside_a_file(to)
+    if not to.exists() and not to.is_symlink():
+        return
+    if not overwrite:
+        raise ShoalError(f"{to} is there already; nothing was touched", fix="another name, or --overwrite")
+    strangers = [path.name for path in (to.iterdir() if to.is_dir() else ()) if not any(map(path.match, _OF_AN_EXPORT))]
+    if strangers:
+        raise ShoalError(
+            f"{to} holds {', '.join(sorted(strangers)[:3])}, which no export has written; nothing was touched",
+            fix="another name, or remove it yourself",
+        )
+
+
+def refuse_inside_a_file(to: Path) -> None:
+    """Raise if something above a path is a file."""
+    above = next((parent for parent in to.parents if parent.is_file()), None)
+    if above is not None:
+        raise ShoalError(f"{above} is a file, and {to} would lie in it", fix="a place in a directory")
+
+
+def refuse_little_room(folder: Path, needs: int) -> None:
+    """Raise if a folder that is there has less room than will be written."""
+    free = shutil.disk_usage(folder).free
+    if needs > free:
+        raise ShoalError(
+            f"{folder} has {free / 1e9:,.2f} GB free, and {needs / 1e9:,.2f} GB are needed; nothing was written",
+            fix="make room, or write to another disk",
+        )
+
+
+def failed(to: Path, error: OSError) -> ShoalError:
+    """What a disk has refused, in one message."""
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    kind = RunFailed if is_full or error.errno == errno.EIO else ShoalError
+    where = f" ({error.filename})" if error.filename else ""
+    return kind(
+        f"{to} was not written: {error.strerror}{where}; what was there before is as it was",
+        fix="make room, or write to another disk" if is_full else "a place that you may write to",
+    )

@@ -1,0 +1,216 @@
+"""Folders as Hugging Face has them: safetensors files, the index of several, and the configuration of a llama.
+
+    model-00001-of-00002.safetensors    or model.safetensors, if there is one
+    model-00002-of-00002.safetensors
+    model.safetensors.index.json        which tensor lies in which file
+    config.json                         what the model is
+
+Shoal's llama has the modules, their names and the rotary pairs of `transformers.LlamaForCausalLM`: tensors go over as
+they are, and only the configuration has other words.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from shoal.checkpoint.formats import safetensors
+from shoal.checkpoint.formats.lazy_tensor import Unread
+from shoal.checkpoint.storage.filesystem import Disk
+from shoal.errors import Problem, ShoalError, raise_if
+from shoal.files import read_regular
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+CONFIG = "config.json"
+MOST_JSON = 256 * 2**20
+
+WORDS = {
+    "vocabulary": "vocab_size",
+    "hidden": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn": "intermediate_size",
+    "max_sequence": "max_position_embeddings",
+    "rope_theta": "rope_theta",
+    "norm_eps": "rms_norm_eps",
+    "tied": "tie_word_embeddings",
+    "init_std": "initializer_range",
+}
+"""What shoal calls a setting of a llama → what Hugging Face calls it."""
+
+DEFAULTS = {
+    "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "intermediate_size": 11008, "max_position_embeddings": 2048, "rope_theta": 10000.0, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False, "initializer_range": 0.02,
+}  # fmt: skip
+"""Of a llama's config.json that does not say."""
+
+DTYPE_WORDS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+
+
+def write(
+    folder: Path,
+    tensors: Mapping[str, Unread],
+    disk: Disk,
+    tell: Callable[[int], None],
+    *,
+    shard_bytes: float,
+    config: Mapping[str, Any] | None,
+) -> list[str]:
+    """Fill a folder; returns the names of its files."""
+    groups = split(tensors, shard_bytes)
+    names = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
+    names = names if len(groups) > 1 else [SINGLE]
+    for name, group in zip(names, groups, strict=True):
+        safetensors.write(folder / name, {key: tensors[key] for key in group}, disk, tell, format="pt")
+    texts: dict[str, Any] = {}
+    if len(groups) > 1:
+        total = sum(tensor.num_bytes for tensor in tensors.values())
+        where = {key: name for name, group in zip(names, groups, strict=True) for key in group}
+        texts[INDEX] = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    if config is not None:
+        texts[CONFIG] = config
+    for name, text in texts.items():
+        with safetensors.new_file(folder / name, disk) as file:
+            disk.write(file, (json.dumps(text, indent=2) + "\n").encode())
+    return [*names, *texts]
+
+
+def split(tensors: Mapping[str, Unread], most_bytes: float) -> list[list[str]]:
+    """Names of the tensors that go into one file each, in their order; one that is too large has its own."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        if groups[-1] and size + tensor.num_bytes > most_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += tensor.num_bytes
+    return groups
+
+
+def read(folder: Path) -> dict[str, Unread]:
+    """The tensors of a folder, from whichever files its index names, or from all there are."""
+    if (folder / INDEX).is_file():
+        where = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
+            raise ShoalError(f"{folder / INDEX} has no weight_map", fix="the index that was written")
+        for name in where.values():
+            if not _PLAIN_NAME.fullmatch(name):
+                raise ShoalError(f"{folder / INDEX} names a file {name[:80]!r}", fix="plain names, without a path")
+        files = {name: safetensors.read(folder / name) for name in sorted(set(where.values()))}
+        raise_if(
+            Problem(f"{name} is not in {file}, where {INDEX} says it is", "the files that were written")
+            for name, file in where.items()
+            if name not in files[file]
+        )
+        return {name: files[file][name] for name, file in where.items()}
+    paths = [folder / SINGLE] if (folder / SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise ShoalError(f"there are no safetensors in {folder}", fix=f"a folder with {SINGLE}, or {INDEX}")
+    found: dict[str, Unread] = {}
+    for path in paths:
+        read = safetensors.read(path)
+        if twice := sorted(found.keys() & read.keys()):
+            raise ShoalError(f"{twice[0]} is in {path.name} and in a file before it", fix=f"an {INDEX} that says which")
+        found.update(read)
+    return found
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Keys and values of a file."""
+    try:
+        text = read_regular(path, MOST_JSON)
+        found = json.loads(text) if len(text) <= MOST_JSON else None
+    except OSError as error:
+        raise ShoalError(f"{path} cannot be read: {error.strerror}", fix="a file that you may read") from error
+    except (ValueError, RecursionError) as error:
+        raise ShoalError(f"{path} is not JSON: {error}", fix="the file as it was written") from None
+    if not isinstance(found, dict):
+        raise ShoalError(f"{path} has no keys and values", fix="the file as it was written")
+    return found
+
+
+# ---- the configuration of a llama -----------------------------------------------------------------------------------
+
+
+def config_of(model: Mapping[str, Any], tensors: Mapping[str, Unread]) -> dict[str, Any] | None:
+    """`config.json` of the model section of a recipe; None if it is no llama, which Hugging Face would not know."""
+    if model.get("name") != "llama":
+        return None
+    arguments = {key: value for key, value in model.items() if key != "name" and value is not None}
+    known = import_module("shoal.models.llama_config")
+    llama = known.configure("llama", known.PRESETS, known.LlamaConfig(), arguments)
+    said = dataclasses.asdict(llama)
+    _refuse_another(said, tensors)
+    dtypes = [tensor.dtype for tensor in tensors.values()]
+    word = DTYPE_WORDS.get(max(set(dtypes), key=dtypes.count), "float32")
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **{theirs: said[ours] for ours, theirs in WORDS.items()},
+        "head_dim": llama.dim_of_head,
+        "rope_parameters": {"rope_type": "default", "rope_theta": llama.rope_theta},
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "use_cache": True,
+        "torch_dtype": word,
+    }
+
+
+def _refuse_another(said: Mapping[str, Any], tensors: Mapping[str, Unread]) -> None:
+    layers = {name.split(".")[2] for name in tensors if name.startswith("model.layers.")}
+    embedding = tensors.get("model.embed_tokens.weight")
+    there = (list(embedding.shape) if embedding else None, len(layers), "lm_head.weight" not in tensors)
+    wanted = ([said["vocabulary"], said["hidden"]], said["num_layers"], said["tied"])
+    if there != wanted:
+        words = "an embedding of {}, {} layers and {} head"
+        one, other = (words.format(e, n, "a tied" if tied else "an own") for e, n, tied in (there, wanted))
+        raise ShoalError(
+            f"the recipe is of another model: the checkpoint has {one}, and the recipe {other}",
+            fix="--recipe with the recipe that the checkpoint was trained with",
+        )
+
+
+def model_of(config: Mapping[str, Any], path: Path) -> dict[str, Any] | None:
+    """The model section of a recipe for a `config.json`; None if it is no llama. Raises if it is one that shoal's llama
+    is not."""
+    if config.get("model_type") != "llama":
+        return None
+    rope = config.get("rope_parameters") or {}
+    scaling = config.get("rope_scaling") or rope
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    others = (
+        (kind != "default", f"rotary positions of the type {kind!r}"),
+        (config.get("attention_bias", False), "biases in its attention"),
+        (config.get("mlp_bias", False), "biases in its feed-forward"),
+        (config.get("hidden_act", "silu") != "silu", f"the activation {config.get('hidden_act')!r}"),
+    )
+    fix = "--format safetensors takes the tensors alone, for a model of your own"
+    raise_if(
+        [Problem(f"{path} says that the model has {what}, which shoal's llama has not", fix) for is_so, what in others
+         if is_so]
+    )  # fmt: skip
+    told = {**DEFAULTS, **rope, **{key: value for key, value in config.items() if value is not None}}
+    told.setdefault("num_key_value_heads", told["num_attention_heads"])
+    return {"name": "llama", **{ours: told[theirs] for ours, theirs in WORDS.items() if theirs in told}}
+
+
+def without_copies(tensors: Mapping[str, Unread], model: Mapping[str, Any]) -> dict[str, Unread]:
+    """What a llama of shoal's has: no second name of a tied embedding, no table of rotary angles."""
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not name.endswith("rotary_emb.inv_freq") and not (model["tied"] and name == "lm_head.weight")
+    }

@@ -1,0 +1,248 @@
+"""Make a checkpoint of what others have written: safetensors, a folder of Hugging Face, or one of
+torch.distributed.checkpoint.
+
+Tensors are read box by box and written to files of a bounded size, a tensor that is larger in several pieces. Then it
+is a checkpoint as any other: with hashes, there as a whole or not at all, and loaded on any layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from shoal.checkpoint.formats import dcp, huggingface, safetensors
+from shoal.checkpoint.formats.export import failed, refuse_inside_a_file, refuse_little_room
+from shoal.checkpoint.formats.lazy_tensor import Unread
+from shoal.checkpoint.save import key_of
+from shoal.checkpoint.storage import shard_file
+from shoal.checkpoint.storage.locate import find
+from shoal.checkpoint.storage.manifest import NAME, Entry, File, Manifest, Piece, Shape
+from shoal.checkpoint.storage.store import Store
+from shoal.errors import ShoalError, listed
+
+FORMATS = ("auto", "safetensors", "huggingface", "dcp")
+FILE_BYTES = 256 * 2**20
+"""Of one file of the checkpoint, which is in memory while it is written; a box that is larger has its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class How:
+    """What is read, and as what."""
+
+    format: str = "auto"
+    step: int = 0
+    prefix: str = ""
+    """What stands before the names of weights there; what has another name is left out."""
+    overwrite: bool = False
+    file_bytes: int = FILE_BYTES
+    """The most that one file of the checkpoint holds."""
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """What was found."""
+
+    source: str
+    """The name of the file or folder."""
+    format: str
+    model: dict[str, Unread]
+    """Name of a parameter → its values."""
+    states: dict[tuple[str, str], Unread] = field(default_factory=dict)
+    """State and name of a parameter → what an optimizer kept."""
+    left_out: tuple[str, ...] = ()
+    section: dict[str, Any] | None = None
+    """The model section of a recipe that these weights fit."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all that will be written."""
+        return sum(tensor.num_bytes for tensor in (*self.model.values(), *self.states.values()))
+
+
+def bring(found: Foreign, to: Path, how: How, tell: Callable[[int], None]) -> Path:
+    """Write a checkpoint of what was found; returns its step. `tell` hears of every part how many bytes it had."""
+    store = Store(to)
+    _refuse_taken(store, how)
+    try:
+        draft = store.begin(how.step)
+        refuse_little_room(to, found.num_bytes)
+        manifest = _write(draft, store, found, how, tell)
+        Manifest.parse(manifest.to_bytes())  # whatever was read, what is written can be loaded
+        return store.commit(manifest)
+    except BaseException as error:
+        store.abandon(how.step)
+        if isinstance(error, OSError):
+            raise failed(to, error) from error
+        raise
+
+
+def _refuse_taken(store: Store, how: How) -> None:
+    root = store.root
+    refuse_inside_a_file(root)
+    if root.exists() and not root.is_dir():
+        raise ShoalError(f"{root} is a file, and a checkpoint is a directory", fix="a directory of its own")
+    there = {path.name for path in root.iterdir() if not path.name.startswith(".draft-")} if root.is_dir() else set()
+    if not there:
+        return
+    own = {store.path(how.step).name, "latest"}
+    if how.step not in store.steps() or not there <= own:
+        raise ShoalError(
+            f"{root} holds {', '.join(sorted(there - own)[:3] or sorted(there))}; nothing was touched",
+            fix="import into a directory of its own",
+        )
+    if not how.overwrite:
+        raise ShoalError(f"{root} has step {how.step} already; nothing was touched", fix="another name, or --overwrite")
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+def read(source: Path, how: How) -> Foreign:
+    """What there is to be imported."""
+    kind = detect(source) if how.format == "auto" else how.format
+    section = None
+    others: list[str] = []
+    if kind == "dcp":
+        tensors, others = dcp.read(_folder(source, "dcp", dcp.METADATA))
+    elif kind == "huggingface":
+        folder = _folder(source, "huggingface", huggingface.CONFIG)
+        tensors = huggingface.read(folder)
+        section = huggingface.model_of(huggingface.read_json(folder / huggingface.CONFIG), folder / huggingface.CONFIG)
+        if section is not None:
+            tensors = huggingface.without_copies(tensors, section)
+    else:
+        _refuse_missing(source)
+        tensors = huggingface.read(source) if source.is_dir() else safetensors.read(source)
+    return _sorted_out(Foreign(source.name, kind, {}, left_out=tuple(others), section=section), tensors, how.prefix)
+
+
+def detect(source: Path) -> str:
+    """What is in a file or folder, by its names."""
+    _refuse_missing(source)
+    if source.is_dir():
+        if (source / dcp.METADATA).is_file():
+            return "dcp"
+        if any(source.glob("*.safetensors")) and not (source / NAME).is_file():
+            return "huggingface" if (source / huggingface.CONFIG).is_file() else "safetensors"
+        _refuse_own(source)
+    elif source.suffix == ".safetensors":
+        return "safetensors"
+    raise ShoalError(
+        f"{source} is nothing that can be imported",
+        fix=f"a .safetensors file, a folder of them, or a folder with {dcp.METADATA}; --format says which. A .pt or "
+        ".bin file: save it as safetensors first, safetensors.torch.save_file(torch.load(..., weights_only=True), ...)",
+    )
+
+
+def _refuse_missing(source: Path) -> None:
+    if not source.exists():
+        raise ShoalError(f"there is no {source}", fix="a file or a folder that is there")
+
+
+def _refuse_own(source: Path) -> None:
+    """A checkpoint of shoal's needs no import."""
+    try:
+        step = find(source)
+    except ShoalError:
+        return
+    raise ShoalError(
+        f"{source} holds checkpoints of shoal already, such as {step.path.name}", fix="load it as it is: run.load(...)"
+    )
+
+
+def _folder(source: Path, kind: str, needs: str) -> Path:
+    _refuse_missing(source)
+    if not (source / needs).is_file():
+        others = [name for name in FORMATS[1:] if name != kind]
+        raise ShoalError(
+            f"{source} has no {needs}, which the form {kind} has", fix=f"--format {listed(others)}, or another folder"
+        )
+    return source
+
+
+def _sorted_out(found: Foreign, tensors: Mapping[str, Unread], prefix: str) -> Foreign:
+    """Weights, states of weights that are there, and the rest."""
+    model: dict[str, Unread] = {}
+    states: dict[str, tuple[str, str]] = {}
+    left_out = list(found.left_out)
+    for name, tensor in tensors.items():
+        state = dcp.state_of_name(name) if found.format == "dcp" else _state_of_name(name)
+        if state is not None:
+            states[name] = state
+        elif name.startswith(prefix):
+            model[name.removeprefix(prefix)] = tensor
+        else:
+            left_out.append(name)
+    if not model:
+        raise ShoalError(
+            f"none of the {len(tensors)} tensors there is a weight" + (f" called {prefix}..." if prefix else ""),
+            fix=f"--prefix with what stands before the names: {', '.join(list(tensors)[:3]) or 'there are none'}",
+        )
+    fitting: dict[tuple[str, str], Unread] = {}
+    for name, (kind, parameter) in states.items():
+        known = parameter if parameter in model else parameter.removeprefix(prefix)
+        if known in model and tensors[name].shape in ((), model[known].shape):
+            fitting[kind, known] = tensors[name]
+        else:
+            left_out.append(name)
+    return replace(found, model=model, states=fitting, left_out=tuple(left_out))
+
+
+def _state_of_name(name: str) -> tuple[str, str] | None:
+    """Kind and parameter of a state that `shoal checkpoint export --optimizer` has written; None: it is no state."""
+    parts = name.split("/", 2)
+    return (parts[1], parts[2]) if parts[0] == "optimizer" and len(parts) == 3 else None
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+
+def _write(draft: Path, store: Store, found: Foreign, how: How, tell: Callable[[int], None]) -> Manifest:
+    tensors = {f"model/{name}": tensor for name, tensor in found.model.items()}
+    scalars: dict[str, dict[str, float]] = {}
+    for (kind, parameter), tensor in found.states.items():
+        if tensor.shape:
+            tensors[f"optimizer/{kind}/{parameter}"] = tensor
+        else:
+            scalars.setdefault(parameter, {})[kind] = float(tensor.boxes[0].read())
+    files: dict[str, File] = {}
+    pieces: dict[str, list[Piece]] = {name: [] for name in tensors}
+    for number, group in enumerate(_groups(tensors, how.file_bytes)):
+        file = f"shard-{number:05d}.safetensors"
+        values: dict[str, Tensor] = {}
+        for name, place in group:
+            box = tensors[name].boxes[place]
+            key = key_of(name, box.begin)
+            pieces[name].append(Piece(file, key, box.begin, box.shape))
+            values[key] = box.read()
+            tell(values[key].numel() * values[key].element_size())
+        files[file] = shard_file.write(draft / file, values, store.disk)
+    entries = {name: Entry(tensor.dtype, tensor.shape, tuple(pieces[name])) for name, tensor in tensors.items()}
+    state: dict[str, Any] = {"imported": {"from": found.source, "format": found.format}, "scalars": scalars}
+    if found.section is not None:
+        state["model"] = found.section
+    return Manifest(step=how.step, tensors=entries, files=files, state=state)
+
+
+def _groups(tensors: Mapping[str, Unread], most_bytes: int) -> Iterator[list[tuple[str, int]]]:
+    """What goes into one file each: names, and which box of each."""
+    group: list[tuple[str, int]] = []
+    size = 0
+    for name, tensor in tensors.items():
+        for place, box in enumerate(tensor.boxes):
+            box_bytes = _num_bytes(tensor, box.shape)
+            if group and size + box_bytes > most_bytes:
+                yield group
+                group, size = [], 0
+            group.append((name, place))
+            size += box_bytes
+    if group:
+        yield group
+
+
+def _num_bytes(tensor: Unread, shape: Shape) -> int:
+    return Unread(tensor.dtype, shape, ()).num_bytes

@@ -1,0 +1,71 @@
+"""Tensors that nobody has read yet: what they are, and the boxes that they can be read in, one at a time.
+
+What is exported or imported is larger than memory. So a tensor on its way is a list of boxes, each of which is read
+when it is written, and forgotten then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+
+from torch import Tensor
+
+from shoal.checkpoint.storage.manifest import SIZES, Shape
+
+BLOCK = 8 * 2**20
+"""Bytes that are read at a time, if a row is not larger."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A part of a tensor, and how to read it."""
+
+    begin: Shape
+    shape: Shape
+    read: Callable[[], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A tensor, as boxes that fill it."""
+
+    dtype: str
+    """As safetensors calls it."""
+    shape: Shape
+    boxes: tuple[Box, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all its values."""
+        return prod(self.shape) * SIZES[self.dtype]
+
+
+def by_rows(dtype: str, shape: Sequence[int], rows: Callable[[int, int], Tensor]) -> Unread:
+    """A tensor of which rows can be read; one without dims is read by `rows(0, 1)`."""
+    rest = tuple(shape[1:])
+    boxes = tuple(
+        Box((begin, *(0 for _ in rest)), (end - begin, *rest), partial(rows, begin, end)) if shape
+        else Box((), (), partial(rows, begin, end))
+        for begin, end in row_blocks(dtype, shape)
+    )  # fmt: skip
+    return Unread(dtype, tuple(shape), boxes)
+
+
+def row_blocks(dtype: str, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Rows to read at a time.
+
+    >>> list(row_blocks("F32", (5, 2**20)))
+    [(0, 2), (2, 4), (4, 5)]
+    >>> list(row_blocks("F32", ()))
+    [(0, 1)]
+    """
+    num_rows = shape[0] if shape else 1
+    row = prod(shape[1:]) * SIZES[dtype]
+    many = max(1, BLOCK // max(1, row))
+    if not num_rows:
+        yield 0, 0
+    for begin in range(0, num_rows, many):
+        yield begin, min(num_rows, begin + many)

@@ -1,0 +1,104 @@
+"""What differs from replica to replica, in a checkpoint.
+
+Under `compress=` a replica keeps what it could not send. Under `sync=` it has weights and an optimizer of its own until
+islands meet. Each replica's is saved:
+
+    replica/2/residual/NAME           what replica 2 owes to a gradient (residual.tp1: its tp rank 1, where each owes)
+    replica/2/model/NAME              the weights of island 2; model/NAME are those that all share
+    replica/2/optimizer/STATE/NAME    what its optimizer keeps; there is no optimizer/STATE/NAME then
+    replica/2/sent/NAME               the weights that island 2 has sent, if what they come to has not been applied yet
+    outer/momentum/NAME, outer/arrived/NAME, narrow/BEGIN/NAME     the same for all
+
+One rule brings them back on another number of replicas: with as many as there were, each has its own; else all have the
+mean. A residual counts 1/W for the mean gradient, so its mean is what all of them owed; and the mean of the islands is
+what they would tell each other at their next meeting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count, takewhile
+
+from torch import Tensor
+
+from shoal.checkpoint.state.model_state import Held, Holder
+from shoal.checkpoint.storage.manifest import Manifest
+from shoal.numerics.local_tensor import local
+from shoal.parallel.data.bucket_averager import Averager
+from shoal.parallel.parallel_model import Composed
+
+
+def held_by_replicas(holder: Holder) -> Iterator[Held]:
+    """What this rank holds beside what `held_by` says."""
+    composed = holder.composed
+    firsts = {second: first for first, second in composed.tied}
+
+    def held(kind: str, name: str, value: Tensor, *, is_own: bool) -> Held:
+        known = firsts.get(name, name)
+        begin, _ = composed.box(name)
+        lanes = _averagers(composed)[0].lanes
+        path = f"replica/{lanes.rank}/{kind}/{known}" if is_own else f"{kind}/{known}"
+        is_told = composed.speaks_for(name, besides=composed.meeting_axes if is_own else ())
+        return Held(path, composed.shapes[name], begin, value, is_told, is_needed=False, replicas=lanes.size)
+
+    for averager in _averagers(composed):
+        for name, residual in averager.residuals():
+            yield _residual(composed, name, residual, averager)
+        for name, matrix in averager.narrow():
+            begin, _ = composed.box(name)
+            path = f"narrow/{','.join(map(str, begin))}/{firsts.get(name, name)}"
+            is_told = composed.speaks_for(name)
+            yield Held(path, tuple(matrix.shape), (0, 0), matrix, is_told, is_needed=False)
+    islands = composed.islands
+    if islands is None:
+        return
+    for name in islands.shared:
+        parameter = composed.named[name]
+        yield held("model", name, local(parameter).detach(), is_own=True)
+        for kind, state in holder.optimizer.state.get(holder.updated(parameter), {}).items():
+            if isinstance(state, Tensor) and state.dim():
+                yield held(f"optimizer/{kind}", name, local(state), is_own=True)
+        yield held("outer/momentum", name, islands.momentum[name], is_own=False)
+        if islands.outer.delay:
+            yield held("sent", name, islands.sent[name], is_own=True)
+            yield held("outer/arrived", name, islands.arrived[name], is_own=False)
+
+
+def _residual(composed: Composed, name: str, residual: Tensor, averager: Averager) -> Held:
+    """What is owed to a gradient. Copies that are summed up only after they have travelled owe each their own: tp ranks
+    of a weight that each used for its own tokens, and two stages that hold one parameter."""
+    is_partial = composed.islands is None and name in composed.tensor.partial
+    kind = f"residual.tp{composed.tensor.index}" if is_partial else "residual"
+    own = composed.meeting_axes + (("tp",) if is_partial else ())
+    is_told = composed.speaks_for(name, besides=own, and_copies=True)
+    begin, _ = composed.box(name)
+    path = f"replica/{averager.lanes.rank}/{kind}/{name}"
+    return Held(path, composed.shapes[name], begin, residual, is_told, is_needed=False, replicas=averager.lanes.size)
+
+
+def _averagers(composed: Composed) -> list[Averager]:
+    if composed.islands is not None:
+        return composed.islands.fragments
+    return [] if composed.reducer is None else [composed.reducer.averager]
+
+
+def sources(manifest: Manifest, piece: Held, *, has_islands: bool) -> list[str]:
+    """Which tensors of a checkpoint a piece is the mean of: one, several, or none.
+
+    `piece` is of one replica or of all, and so is what the checkpoint has. Who has no islands takes the mean of the
+    weights of those that there were, not what they shared when they last met.
+    """
+    if _is_of_another_rank(manifest, piece):
+        return []
+    plain = piece.name.split("/", 2)[2] if piece.name.startswith("replica/") else piece.name
+    siblings = list(takewhile(manifest.tensors.__contains__, (f"replica/{r}/{plain}" for r in count())))
+    is_shared = piece.name == plain and (has_islands or not siblings)
+    if piece.name in manifest.tensors and (is_shared or len(siblings) == piece.replicas > 1):
+        return [piece.name]
+    return siblings or [name for name in [plain] if name in manifest.tensors]
+
+
+def _is_of_another_rank(manifest: Manifest, piece: Held) -> bool:
+    """A narrow matrix of another width than is wanted now is no begin for one."""
+    known = manifest.tensors.get(piece.name)
+    return piece.name.startswith("narrow/") and known is not None and known.shape != piece.whole

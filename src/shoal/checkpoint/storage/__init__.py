@@ -1,0 +1,1 @@
+"""Files of a checkpoint: manifest, shards, and the file system or object store that holds them."""

@@ -1,0 +1,264 @@
+"""What a checkpoint asks of a file system: few operations, each of which may fail, and none of which a process has to
+survive.
+
+A save is safe if killing the process before any one of them leaves the checkpoint before it intact. All that change
+something go through here and are counted, in an order that is the same every time, so that a test can do just that,
+and worse: see `shoal.blueprint.faults`.
+
+Paths are names. What is done with them, a disk does: this one is of this machine,
+`shoal.checkpoint.storage.object_store` has one that is not.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from shoal.blueprint.faults import Fault, Faults
+from shoal.files import open_regular, opened, read_regular
+from shoal.observe.durable_write import make_directory, sync
+
+Buffer = bytes | memoryview
+_MOST_PARTS = 512
+"""Of one call of the system; 1024 is what it takes at least."""
+
+
+class Source(Protocol):
+    """A file that is read, by several threads at a time."""
+
+    size: int
+
+    def read_into(self, begin: int, view: memoryview) -> int:
+        """Fill memory with what the file has from a place on; returns how many bytes there were."""
+        ...
+
+    def close(self) -> None:
+        """Let go of it."""
+        ...
+
+
+class Disk:
+    """A file system, operation by operation; every one is on the disk when it returns, or is followed by a `sync`."""
+
+    renames = True
+    """Whether a directory gets another name at once, or not at all."""
+
+    def __init__(self, faults: Faults | None = None) -> None:
+        self.count = 0
+        self.saves = 0
+        self._step: int | None = None
+        self._before_save = 0
+        self._faults = faults
+        self._is_to_corrupt = False
+        self._lasting: set[Path] = set()
+        """Directories whose names, and those of their parents, are known to be on the disk."""
+
+    # ---- operations that change something; each is counted -----------------------------------------------------------
+
+    def make(self, path: Path) -> None:
+        """A directory, with those above it; all of them survive a power loss."""
+        self._may_fail(path)
+        self._make_lasting(path)
+
+    def make_draft(self, path: Path) -> None:
+        """A directory that will be renamed, or removed, and may be lost until then."""
+        self._may_fail(path)
+        path.mkdir(exist_ok=True)
+
+    def create(self, path: Path) -> Any:
+        """A new file to write to."""
+        self._may_fail(path)
+        return opened(path, "wb", buffering=0)
+
+    def write(self, file: Any, *parts: Buffer) -> None:
+        """More of it."""
+        failure = self._count()
+        parts = self._as_ordered(parts)
+        try:
+            if failure:
+                whole = b"".join(parts)
+                self._put(file, [memoryview(whole[: len(whole) // 2])])
+                raise failure.error(_name(file))
+            self._put(file, [memoryview(part) for part in parts if len(part)])
+        except OSError as error:
+            error.filename = error.filename or _name(file)  # a failed write does not say of what
+            raise
+
+    def close(self, file: Any) -> None:
+        """All of it is on the disk after this."""
+        try:
+            self._may_fail(_name(file))
+            os.fsync(file.fileno())
+        except OSError as error:
+            error.filename = error.filename or _name(file)
+            raise
+        finally:
+            file.close()
+
+    def put(self, path: Path, text: bytes) -> None:
+        """A small file, all of it."""
+        file = self.create(path)
+        try:
+            self.write(file, text)
+        except BaseException:
+            self.give_up(file)
+            raise
+        self.close(file)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """At once, or not at all."""
+        self._may_fail(old)
+        old.rename(new)
+
+    def sync(self, path: Path) -> None:
+        """What was made, renamed or removed in a directory stays so; or what others have written to a file."""
+        self._may_fail(path)
+        sync(path)
+
+    def remove(self, path: Path) -> None:
+        """A file, or a directory with all that is in it."""
+        self._may_fail(path)
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+    # ---- what changes nothing ----------------------------------------------------------------------------------------
+
+    def give_up(self, file: Any) -> None:
+        """Let go of a file that is not finished."""
+        file.close()
+
+    def names(self, directory: Path) -> list[str]:
+        """Of what is in a directory; of none, if there is no such directory."""
+        return sorted(os.listdir(directory)) if directory.is_dir() else []
+
+    def has(self, path: Path) -> bool:
+        """Whether there is such a file."""
+        return path.is_file()
+
+    def size(self, path: Path) -> int:
+        """Bytes of a file."""
+        return path.stat().st_size
+
+    def read(self, path: Path, most: int) -> bytes:
+        """What a file says, up to so many bytes."""
+        return read_regular(path, most)[:most]
+
+    def open(self, path: Path) -> Source:
+        """A file to read from."""
+        return _Local(path)
+
+    def free(self, path: Path) -> int | None:
+        """Bytes that can still be written below a path. None: nobody knows."""
+        while not path.is_dir() and path != path.parent:
+            path = path.parent
+        return shutil.disk_usage(path).free
+
+    def probe(self, directory: Path) -> None:
+        """Write something below a directory and remove it again; raises if that cannot be done."""
+        self._make_lasting(directory)  # so that the first save need not
+        path = directory / self._probe_name()
+        try:
+            with opened(path, "xb") as file:
+                file.write(b"shoal")
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _make_lasting(self, path: Path) -> None:
+        if path not in self._lasting or not path.is_dir():
+            make_directory(path)
+            self._lasting.add(path)
+
+    def _probe_name(self) -> str:
+        return f".draft-probe-{secrets.token_hex(8)}"
+
+    # ---- faults ------------------------------------------------------------------------------------------------------
+
+    def saving(self, step: int, *, again: bool = False) -> None:
+        """What follows belongs to the save of a step; a new one, if it is another step or `again`."""
+        if again or step != self._step:
+            self._step, self._before_save = step, self.count
+            self.saves += 1
+
+    def _may_fail(self, path: object) -> None:
+        """Count an operation, and fail if it was ordered to."""
+        if failure := self._count():
+            raise failure.error(path)
+
+    def _count(self) -> Fault | None:
+        """Count an operation, and let what was ordered for it happen; returns how it has to fail, if it has to."""
+        self.count += 1
+        if self._faults is None:
+            import torch.distributed as dist  # here, so that to look at a checkpoint needs no torch
+
+            self._faults = Faults.here(dist.get_rank() if dist.is_initialized() else 0)
+        if not self._faults.ordered:
+            return None
+        if self._due("kill_at"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault := self._due("slow_disk_at"):
+            time.sleep(fault.seconds)
+        self._is_to_corrupt |= self._due("corrupt_at") is not None
+        return self._due("disk_full_at")
+
+    def _as_ordered(self, parts: tuple[Buffer, ...]) -> tuple[Buffer, ...]:
+        """What is written in place of what was meant: the same, or with one bit in the middle turned over."""
+        if not self._is_to_corrupt:
+            return parts
+        self._is_to_corrupt, changed = False, bytearray(b"".join(parts))
+        changed[len(changed) // 2] ^= 1
+        return (bytes(changed),)
+
+    def _due(self, kind: str) -> Fault | None:
+        assert self._faults is not None
+        return self._faults.due(
+            kind,
+            step=self._step,
+            write=self.count,
+            save=self.saves,
+            write_of_save=self.count - self._before_save,
+        )
+
+    def _put(self, file: BinaryIO, parts: Sequence[memoryview]) -> None:
+        """Write all of them, and have the disk begin with it."""
+        handle, left = file.fileno(), list(parts)
+        begin = os.lseek(handle, 0, os.SEEK_CUR)
+        while left:
+            written = os.writev(handle, left[:_MOST_PARTS])
+            while left and written >= len(left[0]):
+                written -= len(left.pop(0))
+            if written:
+                left[0] = left[0][written:]
+        if hasattr(os, "posix_fadvise"):
+            # "Not needed" makes the system write dirty pages now, beside what we do next, and not all of them in fsync.
+            os.posix_fadvise(handle, begin, 0, os.POSIX_FADV_DONTNEED)
+
+
+class _Local:
+    """A file of this machine."""
+
+    def __init__(self, path: Path) -> None:
+        self._handle = open_regular(path)
+        self.size = os.fstat(self._handle).st_size
+
+    def read_into(self, begin: int, view: memoryview) -> int:
+        done = 0
+        while done < len(view) and (count := os.preadv(self._handle, [view[done:]], begin + done)):
+            done += count
+        return done
+
+    def close(self) -> None:
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            os.close(handle)
+
+
+def _name(file: Any) -> str:
+    return str(getattr(file, "name", None) or getattr(file, "path", ""))

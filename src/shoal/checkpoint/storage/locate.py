@@ -1,0 +1,174 @@
+"""Which checkpoints a path means: the directory of a run, a store of steps, or one step. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from shoal.checkpoint.storage.filesystem import Disk
+from shoal.checkpoint.storage.manifest import MOST_BYTES, NAME, SIZES, Entry, Manifest
+from shoal.checkpoint.storage.store import ASIDE, DAMAGED, DRAFT, LATEST, STEP, Store, root_of, wrong_sizes
+from shoal.errors import ShoalError
+from shoal.files import read_regular
+
+MOST_NAME = 4096
+"""Bytes of a file that holds a name."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step that is done, wherever it lies."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all its files but the manifest."""
+        return sum(file.size for file in self.manifest.files.values())
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all tensors of the model."""
+        return sum(prod(entry.shape) for entry in self._model())
+
+    @property
+    def model_bytes(self) -> int:
+        """Of all tensors of the model."""
+        return sum(prod(entry.shape) * SIZES[entry.dtype] for entry in self._model())
+
+    def _model(self) -> list[Entry]:
+        return [entry for name, entry in self.manifest.tensors.items() if name.startswith("model/")]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Something in a store: a step, or what was to become one."""
+
+    path: Path
+    step: Step | None
+    """None: it is not there as a whole."""
+    trouble: str = ""
+    """What is wrong with it, as far as that shows without reading its files."""
+    is_latest: bool = False
+    when: float = 0.0
+    """Seconds since 1970."""
+
+
+def find(path: Path, step: int | None = None) -> Step:
+    """The step that a path means: itself, or the one that is asked for of those in it, or the newest of them."""
+    folder = folder_of(path, step)
+    return Step(folder, read_manifest(folder))
+
+
+def folder_of(path: Path, step: int | None = None) -> Path:
+    """Where that step is, whatever is in it."""
+    folders = folders_of(path)
+    if step is None:
+        return folders[-1]
+    there = {read_manifest(path).step: path} if (path / NAME).is_file() else _done(path)
+    if step not in there:
+        raise ShoalError(
+            f"there is no checkpoint of step {step} in {path}",
+            fix=f"--step with one of those that are there: {', '.join(map(str, there))}",
+        )
+    return there[step]
+
+
+def folders_of(path: Path) -> list[Path]:
+    """Where all steps are that a path means, the oldest first."""
+    _refuse_no_directory(path)
+    return [path] if (path / NAME).is_file() else list(_done(path).values())
+
+
+def listing(path: Path) -> list[Listed]:
+    """Everything that a path holds of checkpoints: steps by their number, then drafts."""
+    _refuse_no_directory(path)
+    if (path / NAME).is_file():
+        return [_listed(path, "")]
+    root = root_of(path)
+    latest = _text(root / LATEST).strip()
+    found = [_listed(folder, latest) for folder in _candidates(root)]
+    if not found:
+        raise _nothing_in(path)
+    return found
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Of one step, under whatever name it lies."""
+    try:
+        text = read_regular(folder / NAME, MOST_BYTES)
+    except OSError as error:
+        raise ShoalError(f"{folder / NAME} cannot be read: {error.strerror}", fix="another checkpoint") from error
+    try:
+        return Manifest.parse(text)
+    except ShoalError as error:
+        raise ShoalError(*error.problems, title=str(folder)) from None
+
+
+def _done(path: Path) -> dict[int, Path]:
+    """Step → where it is, the oldest first; of one that was saved several times, the last one."""
+    store = Store(root_of(path))
+    found = {step: store.path(step) for step in store.steps()}
+    if not found:
+        raise _nothing_in(path)
+    return found
+
+
+def _candidates(root: Path) -> Iterator[Path]:
+    names = sorted(entry.name for entry in root.iterdir())
+    yield from (root / name for name in names if STEP.fullmatch(name))
+    yield from (root / name for name in names if name.startswith("step-") and DAMAGED in name)
+    yield from (root / name for name in names if name.startswith((ASIDE, DRAFT)) and (root / name).is_dir())
+
+
+def _listed(folder: Path, latest: str) -> Listed:
+    if folder.name.startswith(DRAFT):
+        return Listed(folder, None, "a draft: never finished, or on its way", when=_when(folder))
+    if not (folder / NAME).is_file():
+        return Listed(folder, None, f"damaged: it has no {NAME}", when=_when(folder))
+    is_latest, when = folder.name == latest, _when(folder / NAME)
+    try:
+        step = Step(folder, read_manifest(folder))
+    except ShoalError as error:
+        return Listed(folder, None, f"damaged: {error.problems[0].what}", is_latest, when)
+    trouble = _trouble(step) or ("set aside" if folder.name.startswith(ASIDE) else "")
+    return Listed(folder, step, trouble, is_latest, when)
+
+
+def _trouble(step: Step) -> str:
+    """What shows without reading: a file that is gone, or of another size."""
+    return next((f"damaged: {name} {what}" for name, what in wrong_sizes(step.path, step.manifest, Disk())), "")
+
+
+def _when(path: Path) -> float:
+    return path.lstat().st_mtime
+
+
+def _text(path: Path) -> str:
+    try:
+        return read_regular(path, MOST_NAME)[:MOST_NAME].decode()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _refuse_no_directory(path: Path) -> None:
+    if path.is_file():
+        raise ShoalError(
+            f"{path} is a file, and a checkpoint is a directory",
+            fix="the directory of a run, of its checkpoints, or of one step; shoal checkpoint import reads other files",
+        )
+    if not path.is_dir():
+        near = next((parent for parent in path.parents if parent.is_dir()), Path())
+        raise ShoalError(
+            f"there is no directory {path}", fix=f"the directory of a run or of a step; ls {near} shows what is there"
+        )
+
+
+def _nothing_in(path: Path) -> ShoalError:
+    return ShoalError(
+        f"there is no checkpoint in {path}",
+        fix="the directory of a run (which has checkpoints/), of its checkpoints, or of one step",
+    )

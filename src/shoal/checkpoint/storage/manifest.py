@@ -1,0 +1,313 @@
+"""The manifest of a checkpoint: one JSON file that says which tensors there are, where their pieces lie, and what every
+byte of every file has to be.
+
+    step-00000120/
+      manifest.json                       written last
+      shard-00000.safetensors ...         one file for each rank that has something to say
+
+torch's checkpoints say this in a pickle, which runs code, and say nothing of the bytes. This one is data that somebody
+may have damaged, or made up: whatever it is, parsing it either gives a manifest in which nothing contradicts itself, or
+a `ShoalError` that names the entry. Names of files lead nowhere else, sizes are bounded before anything is allocated,
+and the pieces of a tensor fill it exactly, without a gap and without a place that two of them claim.
+
+That last thing is one sum. A box is the difference of corners: its indicator has +1 and -1 where its edges begin and
+end. Boxes fill another one, once each place, if and only if their corners cancel to the corners of that one:
+
+    ┌───┬─────┐     + - at every corner; inside, every + meets a -
+    │ a │  b  │
+    ├───┴──┬──┤
+    │  c   │ d│
+    └──────┴──┘
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from shoal.checkpoint.state.known_keys import wrong_in
+from shoal.errors import ShoalError
+
+FORMAT = "shoal checkpoint"
+VERSION = 1
+NAME = "manifest.json"
+CHUNK = 4 * 2**20
+"""Bytes of a file that have one hash, so that a part of it can be read and checked."""
+
+MOST_BYTES = 256 * 2**20
+"""Of a manifest: that of a model with a million tensors on a thousand ranks is smaller."""
+MOST_DIMS = 8
+MOST_ELEMENTS = 2**53
+MOST_PARTS = 2**25
+"""Brackets and commas of a manifest: what it becomes in memory grows with them. That of a million tensors has fewer."""
+DEEPEST = 64
+"""Levels of nesting."""
+
+SIZES = {
+    "F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+"""Names that safetensors gives to dtypes → bytes of one element."""
+
+Shape = tuple[int, ...]
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+_HASH = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a tensor, and where its values are."""
+
+    file: str
+    key: str
+    """Its name in that file."""
+    begin: Shape
+    shape: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor."""
+
+    dtype: str
+    shape: Shape
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """One file, and the SHA-256 of each of its chunks."""
+
+    size: int
+    hashes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """All of a checkpoint but the values."""
+
+    step: int
+    tensors: Mapping[str, Entry]
+    files: Mapping[str, File]
+    state: Mapping[str, Any] = field(default_factory=dict)
+    """What is no tensor: the position in the data, seeds, the recipe, the layout. JSON."""
+
+    def to_bytes(self) -> bytes:
+        """The text of the file."""
+        said = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": self.step,
+            "state": self.state,
+            "files": {
+                name: {"bytes": file.size, "chunk_bytes": CHUNK, "sha256": file.hashes}
+                for name, file in self.files.items()
+            },
+            "tensors": {
+                name: {
+                    "dtype": entry.dtype,
+                    "shape": entry.shape,
+                    "pieces": [
+                        {"file": piece.file, "key": piece.key, "begin": piece.begin, "shape": piece.shape}
+                        for piece in entry.pieces
+                    ],
+                }
+                for name, entry in self.tensors.items()
+            },
+        }
+        return sealed(json.dumps(said, allow_nan=False, separators=(",", ":")).encode())
+
+    @classmethod
+    def parse(cls, text: bytes) -> Manifest:
+        """Read what somebody has written; raises if anything in it cannot be."""
+        if len(text) > MOST_BYTES:
+            raise _wrong(f"has {len(text):,} bytes", f"at most {MOST_BYTES:,}")
+        try:
+            tree = _Reader("", read_json(text))
+        except ShoalError:
+            raise
+        except ValueError as error:  # UnicodeDecodeError is one
+            raise _wrong(f"is not JSON that can be read: {error}", "the file that was written") from None
+        if tree.text("format") != FORMAT:
+            raise _wrong(f"is of the format {tree.value['format']!r}", f"a manifest of the format {FORMAT!r}")
+        if tree.number("version") != VERSION:
+            raise _wrong(f"is of version {tree.value['version']}", f"a shoal that reads it; this one reads {VERSION}")
+        files = {name: _file(name, entry) for name, entry in tree.mapping("files").items()}
+        tensors = {name: _entry(entry, files) for name, entry in tree.mapping("tensors").items()}
+        read = cls(step=tree.number("step"), tensors=tensors, files=files, state=tree.mapping("state").value)
+        if (name := wrong_in(read.state)) is not None:
+            raise _wrong(f"has something else in its state under {name!r} than shoal writes there", "the saved state")
+        if text != sealed(text):  # after all else, which says more of what is wrong
+            raise _wrong("does not have the hash that stands at its end", "the file that was written")
+        return read
+
+
+_SEAL = re.compile(rb',\s*"sha256":\s*"[0-9a-f]{64}"\s*}\s*\Z')
+
+
+def sealed(text: bytes) -> bytes:
+    """A manifest with the hash of what comes before it as its last key, in place of one that is there.
+
+    >>> sealed(b'{"step":1}')[:21], sealed(sealed(b'{"step":1}')) == sealed(b'{"step":1}')
+    (b'{"step":1,"sha256":"c', True)
+    """
+    body = _SEAL.sub(b"", text) if _SEAL.search(text) else text.rstrip()[:-1]
+    return body + b',"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"}'
+
+
+def tiles(shape: Shape, boxes: Iterable[tuple[Shape, Shape]]) -> bool:
+    """Whether boxes, each with its begin and its shape, fill a whole exactly: the corners cancel.
+
+    >>> tiles((2, 3), [((0, 0), (1, 3)), ((1, 0), (1, 1)), ((1, 1), (1, 2))])
+    True
+    >>> tiles((4,), [((0,), (3,)), ((2,), (2,))])
+    False
+    """
+    corners: defaultdict[Shape, int] = defaultdict(int)
+    whole = ((0,) * len(shape), shape)
+    for sign, (begin, size) in itertools.chain([(-1, whole)], ((1, box) for box in boxes)):
+        for upper in itertools.product((0, 1), repeat=len(shape)):
+            place = tuple(b + s * u for b, s, u in zip(begin, size, upper, strict=True))
+            corners[place] += sign * (-1) ** sum(upper)
+    return not any(corners.values())
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+def _file(name: str, said: _Reader) -> File:
+    if not _FILE.fullmatch(name):
+        raise _wrong(f"names a file {name[:80]!r}", "a plain name, without a path")
+    size, chunk = said.number("bytes"), said.number("chunk_bytes")
+    if chunk != CHUNK:
+        raise _wrong(f"hashes {name!r} in chunks of {chunk} bytes", f"chunks of {CHUNK}")
+    hashes = said.list("sha256")
+    if len(hashes) != -(-size // CHUNK):
+        raise _wrong(f"has {len(hashes)} hashes for the {size} bytes of {name!r}", f"{-(-size // CHUNK)}")
+    if not all(isinstance(one, str) and _HASH.fullmatch(one) for one in hashes):
+        raise _wrong(f"has a hash of {name!r} that is none", "64 hexadecimal digits")
+    return File(size, tuple(hashes))
+
+
+def _entry(said: _Reader, files: Mapping[str, File]) -> Entry:
+    dtype, shape = said.text("dtype"), said.shape("shape")
+    if dtype not in SIZES:
+        raise _wrong(f"says that {said.place} is of {dtype[:40]!r}", f"one of {', '.join(SIZES)}")
+    pieces = tuple(_piece(_Reader(f"{said.place}: a piece", one), len(shape), files) for one in said.list("pieces"))
+    for piece in pieces:
+        needed, size = prod(piece.shape) * SIZES[dtype], files[piece.file].size
+        if needed > size:
+            raise _wrong(f"puts {needed} bytes of {said.place} into {piece.file!r}, which has {size}", "a larger file")
+    if not tiles(shape, ((piece.begin, piece.shape) for piece in pieces)):
+        raise _wrong(
+            f"has pieces of {said.place} that do not fill its shape {list(shape)}, each place once", "all of it"
+        )
+    return Entry(dtype, shape, pieces)
+
+
+def _piece(said: _Reader, num_dims: int, files: Mapping[str, File]) -> Piece:
+    piece = Piece(said.text("file"), said.text("key"), said.shape("begin"), said.shape("shape"))
+    if piece.file not in files:
+        raise _wrong(
+            f"puts {said.place} into the file {piece.file[:80]!r}, which it does not list", "a file of its own"
+        )
+    if not len(piece.begin) == len(piece.shape) == num_dims:
+        raise _wrong(f"gives {said.place} another number of dims than its tensor", f"{num_dims}")
+    return piece
+
+
+class _Reader:
+    """Keys and values that may be anything, asked for as what they should be."""
+
+    def __init__(self, place: str, value: Any) -> None:
+        if not isinstance(value, dict):
+            raise _wrong(f"has no keys and values at {place or 'the top'}", "keys and values")
+        self.place, self.value = place, value
+
+    def _get(self, key: str, kind: type[Any], what: str) -> Any:
+        found = self.value.get(key)
+        if type(found) is not kind:
+            raise _wrong(f"has no {key!r} at {self.place or 'the top'} that is {what}", what)
+        return found
+
+    def text(self, key: str) -> str:
+        found: str = self._get(key, str, "a text")
+        return found
+
+    def number(self, key: str) -> int:
+        found: int = self._get(key, int, "a whole number")
+        if not 0 <= found <= MOST_ELEMENTS:
+            raise _wrong(f"says {key}={found} at {self.place or 'the top'}", f"0 to {MOST_ELEMENTS}")
+        return found
+
+    def list(self, key: str) -> list[Any]:
+        found: list[Any] = self._get(key, list, "a list")
+        return found
+
+    def mapping(self, key: str) -> _Mapping:
+        return _Mapping(f"{self.place}{key}", self._get(key, dict, "keys and values"))
+
+    def shape(self, key: str) -> Shape:
+        found = self.list(key)
+        if len(found) > MOST_DIMS or not all(type(size) is int and 0 <= size <= MOST_ELEMENTS for size in found):
+            raise _wrong(f"gives {self.place} the {key} {str(found)[:80]}", f"up to {MOST_DIMS} numbers from 0 on")
+        if prod(size or 1 for size in found) > MOST_ELEMENTS:  # a 0 does not make room for the others: strides overflow
+            raise _wrong(f"gives {self.place} the {key} {found}: more elements than there can be", "a smaller one")
+        return tuple(found)
+
+
+class _Mapping(_Reader):
+    def items(self) -> Iterable[tuple[str, _Reader]]:
+        return ((name, _Reader(repr(name[:200]), value)) for name, value in self.value.items())
+
+
+def read_json(text: bytes) -> Any:
+    """What a text says, if it has no more parts than a checkpoint needs, is not too deep, and says nothing twice.
+    Raises `ValueError` before it costs more than a multiple of what was sent."""
+    if sum(map(text.count, (b"[", b"{", b","))) > MOST_PARTS:
+        raise ValueError(f"more than {MOST_PARTS:,} parts")
+    if _depth(text) > DEEPEST:
+        raise ValueError(f"nested more than {DEEPEST} levels deep")
+    try:
+        return json.loads(text.decode(), object_pairs_hook=_no_twins, parse_constant=_no_constant, parse_float=_finite)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+
+
+def _depth(text: bytes) -> int:
+    """How deep brackets are nested, without building anything; those inside of texts count too, which does no harm."""
+    depth = deepest = 0
+    for match in re.finditer(rb"[\[{]+|[\]}]+", text):
+        size = match.end() - match.start()
+        depth += size if match[0][:1] in b"[{" else -size
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("it says something twice")
+    "".join(found).encode()  # raises where a name holds half of a character, which nobody could print
+    return found
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _no_constant(text)
+
+
+def _no_constant(word: str) -> Any:
+    raise ValueError(f"a number is {word[:40]}")
+
+
+def _wrong(what: str, wanted: str) -> ShoalError:
+    return ShoalError(f"the manifest {what}", fix=f"wanted is {wanted}: load another checkpoint, this one is damaged")

@@ -1,0 +1,162 @@
+"""Object stores, and whatever else a URL of fsspec names: `s3://bucket/run`, `gs://...`, `memory://...`.
+
+There is no rename there, and no directory; but an object is there as a whole or not at all. So the files of a step get
+their last names at once, and its manifest, which comes last, is what makes it a step. They are read by ranges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from shoal.blueprint.faults import Faults
+from shoal.checkpoint.storage.filesystem import Disk
+from shoal.errors import ShoalError, nearest
+
+LOCAL = ("file", "local")
+"""Protocols of this machine, whose disk keeps more promises than fsspec asks of it."""
+
+
+def disk_at(where: str | Path) -> tuple[Disk, Path]:
+    """The disk that a path or a URL is on, and its name there."""
+    protocol, is_url, rest = str(where).partition("://")
+    if not is_url:
+        return Disk(), Path(where)
+    if protocol in LOCAL:
+        return Disk(), Path(rest)
+    import fsspec  # type: ignore[import-untyped]  # some 0.1 s, for those who need it
+
+    try:
+        system, path = fsspec.core.url_to_fs(str(where))
+    except ImportError as error:
+        package = getattr(error.__cause__, "name", None) or protocol
+        raise ShoalError(f"{where} needs the package {package}: {error}", fix=f"pip install {package}") from error
+    except ValueError as error:
+        near = nearest(protocol, fsspec.available_protocols())
+        raise ShoalError(f"{where} cannot be opened: {error}", fix=f"{near or 's3'}://...") from error
+    return Objects(system), Path(path)
+
+
+class Objects(Disk):
+    """A file system of fsspec that may have no rename and no directories."""
+
+    renames = False
+
+    def __init__(self, system: Any, faults: Faults | None = None) -> None:
+        super().__init__(faults)
+        self.system = system
+
+    def make(self, path: Path) -> None:
+        """A directory, where there are any."""
+        self._may_fail(path)
+        self.system.makedirs(str(path), exist_ok=True)
+
+    def make_draft(self, path: Path) -> None:
+        """The same."""
+        self.make(path)
+
+    def create(self, path: Path) -> Any:
+        """A new object; it is there when it is closed."""
+        self._may_fail(path)
+        return self.system.open(str(path), "wb")
+
+    def _put(self, file: Any, parts: Sequence[memoryview]) -> None:
+        for part in parts:
+            file.write(part)
+
+    def close(self, file: Any) -> None:
+        """All of it is there after this."""
+        try:
+            self._may_fail(getattr(file, "path", ""))
+        except OSError:
+            self.give_up(file)
+            raise
+        file.close()
+
+    def put(self, path: Path, text: bytes) -> None:
+        """A small object, at once or not at all."""
+        self._may_fail(path)
+        self.system.pipe_file(str(path), b"".join(self._as_ordered((text,))))
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Never: it would be a copy."""
+        raise AssertionError(f"{old} cannot be renamed")
+
+    def sync(self, path: Path) -> None:
+        """Nothing to do: what was closed is there."""
+
+    def remove(self, path: Path) -> None:
+        """An object, or all whose names begin with this one as with a directory's."""
+        self._may_fail(path)
+        with suppress(FileNotFoundError):
+            self.system.rm(str(path), recursive=True)
+
+    def give_up(self, file: Any) -> None:
+        """Let go of an object that is not finished. Where that cannot be told, it is stored as it is: a step without a
+        manifest is none."""
+        try:
+            file.discard()
+            file.closed = True
+        except Exception:
+            with suppress(Exception):
+                file.close()
+
+    def names(self, directory: Path) -> list[str]:
+        """Of what is in a directory; of none, if there is no such directory."""
+        self.system.invalidate_cache()
+        try:
+            found = {Path(path).name for path in self.system.ls(str(directory), detail=False)}
+        except FileNotFoundError:
+            return []
+        return sorted(found - {directory.name})  # some stores list an object for the directory itself
+
+    def has(self, path: Path) -> bool:
+        """Whether there is such an object."""
+        self.system.invalidate_cache()
+        return bool(self.system.isfile(str(path)))
+
+    def size(self, path: Path) -> int:
+        """Bytes of an object."""
+        return int(self.system.size(str(path)))
+
+    def read(self, path: Path, most: int) -> bytes:
+        """What an object says, up to so many bytes."""
+        return bytes(self.system.cat_file(str(path), start=0, end=most))
+
+    def open(self, path: Path) -> _Object:
+        """An object to read from."""
+        return _Object(self.system, str(path))
+
+    def free(self, path: Path) -> int | None:
+        """Nobody knows."""
+        return None
+
+    def probe(self, directory: Path) -> None:
+        """Store something and remove it again; raises if that cannot be done."""
+        path = str(directory / self._probe_name())
+        self.system.makedirs(str(directory), exist_ok=True)
+        self.system.pipe_file(path, b"shoal")
+        self.system.rm(path)
+
+
+class _Object:
+    """An object that is read, by several threads at a time."""
+
+    def __init__(self, system: Any, path: str) -> None:
+        self._system, self._path = system, path
+        self.size = int(system.size(path))
+
+    def read_into(self, begin: int, view: memoryview) -> int:
+        try:
+            data = self._system.cat_file(self._path, start=begin, end=begin + len(view))
+        except OSError:
+            raise
+        except Exception as error:  # each store has its own
+            raise OSError(f"{type(error).__name__}: {error}") from error
+        view[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        """Nothing is held."""

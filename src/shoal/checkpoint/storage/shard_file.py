@@ -1,0 +1,338 @@
+"""One file of a checkpoint: tensors in the form of safetensors, written and read with a hash of every chunk.
+
+The form is that of the safetensors package, which reads these files as they are: eight bytes with the length of a JSON
+header, the header, and the values one after the other. Chunks are hashed beside their way to the disk, so that nothing
+is read twice; a reader hashes each chunk that it touches, in several threads, where it lies: in the memory that it was
+read for, if all of it was. Who is told that a chunk differs has to take nothing of what was read.
+
+A header is data that somebody may have damaged, or made up, as a manifest is: every tensor lies where its dtype and
+shape say, one after the other, from the first byte to the last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.checkpoint.storage.filesystem import Disk
+from shoal.checkpoint.storage.manifest import CHUNK, MOST_DIMS, MOST_ELEMENTS, SIZES, File, read_json
+from shoal.errors import ShoalError
+
+NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32",
+    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+MOST_HEADER = 100 * 2**20
+"""Bytes of a header; the safetensors package has the same limit."""
+THREADS = 4
+"""That hash, and read: one hashes 1 to 2 GB a second."""
+AHEAD = 8
+"""Chunks that may wait to be hashed, and so stay in memory, while later ones are written."""
+BLOCK = 16 * CHUNK
+"""Bytes that are read at a time when they cannot be read to where they belong."""
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], disk: Disk) -> File:
+    """Write tensors to a new file, to the disk; returns its size and hashes."""
+    header: dict[str, Any] = {}
+    end = 0
+    for key, tensor in tensors.items():
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[key] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = memoryview(len(text).to_bytes(8, "little") + text)
+    hashes: list[Future[str]] = []
+    file = disk.create(path)
+    try:
+        with ThreadPoolExecutor(THREADS, "shoal-hash") as pool:
+            for chunk in _chunks(itertools.chain([head], map(bytes_of, tensors.values()))):
+                hashes.append(pool.submit(_sha256, chunk))
+                disk.write(file, *chunk)
+                if len(hashes) > AHEAD:
+                    hashes[-AHEAD].result()
+    except BaseException:
+        disk.give_up(file)
+        raise
+    disk.close(file)
+    return File(len(head) + end, tuple(one.result() for one in hashes))
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor in host memory, as they lie there."""
+    plain = tensor.detach().cpu().contiguous()
+    return plain.flatten().view(torch.uint8).numpy().data if plain.numel() else memoryview(b"")
+
+
+def _chunks(stream: Iterable[memoryview]) -> Iterator[list[memoryview]]:
+    """A stream of bytes, cut into the chunks of a file: lists of parts, of which none is copied."""
+    chunk: list[memoryview] = []
+    room = CHUNK
+    for data in stream:
+        while data:
+            chunk.append(data[:room])
+            room, data = room - len(chunk[-1]), data[room:]
+            if not room:
+                yield chunk
+                chunk, room = [], CHUNK
+    if chunk:
+        yield chunk
+
+
+def _sha256(parts: Iterable[memoryview]) -> str:
+    hashing = hashlib.sha256()
+    for part in parts:
+        hashing.update(part)
+    return hashing.hexdigest()
+
+
+class Reading:
+    """What the readers of several files share: threads, and the chunks that were read last and not used up."""
+
+    def __init__(self, most_chunks: int = 16) -> None:
+        self.most_chunks = most_chunks
+        self.threads = ThreadPoolExecutor(THREADS, "shoal-read")
+        self._kept: OrderedDict[tuple[Path, int], Future[memoryview]] = OrderedDict()
+
+    def keep(self, path: Path, number: int, chunk: Future[memoryview]) -> None:
+        """Remember a chunk, and forget the one that nobody has asked for the longest."""
+        self._kept[path, number] = chunk
+        if len(self._kept) > self.most_chunks:
+            self._kept.popitem(last=False)
+
+    def kept(self, path: Path, number: int) -> Future[memoryview] | None:
+        """A chunk that is here, or on its way."""
+        if found := self._kept.get((path, number)):
+            self._kept.move_to_end((path, number))
+        return found
+
+    def close(self) -> None:
+        """End the threads, when they are done."""
+        self.threads.shutdown()
+        self._kept.clear()
+
+
+class Reader:
+    """A file of a checkpoint, of which nothing counts as read that does not have its hash. For one thread."""
+
+    def __init__(
+        self,
+        path: Path,
+        file: File,
+        *,
+        disk: Disk | None = None,
+        reading: Reading | None = None,
+        verify: bool = True,
+    ) -> None:
+        """`verify=False` is for who wants to know what hashing costs."""
+        self.path, self.file, self.verify = path, file, verify
+        self.header: dict[str, Any] = {}
+        self._begin = 0
+        self._last = -1
+        self._reading, self._is_alone = reading or Reading(), reading is None
+        try:
+            self._source = (disk or Disk()).open(path)
+        except OSError as error:
+            raise _damaged(path, f"cannot be read: {error.strerror or error}") from error
+        try:
+            self._read_header()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._is_alone:
+            self._reading.close()
+        self._source.close()
+
+    # ---- bytes -------------------------------------------------------------------------------------------------------
+
+    def part(self, begin: int, size: int) -> bytes:
+        """A part of the file; every chunk of it has been checked."""
+        data = bytearray(size)
+        self.read_into(begin, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, begin: int, view: memoryview) -> None:
+        """Fill memory with a part of the file; every chunk of it has been checked when this returns."""
+        assert 0 <= begin <= begin + len(view) <= self.file.size
+        straight: list[Future[None]] = []
+        through: list[tuple[Future[memoryview], int, memoryview]] = []
+        while view:
+            number, at = divmod(begin, CHUNK)
+            size = min(self._size_of(number) - at, len(view))
+            if size == self._size_of(number) and not self._reading.kept(self.path, number):
+                straight.append(self._reading.threads.submit(self._read_chunk, number, view[:size]))
+            else:
+                through.append((self._chunk(number), at, view[:size]))
+            self._last = number
+            begin, view = begin + size, view[size:]
+        wait(straight)  # all of them, so that none writes to this memory after another one has failed
+        for done in straight:
+            done.result()
+        for chunk, at, part in through:
+            part[:] = chunk.result()[at : at + len(part)]
+
+    def _size_of(self, number: int) -> int:
+        return min(CHUNK, self.file.size - number * CHUNK)
+
+    def _chunk(self, number: int) -> Future[memoryview]:
+        """A chunk of which a part is wanted; the rest may be wanted next, and then the chunk after it."""
+        if number == self._last + 1 and (number + 1) * CHUNK < self.file.size:
+            self._fetch(number + 1)
+        return self._fetch(number)
+
+    def _fetch(self, number: int) -> Future[memoryview]:
+        chunk = self._reading.kept(self.path, number)
+        if chunk is None:
+            chunk = self._reading.threads.submit(self._new_chunk, number)
+            self._reading.keep(self.path, number, chunk)
+        return chunk
+
+    def _new_chunk(self, number: int) -> memoryview:
+        view = memoryview(bytearray(self._size_of(number)))
+        self._read_chunk(number, view)
+        return view
+
+    def _read_chunk(self, number: int, view: memoryview) -> None:
+        begin = number * CHUNK
+        place = f"bytes {begin:,} to {begin + len(view):,}"
+        try:
+            count = self._source.read_into(begin, view)
+        except OSError as error:
+            raise _damaged(self.path, f"{place} cannot be read: {error.strerror or error}") from error
+        if count != len(view) or (self.verify and hashlib.sha256(view).hexdigest() != self.file.hashes[number]):
+            raise _damaged(self.path, f"{place} are not those that were written{self._held(number)}")
+
+    def _held(self, number: int) -> str:
+        """Which tensors lie in a chunk, as far as the header is known to be right."""
+        begin, end = number * CHUNK - self._begin, (number + 1) * CHUNK - self._begin
+        held = [
+            key
+            for key, entry in self.header.items()
+            if entry["data_offsets"][0] < end and entry["data_offsets"][1] > begin
+        ]
+        return f": they hold {', '.join(held[:3])}{' and more' * (len(held) > 3)}" if held else ""
+
+    # ---- header ------------------------------------------------------------------------------------------------------
+
+    def _read_header(self) -> None:
+        size = self._source.size
+        if size != self.file.size:
+            raise _damaged(self.path, f"has {size:,} bytes, and the manifest says {self.file.size:,}")
+        length = int.from_bytes(self.part(0, min(8, size)), "little")
+        if size < 8 or length > min(MOST_HEADER, size - 8):
+            raise _damaged(self.path, f"says that its header has {length:,} bytes")
+        try:
+            header = _header(self.part(8, length), size - 8 - length)
+        except ValueError as error:
+            if isinstance(error, ShoalError):
+                raise
+            raise _damaged(self.path, f"has a header that cannot be: {error}") from error
+        self._begin, self.header = 8 + length, header
+
+    # ---- tensors -----------------------------------------------------------------------------------------------------
+
+    def rows(self, key: str, dtype: str, shape: Sequence[int], begin: int, end: int) -> Tensor:
+        """Rows of a tensor, or all of a tensor without dims. What the manifest says of it has to be what is there."""
+        entry = self._entry(key, dtype, shape)
+        assert not shape or 0 <= begin <= end <= shape[0]
+        wanted = ((end - begin), *shape[1:]) if len(shape) else ()
+        values = torch.empty(wanted, dtype=DTYPES[dtype])
+        self._read_rows(values, entry, begin if len(shape) else 0)
+        return values
+
+    def fill(self, target: Tensor, key: str, dtype: str, shape: Sequence[int], part: Sequence[slice]) -> None:
+        """Copy a part of a tensor to where it belongs; to that very memory, if it lies there as it does in the file."""
+        entry = self._entry(key, dtype, shape)
+        first = part[0] if part else slice(0, 1)
+        is_rows = all(one == slice(0, size) for one, size in zip(part[1:], shape[1:], strict=True))
+        is_plain = target.device.type == "cpu" and target.dtype == DTYPES[dtype] and target.is_contiguous()
+        if is_rows and is_plain:
+            self._read_rows(target, entry, first.start)
+            return
+        if not part:
+            target.copy_(self.rows(key, dtype, shape, 0, 1))
+            return
+        row_bytes = prod(shape[1:]) * SIZES[dtype]
+        count = max(1, BLOCK // max(1, row_bytes))
+        for begin in range(first.start, first.stop, count):
+            end = min(begin + count, first.stop)
+            block = self.rows(key, dtype, shape, begin, end)
+            target[begin - first.start : end - first.start].copy_(block[(slice(None), *part[1:])])
+
+    def _read_rows(self, target: Tensor, entry: Mapping[str, Any], begin: int) -> None:
+        """Rows from one on, to memory that they fill."""
+        if target.numel():
+            row_bytes = prod(entry["shape"][1:]) * SIZES[entry["dtype"]]
+            place = self._begin + entry["data_offsets"][0] + begin * row_bytes
+            self.read_into(place, target.detach().flatten().view(torch.uint8).numpy().data)
+
+    def _entry(self, key: str, dtype: str, shape: Sequence[int]) -> dict[str, Any]:
+        entry: dict[str, Any] | None = self.header.get(key)
+        if entry is None or entry["dtype"] != dtype or list(entry["shape"]) != list(shape):
+            found = "nothing" if entry is None else f"{entry['dtype']} {entry['shape']}"
+            raise _damaged(self.path, f"has {found} under {key!r}, and the manifest says {dtype} {list(shape)}")
+        return entry
+
+
+def _header(text: bytes, size: int) -> dict[str, Any]:
+    """The tensors of a header, if they lie one after the other and fill so many bytes; raises `ValueError`."""
+    tree = read_json(text)
+    if not isinstance(tree, dict):
+        raise ValueError("no keys and values")
+    tree.pop("__metadata__", None)  # of the package; ours says nothing there
+    found = sorted((_offsets(key, entry), key) for key, entry in tree.items())
+    place = 0
+    for (begin, end), key in found:
+        if begin != place:
+            raise ValueError(f"{key[:200]!r} begins at {begin}, and what is before it ends at {place}")
+        place = end
+    if place != size:
+        raise ValueError(f"it tells of {place:,} bytes, and there are {size:,}")
+    return tree
+
+
+def _offsets(key: str, entry: Any) -> tuple[int, int]:
+    """Where a tensor lies, if it can lie there."""
+    name = repr(key[:200])
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{name} has no dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in SIZES:
+        raise ValueError(f"{name} is of {str(dtype)[:40]!r}")
+    if not _are_numbers(shape) or len(shape) > MOST_DIMS or prod(size or 1 for size in shape) > MOST_ELEMENTS:
+        raise ValueError(f"{name} has the shape {str(shape)[:80]}")
+    if not _are_numbers(offsets) or len(offsets) != 2 or offsets[1] - offsets[0] != prod(shape) * SIZES[dtype]:
+        raise ValueError(f"{name} lies at {str(offsets)[:80]}, with {prod(shape) * SIZES[dtype]} bytes")
+    return offsets[0], offsets[1]
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, list) and all(type(one) is int and 0 <= one <= MOST_ELEMENTS for one in values)
+
+
+def _damaged(path: Path, what: str) -> ShoalError:
+    return ShoalError(
+        f"{path.parent.name}/{path.name} {what}",
+        fix="an earlier step: --resume STEP, --step N, or run.load(directory, step=N)",
+    )

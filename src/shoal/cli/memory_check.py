@@ -1,0 +1,91 @@
+"""Does a run fit into this machine at all? Counted, not estimated: parameters, gradients and optimizer state alone.
+
+What a run holds beside these (activations, buffers, data) is not counted, so that nothing is rejected that might fit.
+No torch: a preset can be weighed before it is loaded.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shoal.blueprint.plan import Plan
+from shoal.config.recipe import Recipe
+from shoal.errors import ShoalError
+
+GIB = 2**30
+CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+ACCELERATORS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd")
+
+
+def parameters_of_preset(recipe: Recipe) -> int | None:
+    """Parameters of a recipe's model, where it is a preset that the planner knows and nothing of it is changed."""
+    from shoal.predict.presets.models import MODELS
+
+    said = recipe.model.model_dump(exclude_none=True)
+    if set(said) - {"name", "preset"} or said.get("preset") not in MODELS:
+        return None
+    return MODELS[said["preset"]].parameters
+
+
+def bytes_of_states(recipe: Recipe, plan: Plan, parameters: int, *, ranks: int) -> int:
+    """Bytes that so many ranks of a resolved plan hold together between a backward and the update, at least."""
+    layout, optim = plan.layout, recipe.optim
+    copies = layout.dp_replicate * (1 if plan.zero else layout.dp_shard * layout.cp)
+    weight = 8 if plan.precision == "fp64" else 2 if optim.weights == "bf16" else 4
+    moment = 2 if optim.states == "bf16" else max(4, weight)
+    moments = 2 * moment if optim.name == "adamw" else moment * bool(optim.momentum)
+    return parameters * (2 * weight + moments) * copies * ranks // layout.world_size
+
+
+def host_memory() -> int:
+    """Bytes of this machine's memory and swap, or of the part of it that this process may use."""
+    lines = (line.split() for line in _read("/proc/meminfo").splitlines())
+    sizes = {words[0]: int(words[1]) * 1024 for words in lines if len(words) > 1 and words[1].isdecimal()}
+    swap = sizes.get("SwapTotal:", 0)
+    total = sizes.get("MemTotal:", 0) + swap
+    limits = [int(text) + swap for path in CGROUPS if (text := _read(path).strip()).isdecimal()]
+    return min([total, *limits]) if total else 0
+
+
+def has_no_accelerator() -> bool:
+    """Whether there is certainly none, found without torch."""
+    return not any(Path(path).exists() for path in ACCELERATORS)
+
+
+def refuse_too_large(recipe: Recipe, plan: Plan, parameters: int, *, ranks: int, memory: int) -> None:
+    """Raise if the states of `ranks` ranks alone do not fit into so many bytes. 0: that number is not known."""
+    if problem := too_large(recipe, plan, parameters, ranks=ranks, memory=memory):
+        raise ShoalError(problem, fix=_fix(recipe, plan, parameters, ranks=ranks, memory=memory))
+
+
+def too_large(recipe: Recipe, plan: Plan, parameters: int, *, ranks: int, memory: int) -> str:
+    """What is wrong, if the states alone do not fit."""
+    needed = bytes_of_states(recipe, plan, parameters, ranks=ranks)
+    if not memory or needed <= memory:
+        return ""
+    where = f"{ranks} rank{'s' * (ranks > 1)} of {plan.brief()}"
+    return (
+        f"parameters, gradients and optimizer state of {parameters / 1e9:.2f} B parameters take"
+        f" {needed / GIB:.1f} GiB on {where} (counted), and there are {memory / GIB:.1f} GiB of memory"
+    )
+
+
+def _fix(recipe: Recipe, plan: Plan, parameters: int, *, ranks: int, memory: int) -> str:
+    """What would fit; a smaller model, if nothing of the plan would."""
+    narrow = recipe.model_copy(update={"optim": recipe.optim.model_copy(update={"states": "bf16"})})
+    tried = []
+    if not plan.zero and plan.layout.dp_replicate > 1:
+        shared = Plan(zero=3, tp=plan.tp, pp=plan.pp, cp=plan.cp, mb=plan.mb).resolve(plan.layout.world_size)
+        tried.append(("--plan.zero 3", recipe, shared))
+    if recipe.optim.name == "adamw" and recipe.optim.states == "fp32":
+        tried.append(("--optim.states bf16", narrow, plan))
+    fitting = [word for word, said, there in tried if bytes_of_states(said, there, parameters, ranks=ranks) <= memory]
+    smaller = "a smaller --model.preset, or a machine with more memory"
+    return f"{', or '.join(fitting) or smaller}; --overcommit starts it nevertheless, --dry-run shows what it would do"
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

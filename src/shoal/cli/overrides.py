@@ -1,0 +1,150 @@
+"""The words of a command line, sorted: a verb's own options, and settings of the recipe (`--optim.lr 3e-4`).
+
+A verb's options are a dataclass that tyro parses. Settings are not typed here at all: they join the YAML file and are
+judged with it (`shoal.config.load`), so that all problems come at once. tyro draws the help of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import field, fields, make_dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_origin
+
+import tyro
+
+from shoal.blueprint.aliases import ELSEWHERE
+from shoal.config.duration import Duration
+from shoal.config.flag_aliases import instead_of
+from shoal.config.load import load_recipe
+from shoal.config.recipe import Recipe
+from shoal.errors import Problem, nearest, raise_if
+
+Options = TypeVar("Options")
+
+# Settings that are typed so often that they have a short name.
+SHORT = {"nproc": "launch.nproc", "device": "launch.device", "plan": "plan"}
+USUAL = {"resume": "latest"}
+"""Values of a verb's own options, to be proposed where one is missing."""
+
+
+def parse(kind: type[Options], arguments: Sequence[str], *, prog: str) -> tuple[Options, Recipe]:
+    """A verb's options and the recipe, from `[RECIPE] [--option ...] [--section.key value ...]`."""
+    if "--help" in arguments or "-h" in arguments:
+        _print_help(kind, prog)
+    own, overrides = _sort(list(arguments), own={each.name: each.type for each in fields(kind)})  # type: ignore[arg-type]
+    options, rest = tyro.cli(
+        kind, args=own, prog=prog, return_unknown_args=True, config=(tyro.conf.FlagCreatePairsOff,)
+    )
+    raise_if(Problem(f"what is {word!r}?", "one recipe at most, and settings as --section.key value") for word in rest)
+    path: Path | None = getattr(options, "recipe", None)
+    return options, load_recipe(path, overrides)
+
+
+def _sort(words: list[str], own: dict[str, Any]) -> tuple[list[str], list[tuple[str, str]]]:
+    """Words for the verb, and settings: one value each, in YAML (`--optim.betas '[0.9, 0.99]'`)."""
+    others: list[str] = []
+    overrides: list[tuple[str, str]] = []
+    problems: list[Problem] = []
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--"):
+            others.append(word)
+            problems += [_not_an_option(word)] if word.startswith("-") else []
+        elif (option := name.replace("-", "_")) in own:
+            others.append(word)
+            problems += [Problem(f"--{name} takes no value", f"--{name}")] if equals and own[option] == "bool" else []
+            if own[option] != "bool" and not equals and (not words or words[0].startswith("--")):
+                problems.append(Problem(f"--{name} has no value", f"--{name} {USUAL.get(option, 'VALUE')}"))
+        else:
+            name = SHORT.get(name, name)
+            if not equals and _is_list(name):
+                equals, value = "=", _list_of(words)
+            elif not equals and words and not words[0].startswith("--"):
+                equals, value = "=", words.pop(0)
+            if instead := _of_another_system(name, value):
+                problems.append(Problem(f"there is no option --{name}", instead))
+                continue
+            problems += [] if equals or _may_stand_alone(name) else [_without_value(name)]
+            near = nearest(option, own) if "." not in name and name not in SHORT.values() else None
+            if near is not None and ELSEWHERE.get(option) is None:
+                problems.append(Problem(f"what is --{name}?", f"did you mean --{near.replace('_', '-')}?"))
+            else:
+                overrides.append((name, value if equals else "true"))
+    raise_if(problems, title="the command line")
+    return others, overrides
+
+
+def _of_another_system(name: str, value: str) -> str | None:
+    """What to type instead of an option that other systems have and no recipe has."""
+    section, dot, _ = name.replace("-", "_").partition(".")
+    if name in SHORT.values() or (dot and section in Recipe.model_fields):
+        return None
+    return instead_of(name, value)
+
+
+def _may_stand_alone(name: str) -> bool:
+    """Whether `--run.deterministic` alone means true: it does for what can be true, and for what is not known here."""
+    section, _, key = name.replace("-", "_").partition(".")
+    if section not in Recipe.model_fields:
+        return True  # the recipe says what it thinks of this name
+    known = _keys_of(section)
+    return section != "plan" and bool(key) and (key not in known or known[key].annotation is bool)
+
+
+def _is_list(name: str) -> bool:
+    section, _, key = name.replace("-", "_").partition(".")
+    known = _keys_of(section)
+    return key in known and get_origin(known[key].annotation) is tuple
+
+
+def _keys_of(section: str) -> dict[str, Any]:
+    info = Recipe.model_fields.get(section)
+    return getattr(info.annotation, "model_fields", {}) if info else {}
+
+
+def _list_of(words: list[str]) -> str:
+    """`0.9 0.95` or `'[0.9, 0.95]'`, up to the next option."""
+    taken = []
+    while words and not words[0].startswith("--"):
+        taken.append(words.pop(0))
+    return taken[0] if len(taken) == 1 and taken[0].startswith("[") else f"[{', '.join(taken)}]"
+
+
+def _without_value(name: str) -> Problem:
+    return Problem(f"--{name} has no value", f"--{name} VALUE")
+
+
+def _not_an_option(word: str) -> Problem:
+    return Problem(f"what is {word!r}?", f"-{word}, if that is an option; `--help` lists all of them")
+
+
+def _print_help(kind: type[Any], prog: str) -> None:
+    """The verb's options and every key of a recipe, with defaults; ends the process, as --help does."""
+    settings = Annotated[Recipe, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]  # true or false is a value there
+    both = make_dataclass(
+        kind.__name__, [("settings", settings, field(default_factory=Recipe))], bases=(kind,), frozen=True, kw_only=True
+    )
+    both.__doc__ = kind.__doc__
+    shown = (tyro.conf.FlagCreatePairsOff,)
+    tyro.cli(both, args=["--help"], prog=prog, config=shown, registry=_durations_are_words())
+
+
+def _durations_are_words() -> tyro.constructors.ConstructorRegistry:
+    """tyro would take a duration apart into its fields."""
+    registry = tyro.constructors.ConstructorRegistry()
+
+    @registry.primitive_rule
+    def duration(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
+        if info.type is not Duration:
+            return None
+        return tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="DURATION",
+            instance_from_str=lambda words: Duration.parse(words[0]),
+            is_instance=lambda value: isinstance(value, Duration),
+            str_from_instance=lambda value: [str(value)],
+        )
+
+    return registry

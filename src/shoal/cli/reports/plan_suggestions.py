@@ -1,0 +1,101 @@
+"""What to type behind `shoal plan` when nothing fits: options of that verb, each tried before it is suggested."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from shoal.blueprint.plan import Plan
+from shoal.cli.plan import WORDS, task_of, wanted_of
+from shoal.errors import ShoalError
+from shoal.planner.search import search
+from shoal.planner.suggestions import remedies
+from shoal.planner.task import Task, Verdict
+from shoal.predict.cluster import larger
+
+if TYPE_CHECKING:
+    from shoal.cli.plan import Options
+
+DOUBLINGS = 14
+"""Of a cluster, that are tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """Options to add and to leave out, and the best plan that there is then."""
+
+    add: dict[str, Any]
+    drop: tuple[str, ...]
+    best: Verdict
+
+    @property
+    def flags(self) -> str:
+        """What to add to the command."""
+        words = (
+            f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}") for name, value in self.add.items()
+        )
+        return " ".join(words)
+
+    def __str__(self) -> str:
+        without = f"without {' '.join(f'--{name}'.replace('_', '-') for name in self.drop)}" if self.drop else ""
+        how = ", and ".join(part for part in (without, self.flags) if part)
+        return f"{how}: {self.best.plan.brief()} takes {self.best.memory.total / 2**30:.1f} GiB"
+
+
+def suggestions(options: Options, task: Task, wanted: dict[str, Any], *, is_refused: bool) -> list[Remedy]:
+    """All single changes that make a plan fit, the cheapest first."""
+    changes = _changes(options, task, wanted, is_refused)
+    found = [one for change in changes if (one := _tried(options, task, *change))]
+    if found and is_refused:
+        return found
+    names = islice(larger(options.cluster), DOUBLINGS)
+    bigger = (_tried(options, task, {"cluster": name}, _layout_words(options)) for name in names)
+    return [*found, *islice(filter(None, bigger), 1)]
+
+
+def _changes(
+    options: Options, task: Task, wanted: dict[str, Any], is_refused: bool
+) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
+    for change in remedies(task, Plan.of(wanted)):
+        yield change, ()
+    if is_refused and not options.eager:
+        yield {"eager": True}, ()
+    if is_refused and options.schedule is not None:
+        yield {}, ("schedule", "v") if options.v is not None else ("schedule",)
+    if limits := given(options):
+        yield {}, limits
+
+
+def given(options: Options) -> tuple[str, ...]:
+    """Options that limit what plans there are."""
+    return tuple(name for name in ("plan", *WORDS) if getattr(options, name) not in (None, ""))
+
+
+def _layout_words(options: Options) -> tuple[str, ...]:
+    """Those that a larger cluster may have to do without."""
+    return tuple(name for name in given(options) if name not in ("recompute", "offload"))
+
+
+def _tried(options: Options, task: Task, add: dict[str, Any], drop: tuple[str, ...]) -> Remedy | None:
+    """The change, if a plan fits then. The batch stays as it is, also where it would follow from what is changed; it
+    grows where a cluster has more devices than there are samples."""
+    changed = replace(options, **{name: _default(options, name) for name in drop})
+    if "plan" in drop and (precision := wanted_of(options)["precision"]) != wanted_of(changed)["precision"]:
+        add = {**add, "precision": precision}
+    changed = replace(changed, **add)
+    try:
+        there = task_of(changed)
+        batch = max(task.global_batch, there.cluster.num_devices)
+        if there.global_batch != batch:
+            add, changed = {**add, "global_batch": batch}, replace(changed, global_batch=batch)
+            there = task_of(changed)
+        best = search(there, wanted_of(changed), keep=1).best
+    except ShoalError:  # words that exclude each other
+        return None
+    return Remedy(add, drop, best[0]) if best else None
+
+
+def _default(options: Options, name: str) -> Any:
+    return next(entry.default for entry in fields(options) if entry.name == name)

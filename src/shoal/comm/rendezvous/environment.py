@@ -1,0 +1,247 @@
+"""Where a launcher put this process: the only place that reads RANK, SLURM_PROCID, OMPI_COMM_WORLD_RANK and their like.
+
+torch reads torchrun's variables and nobody else's, one at a time, and says KeyError when one is missing. Here every
+known launcher is read from a plain mapping into one `Placement`, or refused with all that is wrong at once.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from shoal.comm.rendezvous.slurm_nodelist import expand_counts, expand_hosts
+from shoal.errors import Problem, raise_if
+
+Source = Literal["torchrun", "slurm", "openmpi", "shoal"]
+
+DEFAULT_PORT = 29500
+LOOPBACK = "127.0.0.1"
+SHELL_STEPS = range(0xFFFFFFF0, 0x100000000)  # Slurm counts its steps that are only a shell (sbatch, salloc) from above
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """The place of one process among all processes of a run."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    """Its number among the processes on the same machine."""
+    local_world_size: int
+    node: int = 0
+    """The number of its machine."""
+    master_addr: str | None = None
+    """Where rank 0 listens. None: the processes meet in another way (a store is handed to them)."""
+    master_port: int | None = None
+    source: Source = "shoal"
+    generation: int = 0
+    """How often the processes of this run were started again."""
+    key: bytes | None = field(default=None, repr=False)
+    """The secret that all ranks share. None: it is in a file."""
+    key_file: str | None = None
+    """The file that holds it. None: the one in the user's home directory."""
+    job: str = ""
+    """What the launcher calls this run, the same on every rank; empty if it has no name for it."""
+    board: Path | None = None
+    """A file in which the ranks exchange numbers, where all of them are on one machine."""
+    has_store: bool = False
+    """Whether the launcher itself serves the store at rank 0's address."""
+
+
+def read_environment(environ: Mapping[str, str]) -> Placement | None:
+    """The placement that a launcher wrote into the environment; None when no launcher did.
+
+    torchrun and mpirun are asked before Slurm, because inside a Slurm job it is they who start the processes.
+    """
+    placement = _placement(environ)
+    if placement is None:
+        return None
+    key = environ.get("SHOAL_KEY")
+    return replace(
+        placement,
+        key=key.encode() if key else None,
+        key_file=environ.get("SHOAL_KEY_FILE") or None,
+        has_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def _placement(environ: Mapping[str, str]) -> Placement | None:
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        return _from_torchrun(_Reader(environ, "torchrun"))
+    if "OMPI_COMM_WORLD_RANK" in environ or "OMPI_COMM_WORLD_SIZE" in environ:
+        return _from_openmpi(_Reader(environ, "mpirun"))
+    if _is_slurm_task(environ):
+        return _from_slurm(_Reader(environ, "srun"))
+    return None
+
+
+def _from_torchrun(read: _Reader) -> Placement:
+    rank, size = read.position("RANK", "WORLD_SIZE")
+    local_rank, local_size = read.position("LOCAL_RANK", "LOCAL_WORLD_SIZE", within=size)
+    alone = read.environ.get("WORLD_SIZE") == "1"  # then nobody has to be found, and no address is needed
+    placement = Placement(
+        rank=rank,
+        world_size=size,
+        local_rank=local_rank,
+        local_world_size=local_size,
+        node=read.integer("GROUP_RANK", default=rank // local_size),
+        master_addr=read.text("MASTER_ADDR", default=LOOPBACK if alone else None),
+        master_port=read.port("MASTER_PORT", default=DEFAULT_PORT if alone else None),
+        source="torchrun",
+        generation=read.integer("TORCHELASTIC_RESTART_COUNT", default=0),
+        job=read.environ.get("TORCHELASTIC_RUN_ID", ""),
+    )
+    read.finish()
+    return placement
+
+
+def _from_openmpi(read: _Reader) -> Placement:
+    rank, size = read.position("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+    local_rank, local_size = read.position("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", within=size)
+    if local_size < size and not read.has("MASTER_ADDR"):
+        read.problem(
+            f"MASTER_ADDR is not set, and of {size} ranks only {local_size} are on this host:"
+            " mpirun does not tell where rank 0 runs",
+            fix="export MASTER_ADDR=<host of rank 0> and start with mpirun -x MASTER_ADDR",
+        )
+    job = read.first_set("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+    placement = Placement(
+        rank=rank,
+        world_size=size,
+        local_rank=local_rank,
+        local_world_size=local_size,
+        node=rank // local_size,  # Open MPI does not number its hosts; by default it fills one after the other
+        master_addr=read.text("MASTER_ADDR", default=LOOPBACK),
+        master_port=read.port("MASTER_PORT", default=_port_of(read.text(job)) if read.has(job) else DEFAULT_PORT),
+        source="openmpi",
+    )
+    read.finish()
+    return placement
+
+
+def _from_slurm(read: _Reader) -> Placement:
+    rank, size = read.position("SLURM_PROCID", read.first_set("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"))
+    node, local_rank = read.integer("SLURM_NODEID"), read.integer("SLURM_LOCALID")
+    local_size = _slurm_tasks_on(node, read)
+    if local_rank >= local_size and read.is_good:
+        read.problem(f"SLURM_LOCALID={local_rank}, but Slurm gives this node {local_size} tasks", fix=read.fix)
+    hosts_name = read.first_set("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+    hosts = [read.text("MASTER_ADDR")] if read.has("MASTER_ADDR") else _slurm_hosts(hosts_name, read)
+    job = f"{read.environ.get('SLURM_JOB_ID', '')}.{read.environ.get('SLURM_STEP_ID', '')}"
+    placement = Placement(
+        rank=rank,
+        world_size=size,
+        local_rank=local_rank,
+        local_world_size=local_size,
+        node=node,
+        master_addr=hosts[0] if hosts else None,
+        master_port=read.port("MASTER_PORT", default=_port_of(job)),
+        source="slurm",
+        job=read.environ.get(read.first_set("SLURM_HET_JOB_ID", "SLURM_JOB_ID"), ""),  # each part has its own JOB_ID
+    )
+    read.finish()
+    return placement
+
+
+def _slurm_hosts(name: str, read: _Reader) -> list[str]:
+    try:
+        return expand_hosts(read.text(name)) if read.has(name) else [read.text(name)]
+    except ValueError as error:
+        fix = "export MASTER_ADDR=<host of rank 0>"
+        read.problem(f"{name}={read.text(name)!r} is not a list of hosts: {error}", fix=fix)
+        return []
+
+
+def _slurm_tasks_on(node: int, read: _Reader) -> int:
+    """Tasks on this node: the layout of the step knows (`4(x2),3`); --ntasks-per-node is only what was asked for."""
+    name = read.first_set("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
+    text = read.text(name)
+    if name == "SLURM_NTASKS_PER_NODE" or not text:
+        return read.integer(name) if text else 0
+    try:
+        return expand_counts(text)[node]
+    except ValueError as error:
+        read.problem(f"{name}={text!r} is not a list of tasks per node: {error}", fix=read.fix)
+    except IndexError:
+        read.problem(f"SLURM_NODEID={node}, but {name}={text!r} describes fewer nodes", fix=read.fix)
+    return 0
+
+
+def _is_slurm_task(environ: Mapping[str, str]) -> bool:
+    """Whether srun started this process as one of several: the shell of sbatch or salloc also has SLURM_PROCID=0."""
+    step = environ.get("SLURM_STEP_ID", "")
+    is_shell = not step.isdecimal() or int(step) in SHELL_STEPS
+    num_tasks = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1"))
+    return "SLURM_PROCID" in environ and not is_shell and num_tasks != "1"
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Reads variables one by one and keeps what is wrong for the end, so that a person sees all of it together."""
+
+    environ: Mapping[str, str]
+    launcher: str
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def fix(self) -> str:
+        return f"start the run with {self.launcher}, and leave the variables as it sets them"
+
+    @property
+    def is_good(self) -> bool:
+        return not self.problems
+
+    def has(self, name: str) -> bool:
+        return bool(self.environ.get(name))
+
+    def first_set(self, *names: str) -> str:
+        """The first of these variables that is set; the last one if none is, since it is the best known."""
+        return next((name for name in names if self.has(name)), names[-1])
+
+    def text(self, name: str, *, default: str | None = None) -> str:
+        value = self.environ.get(name) or default
+        if value is None:
+            others = [f"{other}={self.environ[other]}" for other in ("RANK", "WORLD_SIZE") if self.has(other)]
+            beside = f", though {' and '.join(others)} is" if others else ""
+            self.problem(f"{name} is not set{beside}", fix=f"{self.fix}; or export {name}=...")
+        return value or ""
+
+    def integer(self, name: str, *, default: int | None = None) -> int:
+        text = self.text(name, default=None if default is None else str(default))
+        if text and not text.isdecimal():
+            self.problem(f"{name}={text!r} is not a whole number of 0 or more", fix=self.fix)
+        return int(text) if text.isdecimal() else 0
+
+    def port(self, name: str, *, default: int | None) -> int:
+        port = self.integer(name, default=default)
+        if port > 65535:
+            self.problem(f"{name}={port} is not a port: they end at 65535", fix=f"export {name}={DEFAULT_PORT}")
+        return port
+
+    def position(self, rank_name: str, size_name: str, *, within: int | None = None) -> tuple[int, int]:
+        """A rank and the number of ranks that it is one of. The number is at least 1, so that it can be divided by."""
+        problems_before = len(self.problems)
+        rank, size = self.integer(rank_name), self.integer(size_name)
+        if len(self.problems) == problems_before and rank >= size:
+            self.problem(f"{rank_name}={rank} is not below {size_name}={size}", fix=self.fix)
+        if within is not None and self.is_good and size > within:
+            self.problem(f"{size_name}={size} ranks on this machine are more than {within} in all", fix=self.fix)
+        return rank, max(size, 1)
+
+    def problem(self, what: str, *, fix: str) -> None:
+        self.problems.append(Problem(what, fix))
+
+    def finish(self) -> None:
+        raise_if(self.problems, title=f"the environment that {self.launcher} should have set")
+
+
+def _port_of(job: str) -> int:
+    """The same port on every rank of a job, below the range from which the kernel hands out ports to clients.
+
+    >>> 15000 <= _port_of("4711.0") < 30000
+    True
+    """
+    return 15000 + zlib.crc32(job.encode()) % 15000

@@ -1,0 +1,74 @@
+"""The ranks of one world after they have proven themselves to each other, and the groups that they make.
+
+gloo connects ranks over TCP without authentication: a process that connects to a listening rank first, with the small
+number that gloo expects, takes the place of a peer. So after each group is made, every pair of its ranks exchanges a
+MAC over the very connection that tensors will take. A connection that another process has taken ends the run.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.comm.rendezvous.handshake import TAG, mac
+from shoal.errors import RunFailed
+
+PATIENCE = timedelta(seconds=60)
+"""For a peer to prove itself, once it is connected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A session key, and how many groups it was used for."""
+
+    key: bytes = field(repr=False)
+    _numbers: Any = field(default_factory=count, repr=False)
+
+    def admit(self, group: dist.ProcessGroup, timeout: timedelta = PATIENCE) -> None:
+        """Let the ranks of a new group prove to each other who they are, over each connection. Every rank of the group
+        calls it."""
+        self._prove(group, next(self._numbers), min(timeout, PATIENCE))
+
+    def new_group(self, ranks: Sequence[int] | None = None, **options: Any) -> dist.ProcessGroup:
+        """`torch.distributed.new_group`, and its ranks have proven themselves. Every rank of the world calls it."""
+        number = next(self._numbers)
+        group: dist.ProcessGroup = dist.new_group(None if ranks is None else list(ranks), **options)
+        if ranks is None or dist.get_rank() in ranks:
+            self._prove(group, number, min(options.get("timeout") or PATIENCE, PATIENCE))
+        return group
+
+    def _prove(self, group: dist.ProcessGroup, number: int, timeout: timedelta) -> None:
+        if "cpu:" not in dist.get_backend_config(group):
+            return  # NCCL: its connections need a secret that travels in the sealed store
+        me, peers = dist.get_rank(group), [rank for rank in range(group.size()) if rank != dist.get_rank(group)]
+        arrived = torch.zeros(group.size(), TAG, dtype=torch.uint8)
+        proofs = [_bytes(mac(self.key, "pair", number, me, peer)) for peer in peers]
+        works = [dist.irecv(arrived[peer], group=group, group_src=peer) for peer in peers]
+        works += [dist.isend(proof, group=group, group_dst=peer) for proof, peer in zip(proofs, peers, strict=True)]
+        for work, peer in zip(works, [*peers, *peers], strict=True):
+            assert work is not None
+            try:
+                work.wait(timeout)
+            except RuntimeError as error:
+                raise RunFailed(f"{_who(group, peer)} did not prove that it is part of this run: {error}") from error
+        for peer in peers:
+            if not hmac.compare_digest(arrived[peer].numpy().tobytes(), mac(self.key, "pair", number, peer, me)):
+                raise RunFailed(
+                    f"the connection to {_who(group, peer)} was taken by a process that is not part of this run",
+                    fix="look for a stranger that can reach this host; GLOO_SOCKET_IFNAME=<a private interface>",
+                )
+
+
+def _bytes(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _who(group: dist.ProcessGroup, peer: int) -> str:
+    return f"rank {dist.get_global_rank(group, peer)}"

@@ -1,0 +1,1 @@
+"""How gradients travel between replicas: transport, overlap, link speed."""

@@ -1,0 +1,1 @@
+"""Where samples come from: text, token shards, images, Hugging Face datasets, synthetic ones."""

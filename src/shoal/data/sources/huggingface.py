@@ -1,0 +1,54 @@
+"""Documents from a Hugging Face dataset: `hf:NAME`, `hf:NAME:CONFIG`, or `hf:/path` of one on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from shoal.data.sources.files import megabytes
+from shoal.data.sources.text import Corpus
+from shoal.errors import ShoalError, nearest, needs
+
+SPLIT = "train"
+_SAVED = ("state.json", "dataset_dict.json")  # what `save_to_disk` writes; other folders hold plain files
+
+
+def hugging_face(source: str, field: str) -> Corpus:
+    """The column `field` of the training split; one document per row."""
+    datasets = needs("datasets", what=f"data.source {source}", extra="hf")
+    table = _load(datasets, source.removeprefix("hf:"))
+    columns = [str(name) for name in table.column_names]
+    if field not in columns:
+        raise ShoalError(
+            f"{source} has no column {field!r}; it has: {', '.join(columns)}",
+            fix=f"--data.text_field {nearest(field, columns) or columns[0]}",
+        )
+    documents = [text.encode("utf-8", errors="replace") for text in table[field] if text]
+    if not documents:
+        raise ShoalError(f"{source} has {len(table)} rows, none with text in {field!r}", fix="--data.text_field COLUMN")
+    return Corpus(documents, f"{len(documents):,} documents of {source}, {megabytes(sum(map(len, documents)))}")
+
+
+def _load(datasets: Any, name: str) -> Any:
+    """One table of rows. The package raises errors of many kinds (network, names, configs), whose text is kept."""
+    try:
+        folder = Path(name).expanduser()
+        if any((folder / mark).exists() for mark in _SAVED):
+            loaded = datasets.load_from_disk(str(folder))
+        elif folder.exists():
+            loaded = datasets.load_dataset(str(folder), split=SPLIT)
+        else:
+            loaded = datasets.load_dataset(*name.split(":", maxsplit=1), split=SPLIT)
+    except Exception as error:
+        raise ShoalError(
+            f"the dataset {name!r} cannot be opened: {type(error).__name__}: {error}",
+            fix="--data.source hf:NAME, hf:NAME:CONFIG, or hf:PATH of a folder",
+        ) from error
+    if isinstance(loaded, dict):
+        if SPLIT not in loaded:
+            raise ShoalError(
+                f"{name} has no split {SPLIT!r}, only {', '.join(loaded)}",
+                fix=f"hf:{name}/{next(iter(loaded))}, the folder of a split",
+            )
+        return loaded[SPLIT]
+    return loaded

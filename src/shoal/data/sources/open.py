@@ -1,0 +1,92 @@
+"""From `data.source` to two datasets: one to train on, one held out. The only place that knows all kinds of sources."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shoal.config.recipe import DataSection
+from shoal.data.dataset import Dataset, split_last
+from shoal.data.sources.digest import Tokens
+from shoal.data.sources.files import existing, kind_of
+from shoal.data.sources.huggingface import hugging_face
+from shoal.data.sources.images import ImageFolder
+from shoal.data.sources.packing import PackedTokens, split_streams
+from shoal.data.sources.synthetic import SyntheticImages, SyntheticTokens
+from shoal.data.sources.text import Corpus, jsonl_files, standard_library, text_files
+from shoal.data.sources.tokenizer import open_tokenizer
+from shoal.data.sources.tokens import Shards, open_shards
+from shoal.errors import ShoalError
+
+WORDS = ("python", "synthetic")
+"""Sources that are no paths. A file of that name is reached as `./python`."""
+
+
+def open_datasets(section: DataSection, seed: int) -> tuple[Dataset, Dataset]:
+    """The training samples and the held-out ones: the last `validation` of all samples, at least one unless it is 0.
+
+    Neither has a token of the other. The seed matters to `synthetic` alone, whose rule it decides.
+    """
+    if section.source == "synthetic":
+        return _synthetic(section, seed)
+    if section.source == "python":
+        return _text(section, standard_library())
+    if section.source.startswith("hf:"):
+        return _text(section, hugging_face(section.source, section.text_field))
+    path = existing(section.source, WORDS)
+    kind = kind_of(path) if section.format == "auto" else section.format
+    if kind == "tokens":
+        return _shards(section, open_shards(path, section.token_dtype))
+    if kind == "images":
+        images = ImageFolder(path, section.image_size)
+        return split_last(images, section.validation, images.describe())
+    return _text(section, jsonl_files(path, section.text_field) if kind == "jsonl" else text_files(path))
+
+
+def _text(section: DataSection, corpus: Corpus) -> tuple[Dataset, Dataset]:
+    tokenizer = open_tokenizer(section.tokenizer)
+    stream = tokenizer.encode(corpus.documents)
+    return _packed(section, [stream], tokenizer.vocabulary, corpus.origin, tokenizer.end_token)
+
+
+def _shards(section: DataSection, shards: Shards) -> tuple[Dataset, Dataset]:
+    if section.documents and section.end_token is None:
+        raise ShoalError(
+            "--data.documents True must know where a document ends, and token shards do not say",
+            fix="--data.end_token with the id that your tokenizer ends documents with (GPT-2: 50256)",
+        )
+    return _packed(section, shards.streams, shards.vocabulary, shards.origin, section.end_token)
+
+
+def _packed(
+    section: DataSection, streams: Sequence[Tokens], vocabulary: int | None, origin: str, end_token: int | None
+) -> tuple[Dataset, Dataset]:
+    training, held_out = split_streams(streams, section.sequence, section.validation)
+
+    def packed(part: Sequence[Tokens], name: str) -> PackedTokens:
+        return PackedTokens(
+            part,
+            sequence=section.sequence,
+            vocabulary=vocabulary,
+            origin=name,
+            end_token=end_token,
+            documents=section.documents,
+        )
+
+    return packed(training, origin), packed(held_out, f"held out of {origin}")
+
+
+def _synthetic(section: DataSection, seed: int) -> tuple[Dataset, Dataset]:
+    whole: SyntheticTokens | SyntheticImages
+    if section.synthetic_kind == "tokens":
+        whole = SyntheticTokens(
+            seed=seed,
+            num_samples=section.synthetic_samples,
+            sequence=section.sequence,
+            vocabulary=section.vocabulary,
+            documents=section.documents,
+        )
+    else:
+        whole = SyntheticImages(
+            seed=seed, num_samples=section.synthetic_samples, size=section.image_size, classes=section.vocabulary
+        )
+    return split_last(whole, section.validation, whole.describe())

@@ -1,0 +1,77 @@
+"""Text to token ids: bytes, which need nothing, or a Hugging Face tokenizer.json.
+
+Both end every document with an end token, which is how packed samples know their documents apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from shoal.data.sources.digest import Tokens
+from shoal.data.sources.files import existing, refuse_irregular
+from shoal.errors import ShoalError, needs
+
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
+DOCUMENTS_AT_ONCE = 1024  # bounds the memory of encodings, which are far larger than their ids
+
+
+class Tokenizer(Protocol):
+    """Turns documents into one stream of ids."""
+
+    vocabulary: int
+    end_token: int
+
+    def encode(self, documents: Sequence[bytes]) -> Tokens:
+        """All documents one after the other, each followed by the end token."""
+
+
+class Bytes:
+    """Every byte is a token: ids 0 to 255, and 256 ends a document."""
+
+    vocabulary = 257
+    end_token = 256
+
+    def encode(self, documents: Sequence[bytes]) -> Tokens:
+        """Copy the bytes side by side."""
+        stream = np.empty(sum(map(len, documents)) + len(documents), dtype=np.uint16)
+        position = 0
+        for document in documents:
+            stream[position : position + len(document)] = np.frombuffer(document, dtype=np.uint8)
+            position += len(document) + 1
+            stream[position - 1] = self.end_token
+        return stream
+
+
+class HuggingFaceTokenizer:
+    """A `tokenizer.json`. Where it has no end token that we know of, one id is added behind its last."""
+
+    def __init__(self, path: str) -> None:
+        tokenizers = needs("tokenizers", what="data.tokenizer", extra="hf")
+        file = existing(path, words=["bytes"], setting="data.tokenizer")
+        refuse_irregular(file)
+        try:
+            self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the package raises bare Exceptions
+            raise ShoalError(f"{file} is no tokenizer: {error}", fix="--data.tokenizer PATH/tokenizer.json") from error
+        size = int(self._tokenizer.get_vocab_size())
+        known = [self._tokenizer.token_to_id(token) for token in END_TOKENS]
+        self.end_token = next((number for number in known if number is not None), size)
+        self.vocabulary = max(size, self.end_token + 1)
+
+    def encode(self, documents: Sequence[bytes]) -> Tokens:
+        """Encode some documents at a time."""
+        parts: list[Tokens] = []
+        for start in range(0, len(documents), DOCUMENTS_AT_ONCE):
+            some = documents[start : start + DOCUMENTS_AT_ONCE]
+            texts = [document.decode("utf-8", errors="replace") for document in some]
+            for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False):
+                parts.append(np.array([*encoding.ids, self.end_token], dtype=np.uint32))
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint32)
+
+
+def open_tokenizer(name: str) -> Tokenizer:
+    """`bytes`, or the path of a tokenizer.json."""
+    return Bytes() if name == "bytes" else HuggingFaceTokenizer(name)

@@ -1,0 +1,78 @@
+"""Token shards: files of nothing but token ids, made by somebody's tokenizer. They stay on disk, mapped into memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from shoal.data.sources.digest import Tokens
+from shoal.data.sources.files import TOKEN_ENDINGS, files_under, megabytes, refuse_irregular, unreadable
+from shoal.errors import ShoalError
+
+READ_AT_MOST = 1 << 30
+"""Bytes of shards that are read through to find the largest token id; of more than that it stays unknown."""
+
+_CHUNK = 1 << 24
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The streams, one per file, and what is known of them."""
+
+    streams: list[Tokens]
+    vocabulary: int | None
+    origin: str
+
+
+def open_shards(path: Path, dtype: str) -> Shards:
+    """Map a `.bin` or `.npy` file, or all of them below a folder in sorted order."""
+    files = files_under(path, TOKEN_ENDINGS)
+    if not files:
+        raise ShoalError(f"no token shards (.bin, .npy) in {path}", fix="--data.format auto")
+    streams = [_map_npy(file) if file.suffix.lower() == ".npy" else _map_bin(file, dtype) for file in files]
+    size = sum(stream.nbytes for stream in streams)
+    vocabulary = 1 + max(map(_largest, files, streams)) if size <= READ_AT_MOST else None
+    known = f", token ids up to {vocabulary - 1:,}" if vocabulary else ""
+    what = f"{len(files):,} token shards in {path}" if path.is_dir() else f"token shard {path}"
+    return Shards(streams, vocabulary, f"{what}, {megabytes(size)}{known}")
+
+
+def _map_bin(file: Path, dtype: str) -> Tokens:
+    refuse_irregular(file)
+    try:
+        size, width = file.stat().st_size, np.dtype(dtype).itemsize
+        if size == 0 or size % width:
+            raise ShoalError(
+                f"{file} has {size:,} bytes, which is not a whole number of {dtype} tokens of {width} bytes",
+                fix="--data.token_dtype with the type it was written in" if size else "a shard that is not empty",
+            )
+        return np.memmap(file, dtype=dtype, mode="r")
+    except OSError as error:
+        raise unreadable(file, error) from error
+
+
+def _map_npy(file: Path) -> Tokens:
+    refuse_irregular(file)
+    try:
+        stream = np.load(file, mmap_mode="r", allow_pickle=False)
+    except OSError as error:
+        raise unreadable(file, error) from error
+    except (ValueError, EOFError) as error:
+        raise ShoalError(f"{file} is no .npy file: {error}", fix="numpy.save(file, tokens)") from error
+    if stream.ndim != 1 or not np.issubdtype(stream.dtype, np.integer):
+        raise ShoalError(
+            f"{file} holds {stream.dtype} of shape {stream.shape}; a shard is one row of integers",
+            fix="numpy.save(file, tokens.ravel().astype('uint16'))",
+        )
+    return stream  # type: ignore[no-any-return]
+
+
+def _largest(file: Path, stream: Tokens) -> int:
+    """The largest id, read in chunks so that little of the file is in memory at a time."""
+    chunks = [stream[start : start + _CHUNK] for start in range(0, len(stream), _CHUNK)]
+    smallest = min((int(chunk.min()) for chunk in chunks), default=0) if stream.dtype.kind == "i" else 0
+    if smallest < 0:
+        raise ShoalError(f"{file} holds the token id {smallest}; ids start at 0", fix="--data.token_dtype uint32")
+    return max((int(chunk.max()) for chunk in chunks), default=0)

@@ -1,0 +1,84 @@
+"""`fp8`: the products of a model's blocks in 8-bit floats, scaled anew in every step; all else as under bf16.
+
+A linear layer scales its input, its weight and the gradient of its output to the range of an 8-bit float, by one number
+a tensor (`fp8_linear`) or by one a row (torchao's), and leaves the parameter itself in float32. So do the layers that
+gain by it and bear it:
+
+in fp8   linear layers inside of blocks whose features are multiples of 16 and that are not narrow
+in bf16  embeddings, norms, the logits of the head, which the loss is most sensitive to, routers and experts, and narrow
+         layers, for which casting costs more than a faster product saves
+
+The gradients of a head that computes the loss are products by hand: `numerics.linear_cross_entropy`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import nn
+
+from shoal.errors import ShoalError, to_install
+from shoal.numerics.fp8.linear import NarrowLinear
+
+Scaling = Literal["tensorwise", "rowwise"]
+FromHead = Literal["gradients", "none"]
+
+NARROW = 512
+"""Layers with fewer features than this, in or out, stay in bf16. Measured on an H200."""
+
+
+def to_fp8(block: nn.Module, scaling: Scaling, device: torch.device, *, narrow: int | None = None) -> None:
+    """Let the linear layers of a block, or the layer that it is, compute in fp8. They stay the objects that they are,
+    with their names, parameters and hooks.
+
+    A CPU has no such products, and computes them as float32 of the same values.
+    """
+    least = NARROW if narrow is None else narrow
+    layers = (layer for layer in block.modules() if isinstance(layer, nn.Linear))
+    chosen = [layer for layer in layers if is_fit_for_fp8(layer, least)]
+    if scaling == "tensorwise":
+        for layer in chosen:
+            NarrowLinear.of(layer)
+    else:
+        _convert_by_torchao(chosen, scaling, device)
+
+
+def _convert_by_torchao(layers: list[nn.Linear], scaling: Scaling, device: torch.device) -> None:
+    try:
+        with _silence("torchao", "torch.utils._pytree"):  # what it says when it is imported is not for our users
+            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError:
+        raise ShoalError("rowwise fp8 needs torchao, which is not installed", fix=to_install("fp8")) from None
+    config = Float8LinearConfig.from_recipe_name(scaling)
+    if device.type == "cpu":
+        config = dataclasses.replace(config, emulate=True)
+    for layer in layers:
+        (made,) = convert_to_float8_training(nn.Sequential(layer), config=config)  # it puts another in its place
+        layer.__dict__.update({name: value for name, value in made.__dict__.items() if name not in layer.__dict__})
+        layer.__class__ = type(made)
+
+
+@contextmanager
+def _silence(*names: str) -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def is_fit_for_fp8(layer: nn.Module, narrow: int = NARROW) -> bool:
+    """Whether a layer is a product that fp8 makes faster."""
+    if type(layer) is not nn.Linear:
+        return False
+    features = (layer.in_features, layer.out_features)
+    return all(size % 16 == 0 and size >= narrow for size in features)

@@ -1,0 +1,61 @@
+"""A linear layer whose products are of 8-bit floats, with one scale for each tensor, found anew in every step.
+
+    y = x Wᵀ        dx = dy W        dW = dyᵀ x        x and W in `PRECISE`, dy in `FAR`
+
+torchao has such a layer, whose dW is rounded to bfloat16 and then cast to the float32 of the weight, in a kernel of its
+own. Here it comes out of its product in float32. Written for torch.compile, which fuses casts with what comes before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.comm.autograd_function import differentiable_once
+from shoal.numerics.fp8.products import FAR, MULTIPLE, PRECISE, factor_for, narrow, product
+from shoal.numerics.precision import compute_dtype
+
+
+class NarrowLinear(nn.Linear):
+    """A linear layer in fp8; its parameters are those of the layer that it was made of."""
+
+    @classmethod
+    def of(cls, layer: nn.Linear) -> None:
+        """Make it of a layer, which stays the same object."""
+        assert type(layer) is nn.Linear
+        layer.__class__ = cls
+
+    def forward(self, x: Tensor) -> Tensor:
+        """In the precision that autocast asks for."""
+        x = x.to(compute_dtype(x))
+        with torch.autocast(x.device.type, enabled=False):
+            rows = x.reshape(-1, x.shape[-1])
+            # Rows are summed over in the gradient of the weight; of none there is no largest number.
+            missing = MULTIPLE * max(1, -(-len(rows) // MULTIPLE)) - len(rows)
+            padded = F.pad(rows, (0, 0, 0, missing)) if missing else rows
+            y: Tensor = _NarrowProduct.apply(padded, self.weight)  # type: ignore[no-untyped-call]
+            y = (y[: len(rows)] if missing else y).reshape(*x.shape[:-1], self.out_features)
+            return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+class _NarrowProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        for_x, for_weight = factor_for(x, PRECISE), factor_for(weight, PRECISE)
+        ctx.save_for_backward(x, weight, for_x, for_weight)
+        return product(narrow(x, for_x, PRECISE), narrow(weight, for_weight, PRECISE), x.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        differentiable_once()
+        x, weight, for_x, for_weight = ctx.saved_tensors
+        dy = narrow(grads[0], factor_for(grads[0], FAR), FAR)
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = product(dy, narrow(weight, for_weight, PRECISE).transposed(), grads[0].dtype)
+        if ctx.needs_input_grad[1]:
+            dw = product(dy.transposed(), narrow(x, for_x, PRECISE).transposed(), weight.dtype)
+        return dx, dw

@@ -1,0 +1,212 @@
+"""Layers of a transformer that keep less between forward and backward than autograd, or torch.compile, would.
+
+Both keep the input of every product, for the gradient of its weight. The inputs of these products are cheap to make
+again from what has to be kept anyway (F: feed-forward, D: model dim; less by so many tensors of D features):
+
+    projected      x ─ norm ─▶ n ─ W ─▶ y                       keeps x and one number a token; n is made again     1
+                     └─▶ x, for the sum with what comes of y: so both gradients of x meet in one pass over it
+    gated_linear   gate, up ─ silu(gate)·up ─▶ g ─ W ─▶ y       keeps gate and up; g is made again                F/D
+
+The price is a multiplication or two per element, in a backward that reads and writes those elements anyway. What is
+made again is written down in another order of multiplications than in the forward: else a compiler would notice that
+it is the same, and keep it.
+
+They take layers and use their weights without calling them. Where somebody has to be called (a layer that is split over
+ranks, or computes in fp8, or is watched by a hook) they call the layers one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.comm.autograd_function import differentiable_once
+from shoal.numerics.ops.rms_norm import norm_backward
+from shoal.numerics.ops.swiglu import gates_backward
+from shoal.numerics.ops.transposed_matmul import times_transposed
+from shoal.numerics.precision import compute_dtype, narrowed, wide
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's, also of an x in lower precision than its scale: it is computed in that of the scale.
+
+    `narrows`: what comes of it is in bfloat16 under that autocast, for somebody who would cast it anyway.
+    """
+
+    def __init__(self, *arguments: Any, narrows: bool = False, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.narrows = narrows
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The norm of x over its last dim."""
+        normed = super().forward(x.to(self.weight.dtype))
+        return narrowed(normed) if self.narrows else normed
+
+
+def projected(
+    x: Tensor, norm: RMSNorm | None, *layers: nn.Linear, together: bool = False
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """x, to which a block adds what it makes of it; and what each layer makes of the norm of x, or of x itself.
+
+    `together`: perhaps as one product, which a GPU computes faster than several. Then there is one tensor, in which
+    those of the layers lie side by side. Their weights are laid side by side where they are cast; where they are not,
+    that is a copy, which pays for narrow ones alone.
+    """
+    has_backward = torch.is_grad_enabled() and (x.requires_grad or any(layer.weight.requires_grad for layer in layers))
+    if norm is None or not has_backward or not (_is_rms(norm) and all(map(is_product, layers))):
+        normed = x if norm is None else norm(x)
+        return x, tuple(layer(normed) for layer in layers)
+    eps = torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps
+    weights, dtype = [layer.weight for layer in layers], compute_dtype(x)
+    is_cheap = weights[0].dtype != dtype or all(layer.out_features <= layer.in_features for layer in layers)
+    is_one = together and x.is_cuda and is_cheap
+    with _without_autocast(x):
+        passed, *products = _NormedLinears.apply(x, norm.weight, eps, dtype, is_one, *weights)  # type: ignore[no-untyped-call]
+    return passed, tuple(products)
+
+
+def linear(x: Tensor, layer: nn.Linear) -> Tensor:
+    """What a layer makes of x; the gradient of its weight comes out of its product in the precision of the weight."""
+    if not is_product(layer) or not torch.is_grad_enabled():
+        called: Tensor = layer(x)
+        return called
+    dtype = compute_dtype(x)
+    with _without_autocast(x):
+        y: Tensor = _Linear.apply(x.to(dtype), layer.weight)  # type: ignore[no-untyped-call]
+    return y
+
+
+def gated_linear(parts: Sequence[Tensor], layer: nn.Linear, *, remakes: bool = True) -> Tensor:
+    """silu(gate) · up, and what a layer makes of it: the second half of a gated feed-forward. `parts` are gate and up,
+    or one tensor in which they lie side by side.
+
+    `remakes`: the input of the layer is made again in the backward; else it is kept, which takes F/D more and no time.
+    """
+    if not is_product(layer) or not torch.is_grad_enabled():
+        gate, up = _gate_and_up(parts)
+        called: Tensor = layer(F.silu(gate) * up)
+        return called
+    dtype = compute_dtype(parts[0])
+    with _without_autocast(parts[0]):
+        y: Tensor = _GatedLinear.apply(layer.weight, remakes, *(part.to(dtype) for part in parts))  # type: ignore[no-untyped-call]
+    return y
+
+
+def _gate_and_up(parts: Sequence[Tensor]) -> Sequence[Tensor]:
+    return parts if len(parts) == 2 else parts[0].chunk(2, -1)
+
+
+def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """All that is cast is cast by hand."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
+
+def _is_rms(norm: nn.Module) -> bool:
+    """Nothing but the norm that is written down below; a subclass may compute anything."""
+    return type(norm) is RMSNorm and is_plain(norm)
+
+
+def is_product(layer: nn.Module) -> bool:
+    """Nothing but the product with a weight."""
+    return type(layer) is nn.Linear and getattr(layer, "bias", None) is None and is_plain(layer)
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Nobody watches it, and nobody has put a forward of his own in its place."""
+    return "forward" not in module.__dict__ and not is_watched(module)
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether somebody wants to see, or to change, what it is given or returns."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        differentiable_once()
+        x, weight = ctx.saved_tensors
+        (grad,) = grads
+        d_x = grad @ weight.to(grad.dtype) if ctx.needs_input_grad[0] else None
+        return d_x, _product(grad, x, weight.dtype) if ctx.needs_input_grad[1] else None
+
+
+class _NormedLinears(torch.autograd.Function):
+    """x itself, and the product of its root-mean-square norm with every weight, or with all of them side by side."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scale: Tensor, eps: float, dtype: torch.dtype, is_one: bool, *weights: Tensor
+    ) -> Any:
+        x_wide = x.to(wide(x.dtype))
+        inverse = (x_wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+        normed = (x_wide * inverse * scale).to(dtype)
+        ctx.save_for_backward(x, scale, inverse, *weights)
+        ctx.is_one = is_one
+        return x.view_as(x), *(F.linear(normed, weight) for weight in _cast(weights, dtype, is_one))
+
+    @staticmethod
+    def backward(ctx: Any, *all_grads: Tensor) -> Any:
+        differentiable_once()
+        x, scale, inverse, *weights = ctx.saved_tensors
+        of_x, *grads = all_grads
+        cast = _cast(weights, grads[0].dtype, ctx.is_one)
+        d_normed = [grad @ weight for grad, weight in zip(grads, cast, strict=True)]
+        d_x, d_scale, normed = norm_backward(d_normed, of_x, x, scale, inverse)
+        needed = ctx.needs_input_grad[5:]
+        d_weights: list[Tensor | None] = [None] * len(weights)
+        if ctx.is_one and any(needed):
+            whole = _product(grads[0], normed, weights[0].dtype)
+            d_weights = list(whole.split([weight.shape[0] for weight in weights]))
+        elif not ctx.is_one:
+            pairs = zip(grads, needed, strict=True)
+            d_weights = [_product(grad, normed, weights[0].dtype) if is_needed else None for grad, is_needed in pairs]
+        return d_x, d_scale, None, None, None, *d_weights
+
+
+class _GatedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, remakes: bool, *parts: Tensor) -> Tensor:
+        gate, up = _gate_and_up(parts)
+        gated = F.silu(gate) * up
+        ctx.save_for_backward(weight, *parts, *([] if remakes else [gated]))
+        ctx.remakes = remakes
+        return F.linear(gated, weight.to(gated.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        differentiable_once()
+        (grad,) = grads
+        weight, *held = ctx.saved_tensors
+        parts = held if ctx.remakes else held[:-1]
+        d_parts, gated = gates_backward(parts, times_transposed(grad, weight), remakes=ctx.remakes)
+        gated = held[-1] if gated is None else gated
+        d_weight = _product(grad, gated, weight.dtype) if ctx.needs_input_grad[0] else None
+        return d_weight, None, *d_parts
+
+
+def _product(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient of a weight that was multiplied by x, in the precision of the weight: what a GPU has summed up in
+    float32 is not rounded on its way there."""
+    left, right = grad.flatten(0, -2).T, x.flatten(0, -2)
+    if left.is_cuda and left.dtype.itemsize < 4 and dtype == torch.float32:
+        return torch.mm(left, right, out_dtype=dtype)
+    return (left @ right).to(dtype)
+
+
+def _cast(weights: Sequence[Tensor], dtype: torch.dtype, is_one: bool) -> list[Tensor]:
+    """Weights that are cast anyway are cast into one tensor: in a compiled block at no cost, else by one more copy."""
+    cast = [weight.to(dtype) for weight in weights]
+    return [torch.cat(cast)] if is_one else cast

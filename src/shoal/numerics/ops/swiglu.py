@@ -1,0 +1,53 @@
+"""The backward of silu(gate) · up, where gate and up lie side by side, as they come out of one product.
+
+    joint = [gate | up]        d_gated ─▶ d_joint = [d_gate | d_up],  and gated once more, if it was not kept
+
+A compiler writes what lies side by side in two passes, and reads for each of them what both are made of. On a GPU it is
+one kernel here, and an operator that a compiler leaves alone; elsewhere plain torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, library
+
+from shoal.numerics.precision import wide
+
+
+def gates_backward(
+    parts: Sequence[Tensor], d_gated: Tensor, *, remakes: bool
+) -> tuple[Sequence[Tensor], Tensor | None]:
+    """The gradients of gate and up, as these are given: each by itself, or both in one tensor. And silu(gate) · up, if
+    it is to be made again."""
+    if len(parts) == 1 and d_gated.is_cuda and d_gated.dtype.itemsize < 8:
+        d_joint, gated = torch.ops.shoal.gates_backward(parts[0], d_gated, remakes)
+        return [d_joint], gated if remakes else None
+    gate, up = parts if len(parts) == 2 else parts[0].chunk(2, -1)
+    wide_gate, wide_up = gate.to(wide(gate.dtype)), up.to(wide(up.dtype))
+    open_part = torch.sigmoid(wide_gate)
+    silu = wide_gate * open_part
+    gated = (wide_up * silu).to(gate.dtype) if remakes else None
+    d = d_gated.to(silu.dtype)
+    d_gate = (d * wide_up * (open_part + silu * (1.0 - open_part))).to(gate.dtype)
+    d_up = (d * silu).to(up.dtype)
+    return [d_gate, d_up] if len(parts) == 2 else [torch.cat([d_gate, d_up], -1)], gated
+
+
+library.define("shoal::gates_backward", "(Tensor joint, Tensor d_gated, bool remakes) -> (Tensor, Tensor)")
+
+
+@library.impl("shoal::gates_backward", "CUDA")
+def _on_gpu(joint: Tensor, d_gated: Tensor, remakes: bool) -> tuple[Tensor, Tensor]:
+    from shoal.numerics.kernels.swiglu import gates_backward_in_one_pass  # Triton, which CPUs do not have
+
+    d_joint, gated = _shapes(joint, d_gated, remakes)
+    gates_backward_in_one_pass(joint.contiguous(), d_gated.contiguous(), d_joint, gated, remakes=remakes)
+    return d_joint, gated
+
+
+@library.register_fake("shoal::gates_backward")  # type: ignore[untyped-decorator]
+def _shapes(joint: Tensor, d_gated: Tensor, remakes: bool) -> tuple[Tensor, Tensor]:
+    gated = torch.empty(d_gated.shape if remakes else (0,), dtype=joint.dtype, device=joint.device)
+    return torch.empty(joint.shape, dtype=joint.dtype, device=joint.device), gated

@@ -1,0 +1,176 @@
+"""AdamW whose moments and weights may be kept in bfloat16, and whose update is one kernel for each tensor on a GPU.
+
+torch's fused AdamW is exact and needs states in the precision of the weights. This one computes the same numbers in
+float32, and stores the moments in float32 or in bfloat16. Half of 16 bytes a parameter that Adam takes are its moments;
+in bfloat16 they take a quarter. Weights in bfloat16 are rounded too: there is no other copy of them. Rounding is at
+random, and the same again for the same seed, step and parameter.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shoal.errors import Problem, ShoalError, listed, raise_if
+from shoal.numerics.local_tensor import local
+from shoal.numerics.optim.adamw_update import Update, update_plainly
+
+States = Literal["fp32", "bf16"]
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class AdamW(Optimizer):
+    """Decoupled weight decay, as torch.optim.AdamW; state names and meanings are its own."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        states: States = "fp32",
+        seed: int = 0,
+    ) -> None:
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "states": states, "seed": seed}
+        super().__init__(params, options)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch does it, but for a group with options that cannot be."""
+        super().add_param_group(param_group)
+        raise_if(_wrong(self.param_groups[-1]), title="shoal.AdamW")
+
+    _step_supports_amp_scaling = True
+    """See `numerics.optim.takes_scale`."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Change every parameter that has a gradient. There is no closure: gradients are those that are there."""
+        if closure is not None:
+            raise ShoalError("shoal.AdamW calls no closure", fix="loss = closure(), and then optimizer.step()")
+        divisor, dropped = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        first = self.param_groups[0]
+        first["num_calls"] = first.get("num_calls", 0) + 1  # what is rounded at random is rounded anew each time
+        for group in self.param_groups:
+            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+            steps = [self._state(parameter, group)["step"] for parameter in trained]
+            if steps:
+                torch._foreach_add_(steps, 1.0)
+                if dropped is not None:
+                    torch._foreach_sub_(steps, [dropped] * len(steps))
+            with _streams(trained) as streams:
+                for number, parameter in enumerate(trained):
+                    seed = _seed(group["seed"], first["num_calls"], parameter)
+                    with streams[number % len(streams)]:
+                        self._update(parameter, group, seed, divisor, dropped)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch does it, which brings all moments to the precision of the weights, and leaves counters where they
+        come from. So moments are taken once more, as they were saved; and what torch's AdamW does not say of a group
+        is as this one was made."""
+        super().load_state_dict(state_dict)
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+            for parameter in group["params"]:
+                number = saved.pop(0)
+                if parameter not in self.state:
+                    continue
+                state, held = self.state[parameter], state_dict["state"][number]
+                state["step"] = state["step"].to(local(parameter).device, torch.float32, copy=True)
+                for name in ("exp_avg", "exp_avg_sq"):  # laid out as the weights are, too
+                    state[name] = torch.empty_like(parameter, dtype=_dtype_for(parameter, group)).copy_(held[name])
+
+    def _state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            dtype = _dtype_for(parameter, group)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=local(parameter).device)
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=dtype)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype)
+        return state
+
+    def _update(
+        self, parameter: Tensor, group: dict[str, Any], seed: int, divisor: Tensor | None, dropped: Tensor | None
+    ) -> None:
+        state = self.state[parameter]
+        assert parameter.grad is not None
+        held = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+        weight, gradient, first, second = map(local, held)
+        update = Update(
+            step=state["step"],
+            lr=float(group["lr"]),
+            betas=group["betas"],
+            eps=group["eps"],
+            decay=group["weight_decay"],
+            seed=seed,
+            divisor=divisor,
+            dropped=dropped,
+        )
+        # The kernel goes through memory, whatever the places in it mean.
+        is_alike = _is_dense(weight) and first.stride() == second.stride() == weight.stride()
+        if weight.is_cuda and weight.dtype in _DTYPES.values() and is_alike:
+            if gradient.stride() != weight.stride():
+                gradient = torch.empty_like(weight).copy_(gradient)
+            from shoal.numerics.kernels.adamw import update_in_one_pass  # Triton, which CPUs do not have
+
+            update_in_one_pass(weight, gradient, first, second, update)
+        else:
+            update_plainly(weight, gradient, first, second, update)
+
+
+@contextmanager
+def _streams(parameters: Sequence[Tensor]) -> Iterator[Sequence[AbstractContextManager[Any]]]:
+    """To be taken by turns. On a GPU this stream and another one, so that an update begins while the last programs of
+    the one before it are still at work; who comes afterwards waits for both."""
+    devices = {local(parameter).device for parameter in parameters}
+    if len(devices) != 1 or any(device.type != "cuda" for device in devices):
+        yield [nullcontext()]
+        return
+    (device,) = devices
+    here, beside = torch.cuda.current_stream(device), _stream_beside(device)
+    beside.wait_stream(here)
+    try:
+        yield [nullcontext(), torch.cuda.stream(beside)]
+    finally:
+        here.wait_stream(beside)
+
+
+@functools.cache
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _wrong(group: dict[str, Any]) -> Iterator[Problem]:
+    if group["states"] not in _DTYPES:
+        yield Problem(f"states is {group['states']!r}", f"states={listed(map(repr, _DTYPES))}")
+    for name in ("lr", "eps", "weight_decay"):
+        if not float(group[name]) >= 0.0:
+            yield Problem(f"{name} is {group[name]}", f"{name}= a number that is not below 0")
+    if not all(0.0 <= beta < 1.0 for beta in group["betas"]):
+        yield Problem(f"betas is {group['betas']}", "betas=(0.9, 0.95), or others from 0 to below 1")
+
+
+def _dtype_for(parameter: Tensor, group: dict[str, Any]) -> torch.dtype:
+    return _DTYPES[group["states"]] if parameter.dtype in _DTYPES.values() else parameter.dtype
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether its numbers lie side by side in memory, in whatever order."""
+    return x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
+
+
+def _seed(seed: int, num_calls: int, parameter: Tensor) -> int:
+    """Of the rounding of one parameter in one step. It knows shapes only, so that copies of one parameter, on other
+    ranks or on other stages, are rounded alike."""
+    for part in (num_calls, *parameter.shape):
+        seed = (seed * 1_000_003 + part) % 2**30
+    return seed

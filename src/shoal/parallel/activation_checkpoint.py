@@ -1,0 +1,90 @@
+"""`recompute`: blocks that forget what they computed and compute it again in the backward.
+
+torch gives `checkpoint` for one call of one function. Here it becomes a property of a block, by replacing its forward,
+so that names stay and whatever wraps the block (compile, sharding) sees the block itself.
+
+full        keeps a block's inputs only; costs one more forward
+selective   keeps what is expensive to compute again, the results of matrix products and of attention, and recomputes
+            the rest (norms, activations, rotations), which is cheap in time and large in memory; ring attention is
+            computed again, since its parts together are larger than its result
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from shoal.blueprint.plan import Recompute
+from shoal.numerics.ops.attention import is_part_of_attention
+from shoal.parallel.batch_norm import statistics_kept
+
+_aten = torch.ops.aten
+EXPENSIVE = {
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten.baddbmm.default,
+    _aten.linear.default,
+    _aten.convolution.default,
+    _aten._scaled_mm.default,
+    _aten._grouped_mm.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def recompute(
+    block: nn.Module, how: Recompute, as_now: Callable[[], Any] | None = None, *, is_compiled: bool = False
+) -> None:
+    """Let the backward of a block recompute what its forward did not keep.
+
+    `as_now` is called at the forward and returns a context in which to compute it again: what a block reads of the run
+    may have changed since, in a pipeline by other microbatches. `is_compiled`: the result will be compiled, and a
+    compiler applies what a forward writes once.
+    """
+    if how == "none":
+        return
+    norms = [module for module in block.modules() if isinstance(module, _NormBase)]
+    if norms and not is_compiled:
+        as_now = functools.partial(_with_statistics_kept, norms, as_now)
+    options: dict[str, Any] = {"use_reentrant": False}
+    selective = functools.partial(create_selective_checkpoint_contexts, _policy)
+    if as_now is not None:
+        options["context_fn"] = functools.partial(_as_then, as_now, selective if how == "selective" else _nothing)
+    elif how == "selective":
+        options["context_fn"] = selective
+    block.forward = functools.partial(checkpoint, block.forward, **options)
+
+
+def _as_then(as_now: Callable[[], Any], contexts: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+    first, second = contexts()
+    return first, _both(as_now(), second)
+
+
+def _with_statistics_kept(norms: list[_NormBase], as_now: Callable[[], Any] | None) -> Any:
+    """Running statistics are updated once for each microbatch, not once more when a block is computed again."""
+    return _both(nullcontext() if as_now is None else as_now(), statistics_kept(norms))
+
+
+def _nothing() -> tuple[Any, Any]:
+    return nullcontext(), nullcontext()
+
+
+@contextmanager
+def _both(outer: Any, inner: Any) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
+def _policy(context: Any, operation: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+    is_worth_it = operation in EXPENSIVE and not is_part_of_attention()
+    return CheckpointPolicy.MUST_SAVE if is_worth_it else CheckpointPolicy.PREFER_RECOMPUTE

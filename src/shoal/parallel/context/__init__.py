@@ -1,0 +1,1 @@
+"""`cp`: the tokens of every sample divided over ranks."""

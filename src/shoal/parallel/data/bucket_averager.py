@@ -1,0 +1,245 @@
+"""Tensors of a model, averaged over replicas in buckets that travel in two lanes, each with a thread and connections of
+its own: while one encodes, the link is the other's.
+
+    lane 0    encode b0 ── send ──── decode │ encode b2 ── send ──── ...
+    lane 1           encode b1 ──── send ──── decode │ ...
+
+torch's DDP has buckets of its own, whose borders move after the first step; what is owed to a gradient, and the noise
+of its rounding, would move with them. These are cut once, in the reverse order of the model, which is about the order
+in which a backward fills them.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoal.comm.compression.reduce import Average, Bucket, Exact, Seeds
+from shoal.comm.replicas.transport import Sent, Wire
+from shoal.hash_rng import hashed_number
+from shoal.numerics.local_tensor import gradient_of, local
+
+
+@dataclass
+class Lanes:
+    """Ways to the same replicas, each with a thread. What begins first in a lane on one rank has to on all."""
+
+    wires: Sequence[Wire]
+    """They count together."""
+    why: str = ""
+    """They send by the algorithm that they do."""
+
+    def __post_init__(self) -> None:
+        self._lanes = [_Lane(wire) for wire in self.wires]
+
+    @property
+    def rank(self) -> int:
+        """Which replica this is."""
+        return self.wires[0].rank
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return self.wires[0].size
+
+    @property
+    def sent(self) -> Sent:
+        """By all lanes."""
+        return self.wires[0].sent
+
+    def submit(self, number: int, do: Callable[..., None], *arguments: Any) -> Future[None]:
+        """Call with a wire, and whatever else, in the thread of a lane."""
+        return self._lanes[number % len(self._lanes)].submit(do, *arguments)
+
+    def close(self) -> None:
+        """Let the threads end when they have done what they were given."""
+        for lane in self._lanes:
+            lane.close()
+
+
+class _Lane:
+    """One thread. It is no reason for a process to stay: one that fails while a peer is late would wait for it."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+        self._calls: queue.SimpleQueue[tuple[Future[None], Callable[..., None], tuple[Any, ...]] | None]
+        self._calls = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="shoal-lane", daemon=True).start()
+
+    def submit(self, do: Callable[..., None], *arguments: Any) -> Future[None]:
+        done: Future[None] = Future()
+        self._calls.put((done, do, arguments))
+        return done
+
+    def close(self) -> None:
+        self._calls.put(None)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            done, do, arguments = call
+            try:
+                do(self.wire, *arguments)
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+
+@dataclass
+class Load:
+    """A bucket of a model, and what of it is on its way."""
+
+    number: int
+    seed: int
+    """Of its first tensor's name: the same wherever those tensors are."""
+    names: list[str]
+    parameters: list[nn.Parameter]
+    bucket: Bucket
+    flat: Tensor | None = None
+    """What travels; the mean, when `done` is."""
+    done: Future[None] | None = None
+    before: Tensor | None = None
+    """What was owed before it was sent off; None: nobody has asked to keep it."""
+
+    def keep_owed(self) -> None:
+        """Keep what is owed now, for a step that may be dropped."""
+        residual = self.bucket.residual
+        self.before = residual.clone() if residual is not None else None
+
+    def judged(self, is_applied: Tensor | bool) -> None:
+        """The step was made, or dropped: then what was owed to it is owed to the next. As a number on the device, if it
+        was judged there."""
+        before, residual, self.before = self.before, self.bucket.residual, None
+        if before is None or residual is None or is_applied is True:
+            return
+        was_made = torch.as_tensor(is_applied, device=residual.device) > 0
+        residual.copy_(torch.where(was_made, residual, before))
+
+    def gradients(self) -> list[Tensor]:
+        """Of this replica; zeros, where there is none."""
+        return [gradient_of(parameter) for parameter in self.parameters]
+
+    def means(self) -> list[Tensor]:
+        """What has arrived, waiting for it: a view for each tensor."""
+        assert self.done is not None
+        assert self.flat is not None
+        self.done.result()
+        return self.bucket.pieces(self.flat)
+
+
+@dataclass
+class Averager:
+    """What averages tensors that are like a model's parameters."""
+
+    named: Mapping[str, nn.Parameter]
+    lanes: Lanes
+    average: Average
+    bucket_bytes: int
+    seed: int
+    kind_of: Callable[[str], object] = field(default=lambda name: None)
+    """Parameters of different kinds are never encoded together. Of those that other ranks hold too, what arrives has to
+    be the same there, and not depend on neighbours that differ."""
+    loads: list[Load] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.loads = [
+            Load(
+                number, _seed(pairs[0][0]), [name for name, _ in pairs], [p for _, p in pairs], self._new_bucket(pairs)
+            )
+            for number, pairs in enumerate(self._cut())
+        ]
+
+    @torch.no_grad()
+    def begin(
+        self, load: Load, tensors: Sequence[Tensor], step: int, *, is_exact: bool = False, pays: bool = False
+    ) -> None:
+        """Send off one tensor for each parameter of a bucket; `is_exact`: as they are; `pays`: and with them, as it is,
+        everything that is owed. They are copied first."""
+        flat = load.flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        if pays and load.bucket.residual is not None:
+            flat += load.bucket.residual
+            load.bucket.residual.zero_()
+        place = (self.seed, step, load.seed)
+        seeds = Seeds(hashed_number(*place), hashed_number(*place, self.lanes.rank + 1))
+        packed = torch.cuda.current_stream(flat.device).record_event() if flat.is_cuda else None
+        average = Exact() if is_exact or pays else self.average
+        load.done = self.lanes.submit(load.number, _travel, average, load.bucket, flat, seeds, packed)
+
+    @torch.no_grad()
+    def hand_back(self, load: Load) -> None:
+        """Make what has arrived the gradients of a bucket's parameters, waiting for it."""
+        for parameter, mean in zip(load.parameters, load.means(), strict=True):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            local(parameter.grad).copy_(mean)
+
+    def residuals(self) -> Iterator[tuple[str, Tensor]]:
+        """What is owed to each tensor, in its place; nothing, if everything travels."""
+        for load in self.loads:
+            if load.bucket.residual is not None:
+                yield from zip(load.names, load.bucket.pieces(load.bucket.residual), strict=True)
+
+    def narrow(self) -> Iterator[tuple[str, Tensor]]:
+        """The narrow matrices that the next step begins with (PowerSGD)."""
+        for load in self.loads:
+            for name, matrix in zip(load.names, load.bucket.narrow, strict=False):
+                if matrix is not None:
+                    yield name, matrix
+
+    def _cut(self) -> Iterator[list[tuple[str, nn.Parameter]]]:
+        """The parameters from the last to the first, in buckets of one type and one kind."""
+        open_ones: dict[object, list[tuple[str, nn.Parameter]]] = {}
+        sizes: dict[object, int] = {}
+        for name, parameter in reversed(list(self.named.items())):
+            own = local(parameter)
+            if not parameter.requires_grad or not own.numel():
+                continue
+            kind = (own.dtype, self.kind_of(name))
+            if kind in open_ones and sizes[kind] + own.nbytes > self.bucket_bytes:
+                yield open_ones.pop(kind)
+                sizes[kind] = 0
+            open_ones.setdefault(kind, []).append((name, parameter))
+            sizes[kind] = sizes.get(kind, 0) + own.nbytes
+        yield from open_ones.values()
+
+    def _new_bucket(self, pairs: list[tuple[str, nn.Parameter]]) -> Bucket:
+        pieces = [local(parameter) for _, parameter in pairs]
+        seeds = [hashed_number(self.seed, *name.encode()) for name, _ in pairs]
+        return self.average.new_bucket([tuple(p.shape) for p in pieces], pieces[0].dtype, pieces[0].device, seeds)
+
+
+@torch.no_grad()
+def _travel(
+    wire: Wire, average: Average, bucket: Bucket, flat: Tensor, seeds: Seeds, packed: torch.cuda.Event | None
+) -> None:
+    """In the thread of a lane."""
+    if packed is None:
+        average(flat, bucket, wire, seeds)
+        return
+    # A stream of its own: on that of the backward, what travels would wait for what is still to be computed.
+    stream = torch.cuda.Stream(flat.device)
+    with torch.cuda.stream(stream):
+        packed.wait(stream)
+        average(flat, bucket, wire, seeds)
+        stream.synchronize()
+
+
+def _seed(name: str) -> int:
+    return hashed_number(*name.encode()) >> 1
+
+
+def make_equal(module: nn.Module, wire: Wire) -> None:
+    """Give all replicas the tensors of the first, whatever each was made with."""
+    with torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            there = tensor.detach().to(wire.device).contiguous()
+            dist.broadcast(there, group=wire.group, group_src=0)
+            tensor.copy_(there)

@@ -1,0 +1,132 @@
+"""`zero` 1 to 3: optimizer state, gradients and parameters divided over the ranks of `dp_shard`.
+
+torch gives `fully_shard` (FSDP2): every rank keeps 1/N of each parameter, of its gradient and of its optimizer state; a
+*unit* (a block) is gathered when it is about to compute. The three stages of ZeRO are three ways to use it. What a rank
+holds (P: bytes of all parameters, N: degree, A: Adam's state) and sends per microbatch, m microbatches a step:
+
+zero   between forward and backward   gradients   optimizer   gathered             gradients reduced
+1      gathered                       P           A/N         once a step          once a step
+2      gathered                       P/N         A/N         once a step          every microbatch
+3      sharded, P/N                   P/N         A/N         twice a microbatch   every microbatch
+
+With `dp_replicate` as well (HSDP), shards of the gradients are summed over the replicas at the step's last microbatch.
+In a pipeline several microbatches are on their way at once: parameters stay gathered for the step and gradients are
+reduced at its end, as under zero=1, whatever the stage.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shoal.numerics.local_tensor import is_fsdp
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+DEFAULT_UNITS = 16
+"""Into about how many units a model without a description is cut."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharding:
+    """How a model is sharded: over which ranks, which stage of ZeRO, in which precision, and where shards live."""
+
+    mesh: DeviceMesh
+    """One axis, or two: replicas outside, shards inside."""
+    zero: int
+    compute_dtype: torch.dtype | None = None
+    """What parameters are gathered and used in. None: as they are."""
+    reduce_dtype: torch.dtype | None = None
+    """What gradients are reduced in. None: as they are."""
+    offloads_parameters: bool = False
+    keeps_gathered: bool = False
+    """Whether parameters stay gathered for a whole step, as a pipeline needs it."""
+
+    def shard(self, module: nn.Module | list[nn.Module], *, is_last: bool = False) -> None:
+        """Make one unit of a module, or of several that are used together. `is_last`: the forward ends with it, and
+        the backward begins with it: to let go of it in between would be in vain."""
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+        # Of a layer that ends in a view, which FSDP2 fears may be changed in place; `verify` shows that none is.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        fully_shard(
+            module,
+            mesh=self.mesh,
+            reshard_after_forward=self.zero == 3 and not is_last and not self.keeps_gathered,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=self.compute_dtype,
+                reduce_dtype=self.reduce_dtype,
+                cast_forward_inputs=False,  # what activations are computed in is autocast's business, as on one device
+            ),
+            offload_policy=CPUOffloadPolicy() if self.offloads_parameters else OffloadPolicy(),
+        )
+
+
+@contextmanager
+def synchronised(module: nn.Module, is_last: bool, *, zero: int) -> Iterator[None]:
+    """Backward inside reduces gradients, and lets go of gathered parameters, as this stage of ZeRO says."""
+    if not is_fsdp(module):
+        yield
+        return
+    _set(module, is_last=is_last, zero=zero)
+    try:
+        yield
+    finally:
+        _set(module, is_last=True, zero=zero)
+
+
+def _set(module: FSDPModule, *, is_last: bool, zero: int) -> None:
+    """Each of these walks over all units, so it is done only where something changes."""
+    wanted = (is_last or zero >= 2, is_last, is_last or zero == 3)
+    if getattr(module, "_last_set", (True, True, True)) != wanted:
+        module.set_requires_gradient_sync(wanted[0])
+        module.set_requires_all_reduce(wanted[1])
+        module.set_reshard_after_backward(wanted[2])
+        setattr(module, "_last_set", wanted)  # noqa: B010  (an attribute of ours on a module of torch)
+
+
+def reshard(module: nn.Module) -> None:
+    """Let go of everything that is gathered."""
+    for unit in module.modules():
+        if is_fsdp(unit):
+            unit.reshard()
+
+
+def units_by_size(model: nn.Module, except_for: Iterable[nn.Module] = ()) -> Sequence[nn.Module]:
+    """Submodules that are made units when the model does not say what its blocks are: the smallest ones that hold at
+    least a sixteenth of the parameters not yet in a unit, children before parents. `except_for`: units already."""
+    enough = max(1, sum(parameter.numel() for parameter in model.parameters()) // DEFAULT_UNITS)
+    done = list(except_for)
+    taken = {parameter for module in done for parameter in module.parameters()}
+    shared = _shared(model)
+    units: list[nn.Module] = []
+    # An attention of torch's own reads the weights of its layers without calling them, and nothing would gather those.
+    hidden = {
+        inner for module in model.modules() if isinstance(module, nn.MultiheadAttention) for inner in module.children()
+    }
+    for module in reversed(list(model.modules())[1:]):  # `modules` lists parents before children
+        if module in hidden or module in done:
+            continue
+        if shared.intersection(module.parameters()):
+            continue  # what several modules share can only be in the unit that holds them all: the whole model
+        own = [parameter for parameter in module.parameters() if parameter not in taken]
+        has_forward = not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
+        if has_forward and sum(parameter.numel() for parameter in own) >= enough:
+            units.append(module)
+            taken.update(own)
+    return units
+
+
+def _shared(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters that have more than one name."""
+    uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
+    return {parameter for parameter, number in uses.items() if number > 1}

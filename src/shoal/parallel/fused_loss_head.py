@@ -1,0 +1,128 @@
+"""A model's last layer that can compute the loss in place of the logits.
+
+A model returns logits; a loss that never wants all of them at once has to stand where they are made, inside the forward
+of that layer, where sharding has gathered its weight and waits for its gradient. So a loss says its labels first and
+then calls the model as ever:
+
+    with head.takes(labels):
+        loss_sum = model(tokens)      # tokens ─ blocks ─ norm ─[lm_head: logits and loss, chunk by chunk]─ loss
+
+Called without labels, the layer returns logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.data.batch import IGNORE
+from shoal.errors import ShoalError
+from shoal.numerics.ops.linear_cross_entropy import linear_cross_entropy
+from shoal.numerics.ops.memory_saving_linear import is_watched
+from shoal.numerics.precision import wide
+
+SMALL = 2**20
+"""Bytes of logits. Fewer are held whole on a CPU, where the calls of a small step take longer than the arithmetic: of
+32 tokens and 256 words, torch's own two functions took 0.32 ms, forward and backward, and the fused one 0.66 (measured,
+Intel Xeon, one thread)."""
+
+
+class LossHead:
+    """Puts itself in the place of a linear layer's forward; names and parameters of the layer stay."""
+
+    def __init__(self, layer: nn.Linear, *, fp8: bool = False, always: bool = False) -> None:
+        self.layer = layer
+        self.fp8 = fp8
+        self.always = always
+        """Fuse small losses on a CPU, too."""
+        self.labels: Tensor | None = None
+        self.factor: float | Callable[[], float] = 1.0
+        """What the gradient of the loss will be, as far as is known: see `linear_cross_entropy`."""
+        self._loss: Tensor | None = None
+        """What was returned for labels last, until it is known that the model returns it as it is."""
+        self._is_known = False
+        self._logits = layer.forward
+        layer.forward = self.forward  # type: ignore[method-assign, assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits; or for labels, the sum of their losses."""
+        labels, self.labels = self.labels, None
+        if labels is None:
+            return self._logits(x)
+        if labels.is_floating_point() or labels.numel() != x[..., 0].numel():
+            raise ShoalError(
+                f"cross-entropy takes a whole number for each of the head's {x[..., 0].numel()} outputs, not labels of"
+                f" {labels.dtype} and shape {tuple(labels.shape)}",
+                fix="labels of the shape of the tokens; or Run(loss=lambda model, batch: ...)",
+            )
+        loss = self._fused(x, labels) if self.always or not self._is_small(x) else self._plain(x, labels)
+        self._loss = None if self._is_known else loss.detach().clone()
+        return loss
+
+    def _is_small(self, x: Tensor) -> bool:
+        num_logits = x.numel() // x.shape[-1] * self.layer.out_features
+        return x.device.type == "cpu" and num_logits * wide(x.dtype).itemsize <= SMALL
+
+    def _plain(self, x: Tensor, labels: Tensor) -> Tensor:
+        logits = self._logits(x.flatten(0, -2))
+        rows = logits.to(wide(logits.dtype))
+        return F.cross_entropy(rows, labels.flatten().long(), ignore_index=IGNORE, reduction="sum")
+
+    def _fused(self, x: Tensor, labels: Tensor) -> Tensor:
+        h, weight = x.flatten(0, -2), self.layer.weight
+        loss: Tensor = linear_cross_entropy(
+            h, weight, labels.flatten().long(), ignore=IGNORE, fp8=self.fp8, factor=self.factor
+        )
+        return loss
+
+    def has_returned(self, output: Any) -> bool:
+        """Whether this is the loss that the layer has returned last: what a forward would do to logits, such as to
+        scale them, it must not do to a loss. Numbers are compared once, since a GPU has to be waited for."""
+        if not isinstance(output, Tensor) or output.dim():
+            return False
+        if self._loss is None:
+            return True
+        is_same = torch.allclose(output.detach(), self._loss.to(output.dtype), rtol=1e-6, atol=0.0, equal_nan=True)
+        self._is_known = is_same and bool(self._loss)  # of nothing, whatever is done to it is nothing
+        return is_same
+
+    @contextmanager
+    def takes(self, labels: Tensor) -> Iterator[None]:
+        """One call of the model inside returns the sum of the losses of these labels."""
+        self.labels = labels
+        try:
+            yield
+            if self.labels is not None:
+                raise ShoalError(
+                    "describe() names a head, and the forward did not call it", fix="leave head= out of the description"
+                )
+        finally:
+            self.labels = None
+
+    @contextmanager
+    def with_grad_scale(self, factor: Callable[[], float]) -> Iterator[None]:
+        """Losses that are computed inside will be multiplied by this. It is read when the loss is computed: the sum
+        over the ranks that it depends on travels while the layers before the head compute."""
+        self.factor = factor
+        try:
+            yield
+        finally:
+            self.factor = 1.0
+
+
+def why_not_fused(layer: nn.Module) -> str | None:
+    """Why a layer's logits have to exist before there is a loss; None: they do not."""
+    if type(layer) is not nn.Linear:
+        return f"its head is a {type(layer).__name__}, not an nn.Linear"
+    if getattr(layer, "bias", None) is not None:
+        return "its head has a bias"
+    if is_watched(layer):
+        return "its head has a hook, which would see a loss where it looks for logits"
+    forward = layer.__dict__.get("forward")
+    is_ours = isinstance(getattr(forward, "__self__", None), LossHead)  # of a run before this one
+    return "its head has a forward of its own" if forward is not None and not is_ours else None

@@ -1,0 +1,1 @@
+"""`pp`: blocks divided over ranks, microbatches travelling through them."""

@@ -1,0 +1,106 @@
+"""Why not another plan: every one that differs from the best in one thing, with one line of reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shoal.blueprint.plan import Plan
+from shoal.errors import ShoalError
+from shoal.planner.candidates import can_split, misfits_of
+from shoal.planner.search import EQUAL, MODES, SAME, SCHEDULES, complexity
+from shoal.planner.task import Task, Verdict
+from shoal.predict.estimate.peak_memory import Footprint
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A neighbour of a plan, and why it was not taken."""
+
+    move: str
+    plan: str
+    reason: str
+
+    def to_mapping(self) -> dict[str, str]:
+        """For machines."""
+        return {"move": self.move, "plan": self.plan, "reason": self.reason}
+
+
+def neighbours(task: Task, best: Verdict) -> list[Rejected]:
+    """Each plan that differs in one thing, with one line of reason."""
+    return [_weighed(task, best, move, said) for move, said in _moves(task, best.plan)]
+
+
+def _moves(task: Task, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+    """One step away in every direction; what an axis takes or gives comes from data parallelism."""
+    data = {"dp_shard": None, "dp_replicate": None}
+    for axis in ("tp", "pp", "cp", *(("ep",) if task.workload.experts else ())):
+        degree = getattr(plan, axis) or 1
+        for other in (degree * 2, degree // 2):
+            if other >= 1:
+                more: dict[str, Any] = {} if axis == "ep" else data
+                if axis == "pp" and 1 in (other, degree):
+                    more = {**more, "schedule": None, "v": None}
+                if axis == "cp":
+                    more = {**more, "context": None}
+                yield f"{axis} {degree} → {other}", {axis: other, **more}
+    if (plan.dp_replicate or 1) * (plan.dp_shard or 1) * (plan.cp or 1) > 1:
+        for zero in (0, 1, 2, 3):
+            if zero != plan.zero and not (plan.pp != 1 and zero > 1):
+                yield f"zero {plan.zero} → {zero}", {"zero": zero, **data}
+    for mode in MODES:
+        if mode != plan.recompute:
+            yield f"recompute {plan.recompute} → {mode}", {"recompute": mode}
+    for mb in ((plan.mb or 1) * 2, (plan.mb or 1) // 2):
+        if mb >= 1:
+            yield f"mb {plan.mb} → {mb}", {"mb": mb}
+    for schedule, v in SCHEDULES if plan.pp != 1 else ():
+        if (schedule, v) != (plan.schedule, plan.v):
+            yield f"{plan.schedule} → {schedule} v={v}", {"schedule": schedule, "v": v}
+
+
+def _weighed(task: Task, best: Verdict, move: str, said: Mapping[str, Any]) -> Rejected:
+    try:
+        plan = replace(best.plan, **said).resolve(task.cluster.num_devices)
+    except ShoalError as error:
+        return Rejected(move, "", error.problems[0].what)
+    if reason := _why_illegal(task, plan):
+        return Rejected(move, plan.brief(), reason)
+    other = task.judged(plan)
+    if not task.fits(other.memory):
+        return Rejected(move, plan.brief(), f"does not fit: {why_larger(task, best.memory, other.memory)}")
+    change = other.time.total / best.time.total - 1
+    if abs(change) < SAME:
+        return Rejected(move, plan.brief(), f"as fast ({change:+.1%})")
+    if 1 / EQUAL < 1 + change < 1:
+        simple = ", and less simple" * (complexity(plan) > complexity(best.plan))
+        return Rejected(move, plan.brief(), f"only {-change:.1%} faster, which no prediction can tell{simple}")
+    how = "slower" if change > 0 else "faster"
+    return Rejected(move, plan.brief(), f"{how} by {abs(change):.1%}: {cause_of(best, other)}")
+
+
+def _why_illegal(task: Task, plan: Plan) -> str:
+    ranks = (plan.dp_replicate or 1) * (plan.dp_shard or 1)
+    if not can_split(task.workload, plan.tp or 1):
+        return f"tp={plan.tp} does not divide its heads or features"
+    if wrong := misfits_of(task, plan):
+        return wrong[0].what
+    if task.global_batch % (ranks * (plan.mb or 1)):
+        return f"a batch of {task.global_batch} does not divide into {ranks} ranks with microbatches of {plan.mb}"
+    return ""
+
+
+def why_larger(task: Task, best: Footprint, other: Footprint) -> str:
+    """Which cause takes it over what there is."""
+    causes = ("parameters", "gradients", "optimizer", "activations", "gathered", "buffers", "logits")
+    grown = max(causes, key=lambda cause: getattr(other, cause) - getattr(best, cause))
+    more = (getattr(other, grown) - getattr(best, grown)) / 2**30
+    return f"{other.total / 2**30:.1f} of {task.room / 2**30:.1f} GiB ({grown} {more:+.1f})"
+
+
+def cause_of(best: Verdict, other: Verdict) -> str:
+    """The cause that changes most, in seconds."""
+    ours, theirs = best.time.causes(), other.time.causes()
+    name = max(ours, key=lambda cause: abs(theirs[cause] - ours[cause]))
+    return f"{name} {(theirs[name] - ours[name]) * 1e3:+,.0f} ms"

@@ -1,0 +1,1 @@
+"""Predictions compared with measured runs of papers and other systems."""

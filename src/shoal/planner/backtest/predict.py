@@ -1,0 +1,510 @@
+"""One row of a table → what the planner would have said of that run, or the reason why it cannot say anything.
+
+A row gives dimensions, degrees and words. Here they become a workload, a plan, a cluster and habits: the objects that
+`shoal plan` works with. Facts about published systems (which network, which attention) are in the tables below, with
+the words by which a source is recognised. Nothing here is fitted to a single row; what was observed on many runs of one
+sweep, and is not understood, says so (`nanotron_sweep`).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from shoal.blueprint.plan import Plan
+from shoal.errors import ShoalError
+from shoal.planner.backtest.nanotron_sweep import late, scatters
+from shoal.planner.backtest.rows import Row
+from shoal.predict import framework_profile as known
+from shoal.predict.cluster import GIB, Cluster
+from shoal.predict.estimate.peak_memory import Footprint, footprint, states
+from shoal.predict.estimate.rank_share import Degrees, Held, head_cost, layers_of_stages
+from shoal.predict.estimate.step_time import StepTime, step_time
+from shoal.predict.framework_profile import Habits
+from shoal.predict.presets.clusters import DEVICES, preset
+from shoal.predict.presets.models import MODELS
+from shoal.predict.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A row beside what was predicted for it. None: not measured, or not to be predicted."""
+
+    row: Row
+    reason: str = ""
+    """Why nothing can be predicted; empty if something can."""
+    workload: Workload | None = None
+    plan: Plan | None = None
+    habits: Habits | None = None
+    time: StepTime | None = None
+    memory: Footprint | None = None
+    measured_s: float | None = None
+    measured_gib: float | None = None
+    predicted_gib: float | None = None
+    """Of the number that the source prints: states only, allocated, reserved or used."""
+    fits: bool | None = None
+    is_dense: bool = True
+    is_full: bool = False
+    """Whether the row says everything that time depends on."""
+    counts_time: bool = True
+
+    @property
+    def predicted_s(self) -> float | None:
+        """Seconds of a step."""
+        return self.time.total if self.time else None
+
+    def slower(self, factor: float) -> Prediction:
+        """The same with all times so many times as long."""
+        return replace(self, time=self.time.slower(factor)) if self.time else self
+
+
+class Unpredictable(Exception):
+    """Why a row cannot be predicted."""
+
+
+def predict(row: Row, *, is_blind: bool = False) -> Prediction:
+    """What the planner says of a run. `is_blind`: as if nobody had measured its system."""
+    try:
+        return _predict(row, is_blind)
+    except Unpredictable as error:
+        return Prediction(row=row, reason=str(error))
+    except ShoalError as error:
+        return Prediction(row=row, reason=str(error.problems[0].what))
+
+
+def _predict(row: Row, is_blind: bool) -> Prediction:
+    if "ZeRO" in row.text("source") and "ANALYTIC" in row.text("source"):
+        return _of_table(row)
+    workload = workload_of(row)
+    habits = habits_of(row)
+    if is_blind:
+        habits = habits.as_documented()
+    sequence = row.whole("seq") or _sequence_of(row)
+    plan, global_batch = plan_of(row, workload)
+    if is_blind and not row.text("plan"):
+        plan = replace(plan, sp=None)  # what its runs have told
+    cluster = cluster_of(row)
+    seconds = _measured_seconds(row, workload, sequence, global_batch)
+    gib = row.number("mem_gib")
+    place = (plan.pp or 1) - 1 if _is_ci(row) else None
+    memory = footprint(
+        workload, plan, cluster, sequence=sequence, global_batch=global_batch, habits=habits, stage=place
+    )
+    held = memory.total * (1.0 if habits.is_known else HEADROOM)
+    time = None
+    if global_batch:
+        time = step_time(workload, plan, cluster, sequence=sequence, global_batch=global_batch, habits=habits)
+        if habits is known.NANOTRON:
+            time = late(time, workload, plan, cluster, global_batch, memory.total <= cluster.device.memory)
+    return Prediction(
+        row=row,
+        workload=workload,
+        plan=plan,
+        habits=habits,
+        time=time,
+        memory=memory,
+        measured_s=seconds,
+        measured_gib=gib,
+        predicted_gib=_as_printed(row, memory),
+        fits=held <= cluster.device.memory and not _has_empty_stage(workload, plan, habits),
+        is_dense=not workload.experts,
+        is_full=_is_full(row),
+        counts_time=_counts_time(row),
+    )
+
+
+HEADROOM = 1.2
+"""What a system that nobody has measured may hold, over what is predicted for it: 9 of 10 runs of Megatron's CI and of
+BigScience hold at most that much more."""
+
+
+def _has_empty_stage(workload: Workload, plan: Plan, habits: Habits) -> bool:
+    """Whether a pipeline rank would have nothing to compute, which no system survives."""
+    pp = plan.pp or 1
+    counts = layers_of_stages(workload.layers, pp * (plan.v or 1), head_cost(workload), habits.cut)
+    if habits.cut != "thresholds":
+        return 0 in counts
+    unused = next((i for i, layers in enumerate(reversed(counts)) if layers), 0)
+    return unused > 2  # the head takes one stage, the loss may take another
+
+
+# ---- the table of the ZeRO paper ------------------------------------------------------------------------------------
+
+
+def _of_table(row: Row) -> Prediction:
+    """Model states alone, of a number of parameters that is all that is known of the model."""
+    billions, devices, stage = row.number("params_b"), row.whole("n_gpus"), row.whole("zero_stage")
+    if billions is None or devices is None or stage is None:
+        raise Unpredictable("params_b, n_gpus or zero_stage is not published")
+    habits = replace(known.MEGATRON, name="zero", gradient=2)
+    held = Held(layers=1, dense=billions * 1e9, experts=0.0, unit=0.0, root=0.0)
+    plan = Plan(dp_shard=devices, zero=stage, precision="bf16")
+    gib = sum(states(held, Degrees.of(plan, habits), habits)) / GIB
+    return Prediction(row=row, habits=habits, measured_gib=row.number("mem_gib"), predicted_gib=gib)
+
+
+# ---- the system -----------------------------------------------------------------------------------------------------
+
+SYSTEMS: tuple[tuple[str, Habits], ...] = (
+    ("shoal", known.SHOAL),
+    ("vTrain", known.MEGATRON_DEEPSPEED),
+    ("bigscience", known.MEGATRON_DEEPSPEED),
+    ("nanotron", known.NANOTRON),
+    ("llm-foundry", known.LLM_FOUNDRY),
+    ("torchtitan", known.TORCHTITAN),
+    ("InternEvo", known.INTERNEVO),
+    ("Automodel", known.AUTOMODEL),
+    ("Megatron-Bridge", known.NEMO),
+    ("NeMo", known.NEMO),
+    ("Primus", known.PRIMUS),
+    ("Megatron-MoE", known.NEMO),
+    ("Narayanan", known.MEGATRON_LM),
+    ("Korthikanti", known.MEGATRON_LM),
+    ("Smith", known.MEGATRON_LM),
+    ("MegaScale", known.MEGATRON_LM),
+    ("Megatron", known.MEGATRON),
+)
+"""A word in a source → the system that ran it; the first that is found counts. A stranger is taken for PyTorch's own
+where parameters are sharded, else for Megatron."""
+
+
+def habits_of(row: Row) -> Habits:
+    """The system that ran a row."""
+    source = row.text("source").lower()
+    if source == "shoal":
+        return known.shoal_habits(compile="compiled" in row.text("notes"))
+    if source.startswith("narayanan") and row.whole("zero_stage") == 3:
+        return known.DEEPSPEED
+    if "torchtitan" in source and re.search(r"202[34]", source):
+        return known.TORCHTITAN_2024
+    for word, habits in SYSTEMS:
+        if word.lower() in source:
+            return _as_noted(row, habits)
+    return _as_noted(row, known.TORCHTITAN if row.whole("zero_stage") == 3 else known.MEGATRON)
+
+
+def _as_noted(row: Row, habits: Habits) -> Habits:
+    """What the notes of a row say of it."""
+    notes = row.text("notes")
+    changes: dict[str, object] = {}
+    if "sequence-parallel=True" in notes or "SP+selective" in notes or "seq" in row.text("recompute"):
+        changes["splits_tokens"] = True
+    if "sequence-parallel=False" in notes or "no SP" in notes or "without sequence parallel" in notes:
+        changes["splits_tokens"] = False
+    if _is_ci(row):
+        changes |= _of_ci(row.text("model"), row.text("gpu"), notes)
+    if not changes:
+        return habits
+    return replace(habits, name=f"{habits.name} {sorted(changes.items())}", **changes)  # type: ignore[arg-type]
+
+
+def _of_ci(model: str, gpu: str, notes: str) -> dict[str, object]:
+    """Switches of Megatron's functional tests that their configurations share: those that do not resume and are
+    deterministic say `--attention-backend unfused`, which context parallelism cannot have."""
+    changes: dict[str, object] = {}
+    is_regular = "resume" not in model and "deterministic-mode=True" in notes and "_cp2" not in model
+    is_old = "dracooci" in gpu or "transformer-impl=local" in notes
+    if (is_regular or is_old) and "memory_speed" not in model:
+        changes["attention"] = "eager"
+    if "cross_entropy_loss_fusion" in model:
+        changes["logits"] = 10
+    return changes
+
+
+# ---- the model ------------------------------------------------------------------------------------------------------
+
+UNGATED = ("gpt-", "gpt3", "gpt", "mpt", "mt-nlg", "175b", "530b", "nemotron", "bert", "bloom")
+ALIASES = (
+    (r"deepseek.?v3", "deepseek-v3"),
+    (r"deepseek.?v2.?lite", "deepseek-v2-lite"),
+    (r"qwen3.*235b", "qwen3-235b-a22b"),
+    (r"qwen3.*30b", "qwen3-30b-a3b"),
+    (r"gpt.?oss.*120b", "gpt-oss-120b"),
+    (r"gpt.?oss.*20b", "gpt-oss-20b"),
+    (r"mixtral.?8x7b", "mixtral-8x7b"),
+    (r"mixtral.?8x22b", "mixtral-8x22b"),
+    (r"llama.?3.*405b", "llama3-405b"),
+    (r"llama.?3.*70b", "llama3-70b"),
+    (r"llama.?3.*8b", "llama3-8b"),
+    (r"llama.?2.*70b", "llama2-70b"),
+    (r"llama.?2.*13b", "llama2-13b"),
+    (r"llama.?2.*7b", "llama2-7b"),
+    (r"^gpt.?3.?175b", "gpt3-175b"),
+    (r"qwen2.5.*7b", "qwen2.5-7b"),
+)
+"""Names that tables use → presets."""
+
+
+STRANGERS = ("nemotron_3", "nemotron v3", "hybrid", "mamba", "kimi", "vlm", "t5", "bert", "llava", "grpo", "distill")
+
+
+def workload_of(row: Row) -> Workload:
+    """The model of a row: a preset by its name, else its dimensions."""
+    name = row.text("model").lower()
+    if "lora" in name:
+        raise Unpredictable("LoRA trains few parameters; only full training is predicted")
+    if any(word in name for word in STRANGERS):
+        raise Unpredictable(f"{row.text('model')} is not the training of a plain decoder")
+    for pattern, preset_name in ALIASES:
+        if re.search(pattern, name) and _agrees(row, MODELS[preset_name]):
+            return MODELS[preset_name]
+    return _of_dimensions(row, name)
+
+
+def _agrees(row: Row, workload: Workload) -> bool:
+    """Whether nothing that a row says of its model speaks against a preset."""
+    told = {"layers": workload.layers, "hidden": workload.hidden, "heads": workload.heads}
+    return all(row.whole(column) in (None, number) for column, number in told.items())
+
+
+def _of_dimensions(row: Row, name: str) -> Workload:
+    said = {key: row.whole(key) for key in ("layers", "hidden", "heads")}
+    said |= _inferred(row, said)
+    missing = [key for key, value in said.items() if not value]
+    if missing:
+        raise Unpredictable(f"{', '.join(missing)} not published")
+    notes = row.text("notes")
+    experts = _noted(notes, "num-experts")
+    if (row.whole("ep") or 1) > 1 and not experts:
+        raise Unpredictable("the number of experts is not published")
+    gated = not any(word in name for word in UNGATED)
+    if "swiglu=" in notes:
+        gated = "swiglu=True" in notes
+    tied = not gated
+    if "untied=" in notes:
+        tied = "untied=False" in notes
+    vocabulary = row.whole("vocab") or (51200 if "vtrain" in row.text("source").lower() else 50304)
+    top_k = 0
+    if experts:
+        found = re.search(r"top(\d)", name)
+        top_k = int(found[1]) if found else 1 if "parallel" in name else 2
+    ffn = row.whole("ffn") or 4 * (said["hidden"] or 0)
+    workload = Workload(
+        name=row.text("model"),
+        layers=said["layers"] or 0,
+        hidden=said["hidden"] or 0,
+        heads=said["heads"] or 0,
+        kv_heads=_kv_heads(row) or said["heads"] or 0,
+        ffn=ffn,
+        vocabulary=vocabulary,
+        gated=gated,
+        tied=tied,
+        biases=not gated,
+        positions=(row.whole("seq") or 0) if not gated else 0,
+        experts=experts,
+        top_k=top_k,
+        expert_ffn=ffn if experts else 0,
+    )
+    return _nearest_size(workload, row)
+
+
+def _kv_heads(row: Row) -> int | None:
+    """As published. Those of the nanotron sweep are inferred from rates that were measured, and are passed over."""
+    return None if "nanotron" in row.text("source") else row.whole("kv_heads")
+
+
+def _inferred(row: Row, said: dict[str, int | None]) -> dict[str, int | None]:
+    """Layers that a number of parameters leaves no doubt about, and heads of the usual width, of a plain GPT."""
+    hidden, billions, vocabulary = said["hidden"], row.number("params_b"), row.whole("vocab")
+    if not hidden or not billions or not vocabulary or not any(word in row.text("model").lower() for word in UNGATED):
+        return {}
+    layers = round((billions * 1e9 - vocabulary * hidden) / (12 * hidden**2))
+    return {"layers": said["layers"] or layers, "heads": said["heads"] or max(1, hidden // 128)}
+
+
+def _nearest_size(workload: Workload, row: Row) -> Workload:
+    """Whether there is a gate and whether the head is tied, where only the number of parameters tells."""
+    billions = row.number("params_b")
+    if not billions or workload.experts or "untied=" in row.text("notes"):
+        return workload
+    ways = [replace(workload, gated=gated, tied=tied) for gated in (True, False) for tied in (True, False)]
+    best = min(ways, key=lambda way: abs(way.parameters / 1e9 - billions))
+    off = abs(workload.parameters / 1e9 / billions - 1)
+    return best if off > 0.04 and abs(best.parameters / 1e9 / billions - 1) < off / 2 else workload
+
+
+def _noted(notes: str, key: str) -> int:
+    found = re.search(rf"{key}=(\d+)", notes)
+    return int(found[1]) if found else 0
+
+
+def _sequence_of(row: Row) -> int:
+    raise Unpredictable("the length of sequences is not published")
+
+
+# ---- the plan -------------------------------------------------------------------------------------------------------
+
+
+def plan_of(row: Row, workload: Workload) -> tuple[Plan, int]:
+    """The plan of a row, and its global batch (0: not published)."""
+    if words := row.text("plan"):
+        return Plan.parse(words).resolve(row.whole("n_gpus") or 1), row.whole("global_batch") or 0
+    devices = row.whole("n_gpus") or (8 if _is_ci(row) else 0)
+    if not devices:
+        raise Unpredictable("the number of devices is not published")
+    tp, pp, cp, ep = (row.whole(key) or 1 for key in ("tp", "pp", "cp", "ep"))
+    if workload.experts and not row.text("ep"):
+        raise Unpredictable("how experts are divided is not published")
+    v = row.whole("vpp") or 1
+    dp = row.whole("dp") or devices // (tp * pp * cp)
+    if tp * pp * cp * dp != devices:
+        dp = devices // (tp * pp * cp)
+        if dp < 1 or tp * pp * cp * dp != devices:
+            raise Unpredictable(f"tp x pp x cp x dp is not the number of devices, {devices}")
+    mb, batch = row.whole("micro_batch"), row.whole("global_batch")
+    if not mb:
+        raise Unpredictable("the size of a microbatch is not published")
+    zero = row.whole("zero_stage")
+    zero = 0 if zero is None else zero
+    if dp * cp == 1:
+        zero = 0
+    shard = _shard_group(row, dp)
+    if ep > 1 and not zero:  # replicas of ranks that share the experts
+        zero, shard = 1, max(1, ep // cp)
+    if (dp * cp) % ep and _is_ci(row):
+        raise Unpredictable(f"ep={ep} takes in tp ranks, which no plan here can")
+    while (dp * cp) % ep:
+        ep //= 2
+    said: dict[str, object] = {
+        "tp": tp,
+        "pp": pp,
+        "cp": cp,
+        "ep": ep,
+        "zero": zero,
+        "mb": mb,
+        "recompute": _recompute(row.text("recompute")),
+        "precision": _precision(row.text("precision")),
+        "dp_shard": shard if zero else 1,
+        "dp_replicate": dp // shard if zero else dp,
+    }
+    if tp > 1 and "nanotron" in row.text("source"):
+        said["sp"] = scatters(tp, pp, devices)
+    if pp > 1:
+        said["v"] = v
+        said["schedule"] = "interleaved" if v > 1 else "1f1b"
+    return Plan.of(said).resolve(devices), batch or 0
+
+
+def _shard_group(row: Row, dp: int) -> int:
+    """Ranks that optimizer states are sharded over; InternEvo says so in its notes."""
+    found = re.search(r"zero1=(\d+)", row.text("notes"))
+    group = int(found[1]) if found else dp
+    return group if 0 < group <= dp and dp % group == 0 else dp
+
+
+def _recompute(word: str) -> str:
+    word = word.lower()
+    if word.startswith("full"):
+        return "full"
+    return "selective" if word.startswith("selective") else "none"
+
+
+def _precision(word: str) -> str:
+    word = word.lower()
+    if "nvfp4" in word or "fp4" in word:
+        raise Unpredictable("fp4 is no precision of a plan")
+    if "fp8" in word:
+        return "fp8"
+    if "bf16" in word:
+        return "bf16"
+    return "fp16" if "fp16" in word else "bf16"
+
+
+# ---- the machines ---------------------------------------------------------------------------------------------------
+
+GPUS = (
+    ("h100-96", "h100-96"),
+    ("h200", "h200"),
+    ("gb300", "gb300"),
+    ("b300", "b300"),
+    ("gb200", "gb200"),
+    ("b200", "b200"),
+    ("h100", "h100"),
+    ("a100-40", "a100-40"),
+    ("a100", "a100-80"),
+    ("a800", "a800"),
+    ("v100", "v100"),
+    ("mi250", "mi250x"),
+    ("mi300", "mi300x"),
+    ("mi325", "mi325x"),
+    ("mi355", "mi355x"),
+    ("l40s", "l40s"),
+    ("4090", "rtx4090"),
+    ("cpu", "cpu"),
+)
+"""A part of what tables call a device → its preset."""
+NETWORKS = (
+    ("nanotron", "efa"),
+    ("llm-foundry", "roce-200"),
+    ("InternEvo", "roce-50"),
+    ("bigscience", "omnipath-50"),
+    ("vTrain", "infiniband-edr"),
+)
+"""A word in a source → the network that its documentation names, where it is not what such nodes usually have."""
+
+
+def cluster_of(row: Row) -> Cluster:
+    """The machines of a row."""
+    if name := row.text("cluster"):
+        return Cluster.parse(name)
+    word = row.text("gpu").lower()
+    names = [name for spelled, name in GPUS if spelled in (word or "a100" * _is_ci(row))]
+    if not names:
+        raise Unpredictable(f"the device {row.text('gpu')!r} is not known" if word else "the device is not published")
+    devices = row.whole("n_gpus") or 1
+    per_node = DEVICES[names[0]].per_node
+    source = row.text("source").lower()
+    between = next((tier for key, tier in NETWORKS if key.lower() in source), None)
+    if names[0] == "h100" and between == "roce-200":
+        between = "ethernet-400"
+    if devices <= per_node:
+        return preset(names[0], per_node=devices, nodes=1, between=between)
+    return preset(names[0], per_node=per_node, nodes=-(-devices // per_node), between=between)
+
+
+# ---- what was measured ----------------------------------------------------------------------------------------------
+
+
+def _measured_seconds(row: Row, workload: Workload, sequence: int, global_batch: int) -> float | None:
+    """Seconds of a step as published, or as they follow from tokens per second, or from a rate of FLOPs."""
+    seconds = row.number("iter_time_s")
+    if seconds:
+        return seconds
+    devices, rate = row.whole("n_gpus") or 1, row.number("tokens_per_s_per_gpu")
+    if rate and global_batch:
+        return global_batch * sequence / rate / devices
+    tera = row.number("tflops_per_gpu")
+    if tera and global_batch and "Narayanan" in row.text("source"):
+        h, layers, vocabulary = workload.hidden, workload.layers, workload.vocabulary
+        flops = 96.0 * global_batch * sequence * layers * h**2
+        flops *= 1 + sequence / (6 * h) + vocabulary / (16 * layers * h)  # their equation 3
+        return flops / (tera * 1e12 * devices)
+    return None
+
+
+def _as_printed(row: Row, memory: Footprint) -> float:
+    """GiB of the number that the source prints."""
+    source = row.text("source")
+    is_of_process = source == "shoal" and row.text("gpu").lower().startswith("cpu")  # what the system says it holds
+    if "bigscience" in source.lower() or is_of_process:
+        return memory.total / GIB
+    if "torchtitan" in source or "InternEvo" in source or "nanotron" in source:
+        return memory.reserved / GIB
+    return memory.allocated / GIB
+
+
+FULL = ("layers", "hidden", "heads", "seq", "n_gpus", "tp", "pp", "micro_batch", "global_batch")
+
+
+def _is_full(row: Row) -> bool:
+    return all(row.text(name) for name in FULL)
+
+
+def _is_ci(row: Row) -> bool:
+    """Whether it is one of Megatron's functional tests: one node, memory logged by the last rank."""
+    return "tests/functional_tests" in row.text("source")
+
+
+def _counts_time(row: Row) -> bool:
+    """Whether the speed of a row is one: CI runs that are made deterministic are not."""
+    return not _is_ci(row)

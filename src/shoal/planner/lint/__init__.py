@@ -1,0 +1,1 @@
+"""Rules that point out what is odd about a plan."""

@@ -1,0 +1,261 @@
+"""Every legal plan of a task, the ones that fit, and the best of them.
+
+After divisibility there are some thousands to a hundred thousand plans: all are looked at, in an order in which most of
+them need not be judged, and what is left out is left out for a reason that always holds:
+
+    recompute   more of it is slower and smaller: once a plan fits, the next mode is not tried
+    mb          larger microbatches take more memory: once none of the modes fits, only the largest is tried, of which
+                there is one, and whose gradients need no room of their own
+    schedule    all schedules compute the same: one is tried only if, without any bubble, it could be among the best
+    zero        in a pipeline, shoal holds for 2 and 3 what it holds for 1 (`blueprint.memory`)
+
+Plans that are predicted within 5 % of the best are as good as anybody can tell: the simplest comes first. A plan that
+comes out is one that `legality` lets run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from shoal.blueprint.plan import Plan, Recompute
+from shoal.blueprint.schedules.generate import illegal
+from shoal.planner.candidates import LARGEST_MICROBATCH, layouts, microbatches, misfits_of
+from shoal.planner.task import Task, Verdict
+
+By = Literal["time", "memory", "money"]
+Wanted = Plan | Mapping[str, Any] | None
+SCHEDULES: tuple[tuple[str, int], ...] = (
+    ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb", 1), ("zbv", 2), ("dualpipev", 2),
+)  # fmt: skip
+"""Schedules to try, with their stages per rank. gpipe and looped take more memory than 1f1b and interleaved for the
+same bubble, and are tried only if they are asked for."""
+SAME = 0.01
+"""A difference of time that is not worth a word."""
+EQUAL = 1.05
+"""Predictions closer than this are equal: errors are larger. `shoal backtest` picks the one on fewest axes of them."""
+MODES: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+@dataclass
+class Found:
+    """What a search has come to."""
+
+    best: list[Verdict] = field(default_factory=list)
+    """One for each layout and stage of sharding, the best first."""
+    frontier: list[Verdict] = field(default_factory=list)
+    """Plans of which no other is both faster and smaller, from the fastest to the smallest."""
+    smallest: Verdict | None = None
+    """The one that takes least memory, whether it fits or not."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Why plans that fit cannot be run → what could be."""
+    num_judged: int = 0
+    num_too_large: int = 0
+    num_left_out: int = 0
+    """Layouts that fit, and to which one that is among the best is preferable in everything."""
+
+
+def search(task: Task, wanted: Wanted = None, *, keep: int = 5, by: By = "time") -> Found:
+    """The best plans of a task. `wanted` says what they must have: keys and values, or a plan, of which only what is
+    not as it would be anyway is meant."""
+    searching = _Search(task, wanted, keep, by)
+    for layout in layouts(task, searching.wanted):
+        searching.look_at(layout)
+    found = searching.found
+    ranked = searching.ranked()
+    good = _undominated(ranked)
+    found.best, found.num_left_out = good[:keep], len(ranked) - len(good)
+    found.frontier = _frontier(searching.fitting.values())
+    return found
+
+
+class _Search:
+    """One search on its way."""
+
+    def __init__(self, task: Task, wanted: Wanted, keep: int, by: By) -> None:
+        self.said = set(wanted.to_mapping() if isinstance(wanted, Plan) else wanted or {})
+        self.wanted = Plan.of(wanted) if wanted is not None else Plan(precision="bf16")
+        self.task, self.keep, self.by = task, keep, by
+        self.found = Found()
+        self.kept: dict[tuple[Any, ...], Verdict] = {}
+        self._totals: dict[tuple[Any, ...], float] = {}  # seconds of each that is kept
+        self.fitting: dict[tuple[Any, ...], Verdict] = {}
+        self._worst = math.inf
+
+    def look_at(self, layout: Mapping[str, Any]) -> None:
+        """All that can be done on one layout."""
+        share = self.task.global_batch // (layout["dp_replicate"] * layout["dp_shard"])
+        if ("schedule" in self.said or (self.wanted.v or 1) > 1) and layout["pp"] == 1:
+            return  # which speak of pipelines; v=1 holds without one
+        if "context" in self.said and layout["cp"] == 1:
+            return
+        modes = (self.wanted.recompute,) if "recompute" in self.said else self._modes(layout)
+        largest = LARGEST_MICROBATCH if self.task.workload.is_transformer else share
+        sizes = microbatches(share, self.wanted.mb, largest)
+        is_full = False
+        for mb in sizes:
+            if is_full and mb != sizes[-1]:
+                continue
+            plan = self._plan(layout, mb, share // mb)
+            if plan is None:
+                continue
+            fits = False
+            for mode in modes:
+                fits |= self._judge(replace(plan, recompute=mode) if mode != "none" else plan, share // mb)
+                if fits and self.by != "memory":
+                    break
+            is_full = not fits
+
+    def _modes(self, layout: Mapping[str, Any]) -> tuple[Recompute, ...]:
+        return ("none", "full") if layout["ep"] > 1 else MODES
+
+    def _plan(self, layout: Mapping[str, Any], mb: int, count: int) -> Plan | None:
+        """The plan with the schedule that always runs; None if a schedule that was asked for does not."""
+        schedule, v = None, 1
+        if layout["pp"] > 1:
+            schedule, v = self._schedules()[0]
+            if wrong := illegal(schedule, num_ranks=layout["pp"], v=v, num_microbatches=count):
+                self.found.refused.setdefault(wrong[0].what, wrong[0].fix)
+                return None
+        return Plan(
+            **layout,
+            schedule=schedule,  # type: ignore[arg-type]
+            v=v,
+            mb=mb,
+            context=("ring" if self.wanted.context is None else self.wanted.context) if layout["cp"] > 1 else None,
+            sp=self.wanted.sp if layout["tp"] > 1 else None,
+            precision=self.wanted.precision,
+            offload=self.wanted.offload,
+            compress=self.wanted.compress if layout["dp_replicate"] > 1 else None,  # else there is nobody to send to
+            sync=self.wanted.sync if layout["dp_replicate"] > 1 else None,
+        )
+
+    def _schedules(self) -> tuple[tuple[str, int], ...]:
+        if self.wanted.schedule is None and self.wanted.v is None:
+            return SCHEDULES
+        resolved = replace(self.wanted, pp=2, dp_replicate=1, dp_shard=1, cp=1, tp=1, ep=1, mb=None, sp=None, zero=0)
+        resolved = replace(resolved, context=None, offload="none", compress=None, sync=None).resolve(2)
+        assert resolved.schedule is not None
+        return ((resolved.schedule, resolved.v or 1),)
+
+    def _judge(self, plan: Plan, count: int) -> bool:
+        """Whether it fits, with its first schedule; the others are tried if it does."""
+        memory = self.task.memory(plan)
+        self.found.num_judged += 1
+        least = self.found.smallest
+        if (least is None or memory.total < least.memory.total) and not misfits_of(self.task, plan):
+            self.found.smallest = Verdict(plan, memory, self.task.time(plan))
+        if not self.task.fits(memory):
+            self.found.num_too_large += 1
+            return False
+        first = Verdict(plan, memory, self.task.time(plan))
+        self._enter(first)
+        if plan.pp == 1:
+            return True
+        without_bubble = first.time.total - first.time.bubble
+        for schedule, v in self._schedules()[1:]:
+            if without_bubble > self._worst or illegal(schedule, num_ranks=plan.pp or 1, v=v, num_microbatches=count):
+                continue
+            if schedule in ("zb", "zbv", "dualpipev") and plan.recompute != "none":
+                continue
+            other = replace(plan, schedule=schedule, v=v)  # type: ignore[arg-type]
+            if (plan.pp or 1) * v <= self.task.workload.layers and self.task.fits(held := self.task.memory(other)):
+                self.found.num_judged += 1
+                self._enter(Verdict(other, held, self.task.time(other)))
+        return True
+
+    def _enter(self, verdict: Verdict) -> None:
+        """Among the best, if it is."""
+        corner = (round(verdict.memory.total / 2**30), verdict.plan.recompute)
+        held = self.fitting.get(corner)
+        is_corner = held is None or verdict.time.total < held.time.total
+        plan = verdict.plan
+        key = (plan.tp, plan.pp, plan.cp, plan.ep, plan.dp_shard, plan.zero)
+        is_best = key not in self.kept or self._is_better(verdict, self.kept[key])
+        if not (is_corner or is_best):
+            return
+        if wrong := misfits_of(self.task, plan):
+            self.found.refused.setdefault(wrong[0].what, wrong[0].fix)
+            return
+        if is_corner:
+            self.fitting[corner] = verdict
+        if is_best:
+            self.kept[key], self._totals[key] = verdict, verdict.time.total
+            if len(self.kept) >= self.keep and self.by == "time":
+                self._worst = sorted(self._totals.values())[self.keep - 1]
+
+    def rank(self, verdict: Verdict) -> tuple[float, float]:
+        """What comes first, is best."""
+        time, memory = verdict.time.total, verdict.memory.total
+        return (memory, time) if self.by == "memory" else (time, memory)
+
+    def _is_better(self, one: Verdict, other: Verdict) -> bool:
+        """Of two that differ in microbatches, recompute and schedule; as fast in fewer microbatches is better."""
+        if self.by == "memory":
+            return self.rank(one) < self.rank(other)
+        change = one.time.total / other.time.total - 1
+        return change < -SAME or (abs(change) <= SAME and (one.plan.mb or 0) > (other.plan.mb or 0))
+
+    def ranked(self) -> list[Verdict]:
+        """The best first; before it, if there is one, a simpler one that is as good. Never one to which another is
+        preferable in both time and memory."""
+        ordered = sorted(self.kept.values(), key=self.rank)
+        if not ordered or self.by == "memory":
+            return ordered
+        near = [one for one in ordered if one.time.total <= ordered[0].time.total * EQUAL]
+        good = [one for number, one in enumerate(near) if not any(_is_smaller(other, one) for other in near[:number])]
+        simplest = min(good, key=lambda one: (complexity(one.plan), one.time.total))
+        return [simplest, *(one for one in ordered if one is not simplest)]
+
+
+def _is_smaller(one: Verdict, other: Verdict) -> bool:
+    return one.memory.total < other.memory.total
+
+
+def complexity(plan: Plan) -> float:
+    """How much there is to understand in a plan."""
+    axes = sum((degree or 1) > 1 for degree in (plan.tp, plan.cp, plan.pp, plan.ep))
+    hybrid = (plan.dp_replicate or 1) > 1 and (plan.dp_shard or 1) > 1
+    schedule = 0.0 if plan.schedule in (None, "1f1b", "gpipe") else 0.5
+    return axes + 0.3 * (plan.zero or 0) + 0.5 * hybrid + 0.4 * MODES.index(plan.recompute) + schedule
+
+
+def _undominated(ranked: list[Verdict]) -> list[Verdict]:
+    """Without those to which another one is preferable in everything: no slower, no larger and no less simple."""
+    chosen: list[Verdict] = []
+    for one in ranked:
+        if not any(
+            other.time.total <= one.time.total * EQUAL
+            and other.memory.total <= one.memory.total * EQUAL
+            and complexity(other.plan) <= complexity(one.plan)
+            for other in chosen
+        ):
+            chosen.append(one)
+    return chosen
+
+
+LESS_MEMORY = "less memory for more time"
+AS_FAST = "less memory and no more time"
+LESS_TIME = "less time for more memory"
+
+
+def tradeoffs(best: Verdict, frontier: Iterable[Verdict]) -> dict[str, list[Verdict]]:
+    """Plans of a frontier by what each of them gives for what, against the plan that was chosen."""
+    found: dict[str, list[Verdict]] = {AS_FAST: [], LESS_MEMORY: [], LESS_TIME: []}
+    for one in frontier:
+        if one.memory.total < best.memory.total:
+            found[LESS_MEMORY if one.time.total > best.time.total else AS_FAST].append(one)
+        elif one.time.total < best.time.total and one.memory.total > best.memory.total:
+            found[LESS_TIME].append(one)
+    return {label: plans for label, plans in found.items() if plans}
+
+
+def _frontier(verdicts: Iterable[Verdict]) -> list[Verdict]:
+    """From the fastest on, each that is smaller than all before it by at least a per cent."""
+    chosen: list[Verdict] = []
+    for verdict in sorted(verdicts, key=lambda one: (one.time.total, one.memory.total)):
+        if not chosen or verdict.memory.total < 0.99 * chosen[-1].memory.total:
+            chosen.append(verdict)
+    return chosen

@@ -1,0 +1,89 @@
+"""What is to be trained, on what: a model, a cluster, a sequence, a batch. And what a plan would make of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from shoal.blueprint.description import Description
+from shoal.blueprint.plan import Plan
+from shoal.blueprint.validation.bounds import absurd
+from shoal.errors import raise_if
+from shoal.predict.cluster import Cluster
+from shoal.predict.estimate.peak_memory import Footprint, footprint
+from shoal.predict.estimate.step_time import StepTime, step_time
+from shoal.predict.framework_profile import SHOAL, Habits
+from shoal.predict.workload import Workload
+
+SPARE = 0.05
+"""Of a device's memory that a plan leaves free, where nobody says how much it may take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A model to train on a cluster. Numbers that follow from it are predicted."""
+
+    workload: Workload
+    cluster: Cluster
+    sequence: int
+    """Tokens of a sample."""
+    global_batch: int
+    """Samples of a step, over all ranks."""
+    habits: Habits = SHOAL
+    compiles: bool = True
+    """Whether torch.compile captures blocks, which some schedules do not allow."""
+    description: Description | None = None
+    """What the model says of itself. None: all that a transformer of these dimensions could say."""
+    max_memory: float | None = None
+    """Bytes of a device that may be used. None: all but a small part, since predictions are off by some per cent."""
+
+    def __post_init__(self) -> None:
+        raise_if(absurd([("--seq", self.sequence), ("--global-batch", self.global_batch)]))
+
+    @cached_property
+    def room(self) -> float:
+        """Bytes that a rank may use."""
+        return self.cluster.device.memory * (1 - SPARE) if self.max_memory is None else self.max_memory
+
+    def memory(self, plan: Plan) -> Footprint:
+        """Of the fullest rank of a resolved plan."""
+        size, batch = self.sequence, self.global_batch
+        return footprint(self.workload, plan, self.cluster, sequence=size, global_batch=batch, habits=self.habits)
+
+    def time(self, plan: Plan) -> StepTime:
+        """Of a step of a resolved plan."""
+        size, batch = self.sequence, self.global_batch
+        return step_time(self.workload, plan, self.cluster, sequence=size, global_batch=batch, habits=self.habits)
+
+    def judged(self, plan: Plan) -> Verdict:
+        """Both."""
+        return Verdict(plan, self.memory(plan), self.time(plan))
+
+    def saved(self, plan: Plan) -> Saved:
+        """What a checkpoint of a resolved plan is: weights and moments, each rank its part; of replicas, the first."""
+        total = self.workload.parameters * (self.habits.weight + self.habits.moments)
+        layout = plan.layout
+        sharers = layout.dp_shard * layout.cp if plan.zero else 1
+        return Saved(total=total, copied=total / (layout.tp * layout.pp * sharers))
+
+    def fits(self, memory: Footprint) -> bool:
+        """Whether a rank has room for it."""
+        return memory.total <= self.room
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Bytes of a checkpoint."""
+
+    total: float
+    copied: float
+    """In the host memory of a rank, while it is written: a step waits for the copy alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A plan, and what it would need."""
+
+    plan: Plan
+    memory: Footprint
+    time: StepTime

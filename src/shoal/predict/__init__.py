@@ -1,0 +1,1 @@
+"""Predict memory, messages and time of a plan, without torch."""

@@ -1,0 +1,1 @@
+"""Estimates: step time, peak memory, synchronisation of replicas."""

@@ -1,0 +1,288 @@
+"""Bytes that the fullest rank will hold at its fullest moment, by cause: predicted, before anything runs.
+
+The fullest rank of a pipeline is its first, which has most microbatches in flight, or its last, which has the logits.
+Its fullest moment is the end of a forward, with all activations and the logits; or the backward after it, with the
+gradients that are just being reduced; or the end of that, with the gradients of all layers but the first. States
+(parameters, gradients, optimizer) are those of `blueprint.memory` in closed form; activations follow Korthikanti et al.
+2022, with what each system keeps of them (`habits`). Three numbers are told apart:
+
+    allocated   what tensors take                         torch.cuda.max_memory_allocated
+    reserved    and what the allocator holds beside them  torch.cuda.max_memory_reserved
+    total       and what lives outside of it              nvidia-smi; what has to fit
+
+What a rank has of a model is in `shares`, what a layer keeps in `activations`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shoal.blueprint.plan import Plan
+from shoal.predict.cluster import Cluster
+from shoal.predict.estimate.activations import (
+    backward_bytes,
+    cast_bytes,
+    is_fused,
+    kept_per_token,
+    logit_bytes,
+    message_bytes,
+    recomputed,
+)
+from shoal.predict.estimate.fp8_memory import kept_beside_narrow
+from shoal.predict.estimate.rank_share import (
+    PLENTY,
+    Degrees,
+    Held,
+    held_by,
+    in_flight,
+    layers_of_ranks,
+    microbatch,
+    num_microbatches,
+)
+from shoal.predict.framework_profile import SHOAL, Habits
+from shoal.predict.workload import Block, Workload
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Footprint:
+    """Bytes on the fullest rank, by cause."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    gathered: float
+    """Parameters that are whole for a moment."""
+    buffers: float
+    """Of collectives, of gradients that are just being reduced, of libraries."""
+    logits: float
+    allocator: float
+    """Reserved, but not allocated."""
+    context: float
+    """Outside of torch's allocator."""
+    stage: int = 0
+    """The rank of the pipeline that is fullest."""
+
+    @property
+    def states(self) -> float:
+        """Parameters, gradients and optimizer."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def allocated(self) -> float:
+        """What tensors take."""
+        return self.states + self.activations + self.gathered + self.buffers + self.logits
+
+    @property
+    def reserved(self) -> float:
+        """What the allocator holds."""
+        return self.allocated + self.allocator
+
+    @property
+    def total(self) -> float:
+        """What has to fit on the device: everything."""
+        return self.reserved + self.context
+
+
+def footprint(
+    workload: Workload,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    sequence: int,
+    global_batch: int = 0,
+    habits: Habits = SHOAL,
+    stage: int | None = None,
+) -> Footprint:
+    """Of a resolved plan. `global_batch` bounds how many microbatches can be in flight; 0: there are plenty. `stage`:
+    of that rank of the pipeline; None: of the fullest."""
+    if cluster.device.is_host:
+        habits = habits.on_host
+    layout = Degrees.of(plan, habits)
+    if layout.tp > 1:
+        habits = habits.where_split
+    m = num_microbatches(plan, global_batch) if global_batch else PLENTY
+    samples = microbatch(plan, global_batch)
+    if not workload.is_transformer:
+        return _of_blocks(workload, plan, layout, cluster, samples, m, habits)
+    counts = layers_of_ranks(workload, layout.pp, layout.v, layout.is_v_shaped, habits.cut)
+    places = {counts.index(count) for count in counts} | {0, layout.pp - 1}  # of as many layers, the first holds most
+    if stage is not None:
+        places = {stage}
+    found = [_of_rank(workload, plan, layout, cluster, place, samples, m, sequence, habits) for place in places]
+    return max(found, key=lambda one: one.allocated)
+
+
+# ---- one rank -------------------------------------------------------------------------------------------------------
+
+
+def _of_rank(
+    workload: Workload,
+    plan: Plan,
+    on: Degrees,
+    cluster: Cluster,
+    place: int,
+    samples: int,
+    m: int,
+    sequence: int,
+    habits: Habits,
+) -> Footprint:
+    held = held_by(workload, place, tp=on.tp, pp=on.pp, v=on.v, ep=on.ep, is_v_shaped=on.is_v_shaped, habits=habits)
+    tokens = samples * sequence / on.cp
+    stream = tokens * workload.hidden * on.size
+    layer = tokens * kept_per_token(workload, habits, tp=on.tp, sp=on.splits_tokens, sequence=sequence, size=on.size)
+    if plan.precision == "fp8" and habits.is_compiled:
+        layer += tokens * kept_beside_narrow(workload, on.size)
+    casts = cast_bytes(workload, habits, on, precision=plan.precision)
+    kept, kept_casts, again = layer, casts, 0.0
+    if plan.recompute != "none":
+        how = recomputed(
+            workload, habits, plan.recompute, tp=on.tp, sp=on.splits_tokens, sequence=sequence, size=on.size
+        )
+        kept, kept_casts, again = tokens * how, 0.0, (layer + casts) * (plan.recompute == "full")
+    flying = in_flight(plan.schedule or "1f1b", place, on.pp, on.v, m)
+    activations = held.layers * (kept * flying + kept_casts)
+    reducing = habits.gradient_copy * (held.dense + held.experts)
+    if not habits.is_compiled:
+        activations += again  # one layer at a time is computed again,
+        reducing += again  # and has gradients
+    is_last = place == (0 if on.is_v_shaped else on.pp - 1)
+    working = backward_bytes(workload, habits, plan.recompute, tokens=tokens, tp=on.tp, size=on.size)
+    messages = message_bytes(workload, habits, on, place=place, is_last=is_last, tokens=tokens, m=m)
+    logits = head_gradient = 0.0
+    if is_last:
+        logits = logit_bytes(
+            workload, habits, tokens=tokens, tp=on.tp, pp=on.pp, size=on.size, precision=plan.precision
+        )
+        goes_with_logits = habits.is_compiled and is_fused(habits, tp=on.tp, pp=on.pp)
+        activations += (1 if goes_with_logits else 2 + habits.copies_in_norm) * stream  # the last norm
+        head_gradient = habits.gradient * held.end * (m == 1 and (on.zero == 0 or on.shards == 1))
+    moments = Moments(activations, logits, reducing, working, messages)
+    if habits.is_compiled:
+        again_beside_input = again - stream if again else 0.0
+        moments = moments._replace(
+            working=working + again_beside_input + head_gradient,
+            ending=(again or kept + kept_casts) + working + stream,
+            closing=2 * tokens * workload.hidden * 4,  # the gradient of what was looked up, and the same in order
+        )
+    return _summed(plan, on, cluster, habits, held, moments, place, m)
+
+
+class Moments(NamedTuple):
+    """Bytes of a rank that are there beside its states: always, or at one of two moments."""
+
+    activations: float
+    logits: float = 0.0
+    """At the end of the forward."""
+    reducing: float = 0.0
+    """In the backward: gradients on their way."""
+    working: float = 0.0
+    """In the backward: what a layer holds for a moment."""
+    messages: float = 0.0
+    """At any time: buffers of a pipeline and of tp."""
+    ending: float = 0.0
+    """In the backward of the first layer, when all others have their gradients: what it holds, activations included."""
+    closing: float = 0.0
+    """In the backward of the embedding, beside all gradients."""
+
+
+def _summed(
+    plan: Plan,
+    on: Degrees,
+    cluster: Cluster,
+    habits: Habits,
+    held: Held,
+    moments: Moments,
+    place: int,
+    m: int,
+) -> Footprint:
+    """States and transients beside activations, at the fuller of two moments."""
+    parameters, gradients, optimizer = states(held, on, habits)
+    gathered, gathered_late, reducing = transients(held, on, habits, moments.working)
+    activations, logits = moments.activations, moments.logits
+    reducing += moments.reducing
+    buffers = habits.bucket + moments.messages
+    if habits.keeps_buckets and m > 1 and on.pp == 1 and on.zero == 0 and on.replicas * on.shards > 1:
+        buffers += gradients
+    other = logits  # what is there beside activations
+    if gathered_late + reducing > gathered + logits:  # the fullest moment is in the backward, when logits have gone
+        buffers, logits, gathered = buffers + reducing, 0.0, gathered_late
+        other = reducing if habits.is_compiled else 0.0
+    if m == 1 and habits.gradients_come_late and (on.zero or on.replicas == 1):
+        nearly_all = gradients * (1 - held.late / (held.dense + held.experts))
+        gradients = max(0.0, max(nearly_all + moments.ending, gradients + moments.closing) - activations - other)
+    if plan.offload != "none":
+        optimizer = 0.0
+    if plan.offload == "parameters" and on.zero == 3 and on.pp == 1:  # else what is gathered stays on the device
+        parameters = gradients = 0.0
+    loose = habits.fragmentation + (on.pp > 1) * habits.pipeline_fragmentation
+    return Footprint(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=activations,
+        gathered=gathered,
+        buffers=buffers,
+        logits=logits,
+        allocator=loose * (activations + gathered + logits),
+        context=cluster.device.context,
+        stage=place,
+    )
+
+
+def states(held: Held, on: Degrees, habits: Habits) -> tuple[float, float, float]:
+    """Bytes of parameters, gradients and optimizer. In a pipeline gradients stay whole, and what FSDP gathers stays."""
+    parameters = gradients = optimizer = 0.0
+    for numel, sharers in ((held.dense, on.shards), (held.experts, max(1, on.shards // on.ep))):
+        divided = sharers if on.zero else 1
+        if (
+            habits.master == 0 and on.zero and on.shards > 1
+        ):  # FSDP: a shard of the optimizer's own, and a gathered copy
+            parameters += numel * (habits.weight / divided + on.size * (on.zero < 3 or on.pp > 1))
+        else:
+            parameters += numel * habits.weight / (divided if on.zero == 3 else 1)
+        gradients += numel * habits.gradient / (divided if on.zero >= 2 and on.pp == 1 else 1)
+        optimizer += numel * (habits.master + habits.moments + habits.weight * on.kept_for_peers) / divided
+    return parameters, gradients, optimizer
+
+
+def transients(held: Held, on: Degrees, habits: Habits, working: float = 0.0) -> tuple[float, float, float]:
+    """Bytes of units that are gathered for a moment, at the end of the forward and in the backward; and of gradients
+    that are just being reduced then, and what a layer is `working` with."""
+    if on.shards == 1 or on.zero < (1 if habits.gathers_ends_alone else 3):
+        return 0.0, 0.0, working
+    reduced = habits.reduce * max(held.unit, held.end if habits.gathers_ends_alone else held.root / 2)
+    gathers = on.zero == 3 and on.pp == 1
+    if not habits.gathers_ends_alone:
+        gathered = on.size * (2 * held.unit + held.root) * gathers
+        return gathered, gathered, max(2 * reduced, reduced + working)
+    # A unit is gathered as one buffer, and parameter by parameter. Its gradients are reduced from another buffer, and
+    # the next unit is gathered meanwhile; when that one works, those are still on their way.
+    unit = on.size * held.unit * gathers
+    copies = 2 + (habits.copies_of_messages > 0) * (on.zero > 1) * (1 + 1 / on.shards)
+    moments = (2 * unit, copies * reduced), (3 * unit, reduced + working)
+    return on.size * 2 * held.end * gathers, *max(moments, key=sum)
+
+
+# ---- traced models --------------------------------------------------------------------------------------------------
+
+
+def _of_blocks(
+    workload: Workload, plan: Plan, on: Degrees, cluster: Cluster, samples: int, m: int, habits: Habits
+) -> Footprint:
+    """Of a traced model: blocks instead of layers, samples instead of tokens; tp divides what it can."""
+    numel = workload.parameters / on.tp / on.pp
+    biggest = max(block.parameters for block in workload.blocks) / on.tp
+    held = Held(len(workload.blocks) // on.pp, numel, 0.0, biggest, 0.0)
+    is_full = plan.recompute == "full"
+    kept = samples * sum(block.output if is_full else block.saved for block in workload.blocks)
+    kept += sum(0.0 if is_full else block.saved_anyway for block in workload.blocks)
+    working = max(samples * block.working + is_full * _saved(block, samples) for block in workload.blocks)
+    flying = in_flight(plan.schedule or "1f1b", 0, on.pp, on.v, m)
+    activations = (kept / on.pp * flying + working) / on.tp
+    return _summed(plan, on, cluster, habits, held, Moments(activations), 0, m)
+
+
+def _saved(block: Block, samples: int) -> float:
+    return samples * block.saved + block.saved_anyway

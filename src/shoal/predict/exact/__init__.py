@@ -1,0 +1,1 @@
+"""Exact counts, to the byte: `verify` proves them."""

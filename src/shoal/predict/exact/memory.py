@@ -1,0 +1,105 @@
+"""Bytes of parameters, gradients and optimizer state that one rank holds at the fullest moment between microbatches.
+
+That moment is after the backward of a microbatch that is not the step's last: gradients have begun to accumulate, and
+what stays gathered for the next microbatch is gathered. Activations come on top, and so do, for moments, a unit that is
+just being gathered or reduced.
+
+The ZeRO paper counts P parameters on N ranks, weights and gradients of w bytes, K bytes of optimizer state each. What
+FSDP2 holds beyond that is the shard, which it keeps beside a gathered copy:
+
+| zero | paper               | here                                     |
+|------|---------------------|------------------------------------------|
+| 0    | wP + wP + KP        | the same (DDP's buckets, wP, come on top)|
+| 1    | wP + wP + KP/N      | (wP + wP/N) + wP + KP/N                  |
+| 2    | wP + wP/N + KP/N    | (wP + wP/N) + wP/N + KP/N                |
+| 3    | wP/N + wP/N + KP/N  | the same                                 |
+
+With the paper's w = 2, K = 12: 16P, 4P + 12P/N, 2P + 14P/N, 16P/N. shoal's weights are the optimizer's own (w = 4 and
+K = 8 for Adam), with no second copy in low precision except while gathered: in a plan of lower precision, the gathered
+copy is in that precision. In a pipeline parameters stay gathered and gradients whole until the last microbatch, as
+under zero=1, whatever the stage.
+
+N are all who share a parameter: the dp_shard x cp ranks, and where ep divides experts, its e-th part of them, each with
+P/e. FSDP2 keeps a shard and a gathered copy also where N is 1, as for experts that ep has divided among all.
+
+Rows are divided as FSDP2 divides them: a shard has ceil(rows/N) rows on every rank, also where the last ranks have
+nothing to put there; optimizer state has only the rows that are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import starmap
+from math import prod
+
+from shoal.blueprint import model_shapes as rules
+from shoal.blueprint.model_shapes import Anatomy, Part, Sharers, Sizes
+from shoal.blueprint.plan import Plan
+from shoal.blueprint.schedules.generate import make
+from shoal.blueprint.schedules.table import Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on one rank, by cause."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """All three."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+def memory(plan: Plan, anatomy: Anatomy, *, rank: int, sizes: Sizes | None = None, optimizer_states: int = 2) -> Memory:
+    """What a rank will hold under a resolved plan. `optimizer_states`: tensors as large as a parameter that the
+    optimizer keeps for it: 2 for Adam, 1 for momentum, 0 for plain SGD. Its numbers per parameter are left out."""
+    sizes = sizes or Sizes.of(plan)
+    parts = rules.parts(plan, anatomy, rank)
+    sharers = Sharers(plan, anatomy.description, rank)
+    pieces = [item for part in parts for item in part.pieces.items()]
+    trained = [item for part in parts for item in anatomy.trained(part.pieces).items()]
+    stays_gathered = plan.is_sharded and (plan.zero != 3 or plan.layout.pp > 1)
+    has_whole_gradients = plan.is_sharded and (plan.zero == 1 or plan.layout.pp > 1)
+    if has_whole_gradients:  # they add up in the precision in which they will be reduced
+        gradients = sum(prod(shape) for _, shape in trained) * sizes.reduce
+    else:
+        gradients = sum(starmap(sharers.padded, trained)) * sizes.weight
+    shards = sum(starmap(sharers.padded, pieces)) * sizes.weight
+    return Memory(
+        parameters=shards + stays_gathered * _gathered(parts, sharers) * sizes.compute,
+        gradients=gradients,
+        optimizer=optimizer_states * sizes.weight * sum(starmap(sharers.own, trained)),
+    )
+
+
+def has_moment(plan: Plan, *, rank: int, num_microbatches: int) -> bool:
+    """Whether a step has that moment on a rank: a forward begins after each of its stages has made a backward.
+
+    >>> plan = Plan.parse("pp=2 1f1b").resolve(2)
+    >>> [has_moment(plan, rank=rank, num_microbatches=2) for rank in (0, 1)]
+    [False, True]
+    """
+    if plan.layout.pp == 1 or plan.schedule is None:
+        return num_microbatches > 1
+    table = make(plan.schedule, num_ranks=plan.layout.pp, v=plan.v or 1, num_microbatches=num_microbatches)
+    order = table.order(plan.layout.coordinate(rank)["pp"])
+    actions = [action for slot in order for action in slot.parts]
+    without_gradients = {action.stage for action in actions}
+    for action in actions:
+        if action.kind is Kind.F and not without_gradients:
+            return True
+        if action.kind in (Kind.B, Kind.W):
+            without_gradients.discard(action.stage)
+    return False
+
+
+def _gathered(parts: Iterable[Part], sharers: Sharers) -> int:
+    """Elements of the gathered copies; of many stages torch keeps only some at a time."""
+    each = [
+        sum(sharers.padded(name, shape) * sharers.degree(name) for name, shape in part.pieces.items()) for part in parts
+    ]
+    return sum(sorted(each)[-rules.GATHERED_STAGES :])

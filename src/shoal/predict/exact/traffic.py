@@ -1,0 +1,456 @@
+"""What one rank will hand to torch.distributed in one steady optimizer step: predicted messages, axis by axis.
+
+A cost model gives volumes that the wire carries, for layers that are all alike. Here it is the very messages that
+`shoal.comm.traffic_counter` counts, call by call and byte by byte, for this model and this plan, so that the two can be
+held against each other and have to be *equal*. Beside the textbook (P parameters, N ranks, m microbatches, S bytes of
+an activation, L layers; a message counts whole):
+
+| axis, plan            | textbook, per step                  | here, in addition                          |
+|-----------------------|-------------------------------------|--------------------------------------------|
+| dp_replicate, zero=0  | all-reduce P                        |                                            |
+| dp_shard, zero=1      | gather P, reduce-scatter P          | dim 0 of all filled up to a multiple of N  |
+| dp_shard, zero=2      | gather P, reduce-scatter m P        | the same                                   |
+| dp_shard, zero=3      | gather 2 m P, reduce-scatter m P    | the last unit and the root only once       |
+| dp_replicate, HSDP    | all-reduce P/N                      | the same filling                           |
+| tp, sp=off            | m x 4 L all-reduces of S            | embedding, head, two messages of the loss  |
+| tp, sp=on             | the same as gather + reduce-scatter | and one sum of the gradients of norms      |
+| tp, recomputed blocks | m x 2 L more in the forward         | less what no backward of a block needs     |
+| pp                    | m x S each way over each boundary   | none inside a rank; a tied parameter once  |
+| cp, ring              | m L (c - 1) x 2 keys and values,    | gradients in at least float32; recomputed  |
+|                       | and as much again with gradients    | blocks go round once more                  |
+| cp, ulysses           | m L x 2 x (q, k, v and output)      | key/value heads repeated up to c of them   |
+| ep                    | m L x 4 x rows of k experts a token | how many go to each expert; loads of all   |
+
+With cp every S is that of T/c tokens, parameters are shared by dp_shard x cp ranks, called `dp_shard_cp`, and gradients
+without sharding averaged over `dp_cp`; experts that ep divides are shared by the ranks of `edp`.
+
+Steady: the third step and all after it. The first ones also greet neighbours (pp) and agree on buckets (DDP). How many
+rows arrive at a rank's experts depends on what they are: predicted is the mean, which is right in the sum over an ep
+group, and nothing where capacity drops rows or experts choose. Not predicted: evaluation, layers that a model's author
+has split, `find_unused`, parameters offloaded without sharding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import starmap
+from math import prod
+from typing import NamedTuple
+
+from shoal.blueprint import model_shapes as rules
+from shoal.blueprint.context_parallel import ring_elements, ulysses_elements
+from shoal.blueprint.model_shapes import (
+    Anatomy,
+    Attended,
+    Crossing,
+    Dispatched,
+    Part,
+    Routed,
+    Shape,
+    Shapes,
+    Sharers,
+    Sizes,
+    Unit,
+)
+from shoal.blueprint.plan import Plan
+from shoal.blueprint.schedules.generate import make
+
+BUCKET_BYTES = 25 * 2**20
+"""In a pipeline, gradients are averaged over replicas in buckets that are full from this size on."""
+HOST_BYTES = 8
+"""A number that travels for control is a float64; the load of an expert, too."""
+KINDS_OF_LOSS = 4
+"""Which of them each rank has seen (`train.late_count.agree_on_kind`)."""
+LATE_NUMBERS = 4
+"""The loss, its count and two flags (`train.late_count.agree`), or what `refuse_uncounted` compares."""
+COUNT_BYTES = 8
+"""How often the tokens of a sequence chose an expert is an int64."""
+ROWS_BYTES = 4
+"""How many rows go to an expert is an int32."""
+
+
+class Messages(NamedTuple):
+    """Collectives of one kind on one axis."""
+
+    calls: int | None
+    """None: not predicted. How DDP forms its buckets depends on the order in which gradients arrive."""
+    bytes: int | None
+    """None: not predicted, since it depends on values."""
+
+
+Operations = dict[str, Messages]
+
+
+def traffic(
+    plan: Plan,
+    anatomy: Anatomy,
+    *,
+    batch: int,
+    rank: int,
+    sizes: Sizes | None = None,
+    splits_logits: bool = True,
+    host_numbers: int = 2,
+    counts_late: bool = False,
+    compares_samples: bool = False,
+) -> dict[str, Operations]:
+    """Axis → operation → messages of one rank in one steady step, for a resolved plan and a global batch.
+
+    `splits_logits`: the loss is shoal's cross-entropy, which never joins the logits of tp ranks; a loss of the user's
+    own does. `host_numbers`: how many numbers (weight and samples of the batch, signals) ranks agree on over the group
+    of all; 0 where a group of the host's own carries them, as beside NCCL. (`shoal train` on a CPU sends them with the
+    loss, or through shared memory, where the dataset knows how many labels count.) `counts_late`: the loss is the
+    user's function, whose count is known after its forward and is summed over all ranks with the loss.
+    `compares_samples`: that count is never known, and ranks compare the shapes of their samples.
+    """
+    step = _Step(plan, anatomy, batch, rank, sizes or Sizes.of(plan))
+    return _added(
+        [
+            *over_replicas(step),
+            *over_shards(step),
+            *over_context(step),
+            *over_tensor_parallel(step, splits_logits=splits_logits),
+            *over_experts(step),
+            *over_stages(step),
+            *over_everyone(
+                step,
+                host_numbers=host_numbers,
+                counts_late=counts_late,
+                compares=compares_samples,
+                is_own_loss=counts_late or compares_samples or not splits_logits,
+            ),
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One rank in one step: what all formulas ask for."""
+
+    plan: Plan
+    anatomy: Anatomy
+    batch: int
+    rank: int
+    sizes: Sizes
+
+    @cached_property
+    def place(self) -> Mapping[str, int]:
+        return self.plan.layout.coordinate(self.rank)
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        return rules.parts(self.plan, self.anatomy, self.rank)
+
+    @cached_property
+    def num_microbatches(self) -> int:
+        return self.plan.num_microbatches(self.batch)
+
+    @cached_property
+    def samples(self) -> int:
+        """Of a microbatch."""
+        return self.plan.microbatch_size(self.batch)
+
+    @property
+    def is_pipeline(self) -> bool:
+        return self.plan.layout.pp > 1
+
+    @cached_property
+    def splits_tokens(self) -> bool:
+        return rules.splits_tokens(self.plan, self.anatomy.description)
+
+    def is_here(self, module: str) -> bool:
+        """Whether a submodule lives on this rank."""
+        return any(rules.is_inside(module, part.modules) for part in self.parts)
+
+    def num_forwards(self, module: str, *, is_repeated: bool) -> int:
+        """How often a submodule computes in a step; twice for each backward where its block is recomputed."""
+        is_in_block = any(module.startswith(f"{block}.") for block in self.anatomy.description.blocks)
+        return self.num_microbatches * (1 + (self.plan.recompute != "none" and is_in_block and is_repeated))
+
+    @cached_property
+    def sharers(self) -> Sharers:
+        return Sharers(self.plan, self.anatomy.description, self.rank)
+
+    def padded(self, pieces: Shapes) -> int:
+        """Elements of this rank's shard of a unit, as FSDP2 sends it."""
+        return sum(starmap(self.sharers.padded, pieces.items()))
+
+
+Message = tuple[str, str, int | None, int | None]
+"""Axis, operation, how many such calls, bytes of each; of all together where it is not known how many they are."""
+
+
+def _added(messages: Iterable[Message]) -> dict[str, Operations]:
+    total: dict[str, Operations] = {}
+    for axis, operation, calls, num_bytes in messages:
+        if calls == 0:
+            continue
+        before = total.setdefault(axis, {}).get(operation, Messages(0, 0))
+        more = num_bytes if calls is None or num_bytes is None else calls * num_bytes
+        total[axis][operation] = Messages(_plus(before.calls, calls), _plus(before.bytes, more))
+    return total
+
+
+def _plus(known: int | None, more: int | None) -> int | None:
+    return None if known is None or more is None else known + more
+
+
+# ---- data parallelism -----------------------------------------------------------------------------------------------
+
+
+def over_replicas(step: _Step) -> Iterator[Message]:
+    """Gradients averaged over replicas, once a step: by FSDP2 per unit, by a pipeline in buckets, else by DDP."""
+    plan = step.plan
+    axis = "dp_replicate" if plan.is_sharded else plan.gradient_axis
+    if plan.layout.degree(axis) == 1:
+        return
+    trained = [shape for part in step.parts for shape in step.anatomy.trained(part.pieces).values()]
+    if plan.is_sharded:
+        for _, _, pieces in _units(step):
+            if numel := step.padded(step.anatomy.trained(pieces)):
+                yield axis, "all_reduce", 1, numel * step.sizes.reduce
+    elif step.is_pipeline:
+        sizes = _buckets([prod(shape) * step.sizes.weight for shape in trained])
+        yield from ((axis, "all_reduce", 1, size) for size in sizes)
+    elif trained:
+        yield axis, "all_reduce", None, sum(map(prod, trained)) * step.sizes.weight
+
+
+def over_shards(step: _Step) -> Iterator[Message]:
+    """Units gathered before they compute, and their gradients reduced and scattered."""
+    if not step.plan.is_sharded:
+        return
+    num_reductions = step.num_microbatches if step.plan.zero != 1 and not step.is_pipeline else 1
+    for part, unit, pieces in _units(step):
+        axis = step.sharers.axis(next(iter(pieces)))
+        degree = step.plan.layout.degree(axis)
+        if degree == 1:  # experts that ep has divided among all
+            continue
+        yield axis, "all_gather", _num_gathers(step, part, unit), degree * step.padded(pieces) * step.sizes.compute
+        if trained := step.anatomy.trained(pieces):
+            yield axis, "reduce_scatter", num_reductions, degree * step.padded(trained) * step.sizes.reduce
+
+
+def _units(step: _Step) -> list[tuple[Part, Unit, Shapes]]:
+    return [
+        (part, unit, pieces)
+        for part in step.parts
+        for unit, pieces in rules.sharded_units(step.plan, step.anatomy, part)
+    ]
+
+
+def _num_gathers(step: _Step, part: Part, unit: Unit) -> int:
+    """Under zero=3, for every forward and again for every backward; else once, for the whole step."""
+    if step.is_pipeline:
+        return _num_gathers_of_stage(step, part.stage)
+    if step.plan.zero != 3:
+        return 1
+    is_needed_again = not (unit.is_last or unit.is_root) and _is_in_backward(step, unit)
+    return step.num_microbatches * (1 + is_needed_again)
+
+
+def _is_in_backward(step: _Step, unit: Unit) -> bool:
+    """Whether the backward reaches a unit, or the one after it, for which FSDP2 prefetches this one."""
+    every = _units(step)
+    place = next(i for i, (_, other, _) in enumerate(every) if other == unit)
+    reached = every if unit.is_root else every[: place + 2]
+    return any(step.anatomy.trained(pieces) for _, _, pieces in reached)
+
+
+def _num_gathers_of_stage(step: _Step, stage: int) -> int:
+    """Once, unless the rank has so many stages that torch lets go of those that are not among the next to compute."""
+    plan = step.plan
+    if len(step.parts) <= rules.GATHERED_STAGES:
+        return 1
+    assert plan.schedule is not None
+    table = make(plan.schedule, num_ranks=plan.layout.pp, v=plan.v or 1, num_microbatches=step.num_microbatches)
+    order = table.order(step.place["pp"])
+    num_fetches, is_gathered = 0, False
+    for place in range(len(order)):
+        coming = dict.fromkeys(action.stage for slot in order[place:] for action in slot.parts)  # each once, in order
+        is_next = stage in list(coming)[: rules.GATHERED_STAGES]
+        num_fetches += is_next and not is_gathered
+        is_gathered = is_next
+    return num_fetches
+
+
+def _buckets(sizes: Iterable[int]) -> Iterator[int]:
+    """The bytes of each bucket: closed as soon as it is full."""
+    bucket = 0
+    for size in sizes:
+        bucket += size
+        if bucket >= BUCKET_BYTES:
+            yield bucket
+            bucket = 0
+    if bucket:
+        yield bucket
+
+
+# ---- context parallelism --------------------------------------------------------------------------------------------
+
+
+def over_context(step: _Step) -> Iterator[Message]:
+    """Keys and values round a ring, with their gradients in the backward; or heads for tokens and back."""
+    if step.plan.layout.cp == 1:
+        return
+    for attended in step.anatomy.attentions:
+        if step.is_here(attended.module):
+            yield from (_ring if step.plan.context == "ring" else _ulysses)(step, attended)
+
+
+def _ring(step: _Step, attended: Attended) -> Iterator[Message]:
+    rounds = step.plan.layout.cp - 1
+    forwards = step.num_forwards(attended.module, is_repeated=attended.is_repeated)
+    backwards = step.num_microbatches * attended.has_backward
+    elements = ring_elements(step.plan, samples=step.samples, keys=attended.keys)
+    for operation in ("send", "recv"):
+        yield "cp", operation, rounds * (forwards + backwards), elements * step.sizes.compute
+        yield "cp", operation, rounds * backwards, elements * max(4, step.sizes.compute)
+
+
+def _ulysses(step: _Step, attended: Attended) -> Iterator[Message]:
+    backwards = step.num_microbatches * attended.has_backward
+    there, back = ulysses_elements(step.plan, samples=step.samples, queries=attended.queries, keys=attended.keys)
+    for elements, is_repeated in ((there, attended.is_repeated), (back, attended.is_output_repeated)):
+        forwards = step.num_forwards(attended.module, is_repeated=is_repeated)
+        yield "cp", "all_to_all", forwards + backwards, elements * step.sizes.compute
+
+
+# ---- tensor parallelism ---------------------------------------------------------------------------------------------
+
+
+def over_tensor_parallel(step: _Step, *, splits_logits: bool) -> Iterator[Message]:
+    """Activations over the borders of split regions, the loss of split logits, and gradients that are only shares."""
+    if step.plan.layout.tp == 1:
+        return
+    for crossing in step.anatomy.crossings:
+        if step.is_here(crossing.module):
+            yield from _crossed(step, crossing, splits_logits=splits_logits)
+    yield from _shares_of_gradients(step)
+
+
+def _crossed(step: _Step, crossing: Crossing, *, splits_logits: bool) -> Iterator[Message]:
+    if crossing.way == "logits":
+        yield from _logits(step, crossing.shape, splits_logits=splits_logits)
+        return
+    size = step.samples * prod(crossing.shape) // step.plan.layout.cp * _size_of(step, crossing)
+    forwards = step.num_forwards(crossing.module, is_repeated=crossing.is_repeated)
+    backwards = step.num_microbatches * crossing.has_backward
+    enters = crossing.way == "enter"
+    if step.splits_tokens:
+        yield "tp", "all_gather", forwards if enters else backwards, size
+        yield "tp", "reduce_scatter", backwards if enters else forwards, size
+    else:
+        yield "tp", "all_reduce", backwards if enters else forwards, size
+
+
+def _size_of(step: _Step, crossing: Crossing) -> int:
+    """Matrix products come out in the precision of compute; rows of an embedding in that of its weight."""
+    is_lookup = f"{crossing.module}.weight" in step.anatomy.lookups
+    return step.sizes.weight if is_lookup and not step.plan.is_sharded else step.sizes.compute
+
+
+def _logits(step: _Step, shape: Shape, *, splits_logits: bool) -> Iterator[Message]:
+    """Cross-entropy of split logits: the maximum, then the sum and the label's own, of every row. Else: all joined."""
+    rows, degree, m = step.samples * prod(shape[:-1]) // step.plan.layout.cp, step.plan.layout.tp, step.num_microbatches
+    if splits_logits:
+        yield "tp", "all_reduce", m, rows * step.sizes.loss
+        yield "tp", "all_reduce", m, 2 * rows * step.sizes.loss
+    else:
+        yield "tp", "all_gather", m, rows * -(-shape[-1] // degree) * degree * step.sizes.compute
+
+
+def _shares_of_gradients(step: _Step) -> Iterator[Message]:
+    """All of them summed over tp in one message, once a step; each rank that shares a parameter its own rows."""
+    description = step.anatomy.description
+    trained = [item for part in step.parts for item in step.anatomy.trained(part.pieces).items()]
+    shares = [
+        step.sharers.own(name, shape)
+        for name, shape in trained
+        if rules.is_partial(description, name, splits_tokens=step.splits_tokens)
+    ]
+    if shares:
+        yield "tp", "all_reduce", 1, sum(shares) * step.sizes.weight
+
+
+# ---- experts --------------------------------------------------------------------------------------------------------
+
+
+def over_experts(step: _Step) -> Iterator[Message]:
+    """Tokens to their experts and back, and what routers have to know of the rest of a sequence."""
+    for dispatched in step.anatomy.dispatches if step.plan.layout.ep > 1 else ():
+        if step.is_here(dispatched.module):
+            yield from _dispatched(step, dispatched)
+    for router in step.anatomy.routers:
+        if step.is_here(router.module):
+            yield from _asked(step, router)
+
+
+def _dispatched(step: _Step, dispatched: Dispatched) -> Iterator[Message]:
+    layout = step.plan.layout
+    parts = layout.cp * (layout.tp if step.splits_tokens else 1)
+    size = step.samples * dispatched.rows // parts * dispatched.dim * step.sizes.compute
+    forwards = step.num_forwards(dispatched.module, is_repeated=dispatched.is_repeated)
+    ways = 2 * forwards + dispatched.num_returns * step.num_microbatches
+    yield "ep", "all_to_all", forwards, dispatched.num_experts * ROWS_BYTES
+    yield "ep", "all_to_all", ways, size if dispatched.is_predicted else None
+
+
+def _asked(step: _Step, router: Routed) -> Iterator[Message]:
+    """Ranks that have parts of the same sequences: how often it chose each expert, and how its tokens compare."""
+    names = [axis for axis, is_used in (("cp", step.plan.layout.cp > 1), ("tp", step.splits_tokens)) if is_used]
+    if not names:
+        return
+    axis = "_".join(names)
+    forwards = step.num_forwards(router.module, is_repeated=router.is_repeated)
+    if router.has_auxiliary:
+        yield axis, "all_reduce", forwards, step.samples * router.num_experts * COUNT_BYTES
+    if router.gathers_scores:
+        yield axis, "all_gather", forwards, None
+
+
+# ---- pipeline, and everyone -----------------------------------------------------------------------------------------
+
+
+def over_stages(step: _Step) -> Iterator[Message]:
+    """Activations to the next stage and gradients to the one before, per microbatch; a tied parameter's gradient."""
+    if not step.is_pipeline:
+        return
+    owners, me = rules.owners(step.plan), step.place["pp"]
+    size = step.samples * prod(step.anatomy.stream) * step.sizes.compute // step.plan.layout.cp
+    if step.splits_tokens:  # each tp rank sends its own tokens
+        size //= step.plan.layout.tp
+    for stage in (part.stage for part in step.parts):
+        for neighbour in (stage - 1, stage + 1):
+            if 0 <= neighbour < len(owners) and owners[neighbour] != me:  # what goes one way comes back the other
+                yield "pp", "send", step.num_microbatches, size
+                yield "pp", "recv", step.num_microbatches, size
+    mine = {name: shape for part in step.parts for name, shape in step.anatomy.trained(part.pieces).items()}
+    for pair in step.anatomy.description.tied:
+        here = [name for name in pair if name in mine]
+        if len(here) == 1:
+            num_bytes = step.sharers.own(here[0], mine[here[0]]) * step.sizes.weight
+            yield "pp", "send", 1, num_bytes
+            yield "pp", "recv", 1, num_bytes
+
+
+def over_everyone(
+    step: _Step, *, host_numbers: int, counts_late: bool, compares: bool, is_own_loss: bool
+) -> Iterator[Message]:
+    """Numbers: what the batch weighs, the loss, the square of the norm where no rank has every gradient, and for every
+    router of the model the load of its experts, how much it dropped, and its loss."""
+    plan, routers = step.plan, step.anatomy.routers
+    if plan.layout.world_size == 1:
+        return
+    if host_numbers:
+        yield "world", "all_reduce", 1, HOST_BYTES * host_numbers
+    yield "world", "all_reduce", 1, HOST_BYTES * LATE_NUMBERS if counts_late else step.sizes.weight
+    if host_numbers and is_own_loss:
+        yield "world", "all_reduce", 1, HOST_BYTES * KINDS_OF_LOSS
+    if host_numbers and compares:
+        yield "world", "all_reduce", 1, HOST_BYTES * LATE_NUMBERS
+    if plan.is_sharded or step.is_pipeline or plan.layout.tp > 1:
+        yield "world", "all_reduce", 1, step.sizes.weight
+    if routers:
+        yield "world", "all_reduce", 1, len(routers) * (max(r.num_experts for r in routers) + 2) * HOST_BYTES

@@ -1,0 +1,480 @@
+"""What training systems do differently, as far as memory and time depend on it.
+
+A plan says how a model is laid out; it does not say whether gradients add up in fp32, whether attention ever holds its
+scores, or whether the last gradients travel while others are computed. Those are habits of the system that runs the
+plan. Each set of habits is read off the system's documentation and code; none belongs to a single run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Literal
+
+MS = 1e-3
+Cut = Literal["even", "balanced", "thresholds"]
+"""Stages of equally many layers; as equal in cost as can be, head included; or cut where the running cost passes equal
+shares of the whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Habits:
+    """One system. Bytes are those of one element."""
+
+    name: str
+    source: str = ""
+    is_known: bool = True
+    """Whether somebody has measured runs of it."""
+    is_known_together: bool = True
+    """And on several devices."""
+
+    # ---- states ----
+    weight: float = 2
+    """Bytes of a weight that layers compute with."""
+    master: float = 4
+    """Bytes of the copy that the optimizer steps. 0: it steps the weights themselves."""
+    gradient: float = 4
+    """Bytes that a gradient adds up in."""
+    moments: float = 8
+    """Bytes of Adam's two moments."""
+    gradients_come_late: bool = False
+    """Whether gradients are made in the backward and forgotten after the step: then those of a single microbatch never
+    meet all of its activations. Else their buffers are always there."""
+    gradient_copy: float = 0.0
+    """Bytes of gradients that are held during the backward beside those that add up: in the precision of compute, and
+    in buckets. They come when logits have gone."""
+    bucket: float = 0.0
+    """Bytes of communication buffers that stay."""
+    keeps_buckets: bool = False
+    """Whether buckets of replicated gradients stay beside the gradients of earlier microbatches, as those of DDP do."""
+    receives_ahead: bool = False
+    """Whether a stage of a pipeline has a buffer for every message that it receives in a step, as torch's have."""
+    copies_of_messages: int = 0
+    """Copies of what tp sends that are held for a while after it was sent, as gloo does."""
+    gathers_ends_alone: bool = False
+    """Whether embedding and head are gathered by themselves, each when it is about to compute."""
+
+    # ---- activations ----
+    attention: Literal["flash", "eager"] = "flash"
+    """flash: scores never leave the chip. eager: they do, and are kept for the backward."""
+    dropout: bool = False
+    """Whether masks of dropout are kept."""
+    keeps_normed: bool = True
+    """Whether the outputs of norms are kept, beside their inputs."""
+    keeps_product: bool = True
+    """Whether a gated feed-forward keeps gate × up."""
+    keeps_silu: bool = False
+    """Whether it keeps silu(gate) too."""
+    keeps_gathered: bool = False
+    """Whether a layer that tp divides keeps its input of all tokens. Else it gathers that again in the backward."""
+    is_lean: bool = False
+    """Whether layers keep less than autograd would, by computing inputs again (`numerics.lean`): those that tp does not
+    divide."""
+    copies_in_norm: bool = False
+    """Whether a norm by itself keeps a scaled copy of its input: one that is computed by several kernels does."""
+    backward_tensors: float = 0.0
+    """Tensors of the feed-forward's width in float32 that its backward holds for a moment, where nothing is fused."""
+    is_compiled: bool = False
+    """Whether a compiler sees each layer as a whole. It keeps the casts of weights that the forward has made, all but
+    the last one's, unless the layer recomputes; writes every gradient to memory of its own; and leaves the last norm in
+    float32."""
+    norm_input: float = 2
+    """Bytes of what a norm keeps of its input."""
+    sparse_norm_input: float = 2
+    """The same in layers with experts: autocast sums up what those give in float32, and compiled layers leave it so."""
+    splits_experts: bool = False
+    """Whether tp divides experts too."""
+    splits_tokens: bool = True
+    """Whether tp ranks divide the tokens between their layers, where the plan does not say."""
+    selective: Literal["products", "half", "core"] = "products"
+    """What recompute=selective keeps: all matrix products and attention; every other product; all but the core of
+    attention."""
+    logits: float = 8
+    """Bytes of everything that is held of one logit at the fullest moment."""
+    fused_loss: bool = False
+    """Whether logits only ever exist in chunks (without tp and pp)."""
+    copies_in_loss: int = 0
+    """Copies of a chunk of logits in float32 that its softmax is computed in. 0: it is computed in place."""
+    fragmentation: float = 0.04
+    """Reserved beyond allocated, as a part of activations and transients."""
+    pipeline_fragmentation: float = 0.0
+    """The same on top in a pipeline, whose microbatches come and go in another order than they were allocated in."""
+
+    # ---- time ----
+    attention_part: float = 0.6
+    """Part of the rate of large products that its attention kernels reach, up to Ampere."""
+    modern_attention_part: float = 0.44
+    """The same on Hopper and later, whose matrix units want kernels that are written for them."""
+    fp8_casts: float = 0.0
+    """Bytes read and written in each microbatch to find the scale of one weight and to cast it to fp8."""
+    attention_ramp: float = 0.0
+    """Tokens at which its attention kernels reach half of their rate; longer sequences are faster than usual ones."""
+    attention_sustained: float = 1.0
+    """The part of a measured rate of attention that a step sustains: clocks drop under load, and key/value heads are
+    shared."""
+    passes: float = 14
+    """Times that the element-wise work of a layer's forward reads or writes a tensor of `hidden` features."""
+    ffn_passes: float = 4
+    """The same for tensors of the feed-forward's width."""
+    cast_passes: float = 0.0
+    """What comes to `passes` in lower precision than float32, in which norms and sums are computed, and cast to it."""
+    cast_ffn_passes: float = 0.0
+    """The same for `ffn_passes`."""
+    host_forward: float = 0.4 * MS
+    """Seconds that the host needs to launch the forward of a layer."""
+    host_backward: float = 0.5 * MS
+    host_part: float = 1.0
+    """The part of what `shoal calibrate` measures, all kernels of a layer launched one by one, that the host needs: a
+    compiler fuses some. Where nobody has measured, the seconds above count as they are."""
+    host_collective: float = 0.05 * MS
+    """Seconds that the host needs to launch one collective."""
+    host_scatter: float = 0.0
+    """The same for each layer and each of the tp ranks, where those divide the tokens."""
+    host_action: float = 0.0
+    """Seconds that the host needs around one action of a pipeline, where it does not run ahead of a device."""
+    crossing: float = 0.05 * MS
+    """Seconds that a message of tp waits at each border of nodes, beside the latency of the link: hosts that are not in
+    step with each other."""
+    messages: float = 1
+    """Into how many messages the parameters of a layer are divided, where they are sharded: as many as it has, where a
+    system sends each by itself."""
+    overlaps_gradients: bool = True
+    """Whether gradients travel while earlier layers are still computed."""
+    shadow: float = 0.8
+    """The part of the last backward in whose shadow gradients travel."""
+    bucket_size: float = 100e6
+    """Bytes of gradients that travel in one message, where they are reduced."""
+    overlaps_gathers: bool = True
+    """Whether the next unit of sharded parameters travels while one is computed."""
+    copies_in_traffic: float = 0.0
+    """Times that parameters and gradients are copied on their way, where memory is so slow that it matters."""
+    tp_exposed: float = 1.0
+    """The part of tp's traffic that nothing hides."""
+    reduce: float = 4
+    """Bytes in which gradients travel."""
+    gather: float = 2
+    """Bytes in which parameters travel."""
+    optimizer_traffic: float = 34
+    """Bytes read and written to update one parameter."""
+    rounding: float = 0.0
+    """Bytes in whose time the two moments of one parameter are rounded at random, where they are stored in less."""
+    fixed: float = 10 * MS
+    """Seconds of every step that nothing explains: data, logging, the host at the start."""
+    cut: Cut = "even"
+    """How stages are cut."""
+    expert_efficiency: float = 0.75
+    """Of that, what many small products of experts reach, some of them busier than others."""
+    efficiency: float = 0.84
+    """Of the achievable rate that its products sustain in a whole step: clocks drop under load, kernels follow each
+    other with gaps."""
+
+    def with_narrow_moments(self) -> Habits:
+        """The same with Adam's moments in half the bytes."""
+        moments = self.moments / 2
+        traffic = self.optimizer_traffic - 2 * moments + self.rounding  # read and written
+        return replace(self, name=f"{self.name}, bf16 states", moments=moments, optimizer_traffic=traffic)
+
+    def with_narrow_weights(self) -> Habits:
+        """The same with weights and gradients in half the bytes, and no other copy of them."""
+        name = f"{self.name}, bf16 weights"
+        traffic = self.optimizer_traffic - self.weight - self.gradient  # both are read or written twice
+        casts = max(0.0, self.fp8_casts - 3 * self.weight / 2)  # for which weights are read three times
+        return replace(self, name=name, weight=2, gradient=2, optimizer_traffic=traffic, fp8_casts=casts)
+
+    def as_documented(self) -> Habits:
+        """Without what was learnt from measured runs of the system: those figures become those of an unknown one."""
+        learnt = {entry.name: entry.default for entry in fields(self) if entry.name in LEARNT}
+        return replace(self, name=f"{self.name}, documented", is_known=False, **learnt)  # type: ignore[arg-type]
+
+    @cached_property
+    def on_host(self) -> Habits:
+        """The same on a CPU: no workspaces, an allocator that gives back; kernels that are not fused; and nobody else
+        who would send while it computes."""
+        return replace(
+            self,
+            name=f"{self.name} on the host",
+            bucket=0.0,
+            is_compiled=False,
+            copies_of_messages=4,
+            copies_in_norm=True,
+            copies_in_loss=1,
+            fragmentation=0.0,
+            pipeline_fragmentation=0.0,
+            attention_ramp=0.0,
+            host_action=0.4 * MS,  # autograd and sends around an action: benchmarks/results/bubble_*
+            overlaps_gradients=False,  # what sends computes, too
+            overlaps_gathers=False,
+            copies_in_traffic=1.5,  # into one message, out of it, and some by gloo
+            optimizer_traffic=self.optimizer_traffic + 8,  # clipping is a pass of its own
+        )
+
+    @cached_property
+    def where_split(self) -> Habits:
+        """The same where tp divides layers: they are called one by one, and keep what autograd keeps."""
+        if not self.is_lean:
+            return self
+        return replace(
+            self,
+            name=f"{self.name}, split",
+            keeps_gathered=True,
+            keeps_normed=self.copies_in_norm,
+            keeps_product=True,
+            keeps_silu=self.backward_tensors > 0,
+            backward_tensors=min(self.backward_tensors, 4.0),
+            logits=8,  # exponentials, and their gradient
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+LEARNT = (
+    "fragmentation",
+    "pipeline_fragmentation",
+    "attention_part",
+    "modern_attention_part",
+    "attention_sustained",
+    "passes",
+    "ffn_passes",
+    "host_forward",
+    "host_backward",
+    "host_part",
+    "host_collective",
+    "host_scatter",
+    "crossing",
+    "tp_exposed",
+    "shadow",
+    "fixed",
+    "expert_efficiency",
+    "efficiency",
+)
+"""What no documentation says, and measured runs of a system do. Nothing of it was chosen for a single run."""
+
+
+SHOAL = Habits(
+    name="shoal",
+    is_known_together=False,
+    source="docs/concepts/gpu.md, predict/exact/memory.py: float32 weights, autocast, lean layers, fused loss",
+    weight=4,
+    master=0,
+    gradient=4,
+    gradients_come_late=True,
+    bucket=64 * 2**20,  # workspaces of cuBLAS, one for each thread that launches
+    keeps_buckets=True,
+    receives_ahead=True,
+    gathers_ends_alone=True,
+    keeps_normed=False,
+    keeps_product=False,
+    is_lean=True,
+    is_compiled=True,
+    sparse_norm_input=4,
+    logits=12,  # their softmax, its gradient and their own
+    fused_loss=True,
+    attention_part=0.6,
+    modern_attention_part=0.52,
+    fp8_casts=14,  # its largest value, itself, and itself transposed
+    attention_ramp=1480,  # cuDNN on an H200: 32k tokens at 1.3 times the rate of 4k
+    attention_sustained=0.92,  # the same in traces of steps, beside what `shoal calibrate` measures
+    passes=10,
+    host_part=0.4,  # beside an H200 1.6 ms for a layer whose kernels take 4 ms to launch one by one
+    cut="balanced",
+    optimizer_traffic=32,
+    rounding=1,  # traces of the kernel: 4.9 ns for a thousand parameters, and 6.8 with moments in float32
+    fixed=2 * MS,  # idle at the start of a step, in a trace
+    expert_efficiency=1.0,  # one kernel for all experts
+    efficiency=0.97,
+)
+
+SHOAL_EAGER = replace(
+    SHOAL,
+    name="shoal, eager",
+    source="the same without torch.compile; kernels of one block, forward and backward, and what they touch, counted",
+    is_compiled=False,
+    sparse_norm_input=2,
+    backward_tensors=7,
+    passes=43,
+    ffn_passes=12,
+    cast_passes=60,
+    cast_ffn_passes=17,
+    host_part=1.0,
+    fixed=10 * MS,
+    expert_efficiency=0.75,
+)
+
+
+def shoal_habits(
+    *, compile: bool = True, states: str = "fp32", weights: str = "fp32", remake_gates: bool = True
+) -> Habits:
+    """Those of a run with `run.compile` and `run.remake_gates` on or off, and moments and weights in fp32 or bf16
+    (`optim.states`, `optim.weights`).
+
+    >>> shoal_habits(compile=True, states="bf16").moments
+    4.0
+    >>> narrow = shoal_habits(weights="bf16", states="bf16")
+    >>> narrow.weight, narrow.gradient, narrow.optimizer_traffic
+    (2, 2, 17.0)
+    """
+    habits = SHOAL if compile else SHOAL_EAGER
+    habits = habits if remake_gates else replace(habits, keeps_product=True)
+    if weights == "bf16":
+        habits = habits.with_narrow_weights()
+    return habits.with_narrow_moments() if states == "bf16" else habits
+
+
+MEGATRON = Habits(
+    name="megatron",
+    selective="core",
+    source="NVIDIA Megatron-Core: bf16 weights, fp32 main gradients and masters, Transformer Engine, dropout",
+    bucket=0.07 * 2**30,  # workspaces of cuBLAS and masks
+    dropout=True,
+    splits_experts=True,
+    logits=6,  # fp32 of the softmax, bf16 of the product
+    modern_attention_part=0.6,
+    splits_tokens=False,
+)
+
+MEGATRON_LM = Habits(
+    name="megatron-lm",
+    selective="core",
+    source="Narayanan et al. 2021, Korthikanti et al. 2022: eager attention, fp16, dropout, fused kernels",
+    efficiency=0.95,
+    attention="eager",
+    dropout=True,
+    splits_tokens=False,
+    overlaps_gradients=False,
+    logits=10,
+)
+
+DEEPSPEED = Habits(
+    name="deepspeed",
+    source="Narayanan et al. 2021, section 5.2: ZeRO-3 of DeepSpeed, gathering parameter by parameter",
+    attention="eager",
+    dropout=True,
+    selective="core",
+    gradient=2,
+    reduce=2,
+    messages=12,
+    overlaps_gathers=False,
+)
+
+MEGATRON_DEEPSPEED = Habits(
+    name="megatron-deepspeed",
+    bucket=2.8 * 2**30,  # DeepSpeed's all-gather and two reduce buckets, 5e8 elements of 2 bytes each
+    selective="core",
+    source="BigScience: ZeRO-1 of DeepSpeed under Megatron-LM of 2021, bf16 with fp32 gradients",
+    attention="eager",
+    dropout=True,
+    splits_tokens=False,
+    overlaps_gradients=False,
+    host_forward=0.85 * MS,
+    host_backward=1.2 * MS,
+    fixed=12 * MS,
+    logits=10,
+)
+
+NANOTRON = Habits(
+    name="nanotron",
+    source="huggingface/nanotron: bf16 weights, fp32 gradient accumulation, flash attention 2, no recompute",
+    gradient_copy=2,
+    keeps_normed=False,
+    keeps_silu=True,
+    fragmentation=0.4,
+    pipeline_fragmentation=0.45,
+    splits_tokens=True,
+    logits=12,
+    cut="thresholds",
+    passes=8,
+    ffn_passes=6,
+    host_forward=0.8 * MS,
+    host_backward=2.0 * MS,
+    host_collective=0.16 * MS,
+    host_scatter=2.2 * MS,
+    crossing=0.65 * MS,
+    messages=6,
+    shadow=0.45,
+    bucket_size=25e6,
+    tp_exposed=0.65,
+    fixed=16 * MS,
+    efficiency=0.64,
+)
+
+LLM_FOUNDRY = Habits(
+    name="llm-foundry",
+    source="mosaicml/llm-foundry: FSDP 1, ALiBi, flash attention 2, low-precision layer norm, full recompute",
+    weight=4,
+    master=0,
+    gradients_come_late=True,
+    reduce=2,
+    attention_part=0.42,
+    modern_attention_part=0.24,
+)
+
+TORCHTITAN = Habits(
+    name="torchtitan",
+    selective="half",
+    source="pytorch/torchtitan: FSDP 2, fp32 shards, compiled blocks, flash attention",
+    weight=4,
+    master=0,
+    gradients_come_late=True,
+    passes=10,
+    logits=6,
+)
+
+TORCHTITAN_2024 = replace(
+    TORCHTITAN,
+    name="torchtitan-2024",
+    source="pytorch/torchtitan before its loss was compiled: logits as bf16, as fp32, their softmax and its gradient",
+    logits=14,
+)
+
+INTERNEVO = Habits(
+    name="internevo",
+    source="InternLM/InternEvo: hybrid ZeRO-1, bf16 weights, flash attention, packed data",
+    gradient=2,
+    reduce=2,
+    messages=7,
+    efficiency=0.78,
+)
+
+NEMO = Habits(
+    name="nemo",
+    selective="core",
+    source="NVIDIA NeMo and Megatron-Bridge: Megatron-Core tuned, tp traffic overlapped",
+    splits_experts=True,
+    logits=6,
+    modern_attention_part=0.65,
+    tp_exposed=0.4,
+    efficiency=0.9,
+)
+
+AUTOMODEL = Habits(
+    name="automodel",
+    source="NVIDIA NeMo AutoModel: FSDP 2, Transformer Engine, DeepEP",
+    weight=4,
+    master=0,
+    gradients_come_late=True,
+    modern_attention_part=0.6,
+)
+
+PRIMUS = Habits(name="primus", source="AMD Primus: Megatron and torchtitan backends on ROCm")
+
+ALL = {
+    habits.name: habits
+    for habits in (
+        SHOAL,
+        SHOAL_EAGER,
+        MEGATRON,
+        MEGATRON_LM,
+        DEEPSPEED,
+        MEGATRON_DEEPSPEED,
+        NANOTRON,
+        LLM_FOUNDRY,
+        TORCHTITAN,
+        TORCHTITAN_2024,
+        INTERNEVO,
+        NEMO,
+        AUTOMODEL,
+        PRIMUS,
+    )
+}
+"""By name."""

@@ -1,0 +1,323 @@
+"""What the planner needs to know of a model: how many parameters, FLOPs and bytes each of its layers has.
+
+A transformer is told by its dimensions: everything else follows from them. Any other model is told by its blocks, each
+with what tracing it has found. Both come as a `Workload`, from the name of a preset, a Hugging Face `config.json`,
+plain dimensions, or a trace.
+
+FLOPs are those of training a token, forward and backward, a multiplication and an addition counting two. Attention is
+counted as the kernels compute it, half of the square if it is causal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from shoal.blueprint.validation.bounds import absurd
+from shoal.errors import Problem, ShoalError, nearest, raise_if
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek): queries, keys and values come out of narrow vectors."""
+
+    query_rank: int
+    """Features of the vector that queries come from. 0: they come from the residual stream itself."""
+    key_rank: int
+    """Features of the vector that keys and values come from."""
+    rope_dim: int
+    """Features of a head that are rotated, beside `head_dim` that are not."""
+    value_dim: int
+    """Features of a head's values."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """One part of a traced model, in the order in which it runs."""
+
+    name: str
+    parameters: int
+    flops: float
+    """Of its forward, for one sample."""
+    saved: float
+    """Bytes that autograd keeps of one sample."""
+    saved_anyway: float = 0.0
+    """Bytes that it keeps beside those whatever the number of samples, such as weights in lower precision."""
+    working: float = 0.0
+    """Bytes that it needs for a moment beyond those."""
+    output: float = 0.0
+    """Bytes of what it hands to the next block, for one sample."""
+    traffic: float = 0.0
+    """Bytes that its forward reads and writes in element-wise work, for one sample."""
+    kernels: int = 10
+    """That its forward launches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model on paper. `blocks` is empty for a transformer, and all there is for anything else.
+
+    >>> round(Workload.of("llama3-8b").parameters / 1e9, 2)
+    8.03
+    """
+
+    name: str
+    hidden: int = 0
+    layers: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    """Features of a head. 0: hidden / heads."""
+    ffn: int = 0
+    gated: bool = True
+    """Whether the feed-forward has a gate: three matrices instead of two."""
+    vocabulary: int = 0
+    tied: bool = False
+    """Whether the head is the embedding."""
+    biases: bool = False
+    """Whether its linear layers have biases, and its norms too."""
+    positions: int = 0
+    """Rows of a learned embedding of positions."""
+    experts: int = 0
+    """Experts of a sparse layer. 0: there are none."""
+    top_k: int = 0
+    """Experts that compute a token."""
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    """Features of the experts that every token visits, together."""
+    dense_layers: int = 0
+    """Layers that have a plain feed-forward although there are experts."""
+    latent: Latent | None = None
+    causal: bool = True
+    window: int = 0
+    """Tokens that a token attends to at most. 0: all."""
+    blocks: tuple[Block, ...] = ()
+    sequence: int = 0
+    """The usual length of a sequence, where the model says one."""
+
+    def __post_init__(self) -> None:
+        if self.blocks:
+            return
+        counts = ("hidden", "layers", "heads", "vocabulary")
+        raise_if(
+            [Problem(f"{k}={getattr(self, k)}", f"{k}=1 or more") for k in counts if getattr(self, k) < 1], self.name
+        )
+        raise_if(absurd((each.name, getattr(self, each.name)) for each in fields(self)), self.name)
+        if not self.kv_heads:
+            object.__setattr__(self, "kv_heads", self.heads)
+        if not self.head_dim:
+            object.__setattr__(self, "head_dim", self.hidden // self.heads)
+        if not self.ffn:
+            object.__setattr__(self, "ffn", 4 * self.hidden)
+        if self.experts and not self.expert_ffn:
+            object.__setattr__(self, "expert_ffn", self.ffn)
+        if self.experts and not 1 <= self.top_k <= self.experts:
+            raise ShoalError(f"top_k={self.top_k} of {self.experts} experts", fix=f"1 to {self.experts}")
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.hidden, self.layers))
+
+    # ---- where from -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def of(cls, what: str) -> Workload:
+        """By the name of a preset, or the path of a Hugging Face config.json."""
+        from shoal.predict.presets.models import MODELS
+
+        if what in MODELS:
+            return MODELS[what]
+        if what.endswith(".json"):
+            return cls.from_config(Path(what))
+        near = nearest(what.lower(), MODELS)
+        fix = near or f"one of {', '.join(MODELS)}; a config.json; plain dimensions; or file.py:function"
+        raise ShoalError(f"there is no model {what!r}", fix=fix)
+
+    @classmethod
+    def from_config(cls, path: Path) -> Workload:
+        """From the config.json of a model in Hugging Face's form."""
+        from shoal.safe_parsing import parse_json, read_text
+
+        fix = "the config.json of a Hugging Face model"
+        try:
+            text = read_text(path, fix)
+        except OSError as error:
+            raise ShoalError(f"{path} cannot be read: {error.strerror}", fix="the path of a config.json") from error
+        said = parse_json(text, str(path), fix)
+        if not isinstance(said, Mapping):
+            raise ShoalError(f"{path} holds no keys and values", fix="the config.json of a Hugging Face model")
+        return from_hugging_face(said, name=str(said.get("_name_or_path") or path.parent.name or path.stem))
+
+    def resized(self, **said: Any) -> Workload:
+        """The same with other dimensions."""
+        known = [entry.name for entry in fields(self)]
+        for key in said:
+            if key not in known:
+                raise ShoalError(f"a model has no {key!r}", fix=nearest(key, known) or ", ".join(known))
+        derived = {}
+        if self.head_dim == self.hidden // max(1, self.heads):  # follows hidden and heads
+            derived["head_dim"] = 0
+        if self.kv_heads == self.heads:
+            derived["kv_heads"] = 0
+        return replace(self, **{**derived, **said})
+
+    # ---- parameters -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_transformer(self) -> bool:
+        """Whether it is told by dimensions."""
+        return not self.blocks
+
+    @cached_property
+    def sparse_layers(self) -> int:
+        """Layers with experts."""
+        return self.layers - self.dense_layers if self.experts else 0
+
+    @cached_property
+    def attention_parameters(self) -> int:
+        """Of the matrices of one layer's attention."""
+        if self.latent is None:
+            return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        low, rope = self.latent, self.latent.rope_dim
+        wide = self.heads * (self.head_dim + rope)
+        queries = self.hidden * low.query_rank + low.query_rank * wide if low.query_rank else self.hidden * wide
+        keys = self.hidden * (low.key_rank + rope) + low.key_rank * self.heads * (self.head_dim + low.value_dim)
+        return queries + keys + self.heads * low.value_dim * self.hidden
+
+    @cached_property
+    def matrices(self) -> int:
+        """That a feed-forward is made of."""
+        return 3 if self.gated else 2
+
+    @cached_property
+    def ffn_parameters(self) -> int:
+        """Of the matrices of a plain feed-forward."""
+        return self.matrices * self.hidden * self.ffn
+
+    @cached_property
+    def expert_parameters(self) -> int:
+        """Of all experts of one layer: what ep divides."""
+        return self.experts * self.matrices * self.hidden * self.expert_ffn
+
+    @cached_property
+    def shared_parameters(self) -> int:
+        """Of one sparse layer beside its attention and its experts: shared experts and the router."""
+        return self.matrices * self.hidden * self.shared_ffn + self.hidden * self.experts
+
+    @cached_property
+    def small_parameters(self) -> int:
+        """Norms and biases of one layer."""
+        norms = 2 * self.hidden * (2 if self.biases else 1)
+        if not self.biases:
+            return norms
+        return (
+            norms + (self.heads + 2 * self.kv_heads) * self.head_dim + 2 * self.hidden + self.ffn * (self.matrices - 1)
+        )
+
+    @cached_property
+    def embedding_parameters(self) -> int:
+        """Of the embedding, and of positions that are learned."""
+        return (self.vocabulary + self.positions) * self.hidden
+
+    @cached_property
+    def head_parameters(self) -> int:
+        """Of the last linear layer, whether it is tied or not."""
+        return self.vocabulary * self.hidden
+
+    @cached_property
+    def parameters(self) -> int:
+        """All of them; a tied head counts once."""
+        if self.blocks:
+            return sum(block.parameters for block in self.blocks)
+        layers = self.layers * (self.attention_parameters + self.small_parameters)
+        layers += (self.layers - self.sparse_layers) * self.ffn_parameters
+        layers += self.sparse_layers * (self.expert_parameters + self.shared_parameters)
+        ends = self.embedding_parameters + (0 if self.tied else self.head_parameters)
+        return layers + ends + self.hidden * (2 if self.biases else 1)
+
+    @cached_property
+    def active_parameters(self) -> int:
+        """Of matrices that a token is multiplied with; looking up an embedding is free."""
+        if self.blocks:
+            return self.parameters
+        experts = self.top_k * self.matrices * self.hidden * self.expert_ffn + self.shared_parameters
+        plain = self.layers - self.sparse_layers
+        feed_forwards = plain * self.ffn_parameters + self.sparse_layers * experts
+        return self.layers * self.attention_parameters + feed_forwards + self.head_parameters
+
+    # ---- FLOPs ------------------------------------------------------------------------------------------------------
+
+    def attended(self, sequence: int) -> float:
+        """Tokens that a token attends to, on average."""
+        reach = min(sequence, self.window) if self.window else sequence
+        if not self.causal:
+            return reach
+        return reach * (1 - reach / (2 * sequence))
+
+    def attention_flops(self, sequence: int) -> float:
+        """Of one token in one layer's attention, forward: two products with every token that it attends to."""
+        value_dim = self.latent.value_dim if self.latent else self.head_dim
+        query_dim = self.head_dim + (self.latent.rope_dim if self.latent else 0)
+        return 2 * self.heads * (query_dim + value_dim) * self.attended(sequence)
+
+    def flops_per_token(self, sequence: int) -> float:
+        """Of training one token: forward and backward, nothing twice."""
+        if self.blocks:
+            return 3 * sum(block.flops for block in self.blocks) / max(1, sequence)
+        return 6 * self.active_parameters + 3 * self.layers * self.attention_flops(sequence)
+
+
+HF_KEYS = {
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "vocabulary": ("vocab_size",),
+}
+HF_OPTIONAL = {
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "head_dim": ("head_dim", "qk_nope_head_dim"),
+    "ffn": ("intermediate_size", "n_inner", "ffn_dim"),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "top_k": ("num_experts_per_tok", "experts_per_token", "moe_top_k"),
+    "expert_ffn": ("moe_intermediate_size",),
+    "dense_layers": ("first_k_dense_replace",),
+    "sequence": ("max_position_embeddings", "n_positions"),
+}
+UNGATED = ("gpt2", "gpt_neox", "gptj", "gpt_neo", "opt", "bloom", "mpt", "falcon", "bert", "phi", "starcoder2")
+LEARNED_POSITIONS = ("gpt2", "opt", "bert", "gpt_neo")
+BIASED = ("gpt2", "gpt_neox", "gptj", "gpt_neo", "opt", "bloom", "bert", "phi", "starcoder2")
+
+
+def from_hugging_face(said: Mapping[str, Any], *, name: str) -> Workload:
+    """From the keys of a config.json; all that are missing are named at once."""
+    found: dict[str, Any] = {}
+    for key, spellings in (*HF_KEYS.items(), *HF_OPTIONAL.items()):
+        values = [said[word] for word in spellings if isinstance(said.get(word), int)]
+        if values:
+            found[key] = values[0]
+    missing = [f"{key} ({' or '.join(spellings)})" for key, spellings in HF_KEYS.items() if key not in found]
+    if missing:
+        what = f"the config of {name} does not say {', '.join(missing)}"
+        raise ShoalError(what, fix="a config.json of a transformer, or plain dimensions")
+    kind = str(said.get("model_type", ""))
+    shared = int(said.get("n_shared_experts") or 0) * int(found.get("expert_ffn", 0))
+    shared += int(said.get("shared_expert_intermediate_size") or 0)
+    latent = None
+    if said.get("kv_lora_rank"):
+        rope, value = int(said["qk_rope_head_dim"]), int(said["v_head_dim"])
+        query = int(said.get("q_lora_rank") or 0)
+        latent = Latent(query_rank=query, key_rank=int(said["kv_lora_rank"]), rope_dim=rope, value_dim=value)
+    return Workload(
+        name=name,
+        **found,
+        gated=kind not in UNGATED,
+        biases=kind in BIASED,
+        positions=found.get("sequence", 0) if kind in LEARNED_POSITIONS else 0,
+        tied=bool(said.get("tie_word_embeddings", kind in ("gpt2", "opt", "bloom", "bert"))),
+        shared_ffn=shared,
+        latent=latent,
+        causal=kind != "bert",
+        window=int(said.get("sliding_window") or 0) if said.get("use_sliding_window", kind == "mistral") else 0,
+    )

@@ -1,1 +1,0 @@
-"""Proof that a plan computes what one device computes."""

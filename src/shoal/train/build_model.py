@@ -1,0 +1,165 @@
+"""From a name to a model: shoal's own and a user's `file.py:function` are found and called the same way."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shoal.blueprint.description import Description
+from shoal.config.recipe import ModelSection
+from shoal.errors import ShoalError, listed, nearest
+from shoal.numerics.init import can_fill, has_law, initialise
+
+
+def build_model(section: ModelSection) -> nn.Module:
+    """Call the builder that the section names, with the section's other keys as arguments."""
+    builder = find_builder(section.name)
+    arguments = section.arguments
+    _check_arguments(section.name, builder, arguments)
+    try:
+        model = builder(**arguments)
+    except SystemExit as ended:
+        raise ShoalError(f"{section.name} ended the program: sys.exit({ended.code})", fix="return the model") from None
+    if not isinstance(model, nn.Module):
+        raise ShoalError(
+            f"{section.name} returned {type(model).__name__}, not an nn.Module",
+            fix="return the model from that function",
+        )
+    return model
+
+
+def without_memory(build: Callable[[], nn.Module]) -> nn.Module | None:
+    """The model with shapes and without values, or None where a user's function cannot build it so.
+
+    Code that looks at values while it builds (`torch.linspace(...).tolist()`) is right, and fails on the meta device.
+    If it is wrong, the first rank to run it says so.
+    """
+    try:
+        with torch.device("meta"), _WithoutDraws():
+            return build()
+    except ShoalError:
+        raise
+    except Exception:
+        return None
+
+
+class _WithoutDraws(TorchFunctionMode):
+    """Skip normal draws on the meta device, which has no values. torch's own no-op imports sympy, which takes 0.4 s."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.init.normal_ or func is Tensor.normal_:
+            tensor: Tensor = args[0] if args else kwargs["tensor"]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
+
+
+def build_to_lay_out(section: ModelSection, seed: int) -> nn.Module:
+    """The model, without values if it says how every one of them is drawn: then no rank ever holds all of it. Else with
+    the values that it draws itself, the same on every rank."""
+    model = without_memory(lambda: build_model(section))
+    if model is not None and can_fill(model):
+        return model
+    torch.manual_seed(seed)
+    model = build_model(section)
+    if has_law(model):
+        initialise(model, seed)
+    return model
+
+
+def describe(model: nn.Module) -> Description:
+    """What the model says about itself; a model that says nothing has an empty description."""
+    method = getattr(model, "describe", None)
+    if not callable(method):
+        return Description()
+    description = method()
+    if isinstance(description, Mapping):  # what else it may return is not meant for us
+        raise ShoalError(
+            f"describe() of {type(model).__name__} returned a {type(description).__name__}",
+            fix="return shoal.Description(...)",
+        )
+    return description if isinstance(description, Description) else Description()
+
+
+def find_builder(name: str) -> Callable[..., Any]:
+    """`llama` → shoal's own builder; `path/to/file.py:function` → that function."""
+    builders: dict[str, str] = importlib.import_module("shoal.models").BUILDERS
+    if name in builders:
+        module_name, _, function = builders[name].partition(":")
+        return _function_of(importlib.import_module(module_name), function, name)
+    path, colon, function = name.rpartition(":")
+    if not colon or not path.endswith(".py"):
+        near = nearest(name, builders)
+        raise ShoalError(
+            f"there is no model {name!r}",
+            fix=(f"did you mean {near}? Else " if near else "")
+            + f"--model.name {listed(builders)}, or path/to/file.py:function",
+        )
+    return _function_of(_load_file(Path(path)), function, name)
+
+
+def _load_file(path: Path) -> Any:
+    if not path.is_file():
+        raise ShoalError(
+            f"there is no file {str(path)!r} to take the model from", fix="--model.name path/to/file.py:function"
+        )
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses and pickling look a module up by name
+    folder = str(path.parent.resolve())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # as `python path/to/file.py` would
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ShoalError(
+            f"{str(path)!r} cannot be loaded: {type(error).__name__}: {error}{_place_of(error, path)}",
+            fix=f"python {path} must run without an error",
+        ) from error
+    return module
+
+
+def _place_of(error: Exception, path: Path) -> str:
+    """The last line of the file that led to the error; a SyntaxError says it itself."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path.absolute())]
+    return f" (line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
+
+
+def _function_of(module: Any, function: str, name: str) -> Callable[..., Any]:
+    found = getattr(module, function, None)
+    if not callable(found):
+        names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+        near = nearest(function, names)
+        raise ShoalError(
+            f"{name!r}: that file has no function {function!r}",
+            fix=f"did you mean {near}?" if near else f"def {function}(): ... in that file, which returns the model",
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def _check_arguments(name: str, builder: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    """Refuse a key that a user's function does not take; shoal's own builders check theirs by themselves."""
+    signature = inspect.signature(builder)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
+        return
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        takes = ", ".join(signature.parameters)
+        raise ShoalError(
+            f"{name} cannot be called with the keys under `model:`: {error}",
+            fix=f"keys that it takes: {takes}" if takes else "leave them out: it takes no argument",
+        ) from None

@@ -1,0 +1,138 @@
+"""Steps whose count is known only after their forwards.
+
+A loss function that returns (sum, count) shows its count c in the forward of each microbatch, and gradients are
+accumulated before the last one is known. So each backward starts from  s * degree / W  with an estimate W of the count
+over the global batch, the same on every rank, and the gradients are multiplied by  W / Σ c  once, when they are whole
+and before they are clipped. Where Σ c is W, as with labels of which -100 do not count, the factor is 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.comm.world import World
+from shoal.errors import ShoalError
+from shoal.train.loss.counting import Kind, Loss, are_alike, evidence_of
+from shoal.train.loss.objective import sum_from_mean
+from shoal.train.step import OpenStep
+
+PAIR_FIX = (
+    "return (sum, count) from the loss: return F.cross_entropy(..., reduction='sum'), (labels != -100).sum()"
+    "  # a term that is a mean: sum + count * term"
+)
+
+
+def take(step: OpenStep, loss: Tensor | Loss, number: int, *, weight: float, is_alone: bool) -> Tensor:
+    """The sum of a microbatch, from which its backward starts; its count is noted. `is_alone`: this microbatch is the
+    whole global batch, and its mean is the loss."""
+    if isinstance(loss, Tensor):
+        return loss
+    step.kinds.add(loss.kind)
+    if loss.is_shifted is not None:
+        step.seen_shifted.append(loss.is_shifted)
+    if not is_late(loss.kind, is_alone=is_alone):
+        return sum_from_mean(loss.value, weight)
+    is_stand_in = step.is_stand_in(number)
+    total = loss.total
+    count = loss.count_as(torch.float64) * (0.0 if is_stand_in else 1.0)
+    before = step.late_counts.setdefault(number, count)
+    if before is not count and not torch.equal(before, count):
+        raise ShoalError(
+            f"two losses of one microbatch are means over {float(before):g} and {float(count):g} things",
+            fix="run.backward(first + second), once for each microbatch; or (sum, count)",
+        )
+    return total * 0.0 if is_stand_in else total
+
+
+def is_late(kind: Kind | None, *, is_alone: bool) -> bool:
+    """Whether gradients have to be corrected by what the forwards have counted."""
+    return kind is Kind.PAIR or (kind is Kind.COUNTED and not is_alone)
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What all ranks know of a late step, on the device."""
+
+    loss: Tensor
+    correction: Tensor
+    """What gradients are multiplied by."""
+    num_shifted: Tensor
+    """Ranks that saw the model shift labels, and ranks that saw that it does not."""
+    num_unshifted: Tensor
+
+
+def agree(step: OpenStep, loss: Tensor, *, estimate: float, is_teller: bool, world_size: int) -> Agreed:
+    """Sum losses and counts over all ranks. Of those that computed the same ones, only the tellers have them."""
+    count = (
+        torch.stack(list(step.late_counts.values())).sum() if step.late_counts and is_teller else torch.zeros_like(loss)
+    )
+    seen = [any(step.seen_shifted), not all(step.seen_shifted)]
+    flags = [torch.full((), float(flag), dtype=torch.float64, device=loss.device) for flag in seen]
+    numbers = torch.stack([loss.double(), count.double(), *flags])
+    if world_size > 1:
+        dist.all_reduce(numbers)
+    total, count, num_shifted, num_unshifted = numbers
+    if not count.is_cuda and not count:
+        raise ShoalError("nothing of this global batch counts: the loss's counts are all 0", fix="mask less")
+    correction = estimate / count
+    return Agreed((total * correction).to(loss.dtype), correction, num_shifted, num_unshifted)
+
+
+def convention(agreed: Agreed) -> bool | None:
+    """Whether the model shifts labels; None: no rank could see it in this step."""
+    shifts, does_not = bool(agreed.num_shifted), bool(agreed.num_unshifted)
+    if shifts and does_not:
+        raise ShoalError(
+            "the model's own loss shifts the labels of some microbatches of this step and not those of others",
+            fix="Run(loss=lambda model, batch: model(**batch).loss)",
+        )
+    return shifts if shifts or does_not else None
+
+
+def agree_on_kind(step: OpenStep, world: World) -> Kind | None:
+    """What the losses of a step are, on all ranks: some have seen none, as the first stages of a pipeline. Every rank
+    calls it. Raise on all of them if losses are of several kinds: their backwards began from other weights."""
+    numbers = world.all_reduce_host([float(kind in step.kinds) for kind in Kind]).wait()
+    found = [kind for kind, number in zip(Kind, numbers, strict=True) if number]
+    if len(found) > 1:
+        raise ShoalError(
+            f"the loss function returned {_WORDS[found[0]]} for one microbatch and {_WORDS[found[1]]} for another",
+            fix=f"return the same for each: {PAIR_FIX}",
+        )
+    return found[0] if found else None
+
+
+def refuse_uncounted(step: OpenStep, kind: Kind, world: World) -> None:
+    """A mean, or a sum, over an unknown number of things, where others cannot be put together with it. Every rank calls
+    it, and all raise or none."""
+    if kind is Kind.SUM:
+        raise ShoalError(
+            "the loss function returned a sum; its microbatches and ranks are put together as means", fix=PAIR_FIX
+        )
+    found = [evidence_of(step.given)] if step.given is not None else []
+    numbers = [sum(column) for column in zip(*(one.numbers for one in found), strict=True)] or [0.0] * 3
+    sums = world.all_reduce_host([*numbers, float(len(found))]).wait()
+    if not are_alike(*sums):
+        why = "some labels or elements do not count" if sums[0] else "samples have other shapes on other ranks"
+        raise uncounted(why)
+
+
+def uncounted(why: str) -> ShoalError:
+    """A mean over an unknown number of things."""
+    return ShoalError(
+        f"the loss function returned a mean over an unknown number of things, and {why}: means of microbatches and"
+        " ranks cannot be put together",
+        fix=PAIR_FIX,
+    )
+
+
+_WORDS: dict[Kind, str] = {
+    Kind.MEAN: "a mean over an unknown number of things",
+    Kind.SUM: "a sum",
+    Kind.COUNTED: "a mean",
+    Kind.PAIR: "(sum, count)",
+}

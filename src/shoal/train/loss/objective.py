@@ -1,0 +1,371 @@
+"""What is minimised: a loss that is a *sum* over things that count (valid tokens, samples), and their number.
+
+The law: the loss of a step is the sum over the global batch divided by the number of things that count in it, whatever
+the layout or the microbatching. Means of ragged microbatches cannot be put together to that; sums and counts can. The
+count of cross-entropy comes from the data alone, so every rank knows the global one before the first backward. A loss
+function shows its count only after a forward (`counting`); `late_count` then corrects the gradients once a step.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.data.batch import IGNORE, length, weight_of
+from shoal.errors import Problem, ShoalError
+from shoal.numerics.precision import wide
+from shoal.parallel.fused_loss_head import LossHead
+from shoal.parallel.tensor import TensorParallel, vocabulary_cross_entropy
+from shoal.train.loss.call_recorder import Unwatched, Watch
+from shoal.train.loss.counting import Kind, Loss, kind_of, read_loss
+from shoal.train.loss.labels import OWN_LOSS, is_shifting, needs_labels, refuse_shifted_twice, shifted, takes_labels
+
+LossFunction = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | float]]
+
+
+class Objective(Protocol):
+    """A sum over a microbatch, and how many things it is a sum over."""
+
+    def weight(self, batch: Any) -> int:
+        """How many things of this batch count. Reads the data only."""
+
+    def loss_sum(self, model: nn.Module, batch: Any, weight: float) -> Tensor | Loss:
+        """The loss, summed over them. `weight` is their number, or 0 where a batch only stands in for none. A `Loss`
+        says what it is a sum or a mean over, and `weight` was an estimate."""
+
+
+@dataclass(slots=True)
+class LabelRule:
+    """What a model does with labels."""
+
+    needs: bool = False
+    """It has to be given them, though its own loss is not used."""
+    is_shifted: bool | None = False
+    """Whether it compares logits with the next token's label; None: not known before its first batch."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> LabelRule:
+        """Of a model that takes labels, only its first batch can show it."""
+        if not takes_labels(model):
+            return cls()
+        return cls(needs_labels(model), None)
+
+
+class CrossEntropy:
+    """Of the model's logits and the batch's `labels`; labels of -100 do not count.
+
+    A batch is a mapping whose other entries are the model's arguments by name, or a pair `(inputs, labels)`. A model
+    that takes labels keeps its own convention: see `labels`.
+    """
+
+    def __init__(
+        self, tensor: TensorParallel | None = None, head: LossHead | None = None, rule: LabelRule | None = None
+    ) -> None:
+        self.tensor = tensor or TensorParallel()
+        """Who else has a part of the logits: with tensor parallelism, no rank ever holds them all."""
+        self.head = head
+        """The layer of the model that can compute the loss itself; None: the model returns logits."""
+
+        self.rule = rule or LabelRule()
+        self.num_classes: int | None = None
+        """How many logits a label chooses from; None: not known before the first forward."""
+
+    def weight(self, batch: Any) -> int:
+        """The number of labels that count."""
+        return weight_of(shifted_batch(batch) if self.rule.is_shifted else batch)
+
+    def check(self, batch: Any) -> None:
+        """Raise if a label of a batch is no class of the model. A device would have to wait to be asked."""
+        if self.num_classes is not None and _labels(batch).device.type == "cpu":
+            refuse_labels(_labels(batch), self.num_classes)
+
+    def loss_sum(self, model: nn.Module, batch: Any, weight: float) -> Tensor | Loss:
+        """Cross-entropy in at least float32, summed over the labels that count."""
+        if self.rule.is_shifted is None:
+            return self._by_the_models_rule(model, batch)
+        labels = shifted(_labels(batch)) if self.rule.is_shifted else _labels(batch)
+        if self.head is not None:
+            self._note_classes(labels, self.head.layer.out_features)
+            with self.head.takes(labels):
+                total: Tensor = _logits(_output(model, batch, passes_labels=self.rule.needs))
+            if not self.head.has_returned(total):
+                raise ShoalError(
+                    "describe() names a head, and the forward returns something else than what that head returned",
+                    fix="leave head= out of the description",
+                )
+            return total if weight else total * 0.0
+        with self.tensor.split_logits():
+            logits = _logits(_output(model, batch, passes_labels=self.rule.needs))
+        total = self._sum_of(logits, labels, self.tensor.num_logits)
+        return total if weight else total * 0.0
+
+    def _by_the_models_rule(self, model: nn.Module, batch: Any) -> Tensor | Loss:
+        """The loss, and whether the model shifts labels, seen in the loss that it computes itself."""
+        labels = _labels(batch)
+        if labels.is_floating_point():
+            raise _not_whole(labels, "the model's logits", fix=OWN_LOSS)
+        with _uncompiled(), _no_class_explained():
+            output = _output(model, batch, passes_labels=True)
+        own, logits = getattr(output, "loss", None), getattr(output, "logits", None)
+        if not isinstance(own, Tensor) or own.dim():
+            _refuse_bare_loss(output)
+            if not _has_rows(_logits(output), labels):
+                output = _output(model, batch, passes_labels=self.rule.needs)
+            total = self._sum_of(_logits(output), labels, None)
+            return Loss(total, Kind.PAIR, (labels != IGNORE).sum(), is_shifted=False)
+        refuse_shapes(logits, labels, fix=OWN_LOSS)
+        assert isinstance(logits, Tensor)
+        self._note_classes(labels, logits.shape[-1])
+        is_shifted = is_shifting(own, logits, labels)
+        if is_shifted:
+            refuse_shifted_twice(_inputs(batch), labels)
+            labels = shifted(labels)
+        return Loss(self._sum_of(logits, labels, None), Kind.PAIR, (labels != IGNORE).sum(), is_shifted)
+
+    def _sum_of(self, logits: Any, labels: Tensor, num_logits: int | None) -> Tensor:
+        refuse_shapes(logits, labels)
+        self._note_classes(labels, num_logits or logits.shape[-1])
+        rows = logits.to(wide(logits.dtype)).flatten(0, -2)
+        if num_logits:
+            return vocabulary_cross_entropy(rows, labels.flatten().long(), self.tensor, ignore=IGNORE)
+        return F.cross_entropy(rows, labels.flatten().long(), ignore_index=IGNORE, reduction="sum")
+
+    def _note_classes(self, labels: Tensor, num_classes: int) -> None:
+        """Labels of the first batch are looked at here, and those of others before they are on the device."""
+        if self.num_classes is None and not labels.is_floating_point():
+            refuse_labels(labels, num_classes)
+            self.num_classes = num_classes
+
+
+class MeanOf:
+    """A user's function that returns the mean over a microbatch, as loss functions do by default, or (sum, count)."""
+
+    def __init__(self, function: LossFunction) -> None:
+        self.function = function
+        self.is_compiled = False
+        """Whether a compiler has captured parts of the model, which must not be watched."""
+
+    def weight(self, batch: Any) -> int:
+        """An estimate: valid labels if the batch has `labels`, else samples."""
+        return weight_of(batch)
+
+    def loss_sum(self, model: nn.Module, batch: Any, weight: float) -> Loss:
+        """What the function returned, and over how many things, if that can be seen."""
+        with _no_class_explained():
+            if torch.is_grad_enabled():
+                return read_loss(self.function(model, batch))
+            with Watch() as watch:
+                called: Any = Unwatched(model, watch) if self.is_compiled else model
+                returned = self.function(called, batch)
+            return read_loss(returned, watch)
+
+
+def objective_of(loss: LossFunction | Objective | None) -> Objective:
+    """What `Run(loss=...)` means."""
+    if loss is None:
+        return CrossEntropy()
+    if isinstance(loss, str):
+        raise ShoalError(f"loss is {loss!r}", fix="loss=lambda model, batch: ...; or fused_loss=True, False or None")
+    if not callable(loss):
+        return loss
+    if isinstance(loss, nn.Module) or (getattr(loss, "__module__", None) or "").startswith("torch."):
+        name = type(loss).__name__ if isinstance(loss, nn.Module) else loss.__name__
+        raise ShoalError(
+            f"{name} compares predictions with labels, but a loss is called as loss(model, batch)",
+            fix=f"loss=lambda model, batch: {name}(model(batch[0]), batch[1]), or whatever your batches look like",
+        )
+    return MeanOf(loss)
+
+
+def sum_from_mean(mean: Tensor, weight: float) -> Tensor:
+    """The sum whose mean over `weight` things this is. The mean over nothing is NaN, and counts for nothing."""
+    mean = mean.to(wide(mean.dtype))
+    return mean * weight if weight else mean.nan_to_num(0.0) * 0.0
+
+
+class _Called(Exception):
+    """Carries the arguments with which a loss function called the model."""
+
+
+class _Recorder(nn.Module):
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        raise _Called(arguments, options)
+
+
+class _Answer(nn.Module):
+    """Stands for a model whose output is known already."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.outputs = [output]
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        if not self.outputs:
+            raise ShoalError(
+                "the loss calls the model twice, and in a pipeline a microbatch goes through the model once",
+                fix="one call of the model in the loss, or pp=1",
+            )
+        return self.outputs.pop()
+
+
+def call_of(objective: Objective, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """With what the objective calls the model, for a batch."""
+    try:
+        objective.loss_sum(_Recorder(), batch, 0.0)
+    except _Called as called:
+        arguments, options = called.args
+        return arguments, options
+    raise ShoalError("the loss does not call the model", fix="loss=lambda model, batch: ... model(...) ...")
+
+
+def uncallable(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterator[Problem]:
+    """Why a model cannot be called like that: its forward names its arguments otherwise than a batch does."""
+    try:
+        inspect.signature(model.forward).bind(*call[0], **call[1])
+    except TypeError as error:
+        given = ", ".join([f"{len(call[0])} without a name"] * bool(call[0]) + [repr(name) for name in call[1]])
+        takes = str(inspect.signature(model.forward)).partition(" -> ")[0]
+        yield Problem(
+            f"a batch gives the model {given}, and the forward of {type(model).__name__} takes {takes}: {error}",
+            f"def forward(self, {', '.join(call[1]) or 'inputs'}), or data of another kind (data.source,"
+            " data.synthetic_kind)",
+        )
+    except ValueError:
+        return  # a forward without a signature that could be read
+
+
+def loss_of_output(objective: Objective, output: Any, batch: Any, weight: float) -> Tensor | Loss:
+    """The objective's sum for what the model has returned."""
+    return objective.loss_sum(_Answer(output), batch, weight)
+
+
+def _labels(batch: Any) -> Tensor:
+    if isinstance(batch, Mapping) and "labels" in batch:
+        labels = batch["labels"]
+    elif isinstance(batch, tuple | list) and len(batch) == 2:
+        labels = batch[1]
+    else:
+        raise _no_labels(batch)
+    return labels  # type: ignore[no-any-return]
+
+
+def _inputs(batch: Any) -> Any:
+    """All of a batch but its labels."""
+    if isinstance(batch, Mapping):
+        return {name: value for name, value in batch.items() if name != "labels"}
+    return batch[0]
+
+
+def shifted_batch(batch: Any) -> Any:
+    """The same batch with each token's label in the place of the token before."""
+    labels = shifted(_labels(batch))
+    return {**batch, "labels": labels} if isinstance(batch, Mapping) else (batch[0], labels)
+
+
+def _output(model: nn.Module, batch: Any, *, passes_labels: bool = False) -> Any:
+    """What the model returns for all of a batch but its labels, or with them."""
+    inputs, labels = _inputs(batch), {"labels": _labels(batch)} if passes_labels else {}
+    return model(**inputs, **labels) if isinstance(batch, Mapping) else model(inputs, **labels)
+
+
+def _logits(output: Any) -> Any:
+    return getattr(output, "logits", output)
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """One call with other arguments is not worth another compilation."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+# ---- what is rejected ------------------------------------------------------------------------------------------------
+
+
+def refuse_shapes(logits: Any, labels: Tensor, *, fix: str = "") -> None:
+    """Logits and labels that cross-entropy cannot compare."""
+    if not isinstance(logits, Tensor) or labels.is_floating_point():
+        raise _not_whole(
+            labels, kind_of(logits), fix=fix or "Run(loss=lambda model, batch: ...), the mean over a batch"
+        )
+    if not _has_rows(logits, labels):
+        raise ShoalError(
+            f"cross-entropy takes a label for each row of logits, not logits of shape {tuple(logits.shape)} and labels"
+            f" of shape {tuple(labels.shape)}",
+            fix=fix
+            or "labels of the shape of the logits but for their last dim; or Run(loss=lambda model, batch: ...)",
+        )
+
+
+def _has_rows(logits: Any, labels: Tensor) -> bool:
+    """Whether there is a row of logits for each label."""
+    if not isinstance(logits, Tensor) or not logits.dim() or not logits.shape[-1]:
+        return False
+    return logits.numel() // logits.shape[-1] == labels.numel()
+
+
+def _not_whole(labels: Tensor, logits: str, *, fix: str) -> ShoalError:
+    return ShoalError(
+        f"cross-entropy, the loss of a run unless another is given, takes logits and whole numbers as labels, not"
+        f" {logits} and {kind_of(labels)}",
+        fix=fix,
+    )
+
+
+@contextmanager
+def _no_class_explained() -> Iterator[None]:
+    """torch's cross-entropy inside raises an IndexError for a label that is no class."""
+    try:
+        yield
+    except IndexError as error:
+        if not (str(error).startswith("Target") and "is out of bounds" in str(error)):
+            raise
+        raise ShoalError(
+            f"a label of this batch is no class of the model: {error}",
+            fix="as many outputs of the model as there are classes, and -100 for labels that do not count",
+        ) from error
+
+
+def _refuse_bare_loss(output: Any) -> None:
+    """A model that returns its loss for labels, and not as `.loss` beside `.logits`."""
+    first = output[0] if isinstance(output, tuple | list) and output else output
+    if isinstance(first, Tensor) and not first.dim():
+        raise ShoalError(
+            f"this model takes labels and returns its own loss, as {kind_of(output)}, without .loss and .logits",
+            fix="Run(loss=lambda model, batch: ...), the mean over a batch, or (sum, count)",
+        )
+
+
+def refuse_labels(labels: Tensor, num_classes: int) -> None:
+    """Labels that are no class of the model, and one class, of which the cross-entropy is 0 whatever the model does."""
+    if num_classes == 1:
+        raise ShoalError(
+            "the model returns one logit for each label, and the cross-entropy of one class is always 0",
+            fix="Run(loss=lambda model, batch: F.binary_cross_entropy_with_logits(...)), or F.mse_loss(...)",
+        )
+    if not labels.numel() or labels.is_floating_point():
+        return
+    low, high = (int(one) for one in torch.aminmax(labels))
+    if low < 0:  # rarely: most data has no label that does not count
+        low, high = (int(one) for one in torch.aminmax(labels.masked_fill(labels == IGNORE, 0)))
+    if low < 0 or high >= num_classes:
+        what = f"a label is {high}" if high >= num_classes else f"a label is {low}"
+        raise ShoalError(
+            f"{what}, and the model returns {num_classes} logits, for labels from 0 to {num_classes - 1}",
+            fix="labels from 0, and -100 for those that do not count"
+            if high < num_classes
+            else f"{high + 1} classes or more in the model's last layer, or other labels",
+        )
+
+
+def _no_labels(batch: Any) -> ShoalError:
+    return ShoalError(
+        f"this batch (a {type(batch).__name__} of {length(batch)} samples) has no labels that cross-entropy could use",
+        fix="give batches as {..., 'labels': ...} or (inputs, labels), or say Run(loss=lambda model, batch: ...)",
+    )

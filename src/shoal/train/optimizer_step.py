@@ -1,0 +1,126 @@
+"""From the gradients of a step to its update: judge, clip, apply.
+
+One number decides, the global norm, which is the same on every rank. Where it is judged:
+
+on the host     it is read, and the host waits for the step: on a CPU, under fp16 (whose next step depends on it), with
+                an optimizer of one's own, and where optimizer or parameters live in host memory
+on the device   a fused optimizer is told where to find it, and drops the update by itself; the host hears of it when
+                the next step has been asked for
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.comm.world import World
+from shoal.errors import Problem, RunFailed, listed
+from shoal.numerics.gradients import LossScale, clip_coefficient, gradients_of, scale_
+from shoal.numerics.local_tensor import local
+from shoal.numerics.offload import HostCopies
+from shoal.numerics.optim.build import step_scaled, takes_scale
+from shoal.train.nonfinite import nonfinite_places
+from shoal.train.step import Unjudged
+
+OnNan = Literal["stop", "skip", "ignore"]
+
+
+def misspelt(*, clip: Any, on_nan: Any, loss_scale: Any, loss_scale_window: Any) -> Iterator[Problem]:
+    """What a script says about updates that would not do what it means: a negative norm, say, climbs. A recipe was
+    looked at before."""
+    if on_nan not in get_args(OnNan):
+        yield Problem(f"on_nan is {on_nan!r}", f"on_nan={listed(map(repr, get_args(OnNan)))}")
+    if clip is not None and not _is_above_zero(clip):
+        yield Problem(f"clip is {clip!r}", "clip=1.0, the largest norm of gradients; or clip=None, to leave them alone")
+    for name, value, usual in (("loss_scale", loss_scale, 65536.0), ("loss_scale_window", loss_scale_window, 2000)):
+        if not _is_above_zero(value):
+            yield Problem(f"{name} is {value!r}", f"{name}={usual}, or another number above 0")
+
+
+def _is_above_zero(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+@dataclass(kw_only=True)
+class Updates:
+    """What a run does with the gradients of its steps."""
+
+    world: World
+    loss_scale: LossScale
+    clip: float | None
+    on_nan: OnNan
+    judges_late: bool | None = None
+    """Whether the optimizer judges on the device whether a gradient is finite. None: not decided yet."""
+    has_updated: bool = False
+    """Whether the optimizer has made a step of this run."""
+    unjudged: Unjudged | None = None
+    """The last step, as long as nobody on the host knows whether its gradient was finite."""
+
+    @property
+    def keeps_nonfinite(self) -> bool:
+        """Whether updates are made whatever the gradient is."""
+        return self.on_nan == "ignore" and not self.loss_scale.is_dynamic
+
+    def apply(
+        self, optimizer: Optimizer, host_copies: HostCopies | None, trained: list[nn.Parameter], norm: Tensor
+    ) -> Tensor | bool:
+        """Clip and update, unless a gradient is not finite. Returns whether it was done; as a number on the device, if
+        it was judged there."""
+        if self.judges_late is None:
+            is_elsewhere = host_copies is not None or any(p.device != self.world.device for p in trained)
+            can = self.world.device.type == "cuda" and not is_elsewhere and takes_scale(optimizer)
+            self.judges_late = can and not self.loss_scale.is_dynamic
+        # The first one is judged here: an optimizer that makes its states while it drops a step leaves them unfilled.
+        if self.judges_late and self.has_updated:
+            return self._apply_on_device(optimizer, trained, norm)
+        is_applied = self.keeps_nonfinite or math.isfinite(norm)
+        if is_applied:
+            self._scale_gradients(trained, norm)
+            (host_copies or optimizer).step()
+            self.loss_scale.succeeded()
+            self.has_updated = True
+        return is_applied
+
+    def _apply_on_device(self, optimizer: Optimizer, trained: list[nn.Parameter], norm: Tensor) -> Tensor:
+        is_finite = torch.ones_like(norm) if self.keeps_nonfinite else norm.isfinite().to(norm.dtype)
+        divisor = None
+        if self.clip is not None and norm.dtype == torch.float32:
+            divisor = 1.0 / clip_coefficient(norm, self.clip)
+        else:  # a divisor is a float32, and would leave its mark on gradients in float64
+            self._scale_gradients(trained, norm)
+        step_scaled(optimizer, divisor=divisor, is_dropped=1.0 - is_finite)
+        return is_finite
+
+    def _scale_gradients(self, trained: list[nn.Parameter], norm: Tensor) -> None:
+        """Undo the loss scale and clip, in one pass over the gradients."""
+        is_within = self.clip is None or (norm.device.type == "cpu" and float(norm) < 0.999 * self.clip - 1e-6)
+        if is_within and self.loss_scale.scale == 1.0:  # by 1, to the last bit
+            return
+        coefficient = torch.ones_like(norm) if self.clip is None else clip_coefficient(norm, self.clip)
+        scale_([local(gradient) for gradient in gradients_of(trained)], coefficient / self.loss_scale.scale)
+
+    def settle(self) -> None:
+        """Judge the last step now, and wait for it."""
+        unjudged, self.unjudged = self.unjudged, None
+        if unjudged is not None and unjudged.report.was_skipped:
+            unjudged.report.note = self._judge_nonfinite(unjudged)
+
+    def _judge_nonfinite(self, unjudged: Unjudged) -> str:
+        """Every rank is here together, because the norm is the same number everywhere, and so is the loss.
+
+        A gradient that overflows is what the loss scale is for. It cannot cure a loss that is not finite itself.
+        """
+        loss, _ = unjudged.report.numbers.read()
+        if self.loss_scale.is_dynamic and not self.loss_scale.is_exhausted and math.isfinite(loss):
+            self.loss_scale.overflowed()
+            return ""
+        text = nonfinite_places(self.world, unjudged)
+        if self.on_nan == "stop":
+            raise RunFailed(text, fix="lower --optim.lr, look at that batch, or --run.on_nan skip to drop such steps")
+        return text

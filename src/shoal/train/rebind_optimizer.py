@@ -1,0 +1,43 @@
+"""An optimizer that was made for the model as it was given, handed what became of its parameters."""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer
+
+from shoal.errors import ShoalError
+from shoal.parallel.parallel_model import Composed
+
+
+def hand_over(optimizer: Optimizer, composed: Composed) -> None:
+    """Let an optimizer hold the pieces of its parameters that this rank has."""
+    groups = optimizer.param_groups
+    if optimizer.state and any(composed.replacements(p) != [p] for group in groups for p in group["params"]):
+        raise ShoalError(
+            "this optimizer has made steps already, and its state is that of whole parameters, not of this plan's",
+            fix="give prepare a fresh optimizer",
+        )
+    for group in groups:
+        group["params"] = [piece for p in group["params"] for piece in composed.replacements(p)]
+    _refuse_strangers(optimizer, composed)
+    _refuse_forgotten_stages(optimizer, composed)
+
+
+def _refuse_strangers(optimizer: Optimizer, composed: Composed) -> None:
+    """Whose parameters get no gradient, so that every step would be made and nothing learnt."""
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if held and held.isdisjoint(composed.named.values()):
+        raise ShoalError(
+            "not one parameter of the optimizer is of this model, which would never change",
+            fix="build it over model.parameters() of the model that prepare is given, or over run.parameters",
+        )
+
+
+def _refuse_forgotten_stages(optimizer: Optimizer, composed: Composed) -> None:
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    stages = [[p for p in part.model.parameters() if p.requires_grad] for part in composed.parts]
+    counts = [sum(parameter in held for parameter in stage) for stage in stages]
+    if any(counts) and any(stage and not count for stage, count in zip(stages, counts, strict=True)):
+        raise ShoalError(
+            "this rank has several stages, and the optimizer holds parameters of some of them only",
+            fix="build it over run.parameters, or give prepare the optimizer of the whole model beside the model",
+        )

@@ -1,0 +1,1 @@
+"""`shoal train`: a run that a recipe describes, from its checks to its summary."""

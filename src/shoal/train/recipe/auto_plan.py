@@ -1,0 +1,182 @@
+"""`plan: auto`: the planner fills in what the plan of a recipe leaves open, for this machine and this model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.blueprint.validation.bf16_weights import refuse_narrow_weights
+from shoal.config.recipe import Recipe
+from shoal.errors import ShoalError
+from shoal.planner.backtest.rows import append
+from shoal.planner.search import search
+from shoal.planner.suggestions import refuse_contradictions, remedies
+from shoal.planner.task import Task, Verdict
+from shoal.predict.cluster import GIB, Cluster, is_measured_here
+from shoal.predict.framework_profile import shoal_habits
+from shoal.predict.workload import Workload, from_hugging_face
+from shoal.train.build_model import build_model, describe, without_memory
+
+if TYPE_CHECKING:
+    from torch import nn
+
+DIMENSIONS = {
+    "hidden": "hidden", "num_layers": "layers", "num_heads": "heads", "num_kv_heads": "kv_heads", "ffn": "ffn",
+    "vocabulary": "vocabulary", "tied": "tied", "head_dim": "head_dim", "num_experts": "experts", "top_k": "top_k",
+    "expert_ffn": "expert_ffn", "num_dense_layers": "dense_layers",
+}  # fmt: skip
+"""What the config of a transformer calls its dimensions → what a workload calls them."""
+
+
+def planned(recipe: Recipe, num_ranks: int, per_node: int) -> tuple[Recipe, Verdict]:
+    """The recipe with the best plan of this many ranks, so many on each machine; what its own plan says is kept."""
+    if recipe.optim.weights == "bf16":  # the planner leaves the precision as it is; `--plan auto` has replaced it
+        instead = replace(recipe.plan, precision="bf16")
+        refuse_narrow_weights(recipe.plan, precision=f'--plan "auto {instead}"')
+    model = model_of(recipe)
+    workload = workload_for(recipe, model)
+    cluster = replace(cluster_for(recipe.launch.device), per_node=per_node, nodes=-(-num_ranks // per_node))
+    task = replace(_task(recipe, workload, cluster), description=describe(model))
+    refuse_contradictions(task, recipe.plan)
+    best = search(task, recipe.plan, keep=1).best
+    if not best:
+        helps = "; or ".join(_helping(recipe, task))
+        what = f"no plan fits {workload.name} on {num_ranks} x {task.cluster.device.name} (predicted)"
+        raise ShoalError(what, fix=helps or "a smaller model")
+    chosen = {"plan": best[0].plan, "run": recipe.run.model_copy(update={"planned": False})}  # now it is said
+    return recipe.model_copy(update=chosen), best[0]
+
+
+def _helping(recipe: Recipe, task: Task) -> Iterator[str]:
+    """Settings of `shoal train`, each with the plan that fits then."""
+    for change in remedies(task, recipe.plan):
+        ((name, value),) = change.items()
+        plan, there = recipe.plan, task
+        if name == "states":
+            there, flag = replace(task, habits=task.habits.with_narrow_moments()), f"--optim.states {value}"
+        elif name == "seq":
+            there, flag = replace(task, sequence=value), f"--data.sequence {value}"
+        else:
+            plan = replace(plan, **change)
+            flag = f'--plan "auto {plan}"'
+        if best := search(there, plan, keep=1).best:
+            yield f"{flag}: {best[0].plan.brief()} takes {best[0].memory.total / GIB:.1f} GiB"
+
+
+def note(recipe: Recipe, summary: Mapping[str, Any], path: Path) -> None:
+    """One more row of a table that `shoal backtest` reads. Of models that are not told by dimensions, there is none."""
+    model = without_memory(lambda: build_model(recipe.model))
+    said = None if model is None else dimensions_of(model)
+    if said is None:
+        return
+    workload = Workload(name=recipe.model.name, **said)
+    cluster = replace(cluster_for(recipe.launch.device), per_node=summary["ranks"], nodes=1)
+    is_measured = cluster.is_measured
+    task = _task(recipe, workload, cluster)
+    predicted = task.judged(recipe.plan)
+    append(
+        path,
+        {
+            "source": "shoal", "model": workload.name, "params_b": round(workload.parameters / 1e9, 6),
+            "layers": workload.layers, "hidden": workload.hidden, "heads": workload.heads,
+            "kv_heads": workload.kv_heads, "ffn": workload.ffn, "vocab": workload.vocabulary, "seq": task.sequence,
+            "gpu": cluster.device.name, "n_gpus": summary["ranks"], "global_batch": task.global_batch,
+            "notes": "compiled" if recipe.run.compile else "eager", "recompute": recipe.plan.recompute,
+            "precision": recipe.plan.precision,
+            "iter_time_s": round(summary["step_seconds_median"], 6), "mem_gib": round(summary["memory_gib_max"], 4),
+            "tokens_per_s_per_gpu": round(summary["tokens_per_s"] / summary["ranks"], 3), "plan": str(recipe.plan),
+            "cluster": f"here:{summary['ranks']}" if is_measured else f"{cluster.device.name}:{summary['ranks']}",
+            "predicted_s": round(predicted.time.total, 6), "predicted_gib": round(predicted.memory.total / GIB, 4),
+        },
+    )  # fmt: skip
+
+
+def _task(recipe: Recipe, workload: Workload, cluster: Cluster) -> Task:
+    return Task(
+        workload=workload,
+        cluster=cluster,
+        sequence=recipe.data.sequence if workload.is_transformer else 1,
+        global_batch=recipe.data.batch,
+        habits=shoal_habits(
+            compile=recipe.run.compile,
+            states=recipe.optim.states,
+            weights=recipe.optim.weights,
+            remake_gates=recipe.run.remake_gates,
+        ),
+        compiles=recipe.run.compile,
+    )
+
+
+def model_of(recipe: Recipe) -> nn.Module:
+    """The recipe's model, without memory."""
+    model = without_memory(lambda: build_model(recipe.model))
+    if model is None:
+        raise ShoalError(
+            "plan: auto has to look at the model without memory, and it cannot be built on the meta device",
+            fix="a plan in words, such as zero=3",
+        )
+    return model
+
+
+def workload_for(recipe: Recipe, model: nn.Module) -> Workload:
+    """A model on paper: by its config if it is a transformer that has one, else traced on its data."""
+    said = dimensions_of(model)
+    if said is not None:
+        return Workload(name=recipe.model.name, **said)
+    config = getattr(model, "config", None)
+    if hasattr(config, "to_dict"):
+        return from_hugging_face(config.to_dict(), name=recipe.model.name)  # type: ignore[union-attr]
+    return _traced(model, recipe)
+
+
+def dimensions_of(model: nn.Module) -> dict[str, Any] | None:
+    """Those that a transformer's config says; None: it says none."""
+    config = getattr(model, "config", None)
+    said = {ours: getattr(config, theirs, None) for theirs, ours in DIMENSIONS.items()}
+    if any(said[name] is None for name in ("hidden", "layers", "heads", "ffn", "vocabulary")):
+        return None
+    shared = (getattr(config, "num_shared_experts", 0) or 0) * (said["expert_ffn"] or 0)
+    return {"shared_ffn": shared, **{name: value for name, value in said.items() if value is not None}}
+
+
+def _traced(model: nn.Module, recipe: Recipe) -> Workload:
+    import numpy as np
+
+    from shoal.data.sources.open import open_datasets
+    from shoal.train.loss.objective import CrossEntropy, call_of
+    from shoal.train.trace.model_trace import workload_of
+
+    training, _ = open_datasets(recipe.data, recipe.run.seed)
+    arguments, options = call_of(CrossEntropy(), training.batch(np.arange(2)))
+    return workload_of(model, options or arguments, name=recipe.model.name, precision=recipe.plan.precision)
+
+
+def cluster_for(device: str) -> Cluster:
+    """This machine: as it was measured, or the preset of its GPUs, or that of a CPU."""
+    import torch
+
+    is_cpu = device == "cpu" or not torch.cuda.is_available()
+    if is_measured_here() and (here := Cluster.parse("here")).device.is_host == is_cpu:
+        return here
+    if device != "cpu" and torch.cuda.is_available():
+        return Cluster.parse(preset_of(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory))
+    return Cluster.parse("cpu")
+
+
+def preset_of(name: str, memory: int) -> str:
+    """The preset of a GPU by the name that torch gives it.
+
+    >>> preset_of("NVIDIA A100-SXM4-80GB", 80 * 2**30), preset_of("NVIDIA H200", 139 * 2**30)
+    ('a100-80', 'h200')
+    """
+    from shoal.predict.presets.clusters import DEVICES
+
+    lower = name.lower().replace(" ", "")
+    if "a100" in lower:
+        return "a100-80" if memory > 50 * 2**30 else "a100-40"
+    for preset in sorted(DEVICES, key=len, reverse=True):
+        if preset.replace("-", "") in lower.replace("-", ""):
+            return preset
+    raise ShoalError(f"there is no preset for {name!r}", fix="shoal calibrate, which measures it in a minute")

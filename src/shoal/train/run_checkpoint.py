@@ -1,0 +1,208 @@
+"""A run to a checkpoint and back: what a run knows beside its tensors."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.checkpoint.async_saver import Saver
+from shoal.checkpoint.load import load_newest, load_step
+from shoal.checkpoint.save import Snapshot, save
+from shoal.checkpoint.state.model_state import Holder
+from shoal.checkpoint.storage.manifest import Manifest
+from shoal.checkpoint.storage.store import Store, find
+from shoal.comm.all_or_none import on_main
+from shoal.errors import Problem, RunFailed, ShoalError, raise_if
+from shoal.train.schedulers import (
+    restore_schedulers,
+    saved_schedulers,
+    scheduler_problems,
+    set_numbers,
+    warn_of_unprepared,
+)
+
+if TYPE_CHECKING:
+    from shoal.data.sharded_dataloader import DealtLoader
+    from shoal.train.run import Run
+
+LR = ("lr", "initial_lr")
+"""Of a group of parameters: the learning rate, and what a schedule multiplies."""
+
+
+def holder_of(run: Run) -> Holder:
+    """What holds the tensors of a run."""
+    copies = run.host_copies
+    return Holder(run.composed, run.optimizer, dict(copies.pairs) if copies is not None else {})
+
+
+def state_of(run: Run) -> dict[str, Any]:
+    """What a run knows beside its tensors, between two steps."""
+    groups = run.optimizer.param_groups
+    return {
+        "seed": run.seed,
+        "precision": run.plan.precision,
+        "weights": str(run.precision.weight_dtype).removeprefix("torch."),
+        "optimizer": type(run.optimizer).__name__,
+        "states": groups[0].get("states", "fp32"),  # which torch's own have, too
+        "lr": [{name: float(group[name]) for name in LR if name in group} for group in groups],
+        "plan": str(run.plan),
+        "ranks": run.world.size,
+        "loss_scale": {"scale": run.loss_scale.scale, "good_steps": run.loss_scale.good_steps},
+        "num_calls": run.optimizer.param_groups[0].get("num_calls", 0),
+        "loaders": [{"position": loader.position, **loader.kind} for loader in run.loaders],
+        **saved_schedulers(run.schedulers, run.optimizer),
+        **_islands(run),
+    }
+
+
+def _islands(run: Run) -> dict[str, Any]:
+    """What islands have sent each other and not applied yet: fragment → after which step it will be. And how far their
+    gradients lie apart."""
+    islands = run.composed.islands
+    if islands is None:
+        return {}
+    waiting = {str(fragment): step for fragment, step in islands.waiting.items()}
+    spread = {"spread": islands.spread.squares.tolist()} if islands.spread is not None else {}
+    together = run.steps_done <= islands.exact_steps
+    return {"islands": {"fragments": len(islands.fragments), "waiting": waiting, "together": together, **spread}}
+
+
+def settle_to_save(run: Run) -> None:
+    """Wait for the last step, and let what ranks learn on their own be the same on all of them."""
+    run.refuse_open_step("to save")
+    run.settle()
+    run.composed.before_evaluation()  # statistics of batch norm
+    if run.composed.islands is not None:
+        run.composed.islands.settle()  # what is on its way
+
+
+def save_run(run: Run, directory: str | Path, *, wait: bool, keep: int | None, extra: Mapping[str, Any] | None) -> None:
+    """All of a run between two steps."""
+    settle_to_save(run)
+    if run.is_main:
+        lost = "its state is not saved"
+        warn_of_unprepared(run.schedulers, run.optimizer, has_extra=bool(extra), lost=lost)
+    state = {**state_of(run), "extra": _plain(extra)}
+    saver = run.savers.get(str(directory))
+    if wait and saver is None:
+        store = Store.at(directory)
+        note = save(store, run.world, Snapshot.of(holder_of(run), step=run.steps_done, state=state))
+        if note and run.is_main:
+            warnings.warn(note, stacklevel=3)
+        elif keep is not None and run.is_main:
+            store.retain(keep)
+        _warn_of(store)
+        return
+    if saver is None:
+        saver = run.savers[str(directory)] = Saver(Store.at(directory), run.world.beside())
+    saver.keep = keep if wait else keep or 2
+    saver.begin(holder_of(run), step=run.steps_done, state=state)
+    if wait:
+        wait_for(saver)
+
+
+def wait_for(saver: Saver) -> None:
+    """Wait for a save, and raise if it has failed."""
+    saver.finish()
+    _warn_of(saver.store)
+    for news in saver.take_news():
+        if news.failure:
+            raise RunFailed(news.failure)
+        if news.note and saver.world.is_main:
+            warnings.warn(news.note, stacklevel=3)
+
+
+def _warn_of(store: Store) -> None:
+    for note in store.take_notes():
+        warnings.warn(note, stacklevel=4)
+
+
+def _plain(extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What a user adds, as JSON gives it back."""
+    try:
+        return dict(json.loads(json.dumps(dict(extra or {}), allow_nan=False)))
+    except (TypeError, ValueError) as error:
+        raise ShoalError(
+            f"what is saved beside a run has to be numbers, texts, lists and mappings: {error}",
+            fix="run.save(directory, extra={'best_accuracy': 0.93})",
+        ) from None
+
+
+def load_run(run: Run, directory: str | Path, step: int | None, *, only_weights: bool) -> int:
+    """Returns how many steps the run has made now."""
+    run.refuse_open_step("to load")
+    store, named = find(directory)
+    step = named if step is None else step
+    known = on_main(run.world, store.steps, failed=f"{store.where} was not read")
+    if not known:
+        raise ShoalError(f"there is no checkpoint in {store.where}", fix="the directory that a run was saved to")
+    if only_weights:
+        load_step(store, run.world, holder_of(run), known[-1] if step is None else step, only_weights=True)
+        return run.steps_done
+    if step is None:
+        manifest = load_newest([store], run.world, holder_of(run))
+        assert manifest is not None
+    else:
+        manifest = load_step(store, run.world, holder_of(run), step)
+    raise_if(_changes(run, manifest.state), title=f"what step {manifest.step} of {store.where} was saved by")
+    restore(run, manifest)
+    if run.is_main:
+        lost = f"it is not moved to step {manifest.step}, from which the run resumes"
+        warn_of_unprepared(run.schedulers, run.optimizer, has_extra=bool(run.extra), lost=lost)
+    return manifest.step
+
+
+def _changes(run: Run, state: Mapping[str, Any]) -> Iterator[Problem]:
+    """What would make the run another one. Checkpoints of others do not say all of it."""
+    here = state_of(run)
+    fix = "as it was saved; or run.load(..., only_weights=True) for another run with the same weights"
+    for name in ("seed", "precision", "weights", "optimizer", "states"):
+        if name in state and state[name] != here[name]:
+            yield Problem(f"{name} was {state[name]}, and is {here[name]}", fix)
+    was, now = state.get("loaders", ()), here["loaders"]
+    if was and now and len(was) != len(now):
+        yield Problem(f"it had {len(was)} loaders, and has {len(now)}", fix)
+    for number, (known, loader) in enumerate(zip(was, run.loaders, strict=False)):
+        yield from loader_changes(number, known, loader)
+    yield from scheduler_problems(run.schedulers, run.optimizer, state)
+
+
+def loader_changes(number: int, known: Mapping[str, Any], loader: DealtLoader) -> Iterator[Problem]:
+    """Where a loader would give other batches than the one that was saved. What it did not say is not compared."""
+    was = {**loader.kind, **known}
+    found = [f"{name} was {was[name]}, and is {now}" for name, now in loader.kind.items() if was[name] != now]
+    if found:
+        fix = "the DataLoader as it was; or run.load(..., only_weights=True) for another run with the same weights"
+        yield Problem(f"loader {number} of the run is another one: {'; '.join(found)}", fix)
+
+
+def restore(run: Run, manifest: Manifest) -> None:
+    """What a run knew beside its tensors."""
+    state = manifest.state
+    scale = state.get("loss_scale", {})
+    run.loss_scale.scale = float(scale.get("scale", run.loss_scale.scale))
+    run.loss_scale.good_steps = int(scale.get("good_steps", 0))
+    if calls := state.get("num_calls", 0):
+        run.optimizer.param_groups[0]["num_calls"] = int(calls)
+    if len(rates := state.get("lr", [])) == len(run.optimizer.param_groups):
+        for group, known in zip(run.optimizer.param_groups, rates, strict=True):
+            set_numbers(group, {name: known[name] for name in LR if name in known})
+    restore_schedulers(run.schedulers, run.optimizer, state)
+    run.saved_loaders = list(state.get("loaders", []))
+    for loader, known in zip(run.loaders, run.saved_loaders, strict=False):  # others may be prepared later
+        loader.position = tuple(known["position"])
+    met, islands = state.get("islands", {}), run.composed.islands
+    if islands is not None and islands.outer.delay and met.get("fragments") == len(islands.fragments):
+        islands.waiting = {int(fragment): int(step) for fragment, step in met.get("waiting", {}).items()}
+    if islands is not None and met and not met.get("together", False):
+        islands.exact_steps = 0
+    if islands is not None and islands.spread is not None:
+        squares = [float(one) for one in met.get("spread", (0.0, 0.0))]
+        islands.spread.squares = islands.spread.squares.new_tensor(squares)
+        islands.spread.begins_equal = "spread" not in met
+    run.extra = dict(state.get("extra", {}))
+    run.steps_done = manifest.step
+    run.replica_check.agreed_at = None

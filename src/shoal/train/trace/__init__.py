@@ -1,0 +1,1 @@
+"""Run a module without memory to count its parameters, products and activations."""

@@ -1,0 +1,435 @@
+"""What each block of any module costs, found by running it on tensors that have shapes and no memory.
+
+torch can count the FLOPs of a forward (`FlopCounterMode`), say what autograd keeps (`saved_tensors_hooks`) and run
+without memory (`FakeTensorMode`), each for itself. This file runs all three at once and charges what they find to the
+blocks of the model, so that a planner can cut, shard and recompute it. Everything here is counted, nothing measured.
+
+What counts as kept for the backward:
+
+    counted      every storage that some operation saves, once and whole, however many views of it are saved, at the
+                 block that saves it first; so a block's input counts there, if the block needs it, and bytes of
+                 different blocks add up. Copies of weights in lower precision, which autocast makes, count too.
+    not counted  storages of parameters, buffers and of the inputs of the model: they are there anyway. What a module
+                 keeps on its own, outside of autograd.
+
+A device has kernels of its own, which save what they like: dropout a mask of bytes on CUDA, of numbers on the CPU. So a
+model is traced for a device, and for CUDA only where torch can use it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
+
+from shoal.errors import ShoalError
+from shoal.numerics.precision import Precision, hush, precision_of
+from shoal.predict.workload import Block, Workload
+from shoal.train.build_model import describe, find_builder
+from shoal.train.trace.kernel_costs import FLOPS, LSTM, launches, lstm_workspace
+
+Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
+"""One argument of `forward`, several by place, or several by name."""
+
+LISTS = nn.ModuleList | nn.Sequential | nn.ModuleDict
+
+OUTSIDE = ""
+"""The name of what a model computes outside of all its blocks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TracedBlock:
+    """What one block costs for the batch that was traced. All of it is counted."""
+
+    name: str
+    """Of the submodule; "" for what the model does outside of all blocks."""
+    parameters: int
+    """Elements; a tied parameter counts at its first block."""
+    trained: int
+    """Of which so many need a gradient."""
+    flops: float
+    """Of the forward, where a multiplication with an addition is two."""
+    saved: float
+    """Bytes that autograd keeps from forward to backward."""
+    output: float
+    """Bytes that it returns."""
+    traffic: float
+    """Bytes that its forward reads and writes, matrix products and attention left out."""
+    kernels: int
+    """That its forward launches, if nothing is fused."""
+    saved_anyway: float = 0.0
+    """Bytes kept beside `saved` whatever the number of samples, such as weights in lower precision. `trace_samples`
+    tells the two apart; `trace` counts them as one."""
+
+
+def trace(model: nn.Module, inputs: Inputs, *, precision: str = "fp32", device: str = "cpu") -> tuple[TracedBlock, ...]:
+    """The blocks of a model in the order in which they run, each with what it costs for these inputs.
+
+    Only shapes and dtypes of model and inputs matter: both may be on the meta device. The model stays as it is, and is
+    traced in the mode (train or eval) that it is in.
+    """
+    policy = precision_of(precision)
+    _check(device)
+    blocks = blocks_of(model)
+    watch = _Watch({id(module): name for name, module in blocks.items()})
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        hush(torch.device(device))
+        stack.enter_context(_mode_of(model))
+        imitate = _Imitate(policy, device)
+        state = {name: imitate(tensor) for name, tensor in _state(model)}
+        arguments, options = _call(tree_map_only(Tensor, imitate, inputs))
+        watch.ignore(*state.values(), *_attributes(model), *tree_leaves((arguments, options)))
+        if policy.is_lower:
+            stack.enter_context(torch.autocast(device, dtype=policy.compute_dtype))
+        _run(model, state, arguments, options, watch)
+    return tuple(_summed(model, watch))
+
+
+def trace_samples(
+    model: nn.Module, inputs: Inputs, *, precision: str = "fp32", device: str = "cpu"
+) -> tuple[TracedBlock, ...]:
+    """The same for one sample, with what is kept whatever their number beside it.
+
+    It is found by a second look, at inputs of twice as many samples. These are counted along the first dim of the first
+    tensor; every other tensor with a first dim as long has one entry for each of them, too.
+    """
+    num_samples = _num_samples(inputs)
+    twice = tree_map_only(Tensor, lambda x: _doubled(x, num_samples), inputs)
+    looks = (trace(model, each, precision=precision, device=device) for each in (inputs, twice))
+    return tuple(_per_sample(once, both, num_samples) for once, both in zip(*looks, strict=True))
+
+
+def workload_of(
+    model: nn.Module, inputs: Inputs, *, name: str = "", precision: str = "fp32", device: str = "cpu"
+) -> Workload:
+    """The model as a planner sees it, for one sample."""
+    traced = trace_samples(model, inputs, precision=precision, device=device)
+    return Workload(name=name or type(model).__name__, blocks=tuple(map(_as_block, traced)))
+
+
+def _as_block(traced: TracedBlock) -> Block:
+    return Block(
+        name=traced.name,
+        parameters=traced.parameters,
+        flops=traced.flops,
+        saved=traced.saved,
+        saved_anyway=traced.saved_anyway,
+        output=traced.output,
+        traffic=traced.traffic,
+        kernels=traced.kernels,
+    )
+
+
+def load(name: str, *, sequence: int | None = None, batch: int = 1) -> tuple[nn.Module, Inputs]:
+    """A model without memory from `path/to/file.py:function`, and what its forward takes.
+
+    The function returns the model, or the model and its inputs: `return model, torch.empty(8, 3, 224, 224)`. A model
+    that looks up tokens needs no inputs to be said: it gets `batch` sequences of `sequence` tokens.
+    """
+    found = _built(name)
+    model, inputs = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    if not isinstance(model, nn.Module):
+        raise ShoalError(
+            f"{name} returned {type(model).__name__}, not an nn.Module",
+            fix="return the model from that function, or the model and a batch of its inputs",
+        )
+    if inputs is None:
+        if sequence is None or not any(isinstance(module, nn.Embedding) for module in model.modules()):
+            raise ShoalError(
+                f"{name} returns a model, but not what its forward takes",
+                fix="return model, inputs from that function: a batch, such as torch.empty(8, 3, 224, 224)"
+                + ("; or say --seq, if it takes tokens" if sequence is None else ""),
+            )
+        inputs = torch.empty(batch, sequence, dtype=torch.int64, device="meta")
+    return model, inputs
+
+
+# ---- which blocks ---------------------------------------------------------------------------------------------------
+
+
+def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Name → submodule that is looked at as one: those that the model describes as blocks, with what is before and
+    after them; else the elements of its lists of like modules, and what is beside such lists."""
+    said = describe(model)
+    if said.blocks:
+        return {name: model.get_submodule(name) for name in (*said.before_blocks, *said.blocks, *said.after_blocks)}
+    return dict(_found("", model))
+
+
+def _found(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    children = [(f"{name}.{own}" if name else own, child) for own, child in module.named_children()]
+    is_list = isinstance(module, LISTS)
+    if is_list and _are_alike(module):
+        yield from children
+    elif children and (is_list or not name or _holds_likes(module)):
+        for child in children:
+            yield from _found(*child)
+    elif name:
+        yield name, module
+
+
+def _holds_likes(module: nn.Module) -> bool:
+    return any(isinstance(each, LISTS) and _are_alike(each) for each in module.modules())
+
+
+def _are_alike(modules: nn.Module) -> bool:
+    """Whether a list repeats something that has parts of its own: blocks, and neither just layers nor lists of them."""
+    composed = [child for child in modules.children() if next(child.children(), None) is not None]
+    kinds = Counter(type(child) for child in composed if not (isinstance(child, LISTS) and _holds_likes(child)))
+    return any(number > 1 for number in kinds.values())
+
+
+# ---- stand-ins without memory ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Imitate:
+    """Makes a tensor of the same shape that has no memory, on the device that is asked about; one for each tensor, so
+    that what is tied stays tied."""
+
+    precision: Precision
+    device: str
+    made: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self.made:
+            dtype = self.precision.weight_dtype if tensor.dtype == torch.float32 else tensor.dtype
+            like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device=self.device)
+            if isinstance(tensor, nn.Parameter):
+                like = nn.Parameter(like, requires_grad=tensor.requires_grad)
+            else:
+                like.requires_grad_(tensor.requires_grad)
+            self.made[id(tensor)] = tensor, like  # the first as well: nobody else may get its id
+        return self.made[id(tensor)][1]
+
+
+def _check(device: str) -> None:
+    if device not in ("cpu", "cuda"):
+        raise ShoalError(f"a model cannot be traced for {device!r}", fix="device='cpu' or 'cuda'")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ShoalError("a model is traced for CUDA only where there is a CUDA device", fix="device='cpu'")
+
+
+def _mode_of(model: nn.Module) -> FakeTensorMode:
+    """The one that the model was built in, if it was: tensors of two of them do not meet."""
+    modes = (tensor.fake_mode for _, tensor in _state(model) if isinstance(tensor, FakeTensor))
+    return next(modes, None) or FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _attributes(model: nn.Module) -> Iterator[Tensor]:
+    """Tensors that modules hold without having said so to torch."""
+    for module in model.modules():
+        yield from (value for value in vars(module).values() if isinstance(value, Tensor))
+
+
+def _built(name: str) -> Any:
+    """What a function returns, without memory unless it looks at values while it builds."""
+    builder = find_builder(name)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            return builder()
+    except Exception:  # if it is wrong and not only curious, it fails again
+        pass
+    try:
+        return builder()
+    except Exception as error:
+        what = f"{name} failed: {type(error).__name__}: {error}"
+        raise ShoalError(what, fix="a function without arguments that returns a model") from error
+
+
+def _call(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return ((inputs,) if isinstance(inputs, Tensor) else tuple(inputs)), {}
+
+
+def _num_samples(inputs: Inputs) -> int:
+    sizes = [leaf.shape[0] for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()]
+    if not sizes or not sizes[0]:
+        raise ShoalError("the inputs hold no samples", fix="a tensor whose first dim counts them")
+    return int(sizes[0])
+
+
+def _doubled(tensor: Tensor, num_samples: int) -> Tensor:
+    is_of_samples = tensor.dim() > 0 and tensor.shape[0] == num_samples
+    shape = (2 * num_samples, *tensor.shape[1:]) if is_of_samples else tensor.shape
+    return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+
+
+# ---- watching -------------------------------------------------------------------------------------------------------
+
+
+class _Watch:
+    """Charges what happens to the block that it happens in."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self.names = names
+        """A block's id → its name."""
+        self.counter = FlopCounterMode(display=False, custom_mapping=dict(FLOPS))
+        self.inside = [OUTSIDE]
+        self.flops: Counter[str] = Counter()
+        self.outputs: Counter[str] = Counter()
+        self.traffic: Counter[str] = Counter()
+        self.kernels: Counter[str] = Counter()
+        self.ran: dict[str, None] = {}
+        self.kept: dict[int, tuple[torch.UntypedStorage, str]] = {}
+        self.known: dict[int, torch.UntypedStorage] = {}
+        self._charged = 0
+
+    def ignore(self, *values: Any) -> None:
+        """These are there anyway."""
+        for value in values:
+            if isinstance(value, FakeTensor):
+                storage = value.untyped_storage()
+                self.known[storage._cdata] = storage
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Autograd saves a tensor. What is no stand-in was made by the model for good, and is there anyway."""
+        if isinstance(tensor, FakeTensor):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.known:
+                self.kept.setdefault(storage._cdata, (storage, self.inside[-1]))
+        return tensor
+
+    def before(self, module: nn.Module, arguments: Any) -> None:
+        """Of every module."""
+        if (name := self.names.get(id(module))) is not None:
+            self.charge()
+            self.inside.append(name)
+            self.ran[name] = None
+
+    def after(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        """Of every module."""
+        if (name := self.names.get(id(module))) is not None:
+            self.charge()
+            self.inside.pop()
+            self.outputs[name] += sum(x.nbytes for x in tree_leaves(output) if isinstance(x, Tensor))
+
+    def launched(self, num_bytes: int) -> None:
+        """A kernel has run."""
+        self.kernels[self.inside[-1]] += 1
+        self.traffic[self.inside[-1]] += num_bytes
+
+    def charge(self) -> None:
+        """What was computed since the last time, to where we are."""
+        total = self.counter.get_total_flops()
+        self.flops[self.inside[-1]] += total - self._charged
+        self._charged = total
+
+    def saved(self, name: str) -> int:
+        """Bytes that a block was the first to save."""
+        return sum(storage.nbytes() for storage, owner in self.kept.values() if owner == name)
+
+
+class _Listen(TorchDispatchMode):
+    """Counts kernels and what they read and write, and mends what a kernel without memory says of itself."""
+
+    def __init__(self, watch: _Watch) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.watch = watch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is LSTM:
+            result = (*result[:-1], result[-1].new_empty(lstm_workspace(args)))
+        if launches(func):
+            is_product = func.overloadpacket in self.watch.counter.flop_registry
+            tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor)]
+            self.watch.launched(0 if is_product else sum(x.nbytes for x in tensors))
+        return result
+
+
+def _run(
+    model: nn.Module, state: dict[str, Tensor], arguments: tuple[Any, ...], options: dict[str, Any], watch: _Watch
+) -> None:
+    with ExitStack() as stack:
+        stack.callback(register_module_forward_pre_hook(watch.before).remove)
+        stack.callback(register_module_forward_hook(watch.after).remove)
+        stack.enter_context(saved_tensors_hooks(watch.keep, lambda tensor: tensor))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(_Listen(watch))
+        stack.enter_context(watch.counter)
+        try:
+            output = torch.func.functional_call(model, state, arguments, options)
+        except ShoalError:
+            raise
+        except Exception as error:
+            raise _cannot_run(error, watch.inside[-1]) from error
+        watch.charge()
+        watch.outputs[OUTSIDE] = sum(x.nbytes for x in tree_leaves(output) if isinstance(x, Tensor))
+
+
+def _cannot_run(error: Exception, where: str) -> ShoalError:
+    first_line = next(iter(str(error).splitlines()), "")
+    place = f" in {where}" if where else ""
+    looks_at_values = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+    if looks_at_values or "data-dependent" in first_line:
+        what = f"the model looks at the values of a tensor{place} ({type(error).__name__}: {first_line})"
+        fix = "shapes that follow from those of the inputs: no .item(), no nonzero(). For cuDNN's LSTM, device='cpu'"
+        return ShoalError(what, fix=fix)
+    return ShoalError(
+        f"the model cannot be run on these inputs{place}: {type(error).__name__}: {first_line}",
+        fix="model(inputs) must run without an error on real tensors of the same shapes",
+    )
+
+
+def _summed(model: nn.Module, watch: _Watch) -> Iterator[TracedBlock]:
+    all_parameters, trained = Counter[str](), Counter[str]()
+    for name, parameter in model.named_parameters():
+        home = _home(name, watch.names.values())
+        all_parameters[home] += parameter.numel()
+        trained[home] += parameter.numel() * parameter.requires_grad
+    blocks = dict.fromkeys((*watch.ran, *watch.names.values()))  # those that never ran have parameters all the same
+    for name in (*blocks, OUTSIDE):
+        block = TracedBlock(
+            name=name,
+            parameters=all_parameters[name],
+            trained=trained[name],
+            flops=watch.flops[name],
+            saved=watch.saved(name),
+            output=watch.outputs[name],
+            traffic=watch.traffic[name],
+            kernels=watch.kernels[name],
+        )
+        if name or block.parameters or block.flops or block.saved:
+            yield block
+
+
+def _home(parameter: str, blocks: Iterable[str]) -> str:
+    """The innermost block that a parameter is in."""
+    return max((block for block in blocks if parameter.startswith(f"{block}.")), key=len, default=OUTSIDE)
+
+
+def _per_sample(once: TracedBlock, twice: TracedBlock, num_samples: int) -> TracedBlock:
+    saved = (twice.saved - once.saved) / num_samples
+    return replace(
+        once,
+        flops=(twice.flops - once.flops) / num_samples,
+        output=(twice.output - once.output) / num_samples,
+        traffic=(twice.traffic - once.traffic) / num_samples,
+        saved=saved,
+        saved_anyway=max(0.0, once.saved - saved * num_samples),
+    )

@@ -1,0 +1,1 @@
+"""From what differs to its likely cause."""

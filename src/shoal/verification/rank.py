@@ -1,0 +1,278 @@
+"""The plan's own ranks: they train as `shoal train` would, are watched, and return what was seen.
+
+Two kinds of steps follow each other. In the first ones gradients and weights are gathered and compared; in the last,
+nothing is gathered, and what travels is counted, and what every rank holds before each microbatch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import Store
+
+from shoal.blueprint.layout import AXES
+from shoal.blueprint.plan import Plan
+from shoal.comm.rendezvous.environment import Placement
+from shoal.comm.traffic_counter import Traffic, count
+from shoal.comm.world import World
+from shoal.data.batch import length, rows
+from shoal.errors import ShoalError
+from shoal.numerics.init import can_fill
+from shoal.numerics.local_tensor import local
+from shoal.parallel.context.attention import Attention
+from shoal.parallel.expert.experts import Experts
+from shoal.parallel.expert.router import Router
+from shoal.parallel.live_memory import anatomy_of, holdings, peak_bytes
+from shoal.parallel.parallel_model import Composed
+from shoal.predict.exact.memory import Memory, has_moment, memory
+from shoal.predict.exact.traffic import Messages, traffic
+from shoal.train.build_model import describe, without_memory
+from shoal.train.loss.objective import CrossEntropy, call_of
+from shoal.train.run import Run
+from shoal.verification.case import Case
+from shoal.verification.compare import Disagreement, Observation, Verdict, compare
+from shoal.verification.compression_error import Bounded, bounded
+from shoal.verification.diagnosis.causes import likely_cause
+from shoal.verification.diagnosis.evidence import Context, Piece
+from shoal.verification.reference import fresh_model, observe_reference, optimizer_for, turn_off_dropout
+from shoal.verification.replica_traffic import Met, hurried, met
+
+
+@dataclass
+class Findings:
+    """What one rank brings home."""
+
+    verdict: Verdict | None = None
+    """Of rank 0 only."""
+    cause: str | None = None
+    traffic: Mapping[str, Mapping[str, Mapping[str, int]]] = field(default_factory=dict)
+    """Axis → operation → calls and bytes of one step, counted."""
+    predicted_traffic: Mapping[str, Mapping[str, Messages]] | None = None
+    """The same on paper; None: the model cannot be traced without memory."""
+    memory: Memory | None = None
+    """What was held before some microbatch, at the most; counted."""
+    predicted_memory: Memory | None = None
+    """The same on paper; None: not predicted where no microbatch begins after another one's backward."""
+    peak: int = 0
+    """Bytes; measured."""
+    bounded: Bounded | None = None
+    """What compression does, where the plan compresses; of rank 0 only."""
+    met: Met | None = None
+    """What replicas send each other, where it is not just gradients."""
+
+
+def verify_on_rank(placement: Placement | None, store: Store | None, case: Case) -> Findings:
+    """Take this process's place among the ranks of the case, and verify."""
+    num_ranks = placement.local_world_size if placement else 1
+    is_crowded = case.device == "cuda" and num_ranks > torch.cuda.device_count()  # NCCL wants a GPU for each rank
+    world = World.start(
+        placement, device=case.device, backend="gloo" if is_crowded else None, store=store, threads=case.threads
+    )
+    with world:
+        return verify_in(world, case)
+
+
+def verify_in(world: World, case: Case) -> Findings:
+    """Train, watched; rank 0 computes the reference as well, and judges."""
+    references, initial = observe_reference(case) if world.is_main else ([], {})
+    run = Run(case.plan, loss=case.loss, seed=case.seed, clip=case.clip, world=world)
+    _prepare(run, case)
+    candidates = [_observe(run, batch) for batch in case.batches]
+    pieces = _pieces(run)
+    sent, held = _count(run, case)
+    findings = Findings(traffic=sent.to_mapping(), memory=held, peak=peak_bytes(world.device))
+    _predict(findings, run, case)
+    if case.compressed is not None:
+        _meet_as_asked(findings, case.compressed, world, case, references[0].gradients if references else None)
+    if world.is_main:
+        findings.verdict = compare(references, candidates, tolerance=case.tolerance)
+        context = Context(
+            layout=case.plan.layout,
+            num_microbatches=case.plan.num_microbatches(length(case.batches[0])),
+            num_stages=case.plan.layout.pp * (case.plan.v or 1),
+            pieces=pieces,
+            clip=case.clip,
+            initial=initial,
+            tolerance=case.tolerance,
+        )
+        if findings.verdict.first is not None:
+            findings.cause = likely_cause(findings.verdict.first, references, candidates, context)
+    return findings
+
+
+def _meet_as_asked(
+    findings: Findings, asked: Plan, world: World, case: Case, exact: Mapping[str, Tensor] | None
+) -> None:
+    """What compression does to the first gradient, and what is sent when replicas meet as the plan says."""
+    plans = [replace(asked, sync=None)] if asked.compress else []
+    for plan in [*plans, *([hurried(asked)] if asked.synchrony is not None else [])]:
+        run = Run(plan, loss=case.loss, seed=case.seed, clip=None, world=world, exact_steps=0)
+        _prepare(run, case)
+        share = _share(run, case.batches[0])
+        if plan.sync is None:
+            findings.bounded = bounded(run, share, exact)
+        findings.met = met(run, asked, functools.partial(run.step, share), functools.partial(_are_alike, run))
+        run.composed.close()
+
+
+def _are_alike(run: Run) -> bool:
+    return not any(run.world.all_gather_object(bool(list(_disagreements(run.composed, "weight")))))
+
+
+def _prepare(run: Run, case: Case) -> None:
+    """The model as a run of the plan would make it: laid out from nothing, if it says how all of it is filled."""
+    model = without_memory(case.build)
+    if model is not None and can_fill(model):
+        turn_off_dropout(model)
+    else:
+        model = fresh_model(case)
+    run.prepare(model)
+    if run.composed.head is not None:
+        run.composed.head.always = True  # as large models have it, and all on a GPU
+    run.prepare(optimizer_for(case, run.parameters))
+
+
+def _observe(run: Run, batch: Any) -> Observation:
+    gradients: dict[str, Tensor | None] = {}
+    disagreements: list[Disagreement] = []
+
+    def look() -> None:
+        disagreements.extend(_disagreements(run.composed, "gradient"))
+        scale = run.loss_scale.scale  # of fp16, which is undone with the clipping
+        whole = run.composed.whole("gradient")
+        gradients.update({name: tensor if tensor is None else tensor / scale for name, tensor in whole})
+
+    run.on_gradients = look
+    loss = run.step(_share(run, batch))
+    run.on_gradients = None
+    disagreements.extend(_disagreements(run.composed, "weight"))
+    weights = {**dict(run.composed.whole("weight")), **run.composed.biases()}
+    assert run.report is not None
+    every = [one for rank in run.world.all_gather_object(disagreements, kinds=(Disagreement,)) for one in rank]
+    return Observation(
+        loss=float(loss),
+        grad_norm=float(run.report.grad_norm),
+        gradients={name: tensor for name, tensor in gradients.items() if tensor is not None},
+        weights={name: tensor for name, tensor in weights.items() if tensor is not None},
+        disagreements=tuple(dict.fromkeys(every)),
+    )
+
+
+def _count(run: Run, case: Case) -> tuple[Traffic, Memory]:
+    """What this rank hands to its groups in one step, and what it holds before some microbatch of it, at the most."""
+    if len(case.batches) == 1:
+        run.step(_share(run, case.batches[-1]))  # some things are sent once in a run, in its second step
+    held: list[Memory] = []
+    run.on_microbatch = lambda number: held.append(holdings(run.composed, run.optimizer))
+    with count(run.mesh.groups) as traffic:
+        run.step(_share(run, case.batches[-1]))
+    run.on_microbatch = None
+    return traffic, max(held, key=lambda memory: memory.total)
+
+
+def _predict(findings: Findings, run: Run, case: Case) -> None:
+    """Say on paper what was counted."""
+    model = without_memory(case.build)
+    if model is None or run.composed.is_split_by_hand:
+        return
+    batch = length(case.batches[0])
+    share = rows(case.batches[0], 0, case.plan.microbatch_size(batch))
+    try:
+        anatomy = anatomy_of(model, describe(model), call_of(run.objective, share))
+    except ShoalError:
+        raise
+    except Exception:  # code of the user's that needs values; what it does is proven all the same
+        return
+    splits_logits = isinstance(run.objective, CrossEntropy)
+    findings.predicted_traffic = traffic(
+        case.plan,
+        anatomy,
+        batch=batch,
+        rank=run.world.rank,
+        splits_logits=splits_logits,
+        counts_late=run.counts_late,
+        compares_samples=run.compares_samples,
+    )
+    if has_moment(case.plan, rank=run.world.rank, num_microbatches=case.plan.num_microbatches(batch)):
+        states = 2 if case.plan.precision == "fp64" else 1  # of `optimizer_for`
+        findings.predicted_memory = memory(case.plan, anatomy, rank=run.world.rank, optimizer_states=states)
+
+
+def _share(run: Run, batch: Any) -> Any:
+    """This rank's part of a global batch."""
+    size = length(batch) // run.degree
+    return rows(batch, run.coordinate * size, (run.coordinate + 1) * size)
+
+
+def _pieces(run: Run) -> dict[str, Piece]:
+    """Where every parameter is: how tp cuts it, on which stage it lives, and what it is."""
+    composed = run.composed
+    mine = {
+        name: replace(
+            roles.get(name, Piece()), tp_dim=composed.tensor.cuts.get(name), stage=part.stage.index if part.stage else 0
+        )
+        for part in composed.parts
+        for roles in [_roles(part.model)]
+        for name, _ in part.model.named_parameters()
+    }
+    merged: dict[str, Piece] = {}
+    for pieces in run.world.all_gather_object(mine, kinds=(Piece,)):
+        for name, piece in pieces.items():
+            merged.setdefault(name, piece)
+    return merged
+
+
+def _roles(model: nn.Module) -> dict[str, Piece]:
+    """The parameters with which ranks meet inside of a forward: those around attention, of routers and of experts."""
+    found: dict[str, Piece] = {}
+    for name, module in model.named_modules():
+        around = name.rpartition(".")[0]
+        if isinstance(module, Attention) and around:
+            names = [f"{around}.{own}" for own, _ in model.get_submodule(around).named_parameters()]
+            found |= dict.fromkeys(names, Piece(role="attention", module=around))
+        elif isinstance(module, Router):
+            has_loss = module.auxiliary_coefficient > 0 or module.z_coefficient > 0
+            found[f"{name}.weight"] = Piece(
+                role="router", module=around, has_bias=module.bias is not None, has_loss=has_loss
+            )
+        elif isinstance(module, Experts):
+            names = [f"{name}.{own}" for own, _ in module.named_parameters()]
+            found |= dict.fromkeys(names, Piece(role="expert", module=around, num_experts=module.num_experts))
+    return found
+
+
+@torch.no_grad()
+def _disagreements(composed: Composed, what: str) -> Iterator[Disagreement]:
+    """Pieces that this rank and others of an axis should hold alike, and do not. One exchange for each axis."""
+    for axis in AXES:
+        group = composed.mesh.group_of_several(axis)
+        alike = {
+            name: _value(parameter, what)
+            for name, parameter in composed.named.items()
+            if composed.is_replicated(name, axis)
+        }
+        if group is None or not alike:
+            continue
+        flat = torch.cat([tensor.reshape(-1).double() for tensor in alike.values()])
+        others = [torch.empty_like(flat) for _ in range(group.size())]
+        dist.all_gather(others, flat, group=group)
+        for name, *pieces in zip(
+            alike, *(one.split([t.numel() for t in alike.values()]) for one in others), strict=True
+        ):
+            if pieces[0].numel():
+                held = torch.stack(pieces)
+                spread = float((held.max(0).values - held.min(0).values).max())
+                if spread:  # NaN as well
+                    yield Disagreement(axis, what, name, spread / float(held.abs().max()))  # type: ignore[arg-type]
+
+
+def _value(parameter: torch.nn.Parameter, what: str) -> Tensor:
+    if what == "weight":
+        return local(parameter.detach())
+    return torch.zeros_like(local(parameter.detach())) if parameter.grad is None else local(parameter.grad)

@@ -1,0 +1,138 @@
+"""One device, in plain torch: what every plan has to equal.
+
+Nothing of shoal's step is used here. The whole batch goes through the model at once; only where a model has batch norm,
+which computes with the samples that it sees together, does it see them in the pieces in which the plan's ranks do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shoal.data.batch import IGNORE, length, rows, to_device
+from shoal.numerics.init import draw_undrawn, has_law, initialise
+from shoal.numerics.precision import hush, precision_of
+from shoal.parallel.expert.router import auxiliary_loss, biases, update_biases
+from shoal.train.loss.labels import is_shifting, shifted, takes_labels
+from shoal.verification.case import Case
+from shoal.verification.compare import Observation
+
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def observe_reference(case: Case) -> tuple[list[Observation], dict[str, Tensor]]:
+    """What one device computes, step by step, and the weights from which it starts."""
+    precision = precision_of(case.plan.precision)
+    device = torch.device(case.device)
+    model = fresh_model(case).to(device, precision.weight_dtype)
+    initial = _copies(model)
+    optimizer = optimizer_for(case, list(model.parameters()))
+    lower = precision.is_lower
+    hush(device)
+    observations = []
+    for batch in case.batches:
+        on_device = to_device(batch, device, precision.wide_dtype)
+        pieces = list(_pieces(on_device, case)) if has_batch_norm(model) else [on_device]
+        total = sum(_weight(piece) for piece in pieces)
+        loss = 0.0
+        for piece in pieces:
+            with torch.autocast(device.type, dtype=precision.compute_dtype, enabled=lower):
+                mean = _mean(_loss(model, piece, case))
+            part = mean * (_weight(piece) / total)
+            (part + auxiliary_loss(model).to(part)).backward()  # of experts, if there are any
+            loss += part.item()
+        gradients = {name: _gradient(parameter) for name, parameter in model.named_parameters()}
+        trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
+        largest = float("inf") if case.clip is None else case.clip
+        norm = torch.nn.utils.clip_grad_norm_(trained, largest)
+        optimizer.step()
+        update_biases(model)
+        optimizer.zero_grad()
+        observations.append(Observation(loss, float(norm), gradients, _copies(model)))
+    return observations, initial
+
+
+def fresh_model(case: Case) -> nn.Module:
+    """The model with its initial values, whole, on the CPU, without dropout."""
+    torch.manual_seed(case.seed)  # for a model that draws its own values when it is built
+    model = case.build()
+    if has_law(model):
+        initialise(model, case.seed)
+    draw_undrawn(model, case.seed)  # as `Run.prepare` does: layers of torch's own that were left without values
+    turn_off_dropout(model)
+    return model
+
+
+def turn_off_dropout(model: nn.Module) -> None:
+    """No two layouts draw the same masks."""
+    for module in model.modules():
+        if isinstance(module, DROPOUTS):
+            module.p = 0.0
+        elif isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+            module.dropout = 0.0
+
+
+def optimizer_for(case: Case, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW in float64. It divides by the size of a gradient, and so blows the noise of lower precisions up to the size
+    of a step where a gradient is nearly zero: there it is SGD."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if case.plan.precision == "fp64":
+        return torch.optim.AdamW(trained, lr=case.lr, foreach=False)
+    return torch.optim.SGD(trained, lr=case.lr, momentum=0.9, foreach=False)
+
+
+def _mean(loss: Any) -> Tensor:
+    """Of a loss that is a mean, or (sum, count)."""
+    mean: Tensor = loss[0] / loss[1] if isinstance(loss, tuple | list) else loss
+    return mean
+
+
+def _loss(model: nn.Module, batch: Any, case: Case) -> Any:
+    if case.loss is not None:
+        return case.loss(model, batch)
+    labels = batch["labels"] if isinstance(batch, Mapping) else batch[1]
+    given = {"labels": labels} if takes_labels(model) else {}
+    if isinstance(batch, Mapping):
+        output = model(**{name: value for name, value in batch.items() if name != "labels"}, **given)
+    else:
+        output = model(batch[0], **given)
+    logits, own = getattr(output, "logits", output), getattr(output, "loss", None)
+    if isinstance(own, Tensor) and is_shifting(own, logits, labels):
+        labels = shifted(labels)
+    wide = logits if logits.dtype.itemsize >= 4 else logits.float()
+    return F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORE)
+
+
+def _weight(batch: Any) -> float:
+    """Over how many things the mean of a batch is taken: labels that count, else samples."""
+    labels = batch.get("labels") if isinstance(batch, Mapping) else batch[-1]
+    if isinstance(labels, Tensor) and not labels.is_floating_point():
+        return float((labels != IGNORE).sum())
+    return float(length(batch))
+
+
+def _pieces(batch: Any, case: Case) -> Iterator[Any]:
+    """The batch in the parts in which the plan's ranks see it, all of them, rank by rank."""
+    size = case.plan.microbatch_size(length(batch))
+    for start in range(0, length(batch), size):
+        yield rows(batch, start, start + size)
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    """Whether what it computes for a sample depends on the samples beside it."""
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).detach().to("cpu", copy=True)
+
+
+def _copies(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters, and the biases of routers, which a step changes too."""
+    tensors = {**dict(model.named_parameters()), **biases(model)}
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
