@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.comm.world import World
 from shoal.launch.local import launch
-from shoal.parallel.live_memory import holdings
+from shoal.parallel.live_memory import live_memory
 
 MIB, LIMIT = 2**20, 512 * 2**20
 FEATURES, HIDDEN, CLASSES, NUM_BLOCKS, BATCH, STEPS = 640, 2560, 10, 12, 32, 5
@@ -65,7 +65,7 @@ def train(placement, store, plan: str) -> None:
         inputs = torch.randn(BATCH, FEATURES, generator=torch.Generator().manual_seed(0))
         mine = (inputs[run.coordinate :: run.degree], (torch.arange(BATCH) % CLASSES)[run.coordinate :: run.degree])
         counted = []
-        run.on_gradients = lambda: counted.append(holdings(run.composed, optimizer))
+        run.on_gradients = lambda: counted.append(live_memory(run.composed, optimizer))
         losses = [run.step(mine).item() for _ in range(STEPS)]
         if run.is_main:
             held = {cause: getattr(counted[-1], cause) / MIB for cause in ("parameters", "gradients", "optimizer")}

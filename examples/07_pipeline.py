@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.blueprint.schedules.draw import draw
-from shoal.blueprint.schedules.generate import make
+from shoal.blueprint.schedules.generate import make_schedule
 from shoal.blueprint.schedules.simulate import StageCost, in_flight, simulate
 from shoal.comm.world import World
 from shoal.launch.local import launch
@@ -66,7 +66,7 @@ def train(placement, store, plan: str) -> list[float]:
 if __name__ == "__main__":
     for schedule, v in (("1f1b", 1), ("zbv", 2)):  # v: stages on a rank
         plan = f"pp=2 {schedule} mb={MICROBATCH}"
-        table = make(schedule, num_ranks=2, v=v, num_microbatches=BATCH // MICROBATCH)
+        table = make_schedule(schedule, num_ranks=2, v=v, num_microbatches=BATCH // MICROBATCH)
         timeline = simulate(table, StageCost(forward=1 / v, input_grad=1 / v, weight_grad=1 / v))
         print(f"{plan}: {timeline.bubble:.0%} waiting (predicted), in flight {in_flight(table, [1 / v] * 2 * v)}")
         print(draw(timeline))

@@ -29,7 +29,7 @@ from report import arguments, heading, table, write
 
 from shoal.blueprint.description import Description
 from shoal.blueprint.plan import VIRTUAL_STAGES, Schedule
-from shoal.blueprint.schedules.generate import make
+from shoal.blueprint.schedules.generate import make_schedule
 from shoal.blueprint.schedules.simulate import StageCost, Timeline, simulate
 from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.world import World
@@ -112,7 +112,7 @@ def predicted(word: Schedule, num_ranks: int, cost: StageCost) -> Timeline:
     """
     v = VIRTUAL_STAGES.get(word, 2)
     first = StageCost(forward=cost.forward, input_grad=0, weight_grad=cost.input_grad + cost.weight_grad)
-    schedule = make(word, num_ranks=num_ranks, v=v, num_microbatches=2 * num_ranks)
+    schedule = make_schedule(word, num_ranks=num_ranks, v=v, num_microbatches=2 * num_ranks)
     return simulate(schedule, [first, *[cost] * (num_ranks * v - 1)])
 
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "h200"))
 from report import arguments, heading, table, write
 from systems import SHAPES, drawn
 
-from shoal.checkpoint.async_saver import Saver
+from shoal.checkpoint.async_saver import AsyncSaver
 from shoal.checkpoint.storage.store import Store
 from shoal.config.recipe import OptimSection
 from shoal.models.llama import Llama, LlamaConfig
@@ -67,7 +67,7 @@ def measured(arguments: argparse.Namespace, folder: Path) -> str:
             model = Llama(config)
         run.prepare(drawn(model) if run.device.type == "cuda" else initialised(model))
         run.prepare(build_optimizer(run.parameters, OptimSection(), lr=1e-4))
-        saver = Saver(Store(folder), run.world.beside())
+        saver = AsyncSaver(Store(folder), run.world.beside())
 
         def step() -> float:
             tokens = torch.randint(0, shape.vocabulary, (arguments.micro_batch, arguments.sequence + 1))

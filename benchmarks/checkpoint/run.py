@@ -39,7 +39,7 @@ from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.world import World
 from shoal.launch.local import launch
 from shoal.numerics.init import initialise
-from shoal.numerics.local_tensor import local
+from shoal.numerics.local_tensor import to_local
 from shoal.train.run import Run
 
 WIDTH = 2048
@@ -62,7 +62,7 @@ class Bench:
         self.run.step((torch.randn(2, WIDTH), torch.randint(0, WIDTH, (2,))))
         self.whole = dict(self._state())
         self.of_async_save = world.new_group(backend="gloo")
-        self.own = {name: local(value) for name, value in self.whole.items()}
+        self.own = {name: to_local(value) for name, value in self.whole.items()}
         self.copies = {name: torch.zeros_like(value) for name, value in self.own.items()}
         size = sum(value.numel() * value.element_size() for value in self.own.values())
         self.num_bytes = int(world.all_reduce_host([float(size)]).wait()[0])

@@ -27,7 +27,7 @@ from shoal.data.loader import Loader
 from shoal.data.sources.open import open_datasets
 from shoal.numerics.init import initialise
 from shoal.numerics.optim.build import build_optimizer, set_lr
-from shoal.train.build_model import build_model, build_to_lay_out
+from shoal.train.build_model import build_for_layout, build_model
 from shoal.train.run import Run
 
 MODEL = {"name": "llama", "hidden": 1024, "num_layers": 8, "num_heads": 16, "num_kv_heads": 16, "ffn": 4096}
@@ -54,7 +54,7 @@ def main() -> None:
 def by_shoal(recipe: Recipe, arguments: argparse.Namespace) -> Iterator[Tensor]:
     plan = f"mb={arguments.micro_batch} {arguments.precision}"
     with Run(plan, compile=not arguments.eager, clip=CLIP) as run:
-        run.prepare(build_to_lay_out(recipe.model, 0))
+        run.prepare(build_for_layout(recipe.model, 0))
         run.prepare(build_optimizer(run.parameters, OptimSection(), lr=arguments.lr))
         for number, batch in enumerate(run.batches(loader_of(recipe)), 1):
             set_lr(run.optimizer, warmed_up(number))

@@ -33,7 +33,7 @@ from shoal.launch.local import launch
 from shoal.numerics.init import initialise
 from shoal.train.build_model import build_model
 from shoal.train.recipe import build_run, loop
-from shoal.train.recipe.preflight import Job, check
+from shoal.train.recipe.preflight import Job, preflight
 
 WARMUP = 10
 
@@ -101,7 +101,7 @@ def take_turns(placement: Placement, store: dist.Store, job: Job) -> tuple[list[
         "shoal.train.recipe.build_run no longer builds the Loader: patch the module that does"
     )
     build_run.Loader = TakingTurns  # the one thing that differs from `shoal train`
-    loop.train(placement, store, job, loop.Manner(quiet=True, began=time.time()))
+    loop.train(placement, store, job, loop.RunInvocation(quiet=True, began=time.time()))
     both = TakingTurns.last
     return both.ours[WARMUP:], both.theirs[WARMUP:]
 
@@ -110,7 +110,7 @@ def measure_steps(settings: list[tuple[str, str]], steps: int) -> dict[str, str]
     with tempfile.TemporaryDirectory() as folder:
         where = [("run.duration", f"{steps + WARMUP}step"), ("run.dir", f"{folder}/run")]
         recipe = load_recipe(Path("recipes/tiny.yaml"), [*settings, *where])
-        ours, theirs = launch(take_turns, (check(recipe, 2),), nproc=2)[0]
+        ours, theirs = launch(take_turns, (preflight(recipe, 2),), nproc=2)[0]
     pairs = [mine / other for mine, other in zip(ours, theirs, strict=False)]
     return {
         "a step of": f"{recipe.data.batch} x {recipe.data.sequence} tokens",

@@ -5,7 +5,7 @@ python benchmarks/planner/gpu.py [--cluster cluster.yaml] [--steps 8] [--cases 0
 First the machine is measured (`shoal calibrate`), then all is predicted and written to the result, and then every case
 is trained for some steps on random tokens, in a process of its own, on an otherwise idle GPU.
 
-memory    *predicted*: `Footprint.allocated`, what tensors take. *Measured*: `torch.cuda.max_memory_allocated` over all
+memory    *predicted*: `PeakMemory.allocated`, what tensors take. *Measured*: `torch.cuda.max_memory_allocated` over all
           steps, the first one too, in which the compiler is at work
 step      *predicted*: `StepTime.total` and its interval of 80 %. *Measured*: the median of the steps after the second,
           from one synchronisation to the next
@@ -38,9 +38,9 @@ from shoal.config.recipe import OptimSection
 from shoal.models.llama import Llama, LlamaConfig
 from shoal.models.moe import Moe, MoeConfig
 from shoal.numerics.optim.build import build_optimizer
-from shoal.planner.task import Task, Verdict
+from shoal.planner.task import PlanEstimate, Task
 from shoal.predict.cluster import Cluster
-from shoal.predict.framework_profile import shoal_habits
+from shoal.predict.framework_profile import shoal_profile
 from shoal.predict.workload import Workload
 from shoal.train.run import Run
 
@@ -144,11 +144,11 @@ def workload(config: LlamaConfig) -> Workload:
     )  # fmt: skip
 
 
-def predicted(case: Case, cluster: Cluster) -> Verdict:
+def predicted(case: Case, cluster: Cluster) -> PlanEstimate:
     """What the planner says of a run."""
     task = Task(
         workload=workload(MODELS[case.model]), cluster=cluster, sequence=case.sequence, global_batch=case.batch,
-        habits=shoal_habits(states=case.states),
+        habits=shoal_profile(states=case.states),
     )  # fmt: skip
     return task.judged(Plan.parse(case.words).resolve(1))
 
@@ -234,7 +234,7 @@ class Found(NamedTuple):
         return statistics.median(self.seconds)
 
 
-def row(case: Case, paper: Verdict, found: Found | str | None) -> dict[str, str]:
+def row(case: Case, paper: PlanEstimate, found: Found | str | None) -> dict[str, str]:
     memory, step = paper.memory.allocated, paper.time
     said = {
         "run": str(case),
@@ -253,7 +253,7 @@ def row(case: Case, paper: Verdict, found: Found | str | None) -> dict[str, str]
     return said
 
 
-def verdict(papers: Sequence[Verdict], found: Sequence[Found | str | None]) -> str:
+def verdict(papers: Sequence[PlanEstimate], found: Sequence[Found | str | None]) -> str:
     """How far they are apart, and whether that is near enough."""
     pairs = [(paper, one) for paper, one in zip(papers, found, strict=True) if isinstance(one, Found)]
     if not pairs:
@@ -273,7 +273,7 @@ def verdict(papers: Sequence[Verdict], found: Sequence[Found | str | None]) -> s
     )
 
 
-def causes(cases: Sequence[Case], papers: Sequence[Verdict]) -> str:
+def causes(cases: Sequence[Case], papers: Sequence[PlanEstimate]) -> str:
     """Where the planner thinks that memory and time go."""
     names = ("parameters", "gradients", "optimizer", "activations", "buffers", "logits")
     rows = []
@@ -291,7 +291,11 @@ def causes(cases: Sequence[Case], papers: Sequence[Verdict]) -> str:
 
 
 def result(
-    cluster: Cluster, cases: Sequence[Case], papers: Sequence[Verdict], found: Sequence[Found | str | None], when: str
+    cluster: Cluster,
+    cases: Sequence[Case],
+    papers: Sequence[PlanEstimate],
+    found: Sequence[Found | str | None],
+    when: str,
 ) -> str:
     device = cluster.device
     question = (

@@ -5,7 +5,7 @@ python benchmarks/planner/run.py --cpu [--cluster cluster.yaml] [--rounds 2] [--
 A llama of four layers is trained with two processes under six plans: DDP, ZeRO-1, 2 and 3, tensor and pipeline
 parallel. Everything is predicted first, and written to the result, before anything of it is run.
 
-memory    *predicted*: `Footprint.allocated` of the fullest rank, what its tensors take. *Measured*: the most memory of
+memory    *predicted*: `PeakMemory.allocated` of the fullest rank, what its tensors take. *Measured*: the most memory of
           the process (VmHWM) in two steps after the first, above what it had when it had trained a tiny model under
           the same plan; of the rank that has most
 step      *predicted*: `StepTime.total` and its interval of 80 %, on the cluster that `shoal calibrate` has measured
@@ -42,9 +42,9 @@ from shoal.config.recipe import OptimSection
 from shoal.launch.local import launch
 from shoal.models import llama
 from shoal.numerics.optim.build import build_optimizer
-from shoal.planner.task import Task, Verdict
+from shoal.planner.task import PlanEstimate, Task
 from shoal.predict.cluster import Cluster
-from shoal.predict.framework_profile import shoal_habits
+from shoal.predict.framework_profile import shoal_profile
 from shoal.predict.workload import Workload
 from shoal.train.run import Run
 
@@ -98,11 +98,11 @@ TINY = Shape(hidden=64, heads=4, kv_heads=2, ffn=128, vocabulary=256, sequence=3
 # ---- on paper -------------------------------------------------------------------------------------------------------
 
 
-def predictions(cluster: Cluster, shape: Shape) -> dict[str, Verdict]:
+def predictions(cluster: Cluster, shape: Shape) -> dict[str, PlanEstimate]:
     """Name of a plan → what the planner says of it."""
     task = Task(
         workload=shape.workload(), cluster=cluster, sequence=shape.sequence, global_batch=shape.batch,
-        habits=shoal_habits(compile=False),
+        habits=shoal_profile(compile=False),
     )  # fmt: skip
     return {name: task.judged(Plan.parse(words).resolve(NUM_RANKS)) for name, words in PLANS.items()}
 
@@ -225,7 +225,7 @@ class Found(NamedTuple):
         return statistics.median(self.seconds)
 
 
-def row(name: str, paper: Verdict, found: Found | None) -> dict[str, str]:
+def row(name: str, paper: PlanEstimate, found: Found | None) -> dict[str, str]:
     memory, step = paper.memory.allocated, paper.time
     told = {
         "plan": f"{name}: `{PLANS[name]}`",
@@ -246,7 +246,7 @@ def row(name: str, paper: Verdict, found: Found | None) -> dict[str, str]:
     return told
 
 
-def causes(papers: Mapping[str, Verdict]) -> str:
+def causes(papers: Mapping[str, PlanEstimate]) -> str:
     """Where the planner thinks that memory and time go."""
     rows = []
     for name, paper in papers.items():
@@ -266,7 +266,12 @@ def causes(papers: Mapping[str, Verdict]) -> str:
 
 
 def result(
-    cluster: Cluster, papers: Mapping[str, Verdict], found: Mapping[str, Found], shape: Shape, when: str, others: float
+    cluster: Cluster,
+    papers: Mapping[str, PlanEstimate],
+    found: Mapping[str, Found],
+    shape: Shape,
+    when: str,
+    others: float,
 ) -> str:
     parameters = shape.workload().parameters
     question = (
@@ -298,7 +303,7 @@ def result(
     return "\n".join(lines)
 
 
-def verdict(papers: Mapping[str, Verdict], found: Mapping[str, Found]) -> str:
+def verdict(papers: Mapping[str, PlanEstimate], found: Mapping[str, Found]) -> str:
     """How far the worst are apart, and whether that is near enough."""
     memory = {name: abs(papers[name].memory.allocated / one.peak - 1) for name, one in found.items()}
     seconds = {name: abs(papers[name].time.total / one.median - 1) for name, one in found.items() if one.seconds}

@@ -92,7 +92,7 @@ def row(plan: str, ranks: int, precision: str, told: dict[str, Any]) -> dict[str
 
 def matrix(sizes: list[int], models: list[str], part: str, keep: Path | None, seconds: float) -> list[dict[str, str]]:
     """Every legal layout; `part` i/n: every n-th, from i; none is begun after so many seconds."""
-    from shoal.verification.api import prove
+    from shoal.verification.api import verify_case
     from shoal.verification.report import to_mapping
 
     first, step = map(int, part.split("/"))
@@ -103,7 +103,7 @@ def matrix(sizes: list[int], models: list[str], part: str, keep: Path | None, se
             for number, case in enumerate(cases(name, ranks)):
                 if number % step != first or time.monotonic() > end:
                     continue
-                told = to_mapping(prove(replace(case, threads=1)))
+                told = to_mapping(verify_case(replace(case, threads=1)))
                 fits = all(count["predicted"] in (count["counted"], None) for count in told["bytes"].values())
                 more = {"model": f"{name} {number % 2 + 1}", "bytes as predicted": "yes" if fits else "NO"}
                 rows.append(row(told["plan"], ranks, "fp64", told) | more)
@@ -117,7 +117,7 @@ def cases(name: str, ranks: int) -> Iterator[Any]:
     """All cases of a model on so many ranks, its two settings by turns."""
     from shoal.blueprint.plan import Plan
     from shoal.config.load import build_recipe
-    from shoal.verification.api import How, case_of, legal_cases
+    from shoal.verification.api import VerifySettings, case_of, legal_cases
 
     recipes = [
         build_recipe({"model": {"name": name, **of}, "data": {"batch": 24}}, title="matrix") for of in MODELS[name]
@@ -126,9 +126,9 @@ def cases(name: str, ranks: int) -> Iterator[Any]:
         plans = LARGE[ranks] if name == "moe" else []
         for number, words in enumerate(plans):
             recipe = recipes[number % 2].model_copy(update={"plan": Plan.parse(words)})
-            yield case_of(recipe, ranks, How())
+            yield case_of(recipe, ranks, VerifySettings())
         return
-    pairs = zip(*(legal_cases(recipe, ranks, How()) for recipe in recipes), strict=True)
+    pairs = zip(*(legal_cases(recipe, ranks, VerifySettings()) for recipe in recipes), strict=True)
     yield from (pair[number % 2] for number, pair in enumerate(pairs))
 
 

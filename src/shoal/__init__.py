@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shoal.numerics.optim.adamw import AdamW as AdamW
     from shoal.parallel.context.attention import Attention as Attention
     from shoal.parallel.context.attention import DocumentMask as DocumentMask
-    from shoal.parallel.data.local_sgd import Outer as Outer
+    from shoal.parallel.data.local_sgd import OuterOptimizer as OuterOptimizer
     from shoal.parallel.expert.experts import Experts as Experts
     from shoal.parallel.expert.router import Router as Router
     from shoal.parallel.tensor import ColumnParallelLinear as ColumnParallelLinear
@@ -38,7 +38,7 @@ _HOMES = {
     "Layout": "shoal.blueprint.layout",
     "Plan": "shoal.blueprint.plan",
     "Recipe": "shoal.config.recipe",
-    "Outer": "shoal.parallel.data.local_sgd",
+    "OuterOptimizer": "shoal.parallel.data.local_sgd",
     "Router": "shoal.parallel.expert.router",
     "RowParallelLinear": "shoal.parallel.tensor",
     "Run": "shoal.train.run",

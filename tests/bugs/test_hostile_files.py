@@ -23,8 +23,8 @@ import torch
 
 import shoal.train.recipe.loop  # noqa: F401  # what commands need, before they are timed
 from shoal.checkpoint.storage import shard_file
-from shoal.checkpoint.storage.filesystem import Disk
-from shoal.checkpoint.storage.manifest import Entry, Manifest, Piece, sealed
+from shoal.checkpoint.storage.filesystem import Filesystem
+from shoal.checkpoint.storage.manifest import Entry, Manifest, Piece, with_checksum
 from shoal.checkpoint.storage.store import Store
 from shoal.cli import main
 from shoal.config.load import load_recipe
@@ -90,7 +90,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
 
 def saved(root: Path, state: dict[str, Any] | None = None) -> Path:
     """A sound step; returns its folder."""
-    store = Store(root, Disk())
+    store = Store(root, Filesystem())
     draft = store.begin(3)
     file = shard_file.write(draft / SHARD, {"model/weight": torch.ones(4)}, store.disk)
     entry = Entry("F32", (4,), (Piece(SHARD, "model/weight", (0,), (4,)),))
@@ -119,7 +119,7 @@ def test_what_is_written_is_not_written_behind_a_link(tmp_path: Path) -> None:
         locked(tmp_path)
     (tmp_path / "draft").symlink_to(tmp_path / "mine")
     with pytest.raises(OSError, match="a regular file is expected"):
-        Disk().create(tmp_path / "draft")
+        Filesystem().create(tmp_path / "draft")
     assert (tmp_path / "mine").read_text() == "mine"
     assert read_regular(tmp_path / "lock", 10) == b"mine"  # what is read may be elsewhere, as in Hugging Face's cache
 
@@ -306,7 +306,7 @@ def resealed(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     tree = json.loads(path.read_bytes())
     del tree["sha256"]
     change(tree)
-    path.write_bytes(sealed(json.dumps(tree).encode()))
+    path.write_bytes(with_checksum(json.dumps(tree).encode()))
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ import pytest
 import torch
 
 from shoal.checkpoint.storage import shard_file
-from shoal.checkpoint.storage.filesystem import Disk
+from shoal.checkpoint.storage.filesystem import Filesystem
 from shoal.checkpoint.storage.manifest import CHUNK, Entry, File, Manifest, Piece
 from shoal.checkpoint.storage.store import Store
 from shoal.elastic.memory_tier import memory_tier
@@ -78,7 +78,7 @@ class Scene:
 
 def checkpoint(root: Path, step: int, value: float = 666.0) -> None:
     """A sound step, with its files."""
-    store = Store(root, Disk())
+    store = Store(root, Filesystem())
     draft = store.begin(step)
     file = shard_file.write(draft / SHARD, {"model/weight": torch.full((4,), value)}, store.disk)
     entry = Entry("F32", (4,), (Piece(SHARD, "model/weight", (0,), (4,)),))

@@ -131,16 +131,16 @@ CASES = {
         "--optim.states fp32, or another --plan.precision",
     ),
     "fp8 with tp": ("train --plan.precision fp8 --plan.tp 2 --nproc 2", "tp=2 splits them", "bf16 instead of fp8"),
-    "fp8 of small layers": ("train --plan.precision fp8", "has 512 features", "--run.fp8_narrow 16"),
+    "fp8 of small layers": ("train --plan.precision fp8", "has 512 features", "--run.fp8_min_features 16"),
     "fp8 by rows, in fp32": (
         "train --run.fp8 rowwise",
         "run.fp8 rowwise is about the precision fp8, and the plan's is fp32",
         "--plan.precision fp8, or --run.fp8 tensorwise",
     ),
     "fp8 of narrow layers, in bf16": (
-        "train --plan.precision bf16 --run.fp8_narrow 16 --run.fp8_head none",
-        "run.fp8_narrow 16 and run.fp8_head none are about the precision fp8, and the plan's is bf16",
-        "--plan.precision fp8, or --run.fp8_narrow null --run.fp8_head gradients",
+        "train --plan.precision bf16 --run.fp8_min_features 16 --run.fp8_head none",
+        "run.fp8_min_features 16 and run.fp8_head none are about the precision fp8, and the plan's is bf16",
+        "--plan.precision fp8, or --run.fp8_min_features null --run.fp8_head gradients",
     ),
     "a loss in a head that is split": (
         "train --run.loss fused --plan.tp 2 --nproc 2",
@@ -154,7 +154,7 @@ CASES = {
     ),
     "a loss in no head": ("train --model.name mlp --run.loss fused", "names no head", "--run.loss auto or plain"),
     "unused parameters of shards": (
-        "train --run.find_unused true --plan.zero 3 --nproc 2",
+        "train --run.find_unused_parameters true --plan.zero 3 --nproc 2",
         "sharded ranks have to meet for every one of them",
         "zero=0 instead of zero=3",
     ),
@@ -278,7 +278,7 @@ def test_settings_that_come_to_something_elsewhere_are_not_refused(words: str) -
         ("tensorboard", "--run.trackers [tensorboard]", "[tensorboard]'"),
         ("tokenizers", "--data.tokenizer tokenizer.json", "[hf]'"),
         ("datasets", "--data.source hf:wikitext", "[hf]'"),
-        ("torchao", "--plan.precision fp8 --run.fp8 rowwise --run.fp8_narrow 16 --dry-run", "[fp8]'"),
+        ("torchao", "--plan.precision fp8 --run.fp8 rowwise --run.fp8_min_features 16 --dry-run", "[fp8]'"),
     ],
 )
 def test_a_package_that_is_not_installed(

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.checkpoint.storage.manifest import sealed
+from shoal.checkpoint.storage.manifest import with_checksum
 from shoal.cli import main
 from shoal.config.load import dump_recipe
 from shoal.config.recipe import Recipe
@@ -206,7 +206,7 @@ def test_files_that_are_short_gone_swapped_or_of_another_step_are_found(
     (second / "manifest.json").write_text(json.dumps(manifest))
     [damage] = damages()
     assert damage["what"] == "the manifest does not have the hash that stands at its end"
-    (second / "manifest.json").write_bytes(sealed(json.dumps(manifest).encode()))  # somebody means it
+    (second / "manifest.json").write_bytes(with_checksum(json.dumps(manifest).encode()))  # somebody means it
     [damage] = damages()
     assert damage["what"] == "holds F32 [8, 4], and the manifest says F32 [4, 8]"
     (second / "manifest.json").write_text("[" * 1000)

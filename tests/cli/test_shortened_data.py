@@ -13,7 +13,7 @@ from shoal.cli.train import _naming_shortened_data
 from shoal.config.load import load_recipe
 from shoal.errors import RunFailed
 from shoal.launch.local import launch
-from shoal.train.recipe.preflight import check
+from shoal.train.recipe.preflight import preflight
 from tests.cli.host import Host, until
 
 WORDS = [
@@ -69,7 +69,7 @@ def test_a_process_that_was_killed_for_a_shortened_file_is_told_with_its_name(tm
     file = tmp_path / "tokens.bin"
     file.write_bytes(bytes(100) * 1000)
     settings = {"data.source": str(file), "data.token_dtype": "uint8", "launch.device": "cpu", "plan": "fp32"}
-    job = check(load_recipe(None, settings.items()), 1)
+    job = preflight(load_recipe(None, settings.items()), 1)
     with pytest.raises(RunFailed, match="signal 7") as killed, _naming_shortened_data(job):
         launch(read_beyond_the_end, (shutil.copy(file, tmp_path / "other.bin"),), nproc=1)
     assert killed.value.may_pass

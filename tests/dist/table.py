@@ -12,7 +12,7 @@ from math import prod
 
 from shoal.blueprint.description import Description, Split
 from shoal.blueprint.plan import DEGREES, Plan
-from shoal.blueprint.validation.legality import misfits
+from shoal.blueprint.validation.legality import check_plan
 from shoal.errors import ShoalError
 from tests.dist.compositions import features_of as features_of
 from tests.dist.compositions import in_short, proven
@@ -58,7 +58,7 @@ def refusal(first: str, second: str) -> str | None:
         resolved = plan.resolve(size)
     except ShoalError as error:
         return error.problems[0].what
-    found = misfits(resolved, description=MODEL, compiles="compile" in (first, second))
+    found = check_plan(resolved, description=MODEL, compiles="compile" in (first, second))
     return next((problem.what for problem in found), None)
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from shoal.blueprint.compression import Compression
-from shoal.comm.compression.reduce import Bucket, Seeds, average_of
-from shoal.comm.replicas.transport import Wire
+from shoal.comm.compression.reduce import Bucket, Seeds, build_average
+from shoal.comm.replicas.transport import Transport
 from shoal.comm.world import World
 from tests.dist.pool import on_ranks
 
@@ -29,8 +29,8 @@ def mean(world: World, step: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.stack([gradient(rank, step, dtype) for rank in range(world.size)]).mean(0)
 
 
-def wire_of(world: World) -> Wire:
-    return Wire(world.control_group, CPU)
+def wire_of(world: World) -> Transport:
+    return Transport(world.control_group, CPU)
 
 
 class Averaged:
@@ -38,7 +38,7 @@ class Averaged:
 
     def __init__(self, world: World, method: str | None, dtype: torch.dtype = torch.float64) -> None:
         self.world, self.dtype = world, dtype
-        self.average = average_of(None if method is None else Compression.parse(method))
+        self.average = build_average(None if method is None else Compression.parse(method))
         self.bucket: Bucket = self.average.new_bucket(SHAPES, dtype, CPU, list(range(len(SHAPES))))
         self.wire = wire_of(world)
 
@@ -117,7 +117,7 @@ def test_powersgd_is_exact_where_the_rank_suffices(world: World) -> None:
     """Gradients of one narrow space, in which the first step has found its way."""
     generator = torch.Generator().manual_seed(5)
     left, right = torch.randn(40, 2, generator=generator).double(), torch.randn(2, 30, generator=generator).double()
-    average = average_of(Compression.parse("powersgd:2"))
+    average = build_average(Compression.parse("powersgd:2"))
     bucket = average.new_bucket([(40, 30)], torch.float64, CPU, [0])
     for step in range(2):
         x = ((world.rank + 1.0) * left @ right).view(-1)
@@ -133,7 +133,7 @@ def test_bytes_are_as_predicted(world: World) -> None:
         size = sum(torch.Size(shape).numel() for shape in shapes)
         for method in EVERY:
             compression = Compression.parse(method)
-            average, wire = average_of(compression), wire_of(world)
+            average, wire = build_average(compression), wire_of(world)
             bucket = average.new_bucket(shapes, dtype, CPU, [1, 2, 3])
             average(torch.randn(size, dtype=dtype), bucket, wire, Seeds(0, world.rank))
             predicted = compression.bytes_sent(shapes, world.size, dtype.itemsize)
@@ -192,7 +192,7 @@ def test_the_bound_of_bf16_is_one(world: World) -> None:
     x = torch.full((4096,), 1 - 0.01 / 128 if world.rank == 0 else 1 + 2.5 / 128, dtype=torch.float64)
     exact = (1 - 0.01 / 128 + 3 * (1 + 2.5 / 128)) / 4
     compression = Compression.parse("bf16")
-    average = average_of(compression)
+    average = build_average(compression)
     average(x, average.new_bucket([(4096,)], torch.float64, CPU, [0]), wire_of(world), Seeds(0, 0))
     error = float((x - exact).abs().max())
     assert 2.0**-9 < error <= compression.error_bound

@@ -16,7 +16,7 @@ from shoal.comm.traffic_counter import count
 from shoal.comm.world import World
 from shoal.models.moe import build
 from shoal.numerics.init import initialise
-from shoal.parallel.expert.aux_loss import Balance
+from shoal.parallel.expert.aux_loss import AuxLoss
 from shoal.parallel.expert.experts import ExpertParallel, Experts, divide, experts_in
 from shoal.parallel.expert.router import Router, Routing, auxiliary_loss, note_routers, routers, update_bias
 from tests.dist.pool import on_ranks
@@ -165,7 +165,7 @@ def test_a_divided_sequence_is_routed_as_a_whole_one(world: World, settings: dic
     whole = Router(D, E, top_k=2, **settings).double()
     torch.nn.init.normal_(whole.weight, generator=generator)
     ours = copy.deepcopy(whole)
-    ours.shared = Balance(everyone())
+    ours.shared = AuxLoss(everyone())
     x = torch.randn(B, S, D, dtype=torch.float64, generator=generator)
     use = torch.randn(B, S, E, dtype=torch.float64, generator=generator)
     mine = tokens_of(world.rank, world.size, order)
@@ -209,7 +209,7 @@ def test_a_model_with_divided_experts_takes_the_same_step(
     size = {"vocabulary": 40, "hidden": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "expert_ffn": 12}
     whole = build(**size, init_std=0.3, **settings).double()
     initialise(whole, seed=0)
-    ours, balance = copy.deepcopy(whole), Balance()
+    ours, balance = copy.deepcopy(whole), AuxLoss()
     for experts in experts_in(ours).values():
         divide(experts, ExpertParallel(everyone()))
     note_routers(ours, balance)

@@ -372,9 +372,9 @@ def test_workers_may_finish_in_good_order_and_are_told_once(number: int, tmp_pat
     assert launcher.outcome() == [[number], [number]]
 
 
-@pytest.mark.parametrize(("patience", "num_signals"), [(0.5, 1), (60.0, 2)])
-def test_end_of_patience_or_a_second_signal_kills(patience: float, num_signals: int, tmp_path: Path) -> None:
-    launcher = Launcher.start(tmp_path, finish_when_told, 1000.0, patience=patience)
+@pytest.mark.parametrize(("grace_period", "num_signals"), [(0.5, 1), (60.0, 2)])
+def test_end_of_patience_or_a_second_signal_kills(grace_period: float, num_signals: int, tmp_path: Path) -> None:
+    launcher = Launcher.start(tmp_path, finish_when_told, 1000.0, grace_period=grace_period)
     launcher.pids()
     for _ in range(num_signals):
         os.kill(launcher.process.pid, signal.SIGINT)

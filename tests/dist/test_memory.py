@@ -11,7 +11,7 @@ from torch import Tensor
 from shoal.blueprint.plan import Plan
 from shoal.comm.world import World
 from shoal.models import llama
-from shoal.parallel.live_memory import anatomy_of, holdings, peak_bytes
+from shoal.parallel.live_memory import live_memory, peak_bytes, trace_shapes
 from shoal.predict.exact.memory import Memory, memory
 from shoal.train.run import Run
 from tests.dist.compositions import num_layers_for
@@ -48,7 +48,7 @@ def hold(world: World, plan: str, tied: bool, optimizer: str) -> list[Memory]:
     run, mine = prepared(world, plan, tied, optimizer)
     run.step(mine)
     held: list[Memory] = []
-    run.on_microbatch = lambda number: held.append(holdings(run.composed, run.optimizer))
+    run.on_microbatch = lambda number: held.append(live_memory(run.composed, run.optimizer))
     run.step(mine)
     return held
 
@@ -59,7 +59,7 @@ def fullest(held: list[Memory]) -> Memory:
 
 def predicted(plan: str, size: int, *, rank: int, tied: bool, states: int) -> Memory:
     model = build(num_layers_for(plan, size), tied)
-    anatomy = anatomy_of(model, model.describe(), ((batch()["tokens"],), {}))
+    anatomy = trace_shapes(model, model.describe(), ((batch()["tokens"],), {}))
     return memory(Plan.parse(plan).resolve(size), anatomy, rank=rank, optimizer_states=states)
 
 

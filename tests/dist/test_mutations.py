@@ -103,7 +103,7 @@ def wrong_microbatch() -> Any:
 
 def tied_copies_drift() -> Any:
     """pp: embedding and head, one parameter on two stages, each keep their own gradient."""
-    return patch.object(parallel_model.Composed, "_sum_tied", lambda self, first, second: None)
+    return patch.object(parallel_model.ParallelModel, "_sum_tied", lambda self, first, second: None)
 
 
 def replicas_of_stages_do_not_talk() -> Any:
@@ -116,10 +116,10 @@ def norm_of_own_shard() -> Any:
 
     def norm(self: Any, parameters: list[nn.Parameter], **_: Any) -> Tensor:
         return parallel_model.global_norm(
-            parallel_model.norms_of([parallel_model.local(p.grad) for p in parameters if p.grad is not None])
+            parallel_model.norms_of([parallel_model.to_local(p.grad) for p in parameters if p.grad is not None])
         )
 
-    return patch.object(parallel_model.Composed, "norm", norm)
+    return patch.object(parallel_model.ParallelModel, "norm", norm)
 
 
 def shards_are_not_summed() -> Any:

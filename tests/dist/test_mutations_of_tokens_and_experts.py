@@ -151,10 +151,10 @@ def norm_of_own_shard() -> Any:
 
     def norm(self: Any, parameters: list[nn.Parameter], **_: Any) -> Tensor:
         return parallel_model.global_norm(
-            parallel_model.norms_of([parallel_model.local(p.grad) for p in parameters if p.grad is not None])
+            parallel_model.norms_of([parallel_model.to_local(p.grad) for p in parameters if p.grad is not None])
         )
 
-    return patch.object(parallel_model.Composed, "norm", norm)
+    return patch.object(parallel_model.ParallelModel, "norm", norm)
 
 
 def mean_of_means() -> Any:
@@ -218,14 +218,14 @@ def gradients_of_rows_do_not_come_home() -> Any:
 
 def gradients_of_experts_are_sums() -> Any:
     """What an expert learns from the tokens of all ep ranks is not divided by ep."""
-    original = parallel_model.Composed.finish_gradients
+    original = parallel_model.ParallelModel.finish_gradients
 
     def finish(self: Any, step: int) -> None:
         divided, self.experts = self.experts, frozenset()
         original(self, step)
         self.experts = divided
 
-    return patch.object(parallel_model.Composed, "finish_gradients", finish)
+    return patch.object(parallel_model.ParallelModel, "finish_gradients", finish)
 
 
 def weights_of_the_router_are_forgotten() -> Any:
@@ -256,7 +256,7 @@ def auxiliary_loss_of_own_tokens() -> Any:
 
 def routers_keep_the_gradient_of_their_tokens() -> Any:
     """tp with sp: routers see half the tokens, and their gradients are not summed."""
-    original = parallel_model.Composed.finish_gradients
+    original = parallel_model.ParallelModel.finish_gradients
 
     def finish(self: Any, step: int) -> None:
         partial = self.tensor.partial
@@ -264,12 +264,12 @@ def routers_keep_the_gradient_of_their_tokens() -> Any:
         original(self, step)
         self.tensor.partial = partial
 
-    return patch.object(parallel_model.Composed, "finish_gradients", finish)
+    return patch.object(parallel_model.ParallelModel, "finish_gradients", finish)
 
 
 def bias_of_own_loads() -> Any:
     """Every rank balances its routers by the tokens that it has seen itself."""
-    original = parallel_model.Composed.balance_experts
+    original = parallel_model.ParallelModel.balance_experts
 
     def balance(self: Any, **options: Any) -> Any:
         own = dict(self.balance.loads)
@@ -278,7 +278,7 @@ def bias_of_own_loads() -> Any:
         ):
             return original(self, **options)
 
-    return patch.object(parallel_model.Composed, "balance_experts", balance)
+    return patch.object(parallel_model.ParallelModel, "balance_experts", balance)
 
 
 FORWARD_OF_CP = ("The forward is already wrong", "look at cp (", "positions", "labels", "attention")

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from shoal.comm.world import World
 from shoal.config.recipe import OptimSection
-from shoal.numerics.local_tensor import local
+from shoal.numerics.local_tensor import to_local
 from shoal.numerics.optim.build import build_optimizer
 from shoal.train.run import Run
 from tests.dist.pool import Pool
@@ -29,7 +29,7 @@ def go(world: World, plan: str) -> tuple[list[float], dict[str, Tensor], set[tor
         losses.append(float(run.step((inputs[share], inputs[share, :5].argmax(-1)))))
     return (
         losses,
-        {name: local(p).detach().clone() for name, p in run.composed.named.items()},
+        {name: to_local(p).detach().clone() for name, p in run.composed.named.items()},
         {p.dtype for p in run.parameters},
     )
 

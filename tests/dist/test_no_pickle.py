@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from shoal.comm.all_or_none import together
+from shoal.comm.all_or_none import all_or_none
 from shoal.comm.collectives import all_gather
 from shoal.comm.world import World
 from shoal.errors import Problem, RunFailed, ShoalError
@@ -111,7 +111,7 @@ def test_an_error_arrives_as_what_it_is(world: World) -> None:
             raise error
 
     with pytest.raises(RunFailed, match="a disk is full") as caught:
-        together(world, act, failed="x", fix="y")
+        all_or_none(world, act, failed="x", fix="y")
     assert (caught.value.problems[0].fix, caught.value.title, caught.value.may_pass) == (
         "make room",
         "what happened",

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from shoal.blueprint.description import Description, Split
-from shoal.blueprint.model_shapes import Anatomy
+from shoal.blueprint.model_shapes import ModelShapes
 from shoal.blueprint.plan import Plan
 from shoal.comm.traffic_counter import count
 from shoal.comm.world import World
 from shoal.models import llama
 from shoal.parallel.expert.experts import Experts
 from shoal.parallel.expert.router import Router
-from shoal.parallel.live_memory import anatomy_of
+from shoal.parallel.live_memory import trace_shapes
 from shoal.predict.exact.traffic import traffic
 from shoal.train.run import Run
 from tests.cover import beside, covered
@@ -92,9 +92,9 @@ def batch() -> dict[str, Tensor]:
     return {"tokens": tokens, "labels": tokens.roll(-1, 1)}
 
 
-def anatomy(**options: Any) -> Anatomy:
+def anatomy(**options: Any) -> ModelShapes:
     model = build(**options)
-    return anatomy_of(model, model.describe(), ((batch()["tokens"],), {}))
+    return trace_shapes(model, model.describe(), ((batch()["tokens"],), {}))
 
 
 def counted_step(run: Run, model: nn.Module, data: dict[str, Tensor]) -> dict[str, dict[str, dict[str, int]]]:
@@ -119,7 +119,7 @@ def own_loss(model: nn.Module, data: dict[str, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), data["labels"].flatten())
 
 
-def check(plan: str, of: Anatomy, counted: list[Any], **options: Any) -> None:
+def check(plan: str, of: ModelShapes, counted: list[Any], **options: Any) -> None:
     resolved = Plan.parse(plan).resolve(len(counted))
     for rank, seen in enumerate(counted):
         predicted = traffic(resolved, of, batch=BATCH, rank=rank, **options)
@@ -218,7 +218,7 @@ def count_other(world: World, kind: str, plan: str) -> Any:
 @no_in_place
 @pytest.mark.parametrize("plan", ["zero=3 mb=2", "zero=2", "dp_replicate=2"])
 def test_a_model_without_a_description(pool: Pool, plan: str) -> None:
-    of = anatomy_of(Plain(), Description(), ((inputs_and_labels()["inputs"],), {}))
+    of = trace_shapes(Plain(), Description(), ((inputs_and_labels()["inputs"],), {}))
     check(plan, of, pool.run(count_other, 2, "Plain", plan), counts_late=True)
 
 
@@ -226,7 +226,7 @@ def test_a_model_without_a_description(pool: Pool, plan: str) -> None:
 @pytest.mark.parametrize("plan", ["tp=2 sp=off mb=4", "tp=2 sp=off mb=4 recompute=full", "pp=2 mb=2", "zero=3 mb=2"])
 def test_a_model_with_a_description_of_its_own(pool: Pool, plan: str) -> None:
     model = PostNorms()
-    of = anatomy_of(model, model.describe(), ((inputs_and_labels()["inputs"],), {}))
+    of = trace_shapes(model, model.describe(), ((inputs_and_labels()["inputs"],), {}))
     check(plan, of, pool.run(count_other, 2, "PostNorms", plan), counts_late=True)
 
 
@@ -275,7 +275,7 @@ def count_mixture(world: World, plan: str) -> Any:
 @pytest.mark.parametrize("plan", ["ep=2 zero=3 mb=2 fp64", "ep=2 zero=1 mb=2 fp64", "zero=3 mb=2 fp64"])
 def test_experts_of_a_model_without_blocks(pool: Pool, plan: str) -> None:
     model = Mixture()
-    of = anatomy_of(model, model.describe(), ((batch()["tokens"],), {}))
+    of = trace_shapes(model, model.describe(), ((batch()["tokens"],), {}))
     resolved = Plan.parse(plan).resolve(2)
     for rank, seen in enumerate(pool.run(count_mixture, 2, plan)):
         predicted = traffic(resolved, of, batch=BATCH, rank=rank)["dp_shard"]

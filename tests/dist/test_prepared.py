@@ -163,9 +163,9 @@ def test_unused_parameters_are_explained_and_can_be_allowed(world: World) -> Non
     model = Branching()
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     run.step(batch)
-    with pytest.raises(ShoalError, match="find_unused=True"):
+    with pytest.raises(ShoalError, match="find_unused_parameters=True"):
         run.step(batch)
-    run = Run("fp64", world=world, find_unused=True)
+    run = Run("fp64", world=world, find_unused_parameters=True)
     model = Branching()
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for _ in range(3):

@@ -16,7 +16,7 @@ from shoal.errors import RunFailed, ShoalError
 from shoal.models.llama import build as build_llama
 from shoal.models.moe import build as build_moe
 from shoal.numerics.checksum import checksums
-from shoal.numerics.local_tensor import local
+from shoal.numerics.local_tensor import to_local
 from shoal.train.run import Run
 from tests.dist.pool import on_ranks
 
@@ -39,7 +39,7 @@ def one_step(run: Run, number: int) -> None:
 
 def flip(tensor: Tensor) -> None:
     """The lowest bit of one number."""
-    local(tensor).detach().view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+    to_local(tensor).detach().view(-1)[:1].view(torch.int32).bitwise_xor_(1)
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ import shoal
 from shoal.comm.world import World
 from shoal.errors import ShoalError
 from shoal.numerics.init import initialise
-from shoal.parallel.data.local_sgd import Outer
-from shoal.parallel.data.local_step_scale import Spread, picked
+from shoal.parallel.data.local_sgd import OuterOptimizer
+from shoal.parallel.data.local_step_scale import LocalStepScale, picked
 from shoal.train.run import Run
 from tests.cover import covered, wide
 from tests.dist import test_reshard
@@ -128,7 +128,7 @@ def test_parameters_without_a_gradient(world: World) -> None:
     torch.manual_seed(0)
     batch = {"x": torch.ones(2, 3, dtype=torch.float64)}
     options: dict[str, Any] = {"loss": lambda model, batch: (model(batch["x"]).sum(), 1), "algorithm": "ring"}
-    run = Run("fp64", world=world, find_unused=True, **options)
+    run = Run("fp64", world=world, find_unused_parameters=True, **options)
     model = run.prepare(Forked(world.rank))
     run.prepare(torch.optim.SGD(run.parameters, lr=0.5, weight_decay=0.0))
     run.optimizer.param_groups[0]["weight_decay"] = 0.1
@@ -258,7 +258,7 @@ def diloco(islands: int, steps: int, every: int, *, lr: float, momentum: float) 
 
 
 def _trained_by_the_mean(world: World, plan: str, steps: int) -> tuple[list[float], dict[str, Tensor]]:
-    return trained(world, plan, steps, outer=Outer(rescale=False))
+    return trained(world, plan, steps, outer=OuterOptimizer(rescale=False))
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_islands_meet_as_in_plain_torch(pool: Pool, ranks: int, plan: str, islan
 @on_ranks(2)
 def test_fragments_take_turns_and_late_ones_keep_what_was_done_meanwhile(world: World) -> None:
     """Held against the same written out in plain torch for this one case: 2 fragments, every 4 steps, 1 step late."""
-    run = started(world, "sync=diloco:4", outer=Outer(lr=0.5, momentum=0.0, fragments=2, delay=1))
+    run = started(world, "sync=diloco:4", outer=OuterOptimizer(lr=0.5, momentum=0.0, fragments=2, delay=1))
     islands = run.composed.islands
     assert islands is not None
     shared = {name: p.detach().clone() for name, p in run.composed.named.items()}
@@ -325,7 +325,7 @@ def test_how_far_gradients_lie_apart_is_measured(world: World) -> None:
     finite, shapes = torch.zeros(()), [(100, 300), (7,), (5000,)]
     drawn = torch.Generator().manual_seed(1 + world.rank)
     for noise in (0.0, 1.0, 100.0):
-        spread = Spread(0.9, torch.zeros(2))
+        spread = LocalStepScale(0.9, torch.zeros(2))
         for step in range(30):
             gradients = [torch.ones(shape) + noise * torch.randn(shape, generator=drawn) for shape in shapes]
             assert not spread.tell(finite, gradients, step, times=torch.ones(()), islands=everybody, own=alone)
@@ -336,8 +336,10 @@ def test_how_far_gradients_lie_apart_is_measured(world: World) -> None:
         assert spread.tell(torch.ones(()), gradients, 30, times=torch.ones(()), islands=everybody, own=alone)
         assert torch.equal(spread.squares, before)
         assert float(spread.factor(4, most=1.5)) == pytest.approx(min(expected, 1.5), rel=0.03)
-    assert float(Spread(0.9, torch.zeros(2)).factor(4)) == 1.0
-    late = Spread(0.9, torch.zeros(2), begins_equal=True)  # squares of one model are known, and forgotten slowly
+    assert float(LocalStepScale(0.9, torch.zeros(2)).factor(4)) == 1.0
+    late = LocalStepScale(
+        0.9, torch.zeros(2), begins_equal=True
+    )  # squares of one model are known, and forgotten slowly
     late.tell(finite, gradients[1:], 0, times=torch.ones(()), islands=everybody, own=alone)
     assert float(late.factor(4)) < 1.2
     assert picked([torch.empty(0, 3), torch.empty(0)], 5).numel() == 0
@@ -349,7 +351,7 @@ def test_a_mean_of_islands_is_as_long_as_the_step_of_one_model(pool: Pool) -> No
     started_from = build("llama")
     initialise(started_from, 0)
     lengths = {}
-    for words, options in (("", {}), ("sync=local:1", {}), ("sync=local:1 ", {"outer": Outer(rescale=False)})):
+    for words, options in (("", {}), ("sync=local:1", {}), ("sync=local:1 ", {"outer": OuterOptimizer(rescale=False)})):
         _, weights = pool.run(_trained_so, 4, words, options)[0]
         moved = [(weights[name] - weight.detach()).norm() for name, weight in started_from.double().named_parameters()]
         lengths[words] = float(torch.stack(moved).norm())
@@ -493,7 +495,7 @@ SAVED = [
     ("compress=int8", {}),
     ("sync=diloco:3", {}),
     ("sync=local:1 compress=topk:0.1", {"exact_steps": 2}),
-    ("sync=diloco:4 compress=1bit", {"outer": Outer(fragments=2, delay=1)}),
+    ("sync=diloco:4 compress=1bit", {"outer": OuterOptimizer(fragments=2, delay=1)}),
 ]
 
 
@@ -516,14 +518,14 @@ def test_copies_that_owe_each_their_own_go_on_bit_for_bit(
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (("sync=diloco:4", Outer()), ("sync=diloco:4", Outer(delay=2))),
-        (("", Outer()), ("sync=diloco:4", Outer(delay=2))),
-        (("sync=diloco:5", Outer(delay=2)), ("sync=diloco:3", Outer(delay=2))),
-        (("sync=diloco:6", Outer(fragments=2, delay=2)), ("sync=diloco:6", Outer(fragments=3))),
+        (("sync=diloco:4", OuterOptimizer()), ("sync=diloco:4", OuterOptimizer(delay=2))),
+        (("", OuterOptimizer()), ("sync=diloco:4", OuterOptimizer(delay=2))),
+        (("sync=diloco:5", OuterOptimizer(delay=2)), ("sync=diloco:3", OuterOptimizer(delay=2))),
+        (("sync=diloco:6", OuterOptimizer(fragments=2, delay=2)), ("sync=diloco:6", OuterOptimizer(fragments=3))),
     ],
 )
 def test_late_islands_may_change_their_ways(
-    pool: Pool, tmp_path: Path, before: tuple[str, Outer], after: tuple[str, Outer]
+    pool: Pool, tmp_path: Path, before: tuple[str, OuterOptimizer], after: tuple[str, OuterOptimizer]
 ) -> None:
     """No weight goes where no gradient has pushed it."""
     undisturbed = pool.run(_begin, 2, before[0], {"outer": before[1]}, str(tmp_path / "run"), 6, 4)[0]
@@ -549,7 +551,7 @@ def test_who_has_no_islands_takes_the_mean_of_those_that_there_were(pool: Pool, 
 
 
 def _back_and_forth(world: World, folder: str) -> tuple[list[float], list[float]]:
-    run = started(world, "sync=diloco:4", outer=Outer(delay=2))
+    run = started(world, "sync=diloco:4", outer=OuterOptimizer(delay=2))
     for step in range(5):
         run.step(share(run, step))
     run.save(folder)
@@ -654,7 +656,7 @@ def test_verify_states_the_bound(words: str) -> None:
     [
         (2, "compress=powersgd:2", {}),
         (4, "dp_replicate=2 tp=2 sp=on compress=1bit", {}),
-        (2, "sync=diloco:4 compress=1bit", {"outer": Outer(fragments=2, delay=1)}),
+        (2, "sync=diloco:4 compress=1bit", {"outer": OuterOptimizer(fragments=2, delay=1)}),
     ],
 )
 def test_every_name_in_a_checkpoint_is_documented(

@@ -20,7 +20,7 @@ from torch.distributed.pipelining import (
 )
 
 from shoal.blueprint.plan import VIRTUAL_STAGES, Schedule
-from shoal.blueprint.schedules.generate import illegal, make
+from shoal.blueprint.schedules.generate import check_schedule, make_schedule
 from shoal.comm.world import World
 from shoal.parallel.pipeline.torch_stages import TorchStage
 from tests.dist.pool import on_ranks
@@ -66,14 +66,14 @@ def sizes(word: Schedule) -> list[tuple[int, int, int]]:
     """(p, v, m): every legal one of a grid that has uneven rounds and fewer microbatches than stages in it."""
     virtual = (VIRTUAL_STAGES[word],) if word in VIRTUAL_STAGES else (1, 2, 3)
     grid = [(p, v, m) for p in (1, 2, 3, 4, 6, 8) for v in virtual for m in range(1, 2 * p + 7)]
-    return [(p, v, m) for p, v, m in grid if not illegal(word, num_ranks=p, v=v, num_microbatches=m)]
+    return [(p, v, m) for p, v, m in grid if not check_schedule(word, num_ranks=p, v=v, num_microbatches=m)]
 
 
 @pytest.mark.parametrize("word", MULTI)
 def test_torch_lists_the_same_order(word: Schedule) -> None:
     assert len(sizes(word)) >= 40
     for p, v, m in sizes(word):
-        table = make(word, num_ranks=p, v=v, num_microbatches=m)
+        table = make_schedule(word, num_ranks=p, v=v, num_microbatches=m)
         theirs = MULTI[word]([StandIn(0, num_stages=p * v, num_ranks=p) for _ in range(v)], m)
         for rank in range(p):
             order = [str(action) for action in theirs.pipeline_order[rank] if action and action.is_compute_op]
@@ -86,7 +86,7 @@ def test_torch_runs_the_same_order_on_one_stage_per_rank(word: Schedule) -> None
     """What it runs and not what it lists: for the last stage of 1f1b, torch 2.11 to 2.13 list 1F1 first and no 1F0."""
     assert len(sizes(word)) >= 40
     for p, _, m in sizes(word):
-        table = make(word, num_ranks=p, v=1, num_microbatches=m)
+        table = make_schedule(word, num_ranks=p, v=1, num_microbatches=m)
         runner = ScheduleGPipe if m < p else SINGLE[word]  # one microbatch is refused by torch's 1f1b
         for rank in range(p):
             stage = StandIn(rank, num_stages=p, num_ranks=p)
@@ -105,7 +105,7 @@ def test_what_torch_refuses_is_refused(word: Schedule) -> None:
                 try:
                     SINGLE[word](stages[0], m) if word in SINGLE else MULTI[word](stages, m)
                 except ValueError:
-                    assert illegal(word, num_ranks=p, v=v, num_microbatches=m) or (word, m) == ("1f1b", 1)
+                    assert check_schedule(word, num_ranks=p, v=v, num_microbatches=m) or (word, m) == ("1f1b", 1)
 
 
 # ---- on real ranks --------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def recorded(stage: PipelineStage, ran: list[str]) -> PipelineStage:
 def test_real_ranks_run_the_table(world: World, word: Schedule) -> None:
     p, m = world.size, 2 * world.size
     v = VIRTUAL_STAGES.get(word, 2)
-    table = make(word, num_ranks=p, v=v, num_microbatches=m)
+    table = make_schedule(word, num_ranks=p, v=v, num_microbatches=m)
     ran: list[str] = []
     stages = [
         recorded(TorchStage(nn.Linear(3, 3), stage, p * v, world.device), ran)

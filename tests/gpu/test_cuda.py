@@ -17,8 +17,8 @@ from shoal.data.sources.open import open_datasets
 from shoal.launch.local import launch
 from shoal.numerics.init import initialise
 from shoal.train.build_model import build_model
-from shoal.train.recipe.loop import Manner, train
-from shoal.train.recipe.preflight import check
+from shoal.train.recipe.loop import RunInvocation, train
+from shoal.train.recipe.preflight import preflight
 from shoal.train.run import Run
 
 pytestmark = [
@@ -67,10 +67,10 @@ def test_every_precision_learns(precision: str) -> None:
         "optim": {"lr": 1e-2, "warmup": "5step"},
         "plan": f"{precision} mb=8",
         "launch": {"device": "cuda"},
-        "run": {"duration": "60step", "fp8_narrow": 16 if precision == "fp8" else None},
+        "run": {"duration": "60step", "fp8_min_features": 16 if precision == "fp8" else None},
     }
-    job = check(build_recipe(tree, title="test"), 1)
-    summary = train(None, None, job, Manner(keep=False, quiet=True, began=0.0))
+    job = preflight(build_recipe(tree, title="test"), 1)
+    summary = train(None, None, job, RunInvocation(keep=False, quiet=True, began=0.0))
     assert summary["loss_first"] > 5.0
     assert summary["loss_last"] < 3.5
     assert summary["memory_gib_max"] > 0

@@ -15,7 +15,7 @@ from shoal.data.batch import stream_of_copies, to_device
 from shoal.models.llama import Llama, LlamaConfig
 from shoal.numerics.ops import linear_cross_entropy as fused
 from shoal.numerics.ops.linear_cross_entropy import cross_entropy_, linear_cross_entropy
-from shoal.numerics.ops.memory_saving_linear import RMSNorm, projected
+from shoal.numerics.ops.memory_saving_linear import RMSNorm, rms_norm_linear
 from shoal.numerics.optim.adamw import AdamW, _stream_beside
 from shoal.numerics.optim.build import step_scaled
 
@@ -181,7 +181,13 @@ def shoal_gradients(**options: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"compile": True}, {"compile": True, "remake_gates": False}, {"attention": "flash"}, {"fused_loss": False}],
+    [
+        {},
+        {"compile": True},
+        {"compile": True, "recompute_swiglu": False},
+        {"attention": "flash"},
+        {"fused_loss": False},
+    ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile's own parts
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -202,8 +208,8 @@ def test_projections_together_are_those_alone() -> None:
     norm = RMSNorm(64, eps=1e-5, device="cuda")
     x = torch.randn(8, 64, device="cuda", requires_grad=True)
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        _, (joint,) = projected(x, norm, *layers, together=True)
-        _, alone = projected(x, norm, *layers)
+        _, (joint,) = rms_norm_linear(x, norm, *layers, together=True)
+        _, alone = rms_norm_linear(x, norm, *layers)
         called = [layer(norm(x)) for layer in layers]
     together = joint.split([64, 16, 16], dim=-1)
     assert all(relative(a, b) < 1e-2 for a, b in zip(together, called, strict=True))
@@ -215,7 +221,7 @@ def test_wide_projections_are_together_where_they_are_cast(dtype: torch.dtype, c
     layers = [nn.Linear(64, 128, bias=False, device="cuda", dtype=dtype) for _ in range(2)]
     x = torch.randn(8, 64, device="cuda", requires_grad=True)
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        _, products = projected(x, RMSNorm(64, eps=1e-5, device="cuda"), *layers, together=True)
+        _, products = rms_norm_linear(x, RMSNorm(64, eps=1e-5, device="cuda"), *layers, together=True)
     assert len(products) == count
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from shoal.numerics.gradients import norms_of
 from shoal.numerics.ops.embedding import embedded
 from shoal.numerics.ops.rms_norm import _plainly, norm_backward
-from shoal.numerics.ops.rotary import turned_heads
-from shoal.numerics.ops.swiglu import gates_backward
+from shoal.numerics.ops.rotary import rotate_heads
+from shoal.numerics.ops.swiglu import swiglu_backward
 from shoal.numerics.ops.transposed_matmul import times_transposed
 from shoal.numerics.optim.adamw import AdamW
 
@@ -52,7 +52,7 @@ def test_the_backward_of_gates(width: int, remakes: bool, dtype: torch.dtype, bo
     torch.manual_seed(width)
     joint, d_gated = torch.randn(7, 101, 2 * width, device="cuda") * 3, torch.randn(7, 101, width, device="cuda")
     joint, d_gated = joint.to(dtype), d_gated.to(dtype)
-    (d_joint,), gated = gates_backward([joint], d_gated, remakes=remakes)
+    (d_joint,), gated = swiglu_backward([joint], d_gated, remakes=remakes)
     exact = joint.double().requires_grad_()
     gate, up = exact.chunk(2, -1)
     expected = F.silu(gate) * up
@@ -76,9 +76,9 @@ def test_heads_are_turned_and_joined(
     joint = torch.randn(2, 33, (num_heads + 2 * num_kv_heads) * features, device="cuda").bfloat16().requires_grad_()
     angles = torch.randn(batch_of_angles, 33, features // 2, device="cuda")
     degrees = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
-    found = turned_heads(joint, angles.cos(), angles.sin(), **degrees)
+    found = rotate_heads(joint, angles.cos(), angles.sin(), **degrees)
     exact = joint.detach().double().requires_grad_()
-    expected = turned_heads(exact, angles.double().cos(), angles.double().sin(), **degrees)  # which has no kernel
+    expected = rotate_heads(exact, angles.double().cos(), angles.double().sin(), **degrees)  # which has no kernel
     assert all(relative(a, b) < 3e-3 for a, b in zip(found, expected, strict=True))
     assert all(x.is_contiguous() for x in found)
     grads = [torch.randn_like(x) for x in found]

@@ -26,11 +26,11 @@ def path(request: pytest.FixtureRequest) -> Path:
 
 
 def test_it_fits_together(path: Path) -> None:
-    from shoal.train.recipe.preflight import check, steps_of  # torch: two seconds, which parsing need not spend
+    from shoal.train.recipe.preflight import preflight, steps_of  # torch: two seconds, which parsing need not spend
 
     recipe = load_recipe(path)
     assert recipe.launch.nproc is not None, "a shipped recipe says how many ranks it is for"
-    job = check(recipe, recipe.launch.nproc)
+    job = preflight(recipe, recipe.launch.nproc)
     assert job.recipe.plan.is_resolved
     assert (steps_of(job) or 0) > 0
 

@@ -19,7 +19,7 @@ from shoal.planner.backtest import score
 from shoal.planner.backtest.predict import Prediction, predict
 from shoal.planner.backtest.report import backtest, to_mapping
 from shoal.planner.backtest.rows import COLUMNS, PAPER_FIGURES, Row, append, read
-from shoal.predict.estimate.peak_memory import Footprint
+from shoal.predict.estimate.peak_memory import PeakMemory
 from shoal.predict.estimate.step_time import SPREAD, StepTime
 from shoal.predict.framework_profile import SHOAL
 
@@ -267,7 +267,7 @@ def judged(
 ) -> Prediction:
     causes = dict.fromkeys(SPREAD, 0.0) | {"matmul": predicted}
     time = StepTime(**causes, mfu=0, tokens_per_s_per_device=0, low=low, high=high)
-    memory = Footprint(**{entry.name: 0 for entry in fields(Footprint)})
+    memory = PeakMemory(**{entry.name: 0 for entry in fields(PeakMemory)})
     cells = {**RUN, "status": "oom_or_crash" if failed else "ok"}
     return Prediction(
         row=Row(cells, "x"), time=time, memory=memory, measured_s=None if failed else measured, fits=fits, is_full=True

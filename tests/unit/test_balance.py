@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shoal.blueprint.partition import balance
+from shoal.blueprint.partition import partition
 from shoal.errors import ShoalError
 
 COSTS = st.lists(st.integers(0, 20), min_size=1, max_size=9)
@@ -33,7 +33,7 @@ def every_way(num_blocks: int, num_stages: int) -> list[tuple[range, ...]]:
 def test_no_way_to_cut_is_better(costs: list[int], num_stages: int, first: int, last: int) -> None:
     num_stages = min(num_stages, len(costs))
     ways = every_way(len(costs), num_stages)
-    found = balance(costs, num_stages, first=first, last=last)
+    found = partition(costs, num_stages, first=first, last=last)
     assert found in ways
 
     def badness(way: tuple[range, ...]) -> tuple[int, int]:
@@ -56,7 +56,7 @@ def test_no_way_to_cut_is_better(costs: list[int], num_stages: int, first: int, 
 )
 def test_equal_blocks(num_blocks: int, num_stages: int, first: float, last: float, lengths: list[int]) -> None:
     for scale in (1e-6, 0.1, 1.0, 1e6):  # none of which may decide a tie
-        stages = balance([scale] * num_blocks, num_stages, first=first * scale, last=last * scale)
+        stages = partition([scale] * num_blocks, num_stages, first=first * scale, last=last * scale)
         assert [len(stage) for stage in stages] == lengths
 
 
@@ -73,4 +73,4 @@ def test_equal_blocks(num_blocks: int, num_stages: int, first: float, last: floa
 )
 def test_what_cannot_be_cut(costs: list[float], num_stages: int, text: str) -> None:
     with pytest.raises(ShoalError, match=text):
-        balance(costs, num_stages)
+        partition(costs, num_stages)

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from shoal.blueprint.faults import VARIABLE, Faults
 from shoal.checkpoint.storage import shard_file
-from shoal.checkpoint.storage.filesystem import Disk
+from shoal.checkpoint.storage.filesystem import Filesystem
 from shoal.checkpoint.storage.manifest import CHUNK, NAME, Entry, File, Manifest, Piece
 from shoal.checkpoint.storage.store import Store
 from shoal.errors import ShoalError
@@ -45,7 +45,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 def test_what_was_written_is_read_here_and_by_safetensors(tmp_path: Path) -> None:
     written = tensors()
-    file = shard_file.write(tmp_path / "x.safetensors", written, Disk())
+    file = shard_file.write(tmp_path / "x.safetensors", written, Filesystem())
     assert file.size == (tmp_path / "x.safetensors").stat().st_size
     assert len(file.hashes) == -(-file.size // CHUNK) > 1
     theirs = load_file(tmp_path / "x.safetensors")
@@ -63,7 +63,7 @@ def test_one_flipped_bit_is_refused_with_its_file(tmp_path: Path, place: int) ->
     path = tmp_path / "step-1" / "x.safetensors"
     path.parent.mkdir()
     written = tensors()
-    file = shard_file.write(path, written, Disk())
+    file = shard_file.write(path, written, Filesystem())
     data = bytearray(path.read_bytes())
     data[place] ^= 4
     path.write_bytes(data)
@@ -81,8 +81,8 @@ def test_one_flipped_bit_is_refused_with_its_file(tmp_path: Path, place: int) ->
 
 def test_a_file_that_is_short_missing_or_another_is_refused(tmp_path: Path) -> None:
     path, other = tmp_path / "x.safetensors", tmp_path / "y.safetensors"
-    file = shard_file.write(path, tensors(), Disk())
-    shard_file.write(other, {key: tensor.clone().zero_() for key, tensor in tensors().items()}, Disk())
+    file = shard_file.write(path, tensors(), Filesystem())
+    shard_file.write(other, {key: tensor.clone().zero_() for key, tensor in tensors().items()}, Filesystem())
     with pytest.raises(ShoalError, match="are not those that were written"), shard_file.Reader(other, file) as reader:
         reader.rows("large", "F32", (1100, 1024), 0, 1)
     with pytest.raises(ShoalError, match="and the manifest says F32"), shard_file.Reader(path, file) as reader:
@@ -101,7 +101,7 @@ def part(*slices: tuple[int, int]) -> tuple[slice, ...]:
 
 def test_a_part_is_filled_where_it_belongs(tmp_path: Path) -> None:
     written = tensors()
-    file = shard_file.write(tmp_path / "x", written, Disk())
+    file = shard_file.write(tmp_path / "x", written, Filesystem())
     large = written["large"]
     with shard_file.Reader(tmp_path / "x", file) as reader:
         same = torch.zeros(500, 1024)
@@ -126,7 +126,7 @@ def test_a_part_is_filled_where_it_belongs(tmp_path: Path) -> None:
 def test_many_small_tensors_are_read_in_any_order(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     written = {f"t{n}": torch.randn(50_000 + n, generator=generator) for n in range(60)}  # a dozen chunks
-    file = shard_file.write(tmp_path / "x", written, Disk())
+    file = shard_file.write(tmp_path / "x", written, Filesystem())
     assert len(file.hashes) >= 3
     shared = shard_file.Reading(most_chunks=2)
     with shard_file.Reader(tmp_path / "x", file, reading=shared) as reader:
@@ -252,7 +252,7 @@ def killed(root: Path, step: int, kill_at: int) -> bool:
     child = os.fork()
     if child == 0:
         try:
-            save(Store(root, Disk(Faults.parse(f"kill_at=write:{kill_at}"))), step)
+            save(Store(root, Filesystem(Faults.parse(f"kill_at=write:{kill_at}"))), step)
         finally:
             os._exit(0)
     _, status = os.waitpid(child, 0)
@@ -340,7 +340,7 @@ def test_whatever_operation_fails_a_whole_step_is_left(tmp_path: Path, reason: s
         root = tmp_path / f"{fail_at}"
         save(Store(root), 1)
         with pytest.raises(OSError, match=str(root)) as told:  # it says which file
-            save(Store(root, Disk(Faults.parse(f"disk_full_at=write:{fail_at},errno:{reason}"))), second)
+            save(Store(root, Filesystem(Faults.parse(f"disk_full_at=write:{fail_at},errno:{reason}"))), second)
         assert told.value.strerror
         step, value = loaded(root)
         assert step in (1, second)
@@ -352,7 +352,7 @@ def test_whatever_operation_fails_a_whole_step_is_left(tmp_path: Path, reason: s
 
 
 def test_a_save_that_fails_while_it_commits_leaves_no_draft(tmp_path: Path) -> None:
-    store = Store(tmp_path, Disk(Faults.parse("disk_full_at=save:1,write:7")))
+    store = Store(tmp_path, Filesystem(Faults.parse("disk_full_at=save:1,write:7")))
     with pytest.raises(OSError, match="No space left on device"):
         save(store, 1)
     assert store.disk.count == 8, "the manifest, and the removal"
@@ -362,7 +362,7 @@ def test_a_save_that_fails_while_it_commits_leaves_no_draft(tmp_path: Path) -> N
 @pytest.mark.parametrize("number", range(1, 15))  # after the 14th operation, nothing is written
 def test_one_bit_that_the_disk_turned_is_refused(tmp_path: Path, number: int) -> None:
     save(Store(tmp_path), 1)
-    save(Store(tmp_path, Disk(Faults.parse(f"corrupt_at=write:{number}"))), 2)
+    save(Store(tmp_path, Filesystem(Faults.parse(f"corrupt_at=write:{number}"))), 2)
     try:
         assert loaded(tmp_path) == (2, 2.0)
         is_refused = False
@@ -374,14 +374,14 @@ def test_one_bit_that_the_disk_turned_is_refused(tmp_path: Path, number: int) ->
 
 def test_a_slow_disk_is_slow(tmp_path: Path) -> None:
     began = time.perf_counter()
-    save(Store(tmp_path, Disk(Faults.parse("slow_disk_at=save:1,write:3,seconds:0.5 slow_disk_at=save:2"))), 1)
+    save(Store(tmp_path, Filesystem(Faults.parse("slow_disk_at=save:1,write:3,seconds:0.5 slow_disk_at=save:2"))), 1)
     assert time.perf_counter() - began >= 0.5
     assert loaded(tmp_path) == (1, 1.0)
 
 
 def test_faults_count_the_saves_of_every_rank(tmp_path: Path) -> None:
     """A rank that does not begin or commit knows a save by the draft that it writes to."""
-    disk = Disk(Faults.parse("disk_full_at=save:2,write:2"))
+    disk = Filesystem(Faults.parse("disk_full_at=save:2,write:2"))
     store = Store(tmp_path, disk)
     tmp_path.joinpath(".draft-step-00000001").mkdir()
     shard_file.write(store.draft(1) / "x", {"x": torch.zeros(3)}, disk)
@@ -503,18 +503,18 @@ def test_later_steps_are_set_aside_and_none_is_removed(tmp_path: Path) -> None:
     store = Store(tmp_path)
     for step in (1, 2, 3):
         small(store, step)
-    assert store.set_aside(after=3) == []
-    assert store.set_aside(after=1) == [2, 3]
+    assert store.archive(after=3) == []
+    assert store.archive(after=1) == [2, 3]
     assert store.steps() == [1]
     assert (tmp_path / "latest").read_text() == "step-00000001\n"
     small(store, 2)
     small(store, 3)
-    assert store.set_aside(after=2) == [3]
+    assert store.archive(after=2) == [3]
     store.retain(1)
     names = {path.name for path in tmp_path.iterdir()}
     asides = {"aside-step-00000002", "aside-step-00000003", "aside-step-00000003.2"}
     assert names == {"step-00000002", "latest", *asides}
     assert all((tmp_path / name / NAME).exists() for name in asides)
-    assert store.set_aside(after=0) == [2]
+    assert store.archive(after=0) == [2]
     assert store.steps() == []
     assert not (tmp_path / "latest").exists()

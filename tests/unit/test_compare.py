@@ -16,7 +16,7 @@ from rich.console import Console
 from torch import Tensor
 
 from shoal.blueprint import Layout
-from shoal.verification.compare import Disagreement, Observation, Verdict, compare, relative_difference
+from shoal.verification.compare import Comparison, Disagreement, Observation, compare, relative_difference
 from shoal.verification.diagnosis.causes import likely_cause
 from shoal.verification.diagnosis.evidence import Context, Piece
 from shoal.verification.report import Count, Proof, render, to_mapping
@@ -70,7 +70,7 @@ def context(num_microbatches: int = 1, **degrees: int) -> Context:
     )
 
 
-def judged(candidate: list[Observation]) -> Verdict:
+def judged(candidate: list[Observation]) -> Comparison:
     return compare(run(), candidate, tolerance=TOLERANCE)
 
 

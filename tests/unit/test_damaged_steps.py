@@ -34,7 +34,7 @@ def test_each_damaged_folder_gets_a_name_of_its_own(tmp_path: Path) -> None:
         (tmp_path / "step-00000007").rename(tmp_path / f"good-{number}")
     small(store, 8)
     store.retain(1)
-    store.set_aside(after=0)
+    store.archive(after=0)
     names = [found.path.name for found in listing(tmp_path) if "damaged" in found.trouble]
     assert names == [f"step-00000007.damaged-{number}" for number in (1, 2, 3)]
 

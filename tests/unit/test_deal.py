@@ -22,17 +22,17 @@ from torch.utils.data import (
 )
 
 from shoal.data.order import sample_ids
-from shoal.data.sharded_dataloader import DealtLoader, Share
+from shoal.data.sharded_dataloader import ShardedDataLoader, Share
 from shoal.errors import ShoalError
 
 NUMBERS = TensorDataset(torch.arange(10))
 
 
-def dealt(loader: DataLoader[Any], degree: int, seed: int = 3) -> list[DealtLoader]:
-    return [DealtLoader(loader, seed=seed, coordinate=rank, degree=degree) for rank in range(degree)]
+def dealt(loader: DataLoader[Any], degree: int, seed: int = 3) -> list[ShardedDataLoader]:
+    return [ShardedDataLoader(loader, seed=seed, coordinate=rank, degree=degree) for rank in range(degree)]
 
 
-def epoch_of(ranks: list[DealtLoader]) -> list[list[list[int]]]:
+def epoch_of(ranks: list[ShardedDataLoader]) -> list[list[list[int]]]:
     """Per step and rank, the samples that count."""
     per_rank = [[counted(share) for share in rank.shares()] for rank in ranks]
     return [list(step) for step in zip(*per_rank, strict=True)]  # strict: every rank takes part in every step

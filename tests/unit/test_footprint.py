@@ -9,15 +9,15 @@ import torch
 
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.schedules import simulate
-from shoal.blueprint.schedules.generate import make
+from shoal.blueprint.schedules.generate import make_schedule
 from shoal.numerics.fp8 import convert, products
 from shoal.predict.cluster import Cluster
 from shoal.predict.estimate import fp8_memory
 from shoal.predict.estimate import peak_memory as module
 from shoal.predict.estimate.activations import kept_per_token
-from shoal.predict.estimate.peak_memory import Footprint, footprint
+from shoal.predict.estimate.peak_memory import PeakMemory, peak_memory
 from shoal.predict.estimate.rank_share import in_flight, layers_of_stages
-from shoal.predict.framework_profile import MEGATRON_LM, SHOAL, SHOAL_EAGER, Habits, shoal_habits
+from shoal.predict.framework_profile import MEGATRON_LM, SHOAL, SHOAL_EAGER, FrameworkProfile, shoal_profile
 from shoal.predict.presets.models import MODELS
 from shoal.predict.workload import Block, Workload
 
@@ -30,10 +30,10 @@ LLAMA = MODELS["llama3-8b"]
 
 
 def predicted(
-    words: str, *, ranks: int = 8, model: str = "llama3-8b", habits: Habits = SHOAL, **more: int
-) -> Footprint:
+    words: str, *, ranks: int = 8, model: str = "llama3-8b", habits: FrameworkProfile = SHOAL, **more: int
+) -> PeakMemory:
     said = {"sequence": 4096, "global_batch": 64, **more}
-    return footprint(MODELS[model], Plan.parse(words).resolve(ranks), H200, habits=habits, **said)
+    return peak_memory(MODELS[model], Plan.parse(words).resolve(ranks), H200, habits=habits, **said)
 
 
 def test_a_classic_block_keeps_what_korthikanti_counts() -> None:
@@ -64,7 +64,7 @@ def test_flash_attention_keeps_sums_instead_of_scores() -> None:
 )
 @pytest.mark.parametrize(("pp", "m"), [(2, 4), (4, 8), (8, 32)])
 def test_microbatches_in_flight_are_those_of_the_schedule(word: str, v: int, pp: int, m: int) -> None:
-    table = make(word, num_ranks=pp, v=v, num_microbatches=m)  # type: ignore[arg-type]
+    table = make_schedule(word, num_ranks=pp, v=v, num_microbatches=m)  # type: ignore[arg-type]
     played = [stages / v for stages in simulate.in_flight(table)]
     assert [in_flight(word, place, pp, v, m) for place in range(pp)] == pytest.approx(played)
 
@@ -143,7 +143,9 @@ def test_ends_are_gathered_alone() -> None:
 
 def test_gloo_copies_what_it_scatters() -> None:
     model = MODELS["llama3-1b"]
-    found = footprint(model, Plan.parse("zero=2 mb=1").resolve(2), Cluster.parse("cpu:2"), sequence=16, global_batch=8)
+    found = peak_memory(
+        model, Plan.parse("zero=2 mb=1").resolve(2), Cluster.parse("cpu:2"), sequence=16, global_batch=8
+    )
     assert found.logits == 0
     head = 4 * model.head_parameters
     assert found.buffers == pytest.approx(head * (2 + 1 + 1 / 2))  # as it is, as one message, its copy; and a half
@@ -155,9 +157,9 @@ def test_a_head_has_a_gradient_beside_the_one_that_adds_up() -> None:
 
 
 def test_states_in_bf16_are_half_as_large() -> None:
-    full, half = (predicted("bf16 mb=1", ranks=1, habits=shoal_habits(states=states)) for states in ("fp32", "bf16"))
+    full, half = (predicted("bf16 mb=1", ranks=1, habits=shoal_profile(states=states)) for states in ("fp32", "bf16"))
     assert full.optimizer == 2 * half.optimizer == pytest.approx(8 * LLAMA.parameters, rel=1e-3)
-    assert shoal_habits(compile=False, states="bf16").passes == SHOAL_EAGER.passes
+    assert shoal_profile(compile=False, states="bf16").passes == SHOAL_EAGER.passes
 
 
 def test_full_recompute_keeps_an_input_per_layer() -> None:
@@ -203,8 +205,8 @@ def test_compiled_layers_hold_what_was_measured_on_a_gpu(
     """GiB of torch.cuda.max_memory_allocated on an H200: benchmarks/results/planner_nvidia-h200_2026-11-15.md, and
     h200-longest and h200-speed of the same day."""
     plan = Plan.parse(f"bf16 mb={mb} recompute={recompute}").resolve(1)
-    habits = shoal_habits(states=states)
-    found = footprint(model, plan, H200, sequence=sequence, global_batch=mb * microbatches, habits=habits)
+    habits = shoal_profile(states=states)
+    found = peak_memory(model, plan, H200, sequence=sequence, global_batch=mb * microbatches, habits=habits)
     assert found.allocated / 2**30 == pytest.approx(measured, rel=0.004)
 
 
@@ -227,9 +229,9 @@ def test_fp8_holds_what_was_measured_on_a_gpu(
 ) -> None:
     """GiB of torch.cuda.max_memory_allocated on an H200: h200-speed and h200-fp8 of 2026-11-16, and a run with a large
     vocabulary and narrow keys."""
-    habits = shoal_habits(states=states, weights=weights)
+    habits = shoal_profile(states=states, weights=weights)
     plan = Plan.parse(f"fp8 mb={mb}").resolve(1)
-    found = footprint(model, plan, H200, sequence=sequence, global_batch=mb, habits=habits)
+    found = peak_memory(model, plan, H200, sequence=sequence, global_batch=mb, habits=habits)
     assert found.allocated / 2**30 == pytest.approx(measured, rel=0.006)
 
 
@@ -261,7 +263,7 @@ def test_a_compiler_keeps_casts_of_weights_and_sharding_has_none() -> None:
 
 def test_a_tied_head_has_its_gradient_early() -> None:
     tied, untied = (
-        module.held_by(LLAMA.resized(tied=tied), 0, tp=1, pp=1, v=1, ep=1, is_v_shaped=False, habits=SHOAL)
+        module.rank_share(LLAMA.resized(tied=tied), 0, tp=1, pp=1, v=1, ep=1, is_v_shaped=False, habits=SHOAL)
         for tied in (True, False)
     )
     assert untied.late - tied.late == LLAMA.head_parameters
@@ -308,8 +310,8 @@ def test_three_numbers_are_told_apart() -> None:
 
 def test_a_cpu_has_no_workspaces() -> None:
     plan, said = Plan.parse("mb=2").resolve(1), {"sequence": 512, "global_batch": 4}
-    there = footprint(MODELS["llama3-1b"], plan, H200, **said)
-    here = footprint(MODELS["llama3-1b"], plan, Cluster.parse("cpu:2"), **said)
+    there = peak_memory(MODELS["llama3-1b"], plan, H200, **said)
+    here = peak_memory(MODELS["llama3-1b"], plan, Cluster.parse("cpu:2"), **said)
     assert here.buffers == here.allocator == 0
     stream = 2 * 512 * 2048 * 4
     assert here.activations - there.activations == 2 * stream  # what the last norm gives, and a copy of its input
@@ -317,7 +319,7 @@ def test_a_cpu_has_no_workspaces() -> None:
 
 def test_a_traced_model_is_counted_by_its_blocks() -> None:
     resnet, plan = MODELS["resnet50"], Plan.parse("mb=64").resolve(1)
-    found = footprint(resnet, plan, H200, sequence=1, global_batch=128)
+    found = peak_memory(resnet, plan, H200, sequence=1, global_batch=128)
     assert found.states == pytest.approx(16 * resnet.parameters)
     assert found.activations == pytest.approx(64 * sum(block.saved for block in resnet.blocks))
 
@@ -327,7 +329,7 @@ def test_what_does_not_grow_with_samples_is_counted_once() -> None:
     model = Workload(name="mine", blocks=blocks)
 
     def activations(words: str, ranks: int = 1) -> float:
-        return footprint(model, Plan.parse(words).resolve(ranks), H200, sequence=1, global_batch=32).activations
+        return peak_memory(model, Plan.parse(words).resolve(ranks), H200, sequence=1, global_batch=32).activations
 
     assert activations("mb=8") == 8 * 40 + 28
     assert activations("mb=16") == 16 * 40 + 28

@@ -23,7 +23,7 @@ def losses(plan: str, **options: object) -> tuple[list[float], Llama]:
         model.init_parameter(name, parameter.data, generator)
     names = [name for name, _ in model.named_parameters()]
     tokens = torch.randint(0, 97, (2, 17), generator=generator)
-    with Run(plan, device="cpu", fp8_narrow=16, **options) as run:  # type: ignore[arg-type]
+    with Run(plan, device="cpu", fp8_min_features=16, **options) as run:  # type: ignore[arg-type]
         run.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True))
         found = [float(run.step({"tokens": tokens[:, :-1], "labels": tokens[:, 1:]})) for _ in range(6)]
     assert [name for name, _ in model.named_parameters()] == names
@@ -91,5 +91,5 @@ def test_a_model_that_is_too_small_is_refused() -> None:
 
 
 def test_a_model_of_odd_sizes_is_refused_whatever_is_narrow() -> None:
-    with Run("fp8", device="cpu", fp8_narrow=16) as run, pytest.raises(ShoalError, match="are multiples of 16"):
+    with Run("fp8", device="cpu", fp8_min_features=16) as run, pytest.raises(ShoalError, match="are multiples of 16"):
         run.prepare(Llama(LlamaConfig(hidden=40, ffn=72, num_heads=4, num_kv_heads=4, num_layers=1)))

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.numerics.fp8.products import PRECISE, Narrow, product, transposed
+from shoal.numerics.fp8.products import PRECISE, ScaledTensor, product, transposed
 from shoal.numerics.ops import linear_cross_entropy as fused
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without products in bfloat16
@@ -85,4 +85,4 @@ def test_products_of_narrow_matrices(device: str) -> None:
     assert error(found, a.T @ b) < 0.05
     nothing = transposed(torch.zeros_like(a))
     assert float(product(nothing, transposed(b), torch.float32).abs().max()) == 0.0
-    assert isinstance(nothing, Narrow)
+    assert isinstance(nothing, ScaledTensor)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.numerics.fp8 import linear, products
-from shoal.numerics.fp8.linear import NarrowLinear
-from shoal.numerics.fp8.products import Narrow
+from shoal.numerics.fp8.linear import Fp8Linear
+from shoal.numerics.fp8.products import ScaledTensor
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:mkldnn_matmul failed"),  # a CPU without products in bfloat16
@@ -34,7 +34,7 @@ def test_a_layer(device: str, backend: str | None, tokens: int, features: int, o
     x.requires_grad_()
     expected = layer(x)
     wanted = torch.autograd.grad((expected * d).sum(), (x, layer.weight))
-    NarrowLinear.of(layer)
+    Fp8Linear.of(layer)
     call = layer if backend is None else torch.compile(layer, backend=backend, fullgraph=True)
     with torch.autocast(device, dtype=torch.bfloat16):
         found = call(x)
@@ -52,7 +52,7 @@ def test_it_takes_what_a_linear_layer_takes(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     layer, x = nn.Linear(32, 48), torch.randn(shape)
     expected = layer(x)
-    NarrowLinear.of(layer)
+    Fp8Linear.of(layer)
     found = layer(x)
     assert found.shape == expected.shape
     found.sum().backward()
@@ -68,7 +68,7 @@ def test_a_bias_and_what_needs_no_gradient() -> None:
     layer = nn.Linear(32, 48)
     x = torch.randn(16, 32)
     expected = layer(x)
-    NarrowLinear.of(layer)
+    Fp8Linear.of(layer)
     assert error(layer(x), expected) < 0.05
     layer.weight.requires_grad_(False)
     layer(x).sum().backward()
@@ -84,12 +84,12 @@ def test_any_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = torch.autograd.grad((layer(x) * d).sum(), (x, layer.weight))
     sums: list[int] = []
 
-    def product(a: Narrow, b: Narrow, *rest: Any, **more: Any) -> Tensor:
+    def product(a: ScaledTensor, b: ScaledTensor, *rest: Any, **more: Any) -> Tensor:
         sums.append(a.values.shape[1])
         return products.product(a, b, *rest, **more)
 
     monkeypatch.setattr(linear, "product", product)
-    linear.NarrowLinear.of(layer)
+    linear.Fp8Linear.of(layer)
     y = layer(x)
     found = torch.autograd.grad((y * d).sum(), (x, layer.weight))
     assert y.shape == d.shape
@@ -105,11 +105,11 @@ def test_products_are_of_matrices_by_rows_however_their_numbers_lie(monkeypatch:
     x = torch.randn(1, 32, 64).transpose(1, 2).requires_grad_()
     lies: list[bool] = []
 
-    def product(a: Narrow, b: Narrow, *rest: Any, **more: Any) -> Tensor:
+    def product(a: ScaledTensor, b: ScaledTensor, *rest: Any, **more: Any) -> Tensor:
         lies.extend(one.values.is_contiguous() for one in (a, b))
         return products.product(a, b, *rest, **more)
 
     monkeypatch.setattr(linear, "product", product)
-    linear.NarrowLinear.of(layer)
+    linear.Fp8Linear.of(layer)
     torch.autograd.grad((layer(x).transpose(1, 2) * torch.randn(1, 48, 64)).sum(), (x, layer.weight))
     assert lies == [True] * 6

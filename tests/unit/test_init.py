@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shoal.errors import ShoalError
 from shoal.models import llama, mlp, moe, resnet
 from shoal.models.llama import build
-from shoal.numerics.init import draw_undrawn, initialise, key, materialise
+from shoal.numerics.init import init_missing, initialise, key, materialise
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
@@ -202,7 +202,7 @@ MODELS = {
 def test_a_model_that_nobody_has_drawn_starts_as_every_other_one(name: str) -> None:
     """Experts and routers kept what torch's global stream had drawn, and an MLP, whose law is torch's, no number."""
     model, expected = MODELS[name](), MODELS[name]()
-    draw_undrawn(model, seed=3)
+    init_missing(model, seed=3)
     initialise(expected, seed=3)
     assert_same(values(model), values(expected))
 
@@ -215,7 +215,7 @@ def test_what_somebody_has_filled_is_not_drawn_again() -> None:
         model[1].running_mean.fill_(5.0)  # type: ignore[operator, union-attr]
         for parameter in (model[0].bias, model[1].weight):
             parameter.fill_(torch.nan)  # type: ignore[operator, union-attr]
-    draw_undrawn(model, seed=0)
+    init_missing(model, seed=0)
     assert torch.equal(model[0].weight, expected["0.weight"])  # type: ignore[arg-type]
     assert model[0].bias.isfinite().all()  # type: ignore[operator, union-attr]
     assert torch.equal(model[1].weight, expected["1.weight"])  # type: ignore[arg-type]

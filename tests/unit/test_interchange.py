@@ -26,14 +26,14 @@ import shoal
 from shoal.blueprint.faults import Faults
 from shoal.checkpoint.diff import Comparison, compare
 from shoal.checkpoint.formats import dcp, safetensors
-from shoal.checkpoint.formats.export import FORMATS, How, export
+from shoal.checkpoint.formats.export import FORMATS, ExportSettings, export
 from shoal.checkpoint.formats.huggingface import config_of, model_of
-from shoal.checkpoint.formats.import_ import How as HowToImport
-from shoal.checkpoint.formats.import_ import bring, read
+from shoal.checkpoint.formats.import_ import ImportSettings as HowToImport
+from shoal.checkpoint.formats.import_ import import_checkpoint, read
 from shoal.checkpoint.formats.lazy_tensor import BLOCK
 from shoal.checkpoint.storage import shard_file
-from shoal.checkpoint.storage.filesystem import Disk
-from shoal.checkpoint.storage.locate import Step, find
+from shoal.checkpoint.storage.filesystem import Filesystem
+from shoal.checkpoint.storage.locate import SavedStep, find
 from shoal.checkpoint.storage.manifest import Entry, File, Manifest, Piece
 from shoal.checkpoint.storage.store import Store
 from shoal.errors import RunFailed, ShoalError
@@ -64,7 +64,7 @@ def values() -> dict[str, Tensor]:
 
 def keep(
     root: Path, tensors: dict[str, Tensor], *, cut: str, step: int = 3, state: dict[str, Any] | None = None
-) -> Step:
+) -> SavedStep:
     """A checkpoint as a layout would write it: whole, by rows on two ranks, or by columns on three."""
     store = Store(root)
     draft = store.begin(step)
@@ -94,7 +94,7 @@ def model_and_states() -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 @pytest.fixture(scope="module", params=["whole", "rows", "columns"])
-def step(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Step:
+def step(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SavedStep:
     tensors, state = model_and_states()
     return keep(tmp_path_factory.mktemp(request.param), tensors, cut=request.param, state=state)
 
@@ -115,9 +115,9 @@ def assert_all_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None
 # ---- out ------------------------------------------------------------------------------------------------------------
 
 
-def test_one_safetensors_file_is_what_the_package_reads(step: Step, tmp_path: Path) -> None:
+def test_one_safetensors_file_is_what_the_package_reads(step: SavedStep, tmp_path: Path) -> None:
     assert values()["large"].nbytes > BLOCK
-    done = export(step, tmp_path / "a.safetensors", How(), nobody)
+    done = export(step, tmp_path / "a.safetensors", ExportSettings(), nobody)
     found = load_file(tmp_path / "a.safetensors")
     assert_all_same(found, values())
     assert (done.tensors, done.num_bytes) == (len(found), sum(tensor.nbytes for tensor in found.values()))
@@ -125,21 +125,21 @@ def test_one_safetensors_file_is_what_the_package_reads(step: Step, tmp_path: Pa
         assert file.metadata() == {"format": "pt"}
 
 
-def test_states_of_the_optimizer_come_along_if_asked_for(step: Step, tmp_path: Path) -> None:
-    export(step, tmp_path / "a.safetensors", How(optimizer=True), nobody)
+def test_states_of_the_optimizer_come_along_if_asked_for(step: SavedStep, tmp_path: Path) -> None:
+    export(step, tmp_path / "a.safetensors", ExportSettings(optimizer=True), nobody)
     found = load_file(tmp_path / "a.safetensors")
     assert found.keys() - values().keys() == {"optimizer/exp_avg/narrow", "optimizer/step/narrow"}
     assert found["optimizer/step/narrow"] == 12.0
 
 
-def test_a_state_dict_is_what_torch_loads(step: Step, tmp_path: Path) -> None:
-    export(step, tmp_path / "a.pt", How(format="torch"), nobody)
+def test_a_state_dict_is_what_torch_loads(step: SavedStep, tmp_path: Path) -> None:
+    export(step, tmp_path / "a.pt", ExportSettings(format="torch"), nobody)
     assert_all_same(torch.load(tmp_path / "a.pt", weights_only=True), values())
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
 
 
-def test_a_dcp_folder_is_what_torch_loads(step: Step, tmp_path: Path) -> None:
-    export(step, tmp_path / "a", How(format="dcp", optimizer=True), nobody)
+def test_a_dcp_folder_is_what_torch_loads(step: SavedStep, tmp_path: Path) -> None:
+    export(step, tmp_path / "a", ExportSettings(format="dcp", optimizer=True), nobody)
     empty = {name: torch.zeros_like(tensor) for name, tensor in values().items()}
     empty["optimizer.state.narrow.exp_avg"] = torch.zeros(7, 3)
     empty["optimizer.state.narrow.step"] = torch.tensor(0.0)
@@ -150,8 +150,8 @@ def test_a_dcp_folder_is_what_torch_loads(step: Step, tmp_path: Path) -> None:
     assert_all_same(empty, values())
 
 
-def test_a_huggingface_folder_has_files_and_an_index(step: Step, tmp_path: Path) -> None:
-    export(step, tmp_path / "a", How(format="huggingface", shard_bytes=1e6), nobody)
+def test_a_huggingface_folder_has_files_and_an_index(step: SavedStep, tmp_path: Path) -> None:
+    export(step, tmp_path / "a", ExportSettings(format="huggingface", shard_bytes=1e6), nobody)
     index = json.loads((tmp_path / "a" / "model.safetensors.index.json").read_text())
     names = sorted(path.name for path in (tmp_path / "a").glob("*.safetensors"))
     assert names == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -174,24 +174,24 @@ def test_damage_is_not_exported(tmp_path: Path, format: str) -> None:
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(ShoalError, match=r"shard-00001.safetensors bytes .* are not those that were written"):
-        export(step, tmp_path / "a", How(format=format), nobody)
+        export(step, tmp_path / "a", ExportSettings(format=format), nobody)
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
 
-def test_nothing_is_written_over_by_mistake(step: Step, tmp_path: Path) -> None:
+def test_nothing_is_written_over_by_mistake(step: SavedStep, tmp_path: Path) -> None:
     target = tmp_path / "a"
     target.mkdir()
     (target / "thesis.tex").write_text("five years")
     for overwrite, told in ((False, "is there already"), (True, "holds thesis.tex, which no export has written")):
         with pytest.raises(ShoalError, match=told):
-            export(step, target, How(format="dcp", overwrite=overwrite), nobody)
+            export(step, target, ExportSettings(format="dcp", overwrite=overwrite), nobody)
     assert (target / "thesis.tex").read_text() == "five years"
     (target / "thesis.tex").rename(target / "config.json")
-    export(step, target, How(format="dcp", overwrite=True), nobody)
-    export(step, target, How(format="huggingface", overwrite=True), nobody)
+    export(step, target, ExportSettings(format="dcp", overwrite=True), nobody)
+    export(step, target, ExportSettings(format="huggingface", overwrite=True), nobody)
     assert [path.name for path in target.iterdir()] == ["model.safetensors"]
     for format in ("safetensors", "torch", "dcp", "safetensors"):
-        export(step, target, How(format=format, overwrite=True), nobody)
+        export(step, target, ExportSettings(format=format, overwrite=True), nobody)
         assert target.is_dir() == (format == "dcp")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
@@ -199,13 +199,13 @@ def test_nothing_is_written_over_by_mistake(step: Step, tmp_path: Path) -> None:
 # ---- killed, and out of room ----------------------------------------------------------------------------------------
 
 
-def killed(step: Step, to: Path, how: How, kill_at: int) -> bool:
+def killed(step: SavedStep, to: Path, how: ExportSettings, kill_at: int) -> bool:
     """Export in a process of its own, and kill it before one operation. Whether it came to that."""
     child = os.fork()
     if child == 0:
         torch.set_num_threads(1)  # those of the parent are not here
         try:
-            export(step, to, how, nobody, Disk(Faults.parse(f"kill_at=write:{kill_at}")))
+            export(step, to, how, nobody, Filesystem(Faults.parse(f"kill_at=write:{kill_at}")))
         finally:
             os._exit(0)
     _, status = os.waitpid(child, 0)
@@ -218,7 +218,7 @@ def test_killed_before_any_operation_the_old_export_or_the_new_one_is_there(tmp_
     old = keep(tmp_path / "old", {"model/x": torch.zeros(8)}, cut="whole")
     new = keep(tmp_path / "new", {"model/x": torch.ones(8)}, cut="whole")
     to = tmp_path / "out" / "export"
-    how = How(format=format, overwrite=True)
+    how = ExportSettings(format=format, overwrite=True)
     outcomes = []
     for kill_at in range(1, 100):
         shutil.rmtree(to.parent, ignore_errors=True)
@@ -228,7 +228,7 @@ def test_killed_before_any_operation_the_old_export_or_the_new_one_is_there(tmp_
         if not to.exists():  # between the two names of a folder; the next one to come puts it back, whatever it does
             assert format == "huggingface"
             with pytest.raises(ShoalError, match="is there already"):
-                export(new, to, How(format=format), nobody)
+                export(new, to, ExportSettings(format=format), nobody)
         path = to / "model.safetensors" if to.is_dir() else to
         found = torch.load(path, weights_only=True) if format == "torch" else load_file(path)
         assert found["x"].unique().numel() == 1
@@ -244,9 +244,9 @@ def test_killed_before_any_operation_the_old_export_or_the_new_one_is_there(tmp_
 def test_a_disk_that_is_full_is_said_in_one_line(tmp_path: Path, format: str) -> None:
     step = keep(tmp_path / "store", {"model/x": torch.zeros(8)}, cut="whole")
     for write in range(2, 100):
-        disk = Disk(Faults.parse(f"disk_full_at=write:{write}"))
+        disk = Filesystem(Faults.parse(f"disk_full_at=write:{write}"))
         try:
-            export(step, tmp_path / "a", How(format=format), nobody, disk)
+            export(step, tmp_path / "a", ExportSettings(format=format), nobody, disk)
         except RunFailed as error:
             if "is written, but" in (told := str(error)):  # the very last operation
                 (tmp_path / "a").rename(tmp_path / "gone")
@@ -286,7 +286,7 @@ def test_too_little_room_is_seen_before_anything_is_written(tmp_path: Path) -> N
         step=1, tensors={"model/x": Entry("U8", (size,), (piece,))}, files={"a.safetensors": File(0, ())}
     )
     with pytest.raises(ShoalError, match=r"GB free, and [\d,.]+ GB are needed; nothing was written"):
-        export(Step(tmp_path, manifest), tmp_path / "a.safetensors", How(), nobody)
+        export(SavedStep(tmp_path, manifest), tmp_path / "a.safetensors", ExportSettings(), nobody)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -383,23 +383,23 @@ def test_memory_for_a_part_of_the_model_is_enough(large: Path, most_memory: dict
 # ---- in -------------------------------------------------------------------------------------------------------------
 
 
-def brought(source: Path, to: Path, **how: Any) -> Step:
+def brought(source: Path, to: Path, **how: Any) -> SavedStep:
     asked = HowToImport(**how)
-    bring(read(source, asked), to, asked, nobody)
+    import_checkpoint(read(source, asked), to, asked, nobody)
     return find(to)
 
 
-def equal(one: Step, other: Step, *, weights_only: bool = False) -> Comparison:
+def equal(one: SavedStep, other: SavedStep, *, weights_only: bool = False) -> Comparison:
     found = compare(one, other, weights_only=weights_only, tell=nobody)
     assert found.is_equal, found
     return found
 
 
 @pytest.mark.parametrize("format", ["safetensors", "huggingface", "dcp"])
-def test_what_went_out_comes_back(step: Step, tmp_path: Path, format: str) -> None:
+def test_what_went_out_comes_back(step: SavedStep, tmp_path: Path, format: str) -> None:
     to = tmp_path / ("a.safetensors" if format == "safetensors" else "a")
     has_states = format != "huggingface"
-    export(step, to, How(format=format, optimizer=has_states, shard_bytes=1e6), nobody)
+    export(step, to, ExportSettings(format=format, optimizer=has_states, shard_bytes=1e6), nobody)
     back = brought(to, tmp_path / "back", step=5)
     assert back.manifest.step == 5
     found = equal(step, back, weights_only=not has_states)
@@ -422,7 +422,7 @@ def test_a_dcp_folder_of_torch_comes_in(tmp_path: Path) -> None:
     found = read(tmp_path / "theirs", asked)
     assert set(found.left_out) == {"epoch", "rng"}
     assert found.states.keys() == {("exp_avg", "a.weight"), ("step", "a.weight")}
-    bring(found, tmp_path / "ours", asked, nobody)
+    import_checkpoint(found, tmp_path / "ours", asked, nobody)
     wanted = {f"model/{name}": tensor for name, tensor in weights.items()}
     wanted["optimizer/exp_avg/a.weight"] = state["optim"]["state"]["a.weight"]["exp_avg"]  # type: ignore[index]
     equal(find(tmp_path / "ours"), keep(tmp_path / "wanted", wanted, cut="whole"))
@@ -487,13 +487,13 @@ def test_a_run_goes_on_from_what_was_imported(tmp_path: Path) -> None:
     _, wanted = trained(None, tmp_path / "a")
     for format in ("safetensors", "dcp"):
         to = tmp_path / ("x.safetensors" if format == "safetensors" else "x")
-        export(find(tmp_path / "a"), to, How(format=format, optimizer=True), nobody)
+        export(find(tmp_path / "a"), to, ExportSettings(format=format, optimizer=True), nobody)
         brought(to, tmp_path / f"{format}-back", step=2)
         _, losses = trained(None, tmp_path / f"{format}-back")
         assert [loss.hex() for loss in losses] == [loss.hex() for loss in wanted]
     # Without states the optimizer begins afresh, and the weights are what they were.
     section = {"name": "llama", **LLAMA}
-    export(find(tmp_path / "a"), tmp_path / "hf", How(format="huggingface", model=section), nobody)
+    export(find(tmp_path / "a"), tmp_path / "hf", ExportSettings(format="huggingface", model=section), nobody)
     brought(tmp_path / "hf", tmp_path / "hf-back")
     ours, _ = trained(tmp_path / "b", tmp_path / "hf-back", steps=0)
     assert_all_same(ours, weights)
@@ -510,7 +510,7 @@ def test_the_configuration_of_a_llama_goes_over_and_back(tmp_path: Path, tied: b
     weights = {f"model/{name}": value.detach() for name, value in model.named_parameters()}
     section = {"name": "llama", "preset": None, **LLAMA, "tied": tied, "rope_theta": 1e4, "norm_eps": 1e-6}
     step = keep(tmp_path / "store", weights, cut="columns", state={"recipe": {"model": section}})
-    done = export(step, tmp_path / "hf", How(format="huggingface"), nobody)
+    done = export(step, tmp_path / "hf", ExportSettings(format="huggingface"), nobody)
     assert done.config
     assert ("lm_head.weight" in load_file(tmp_path / "hf" / "model.safetensors")) is not tied
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
@@ -520,7 +520,9 @@ def test_the_configuration_of_a_llama_goes_over_and_back(tmp_path: Path, tied: b
     rebuilt = {key: value for key, value in back.manifest.state["model"].items() if key != "name"}
     said = {key: value for key, value in section.items() if key not in ("name", "preset")}
     assert llama.build(**rebuilt).config == llama.build(**said, head_dim=4).config
-    again = export(back, tmp_path / "again", How(format="huggingface"), nobody)  # what an import has found is known
+    again = export(
+        back, tmp_path / "again", ExportSettings(format="huggingface"), nobody
+    )  # what an import has found is known
     assert again.config
     assert json.loads((tmp_path / "again" / "config.json").read_text()) == config
 
@@ -531,7 +533,7 @@ def test_transformers_computes_the_same_logits(tmp_path: Path) -> None:
     initialise(model, 0)
     weights = {f"model/{name}": value.detach() for name, value in model.named_parameters()}
     step = keep(tmp_path / "store", weights, cut="rows", state={"recipe": {"model": {"name": "llama", **LLAMA}}})
-    export(step, tmp_path / "hf", How(format="huggingface", shard_bytes=1e4), nobody)
+    export(step, tmp_path / "hf", ExportSettings(format="huggingface", shard_bytes=1e4), nobody)
     theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf").eval()
     tokens = torch.randint(37, (2, 33), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -543,7 +545,7 @@ def test_the_recipe_of_another_model_is_refused(tmp_path: Path) -> None:
     initialise(model, 0)
     weights = {f"model/{name}": value.detach() for name, value in model.named_parameters()}
     step = keep(tmp_path / "store", weights, cut="whole")
-    how = How(format="huggingface", model={"name": "llama", **LLAMA, "num_layers": 3})
+    how = ExportSettings(format="huggingface", model={"name": "llama", **LLAMA, "num_layers": 3})
     with pytest.raises(ShoalError, match=r"the checkpoint has .* 2 layers .* the recipe .* 3 layers"):
         export(step, tmp_path / "hf", how, nobody)
     assert config_of({"name": "moe"}, {}) is None
@@ -778,7 +780,7 @@ def test_what_differs_is_told_by_how_much(tmp_path: Path) -> None:
 def test_a_module_takes_the_exported_file(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
     state = {f"model/{name}": value for name, value in module.state_dict().items()}
-    export(keep(tmp_path / "store", state, cut="rows"), tmp_path / "a.safetensors", How(), nobody)
+    export(keep(tmp_path / "store", state, cut="rows"), tmp_path / "a.safetensors", ExportSettings(), nobody)
     other = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
     other.load_state_dict(load_file(tmp_path / "a.safetensors"))
     assert_all_same(dict(other.state_dict()), dict(module.state_dict()))

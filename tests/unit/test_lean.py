@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from shoal.models.llama import Llama, LlamaConfig
 from shoal.numerics.ops import memory_saving_linear
-from shoal.numerics.ops.memory_saving_linear import RMSNorm, gated_linear, projected
-from shoal.numerics.ops.rotary import turned_heads
+from shoal.numerics.ops.memory_saving_linear import RMSNorm, rms_norm_linear, swiglu_linear
+from shoal.numerics.ops.rotary import rotate_heads
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
@@ -41,7 +41,7 @@ def assert_same_gradients(found: Tensor, expected: Tensor, *inputs: Tensor) -> N
 def test_projections_of_a_norm() -> None:
     x, norm = drawn(3, 5, 16, seed=0), norm_of(16)
     layers = [linear(16, width, seed) for seed, width in enumerate((24, 8, 8))]
-    passed, products = projected(x, norm, *layers)
+    passed, products = rms_norm_linear(x, norm, *layers)
     found = torch.cat([passed, *products], dim=-1)
     expected = torch.cat([x, *(layer(nn.RMSNorm.forward(norm, x)) for layer in layers)], dim=-1)
     assert_same_gradients(found, expected, x, norm.weight, *(layer.weight for layer in layers))
@@ -57,7 +57,7 @@ def test_heads_of_one_product(batch_of_angles: int) -> None:
     num_heads, num_kv_heads, features = 4, 2, 6
     joint = drawn(3, 5, (num_heads + 2 * num_kv_heads) * features, seed=0)
     angles = drawn(batch_of_angles, 5, features // 2, seed=1).detach()
-    found = turned_heads(joint, angles.cos(), angles.sin(), num_heads=num_heads, num_kv_heads=num_kv_heads)
+    found = rotate_heads(joint, angles.cos(), angles.sin(), num_heads=num_heads, num_kv_heads=num_kv_heads)
     parts = joint.split([num_heads * features, num_kv_heads * features, num_kv_heads * features], dim=-1)
     pairs = [
         torch.view_as_complex(x.unflatten(-1, (-1, 2, features // 2)).transpose(-1, -2).contiguous()) for x in parts
@@ -74,7 +74,7 @@ def test_a_gated_product(remakes: bool, is_joint: bool) -> None:
     joint, layer = drawn(3, 5, 48, seed=0), linear(24, 16, 2)
     gate, up = joint.chunk(2, -1)
     parts = (joint,) if is_joint else (gate, up)
-    found = gated_linear(parts, layer, remakes=remakes)
+    found = swiglu_linear(parts, layer, remakes=remakes)
     assert_same_gradients(found, layer(F.silu(gate) * up), joint, layer.weight)
 
 
@@ -94,11 +94,11 @@ def saved_bytes(y_of: object) -> int:
 def test_what_they_keep() -> None:
     rows, inner, features = 15, 24, 16
     gate, up, down = drawn(3, 5, inner, seed=0), drawn(3, 5, inner, seed=1), linear(inner, features, 2)
-    assert saved_bytes(lambda: gated_linear((gate, up), down)) == 8 * rows * 2 * inner
+    assert saved_bytes(lambda: swiglu_linear((gate, up), down)) == 8 * rows * 2 * inner
     assert saved_bytes(lambda: down(F.silu(gate) * up)) >= 8 * rows * 4 * inner
     x, norm = drawn(3, 5, features, seed=3), norm_of(features)
     assert saved_bytes(
-        lambda: projected(x, norm, down.__class__(features, 4, bias=False, dtype=x.dtype))
+        lambda: rms_norm_linear(x, norm, down.__class__(features, 4, bias=False, dtype=x.dtype))
     ) == 8 * rows * (features + 1)
 
 
@@ -119,9 +119,9 @@ def test_who_has_to_be_called_is_called(what: str) -> None:
     else:
         layer = Watched(16, 8, bias=False, dtype=torch.float64)
     x, norm = drawn(3, 5, 16, seed=0), norm_of(16)
-    _, (found,) = projected(x, norm, layer)
+    _, (found,) = rms_norm_linear(x, norm, layer)
     torch.testing.assert_close(found, layer(norm(x)))
-    torch.testing.assert_close(gated_linear((x, x), layer), layer(F.silu(x) * x))
+    torch.testing.assert_close(swiglu_linear((x, x), layer), layer(F.silu(x) * x))
     assert calls == ([what] * 4 if what != "bias" else [])
 
 
@@ -131,7 +131,7 @@ def test_a_norm_of_another_kind_is_called() -> None:
             return super().forward(x) + x
 
     x, layer, norm = drawn(3, 5, 16, seed=0), linear(16, 8, 0), Shifted(16, dtype=torch.float64)
-    _, (found,) = projected(x, norm, layer)
+    _, (found,) = rms_norm_linear(x, norm, layer)
     torch.testing.assert_close(found, layer(norm(x)))
 
 

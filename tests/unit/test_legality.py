@@ -18,8 +18,8 @@ from shoal.blueprint.validation.legality import (
     EXPERTS_ESSAY,
     POSITIONS_ESSAY,
     SPLITS_ESSAY,
+    check_plan,
     legal_plans,
-    misfits,
 )
 from shoal.errors import Problem
 from shoal.models import moe
@@ -58,7 +58,7 @@ def found(
     features: dict[str, tuple[int, ...]] | None = FEATURES,
 ) -> list[Problem]:
     plan = Plan.parse(words).resolve(world_size)
-    return misfits(plan, description=description, batch=batch, sequence=sequence, features=features)
+    return check_plan(plan, description=description, batch=batch, sequence=sequence, features=features)
 
 
 def only(problems: list[Problem]) -> Problem:
@@ -199,10 +199,10 @@ def test_experts_that_are_gathered_inside_of_a_block_cannot_be_recomputed_in_par
 def test_compiled_blocks_have_one_backward() -> None:
     zbv, mixed = (Plan.parse(f"pp=2 {words} mb=1").resolve(2) for words in ("zbv", "1f1b recompute=full"))
     large = replace(MIXTURE, blocks=tuple(f"blocks.{i}" for i in range(4)))
-    assert misfits(zbv, description=large, batch=8) == []
-    assert "zbv splits each backward" in only(misfits(zbv, description=large, batch=8, compiles=True)).what
-    assert "routers" in only(misfits(mixed, description=large, batch=8, compiles=True)).what
-    assert misfits(mixed, description=large, batch=8) == []
+    assert check_plan(zbv, description=large, batch=8) == []
+    assert "zbv splits each backward" in only(check_plan(zbv, description=large, batch=8, compiles=True)).what
+    assert "routers" in only(check_plan(mixed, description=large, batch=8, compiles=True)).what
+    assert check_plan(mixed, description=large, batch=8) == []
 
 
 def test_tp_leaves_experts_whole() -> None:
@@ -361,7 +361,7 @@ def test_paper_needs_no_torch() -> None:
 def test_a_head_that_the_model_does_not_have_is_named() -> None:
     """It was passed over: all logits were held, and nobody heard why."""
     plan, modules = Plan().resolve(1), ["", "table", "lm_head"]
-    problem = only(misfits(plan, description=Description(head="lm_haed"), modules=modules))
+    problem = only(check_plan(plan, description=Description(head="lm_haed"), modules=modules))
     assert problem.what == "describe() names 'lm_haed' in head, and the model has no such submodule"
     assert problem.fix == "did you mean lm_head?"
-    assert misfits(plan, description=Description(head="lm_head"), modules=modules) == []
+    assert check_plan(plan, description=Description(head="lm_head"), modules=modules) == []

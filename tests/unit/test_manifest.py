@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shoal.checkpoint.storage.manifest import CHUNK, Entry, File, Manifest, Piece, sealed, tiles
+from shoal.checkpoint.storage.manifest import CHUNK, Entry, File, Manifest, Piece, tiles, with_checksum
 from shoal.errors import ShoalError
 
 HASH = "0" * 64
@@ -189,14 +189,14 @@ def test_a_damaged_manifest_is_refused_or_says_what_can_be(data: st.DataObject) 
     for _ in range(data.draw(st.integers(1, 4))):
         text[data.draw(st.integers(0, len(text) - 1))] = data.draw(st.integers(0, 255))
     check(bytes(text))
-    check(sealed(bytes(text)))  # as somebody does who means to
+    check(with_checksum(bytes(text)))  # as somebody does who means to
 
 
 def test_who_means_to_change_it_can() -> None:
     """The hash is against accidents; what is in it is judged all the same."""
-    assert Manifest.parse(sealed(changed("step", to=121))).step == 121
-    assert check(sealed(changed("tensors", "a.bias", "dtype", to="F16")))
-    assert not check(sealed(changed("tensors", "a.bias", "dtype", to="F3")))
+    assert Manifest.parse(with_checksum(changed("step", to=121))).step == 121
+    assert check(with_checksum(changed("tensors", "a.bias", "dtype", to="F16")))
+    assert not check(with_checksum(changed("tensors", "a.bias", "dtype", to="F3")))
 
 
 def test_every_bit_of_it_counts() -> None:
@@ -231,4 +231,4 @@ def test_a_manifest_with_other_values_is_refused_or_says_what_can_be(data: st.Da
             below = data.draw(st.sampled_from(inner))
         key = data.draw(st.sampled_from(sorted(below) if isinstance(below, dict) else range(len(below))))
         below[key] = data.draw(JSON | st.sampled_from([0, 1, 3, 4, 6, [0], [3, 0], [4, 6], "F32", HASH]))
-    check(sealed(json.dumps(tree).encode()))
+    check(with_checksum(json.dumps(tree).encode()))

@@ -19,7 +19,7 @@ from shoal.numerics.init import can_fill, initialise, materialise
 from shoal.numerics.ops import grouped_matmul
 from shoal.numerics.ops.memory_saving_linear import RMSNorm
 from shoal.parallel.expert import experts
-from shoal.parallel.expert.aux_loss import Balance
+from shoal.parallel.expert.aux_loss import AuxLoss
 from shoal.parallel.expert.experts import ExpertParallel, Experts, divide, experts_in
 from shoal.parallel.expert.router import Routing, auxiliary_loss, note_routers, routers
 
@@ -209,7 +209,7 @@ def test_queries_and_keys_are_normed_by_head() -> None:
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_a_run_equals_plain_torch(settings: dict[str, Any]) -> None:
     model, tokens = model_and_tokens(**settings)
-    in_run, balance = copy.deepcopy(model), Balance()
+    in_run, balance = copy.deepcopy(model), AuxLoss()
     loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
     (loss + auxiliary_loss(model)).backward()
     note_routers(in_run, balance)
@@ -265,7 +265,7 @@ def test_description_names_what_is_there(settings: dict[str, Any]) -> None:
 def test_a_compiled_block_computes_the_same(settings: dict[str, Any], in_run: bool) -> None:
     model, tokens = model_and_tokens(num_layers=1, **settings)
     if in_run:
-        note_routers(model, Balance())
+        note_routers(model, AuxLoss())
     before = model(tokens)
     before.square().sum().backward()
     grads = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}

@@ -257,7 +257,7 @@ def test_a_word_that_is_like_no_other_gets_all_words() -> None:
         ("rowwise", "run.fp8: rowwise"),
         ("flash", "run.attention: flash"),
         ("fused", "run.loss: fused"),
-        ("remake_gates=false", "run.remake_gates: false"),
+        ("recompute_swiglu=false", "run.recompute_swiglu: false"),
     ],
 )
 def test_what_others_call_it_and_what_is_said_elsewhere(word: str, fix: str) -> None:

@@ -165,15 +165,15 @@ def damage(path: Path) -> None:
         (path / ROOT / name / "shard-00000.safetensors").write_bytes(b"of a person")
 
 
-def set_aside(path: Path, done: Callable[[Any], None]) -> None:
+def archive(path: Path, done: Callable[[Any], None]) -> None:
     """A run that goes on from step 1, and then makes step 2 once more."""
-    Store(path / ROOT).set_aside(after=1)
+    Store(path / ROOT).archive(after=1)
     save_number(path / ROOT, 2, 3)
     done(3)
 
 
 def only_set_aside(path: Path, done: Callable[[Any], None]) -> None:
-    Store(path / ROOT).set_aside(after=1)
+    Store(path / ROOT).archive(after=1)
     done(2)
 
 
@@ -182,8 +182,8 @@ def look_for_aside(path: Path) -> tuple[Any, list[str]]:
     return 3 - Store(path / ROOT).steps()[-1], saves_in(path / ROOT)[1]
 
 
-def begin_anew(path: Path, done: Callable[[Any], None]) -> None:
-    Store(path / ROOT).set_aside(after=-1)
+def reset(path: Path, done: Callable[[Any], None]) -> None:
+    Store(path / ROOT).archive(after=-1)
     save_number(path / ROOT, 1, 3)
     done(3)
 
@@ -304,7 +304,7 @@ def exported(kind: str) -> Callable[[Path, Callable[[Any], None]], None]:
     def act(path: Path, done: Callable[[Any], None]) -> None:
         """The second one takes the place of the first."""
         for step in (1, 2):
-            how = export.How(format=kind, overwrite=True)
+            how = export.ExportSettings(format=kind, overwrite=True)
             export.export(find(path / ROOT, step), path / "new" / "out", how, lambda size: None)
             done(step)
 
@@ -333,9 +333,9 @@ STORIES = {
     "save again": Story(save_again, look_for_saves, one_save),
     "after a kill": Story(after_a_kill, look_for_saves),
     "over damage": Story(over_damage, look_for_saves, damage),
-    "set aside": Story(set_aside, look_for_saves, two_saves),
+    "set aside": Story(archive, look_for_saves, two_saves),
     "only set aside": Story(only_set_aside, look_for_aside, two_saves),
-    "begin anew": Story(begin_anew, look_for_saves, two_saves),
+    "begin anew": Story(reset, look_for_saves, two_saves),
     "from memory": Story(from_memory, look_for_saves, memory),
     "run directory": Story(run_directory, look_at_run),
     "run that goes on": Story(goes_on, look_at_second_run, one_run),

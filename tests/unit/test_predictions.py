@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_leaves
 from shoal.blueprint.context_parallel import attention_memory, contiguous, ring_steps, ring_work, zigzag
 from shoal.blueprint.description import Description, Split
 from shoal.blueprint.model_shapes import (
-    Anatomy,
-    Attended,
-    Crossing,
-    Dispatched,
-    Routed,
+    AttentionSite,
+    DispatchSite,
+    ModelShapes,
+    RouterSite,
     Sizes,
+    TPBoundary,
     is_partial,
     matmul_elements,
     named,
@@ -40,7 +40,7 @@ from shoal.parallel import compose
 from shoal.parallel.context import ring, ulysses
 from shoal.parallel.context.attention import Attention, attended
 from shoal.parallel.data import ddp
-from shoal.parallel.live_memory import anatomy_of
+from shoal.parallel.live_memory import trace_shapes
 from shoal.predict.exact.memory import memory
 from shoal.predict.exact.traffic import BUCKET_BYTES, Messages, traffic
 
@@ -49,16 +49,16 @@ ELEMENTS = 2 * V * D + LAYERS * 2 * D * D  # embedding, head, and two matrices a
 SIZES = Sizes(weight=4, compute=4, reduce=4, loss=4)
 
 
-def textbook(**changes: object) -> Anatomy:
+def textbook(**changes: object) -> ModelShapes:
     """Blocks of one column-parallel and one row-parallel matrix; no norms, nothing uneven."""
     blocks = tuple(f"blocks.{i}" for i in range(LAYERS))
     pieces = {f"{block}.{way}.weight": (D, D) for block in blocks for way in ("up", "down")}
     splits = {"blocks.*.up": Split.COLUMN, "blocks.*.down": Split.ROW, "embed": Split.VOCABULARY}
-    crossings = [Crossing(module="embed", way="leave", shape=(T, D))]
+    crossings = [TPBoundary(module="embed", way="leave", shape=(T, D))]
     for block in blocks:
-        crossings.append(Crossing(module=f"{block}.up", way="enter", shape=(T, D)))
-        crossings.append(Crossing(module=f"{block}.down", way="leave", shape=(T, D), is_repeated=False))
-    anatomy = Anatomy(
+        crossings.append(TPBoundary(module=f"{block}.up", way="enter", shape=(T, D)))
+        crossings.append(TPBoundary(module=f"{block}.down", way="leave", shape=(T, D), is_repeated=False))
+    anatomy = ModelShapes(
         description=Description(before_blocks=("embed",), blocks=blocks, after_blocks=("head",), splits=splits),
         parameters={"embed.weight": (V, D), **pieces, "head.weight": (V, D)},
         stream=(T, D),
@@ -68,7 +68,7 @@ def textbook(**changes: object) -> Anatomy:
     return replace(anatomy, **changes)  # type: ignore[arg-type]
 
 
-def of(words: str, size: int, *, rank: int = 0, anatomy: Anatomy | None = None) -> dict[str, dict[str, Messages]]:
+def of(words: str, size: int, *, rank: int = 0, anatomy: ModelShapes | None = None) -> dict[str, dict[str, Messages]]:
     return traffic(Plan.parse(words).resolve(size), anatomy or textbook(), batch=BATCH, rank=rank, sizes=SIZES)
 
 
@@ -127,7 +127,7 @@ def test_large_gradients_of_a_pipeline_are_averaged_in_buckets() -> None:
     assert ddp.BUCKET_BYTES == BUCKET_BYTES
 
 
-def parts_of(words: str, anatomy: Anatomy) -> list[list[str]]:
+def parts_of(words: str, anatomy: ModelShapes) -> list[list[str]]:
     return [list(part.pieces) for part in parts(Plan.parse(words).resolve(2), anatomy, 0)]
 
 
@@ -194,9 +194,10 @@ def test_a_ring_is_balanced(cp: int) -> None:
 N, K, H = 8, 2, 8  # heads, key/value heads, head dim
 
 
-def attentive(**changes: Any) -> Anatomy:
+def attentive(**changes: Any) -> ModelShapes:
     attentions = tuple(
-        Attended(module=f"blocks.{i}.attention", queries=(N, T, H), keys=(K, T, H), **changes) for i in range(LAYERS)
+        AttentionSite(module=f"blocks.{i}.attention", queries=(N, T, H), keys=(K, T, H), **changes)
+        for i in range(LAYERS)
     )
     return textbook(attentions=attentions)
 
@@ -250,7 +251,7 @@ E, F = 8, 32
 EXPERTS = 4 * 2 * E * F * D  # bytes of the experts of one block, two matrices each
 
 
-def mixture(**changes: Any) -> Anatomy:
+def mixture(**changes: Any) -> ModelShapes:
     """The textbook with eight experts of two matrices in every block, of which each token visits two."""
     plain = textbook()
     homes = [f"{block}.experts" for block in plain.description.blocks]
@@ -260,9 +261,10 @@ def mixture(**changes: Any) -> Anatomy:
         plain,
         description=replace(plain.description, splits=splits, num_experts=E, active_experts=2),
         parameters={**plain.parameters, **matrices},
-        dispatches=tuple(Dispatched(module=home, num_experts=E, rows=2 * T, dim=D, **changes) for home in homes),
+        dispatches=tuple(DispatchSite(module=home, num_experts=E, rows=2 * T, dim=D, **changes) for home in homes),
         routers=tuple(
-            Routed(module=f"{block}.router", num_experts=E, has_auxiliary=True) for block in plain.description.blocks
+            RouterSite(module=f"{block}.router", num_experts=E, has_auxiliary=True)
+            for block in plain.description.blocks
         ),
     )
 
@@ -342,9 +344,9 @@ def tiny(tied: bool = True, num_layers: int = 5) -> llama.Llama:
         return llama.build(num_layers=num_layers, hidden=16, ffn=24, vocabulary=37, tied=tied, preset="tiny")
 
 
-def traced(model: llama.Llama) -> Anatomy:
+def traced(model: llama.Llama) -> ModelShapes:
     tokens = torch.zeros(2, 12, dtype=torch.long)
-    return anatomy_of(model, model.describe(), ((tokens,), {}))
+    return trace_shapes(model, model.describe(), ((tokens,), {}))
 
 
 def test_stages_are_cut_by_cost() -> None:
@@ -441,7 +443,7 @@ class PostNorm(nn.Module):
 def test_a_block_that_ends_with_a_norm_crosses_again() -> None:
     model = nn.Sequential(PostNorm(), PostNorm())
     splits = {"*.up": Split.COLUMN, "*.down": Split.ROW, "*.norm": Split.SEQUENCE}
-    anatomy = anatomy_of(model, Description(blocks=("0", "1"), splits=splits), ((torch.ones(3, 5, 4),), {}))
+    anatomy = trace_shapes(model, Description(blocks=("0", "1"), splits=splits), ((torch.ones(3, 5, 4),), {}))
     assert [(c.module, c.is_repeated) for c in anatomy.crossings] == [
         (f"{block}.{layer}", True) for block in (0, 1) for layer in ("up", "down")
     ]
@@ -465,8 +467,8 @@ def test_attentions_and_experts_of_a_model() -> None:
     ]
     assert all(a.has_backward and a.is_repeated and a.is_output_repeated for a in anatomy.attentions)
     mlp = "model.layers.1.mlp"
-    assert anatomy.dispatches == (Dispatched(module=f"{mlp}.experts", num_experts=4, rows=24, dim=16),)
-    assert anatomy.routers == (Routed(module=f"{mlp}.router", num_experts=4, has_auxiliary=True),)
+    assert anatomy.dispatches == (DispatchSite(module=f"{mlp}.experts", num_experts=4, rows=24, dim=16),)
+    assert anatomy.routers == (RouterSite(module=f"{mlp}.router", num_experts=4, has_auxiliary=True),)
     repeated = {crossing.module: crossing.is_repeated for crossing in anatomy.crossings}
     assert not repeated["model.layers.0.mlp.down_proj"]
     assert repeated[f"{mlp}.shared.down_proj"]  # after it, the router keeps the loads
@@ -492,10 +494,10 @@ class Bare(nn.Module):
 
 
 def test_a_block_that_ends_with_its_attention() -> None:
-    anatomy = anatomy_of(nn.Sequential(Bare()), Description(blocks=("0",)), ((torch.ones(3, 5, 4),), {}))
+    anatomy = trace_shapes(nn.Sequential(Bare()), Description(blocks=("0",)), ((torch.ones(3, 5, 4),), {}))
     assert [(a.has_backward, a.is_output_repeated) for a in anatomy.attentions] == [(False, False)]
     x = torch.ones(3, 5, 4, requires_grad=True)
-    anatomy = anatomy_of(nn.Sequential(Bare()), Description(blocks=("0",)), ((x,), {}))
+    anatomy = trace_shapes(nn.Sequential(Bare()), Description(blocks=("0",)), ((x,), {}))
     assert [(a.has_backward, a.is_repeated, a.is_output_repeated) for a in anatomy.attentions] == [(True, True, False)]
 
 

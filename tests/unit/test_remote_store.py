@@ -16,9 +16,9 @@ from fsspec.implementations.local import LocalFileSystem
 
 from shoal.blueprint.faults import Faults
 from shoal.checkpoint.storage import shard_file
-from shoal.checkpoint.storage.filesystem import Disk
+from shoal.checkpoint.storage.filesystem import Filesystem
 from shoal.checkpoint.storage.manifest import NAME, Entry, Manifest, Piece
-from shoal.checkpoint.storage.object_store import Objects
+from shoal.checkpoint.storage.object_store import ObjectStore
 from shoal.checkpoint.storage.store import Store
 from shoal.errors import ShoalError
 
@@ -52,7 +52,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     elif request.param == "chained":
         yield Store.at(f"dir::memory://{name}")
     else:
-        yield Store(tmp_path / "run", Objects(LocalFileSystem()))
+        yield Store(tmp_path / "run", ObjectStore(LocalFileSystem()))
     fsspec.filesystem("memory").store.clear()
 
 
@@ -95,7 +95,7 @@ def test_a_step_is_saved_again(store: Store) -> None:
 def test_later_steps_are_set_aside_and_none_is_removed(store: Store) -> None:
     for step in (1, 2, 3):
         save(store, step, keep=5)
-    assert store.set_aside(after=1) == [2, 3]
+    assert store.archive(after=1) == [2, 3]
     assert store.steps() == [1]
     assert store.disk.read(store.root / "latest", 100) == b"step-00000001\n"
     save(store, 2, keep=5)
@@ -120,7 +120,7 @@ def saved_by_a_child(root: Path, step: int, faults: str) -> int:
     child = os.fork()
     if child == 0:
         try:
-            save(Store(root, Objects(LocalFileSystem(), Faults.parse(faults))), step)
+            save(Store(root, ObjectStore(LocalFileSystem(), Faults.parse(faults))), step)
         finally:
             os._exit(0)
     _, status = os.waitpid(child, 0)
@@ -131,7 +131,7 @@ def saved_by_a_child(root: Path, step: int, faults: str) -> int:
 @pytest.mark.parametrize("again", [False, True])
 def test_killed_before_any_operation_a_whole_step_is_left(tmp_path: Path, again: bool) -> None:
     second = 1 if again else 2
-    whole = Store(tmp_path / "whole", Objects(LocalFileSystem()))
+    whole = Store(tmp_path / "whole", ObjectStore(LocalFileSystem()))
     save(whole, 1)
     before = whole.disk.count
     save(whole, second)
@@ -139,7 +139,7 @@ def test_killed_before_any_operation_a_whole_step_is_left(tmp_path: Path, again:
     assert operations >= 9
     for number in range(1, operations + 1):
         root = tmp_path / f"{number}"
-        store = Store(root, Objects(LocalFileSystem()))
+        store = Store(root, ObjectStore(LocalFileSystem()))
         save(store, 1)
         assert saved_by_a_child(root, second, f"kill_at=write:{number}") == signal.SIGKILL
         step, value = loaded(store)
@@ -151,9 +151,9 @@ def test_killed_before_any_operation_a_whole_step_is_left(tmp_path: Path, again:
 
 @pytest.mark.parametrize("number", range(1, 11))
 def test_whatever_operation_fails_a_whole_step_is_left(tmp_path: Path, number: int) -> None:
-    store = Store(tmp_path, Objects(LocalFileSystem()))
+    store = Store(tmp_path, ObjectStore(LocalFileSystem()))
     save(store, 1)
-    broken = Store(tmp_path, Objects(LocalFileSystem(), Faults.parse(f"disk_full_at=write:{number},errno:EIO")))
+    broken = Store(tmp_path, ObjectStore(LocalFileSystem(), Faults.parse(f"disk_full_at=write:{number},errno:EIO")))
     with pytest.raises(OSError, match="Input/output error"):
         save(broken, 2)
     step, value = loaded(store)
@@ -163,7 +163,7 @@ def test_whatever_operation_fails_a_whole_step_is_left(tmp_path: Path, number: i
 def test_a_url_of_this_machine_is_its_disk(tmp_path: Path) -> None:
     for where in (tmp_path, str(tmp_path), f"file://{tmp_path}"):
         store = Store.at(where)
-        assert type(store.disk) is Disk
+        assert type(store.disk) is Filesystem
         assert store.root == tmp_path
         assert store.where == str(where)
     save(Store.at(f"file://{tmp_path}"), 1)
@@ -182,6 +182,6 @@ def test_a_store_that_is_not_there_is_told_with_what_to_install() -> None:
 
 def test_a_store_that_cannot_be_written_to_is_refused_before(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    store = Store(tmp_path / "file" / "below", Objects(LocalFileSystem()), where="far://away")
+    store = Store(tmp_path / "file" / "below", ObjectStore(LocalFileSystem()), where="far://away")
     with pytest.raises(ShoalError, match="far://away cannot be written to: "):
         store.room(1)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from shoal.errors import ShoalError
 from shoal.numerics.init import can_fill, initialise, materialise
 from shoal.parallel.expert.router import (
-    Balance,
+    AuxLoss,
     Router,
     Routing,
     auxiliary_loss,
@@ -209,7 +209,7 @@ class Layer(nn.Module):
 def test_attached_losses_get_their_gradient_and_loads_are_summed_once(recomputes: bool) -> None:
     router, x = router_and_input(auxiliary_coefficient=0.3, z_coefficient=0.1, normalise=False, capacity_factor=0.5)
     plain = nn.ModuleDict({"a": Layer(copy.deepcopy(router))})
-    balance = Balance()
+    balance = AuxLoss()
     run = nn.ModuleDict({"a": Layer(router)})
     assert list(note_routers(run, balance)) == ["a.router"]
     balance.factor = lambda: 0.25
@@ -230,7 +230,7 @@ def test_attached_losses_get_their_gradient_and_loads_are_summed_once(recomputes
 
 def test_a_batch_that_counts_for_nothing_leaves_no_trace() -> None:
     router, x = router_and_input(auxiliary_coefficient=0.3)
-    balance = Balance()
+    balance = AuxLoss()
     note_routers(router, balance)
     y = balance.attach(x * 1, *router(x)[1:], "router")
     y.sum().backward()
@@ -241,7 +241,7 @@ def test_a_batch_that_counts_for_nothing_leaves_no_trace() -> None:
 
 def test_without_any_loss_loads_are_summed_all_the_same() -> None:
     router, x = router_and_input()
-    balance = Balance()
+    balance = AuxLoss()
     balance.factor = lambda: 1.0
     balance.attach(x * 1, *router(x)[1:], "r").sum().backward()
     assert balance.loads["r"].sum() == B * T * 2
@@ -258,7 +258,7 @@ def test_copies_share_the_balance_and_forget_the_graph() -> None:
     assert router.auxiliary_loss is not None
     assert copy.deepcopy(layer).router.auxiliary_loss is None
     assert pickle.loads(pickle.dumps(layer)).router.weight.shape == (E, D)
-    balance = Balance()
+    balance = AuxLoss()
     note_routers(layer, balance)
     assert copy.deepcopy(layer).router.shared is balance
 

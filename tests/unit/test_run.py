@@ -223,9 +223,9 @@ def test_nan_can_be_ignored(make_run: Any) -> None:
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_an_update_judged_on_the_device_is_the_same(make_run: Any, kind: Any, clip: float | None) -> None:
     models = []
-    for judges_late in (False, True):
+    for defers_nan_check in (False, True):
         run = make_run("fp64 mb=2", clip=clip)
-        run.updates.judges_late = judges_late
+        run.updates.defers_nan_check = defers_nan_check
         model = network()
         run.prepare(model, kind(model.parameters(), lr=0.1, fused=True))
         for step in range(3):
@@ -238,7 +238,7 @@ def test_an_update_judged_on_the_device_is_the_same(make_run: Any, kind: Any, cl
 def test_a_first_step_that_is_dropped_leaves_no_state_unfilled(make_run: Any) -> None:
     """torch's fused SGD makes its momentum of whatever is in memory, and would fill it in the step that is dropped."""
     run = make_run("fp32 mb=2", on_nan="skip")
-    run.updates.judges_late = True
+    run.updates.defers_nan_check = True
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
     run.prepare(model, optimizer)
@@ -250,7 +250,7 @@ def test_a_first_step_that_is_dropped_leaves_no_state_unfilled(make_run: Any) ->
 
 def test_late_nan_stops_the_run_at_the_next_step_and_leaves_the_weights(make_run: Any) -> None:
     run = make_run("fp64 mb=2")
-    run.updates.judges_late = run.updates.has_updated = True
+    run.updates.defers_nan_check = run.updates.has_updated = True
     model = network()
     run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
     before = [parameter.clone() for parameter in model.parameters()]
@@ -262,7 +262,7 @@ def test_late_nan_stops_the_run_at_the_next_step_and_leaves_the_weights(make_run
 
 def test_late_nan_in_the_last_step_stops_the_run_when_it_is_settled(make_run: Any) -> None:
     run = make_run("fp64 mb=2")
-    run.updates.judges_late = run.updates.has_updated = True
+    run.updates.defers_nan_check = run.updates.has_updated = True
     model = network()
     run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
     run.step(poisoned())
@@ -275,7 +275,7 @@ def test_late_nan_can_be_skipped_as_if_the_step_had_not_been(make_run: Any) -> N
     models = []
     for batches in ([poisoned(), ragged_batch(1)], [ragged_batch(1)]):
         run = make_run("fp64 mb=2", on_nan="skip", clip=0.05)
-        run.updates.judges_late = run.updates.has_updated = True
+        run.updates.defers_nan_check = run.updates.has_updated = True
         model = network()
         run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
         reports = []
@@ -291,7 +291,7 @@ def test_late_nan_can_be_skipped_as_if_the_step_had_not_been(make_run: Any) -> N
 
 def test_late_nan_can_be_ignored(make_run: Any) -> None:
     run = make_run("fp64", on_nan="ignore")
-    run.updates.judges_late = run.updates.has_updated = True
+    run.updates.defers_nan_check = run.updates.has_updated = True
     model = network()
     run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
     run.step(poisoned())
@@ -394,14 +394,14 @@ def test_misuse_gets_one_clear_message(make_run: Any, misuse: Any, message: str)
         ("bucket_mb", -1, "25"),
         ("bucket_mb", "big", "'auto'"),
         ("exact_steps", -1, "None"),
-        ("outer", 0.7, "shoal.Outer("),
+        ("outer", 0.7, "shoal.OuterOptimizer("),
         ("fused_loss", "plain", "None, True, False"),
-        ("remake_gates", "false", "True, False"),
+        ("recompute_swiglu", "false", "True, False"),
         ("fp8", "row", "'tensorwise', 'rowwise'"),
         ("fp8_head", "grad", "'gradients', 'none'"),
-        ("fp8_narrow", 0, "512"),
-        ("fp8_narrow", "16", "512"),
-        ("fp8_narrow", True, "512"),
+        ("fp8_min_features", 0, "512"),
+        ("fp8_min_features", "16", "512"),
+        ("fp8_min_features", True, "512"),
         ("compile", "inducto", "'inductor'"),
         ("compile", "max-autotune", "compile=True"),
         ("compile", {"mode": "max-autotune"}, "compile=True"),
@@ -562,7 +562,9 @@ def test_what_is_between_replicas_changes_nothing_where_there_is_one(make_run: A
 def test_a_step_in_which_nothing_that_is_trained_has_a_gradient_has_a_norm_of_the_kind_of_the_others() -> None:
     """It was a float32 zero of the CPU's, which on a GPU could not be told together with the loss."""
     model = nn.ModuleDict({"used": nn.Linear(3, 1), "idle": nn.Linear(3, 1)})
-    with Run("fp64", device="cpu", loss=lambda model, x: model["used"](x).square().mean(), find_unused=True) as run:
+    with Run(
+        "fp64", device="cpu", loss=lambda model, x: model["used"](x).square().mean(), find_unused_parameters=True
+    ) as run:
         run.prepare(model, torch.optim.SGD(model["idle"].parameters(), lr=0.1))
         run.step(torch.ones(2, 3))
         assert run.report is not None

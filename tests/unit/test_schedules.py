@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shoal.blueprint.plan import VIRTUAL_STAGES, Schedule
 from shoal.blueprint.schedules.draw import draw
-from shoal.blueprint.schedules.generate import illegal, make
+from shoal.blueprint.schedules.generate import check_schedule, make_schedule
 from shoal.blueprint.schedules.simulate import StageCost, Timeline, in_flight, simulate
 from shoal.blueprint.schedules.table import Action, Kind, Pair, ScheduleTable, align
 from shoal.errors import ShoalError
@@ -22,7 +22,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "concepts" / "pipeline-schedules.md"
 
 
 def table(word: Schedule, p: int, m: int, v: int | None = None) -> ScheduleTable:
-    return make(word, num_ranks=p, v=v or VIRTUAL_STAGES.get(word, 1), num_microbatches=m)
+    return make_schedule(word, num_ranks=p, v=v or VIRTUAL_STAGES.get(word, 1), num_microbatches=m)
 
 
 # ---- the order ------------------------------------------------------------------------------------------------------
@@ -69,9 +69,9 @@ def tables(draw_from: st.DrawFn) -> ScheduleTable:
     word = draw_from(st.sampled_from(WORDS))
     p, m = draw_from(st.integers(1, 6)), draw_from(st.integers(1, 20))
     v = VIRTUAL_STAGES.get(word) or draw_from(st.integers(1, 3))
-    while illegal(word, num_ranks=p, v=v, num_microbatches=m):
+    while check_schedule(word, num_ranks=p, v=v, num_microbatches=m):
         m += 1
-    return make(word, num_ranks=p, v=v, num_microbatches=m)
+    return make_schedule(word, num_ranks=p, v=v, num_microbatches=m)
 
 
 @given(tables())
@@ -179,11 +179,11 @@ def test_what_is_no_table(text: str) -> None:
     ],
 )
 def test_refusals_name_what_is_legal(word: Schedule, p: int, v: int, m: int, what: str, fix: str) -> None:
-    (problem,) = illegal(word, num_ranks=p, v=v, num_microbatches=m)
+    (problem,) = check_schedule(word, num_ranks=p, v=v, num_microbatches=m)
     assert what in problem.what
     assert problem.fix.startswith(fix)
     with pytest.raises(ShoalError):
-        make(word, num_ranks=p, v=v, num_microbatches=m)
+        make_schedule(word, num_ranks=p, v=v, num_microbatches=m)
 
 
 # ---- time -----------------------------------------------------------------------------------------------------------

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.schedules.generate import illegal
+from shoal.blueprint.schedules.generate import check_schedule
 from shoal.blueprint.validation.legality import SPLIT_BACKWARD
 from shoal.errors import ShoalError
-from shoal.planner.alternatives import neighbours
+from shoal.planner.alternatives import alternatives
 from shoal.planner.candidates import misfits_of
 from shoal.planner.explain import laws, moves, rules_of_thumb, scaling
-from shoal.planner.search import EQUAL, Found, search
-from shoal.planner.suggestions import refuse_contradictions, remedies
+from shoal.planner.search import EQUAL, SearchResult, search
+from shoal.planner.suggestions import refuse_contradictions, smallest_changes
 from shoal.planner.task import Task
 from shoal.predict.cluster import Cluster
-from shoal.predict.estimate.peak_memory import footprint
+from shoal.predict.estimate.peak_memory import peak_memory
 from shoal.predict.workload import Workload
 
 
@@ -31,7 +31,7 @@ def task(model: str = "llama3-8b", cluster: str = "h100:8", sequence: int = 8192
 
 
 @cache
-def searched(*said: Any) -> Found:
+def searched(*said: Any) -> SearchResult:
     """What the search finds of a task that several tests look at."""
     return search(task(*said))
 
@@ -50,7 +50,7 @@ def everything(work: Task) -> list[Plan]:
             if rest or share % mb or (zero == 0 and shard > 1) or (zero and shard * cp == 1):
                 continue
             for schedule, v in schedules if pp > 1 else [(None, 1)]:
-                if schedule and illegal(schedule, num_ranks=pp, v=v, num_microbatches=share // mb):
+                if schedule and check_schedule(schedule, num_ranks=pp, v=v, num_microbatches=share // mb):
                     continue
                 plan = Plan(
                     dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, pp=pp, ep=1, zero=zero, v=v, mb=mb,
@@ -99,7 +99,7 @@ def test_plans_are_legal_and_fit_and_no_neighbour_is_faster(
         assert verdict.memory.total <= work.room
         assert plan.num_microbatches(batch) >= 1
         assert plan.schedule not in SPLIT_BACKWARD
-    rejected = neighbours(work, found.best[0])
+    rejected = alternatives(work, found.best[0])
     assert len(rejected) > 5
     assert all(one.reason for one in rejected)
     assert not [one for one in rejected if one.reason.startswith("faster")]
@@ -159,7 +159,7 @@ def test_the_fullest_rank_of_a_pipeline_is_found(model: str, words: str) -> None
     plan = Plan.parse(f"{words} mb=1 bf16 zero=0").resolve(64)
     said = work.memory(plan).allocated
     each = [
-        footprint(
+        peak_memory(
             work.workload, plan, work.cluster, sequence=work.sequence, global_batch=work.global_batch, stage=stage
         ).allocated
         for stage in range(plan.pp or 1)
@@ -195,7 +195,7 @@ def test_what_fits_nowhere_is_told_what_would_help() -> None:
     assert found.best == []
     assert found.smallest is not None
     assert found.smallest.memory.total > work.room
-    helps = list(remedies(work, Plan(precision="bf16")))
+    helps = list(smallest_changes(work, Plan(precision="bf16")))
     assert {"states": "bf16"} in helps
     assert {"offload": "optimizer"} in helps
 

@@ -160,8 +160,8 @@ def test_what_is_not_a_recipe_is_refused(tmp_path: Path, text: str, message: str
         ("launch: {timeout: 1e14}", "less than or equal"),
         ("save_steps: 100", "checkpoint.every"),
         (
-            "run: {remake_gates: perhaps}",
-            "'perhaps' is neither true nor false\n.*fix: --run.remake_gates true or false",
+            "run: {recompute_swiglu: perhaps}",
+            "'perhaps' is neither true nor false\n.*fix: --run.recompute_swiglu true or false",
         ),
         ("run: {compile: inductor}", "fix: --run.compile true or false"),
         ("run: {fp8: blockwise}", "fix: --run.fp8 tensorwise or rowwise"),

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.schedules.generate import make
+from shoal.blueprint.schedules.generate import make_schedule
 from shoal.blueprint.schedules.simulate import StageCost, simulate
 from shoal.predict.cluster import Cluster
-from shoal.predict.estimate.peak_memory import footprint
+from shoal.predict.estimate.peak_memory import peak_memory
 from shoal.predict.estimate.step_time import SPREAD, StepTime, bubble, step_time
-from shoal.predict.framework_profile import ALL, MEGATRON, SHOAL, Habits, shoal_habits
+from shoal.predict.framework_profile import ALL, MEGATRON, SHOAL, FrameworkProfile, shoal_profile
 from shoal.predict.presets.models import MODELS
 
 H100 = Cluster.parse("h100:8x4")
@@ -25,7 +25,7 @@ def predicted(
     *,
     ranks: int = 32,
     model: str = "llama3-8b",
-    habits: Habits = SHOAL,
+    habits: FrameworkProfile = SHOAL,
     cluster: Cluster = H100,
     **more: int,
 ) -> StepTime:
@@ -55,7 +55,7 @@ def test_an_interval_holds_its_centre_and_is_narrower_where_machines_were_measur
 )
 @pytest.mark.parametrize(("pp", "m"), [(2, 4), (4, 16), (8, 32)])
 def test_the_bubble_is_that_of_the_schedule(word: str, v: int, pp: int, m: int) -> None:
-    table = make(word, num_ranks=pp, v=v, num_microbatches=m)  # type: ignore[arg-type]
+    table = make_schedule(word, num_ranks=pp, v=v, num_microbatches=m)  # type: ignore[arg-type]
     third = 1 / (3 * v)
     played = simulate(table, StageCost(forward=third, input_grad=third, weight_grad=third)).bubble_seconds
     assert bubble(word, pp, v, m) * (pp - 1) == pytest.approx(played)
@@ -66,7 +66,7 @@ def test_the_bubble_is_that_of_the_schedule(word: str, v: int, pp: int, m: int) 
 def test_few_microbatches_leave_a_larger_bubble(word: str, v: int, pp: int) -> None:
     third = 1 / (3 * v)
     for m in (1, pp):
-        table = make(word, num_ranks=pp, v=v, num_microbatches=m)  # type: ignore[arg-type]
+        table = make_schedule(word, num_ranks=pp, v=v, num_microbatches=m)  # type: ignore[arg-type]
         played = simulate(table, StageCost(forward=third, input_grad=third, weight_grad=third)).bubble_seconds
         assert bubble(word, pp, v, m) * (pp - 1) == pytest.approx(played, rel=0.35 if word == "zb" else 1e-6)
 
@@ -114,7 +114,7 @@ def test_a_compiler_launches_fewer_kernels() -> None:
     """Than `shoal calibrate` does, which launches all of them."""
     slow = replace(H100, device=replace(H100.device, name="slow", host_factor=20.0), is_measured=True)
     eager, compiled = (
-        predicted("bf16 zero=3 mb=1", cluster=slow, habits=shoal_habits(compile=word), sequence=128)
+        predicted("bf16 zero=3 mb=1", cluster=slow, habits=shoal_profile(compile=word), sequence=128)
         for word in (False, True)
     )
     each = (SHOAL.host_forward + SHOAL.host_backward) * 20
@@ -173,7 +173,7 @@ def test_a_cpu_pays_for_every_action_of_a_pipeline() -> None:
 def test_a_compiler_and_states_in_bf16_save_time() -> None:
     eager, compiled, half = (
         predicted("bf16 zero=3 mb=2", habits=habits)
-        for habits in (shoal_habits(compile=False), shoal_habits(), shoal_habits(states="bf16"))
+        for habits in (shoal_profile(compile=False), shoal_profile(), shoal_profile(states="bf16"))
     )
     touched = (
         2 * 8 * 4096 * 2.5 * 32 * ((43 + 60 - 10) * 4096 + (12 + 17 - 4) * 14336)
@@ -193,12 +193,12 @@ def test_a_traced_model_has_a_time() -> None:
 
 
 @pytest.mark.parametrize("habits", ALL.values(), ids=ALL)
-def test_every_system_has_a_source_and_a_finite_prediction(habits: Habits) -> None:
+def test_every_system_has_a_source_and_a_finite_prediction(habits: FrameworkProfile) -> None:
     assert habits.source
     found = predicted("bf16 tp=2 pp=2 zero=1 mb=1", habits=habits)
     assert all(0 <= seconds < 1e3 for seconds in found.causes().values())
     documented = habits.as_documented()
-    assert documented.efficiency == Habits(name="x").efficiency
+    assert documented.efficiency == FrameworkProfile(name="x").efficiency
     stranger = predicted("bf16 tp=2 pp=2 zero=1 mb=1", habits=documented)
     wider = 1.5 if habits.is_known_together else 0.9  # shoal itself is a stranger on several devices
     assert stranger.high / stranger.low > (found.high / found.low) ** wider
@@ -216,7 +216,7 @@ def test_one_call_of_both_takes_no_time() -> None:
     def seconds() -> float:
         start = time.perf_counter()
         for _ in range(200):
-            footprint(model, plan, H100, sequence=8192, global_batch=256)
+            peak_memory(model, plan, H100, sequence=8192, global_batch=256)
             step_time(model, plan, H100, sequence=8192, global_batch=256)
         return (time.perf_counter() - start) / 200
 

@@ -46,7 +46,7 @@ Series = tuple[Tier, str, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ask:
+class BenchRequest:
     """What is to be measured."""
 
     kinds: tuple[Kind, ...]
@@ -74,7 +74,7 @@ class LeftOut:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class CommTimings:
     """All that was measured, and where."""
 
     timings: tuple[Timing, ...]
@@ -105,12 +105,12 @@ class Found:
         )
 
 
-def bench(ask: Ask, *, nproc: int) -> Found:
+def bench(ask: BenchRequest, *, nproc: int) -> CommTimings:
     """Start so many ranks on this machine, and measure."""
     return launch(measure, (ask,), nproc=nproc)[0]
 
 
-def measure(placement: Placement | None, store: dist.Store | None, ask: Ask) -> Found:
+def measure(placement: Placement | None, store: dist.Store | None, ask: BenchRequest) -> CommTimings:
     """What one rank does; every rank returns the same."""
     began = time.perf_counter()
     _let_peers_finish()
@@ -119,7 +119,7 @@ def measure(placement: Placement | None, store: dist.Store | None, ask: Ask) -> 
         bench = Bench(world, placement.node if placement else 0, ask, deadline=began + ask.seconds)
         with _progress(world, ask) as progress:
             timings = bench.run(progress)
-        return Found(
+        return CommTimings(
             timings=tuple(timings),
             left_out=tuple(bench.left_out),
             ranks=world.size,
@@ -210,7 +210,7 @@ class Bench:
     world: World
     node: int
     """The number of this rank's host."""
-    ask: Ask
+    ask: BenchRequest
     deadline: float
     cells: dict[Series, list[Cell]] = field(default_factory=dict)
     """Tier, collective and algorithm → a cell for each size, the shortest first."""
@@ -334,7 +334,7 @@ class Bench:
 # ---- who talks to whom ----------------------------------------------------------------------------------------------
 
 
-def _places(world: World, node: int, ask: Ask) -> list[Place]:
+def _places(world: World, node: int, ask: BenchRequest) -> list[Place]:
     """All ranks; and those of each host, where hosts have several."""
     whole = dist.group.WORLD
     assert whole is not None
@@ -383,7 +383,7 @@ def _guess(before: Cell | None, size: int) -> float:
 
 
 @contextlib.contextmanager
-def _progress(world: World, ask: Ask) -> Iterator[Progress]:
+def _progress(world: World, ask: BenchRequest) -> Iterator[Progress]:
     columns = (BarColumn(bar_width=24), TextColumn("measuring {task.description}"), TimeElapsedColumn())
     is_silent = ask.quiet or not world.is_main
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=is_silent) as progress:

@@ -20,11 +20,11 @@ from shoal.config.recipe import Recipe
 from shoal.data.loader import evaluation_batches
 from shoal.numerics.lr_schedule import lr_factor
 from shoal.numerics.optim.build import build_optimizer, set_lr
-from shoal.predict.estimate.replica_sync import meeting_by, predict
-from shoal.train.build_model import build_to_lay_out
-from shoal.train.recipe.build_run import loader_of, run_of
+from shoal.predict.estimate.replica_sync import predict, sync_traffic
+from shoal.train.build_model import build_for_layout
+from shoal.train.recipe.build_run import build_loader, build_run
 from shoal.train.recipe.preflight import Job
-from shoal.train.recipe.sync_autotune import Weighed, weigh
+from shoal.train.recipe.sync_autotune import Estimate, estimate
 from shoal.train.run import Run
 
 EVERY = (
@@ -37,7 +37,7 @@ SMOOTH = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
+class CompressRequest:
     """What to try."""
 
     ways: tuple[str, ...] = EVERY
@@ -51,7 +51,7 @@ class Ask:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tried:
+class Trial:
     """One way."""
 
     words: str
@@ -72,38 +72,38 @@ class Tried:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class CompressTrials:
     """What one rank came to."""
 
     is_main: bool
     replicas: int
-    weighed: Weighed
-    tried: list[Tried]
+    weighed: Estimate
+    tried: list[Trial]
 
     @property
-    def plain(self) -> Tried:
+    def plain(self) -> Trial:
         """Gradients as they are, which the others are held against."""
         return next(tried for tried in self.tried if not tried.words)
 
 
-def measure(placement: Placement | None, store: dist.Store | None, job: Job, ask: Ask) -> Found:
+def measure(placement: Placement | None, store: dist.Store | None, job: Job, ask: CompressRequest) -> CompressTrials:
     """Try every way, one after the other, with the same ranks; every rank calls it."""
     launch = job.recipe.launch
     with World.start(
         placement, device=launch.device, timeout=launch.timeout, store=store, threads=launch.threads
     ) as world:
-        weighed = weigh(job, world, ask.ways)
+        weighed = estimate(job, world, ask.ways)
         assert weighed is not None
         tried = [_try(job, world, words, weighed, ask) for words in ask.ways]
-        return Found(is_main=world.is_main, replicas=weighed.replicas, weighed=weighed, tried=tried)
+        return CompressTrials(is_main=world.is_main, replicas=weighed.replicas, weighed=weighed, tried=tried)
 
 
-def _try(job: Job, world: World, words: str, weighed: Weighed, ask: Ask) -> Tried:
+def _try(job: Job, world: World, words: str, weighed: Estimate, ask: CompressRequest) -> Trial:
     recipe, said = job.recipe, Plan.parse(words)
     every = said.synchrony.every if said.synchrony is not None else 1
     num_steps = -(-ask.steps // every) * every
-    run = run_of(_with_few_exact_steps(recipe, said, num_steps), world, meeting_by(recipe.plan, words))
-    run.prepare(build_to_lay_out(recipe.model, recipe.run.seed))
+    run = build_run(_with_few_exact_steps(recipe, said, num_steps), world, sync_traffic(recipe.plan, words))
+    run.prepare(build_for_layout(recipe.model, recipe.run.seed))
     run.prepare(build_optimizer(run.parameters, recipe.optim, lr=recipe.optim.lr, seed=recipe.run.seed))
     curve, num_bytes = _trained(run, job, num_steps, ask.until)
     run.meet()
@@ -113,7 +113,7 @@ def _try(job: Job, world: World, words: str, weighed: Weighed, ask: Ask) -> Trie
     step = predict(words, weighed.island, weighed.link, weighed.replicas, weighed.codec)
     reached = next((at for at, loss in _smoothed(curve) if ask.until is not None and loss <= ask.until), None)
     _tell(world, f"{words or 'as they are'}: {_per_step(curve, every):.3f} s a step, loss {losses[-1]:.4f}")
-    return Tried(
+    return Trial(
         words=words,
         predicted=step.seconds,
         seconds=_per_step(curve, every),
@@ -137,7 +137,7 @@ def _with_few_exact_steps(recipe: Recipe, said: Plan, num_steps: int) -> Recipe:
 
 def _trained(run: Run, job: Job, num_steps: int, until: float | None) -> tuple[list[tuple[float, float]], list[int]]:
     recipe = job.recipe
-    loader = loader_of(job, run, workers=0)
+    loader = build_loader(job, run, workers=0)
     curve: list[tuple[float, float]] = []
     sent: list[int] = []
     run.world.barrier()

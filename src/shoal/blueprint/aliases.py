@@ -62,7 +62,7 @@ SETTINGS = {
     "cudnn": "run.attention: cudnn",
     "flash": "run.attention: flash",
     "rowwise": "run.fp8: rowwise",
-    "remake_gates": "run.remake_gates: false",
+    "recompute_swiglu": "run.recompute_swiglu: false",
     "batch": "data.batch: 32",
     "sequence": "data.sequence: 256",
     "nproc": "launch.nproc: 2",

@@ -25,7 +25,7 @@ EXAMPLES: dict[Way, str] = {"local": "local:8", "diloco": "diloco:50"}
 
 
 @dataclass(frozen=True, slots=True)
-class Synchrony:
+class SyncSpec:
     """That replicas meet every so many steps.
 
     >>> Synchrony.parse("diloco:50")
@@ -36,7 +36,7 @@ class Synchrony:
     every: int
 
     @classmethod
-    def parse(cls, word: str) -> Synchrony:
+    def parse(cls, word: str) -> SyncSpec:
         """Read the word of a plan; raises a ShoalError that says what would be right."""
         problem = problem_of(word)
         if problem is not None:
@@ -78,7 +78,7 @@ def due(step: int, every: int, fragments: int) -> list[int]:
     return [one for one in range(fragments) if (step - (one + 1) * every // fragments) % every == 0]
 
 
-def refuse_fragments(fragments: int, delay: int, every: int) -> Problem | None:
+def reject_fragments(fragments: int, delay: int, every: int) -> Problem | None:
     """Fragments that could not all be exchanged between two exchanges of the first."""
     if not 1 <= fragments <= every:
         return Problem(

@@ -1,8 +1,9 @@
 """What predictions need to know of a model, without torch: its shapes, and who holds which piece under a plan.
 
-torch knows the shapes of a model once it is built, and the pieces of a rank once the ranks are started. An `Anatomy` is
-a value: `shoal.parallel.live_memory.anatomy_of` reads it off a model without memory, or a test writes it down. The
-rules below (stages, units, pieces) are those by which `shoal.parallel.compose` lays a model over its ranks:
+torch knows the shapes of a model once it is built, and the pieces of a rank once the ranks are started. An
+`ModelShapes` is a value: `shoal.parallel.live_memory.trace_shapes` reads it off a model without memory, or a test
+writes it down. The rules below (stages, units, pieces) are those by which `shoal.parallel.compose` lays a model over
+its ranks:
 
     whole model ─ stages (pp) ─▶ parts of a rank ─ cuts (tp, ep) ─▶ pieces ─ units (dp_shard) ─▶ gathered together
 """
@@ -16,7 +17,7 @@ from math import prod
 from typing import Literal
 
 from shoal.blueprint.description import Description, Split, matches
-from shoal.blueprint.partition import balance
+from shoal.blueprint.partition import partition
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.schedules.table import stage_ranks
 from shoal.blueprint.validation.legality import divides_tokens
@@ -29,7 +30,7 @@ GATHERED_STAGES = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Crossing:
+class TPBoundary:
     """A place in the forward where an activation enters or leaves what tensor parallelism has split."""
 
     module: str
@@ -45,7 +46,7 @@ class Crossing:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Attended:
+class AttentionSite:
     """An attention: where tokens look at other tokens, which context parallelism has given to other ranks."""
 
     module: str
@@ -61,7 +62,7 @@ class Attended:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Dispatched:
+class DispatchSite:
     """Experts, to which tokens travel where they are divided over ranks."""
 
     module: str
@@ -78,7 +79,7 @@ class Dispatched:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Routed:
+class RouterSite:
     """A router, which may have to look at a whole sequence."""
 
     module: str
@@ -91,7 +92,7 @@ class Routed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Anatomy:
+class ModelShapes:
     """A model as predictions see it."""
 
     description: Description
@@ -99,11 +100,11 @@ class Anatomy:
     """Name → whole shape, in the order of the model; a tied one under its first name only."""
     stream: Shape
     """What travels from block to block for one sample: (tokens, model dim)."""
-    crossings: tuple[Crossing, ...] = ()
+    crossings: tuple[TPBoundary, ...] = ()
     """In the order of the forward. Several layers that read the same activation share one."""
-    attentions: tuple[Attended, ...] = ()
-    dispatches: tuple[Dispatched, ...] = ()
-    routers: tuple[Routed, ...] = ()
+    attentions: tuple[AttentionSite, ...] = ()
+    dispatches: tuple[DispatchSite, ...] = ()
+    routers: tuple[RouterSite, ...] = ()
     frozen: frozenset[str] = frozenset()
     """Parameters that need no gradient."""
     lookups: frozenset[str] = frozenset()
@@ -153,7 +154,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StageShapes:
     """The model, or one stage of it, as one rank holds it."""
 
     stage: int
@@ -163,17 +164,17 @@ class Part:
     """Name → shape of what a rank of tp and ep holds of each parameter."""
 
 
-def parts(plan: Plan, anatomy: Anatomy, rank: int) -> list[Part]:
+def parts(plan: Plan, anatomy: ModelShapes, rank: int) -> list[StageShapes]:
     """What a rank holds of a model, before anything is sharded."""
     stage_owners, place = owners(plan), plan.layout.coordinate(rank)["pp"]
     return [
-        Part(stage, modules, {name: piece(plan, anatomy, name, rank=rank) for name in anatomy.names_in(modules)})
+        StageShapes(stage, modules, {name: piece(plan, anatomy, name, rank=rank) for name in anatomy.names_in(modules)})
         for stage, modules in enumerate(stages(plan, anatomy))
         if stage_owners[stage] == place
     ]
 
 
-def stages(plan: Plan, anatomy: Anatomy) -> list[tuple[str, ...]]:
+def stages(plan: Plan, anatomy: ModelShapes) -> list[tuple[str, ...]]:
     """The submodules of every stage; without a pipeline, one stage with all."""
     description, num_stages = anatomy.description, plan.layout.pp * (plan.v or 1)
     if plan.layout.pp == 1:
@@ -191,16 +192,16 @@ def owners(plan: Plan) -> tuple[int, ...]:
     return stage_ranks(plan.schedule or "", num_ranks=plan.layout.pp, v=plan.v or 1)
 
 
-def stage_bounds(anatomy: Anatomy, *, num_stages: int) -> list[tuple[int, int]]:
+def stage_bounds(anatomy: ModelShapes, *, num_stages: int) -> list[tuple[int, int]]:
     """Which blocks each stage has, balanced by what they cost to compute; embedding and head count too."""
     description = anatomy.description
     costs = [matmul_elements(anatomy, name) for name in description.blocks]
     first = sum(matmul_elements(anatomy, name) for name in description.before_blocks)
     last = sum(matmul_elements(anatomy, name) for name in description.after_blocks)
-    return [(stage.start, stage.stop) for stage in balance(costs, num_stages, first=first, last=last)]
+    return [(stage.start, stage.stop) for stage in partition(costs, num_stages, first=first, last=last)]
 
 
-def matmul_elements(anatomy: Anatomy, module: str) -> float:
+def matmul_elements(anatomy: ModelShapes, module: str) -> float:
     """What a submodule costs to compute per token, in elements of its matrices. To look up an embedding is free, and of
     the experts only those cost that compute the token."""
     description = anatomy.description
@@ -264,7 +265,7 @@ def units(description: Description, present: Collection[str]) -> Iterator[Unit]:
         yield Unit(after, is_last=True)
 
 
-def sharded_units(plan: Plan, anatomy: Anatomy, part: Part) -> list[tuple[Unit, Shapes]]:
+def sharded_units(plan: Plan, anatomy: ModelShapes, part: StageShapes) -> list[tuple[Unit, Shapes]]:
     """The units of a part with the pieces in each: what `fully_shard` gathers together. None is empty.
 
     Experts that ep has divided are a unit of their own, inside their block and sharded before it.
@@ -287,7 +288,7 @@ def sharded_units(plan: Plan, anatomy: Anatomy, part: Part) -> list[tuple[Unit, 
 
 
 @dataclass(frozen=True)
-class Sharers:
+class ShardGroup:
     """Who shares each parameter with a rank: all who hold the same of it, unless nothing is sharded."""
 
     plan: Plan
@@ -328,7 +329,7 @@ CUT_DIMS: Mapping[Split, Mapping[str, int]] = {
 """How a layer is split → which dim of each of its parameters tp cuts. ep cuts dim 0 of all in `Split.EXPERTS`."""
 
 
-def piece(plan: Plan, anatomy: Anatomy, name: str, *, rank: int) -> Shape:
+def piece(plan: Plan, anatomy: ModelShapes, name: str, *, rank: int) -> Shape:
     """The shape of what one rank of tp and ep holds of a parameter."""
     shape = anatomy.shape(name)
     module, _, own = name.rpartition(".")

@@ -19,7 +19,7 @@ RESOLUTION = 2**32
 """Costs are compared as whole numbers, this many for the whole model: sums of floats would break ties by rounding."""
 
 
-def balance(costs: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0) -> tuple[range, ...]:
+def partition(costs: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0) -> tuple[range, ...]:
     """The blocks of each stage, at least one each. `first` and `last` are what runs before and after all blocks.
 
     >>> balance([1, 1, 1, 1, 1, 1, 1, 1], 4)

@@ -224,9 +224,9 @@ class Plan:
         return None if self.compress is None else compression.Compression.parse(self.compress)
 
     @property
-    def synchrony(self) -> local_sgd.Synchrony | None:
+    def synchrony(self) -> local_sgd.SyncSpec | None:
         """What `sync` says; None also while it is to be chosen."""
-        return None if self.sync in (None, local_sgd.AUTO) else local_sgd.Synchrony.parse(str(self.sync))
+        return None if self.sync in (None, local_sgd.AUTO) else local_sgd.SyncSpec.parse(str(self.sync))
 
     @property
     def gradient_axis(self) -> str:

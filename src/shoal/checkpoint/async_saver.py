@@ -49,7 +49,7 @@ class Saved:
 
 
 @dataclass(slots=True)
-class Saver:
+class AsyncSaver:
     """The saves of one run to one store. Every rank makes one, and calls `begin` and `finish` after the same steps."""
 
     store: Store

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint.formats.lazy_tensor import row_blocks
-from shoal.checkpoint.full_tensor import Whole
-from shoal.checkpoint.storage.locate import Step
+from shoal.checkpoint.full_tensor import FullTensors
+from shoal.checkpoint.storage.locate import SavedStep
 from shoal.checkpoint.storage.manifest import Entry
 
 
@@ -55,12 +55,12 @@ class Comparison:
         return not self.differences and not any(self.only)
 
 
-def compare(first: Step, second: Step, *, weights_only: bool, tell: Callable[[int], None]) -> Comparison:
+def compare(first: SavedStep, second: SavedStep, *, weights_only: bool, tell: Callable[[int], None]) -> Comparison:
     """Hold two steps against each other; `tell` hears of every part of the first how many bytes it had."""
     left, right = (_tensors(step, weights_only) for step in (first, second))
     shared = [name for name in left if name in right]
     found: list[Difference] = []
-    with Whole(first) as one, Whole(second) as other:
+    with FullTensors(first) as one, FullTensors(second) as other:
         for name in shared:
             difference = _compare(one, other, name, tell)
             if difference is not None:
@@ -74,13 +74,13 @@ def compare(first: Step, second: Step, *, weights_only: bool, tell: Callable[[in
     )  # fmt: skip
 
 
-def _tensors(step: Step, weights_only: bool) -> dict[str, Entry]:
+def _tensors(step: SavedStep, weights_only: bool) -> dict[str, Entry]:
     return {
         name: entry for name, entry in step.manifest.tensors.items() if not weights_only or name.startswith("model/")
     }
 
 
-def _compare(one: Whole, other: Whole, name: str, tell: Callable[[int], None]) -> Difference | None:
+def _compare(one: FullTensors, other: FullTensors, name: str, tell: Callable[[int], None]) -> Difference | None:
     left, right = one.manifest.tensors[name], other.manifest.tensors[name]
     kinds = (f"{left.dtype} {list(left.shape)}", f"{right.dtype} {list(right.shape)}")
     if left.shape != right.shape:

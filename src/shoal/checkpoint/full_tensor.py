@@ -10,24 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.formats.lazy_tensor import Box, Unread, by_rows
-from shoal.checkpoint.storage.locate import Step
+from shoal.checkpoint.formats.lazy_tensor import Box, LazyTensor, by_rows
+from shoal.checkpoint.storage.locate import SavedStep
 from shoal.checkpoint.storage.shard_file import DTYPES, Reader, Reading
 
 MOST_OPEN = 64
 """Files at a time: a thousand ranks have written a thousand files."""
 
 
-class Whole:
+class FullTensors:
     """A step, open for reading."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: SavedStep) -> None:
         self.step, self.manifest = step, step.manifest
         self._open: OrderedDict[str, Reader] = OrderedDict()
         # Rows of a tensor that is cut by columns lie in all files: a chunk of each is kept for the rows after them.
         self._reading = Reading(most_chunks=min(MOST_OPEN, len(step.manifest.files) + 2))
 
-    def __enter__(self) -> Whole:
+    def __enter__(self) -> FullTensors:
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -53,17 +53,17 @@ class Whole:
                 out[(slice(first - begin, last - begin), *columns)] = part
         return out
 
-    def tensor(self, name: str) -> Unread:
+    def tensor(self, name: str) -> LazyTensor:
         """One tensor, to be read by rows."""
         entry = self.manifest.tensors[name]
         return by_rows(entry.dtype, entry.shape, partial(self.rows, name))
 
-    def model(self) -> dict[str, Unread]:
+    def model(self) -> dict[str, LazyTensor]:
         """Name of a parameter, or of what else a model learns → its values."""
         names = [name for name in self.manifest.tensors if name.startswith("model/")]
         return {name.partition("/")[2]: self.tensor(name) for name in names}
 
-    def optimizer(self) -> dict[tuple[str, str], Unread]:
+    def optimizer(self) -> dict[tuple[str, str], LazyTensor]:
         """State and name of a parameter → what the optimizer keeps of it; counters are tensors without dims."""
         found = {}
         for name in self.manifest.tensors:
@@ -72,7 +72,7 @@ class Whole:
                 found[kind, parameter] = self.tensor(name)
         for parameter, numbers in _mapping(self.manifest.state.get("scalars")).items():
             for kind, number in _mapping(numbers).items():
-                found[kind, parameter] = Unread("F32", (), (Box((), (), partial(torch.tensor, float(number))),))
+                found[kind, parameter] = LazyTensor("F32", (), (Box((), (), partial(torch.tensor, float(number))),))
         return found
 
     def _reader(self, file: str) -> Reader:

@@ -13,14 +13,14 @@ import torch
 
 from shoal.checkpoint.state.model_state import Held, Holder, held_by, make_states
 from shoal.checkpoint.state.replica_state import held_by_replicas, sources
-from shoal.checkpoint.storage.filesystem import Disk
+from shoal.checkpoint.storage.filesystem import Filesystem
 from shoal.checkpoint.storage.manifest import NAME, Entry, Manifest, Piece, Shape
 from shoal.checkpoint.storage.shard_file import DTYPES, Reader, Reading
 from shoal.checkpoint.storage.store import Store
-from shoal.comm.all_or_none import on_main, together
+from shoal.comm.all_or_none import all_or_none, on_main
 from shoal.comm.world import World
 from shoal.errors import Problem, RunFailed, ShoalError
-from shoal.numerics.local_tensor import local
+from shoal.numerics.local_tensor import to_local
 from shoal.numerics.optim.adamw import AdamW
 
 
@@ -51,7 +51,7 @@ def load(store: Store, holder: Holder, *, step: int, only_weights: bool = False)
         for piece, names in read_from:
             fill_with_mean(piece, [manifest.tensors[name] for name in names], files)
         for parameter, copy in holder.copies.items():
-            copy.copy_(local(parameter))
+            copy.copy_(to_local(parameter))
     return manifest
 
 
@@ -99,7 +99,7 @@ def load_step(store: Store, world: World, holder: Holder, step: int, *, only_wei
     def act() -> None:
         read.append(load(store, holder, step=step, only_weights=only_weights))
 
-    together(world, act, failed=failed, fix=fix)
+    all_or_none(world, act, failed=failed, fix=fix)
     return read[0]
 
 
@@ -181,8 +181,8 @@ def _misfits(manifest: Manifest, read_from: Sequence[tuple[Held, list[str]]]) ->
 class _Files(Mapping[str, Reader]):
     """The files of a step, each opened when it is first asked for; they share the threads that read and hash."""
 
-    def __init__(self, folder: Path, manifest: Manifest, disk: Disk | None = None) -> None:
-        self.folder, self.manifest, self.disk = folder, manifest, disk or Disk()
+    def __init__(self, folder: Path, manifest: Manifest, disk: Filesystem | None = None) -> None:
+        self.folder, self.manifest, self.disk = folder, manifest, disk or Filesystem()
         self._open: dict[str, Reader] = {}
         self._stack = ExitStack()
         self._reading = Reading()

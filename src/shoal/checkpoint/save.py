@@ -22,7 +22,7 @@ from shoal.checkpoint.state.replica_state import held_by_replicas
 from shoal.checkpoint.storage import shard_file
 from shoal.checkpoint.storage.manifest import Entry, File, Manifest, Piece, Shape
 from shoal.checkpoint.storage.store import Store
-from shoal.comm.all_or_none import on_main, together
+from shoal.comm.all_or_none import all_or_none, on_main
 from shoal.comm.world import World
 from shoal.errors import ShoalError
 from shoal.observe.durable_write import FULL
@@ -67,7 +67,7 @@ def save(store: Store, world: World, snapshot: Snapshot) -> str:
     }
     try:
         on_main(world, lambda: store.begin(step), **how)
-        written = together(world, lambda: _write_own(store, world, snapshot), kinds=(File,), **how)
+        written = all_or_none(world, lambda: _write_own(store, world, snapshot), kinds=(File,), **how)
         scalars = {name: numbers for _, _, _, own in written for name, numbers in own.items()}
         known = {**snapshot.state, "scalars": scalars}
         return on_main(world, lambda: _commit(store, written, step, known), **how)

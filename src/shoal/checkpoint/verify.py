@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shoal.checkpoint.storage.locate import Step
+from shoal.checkpoint.storage.locate import SavedStep
 from shoal.checkpoint.storage.manifest import CHUNK, NAME, SIZES, File, Manifest, Piece
 from shoal.files import open_regular
 
@@ -38,7 +38,7 @@ class Damage:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StepVerdict:
     """What became of reading a step."""
 
     num_bytes: int
@@ -53,7 +53,7 @@ class Verdict:
         return not self.damages
 
 
-def verify(step: Step, tell: Callable[[int], None] = lambda size: None) -> Verdict:
+def verify(step: SavedStep, tell: Callable[[int], None] = lambda size: None) -> StepVerdict:
     """Read all of a step; `tell` hears of every part how many bytes it had."""
     damages: list[Damage] = []
     num_bytes = 0
@@ -69,7 +69,7 @@ def verify(step: Step, tell: Callable[[int], None] = lambda size: None) -> Verdi
     if not step.manifest.tensors:
         damages.append(Damage(NAME, "lists no tensor"))
     known = {NAME, *step.manifest.files}
-    return Verdict(num_bytes, tuple(damages), tuple(sorted({path.name for path in step.path.iterdir()} - known)))
+    return StepVerdict(num_bytes, tuple(damages), tuple(sorted({path.name for path in step.path.iterdir()} - known)))
 
 
 def _check(

@@ -24,7 +24,7 @@ from shoal.errors import Problem, ShoalError, listed, nearest, raise_if
 from shoal.predict.cluster import Cluster, is_measured_here
 
 if TYPE_CHECKING:
-    from shoal.bench.comm import Ask, Found
+    from shoal.bench.comm import BenchRequest, CommTimings
 
 DEFAULT_NPROC = 4
 SHORT_SIZE = 2**10
@@ -222,10 +222,10 @@ def _known_cluster(options: Comm, ranks: int) -> Cluster:
     return Cluster.parse(options.cluster or ("here" if is_measured_here() else f"cpu:{ranks}"))
 
 
-def _measured(options: Comm, sizes: tuple[int, ...], place: Placement | None, ranks: int) -> Found:
-    from shoal.bench.comm import Ask, bench, measure
+def _measured(options: Comm, sizes: tuple[int, ...], place: Placement | None, ranks: int) -> CommTimings:
+    from shoal.bench.comm import BenchRequest, bench, measure
 
-    ask: Ask = Ask(
+    ask: BenchRequest = BenchRequest(
         kinds=cast("tuple[Kind, ...]", tuple(dict.fromkeys(options.kinds))),
         algorithms=tuple(dict.fromkeys(options.algorithms)),
         sizes=sizes,
@@ -239,7 +239,7 @@ def _measured(options: Comm, sizes: tuple[int, ...], place: Placement | None, ra
     return bench(ask, nproc=ranks) if place is None else measure(place, None, ask)
 
 
-def _with_links(known: Cluster, found: Found) -> Cluster:
+def _with_links(known: Cluster, found: CommTimings) -> Cluster:
     from shoal.bench.links import with_links
 
     return with_links(

@@ -21,7 +21,7 @@ from shoal.comm.rendezvous.environment import Placement, read_environment
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.bench.compress import Ask, Found, Tried
+    from shoal.bench.compress import CompressRequest, CompressTrials, Trial
     from shoal.train.recipe.preflight import Job
 
 DEFAULT_NPROC = 2
@@ -64,19 +64,19 @@ def main(arguments: Sequence[str]) -> int:
     place = read_environment(os.environ)
     ranks = place.world_size if place is not None else recipe.launch.nproc or DEFAULT_NPROC
 
-    from shoal.bench.compress import EVERY, Ask
+    from shoal.bench.compress import EVERY, CompressRequest
     from shoal.parallel.checks import refuse_unbuilt
-    from shoal.predict.estimate.replica_sync import meeting_by
-    from shoal.train.recipe.preflight import check
+    from shoal.predict.estimate.replica_sync import sync_traffic
+    from shoal.train.recipe.preflight import preflight
 
-    job = check(recipe, ranks, tries_other_ways=True)
+    job = preflight(recipe, ranks, tries_other_ways=True)
     plan = job.recipe.plan
     if plan.layout.dp_replicate < 2:
         fix = "--nproc 2 or more" if ranks == 1 else "--plan.dp_replicate 2, and ranks enough for two of them"
         raise ShoalError(f"plan '{plan.brief()}' has one replica, which meets nobody", fix=fix)
     for words in ways:
-        refuse_unbuilt(meeting_by(plan, words))
-    ask = Ask(ways=ways or EVERY, steps=options.steps, until=options.until_loss)
+        refuse_unbuilt(sync_traffic(plan, words))
+    ask = CompressRequest(ways=ways or EVERY, steps=options.steps, until=options.until_loss)
     out = sys.stdout
     with redirect_stdout(sys.stderr):
         found = _measured(place, ranks, job, ask)
@@ -105,14 +105,14 @@ def _ways(methods: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(["", *said])) if said else ()
 
 
-def _measured(place: Placement | None, ranks: int, job: Job, ask: Ask) -> Found:
+def _measured(place: Placement | None, ranks: int, job: Job, ask: CompressRequest) -> CompressTrials:
     from shoal.bench.compress import measure
     from shoal.launch.local import launch
 
     return measure(place, None, job, ask) if place is not None else launch(measure, (job, ask), nproc=ranks)[0]
 
 
-def to_mapping(found: Found) -> dict[str, Any]:
+def to_mapping(found: CompressTrials) -> dict[str, Any]:
     """For machines; times in seconds."""
     link, island, plain = found.weighed.link, found.weighed.island, found.plain
     return {
@@ -135,7 +135,7 @@ def to_mapping(found: Found) -> dict[str, Any]:
     }
 
 
-def render(console: Console, found: Found) -> None:
+def render(console: Console, found: CompressTrials) -> None:
     """A table, and what was measured before."""
     link, island = found.weighed.link, found.weighed.island
     table = Table(title=f"{found.replicas} replicas of {island.size:,} parameters")
@@ -160,12 +160,12 @@ def render(console: Console, found: Found) -> None:
     console.print(f"chosen (*): {found.weighed.chosen.name}: {found.weighed.why}")
 
 
-def _of_plain(tried: Tried, plain: Tried) -> float | None:
+def _of_plain(tried: Trial, plain: Trial) -> float | None:
     """The held-out loss, as a part of that of gradients as they are; None: nothing is held out."""
     return tried.eval_loss / plain.eval_loss if tried.eval_loss is not None and plain.eval_loss else None
 
 
-def _row(tried: Tried, plain: Tried, *, is_chosen: bool) -> list[str]:
+def _row(tried: Trial, plain: Trial, *, is_chosen: bool) -> list[str]:
     of_plain = _of_plain(tried, plain)
     reached = f" in {tried.seconds_to_loss:.1f} s" if tried.seconds_to_loss is not None else ""
     return [

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from shoal.checkpoint.storage.locate import Step, find, folder_of, folders_of, listing, read_manifest
+from shoal.checkpoint.storage.locate import SavedStep, find, folder_of, folders_of, listing, read_manifest
 from shoal.cli.console import WIDTH, show
 from shoal.cli.parse_units import size_in_bytes
 from shoal.cli.reports import checkpoint as report
@@ -202,19 +202,19 @@ def _ls(options: Ls) -> int:
 
 
 def _verify(options: Verify) -> int:
-    from shoal.checkpoint.verify import Damage, Verdict, verify
+    from shoal.checkpoint.verify import Damage, StepVerdict, verify
 
     if options.all and options.step is not None:
         raise ShoalError("--all means every step, and --step one of them", fix="leave one of them out")
     path = options.directory
     folders = folders_of(path) if options.all else [folder_of(path, options.step)]
-    verdicts: dict[Path, Verdict] = {}
-    steps: list[Step] = []
+    verdicts: dict[Path, StepVerdict] = {}
+    steps: list[SavedStep] = []
     for folder in folders:
         try:
-            steps.append(Step(folder, read_manifest(folder)))
+            steps.append(SavedStep(folder, read_manifest(folder)))
         except ShoalError as error:
-            verdicts[folder] = Verdict(0, (Damage("manifest.json", error.problems[0].what),), ())
+            verdicts[folder] = StepVerdict(0, (Damage("manifest.json", error.problems[0].what),), ())
     with _watched("verifying", sum(step.num_bytes for step in steps), options) as tell:
         verdicts |= {step.path: verify(step, tell) for step in steps}
     ordered = {folder: verdicts[folder] for folder in folders}
@@ -241,10 +241,10 @@ def _diff(options: Diff) -> int:
 def _export(options: Export) -> int:
     step = find(options.directory, options.step)
     shard_bytes = size_in_bytes(options.shard_size)
-    from shoal.checkpoint.formats.export import How, export, model_in
+    from shoal.checkpoint.formats.export import ExportSettings, export, model_in
 
     model = _model_section(options, step) if options.format == "huggingface" else None
-    how = How(
+    how = ExportSettings(
         format=options.format, optimizer=options.optimizer, shard_bytes=shard_bytes, overwrite=options.overwrite,
         model=model or model_in(step),
     )  # fmt: skip
@@ -258,7 +258,7 @@ def _export(options: Export) -> int:
     return 0
 
 
-def _model_section(options: Export, step: Step) -> Mapping[str, Any] | None:
+def _model_section(options: Export, step: SavedStep) -> Mapping[str, Any] | None:
     """What the model is, by the recipe that is named, else by the one that lies in the directory of the run. None: ask
     the checkpoint."""
     beside = step.path.parent.parent / "recipe.yaml"
@@ -273,12 +273,12 @@ def _model_section(options: Export, step: Step) -> Mapping[str, Any] | None:
 def _import(options: Import) -> int:
     if options.step < 0:
         raise ShoalError(f"--step {options.step} is below 0", fix="--step 0 or more")
-    from shoal.checkpoint.formats.import_ import How, bring, read
+    from shoal.checkpoint.formats.import_ import ImportSettings, import_checkpoint, read
 
-    how = How(format=options.format, step=options.step, prefix=options.prefix, overwrite=options.overwrite)
+    how = ImportSettings(format=options.format, step=options.step, prefix=options.prefix, overwrite=options.overwrite)
     found = read(options.source, how)
     with _watched("importing", found.num_bytes, options) as tell:
-        path = bring(found, options.to, how, tell)
+        path = import_checkpoint(found, options.to, how, tell)
     said = {
         "from": str(options.source), "format": found.format, "path": str(path), "step": options.step,
         "tensors": len(found.model), "states": len(found.states), "bytes": found.num_bytes,

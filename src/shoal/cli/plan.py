@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.validation.bf16_weights import refuse_narrow_weights
+from shoal.blueprint.validation.bf16_weights import reject_bf16_weights
 from shoal.cli.console import WIDTH, show
 from shoal.cli.parse_units import size_in_bytes
 from shoal.errors import Problem, ShoalError, raise_if
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def task_of(options: Options) -> Task:
     """What is to be trained, on what."""
-    from shoal.predict.framework_profile import shoal_habits
+    from shoal.predict.framework_profile import shoal_profile
 
     cluster = Cluster.parse(options.cluster)
     if options.price is not None:
@@ -158,7 +158,7 @@ def task_of(options: Options) -> Task:
         cluster=cluster,
         sequence=sequence,
         global_batch=batch,
-        habits=shoal_habits(compile=not options.eager, states=options.states, weights=options.weights),
+        habits=shoal_profile(compile=not options.eager, states=options.states, weights=options.weights),
         compiles=not options.eager,
         max_memory=None if options.max_memory is None else _room(options.max_memory, cluster),
     )
@@ -222,7 +222,7 @@ def wanted_of(options: Options) -> dict[str, Any]:
     wanted.setdefault("precision", _usual_precision(Cluster.parse(options.cluster)))
     plan = Plan.of(wanted)  # refuses what cannot be
     if options.weights == "bf16":
-        refuse_narrow_weights(plan, weights="--weights fp32", precision="--precision bf16")
+        reject_bf16_weights(plan, weights="--weights fp32", precision="--precision bf16")
     return wanted
 
 

@@ -85,15 +85,15 @@ def _train(options: Train, recipe: Recipe, began: float, out: TextIO) -> int:
             lazy_dynamo.install()
         import shoal.train.recipe.loop  # noqa: F401  # all that workers need
         from shoal.launch.local import default_nproc
-        from shoal.train.recipe.dry_run import foresee
-        from shoal.train.recipe.preflight import check
+        from shoal.train.recipe.dry_run import dry_run
+        from shoal.train.recipe.preflight import preflight
 
     world_size = placement.world_size if placement else recipe.launch.nproc or default_nproc(recipe.launch.device)
     try:
         if recipe.run.planned:
             per_node = placement.local_world_size if placement else world_size
             recipe = _planned(recipe, world_size, per_node, is_quiet=not is_main or options.json)
-        job = check(recipe, world_size)
+        job = preflight(recipe, world_size)
         _refuse_too_large(options, job.recipe, placement.local_world_size if placement else world_size)
     except ShoalError as error:
         if placement is None or placement.local_rank == 0:
@@ -102,7 +102,7 @@ def _train(options: Train, recipe: Recipe, began: float, out: TextIO) -> int:
     if options.dry_run:
         if is_main:
             if not job.recipe.run.fast_dev_run:  # which has no directory
-                foresee(job, options.resume)
+                dry_run(job, options.resume)
             _show_plan(job, options, out)
         return 0
     summary = _carried_out(job, options, placement, world_size, began)
@@ -160,12 +160,12 @@ def _carried_out(
     from shoal.elastic.memory_tier import memory_tier
     from shoal.elastic.restart import with_restarts
     from shoal.launch.local import launch
-    from shoal.train.recipe.loop import Manner, train
+    from shoal.train.recipe.loop import RunInvocation, train
 
     launched, settings = job.recipe.launch, job.recipe.checkpoint
     keep = not job.recipe.run.fast_dev_run
     quiet = options.quiet or options.json
-    manner = Manner(keep=keep, quiet=quiet, began=began, resume=options.resume)
+    manner = RunInvocation(keep=keep, quiet=quiet, began=began, resume=options.resume)
     if placement or world_size == 1:
         generation = placement.generation if placement else 0
         with _naming_shortened_data(job):
@@ -173,9 +173,9 @@ def _carried_out(
 
     def start(generation: int) -> dict[str, Any]:
         at = replace(manner, generation=generation, memory_root=root, began=began if not generation else time.time())
-        patience, timeout = launched.patience, launched.timeout
+        grace_period, timeout = launched.grace_period, launched.timeout
         with _naming_shortened_data(job):
-            return launch(train, (job, at), nproc=world_size, patience=patience, timeout=timeout)[0]
+            return launch(train, (job, at), nproc=world_size, grace_period=grace_period, timeout=timeout)[0]
 
     def say(text: str) -> None:
         print(f"shoal: {text}", file=sys.stderr, flush=True)
@@ -200,12 +200,12 @@ def _saves_to(recipe: Recipe, resume: str) -> str:
 @contextmanager
 def _naming_shortened_data(job: Job) -> Iterator[None]:
     """Where a process has died: name the file if it was killed for reading beyond the end of one."""
-    from shoal.train.recipe.preflight import refuse_shortened_data
+    from shoal.train.recipe.preflight import reject_shortened_data
 
     try:
         yield
     except RunFailed:
-        refuse_shortened_data(job)
+        reject_shortened_data(job)
         raise
 
 

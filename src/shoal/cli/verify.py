@@ -20,7 +20,7 @@ from shoal.config.recipe import Recipe
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.verification.api import How
+    from shoal.verification.api import VerifySettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +75,11 @@ def _refuse(options: Verify, arguments: Sequence[str]) -> None:
 
 def _one(options: Verify, recipe: Recipe, out: TextIO) -> int:
 
-    from shoal.verification.api import case_of, prove
+    from shoal.verification.api import case_of, verify_case
     from shoal.verification.report import render, to_mapping
 
     case = case_of(recipe, _num_ranks(recipe), _how(options))
-    proof = prove(case)
+    proof = verify_case(case)
     if options.json:
         print(json.dumps(to_mapping(proof)), file=out)
     else:
@@ -90,14 +90,14 @@ def _one(options: Verify, recipe: Recipe, out: TextIO) -> int:
 def _matrix(options: Verify, recipe: Recipe, out: TextIO) -> int:
     from rich.console import Console
 
-    from shoal.verification.api import legal_cases, prove
+    from shoal.verification.api import legal_cases, verify_case
     from shoal.verification.report import matrix_row, matrix_table, to_mapping
 
     console = Console(file=sys.stderr)
     proofs = []
     cases = list(legal_cases(recipe, _num_ranks(recipe), _how(options)))
     for number, case in enumerate(cases, 1):
-        proofs.append(prove(case))
+        proofs.append(verify_case(case))
         console.print(f"{number}/{len(cases)}  {matrix_row(proofs[-1])}", highlight=False)
     are_equal = all(proof.verdict.equal for proof in proofs)
     if options.json:
@@ -107,10 +107,12 @@ def _matrix(options: Verify, recipe: Recipe, out: TextIO) -> int:
     return 0 if are_equal else 1
 
 
-def _how(options: Verify) -> How:
-    from shoal.verification.api import How
+def _how(options: Verify) -> VerifySettings:
+    from shoal.verification.api import VerifySettings
 
-    return How(real=options.real, steps=options.steps, precision=options.precision, tolerance=options.tolerance)
+    return VerifySettings(
+        real=options.real, steps=options.steps, precision=options.precision, tolerance=options.tolerance
+    )
 
 
 def _num_ranks(recipe: Recipe) -> int:

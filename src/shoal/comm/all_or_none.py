@@ -11,7 +11,7 @@ from shoal.errors import LostPeer, Problem, RunFailed, ShoalError
 T = TypeVar("T")
 
 
-def together(world: World, act: Callable[[], T], *, failed: str, fix: str, kinds: Sequence[type] = ()) -> list[T]:
+def all_or_none(world: World, act: Callable[[], T], *, failed: str, fix: str, kinds: Sequence[type] = ()) -> list[T]:
     """What an action gave on every rank, by rank. Else all raise what the first rank to fail has raised; what was not
     meant for people is told as `failed`, with the rank. `kinds` are the dataclasses in what it gives."""
     error: ShoalError | None = None
@@ -45,7 +45,7 @@ def together(world: World, act: Callable[[], T], *, failed: str, fix: str, kinds
 
 def on_main(world: World, act: Callable[[], T], *, failed: str, fix: str = "see that it can be read and written") -> T:
     """What an action of the main rank gave, on every rank; if it failed, it has failed on all."""
-    values: list[Any] = together(world, lambda: act() if world.is_main else None, failed=failed, fix=fix)
+    values: list[Any] = all_or_none(world, lambda: act() if world.is_main else None, failed=failed, fix=fix)
     return values[0]  # type: ignore[no-any-return]  # the first one is that of the main rank
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from shoal.blueprint.local_sgd import refuse_fragments
+from shoal.blueprint.local_sgd import reject_fragments
 from shoal.blueprint.plan import Plan
 from shoal.config.recipe import CommSection, Recipe
 from shoal.errors import Problem
@@ -18,7 +18,7 @@ OUTER = ("outer_lr", "outer_momentum")
 ISLANDS = (*OUTER, "fragments", "delay", "rescale")
 
 
-def idle(recipe: Recipe, plan: Plan) -> Iterator[Problem]:
+def no_effect(recipe: Recipe, plan: Plan) -> Iterator[Problem]:
     """Settings of `comm:` that have no effect under this plan, resolved."""
     comm, synchrony = recipe.comm, plan.synchrony
     islands = [name for name in ISLANDS if _is_said(comm, name)]
@@ -49,7 +49,7 @@ def _carries_nothing(recipe: Recipe, plan: Plan) -> Iterator[Problem]:
         yield Problem(what, "dp_replicate=2 or more in the plan, or --comm.algorithm builtin")
 
 
-def without_idle(comm: CommSection, plan: Plan) -> CommSection:
+def without_no_effect(comm: CommSection, plan: Plan) -> CommSection:
     """The settings with those that a plan which was chosen does not use as if nobody had said them: what is kept of the
     run can be run again."""
     return comm.model_copy(update={name: _usual(name) for name in _unused(comm, plan)})
@@ -63,7 +63,7 @@ def _unused(comm: CommSection, plan: Plan) -> Iterator[str]:
             yield "exact_steps"
     else:
         yield from OUTER if synchrony.way == "local" else ["rescale"]
-        if refuse_fragments(comm.fragments, comm.delay, synchrony.every) is not None:
+        if reject_fragments(comm.fragments, comm.delay, synchrony.every) is not None:
             yield from ("fragments", "delay")
 
 

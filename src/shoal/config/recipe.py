@@ -206,7 +206,7 @@ class LaunchSection(Section):
     """Seconds that any wait may take: of a rank for the others, in a step or in a save; for a batch; of the launcher
     for the other ranks when one has ended, or for one that is stopped (SIGSTOP). Longer than the slowest save takes."""
 
-    patience: PositiveFloat = 30.0
+    grace_period: PositiveFloat = 30.0
     """Seconds that ranks have to finish their step, and to save, after Ctrl-C, SIGTERM or SIGUSR1 before they are
     killed."""
 
@@ -350,7 +350,7 @@ class RunSection(Section):
     planned: bool = False
     """True: the planner fills in what the plan leaves open. `plan: auto` says the same."""
 
-    find_unused: bool = False
+    find_unused_parameters: bool = False
     """True: parameters may be without a gradient in some steps (branches that are not taken). Costs a walk over the
     graph in every step with several ranks."""
 
@@ -369,7 +369,7 @@ class RunSection(Section):
     fp8: Literal["tensorwise", "rowwise"] = "tensorwise"
     """Under `precision: fp8`, what of a tensor shares one scale. rowwise is more exact, and slower on an H200."""
 
-    fp8_narrow: PositiveInt | None = None
+    fp8_min_features: PositiveInt | None = None
     """Under `precision: fp8`, layers with fewer features than this stay in bf16. None: 512."""
 
     fp8_head: Literal["gradients", "none"] = "gradients"
@@ -377,7 +377,7 @@ class RunSection(Section):
     nothing. Its logits, and with them the loss, are computed in bf16 either way; and so is all of it where tokens of a
     microbatch, features or words are no multiples of 16."""
 
-    remake_gates: bool = True
+    recompute_swiglu: bool = True
     """Make what a gated feed-forward gives to its last layer again in the backward. false: keep it, which takes a sixth
     more memory of a Llama of 1.5 B parameters, and saves half a per cent of its time."""
 

@@ -13,7 +13,7 @@ FREE = (
     *("launch.", "checkpoint.", "comm.", "data.workers", "data.prefetch", "data.changed", "plan"),
     *("run.dir", "run.start_from", "run.overwrite", "run.name", "run.duration", "run.log_every", "run.evaluate_every"),
     *("run.per_rank_metrics", "run.trackers", "run.on_nan", "run.deterministic", "run.fast_dev_run", "run.bucket_mb"),
-    *("run.planned", "run.find_unused", "run.compile", "run.attention", "run.loss", "run.remake_gates"),
+    *("run.planned", "run.find_unused_parameters", "run.compile", "run.attention", "run.loss", "run.recompute_swiglu"),
     "run.check_replicas",
 )
 """How keys begin that decide where and how a run computes, not what. Of a plan, the precision alone decides what. How
@@ -25,7 +25,7 @@ def changes(old: dict[str, Any], new: Recipe) -> list[str]:
 
     >>> changes({"optim": {"lr": 0.1}, "run": {"duration": "5step"}}, Recipe())
     ['optim.lr: 0.1 → 0.0003']
-    >>> wanted = Recipe.model_validate({"plan": "fp8", "run": {"fp8": "rowwise", "remake_gates": False}})
+    >>> wanted = Recipe.model_validate({"plan": "fp8", "run": {"fp8": "rowwise", "recompute_swiglu": False}})
     >>> changes({"plan": "fp8"}, wanted), changes({"run": {"fp8": "rowwise"}}, Recipe())
     (['run.fp8: tensorwise → rowwise'], [])
     """

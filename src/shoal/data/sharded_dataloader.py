@@ -37,7 +37,7 @@ class Share:
     """Whether every rank has a sample of it."""
 
 
-class DealtLoader:
+class ShardedDataLoader:
     """One rank's share of every global batch of a loader; iterate once per epoch, each epoch is shuffled anew."""
 
     def __init__(self, loader: DataLoader[Any], *, seed: int, coordinate: int, degree: int) -> None:
@@ -52,7 +52,7 @@ class DealtLoader:
         self._current: int | None = None
         self._taken = 0
         """Batches of the current epoch that were taken; without one, those that the next epoch leaves out."""
-        self.must_meet: Callable[[], bool] = lambda: False
+        self.needs_equal_steps: Callable[[], bool] = lambda: False
         """Whether ranks meet in every forward, so that one without a batch would keep the others waiting."""
         self.cut: Callable[[Any], Any] = lambda batch: batch
         """A rank's tokens of a batch, where sequences are divided over ranks."""
@@ -67,7 +67,7 @@ class DealtLoader:
         self.is_iterated_directly = True
         try:
             for share in self.shares():
-                if not share.is_for_all and self.must_meet():
+                if not share.is_for_all and self.needs_equal_steps():
                     raise ShoalError(
                         "the last batch has fewer samples than there are ranks, and under this plan all ranks have to"
                         " take part in every forward",

@@ -50,21 +50,21 @@ def launch(
     nproc: int,
     start: StartMethod = "auto",
     grace: float = 5.0,
-    patience: float = 30.0,
+    grace_period: float = 30.0,
     timeout: float = 600.0,
 ) -> list[T]:
     """Call `function(placement, store, *args)` in `nproc` workers on this machine; what they returned, by rank.
 
     If a worker fails, the others get SIGTERM, `grace` seconds later SIGKILL, and the first failure is raised: a
     ShoalError as it is, anything else as `RunFailed`. Ctrl-C and SIGTERM are passed on to the workers once. They have
-    `patience` seconds to return; if they all do, so does `launch`. A second signal or the end of patience kills them,
-    and KeyboardInterrupt or SystemExit is raised. `start` auto: a fork, unless this process has what a fork breaks.
-    A worker fails too if a signal (SIGSTOP) has stopped it for `timeout` seconds, or if it has not returned so many
-    seconds after another one has.
+    `grace_period` seconds to return; if they all do, so does `launch`. A second signal or the end of patience kills
+    them, and KeyboardInterrupt or SystemExit is raised. `start` auto: a fork, unless this process has what a fork
+    breaks. A worker fails too if a signal (SIGSTOP) has stopped it for `timeout` seconds, or if it has not returned so
+    many seconds after another one has.
     """
     method = ("fork" if fork_is_safe() else "forkserver") if start == "auto" else start
     with scratch_folder() as directory:
-        crew = Crew(directory=directory, grace=grace, patience=patience, timeout=timeout)
+        crew = WorkerGroup(directory=directory, grace=grace, grace_period=grace_period, timeout=timeout)
         try:
             with crew.receiving_signals():
                 crew.start(method, nproc, function, args)
@@ -100,12 +100,12 @@ def fork_is_safe() -> bool:
 
 
 @dataclass(slots=True, kw_only=True)
-class Crew:
+class WorkerGroup:
     """The workers of one launch, from their start to their end."""
 
     directory: Path
     grace: float
-    patience: float
+    grace_period: float
     timeout: float = 600.0
     processes: list[BaseProcess] = field(default_factory=list)
     running: dict[Any, int] = field(default_factory=dict)
@@ -301,7 +301,7 @@ class Crew:
             self._signal_all(signal.SIGKILL)
             return
         self.passed_on = number
-        self.deadline = min(self.deadline or float("inf"), time.monotonic() + self.patience)
+        self.deadline = min(self.deadline or float("inf"), time.monotonic() + self.grace_period)
         self._signal_all(number)
 
     def _say_who_is_late(self) -> None:
@@ -310,8 +310,8 @@ class Crew:
         self.is_told = True
         late = f"rank {listed(sorted(self.running.values()))}".replace(" or ", " and ")
         name = signal.Signals(self.passed_on).name
-        what = f"{late} did not stop within {self.patience:g} s of {name}, and was killed; what is saved stays"
-        print(f"shoal: {what}\n    fix: a longer --launch.patience, or shorter steps", file=sys.stderr, flush=True)
+        what = f"{late} did not stop within {self.grace_period:g} s of {name}, and was killed; what is saved stays"
+        print(f"shoal: {what}\n    fix: a longer --launch.grace_period, or shorter steps", file=sys.stderr, flush=True)
 
     def _signal_all(self, number: int) -> None:
         """To the workers alone, since their helpers are theirs to end; but SIGKILL to everything they started."""

@@ -24,24 +24,24 @@ Config = TypeVar("Config")
 Layer = TypeVar("Layer", bound=nn.Module)
 
 
-def undrawn(kind: type[Layer], *arguments: Any, **options: Any) -> Layer:
+def uninitialized(kind: type[Layer], *arguments: Any, **options: Any) -> Layer:
     """A layer on the default device whose parameters nobody has drawn: they are no numbers, and not what happened to be
     in memory."""
     device = torch.get_default_device()
     if device.type == "meta":
         return kind(*arguments, **options)
     layer: Layer = skip_init(kind, *arguments, device=device, **options)
-    return hollowed(layer)
+    return with_nan_weights(layer)
 
 
-def hollowed(layer: Layer) -> Layer:
+def with_nan_weights(layer: Layer) -> Layer:
     """A layer of ours, which has drawn its parameters when it was made, without them."""
     for parameter in layer.parameters():
         nn.init.constant_(parameter, torch.nan)
     return layer
 
 
-def configure(model: str, presets: Mapping[str, Config], default: Config, arguments: Mapping[str, Any]) -> Config:
+def build_config(model: str, presets: Mapping[str, Config], default: Config, arguments: Mapping[str, Any]) -> Config:
     """The preset that `arguments` names (or the default) with every other argument as a field of it."""
     overrides = dict(arguments)
     preset = overrides.pop("preset", None)

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from shoal.blueprint.description import Description, Split
 from shoal.errors import ShoalError
-from shoal.models.build_config import configure, undrawn
+from shoal.models.build_config import build_config, uninitialized
 from shoal.models.llama_config import PRESETS, LlamaConfig
 from shoal.numerics.ops.embedding import embedded
-from shoal.numerics.ops.memory_saving_linear import RMSNorm, gated_linear, linear, projected
-from shoal.numerics.ops.rotary import rotated, turned_heads
+from shoal.numerics.ops.memory_saving_linear import RMSNorm, linear, rms_norm_linear, swiglu_linear
+from shoal.numerics.ops.rotary import rotate_heads, rotated
 from shoal.parallel.context.attention import Attention, DocumentMask, positions_in_documents
 
 __all__ = ["PRESETS", "Llama", "LlamaConfig", "build"]
@@ -45,7 +45,7 @@ SPLITS = {
 
 def build(**arguments: Any) -> Llama:
     """A Llama from `preset` and any field of `LlamaConfig`; its parameters hold nothing until they are initialised."""
-    return Llama(configure("llama", PRESETS, LlamaConfig(), arguments))
+    return Llama(build_config("llama", PRESETS, LlamaConfig(), arguments))
 
 
 class Llama(nn.Module):
@@ -55,7 +55,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.model = Decoder(config)
-        self.lm_head = undrawn(nn.Linear, config.hidden, config.vocabulary, bias=False)
+        self.lm_head = uninitialized(nn.Linear, config.hidden, config.vocabulary, bias=False)
         if config.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -104,7 +104,7 @@ class Decoder(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = undrawn(nn.Embedding, config.vocabulary, config.hidden)
+        self.embed_tokens = uninitialized(nn.Embedding, config.vocabulary, config.hidden)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden, eps=config.norm_eps, narrows=True)
         self.mask = DocumentMask()
@@ -154,10 +154,10 @@ class SelfAttention(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.head_dim = config.dim_of_head
-        self.q_proj = undrawn(nn.Linear, config.hidden, config.num_heads * self.head_dim, bias=False)
-        self.k_proj = undrawn(nn.Linear, config.hidden, config.num_kv_heads * self.head_dim, bias=False)
-        self.v_proj = undrawn(nn.Linear, config.hidden, config.num_kv_heads * self.head_dim, bias=False)
-        self.o_proj = undrawn(nn.Linear, config.num_heads * self.head_dim, config.hidden, bias=False)
+        self.q_proj = uninitialized(nn.Linear, config.hidden, config.num_heads * self.head_dim, bias=False)
+        self.k_proj = uninitialized(nn.Linear, config.hidden, config.num_kv_heads * self.head_dim, bias=False)
+        self.v_proj = uninitialized(nn.Linear, config.hidden, config.num_kv_heads * self.head_dim, bias=False)
+        self.o_proj = uninitialized(nn.Linear, config.num_heads * self.head_dim, config.hidden, bias=False)
         self.attention = Attention()
 
     def forward(
@@ -165,7 +165,7 @@ class SelfAttention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """x_BTD → x_BTD, and what is to be added to it, which sees its norm; without a mask, every token sees itself
         and all before it."""
-        x_BTD, projections = projected(x_BTD, norm, self.q_proj, self.k_proj, self.v_proj, together=True)
+        x_BTD, projections = rms_norm_linear(x_BTD, norm, self.q_proj, self.k_proj, self.v_proj, together=True)
         heads = (
             self.of_one_product(projections[0], *rotary) if len(projections) == 1 else self.heads(projections, *rotary)
         )
@@ -175,7 +175,7 @@ class SelfAttention(nn.Module):
     def of_one_product(self, joint: Tensor, cos_BTH: Tensor, sin_BTH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values that lie side by side, as they meet."""
         num_heads, num_kv_heads = (layer.out_features // self.head_dim for layer in (self.q_proj, self.k_proj))
-        return turned_heads(joint, cos_BTH, sin_BTH, num_heads=num_heads, num_kv_heads=num_kv_heads)
+        return rotate_heads(joint, cos_BTH, sin_BTH, num_heads=num_heads, num_kv_heads=num_kv_heads)
 
     def heads(self, projections: Sequence[Tensor], cos_BTH: Tensor, sin_BTH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values as they meet: the first two turned by the angles of their positions."""
@@ -188,16 +188,16 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.gate_proj = undrawn(nn.Linear, config.hidden, config.ffn, bias=False)
-        self.up_proj = undrawn(nn.Linear, config.hidden, config.ffn, bias=False)
-        self.down_proj = undrawn(nn.Linear, config.ffn, config.hidden, bias=False)
+        self.gate_proj = uninitialized(nn.Linear, config.hidden, config.ffn, bias=False)
+        self.up_proj = uninitialized(nn.Linear, config.hidden, config.ffn, bias=False)
+        self.down_proj = uninitialized(nn.Linear, config.ffn, config.hidden, bias=False)
         self.remakes = True
-        """See `gated_linear`."""
+        """See `swiglu_linear`."""
 
     def forward(self, x_BTD: Tensor, norm: RMSNorm | None = None) -> tuple[Tensor, Tensor]:
         """x_BTD → x_BTD, and what is to be added to it, which sees its norm, if there is one."""
-        x_BTD, gate_and_up = projected(x_BTD, norm, self.gate_proj, self.up_proj, together=True)
-        return x_BTD, gated_linear(gate_and_up, self.down_proj, remakes=self.remakes)
+        x_BTD, gate_and_up = rms_norm_linear(x_BTD, norm, self.gate_proj, self.up_proj, together=True)
+        return x_BTD, swiglu_linear(gate_and_up, self.down_proj, remakes=self.remakes)
 
 
 def rotary_angles(positions_BT: Tensor, config: LlamaConfig, dtype: torch.dtype) -> Tensor:

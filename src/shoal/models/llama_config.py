@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.errors import Problem, listed, raise_if
-from shoal.models.build_config import configure, not_positive
+from shoal.models.build_config import build_config, not_positive
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +123,7 @@ def smaller_std(hidden: int) -> float:
 def smaller(arguments: Mapping[str, Any], *, num_stages: int, ep: int = 1) -> dict[str, Any]:
     """The arguments of a small copy with the same anatomy: as many heads, tied or not, and enough layers for so many
     stages, one of them with more than another if the original has that many. It has no experts for `ep`."""
-    config = configure("llama", PRESETS, LlamaConfig(), arguments)
+    config = build_config("llama", PRESETS, LlamaConfig(), arguments)
     return {
         **arguments,
         "hidden": 4 * config.num_heads,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shoal.blueprint.description import Description, Split
 from shoal.errors import Problem, listed, raise_if
-from shoal.models.build_config import configure, undrawn
+from shoal.models.build_config import build_config, uninitialized
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu, "tanh": F.tanh}
 
@@ -48,7 +48,7 @@ PRESETS = {"tiny": MLPConfig()}
 
 def build(**arguments: Any) -> MLP:
     """An MLP from `preset` and any field of `MLPConfig`."""
-    return MLP(configure("mlp", PRESETS, MLPConfig(), arguments))
+    return MLP(build_config("mlp", PRESETS, MLPConfig(), arguments))
 
 
 class Layer(nn.Module):
@@ -57,7 +57,7 @@ class Layer(nn.Module):
     def __init__(self, num_inputs: int, num_outputs: int, activation: str | None) -> None:
         super().__init__()
         self.activation = activation
-        self.linear = undrawn(nn.Linear, num_inputs, num_outputs)
+        self.linear = uninitialized(nn.Linear, num_inputs, num_outputs)
 
     def forward(self, x_BD: Tensor) -> Tensor:
         """x_BD → x_BD."""

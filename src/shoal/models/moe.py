@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.blueprint.description import Description, Split
-from shoal.models.build_config import configure, hollowed
+from shoal.models.build_config import build_config, with_nan_weights
 from shoal.models.llama import SPLITS, FeedForward, Llama, SelfAttention
 from shoal.models.moe_config import PRESETS, MoeConfig
 from shoal.numerics.ops.memory_saving_linear import RMSNorm
@@ -40,7 +40,7 @@ ROUTING = (
 
 def build(**arguments: Any) -> Moe:
     """A model from `preset` and any field of `MoeConfig`; its parameters hold nothing until they are initialised."""
-    return Moe(configure("moe", PRESETS, MoeConfig(), arguments))
+    return Moe(build_config("moe", PRESETS, MoeConfig(), arguments))
 
 
 class Moe(Llama):
@@ -103,8 +103,8 @@ class SparseFeedForward(nn.Module):
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()
         routing = {name: getattr(config, name) for name in ROUTING}
-        self.router = hollowed(Router(config.hidden, config.num_experts, **routing))
-        self.experts = hollowed(Experts(config.hidden, config.expert_ffn, config.num_experts))
+        self.router = with_nan_weights(Router(config.hidden, config.num_experts, **routing))
+        self.experts = with_nan_weights(Experts(config.hidden, config.expert_ffn, config.num_experts))
         has_shared = config.num_shared_experts > 0
         self.shared = FeedForward(dataclasses.replace(config, ffn=config.shared_ffn)) if has_shared else None
 

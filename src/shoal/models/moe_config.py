@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.errors import Problem, ShoalError, raise_if
-from shoal.models.build_config import configure, not_positive
+from shoal.models.build_config import build_config, not_positive
 from shoal.models.llama_config import LlamaConfig, smaller_std
 
 
@@ -179,7 +179,7 @@ PRESETS = {
 def smaller(arguments: Mapping[str, Any], *, num_stages: int, ep: int = 1) -> dict[str, Any]:
     """The arguments of a small copy with the same anatomy: as many heads, the same routing, eight experts (or a
     multiple for `ep`) if so few can stand for the original's, and enough layers for so many stages, one sparse."""
-    config = configure("moe", PRESETS, MoeConfig(), arguments)
+    config = build_config("moe", PRESETS, MoeConfig(), arguments)
     few = math.lcm(8, ep)
     num_experts = few if config.num_experts % few == 0 else config.num_experts
     num_layers = min(config.num_layers, max(4, num_stages + 1))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shoal.blueprint.description import Description
 from shoal.errors import Problem, ShoalError, listed, raise_if
-from shoal.models.build_config import configure, not_positive, undrawn
+from shoal.models.build_config import build_config, not_positive, uninitialized
 
 NUM_BLOCKS = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}  # per stage of one resolution
 EXPANSION = {18: 1, 50: 4}  # channels that leave a block, relative to those inside it
@@ -74,7 +74,7 @@ PRESETS = {
 def build(**arguments: Any) -> ResNet:
     """A ResNet from `preset` and any field of `ResNetConfig`; its parameters hold nothing until they are
     initialised."""
-    return ResNet(configure("resnet", PRESETS, ResNetConfig(), arguments))
+    return ResNet(build_config("resnet", PRESETS, ResNetConfig(), arguments))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class ResNet(nn.Module):
         for stage in ("layer1", "layer2", "layer3", "layer4"):
             setattr(self, stage, nn.Sequential(*(kind(s) for s in shapes if s.name.startswith(stage))))
         self.avgpool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(1))
-        self.fc = undrawn(nn.Linear, config.num_features, config.num_classes)
+        self.fc = uninitialized(nn.Linear, config.num_features, config.num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
         """images_BCYX → logits, one row per image."""
@@ -229,4 +229,4 @@ def _shortcut(shape: BlockShape) -> nn.Sequential:
 
 
 def _convolution(arriving: int, leaving: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-    return undrawn(nn.Conv2d, arriving, leaving, kernel, stride=stride, padding=kernel // 2, bias=False)
+    return uninitialized(nn.Conv2d, arriving, leaving, kernel, stride=stride, padding=kernel // 2, bias=False)

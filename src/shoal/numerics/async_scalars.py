@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 
-class LateNumbers:
+class AsyncScalars:
     """Copies of numbers, on their way to the host."""
 
     def __init__(self, *numbers: Tensor) -> None:

@@ -50,14 +50,14 @@ def key(seed: int, *names: str | int) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def has_law(model: nn.Module) -> bool:
+def has_init_rule(model: nn.Module) -> bool:
     """Whether any part of the model says how its parameters start; else their values are its builder's business."""
     return any(callable(getattr(module, "init_parameter", None)) for module in model.modules())
 
 
 def can_fill(model: nn.Module) -> bool:
     """Whether `initialise` fills everything, so that the model may be built on the meta device."""
-    return has_law(model) and not _without_law(list(_owners(model, everywhere)))
+    return has_init_rule(model) and not _without_law(list(_owners(model, everywhere)))
 
 
 @torch.no_grad()
@@ -113,7 +113,7 @@ def _empty_as(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 @torch.no_grad()
-def draw_undrawn(model: nn.Module, seed: int) -> None:
+def init_missing(model: nn.Module, seed: int) -> None:
     """Fill the parameters that nobody has filled yet: they are NaN throughout. All others stay as they are."""
     named = model.named_parameters(remove_duplicate=False)
     hollow = {name: parameter for name, parameter in named if _is_hollow(parameter)}

@@ -29,11 +29,11 @@ def is_fsdp(module: object) -> TypeGuard[FSDPModule]:
     return package is not None and isinstance(module, package.FSDPModule)
 
 
-def local(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """The piece of a tensor that this rank holds; changing it changes the tensor."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor:
     """What this rank holds of a parameter's gradient; zeros, where it has none."""
-    return local(parameter.grad) if parameter.grad is not None else torch.zeros_like(local(parameter))
+    return to_local(parameter.grad) if parameter.grad is not None else torch.zeros_like(to_local(parameter))

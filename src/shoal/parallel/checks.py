@@ -11,7 +11,7 @@ from torch import nn
 from shoal.blueprint.description import Description, matches
 from shoal.blueprint.model_shapes import is_inside
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.validation.legality import misfits
+from shoal.blueprint.validation.legality import check_plan
 from shoal.comm.collectives import all_gather_plain
 from shoal.errors import Problem, ShoalError, nearest, raise_if
 from shoal.numerics.fp8.convert import NARROW, is_fit_for_fp8
@@ -57,7 +57,7 @@ def refuse(
 ) -> None:
     """Raise with everything that does not fit. `shapes` are those of all parameters, whole."""
     names = [name for name, _ in model.named_modules()]
-    found = misfits(
+    found = check_plan(
         plan,
         description=description,
         features=shapes,
@@ -80,8 +80,8 @@ def unfit(model: nn.Module, plan: Plan, description: Description, options: Optio
         *_other_experts(model, plan, description),
         *_ties_that_break(model, plan, description),
         *(_unshared_batch_norm(model, plan) if options.sync_batch_norm else ()),
-        *_never_unused(plan, finds_unused=options.find_unused),
-        *_all_too_narrow(model, plan, description, options.fp8_narrow),
+        *_never_unused(plan, finds_unused=options.find_unused_parameters),
+        *_all_too_narrow(model, plan, description, options.fp8_min_features),
         *(_not_fused(model, plan, description) if options.fused_loss else ()),
     ]
 
@@ -126,7 +126,7 @@ def _all_too_narrow(model: nn.Module, plan: Plan, description: Description, narr
         return
     if any(is_fit_for_fp8(layer, 1) for layer in layers):
         what = f"not one linear layer of the model's blocks has {least} features, the least for fp8"
-        yield Problem(what, "--plan.precision bf16; or --run.fp8_narrow 16 (fp8_narrow=16 of a Run)")
+        yield Problem(what, "--plan.precision bf16; or --run.fp8_min_features 16 (fp8_min_features=16 of a Run)")
     else:
         what = "fp8 is for linear layers whose features are multiples of 16, and the model's blocks have none"
         yield Problem(what, "--plan.precision bf16; or sizes that are multiples of 16")

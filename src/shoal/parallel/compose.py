@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.blueprint.description import Description
-from shoal.blueprint.model_shapes import Anatomy, Unit, is_inside, named, owners, splits_tokens, stage_bounds, units
+from shoal.blueprint.model_shapes import ModelShapes, Unit, is_inside, named, owners, splits_tokens, stage_bounds, units
 from shoal.blueprint.plan import Plan
 from shoal.comm.mesh import Mesh
 from shoal.numerics.fp8.convert import to_fp8
@@ -29,18 +29,18 @@ from shoal.parallel.context.attention import Attention, ContextParallel
 from shoal.parallel.context.attention import divide as divide_tokens
 from shoal.parallel.data.ddp import replicate
 from shoal.parallel.data.fsdp import Sharding, units_by_size
-from shoal.parallel.data.gradient_reducer import Reducer
-from shoal.parallel.data.local_sgd import Islands
-from shoal.parallel.expert.aux_loss import Balance
+from shoal.parallel.data.gradient_reducer import GradientReducer
+from shoal.parallel.data.local_sgd import LocalSGD
+from shoal.parallel.expert.aux_loss import AuxLoss
 from shoal.parallel.expert.experts import ExpertParallel, Experts, experts_in
 from shoal.parallel.expert.experts import divide as divide_experts
 from shoal.parallel.expert.router import note_routers, routers
 from shoal.parallel.fused_loss_head import LossHead
 from shoal.parallel.options import Options
-from shoal.parallel.parallel_model import Composed, Part
+from shoal.parallel.parallel_model import ParallelModel, StageModule
 from shoal.parallel.pipeline.pipeline import Pipeline, Stage, cut
 from shoal.parallel.pipeline.stage_io import Activation, skeleton_of
-from shoal.parallel.replica_sync import meeting_of, meets_by_itself, with_buckets
+from shoal.parallel.replica_sync import build_gradient_sync, uses_own_reducer, with_buckets
 from shoal.parallel.tensor import TensorParallel, note_split_layers, split
 
 
@@ -53,7 +53,7 @@ def compose(
     tensor: TensorParallel,
     precision: Precision,
     options: Options,
-) -> Composed:
+) -> ParallelModel:
     """This rank's part of a model, laid out as a resolved plan says. The model's tensors are used up."""
     tensor.splits_tokens = splits_tokens(plan, description)
     originals = dict(model.named_parameters(remove_duplicate=False))
@@ -81,7 +81,7 @@ def compose(
         divide_tokens(skeleton, description, how.context, is_compiled=True)
     whole = parts[0].model
     options, bucket_chosen = with_buckets(options, plan, parts, mesh, is_sharded=how.sharding is not None)
-    meeting = meeting_of(
+    meeting = build_gradient_sync(
         parts,
         plan,
         mesh=mesh,
@@ -94,9 +94,13 @@ def compose(
         assert options.bucket_mb != "auto"
         peers = mesh.group_of_several(plan.gradient_axis)
         whole = replicate(
-            whole, peers, device=mesh.device, bucket_mb=options.bucket_mb, find_unused=options.find_unused
+            whole,
+            peers,
+            device=mesh.device,
+            bucket_mb=options.bucket_mb,
+            find_unused_parameters=options.find_unused_parameters,
         )
-    return Composed(
+    return ParallelModel(
         plan=plan,
         mesh=mesh,
         parts=parts,
@@ -108,8 +112,8 @@ def compose(
         routed=routed,
         experts=frozenset(how.divided),
         pipeline=_pipeline(parts, skeleton, how),
-        reducer=meeting if isinstance(meeting, Reducer) else None,
-        islands=meeting if isinstance(meeting, Islands) else None,
+        reducer=meeting if isinstance(meeting, GradientReducer) else None,
+        islands=meeting if isinstance(meeting, LocalSGD) else None,
         statistics=_statistics([part.model for part in parts], plan, mesh) if tracks else None,
         batch_norm=batch_norm,
         is_sharded=how.sharding is not None,
@@ -132,7 +136,7 @@ class _How:
     tensor: TensorParallel
     precision: Precision
     options: Options
-    balance: Balance | None
+    balance: AuxLoss | None
     divided: set[str] = field(default_factory=set)
     """Parameters that were divided over ep."""
     is_fused: bool = False
@@ -142,13 +146,13 @@ class _How:
 
     def __post_init__(self) -> None:
         plan, mesh = self.plan, self.mesh
-        self.meets_by_itself = meets_by_itself(plan, self.options)
-        self.sharding = _sharding(plan, mesh, self.precision, plan.shard_axis, meets_by_itself=self.meets_by_itself)
+        self.uses_own_reducer = uses_own_reducer(plan, self.options)
+        self.sharding = _sharding(plan, mesh, self.precision, plan.shard_axis, uses_own_reducer=self.uses_own_reducer)
         self.experts: ExpertParallel | None = None
         self.expert_sharding: Sharding | None = None
         if plan.layout.ep > 1:
             self.experts = ExpertParallel(mesh.groups["ep"], wire=mesh.wire)
-            self.expert_sharding = _sharding(plan, mesh, self.precision, "edp", meets_by_itself=self.meets_by_itself)
+            self.expert_sharding = _sharding(plan, mesh, self.precision, "edp", uses_own_reducer=self.uses_own_reducer)
         is_mixed = self.balance is not None and plan.layout.pp > 1
         self.as_now = self.balance.as_now if self.balance is not None and is_mixed else None
         """What a recomputed block has to find as it was: only in a pipeline do other microbatches come in between."""
@@ -158,7 +162,7 @@ class _How:
             self.context = ContextParallel(mesh.groups["cp"], kind=plan.context, wire=mesh.wire)
 
 
-def _lay_out(part: Part, how: _How) -> None:
+def _lay_out(part: StageModule, how: _How) -> None:
     """One part of the model, unit by unit."""
     model, description, sharding = part.model, how.description, how.sharding
     large = _large_units(model, how)
@@ -221,13 +225,13 @@ def _divide_experts(model: nn.Module, unit: Unit, how: _How) -> list[Experts]:
     return list(found.values())
 
 
-def _balance(model: nn.Module, plan: Plan, mesh: Mesh, tensor: TensorParallel) -> Balance | None:
+def _balance(model: nn.Module, plan: Plan, mesh: Mesh, tensor: TensorParallel) -> AuxLoss | None:
     """What the routers of a model share; None: it has none. They decide over whole sequences, and so with all ranks
     that have tokens of theirs."""
     if not routers(model):
         return None
     axes = [axis for axis, is_used in (("cp", plan.layout.cp > 1), ("tp", tensor.splits_tokens)) if is_used]
-    balance = Balance(mesh.group("_".join(axes)) if axes else None)
+    balance = AuxLoss(mesh.group("_".join(axes)) if axes else None)
     note_routers(model, balance)
     return balance
 
@@ -304,12 +308,12 @@ def _choose_attention(module: nn.Module, options: Options) -> None:
 
 def _choose_what_is_kept(block: nn.Module, options: Options) -> None:
     for module in (inner for inner in block.modules() if isinstance(getattr(inner, "remakes", None), bool)):
-        module.remakes = options.remake_gates  # type: ignore[assignment]
+        module.remakes = options.recompute_swiglu  # type: ignore[assignment]
 
 
 def _narrow_products(block: nn.Module, how: _How) -> None:
     if how.plan.precision == "fp8":
-        to_fp8(block, how.options.fp8, how.mesh.device, narrow=how.options.fp8_narrow)
+        to_fp8(block, how.options.fp8, how.mesh.device, narrow=how.options.fp8_min_features)
 
 
 def _give_loss_to_head(model: nn.Module, how: _How) -> None:
@@ -320,7 +324,7 @@ def _give_loss_to_head(model: nn.Module, how: _How) -> None:
     how.head = LossHead(layer, fp8=fp8, always=bool(how.options.fused_loss))
 
 
-def _is_best_compiled_whole(part: Part, how: _How) -> bool:
+def _is_best_compiled_whole(part: StageModule, how: _How) -> bool:
     """Whether nothing has to happen between blocks, and they are of many shapes, as in a convolutional network: what
     was compiled for one would fit few others, and what lies between them is worth fusing."""
     blocks = [part.model.get_submodule(name) for name in how.description.blocks]
@@ -336,13 +340,13 @@ def _compile(block: nn.Module, options: Options, *, unless: bool = False) -> Non
         block.forward = torch.compile(block.forward, backend=backend)
 
 
-def _sharding(plan: Plan, mesh: Mesh, precision: Precision, axis: str, *, meets_by_itself: bool) -> Sharding | None:
+def _sharding(plan: Plan, mesh: Mesh, precision: Precision, axis: str, *, uses_own_reducer: bool) -> Sharding | None:
     """None: there is nobody to share anything with, and nothing to keep in host memory."""
     offloads = plan.offload == "parameters" and mesh.device.type != "cpu"
     if not plan.is_sharded and not (plan.zero and offloads):
         return None
     lower = precision.is_lower
-    axes = ("dp_replicate", axis) if plan.layout.dp_replicate > 1 and not meets_by_itself else (axis,)
+    axes = ("dp_replicate", axis) if plan.layout.dp_replicate > 1 and not uses_own_reducer else (axis,)
     return Sharding(
         mesh=mesh.device_mesh(axes),
         zero=plan.zero or 0,
@@ -356,11 +360,11 @@ def _sharding(plan: Plan, mesh: Mesh, precision: Precision, axis: str, *, meets_
 # ---- stages ---------------------------------------------------------------------------------------------------------
 
 
-def _cut(model: nn.Module, plan: Plan, description: Description, mesh: Mesh) -> Iterator[Part]:
+def _cut(model: nn.Module, plan: Plan, description: Description, mesh: Mesh) -> Iterator[StageModule]:
     """This rank's stages; the model itself where there is no pipeline."""
     degree = mesh.degree("pp")
     if degree == 1:
-        yield Part(model)
+        yield StageModule(model)
         return
     assert plan.v is not None
     bounds = stage_bounds(_anatomy(model, description), num_stages=degree * plan.v)
@@ -374,19 +378,20 @@ def _cut(model: nn.Module, plan: Plan, description: Description, mesh: Mesh) -> 
         part, received = cut(model, before=before, after=after)
         _untie(part, taken)
         taken.update(part.parameters())
-        yield Part(part, Stage(part, received, index, len(bounds)))
+        yield StageModule(part, Stage(part, received, index, len(bounds)))
 
 
-def _anatomy(model: nn.Module, description: Description) -> Anatomy:
+def _anatomy(model: nn.Module, description: Description) -> ModelShapes:
     """As much of a model's anatomy as its stages depend on."""
     lookups = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     seconds = {second for _, second in description.tied}
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False) if n not in seconds}
-    return Anatomy(description=description, parameters=shapes, stream=(), lookups=frozenset(lookups))
+    return ModelShapes(description=description, parameters=shapes, stream=(), lookups=frozenset(lookups))
 
 
 def _untie(part: nn.Module, taken: set[nn.Parameter]) -> None:
-    """A parameter that a stage shares with an earlier one of the same rank becomes its own copy: see `Composed`."""
+    """A parameter that a stage shares with an earlier one of the same rank becomes its own copy: see
+    `ParallelModel`."""
     copies: dict[nn.Parameter, nn.Parameter] = {}
     for module in part.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -395,7 +400,7 @@ def _untie(part: nn.Module, taken: set[nn.Parameter]) -> None:
                 setattr(module, name, copies[parameter])
 
 
-def _pipeline(parts: list[Part], skeleton: nn.Module, how: _How) -> Pipeline | None:
+def _pipeline(parts: list[StageModule], skeleton: nn.Module, how: _How) -> Pipeline | None:
     stages = [part.stage for part in parts if part.stage is not None]
     if not stages:
         return None

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from shoal.data.batch import IGNORE
 from shoal.errors import ShoalError
 from shoal.numerics.ops.linear_cross_entropy import linear_cross_entropy
-from shoal.numerics.ops.memory_saving_linear import is_watched
+from shoal.numerics.ops.memory_saving_linear import has_hooks
 from shoal.numerics.precision import wide
 
 SMALL = 2**20
@@ -121,7 +121,7 @@ def why_not_fused(layer: nn.Module) -> str | None:
         return f"its head is a {type(layer).__name__}, not an nn.Linear"
     if getattr(layer, "bias", None) is not None:
         return "its head has a bias"
-    if is_watched(layer):
+    if has_hooks(layer):
         return "its head has a hook, which would see a loss where it looks for logits"
     forward = layer.__dict__.get("forward")
     is_ours = isinstance(getattr(forward, "__self__", None), LossHead)  # of a run before this one

@@ -21,14 +21,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
 from shoal.blueprint.description import Description, Split
-from shoal.blueprint.model_shapes import Anatomy, Attended, Crossing, Dispatched, Routed, split_of
+from shoal.blueprint.model_shapes import AttentionSite, DispatchSite, ModelShapes, RouterSite, TPBoundary, split_of
 from shoal.errors import ShoalError
-from shoal.numerics.local_tensor import is_fsdp, local
+from shoal.numerics.local_tensor import is_fsdp, to_local
 from shoal.parallel.context.attention import Attention
 from shoal.parallel.data.fsdp import units_by_size
 from shoal.parallel.expert.experts import Experts, experts_in
 from shoal.parallel.expert.router import Router, Routing
-from shoal.parallel.parallel_model import Composed
+from shoal.parallel.parallel_model import ParallelModel
 from shoal.parallel.pipeline.pipeline import Call
 from shoal.parallel.pipeline.stage_io import on_meta, skeleton_of
 from shoal.predict.exact.memory import Memory
@@ -36,7 +36,7 @@ from shoal.predict.exact.memory import Memory
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 
-def holdings(composed: Composed, optimizer: Optimizer) -> Memory:
+def live_memory(composed: ParallelModel, optimizer: Optimizer) -> Memory:
     """Bytes of parameters, gradients and optimizer state on this rank now, *counted*."""
     modules = [part.model for part in composed.parts]
     parameters = [
@@ -61,7 +61,7 @@ def holdings(composed: Composed, optimizer: Optimizer) -> Memory:
 @torch.no_grad()
 def num_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages behind some tensors, each storage once."""
-    plain = [local(tensor) for tensor in tensors]
+    plain = [to_local(tensor) for tensor in tensors]
     storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in plain)}
     return sum(storages.values())
 
@@ -106,7 +106,7 @@ def peak_bytes(device: torch.device) -> int:
 # ---- anatomy --------------------------------------------------------------------------------------------------------
 
 
-def anatomy_of(model: nn.Module, description: Description, call: Call) -> Anatomy:
+def trace_shapes(model: nn.Module, description: Description, call: Call) -> ModelShapes:
     """What predictions need of a model, which may be without memory: it runs once, on tensors without values.
 
     `call` is what the model is called with for some samples: positional and keyword arguments, samples first.
@@ -119,7 +119,7 @@ def anatomy_of(model: nn.Module, description: Description, call: Call) -> Anatom
     by_size = () if has_blocks else units_by_size(skeleton)
     beside_experts = () if has_blocks else units_by_size(skeleton, except_for=experts_in(skeleton).values())
     names = {module: name for name, module in skeleton.named_modules()}
-    return Anatomy(
+    return ModelShapes(
         description=description,
         parameters={name: tuple(parameter.shape) for name, parameter in named.items()},
         frozen=frozenset(name for name, parameter in named.items() if not parameter.requires_grad),
@@ -222,10 +222,10 @@ class _Trace:
     def _cross(self, way: str, name: str, x: Tensor) -> None:
         self.seen.append(_Seen(way, name, tuple(x.shape[1:]), x.requires_grad))
 
-    def crossings(self) -> Iterator[Crossing]:
+    def crossings(self) -> Iterator[TPBoundary]:
         for place, event in self._of("enter", "leave", "logits"):
             way: Any = event.what
-            yield Crossing(
+            yield TPBoundary(
                 module=event.module,
                 way=way,
                 shape=event.shape,
@@ -233,10 +233,10 @@ class _Trace:
                 is_repeated=self._is_repeated(place),
             )
 
-    def attentions(self) -> Iterator[Attended]:
+    def attentions(self) -> Iterator[AttentionSite]:
         for place, event in self._of("attention"):
             end = next(i for i, later in self._of("after") if i > place and later.module == event.module)
-            yield Attended(
+            yield AttentionSite(
                 module=event.module,
                 has_backward=event.has_backward,
                 is_repeated=self._is_repeated(place),
@@ -244,13 +244,13 @@ class _Trace:
                 **event.facts,
             )
 
-    def dispatches(self) -> Iterator[Dispatched]:
+    def dispatches(self) -> Iterator[DispatchSite]:
         for place, event in self._of("experts"):
-            yield Dispatched(module=event.module, is_repeated=self._is_repeated(place), **event.facts)
+            yield DispatchSite(module=event.module, is_repeated=self._is_repeated(place), **event.facts)
 
-    def routers(self) -> Iterator[Routed]:
+    def routers(self) -> Iterator[RouterSite]:
         for place, event in self._of("router"):
-            yield Routed(module=event.module, is_repeated=self._is_repeated(place), **event.facts)
+            yield RouterSite(module=event.module, is_repeated=self._is_repeated(place), **event.facts)
 
     def _of(self, *events: str) -> Iterator[tuple[int, _Seen]]:
         return ((place, event) for place, event in enumerate(self.seen) if event.what in events)

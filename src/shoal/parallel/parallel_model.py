@@ -25,19 +25,19 @@ from shoal.blueprint.model_shapes import chunk
 from shoal.blueprint.plan import Plan
 from shoal.comm.collectives import all_gather_plain, all_reduce_together, join
 from shoal.comm.mesh import Mesh
-from shoal.comm.replicas.overlap import Hidden
+from shoal.comm.replicas.overlap import Overlap
 from shoal.errors import ShoalError
 from shoal.numerics.gradients import global_norm, gradients_of, norms_of
-from shoal.numerics.local_tensor import gradient_of, local
+from shoal.numerics.local_tensor import gradient_of, to_local
 from shoal.numerics.precision import wide
 from shoal.parallel.batch_norm import RunningStatistics, Sharing, statistics_of
 from shoal.parallel.context.attention import ContextParallel
 from shoal.parallel.data import ddp, fsdp
-from shoal.parallel.data.bucket_averager import Lanes
+from shoal.parallel.data.bucket_averager import CommThreads
 from shoal.parallel.data.ddp import average_gradients
-from shoal.parallel.data.gradient_reducer import Reducer
-from shoal.parallel.data.local_sgd import Islands
-from shoal.parallel.expert.aux_loss import Balance
+from shoal.parallel.data.gradient_reducer import GradientReducer
+from shoal.parallel.data.local_sgd import LocalSGD
+from shoal.parallel.expert.aux_loss import AuxLoss
 from shoal.parallel.expert.router import biases, routers, update_bias
 from shoal.parallel.fused_loss_head import LossHead
 from shoal.parallel.pipeline.pipeline import Pipeline, Stage
@@ -45,7 +45,7 @@ from shoal.parallel.tensor import TensorParallel
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StageModule:
     """The model, or what of it belongs to one stage; its parameters have the names that they have on one device."""
 
     model: nn.Module
@@ -53,28 +53,28 @@ class Part:
 
 
 @dataclass(kw_only=True)
-class Composed:
+class ParallelModel:
     """This rank's part of a model. Made by `compose`."""
 
     plan: Plan
     mesh: Mesh
-    parts: list[Part]
+    parts: list[StageModule]
     model: nn.Module
     """What a forward calls; in a pipeline, the first of this rank's parts."""
     tensor: TensorParallel
     context: ContextParallel | None
     head: LossHead | None
     """The last layer, where it can compute the loss in place of logits."""
-    balance: Balance | None
+    balance: AuxLoss | None
     """What the routers of experts share; None: there are none."""
     routed: dict[str, int]
     """Routers of the whole model → how many experts each chooses from."""
     experts: frozenset[str]
     """Parameters that are divided over ep."""
     pipeline: Pipeline | None
-    reducer: Reducer | None
+    reducer: GradientReducer | None
     """What averages gradients over replicas; None: there are none, or torch does it."""
-    islands: Islands | None
+    islands: LocalSGD | None
     """What lets replicas meet every so many steps."""
     statistics: RunningStatistics | None
     """Averages running statistics of batch norm over ranks; None: there are none, or one rank sees all samples."""
@@ -109,7 +109,7 @@ class Composed:
         self.originals = {}
         self._copies = {second for _, second in self.tied if self.pipeline is not None}
         own = self.meeting_axes if self.islands is not None else ()
-        self._counted = [name for name in self.named if self.speaks_for(name, besides=own)]
+        self._counted = [name for name in self.named if self.is_owner(name, besides=own)]
         self._routers = {name: r for part in self.parts for name, r in routers(part.model).items()}
 
     @property
@@ -164,7 +164,7 @@ class Composed:
         self._step = step
         if self.reducer is not None:
             self.reducer.finish()
-        gradients = {name: local(p.grad) for name, p in self.named.items() if p.grad is not None}
+        gradients = {name: to_local(p.grad) for name, p in self.named.items() if p.grad is not None}
         if own := [gradient for name, gradient in gradients.items() if name in self.experts]:
             torch._foreach_div_(own, self.plan.layout.ep)
         if self.tensor.partial:
@@ -225,7 +225,7 @@ class Composed:
 
     def _own_norm(self, parameters: list[nn.Parameter]) -> Tensor:
         chosen = set(parameters)
-        found = {name: local(p.grad) for name, p in self.named.items() if p in chosen and p.grad is not None}
+        found = {name: to_local(p.grad) for name, p in self.named.items() if p in chosen and p.grad is not None}
         self.norms = dict(zip(found, norms_of(list(found.values())), strict=True))
         is_everything_here = not self.is_sharded and self.pipeline is None and self.tensor.group is None
         if is_everything_here:
@@ -271,7 +271,7 @@ class Composed:
             cut(0, layout.place(rank, axis), layout.degree(axis))
         return tuple(begin), tuple(shape)
 
-    def speaks_for(self, name: str, besides: Sequence[str] = (), *, and_copies: bool = False) -> bool:
+    def is_owner(self, name: str, besides: Sequence[str] = (), *, and_copies: bool = False) -> bool:
         """Whether this rank is the one, of all that hold this very piece of a parameter, that counts and tells it.
         `besides`: axes along which it differs nevertheless; `and_copies`: second copies of tied ones differ, too."""
         axes = (axis for axis in AXES if axis not in besides)
@@ -366,7 +366,7 @@ class Composed:
         """The pieces of the dp_shard, ep and tp ranks put together; a parameter without a gradient has a zero one."""
         parameter = self.named[name]
         piece = parameter.detach() if what == "weight" else parameter.grad
-        plain = local(torch.zeros_like(parameter) if piece is None else piece)
+        plain = to_local(torch.zeros_like(parameter) if piece is None else piece)
         shape, mesh, tensor = self.shapes[name], self.mesh, self.tensor
         dim = tensor.cuts.get(name)
         is_expert = name in self.experts
@@ -382,13 +382,13 @@ class Composed:
         return plain.to("cpu", copy=True)
 
     @property
-    def lanes(self) -> Lanes | None:
+    def lanes(self) -> CommThreads | None:
         """The ways between replicas; None: there are none, or torch has its own."""
         if self.islands is not None:
             return self.islands.lanes
         return None if self.reducer is None else self.reducer.averager.lanes
 
-    def hidden(self) -> Hidden | None:
+    def hidden(self) -> Overlap | None:
         """How long replicas sent each other something in the last step, and how much of it was hidden; None: it was not
         measured."""
         meeting = self.reducer or self.islands

@@ -7,43 +7,43 @@ from dataclasses import replace
 
 from shoal.blueprint.description import Description
 from shoal.blueprint.plan import Plan
-from shoal.comm.compression.reduce import average_of
+from shoal.comm.compression.reduce import build_average
 from shoal.comm.mesh import Mesh
 from shoal.comm.replicas.autotune import bucket_mb, fastest
-from shoal.comm.replicas.transport import Wire
+from shoal.comm.replicas.transport import Transport
 from shoal.errors import ShoalError
-from shoal.numerics.local_tensor import local
-from shoal.parallel.data.bucket_averager import Averager, Lanes, make_equal
-from shoal.parallel.data.gradient_reducer import Reducer
-from shoal.parallel.data.local_sgd import Islands
+from shoal.numerics.local_tensor import to_local
+from shoal.parallel.data.bucket_averager import BucketAverager, CommThreads, make_equal
+from shoal.parallel.data.gradient_reducer import GradientReducer
+from shoal.parallel.data.local_sgd import LocalSGD
 from shoal.parallel.options import Options
-from shoal.parallel.parallel_model import Part
+from shoal.parallel.parallel_model import StageModule
 from shoal.parallel.tensor import TensorParallel
 from shoal.predict.exact.traffic import BUCKET_BYTES
 
 
-def meets_by_itself(plan: Plan, options: Options) -> bool:
+def uses_own_reducer(plan: Plan, options: Options) -> bool:
     """Whether replicas meet by a way of ours."""
     return bool(plan.compress or plan.sync or options.algorithm != "builtin")
 
 
 def with_buckets(
-    options: Options, plan: Plan, parts: Sequence[Part], mesh: Mesh, *, is_sharded: bool
+    options: Options, plan: Plan, parts: Sequence[StageModule], mesh: Mesh, *, is_sharded: bool
 ) -> tuple[Options, str]:
     """The size of buckets that was left open, chosen by what the link can do, and why so; else as it is."""
     if options.bucket_mb != "auto":
         return options, ""
     axis = "dp_replicate" if is_sharded or plan.sync else plan.gradient_axis
-    has_buckets = meets_by_itself(plan, options) or not (is_sharded or parts[0].stage is not None)
+    has_buckets = uses_own_reducer(plan, options) or not (is_sharded or parts[0].stage is not None)
     if mesh.degree(axis) == 1 or not has_buckets:
         return replace(options, bucket_mb=None), "25 MB, if at all: no buckets of gradients travel between replicas"
-    trained = [local(p) for part in parts for p in part.model.parameters() if p.requires_grad]
-    size, why = bucket_mb(Wire(mesh.group(axis), mesh.wire), sum(p.nbytes for p in trained))
+    trained = [to_local(p) for part in parts for p in part.model.parameters() if p.requires_grad]
+    size, why = bucket_mb(Transport(mesh.group(axis), mesh.wire), sum(p.nbytes for p in trained))
     return replace(options, bucket_mb=size), f"{size:.3g} MB: {why}"
 
 
-def meeting_of(
-    parts: Sequence[Part],
+def build_gradient_sync(
+    parts: Sequence[StageModule],
     plan: Plan,
     *,
     mesh: Mesh,
@@ -51,22 +51,22 @@ def meeting_of(
     description: Description,
     options: Options,
     is_sharded: bool,
-) -> Reducer | Islands | None:
+) -> GradientReducer | LocalSGD | None:
     """What lets replicas meet; None: there are none, or torch does it."""
     axis = "dp_replicate" if is_sharded or plan.sync else plan.gradient_axis
-    if mesh.degree(axis) == 1 or not meets_by_itself(plan, options):
+    if mesh.degree(axis) == 1 or not uses_own_reducer(plan, options):
         return None
-    wire = Wire(mesh.new_group(axis), mesh.wire, node=mesh.ranks_of_node(axis))
+    wire = Transport(mesh.new_group(axis), mesh.wire, node=mesh.ranks_of_node(axis))
     named = {name: p for part in parts for name, p in part.model.named_parameters()}
     assert options.bucket_mb != "auto"
     bucket_bytes = BUCKET_BYTES if options.bucket_mb is None else round(options.bucket_mb * 2**20)
     wire.algorithm, why = (
         fastest(wire, bucket_bytes) if options.algorithm == "auto" else (options.algorithm, "it was asked for")
     )
-    average = average_of(plan.compression)
+    average = build_average(plan.compression)
     # What is not encoded gains nothing by a second lane, and NCCL may not be asked from two threads in any order.
     has_two = plan.compression is not None and wire.device.type == "cpu"
-    lanes = Lanes([wire, *([replace(wire, group=mesh.new_group(axis))] if has_two else [])], why)
+    lanes = CommThreads([wire, *([replace(wire, group=mesh.new_group(axis))] if has_two else [])], why)
     is_whole = not is_sharded and parts[0].stage is None
 
     def kind_of(name: str) -> object:
@@ -75,8 +75,8 @@ def meeting_of(
     if is_whole:
         make_equal(parts[0].model, wire)
     if plan.synchrony is not None:
-        _refuse_tied_islands(plan, mesh, description)
-        return Islands(
+        _reject_tied_replicas(plan, mesh, description)
+        return LocalSGD(
             named,
             lanes,
             average,
@@ -85,23 +85,23 @@ def meeting_of(
             bucket_bytes,
             options.seed,
             kind_of,
-            exact_steps=_exact_steps(plan, options),
+            exact_steps=_warmup_steps(plan, options),
         )
-    return Reducer(
-        Averager(named, lanes, average, bucket_bytes, options.seed, kind_of),
+    return GradientReducer(
+        BucketAverager(named, lanes, average, bucket_bytes, options.seed, kind_of),
         follows_backward=is_whole,
-        finds_unused=options.find_unused,
-        exact_steps=_exact_steps(plan, options),
+        finds_unused=options.find_unused_parameters,
+        exact_steps=_warmup_steps(plan, options),
     )
 
 
-def _exact_steps(plan: Plan, options: Options) -> int:
+def _warmup_steps(plan: Plan, options: Options) -> int:
     if options.exact_steps is not None:
         return options.exact_steps
     return plan.compression.exact_steps if plan.compression is not None else 0
 
 
-def _refuse_tied_islands(plan: Plan, mesh: Mesh, description: Description) -> None:
+def _reject_tied_replicas(plan: Plan, mesh: Mesh, description: Description) -> None:
     """Two stages that hold one parameter would each encode their own copy of it."""
     if description.tied and mesh.degree("pp") > 1:
         raise ShoalError(

@@ -10,8 +10,8 @@ from shoal.blueprint.plan import Plan
 from shoal.errors import ShoalError
 from shoal.planner.candidates import can_split, misfits_of
 from shoal.planner.search import EQUAL, MODES, SAME, SCHEDULES, complexity
-from shoal.planner.task import Task, Verdict
-from shoal.predict.estimate.peak_memory import Footprint
+from shoal.planner.task import PlanEstimate, Task
+from shoal.predict.estimate.peak_memory import PeakMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Rejected:
         return {"move": self.move, "plan": self.plan, "reason": self.reason}
 
 
-def neighbours(task: Task, best: Verdict) -> list[Rejected]:
+def alternatives(task: Task, best: PlanEstimate) -> list[Rejected]:
     """Each plan that differs in one thing, with one line of reason."""
     return [_weighed(task, best, move, said) for move, said in _moves(task, best.plan)]
 
@@ -60,7 +60,7 @@ def _moves(task: Task, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{plan.schedule} → {schedule} v={v}", {"schedule": schedule, "v": v}
 
 
-def _weighed(task: Task, best: Verdict, move: str, said: Mapping[str, Any]) -> Rejected:
+def _weighed(task: Task, best: PlanEstimate, move: str, said: Mapping[str, Any]) -> Rejected:
     try:
         plan = replace(best.plan, **said).resolve(task.cluster.num_devices)
     except ShoalError as error:
@@ -91,7 +91,7 @@ def _why_illegal(task: Task, plan: Plan) -> str:
     return ""
 
 
-def why_larger(task: Task, best: Footprint, other: Footprint) -> str:
+def why_larger(task: Task, best: PeakMemory, other: PeakMemory) -> str:
     """Which cause takes it over what there is."""
     causes = ("parameters", "gradients", "optimizer", "activations", "gathered", "buffers", "logits")
     grown = max(causes, key=lambda cause: getattr(other, cause) - getattr(best, cause))
@@ -99,7 +99,7 @@ def why_larger(task: Task, best: Footprint, other: Footprint) -> str:
     return f"{other.total / 2**30:.1f} of {task.room / 2**30:.1f} GiB ({grown} {more:+.1f})"
 
 
-def cause_of(best: Verdict, other: Verdict) -> str:
+def cause_of(best: PlanEstimate, other: PlanEstimate) -> str:
     """The cause that changes most, in seconds."""
     ours, theirs = best.time.causes(), other.time.causes()
     name = max(ours, key=lambda cause: abs(theirs[cause] - ours[cause]))

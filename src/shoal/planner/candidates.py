@@ -13,7 +13,7 @@ from typing import Any
 from shoal.blueprint.description import Description, Split
 from shoal.blueprint.layout import divisors
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.validation.legality import misfits
+from shoal.blueprint.validation.legality import check_plan
 from shoal.errors import Problem
 from shoal.planner.task import Task
 from shoal.predict.workload import Workload
@@ -89,7 +89,7 @@ def microbatches(share: int, wanted: int | None, largest: int = LARGEST_MICROBAT
 def misfits_of(task: Task, plan: Plan) -> list[Problem]:
     """Why a run would refuse a resolved plan."""
     description = task.description or description_of(task.workload)
-    return misfits(plan, description=description, sequence=task.sequence, compiles=task.compiles)
+    return check_plan(plan, description=description, sequence=task.sequence, compiles=task.compiles)
 
 
 @lru_cache(maxsize=64)

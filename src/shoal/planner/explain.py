@@ -10,7 +10,7 @@ from typing import Any
 from shoal.blueprint.plan import DEGREES, Plan
 from shoal.errors import ShoalError
 from shoal.planner.candidates import misfits_of
-from shoal.planner.task import Task, Verdict
+from shoal.planner.task import PlanEstimate, Task
 
 UNLIMITED = 1e30
 
@@ -126,7 +126,7 @@ class Laws:
     """Seconds of it that do: beta times M."""
 
 
-def laws(task: Task, best: Verdict) -> Laws:
+def laws(task: Task, best: PlanEstimate) -> Laws:
     """Of a plan: what one device would take, if it had the memory, against what all of them take."""
     alone = replace(task, cluster=task.cluster.resized(1), max_memory=UNLIMITED)
     plan, count = best.plan, task.cluster.num_devices
@@ -178,7 +178,7 @@ def scaling(task: Task, plan: Plan) -> list[Scale]:
 
 
 @dataclass(frozen=True, slots=True)
-class Thumb:
+class RuleOfThumb:
     """A rule that people know, and whether the search has come to the same."""
 
     rule: str
@@ -186,7 +186,7 @@ class Thumb:
     why: str
 
 
-def rules_of_thumb(task: Task, best: Verdict, said: Mapping[str, Any] | None = None) -> list[Thumb]:
+def rules_of_thumb(task: Task, best: PlanEstimate, said: Mapping[str, Any] | None = None) -> list[RuleOfThumb]:
     """Those that speak of this task. Words that were `said` for every plan are the reason where a rule is not kept."""
     given = [f"{axis}={said[axis]}" for axis in (*DEGREES, "zero") if said and said.get(axis) is not None]
     found = _rules_of_thumb(task, best)
@@ -195,11 +195,11 @@ def rules_of_thumb(task: Task, best: Verdict, said: Mapping[str, Any] | None = N
     return [one if one.agrees else replace(one, why=f"plans were limited to {' '.join(given)}") for one in found]
 
 
-def _rules_of_thumb(task: Task, best: Verdict) -> list[Thumb]:
+def _rules_of_thumb(task: Task, best: PlanEstimate) -> list[RuleOfThumb]:
     plan, size = best.plan, task.workload.parameters
     alone = replace(task, cluster=task.cluster.resized(1))
     fits_alone = alone.fits(alone.memory(Plan(mb=1, precision=plan.precision).resolve(1)))
-    told: list[Thumb] = []
+    told: list[RuleOfThumb] = []
     several = task.cluster.num_devices > 1
     is_plain = plan.tp == plan.pp == plan.cp == plan.ep == 1
     if several and fits_alone:
@@ -210,23 +210,25 @@ def _rules_of_thumb(task: Task, best: Verdict) -> list[Thumb]:
             if is_plain
             else "faster"
         )
-        told.append(Thumb("what fits on one device is copied (DDP)", is_plain and plan.zero == 0, why))
+        told.append(RuleOfThumb("what fits on one device is copied (DDP)", is_plain and plan.zero == 0, why))
     elif several and size <= 10e9:
         why = "" if is_plain and plan.zero else f"predicted faster: {plan.brief()}"
-        told.append(Thumb("1 to 10 B parameters are sharded (FSDP)", is_plain and bool(plan.zero), why))
+        told.append(RuleOfThumb("1 to 10 B parameters are sharded (FSDP)", is_plain and bool(plan.zero), why))
     elif several:
         composed = plan.tp != 1 or plan.pp != 1
         why = "" if composed else "sharding alone hides behind computing here"
-        told.append(Thumb("more than 10 B parameters are divided along several axes (3D)", composed, why))
+        told.append(RuleOfThumb("more than 10 B parameters are divided along several axes (3D)", composed, why))
     if (plan.tp or 1) > 1:
         inside = (plan.tp or 1) <= task.cluster.per_node
-        told.append(Thumb("tensor parallelism stays inside a node", inside, "" if inside else "nothing else fits"))
+        told.append(
+            RuleOfThumb("tensor parallelism stays inside a node", inside, "" if inside else "nothing else fits")
+        )
     if task.sequence >= 32768 and several:
         divided = plan.cp != 1
-        told.append(Thumb("long sequences are divided (cp)", divided, "" if divided else "they fit without"))
+        told.append(RuleOfThumb("long sequences are divided (cp)", divided, "" if divided else "they fit without"))
     if task.workload.experts and several:
         divided = plan.ep != 1
         told.append(
-            Thumb("experts are divided (ep)", divided, "" if divided else "they travel less where they are whole")
+            RuleOfThumb("experts are divided (ep)", divided, "" if divided else "they travel less where they are whole")
         )
     return told

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from shoal.blueprint.plan import Plan, Recompute
-from shoal.blueprint.schedules.generate import illegal
+from shoal.blueprint.schedules.generate import check_schedule
 from shoal.planner.candidates import LARGEST_MICROBATCH, layouts, microbatches, misfits_of
-from shoal.planner.task import Task, Verdict
+from shoal.planner.task import PlanEstimate, Task
 
 By = Literal["time", "memory", "money"]
 Wanted = Plan | Mapping[str, Any] | None
@@ -40,14 +40,14 @@ MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 @dataclass
-class Found:
+class SearchResult:
     """What a search has come to."""
 
-    best: list[Verdict] = field(default_factory=list)
+    best: list[PlanEstimate] = field(default_factory=list)
     """One for each layout and stage of sharding, the best first."""
-    frontier: list[Verdict] = field(default_factory=list)
+    frontier: list[PlanEstimate] = field(default_factory=list)
     """Plans of which no other is both faster and smaller, from the fastest to the smallest."""
-    smallest: Verdict | None = None
+    smallest: PlanEstimate | None = None
     """The one that takes least memory, whether it fits or not."""
     refused: dict[str, str] = field(default_factory=dict)
     """Why plans that fit cannot be run → what could be."""
@@ -57,7 +57,7 @@ class Found:
     """Layouts that fit, and to which one that is among the best is preferable in everything."""
 
 
-def search(task: Task, wanted: Wanted = None, *, keep: int = 5, by: By = "time") -> Found:
+def search(task: Task, wanted: Wanted = None, *, keep: int = 5, by: By = "time") -> SearchResult:
     """The best plans of a task. `wanted` says what they must have: keys and values, or a plan, of which only what is
     not as it would be anyway is meant."""
     searching = _Search(task, wanted, keep, by)
@@ -78,10 +78,10 @@ class _Search:
         self.said = set(wanted.to_mapping() if isinstance(wanted, Plan) else wanted or {})
         self.wanted = Plan.of(wanted) if wanted is not None else Plan(precision="bf16")
         self.task, self.keep, self.by = task, keep, by
-        self.found = Found()
-        self.kept: dict[tuple[Any, ...], Verdict] = {}
+        self.found = SearchResult()
+        self.kept: dict[tuple[Any, ...], PlanEstimate] = {}
         self._totals: dict[tuple[Any, ...], float] = {}  # seconds of each that is kept
-        self.fitting: dict[tuple[Any, ...], Verdict] = {}
+        self.fitting: dict[tuple[Any, ...], PlanEstimate] = {}
         self._worst = math.inf
 
     def look_at(self, layout: Mapping[str, Any]) -> None:
@@ -116,7 +116,7 @@ class _Search:
         schedule, v = None, 1
         if layout["pp"] > 1:
             schedule, v = self._schedules()[0]
-            if wrong := illegal(schedule, num_ranks=layout["pp"], v=v, num_microbatches=count):
+            if wrong := check_schedule(schedule, num_ranks=layout["pp"], v=v, num_microbatches=count):
                 self.found.refused.setdefault(wrong[0].what, wrong[0].fix)
                 return None
         return Plan(
@@ -146,27 +146,29 @@ class _Search:
         self.found.num_judged += 1
         least = self.found.smallest
         if (least is None or memory.total < least.memory.total) and not misfits_of(self.task, plan):
-            self.found.smallest = Verdict(plan, memory, self.task.time(plan))
+            self.found.smallest = PlanEstimate(plan, memory, self.task.time(plan))
         if not self.task.fits(memory):
             self.found.num_too_large += 1
             return False
-        first = Verdict(plan, memory, self.task.time(plan))
+        first = PlanEstimate(plan, memory, self.task.time(plan))
         self._enter(first)
         if plan.pp == 1:
             return True
         without_bubble = first.time.total - first.time.bubble
         for schedule, v in self._schedules()[1:]:
-            if without_bubble > self._worst or illegal(schedule, num_ranks=plan.pp or 1, v=v, num_microbatches=count):
+            if without_bubble > self._worst or check_schedule(
+                schedule, num_ranks=plan.pp or 1, v=v, num_microbatches=count
+            ):
                 continue
             if schedule in ("zb", "zbv", "dualpipev") and plan.recompute != "none":
                 continue
             other = replace(plan, schedule=schedule, v=v)  # type: ignore[arg-type]
             if (plan.pp or 1) * v <= self.task.workload.layers and self.task.fits(held := self.task.memory(other)):
                 self.found.num_judged += 1
-                self._enter(Verdict(other, held, self.task.time(other)))
+                self._enter(PlanEstimate(other, held, self.task.time(other)))
         return True
 
-    def _enter(self, verdict: Verdict) -> None:
+    def _enter(self, verdict: PlanEstimate) -> None:
         """Among the best, if it is."""
         corner = (round(verdict.memory.total / 2**30), verdict.plan.recompute)
         held = self.fitting.get(corner)
@@ -186,19 +188,19 @@ class _Search:
             if len(self.kept) >= self.keep and self.by == "time":
                 self._worst = sorted(self._totals.values())[self.keep - 1]
 
-    def rank(self, verdict: Verdict) -> tuple[float, float]:
+    def rank(self, verdict: PlanEstimate) -> tuple[float, float]:
         """What comes first, is best."""
         time, memory = verdict.time.total, verdict.memory.total
         return (memory, time) if self.by == "memory" else (time, memory)
 
-    def _is_better(self, one: Verdict, other: Verdict) -> bool:
+    def _is_better(self, one: PlanEstimate, other: PlanEstimate) -> bool:
         """Of two that differ in microbatches, recompute and schedule; as fast in fewer microbatches is better."""
         if self.by == "memory":
             return self.rank(one) < self.rank(other)
         change = one.time.total / other.time.total - 1
         return change < -SAME or (abs(change) <= SAME and (one.plan.mb or 0) > (other.plan.mb or 0))
 
-    def ranked(self) -> list[Verdict]:
+    def ranked(self) -> list[PlanEstimate]:
         """The best first; before it, if there is one, a simpler one that is as good. Never one to which another is
         preferable in both time and memory."""
         ordered = sorted(self.kept.values(), key=self.rank)
@@ -210,7 +212,7 @@ class _Search:
         return [simplest, *(one for one in ordered if one is not simplest)]
 
 
-def _is_smaller(one: Verdict, other: Verdict) -> bool:
+def _is_smaller(one: PlanEstimate, other: PlanEstimate) -> bool:
     return one.memory.total < other.memory.total
 
 
@@ -222,9 +224,9 @@ def complexity(plan: Plan) -> float:
     return axes + 0.3 * (plan.zero or 0) + 0.5 * hybrid + 0.4 * MODES.index(plan.recompute) + schedule
 
 
-def _undominated(ranked: list[Verdict]) -> list[Verdict]:
+def _undominated(ranked: list[PlanEstimate]) -> list[PlanEstimate]:
     """Without those to which another one is preferable in everything: no slower, no larger and no less simple."""
-    chosen: list[Verdict] = []
+    chosen: list[PlanEstimate] = []
     for one in ranked:
         if not any(
             other.time.total <= one.time.total * EQUAL
@@ -241,9 +243,9 @@ AS_FAST = "less memory and no more time"
 LESS_TIME = "less time for more memory"
 
 
-def tradeoffs(best: Verdict, frontier: Iterable[Verdict]) -> dict[str, list[Verdict]]:
+def tradeoffs(best: PlanEstimate, frontier: Iterable[PlanEstimate]) -> dict[str, list[PlanEstimate]]:
     """Plans of a frontier by what each of them gives for what, against the plan that was chosen."""
-    found: dict[str, list[Verdict]] = {AS_FAST: [], LESS_MEMORY: [], LESS_TIME: []}
+    found: dict[str, list[PlanEstimate]] = {AS_FAST: [], LESS_MEMORY: [], LESS_TIME: []}
     for one in frontier:
         if one.memory.total < best.memory.total:
             found[LESS_MEMORY if one.time.total > best.time.total else AS_FAST].append(one)
@@ -252,9 +254,9 @@ def tradeoffs(best: Verdict, frontier: Iterable[Verdict]) -> dict[str, list[Verd
     return {label: plans for label, plans in found.items() if plans}
 
 
-def _frontier(verdicts: Iterable[Verdict]) -> list[Verdict]:
+def _frontier(verdicts: Iterable[PlanEstimate]) -> list[PlanEstimate]:
     """From the fastest on, each that is smaller than all before it by at least a per cent."""
-    chosen: list[Verdict] = []
+    chosen: list[PlanEstimate] = []
     for verdict in sorted(verdicts, key=lambda one: (one.time.total, one.memory.total)):
         if not chosen or verdict.memory.total < 0.99 * chosen[-1].memory.total:
             chosen.append(verdict)

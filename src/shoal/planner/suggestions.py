@@ -87,7 +87,7 @@ def _without(plan: Plan, axis: str) -> dict[str, Any]:
     return {name: value for name, value in plan.to_mapping().items() if name != axis}
 
 
-def remedies(task: Task, wanted: Plan) -> Iterator[dict[str, Any]]:
+def smallest_changes(task: Task, wanted: Plan) -> Iterator[dict[str, Any]]:
     """Changes that may make room, the cheapest first: what to change, and to what. The verb tries each of them."""
     if task.habits.moments > 4:
         yield {"states": "bf16"}

@@ -10,9 +10,9 @@ from shoal.blueprint.plan import Plan
 from shoal.blueprint.validation.bounds import absurd
 from shoal.errors import raise_if
 from shoal.predict.cluster import Cluster
-from shoal.predict.estimate.peak_memory import Footprint, footprint
+from shoal.predict.estimate.peak_memory import PeakMemory, peak_memory
 from shoal.predict.estimate.step_time import StepTime, step_time
-from shoal.predict.framework_profile import SHOAL, Habits
+from shoal.predict.framework_profile import SHOAL, FrameworkProfile
 from shoal.predict.workload import Workload
 
 SPARE = 0.05
@@ -29,7 +29,7 @@ class Task:
     """Tokens of a sample."""
     global_batch: int
     """Samples of a step, over all ranks."""
-    habits: Habits = SHOAL
+    habits: FrameworkProfile = SHOAL
     compiles: bool = True
     """Whether torch.compile captures blocks, which some schedules do not allow."""
     description: Description | None = None
@@ -45,19 +45,19 @@ class Task:
         """Bytes that a rank may use."""
         return self.cluster.device.memory * (1 - SPARE) if self.max_memory is None else self.max_memory
 
-    def memory(self, plan: Plan) -> Footprint:
+    def memory(self, plan: Plan) -> PeakMemory:
         """Of the fullest rank of a resolved plan."""
         size, batch = self.sequence, self.global_batch
-        return footprint(self.workload, plan, self.cluster, sequence=size, global_batch=batch, habits=self.habits)
+        return peak_memory(self.workload, plan, self.cluster, sequence=size, global_batch=batch, habits=self.habits)
 
     def time(self, plan: Plan) -> StepTime:
         """Of a step of a resolved plan."""
         size, batch = self.sequence, self.global_batch
         return step_time(self.workload, plan, self.cluster, sequence=size, global_batch=batch, habits=self.habits)
 
-    def judged(self, plan: Plan) -> Verdict:
+    def judged(self, plan: Plan) -> PlanEstimate:
         """Both."""
-        return Verdict(plan, self.memory(plan), self.time(plan))
+        return PlanEstimate(plan, self.memory(plan), self.time(plan))
 
     def saved(self, plan: Plan) -> Saved:
         """What a checkpoint of a resolved plan is: weights and moments, each rank its part; of replicas, the first."""
@@ -66,7 +66,7 @@ class Task:
         sharers = layout.dp_shard * layout.cp if plan.zero else 1
         return Saved(total=total, copied=total / (layout.tp * layout.pp * sharers))
 
-    def fits(self, memory: Footprint) -> bool:
+    def fits(self, memory: PeakMemory) -> bool:
         """Whether a rank has room for it."""
         return memory.total <= self.room
 
@@ -81,9 +81,9 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class PlanEstimate:
     """A plan, and what it would need."""
 
     plan: Plan
-    memory: Footprint
+    memory: PeakMemory
     time: StepTime

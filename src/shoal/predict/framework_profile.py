@@ -18,7 +18,7 @@ shares of the whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Habits:
+class FrameworkProfile:
     """One system. Bytes are those of one element."""
 
     name: str
@@ -168,26 +168,26 @@ class Habits:
     """Of the achievable rate that its products sustain in a whole step: clocks drop under load, kernels follow each
     other with gaps."""
 
-    def with_narrow_moments(self) -> Habits:
+    def with_narrow_moments(self) -> FrameworkProfile:
         """The same with Adam's moments in half the bytes."""
         moments = self.moments / 2
         traffic = self.optimizer_traffic - 2 * moments + self.rounding  # read and written
         return replace(self, name=f"{self.name}, bf16 states", moments=moments, optimizer_traffic=traffic)
 
-    def with_narrow_weights(self) -> Habits:
+    def with_narrow_weights(self) -> FrameworkProfile:
         """The same with weights and gradients in half the bytes, and no other copy of them."""
         name = f"{self.name}, bf16 weights"
         traffic = self.optimizer_traffic - self.weight - self.gradient  # both are read or written twice
         casts = max(0.0, self.fp8_casts - 3 * self.weight / 2)  # for which weights are read three times
         return replace(self, name=name, weight=2, gradient=2, optimizer_traffic=traffic, fp8_casts=casts)
 
-    def as_documented(self) -> Habits:
+    def as_documented(self) -> FrameworkProfile:
         """Without what was learnt from measured runs of the system: those figures become those of an unknown one."""
         learnt = {entry.name: entry.default for entry in fields(self) if entry.name in LEARNT}
         return replace(self, name=f"{self.name}, documented", is_known=False, **learnt)  # type: ignore[arg-type]
 
     @cached_property
-    def on_host(self) -> Habits:
+    def on_host(self) -> FrameworkProfile:
         """The same on a CPU: no workspaces, an allocator that gives back; kernels that are not fused; and nobody else
         who would send while it computes."""
         return replace(
@@ -209,7 +209,7 @@ class Habits:
         )
 
     @cached_property
-    def where_split(self) -> Habits:
+    def where_split(self) -> FrameworkProfile:
         """The same where tp divides layers: they are called one by one, and keep what autograd keeps."""
         if not self.is_lean:
             return self
@@ -251,7 +251,7 @@ LEARNT = (
 """What no documentation says, and measured runs of a system do. Nothing of it was chosen for a single run."""
 
 
-SHOAL = Habits(
+SHOAL = FrameworkProfile(
     name="shoal",
     is_known_together=False,
     source="docs/concepts/gpu.md, predict/exact/memory.py: float32 weights, autocast, lean layers, fused loss",
@@ -302,10 +302,10 @@ SHOAL_EAGER = replace(
 )
 
 
-def shoal_habits(
-    *, compile: bool = True, states: str = "fp32", weights: str = "fp32", remake_gates: bool = True
-) -> Habits:
-    """Those of a run with `run.compile` and `run.remake_gates` on or off, and moments and weights in fp32 or bf16
+def shoal_profile(
+    *, compile: bool = True, states: str = "fp32", weights: str = "fp32", recompute_swiglu: bool = True
+) -> FrameworkProfile:
+    """Those of a run with `run.compile` and `run.recompute_swiglu` on or off, and moments and weights in fp32 or bf16
     (`optim.states`, `optim.weights`).
 
     >>> shoal_habits(compile=True, states="bf16").moments
@@ -315,13 +315,13 @@ def shoal_habits(
     (2, 2, 17.0)
     """
     habits = SHOAL if compile else SHOAL_EAGER
-    habits = habits if remake_gates else replace(habits, keeps_product=True)
+    habits = habits if recompute_swiglu else replace(habits, keeps_product=True)
     if weights == "bf16":
         habits = habits.with_narrow_weights()
     return habits.with_narrow_moments() if states == "bf16" else habits
 
 
-MEGATRON = Habits(
+MEGATRON = FrameworkProfile(
     name="megatron",
     selective="core",
     source="NVIDIA Megatron-Core: bf16 weights, fp32 main gradients and masters, Transformer Engine, dropout",
@@ -333,7 +333,7 @@ MEGATRON = Habits(
     splits_tokens=False,
 )
 
-MEGATRON_LM = Habits(
+MEGATRON_LM = FrameworkProfile(
     name="megatron-lm",
     selective="core",
     source="Narayanan et al. 2021, Korthikanti et al. 2022: eager attention, fp16, dropout, fused kernels",
@@ -345,7 +345,7 @@ MEGATRON_LM = Habits(
     logits=10,
 )
 
-DEEPSPEED = Habits(
+DEEPSPEED = FrameworkProfile(
     name="deepspeed",
     source="Narayanan et al. 2021, section 5.2: ZeRO-3 of DeepSpeed, gathering parameter by parameter",
     attention="eager",
@@ -357,7 +357,7 @@ DEEPSPEED = Habits(
     overlaps_gathers=False,
 )
 
-MEGATRON_DEEPSPEED = Habits(
+MEGATRON_DEEPSPEED = FrameworkProfile(
     name="megatron-deepspeed",
     bucket=2.8 * 2**30,  # DeepSpeed's all-gather and two reduce buckets, 5e8 elements of 2 bytes each
     selective="core",
@@ -372,7 +372,7 @@ MEGATRON_DEEPSPEED = Habits(
     logits=10,
 )
 
-NANOTRON = Habits(
+NANOTRON = FrameworkProfile(
     name="nanotron",
     source="huggingface/nanotron: bf16 weights, fp32 gradient accumulation, flash attention 2, no recompute",
     gradient_copy=2,
@@ -398,7 +398,7 @@ NANOTRON = Habits(
     efficiency=0.64,
 )
 
-LLM_FOUNDRY = Habits(
+LLM_FOUNDRY = FrameworkProfile(
     name="llm-foundry",
     source="mosaicml/llm-foundry: FSDP 1, ALiBi, flash attention 2, low-precision layer norm, full recompute",
     weight=4,
@@ -409,7 +409,7 @@ LLM_FOUNDRY = Habits(
     modern_attention_part=0.24,
 )
 
-TORCHTITAN = Habits(
+TORCHTITAN = FrameworkProfile(
     name="torchtitan",
     selective="half",
     source="pytorch/torchtitan: FSDP 2, fp32 shards, compiled blocks, flash attention",
@@ -427,7 +427,7 @@ TORCHTITAN_2024 = replace(
     logits=14,
 )
 
-INTERNEVO = Habits(
+INTERNEVO = FrameworkProfile(
     name="internevo",
     source="InternLM/InternEvo: hybrid ZeRO-1, bf16 weights, flash attention, packed data",
     gradient=2,
@@ -436,7 +436,7 @@ INTERNEVO = Habits(
     efficiency=0.78,
 )
 
-NEMO = Habits(
+NEMO = FrameworkProfile(
     name="nemo",
     selective="core",
     source="NVIDIA NeMo and Megatron-Bridge: Megatron-Core tuned, tp traffic overlapped",
@@ -447,7 +447,7 @@ NEMO = Habits(
     efficiency=0.9,
 )
 
-AUTOMODEL = Habits(
+AUTOMODEL = FrameworkProfile(
     name="automodel",
     source="NVIDIA NeMo AutoModel: FSDP 2, Transformer Engine, DeepEP",
     weight=4,
@@ -456,7 +456,7 @@ AUTOMODEL = Habits(
     modern_attention_part=0.6,
 )
 
-PRIMUS = Habits(name="primus", source="AMD Primus: Megatron and torchtitan backends on ROCm")
+PRIMUS = FrameworkProfile(name="primus", source="AMD Primus: Megatron and torchtitan backends on ROCm")
 
 ALL = {
     habits.name: habits

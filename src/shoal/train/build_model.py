@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from shoal.blueprint.description import Description
 from shoal.config.recipe import ModelSection
 from shoal.errors import ShoalError, listed, nearest
-from shoal.numerics.init import can_fill, has_law, initialise
+from shoal.numerics.init import can_fill, has_init_rule, initialise
 
 
 def build_model(section: ModelSection) -> nn.Module:
@@ -65,7 +65,7 @@ class _WithoutDraws(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def build_to_lay_out(section: ModelSection, seed: int) -> nn.Module:
+def build_for_layout(section: ModelSection, seed: int) -> nn.Module:
     """The model, without values if it says how every one of them is drawn: then no rank ever holds all of it. Else with
     the values that it draws itself, the same on every rank."""
     model = without_memory(lambda: build_model(section))
@@ -73,7 +73,7 @@ def build_to_lay_out(section: ModelSection, seed: int) -> nn.Module:
         return model
     torch.manual_seed(seed)
     model = build_model(section)
-    if has_law(model):
+    if has_init_rule(model):
         initialise(model, seed)
     return model
 

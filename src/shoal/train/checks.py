@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from shoal.blueprint.plan import Plan
 from shoal.data.batch import length
-from shoal.data.sharded_dataloader import DealtLoader
+from shoal.data.sharded_dataloader import ShardedDataLoader
 from shoal.errors import ShoalError, nearest
 from shoal.numerics.local_tensor import is_dtensor, is_fsdp
-from shoal.parallel.parallel_model import Composed
+from shoal.parallel.parallel_model import ParallelModel
 from shoal.train.build_model import describe
 from shoal.train.loss.objective import LabelRule
 from shoal.train.step import OpenStep
@@ -54,7 +54,7 @@ ELSEWHERE = {  # arguments of Accelerate, Fabric, DeepSpeed and the Trainer of t
     "num_nodes": "torchrun --nnodes 2 ...",
     "accelerator": "Run(device='cuda')",
     "cpu": "Run(device='cpu')",
-    "find_unused_parameters": "Run(find_unused=True)",
+    "find_unused_parameters": "Run(find_unused_parameters=True)",
     "gradient_checkpointing": "Run('recompute=full')",
     "activation_checkpointing": "Run('recompute=full')",
     "gradient_as_bucket_view": "leave it out: it is always so",
@@ -160,7 +160,7 @@ def rule_under(plan: Plan, rule: LabelRule) -> LabelRule:
 # ---- one step --------------------------------------------------------------------------------------------------------
 
 
-def refuse_own_loop(composed: Composed) -> None:
+def refuse_own_loop(composed: ParallelModel) -> None:
     """Forwards and backwards of a script's own, where there is no order to make them in."""
     if composed.pipeline is not None:
         raise ShoalError(
@@ -169,7 +169,7 @@ def refuse_own_loop(composed: Composed) -> None:
         )
 
 
-def refuse_unknown_batch(composed: Composed) -> None:
+def refuse_unknown_batch(composed: ParallelModel) -> None:
     """A backward out of nowhere, where it has to be known whose tokens these are, and of how many sequences."""
     for what, is_used in (
         ("a model with routers of experts", composed.balance is not None),
@@ -193,7 +193,7 @@ def refuse_unprepared(loader: Iterable[Any], num_ranks: int) -> None:
         )
 
 
-def refuse_direct_loop(loaders: Iterable[DealtLoader]) -> None:
+def refuse_direct_loop(loaders: Iterable[ShardedDataLoader]) -> None:
     """Ranks that share a batch, each of which goes through its loader by itself."""
     if any(loader.is_iterated_directly for loader in loaders):
         raise ShoalError(

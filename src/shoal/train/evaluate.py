@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from shoal.data.batch import to_device
-from shoal.data.sharded_dataloader import DealtLoader
-from shoal.parallel.pipeline.pipeline import Feed
+from shoal.data.sharded_dataloader import ShardedDataLoader
+from shoal.parallel.pipeline.pipeline import MicrobatchFeed
 from shoal.train.loss.counting import Loss
 from shoal.train.loss.objective import CrossEntropy, call_of, loss_of_output
 from shoal.train.loss.tally import Tally
@@ -30,7 +30,7 @@ def evaluate(run: Run, batches: Iterable[Any], stop: Callable[[], bool] | None =
     tally = Tally(run.device)
     was_stopped = False
     try:
-        own = batches.own_batches() if isinstance(batches, DealtLoader) else batches
+        own = batches.own_batches() if isinstance(batches, ShardedDataLoader) else batches
         for one in _in_lockstep(run, iter(own), stop):
             if one is None:
                 was_stopped = True
@@ -66,7 +66,7 @@ def _loss(run: Run, batch: Any, weight: float) -> Tensor | Loss | None:
         return last if isinstance(last, Tensor) else last.value
 
     with run.logits_as_the_objective_takes_them():
-        pipeline.forward(Feed([call_of(run.objective, batch)], loss))
+        pipeline.forward(MicrobatchFeed([call_of(run.objective, batch)], loss))
     return losses[0] if losses else None
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from shoal.comm.world import World
-from shoal.train.step import Unjudged
+from shoal.train.step import PendingStep
 
 
-def nonfinite_places(world: World, unjudged: Unjudged) -> str:
+def nonfinite_places(world: World, unjudged: PendingStep) -> str:
     """One sentence that names the rank and the microbatch, or else the parameter. Every rank has to ask."""
     sums = enumerate(unjudged.sums)
     mine = [(world.rank, index) for index, part in sums if not bool(part.isfinite())]

@@ -22,11 +22,11 @@ from torch.optim import Optimizer
 from shoal.comm.world import World
 from shoal.errors import Problem, RunFailed, listed
 from shoal.numerics.gradients import LossScale, clip_coefficient, gradients_of, scale_
-from shoal.numerics.local_tensor import local
+from shoal.numerics.local_tensor import to_local
 from shoal.numerics.offload import HostCopies
 from shoal.numerics.optim.build import step_scaled, takes_scale
 from shoal.train.nonfinite import nonfinite_places
-from shoal.train.step import Unjudged
+from shoal.train.step import PendingStep
 
 OnNan = Literal["stop", "skip", "ignore"]
 
@@ -55,11 +55,11 @@ class Updates:
     loss_scale: LossScale
     clip: float | None
     on_nan: OnNan
-    judges_late: bool | None = None
+    defers_nan_check: bool | None = None
     """Whether the optimizer judges on the device whether a gradient is finite. None: not decided yet."""
     has_updated: bool = False
     """Whether the optimizer has made a step of this run."""
-    unjudged: Unjudged | None = None
+    unjudged: PendingStep | None = None
     """The last step, as long as nobody on the host knows whether its gradient was finite."""
 
     @property
@@ -72,12 +72,12 @@ class Updates:
     ) -> Tensor | bool:
         """Clip and update, unless a gradient is not finite. Returns whether it was done; as a number on the device, if
         it was judged there."""
-        if self.judges_late is None:
+        if self.defers_nan_check is None:
             is_elsewhere = host_copies is not None or any(p.device != self.world.device for p in trained)
             can = self.world.device.type == "cuda" and not is_elsewhere and takes_scale(optimizer)
-            self.judges_late = can and not self.loss_scale.is_dynamic
+            self.defers_nan_check = can and not self.loss_scale.is_dynamic
         # The first one is judged here: an optimizer that makes its states while it drops a step leaves them unfilled.
-        if self.judges_late and self.has_updated:
+        if self.defers_nan_check and self.has_updated:
             return self._apply_on_device(optimizer, trained, norm)
         is_applied = self.keeps_nonfinite or math.isfinite(norm)
         if is_applied:
@@ -103,7 +103,7 @@ class Updates:
         if is_within and self.loss_scale.scale == 1.0:  # by 1, to the last bit
             return
         coefficient = torch.ones_like(norm) if self.clip is None else clip_coefficient(norm, self.clip)
-        scale_([local(gradient) for gradient in gradients_of(trained)], coefficient / self.loss_scale.scale)
+        scale_([to_local(gradient) for gradient in gradients_of(trained)], coefficient / self.loss_scale.scale)
 
     def settle(self) -> None:
         """Judge the last step now, and wait for it."""
@@ -111,7 +111,7 @@ class Updates:
         if unjudged is not None and unjudged.report.was_skipped:
             unjudged.report.note = self._judge_nonfinite(unjudged)
 
-    def _judge_nonfinite(self, unjudged: Unjudged) -> str:
+    def _judge_nonfinite(self, unjudged: PendingStep) -> str:
         """Every rank is here together, because the norm is the same number everywhere, and so is the loss.
 
         A gradient that overflows is what the loss scale is for. It cannot cure a loss that is not finite itself.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch.optim import Optimizer
 
 from shoal.errors import ShoalError
-from shoal.parallel.parallel_model import Composed
+from shoal.parallel.parallel_model import ParallelModel
 
 
-def hand_over(optimizer: Optimizer, composed: Composed) -> None:
+def rebind_optimizer(optimizer: Optimizer, composed: ParallelModel) -> None:
     """Let an optimizer hold the pieces of its parameters that this rank has."""
     groups = optimizer.param_groups
     if optimizer.state and any(composed.replacements(p) != [p] for group in groups for p in group["params"]):
@@ -18,11 +18,11 @@ def hand_over(optimizer: Optimizer, composed: Composed) -> None:
         )
     for group in groups:
         group["params"] = [piece for p in group["params"] for piece in composed.replacements(p)]
-    _refuse_strangers(optimizer, composed)
+    _reject_strangers(optimizer, composed)
     _refuse_forgotten_stages(optimizer, composed)
 
 
-def _refuse_strangers(optimizer: Optimizer, composed: Composed) -> None:
+def _reject_strangers(optimizer: Optimizer, composed: ParallelModel) -> None:
     """Whose parameters get no gradient, so that every step would be made and nothing learnt."""
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if held and held.isdisjoint(composed.named.values()):
@@ -32,7 +32,7 @@ def _refuse_strangers(optimizer: Optimizer, composed: Composed) -> None:
         )
 
 
-def _refuse_forgotten_stages(optimizer: Optimizer, composed: Composed) -> None:
+def _refuse_forgotten_stages(optimizer: Optimizer, composed: ParallelModel) -> None:
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     stages = [[p for p in part.model.parameters() if p.requires_grad] for part in composed.parts]
     counts = [sum(parameter in held for parameter in stage) for stage in stages]

@@ -24,7 +24,7 @@ from shoal.checkpoint.state.model_state import Holder
 from shoal.comm.collectives import all_gather
 from shoal.errors import Problem, RunFailed
 from shoal.numerics.checksum import checksums, fold, signed
-from shoal.numerics.local_tensor import local
+from shoal.numerics.local_tensor import to_local
 from shoal.parallel.batch_norm import statistics_of
 from shoal.parallel.expert.router import biases
 from shoal.train.run_checkpoint import holder_of
@@ -91,7 +91,7 @@ def copies_of(run: Run) -> Iterator[Copied]:
     for name, parameter in composed.named.items():
         axes = tuple(axis for axis in inside if composed.is_replicated(name, axis))
         if axes:
-            yield Copied(name, axes, local(parameter))
+            yield Copied(name, axes, to_local(parameter))
             yield from (Copied(label, axes, state) for label, state in _states(holder, name))
         if islands is not None and run.steps_done > islands.exact_steps and name in islands.shared:
             between = ("dp_replicate", *axes)
@@ -100,14 +100,14 @@ def copies_of(run: Run) -> Iterator[Copied]:
     axes = tuple(axis for axis in inside if axis != "pp")
     for part in composed.parts if axes else ():
         for name, buffer in {**statistics_of(part.model), **biases(part.model)}.items():
-            yield Copied(name, axes, local(buffer))
+            yield Copied(name, axes, to_local(buffer))
 
 
 def _states(holder: Holder, name: str) -> Iterator[tuple[str, Tensor]]:
     states = holder.optimizer.state.get(holder.updated(holder.composed.named[name]), {})
     for kind, state in states.items():
         if isinstance(state, Tensor):
-            yield f"{kind} of {name}", local(state)
+            yield f"{kind} of {name}", to_local(state)
 
 
 # ---- comparison ------------------------------------------------------------------------------------------------------

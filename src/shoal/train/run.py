@@ -34,22 +34,22 @@ from torch.utils.data import DataLoader
 
 from shoal.blueprint.description import Description
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.validation.bf16_weights import refuse_narrow_weights
-from shoal.checkpoint.async_saver import Saver
+from shoal.blueprint.validation.bf16_weights import reject_bf16_weights
+from shoal.checkpoint.async_saver import AsyncSaver
 from shoal.comm.mesh import Mesh
 from shoal.comm.rendezvous.environment import read_environment
 from shoal.comm.world import HostReduction, World, use_device
 from shoal.data.batch import length, parts, to_device
 from shoal.data.loader import Loader
-from shoal.data.sharded_dataloader import DealtLoader
+from shoal.data.sharded_dataloader import ShardedDataLoader
 from shoal.errors import ShoalError, raise_if
 from shoal.hash_rng import hashed_number
-from shoal.numerics.async_scalars import LateNumbers
+from shoal.numerics.async_scalars import AsyncScalars
 from shoal.numerics.determinism import make_deterministic
 from shoal.numerics.fp8.convert import FromHead, Scaling
 from shoal.numerics.gradients import LossScale, gradients_of, scale_
-from shoal.numerics.init import draw_undrawn
-from shoal.numerics.local_tensor import local
+from shoal.numerics.init import init_missing
+from shoal.numerics.local_tensor import to_local
 from shoal.numerics.offload import HostCopies
 from shoal.numerics.optim.build import memory_of_squares
 from shoal.numerics.precision import Weights, precision_of
@@ -57,10 +57,10 @@ from shoal.parallel.checks import refuse_unbuilt
 from shoal.parallel.compose import compose
 from shoal.parallel.context.attention import Backend, cut_batch, mark_cut
 from shoal.parallel.data.ddp import explain_unused
-from shoal.parallel.data.local_sgd import DEFAULT_OUTER, Outer
+from shoal.parallel.data.local_sgd import DEFAULT_OUTER, OuterOptimizer
 from shoal.parallel.options import Options, Wanted
-from shoal.parallel.parallel_model import Composed
-from shoal.parallel.pipeline.pipeline import Feed
+from shoal.parallel.parallel_model import ParallelModel
+from shoal.parallel.pipeline.pipeline import MicrobatchFeed
 from shoal.parallel.tensor import TensorParallel
 from shoal.train.build_model import describe
 from shoal.train.checks import (
@@ -96,10 +96,10 @@ from shoal.train.loss.objective import (
     objective_of,
 )
 from shoal.train.optimizer_step import OnNan, Updates, misspelt
-from shoal.train.rebind_optimizer import hand_over
+from shoal.train.rebind_optimizer import rebind_optimizer
 from shoal.train.replica_check import ReplicaCheck, check_replicas_problems
 from shoal.train.schedulers import check_optimizer, encoded_state, is_scheduler
-from shoal.train.step import Counted, OpenStep, StepReport, Unjudged
+from shoal.train.step import Counted, OpenStep, PendingStep, StepReport
 
 
 class Run:
@@ -123,16 +123,16 @@ class Run:
     attention       the kernel of attention on a GPU: auto (the fastest), cudnn, flash, efficient or math
     fused_loss      compute the loss inside the model's last layer, without ever holding all logits; None: where it can
     fp8             under the precision fp8, what of a tensor shares one scale: tensorwise or rowwise
-    fp8_narrow      layers with fewer features than this stay in bf16 then; None: as fast as was measured
+    fp8_min_features      layers with fewer features than this stay in bf16 then; None: as fast as was measured
     fp8_head        gradients: a head that computes the loss computes its gradients in fp8 then; its logits never are
     weights         what parameters and their gradients are kept in: fp32; or bf16, under the precisions bf16 and fp8,
                     with an optimizer that rounds at random, such as shoal.AdamW
-    remake_gates    make the gated values of a feed-forward again in the backward; False: keep them, which is faster
+    recompute_swiglu    make the gated values of a feed-forward again in the backward; False: keep them, which is faster
     algorithm       what carries gradients between replicas: builtin (torch's own), ring, tree, double_tree, halving,
                     hierarchical or naive; auto: whichever is fastest here, measured when the model is prepared
     exact_steps     how many of the first steps send gradients as they are under compress= and sync=; None: as the
                     method wants
-    outer           under sync=, how islands meet: shoal.Outer(lr=0.7, momentum=0.9, fragments=1, delay=0, rescale=True)
+    outer           under sync=, how islands meet: shoal.OuterOptimizer(lr=0.7, momentum=0.9, fragments=1, delay=0, rescale=True)
     timeout         seconds that a rank waits for the others in one collective
     threads         CPU threads of this process; None: an even share of the cores
     world           the ranks, if someone else has gathered them
@@ -152,19 +152,19 @@ class Run:
         loss_scale: float = 65536.0,
         loss_scale_window: int = 2000,
         bucket_mb: float | Literal["auto"] | None = None,
-        find_unused: bool = False,
+        find_unused_parameters: bool = False,
         sync_batch_norm: bool = False,
         compile: bool | str = False,
         attention: Backend = "auto",
         fused_loss: bool | None = None,
         fp8: Scaling = "tensorwise",
-        fp8_narrow: int | None = None,
+        fp8_min_features: int | None = None,
         fp8_head: FromHead = "gradients",
         weights: Weights = "fp32",
-        remake_gates: bool = True,
+        recompute_swiglu: bool = True,
         algorithm: Wanted = "builtin",
         exact_steps: int | None = None,
-        outer: Outer = DEFAULT_OUTER,
+        outer: OuterOptimizer = DEFAULT_OUTER,
         timeout: float = 600.0,
         threads: int | None = None,
         world: World | None = None,
@@ -185,15 +185,15 @@ class Run:
         self.options = Options(
             seed=seed,
             bucket_mb=bucket_mb,
-            find_unused=find_unused,
+            find_unused_parameters=find_unused_parameters,
             sync_batch_norm=sync_batch_norm,
             compile=compile,
             attention=attention,
             fused_loss=fused_loss,
             fp8=fp8,
-            fp8_narrow=fp8_narrow,
+            fp8_min_features=fp8_min_features,
             fp8_head=fp8_head,
-            remake_gates=remake_gates,
+            recompute_swiglu=recompute_swiglu,
             algorithm=algorithm,
             exact_steps=exact_steps,
             outer=outer,
@@ -205,7 +205,7 @@ class Run:
         if self.plan.sync == "auto":
             raise ShoalError("sync=auto is chosen by `shoal train`", fix="sync=diloco:50, compress=int8, or neither")
         if weights == "bf16":
-            refuse_narrow_weights(self.plan, weights="weights='fp32'", precision="Run('bf16')")
+            reject_bf16_weights(self.plan, weights="weights='fp32'", precision="Run('bf16')")
         self.precision = precision_of(self.plan.precision, weights)
         scale = LossScale(loss_scale, loss_scale_window) if self.precision.scales_loss else LossScale()
         self.updates = Updates(world=self.world, loss_scale=scale, clip=clip, on_nan=on_nan)
@@ -227,20 +227,20 @@ class Run:
         """Called with its number before the forward of each microbatch; in a pipeline, of each stage of this rank."""
         self.on_gradients: Callable[[], None] | None = None
         """Called when the gradients of a step are whole, before they are clipped."""
-        self._composed: Composed | None = None
+        self._composed: ParallelModel | None = None
         self._forward: inspect.Signature | None = None
         """What the model's forward takes, until a batch was compared with it."""
         self._description = Description()
         self._optimizer: Optimizer | None = None
         self.host_copies: HostCopies | None = None
-        self.loaders: list[DealtLoader] = []
+        self.loaders: list[ShardedDataLoader] = []
         self.schedulers: list[Any] = []
         """Prepared schedulers of learning rates, which the script steps."""
         self.saved_loaders: list[dict[str, Any]] = []
         """What the run that was loaded said of its loaders, and where they had come to."""
         self.extra: dict[str, Any] = {}
         """What was saved beside the run that was loaded."""
-        self.savers: dict[str, Saver] = {}
+        self.savers: dict[str, AsyncSaver] = {}
         """Directory → what saves to it while the run goes on."""
         self._step: OpenStep | None = None
         self._is_updating = False
@@ -266,7 +266,7 @@ class Run:
         return self.updates.loss_scale
 
     @property
-    def composed(self) -> Composed:
+    def composed(self) -> ParallelModel:
         """The prepared model as it lies over the ranks."""
         if self._composed is None:
             raise ShoalError(
@@ -365,9 +365,9 @@ class Run:
                 self._give_parameters(thing, self._composed)
             return thing
         if isinstance(thing, DataLoader):
-            loader = DealtLoader(thing, seed=self.seed, coordinate=self.coordinate, degree=self.degree)
+            loader = ShardedDataLoader(thing, seed=self.seed, coordinate=self.coordinate, degree=self.degree)
             loader.cut = self.own_tokens
-            loader.must_meet = lambda: self._composed is not None and self._composed.has_collective_forward
+            loader.needs_equal_steps = lambda: self._composed is not None and self._composed.has_collective_forward
             if len(self.loaders) < len(self.saved_loaders):  # a run was loaded that had it
                 self._continue_loader(loader, len(self.loaders))
             self.loaders.append(loader)
@@ -383,7 +383,7 @@ class Run:
             fix="give it an nn.Module, a torch Optimizer, a scheduler or a DataLoader; keep the rest as it is",
         )
 
-    def _continue_loader(self, loader: DealtLoader, number: int) -> None:
+    def _continue_loader(self, loader: ShardedDataLoader, number: int) -> None:
         from shoal.train.run_checkpoint import loader_changes
 
         known = self.saved_loaders[number]
@@ -394,7 +394,7 @@ class Run:
         refuse_second("model", self._composed)
         refuse_wrapped(model)
         refuse_compiled(model)
-        draw_undrawn(model, self.seed)
+        init_missing(model, self.seed)
         description = describe(model)
         rule = LabelRule.of(model)
         self._forward = inspect.signature(model.forward)
@@ -423,19 +423,19 @@ class Run:
             self._give_parameters(self._optimizer, self._composed)
         return self._composed.model
 
-    def _give_parameters(self, optimizer: Optimizer, composed: Composed) -> None:
+    def _give_parameters(self, optimizer: Optimizer, composed: ParallelModel) -> None:
         """Let an optimizer hold what became of its parameters; under offload, copies of it in host memory."""
-        hand_over(optimizer, composed)
+        rebind_optimizer(optimizer, composed)
         if composed.islands is not None:
             composed.islands.rescale(memory_of_squares(optimizer), next(iter(composed.named.values())))
         is_elsewhere = self.plan.offload == "optimizer" and self.device.type != "cpu"
-        self.host_copies = HostCopies(optimizer, local) if is_elsewhere else None
+        self.host_copies = HostCopies(optimizer, to_local) if is_elsewhere else None
 
     # ---- one step --------------------------------------------------------------------------------------------------
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """This rank's share of each global batch, on the device. Every rank gets as many, so all take every step."""
-        if isinstance(loader, DealtLoader):
+        if isinstance(loader, ShardedDataLoader):
             for share in loader.shares():
                 yield self._open(share.batch, counts=share.counts, offset=share.offset, largest=share.largest).batch
         else:
@@ -499,7 +499,7 @@ class Run:
 
         calls = [call(number) for number in range(len(step.microbatches))]
         with self.logits_as_the_objective_takes_them():
-            self.composed.pipeline.step(Feed(calls, loss, begin))
+            self.composed.pipeline.step(MicrobatchFeed(calls, loss, begin))
         step.has_run = True
 
     def logits_as_the_objective_takes_them(self) -> AbstractContextManager[None]:
@@ -553,9 +553,9 @@ class Run:
         if statistics is not None:
             statistics.finish()
         report = StepReport(
-            loss, norm, LateNumbers(loss, norm), keeps_nonfinite=self.updates.keeps_nonfinite, experts=experts
+            loss, norm, AsyncScalars(loss, norm), keeps_nonfinite=self.updates.keeps_nonfinite, experts=experts
         )
-        self.updates.unjudged = Unjudged(report, self.steps_done + 1, step.sums, self.composed.norms)
+        self.updates.unjudged = PendingStep(report, self.steps_done + 1, step.sums, self.composed.norms)
         if isinstance(is_applied, bool):
             self.settle()
         self.optimizer.zero_grad(set_to_none=True)
@@ -613,7 +613,7 @@ class Run:
         if self.composed.balance is not None:
             refuse_late_routers(agreed.correction)
         corrected = {id(one): one for one in [*self.composed.named.values(), *self.trained_parameters()]}
-        scale_([local(gradient) for gradient in gradients_of(corrected.values())], agreed.correction)
+        scale_([to_local(gradient) for gradient in gradients_of(corrected.values())], agreed.correction)
         if isinstance(self.objective, CrossEntropy) and self.objective.rule.is_shifted is None:
             self.objective.rule.is_shifted = convention(agreed)
         return agreed.loss

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.checkpoint.async_saver import Saver
+from shoal.checkpoint.async_saver import AsyncSaver
 from shoal.checkpoint.load import load_newest, load_step
 from shoal.checkpoint.save import Snapshot, save
 from shoal.checkpoint.state.model_state import Holder
@@ -25,7 +25,7 @@ from shoal.train.schedulers import (
 )
 
 if TYPE_CHECKING:
-    from shoal.data.sharded_dataloader import DealtLoader
+    from shoal.data.sharded_dataloader import ShardedDataLoader
     from shoal.train.run import Run
 
 LR = ("lr", "initial_lr")
@@ -97,14 +97,14 @@ def save_run(run: Run, directory: str | Path, *, wait: bool, keep: int | None, e
         _warn_of(store)
         return
     if saver is None:
-        saver = run.savers[str(directory)] = Saver(Store.at(directory), run.world.beside())
+        saver = run.savers[str(directory)] = AsyncSaver(Store.at(directory), run.world.beside())
     saver.keep = keep if wait else keep or 2
     saver.begin(holder_of(run), step=run.steps_done, state=state)
     if wait:
         wait_for(saver)
 
 
-def wait_for(saver: Saver) -> None:
+def wait_for(saver: AsyncSaver) -> None:
     """Wait for a save, and raise if it has failed."""
     saver.finish()
     _warn_of(saver.store)
@@ -170,7 +170,7 @@ def _changes(run: Run, state: Mapping[str, Any]) -> Iterator[Problem]:
     yield from scheduler_problems(run.schedulers, run.optimizer, state)
 
 
-def loader_changes(number: int, known: Mapping[str, Any], loader: DealtLoader) -> Iterator[Problem]:
+def loader_changes(number: int, known: Mapping[str, Any], loader: ShardedDataLoader) -> Iterator[Problem]:
     """Where a loader would give other batches than the one that was saved. What it did not say is not compared."""
     was = {**loader.kind, **known}
     found = [f"{name} was {was[name]}, and is {now}" for name, now in loader.kind.items() if was[name] != now]

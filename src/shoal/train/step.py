@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.comm.replicas.overlap import Hidden
+from shoal.comm.replicas.overlap import Overlap
 from shoal.comm.world import HostReduction
 from shoal.data.loader import Loader
 from shoal.errors import ShoalError
-from shoal.numerics.async_scalars import LateNumbers
+from shoal.numerics.async_scalars import AsyncScalars
 from shoal.train.loss.counting import Kind
 from shoal.train.loss.message import LossMessage
 
@@ -25,7 +25,7 @@ class StepReport:
     """The loss of the global batch; a number on the device, not yet read."""
     grad_norm: Tensor
     """The global norm before clipping."""
-    numbers: LateNumbers
+    numbers: AsyncScalars
     """Both of them, on their way to the host."""
     keeps_nonfinite: bool = False
     """Whether an update is made even if a gradient is not finite."""
@@ -35,7 +35,7 @@ class StepReport:
     """A row for each router of the model: how often each expert was chosen, how many choices were dropped, and the sum
     over sequences of the auxiliary loss; over the global batch, not yet read. None: there are no experts."""
 
-    hidden: Hidden | None = None
+    hidden: Overlap | None = None
     """How long replicas sent each other something, and how much of it was hidden; None: not measured."""
 
     @property
@@ -45,7 +45,7 @@ class StepReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Unjudged:
+class PendingStep:
     """A step that was asked for, of which nobody on the host knows yet whether its gradient was finite."""
 
     report: StepReport

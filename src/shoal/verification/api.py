@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shoal.blueprint.layout import GROUP_AXES
 from shoal.blueprint.local_sgd import AUTO
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.validation.legality import legal_plans, misfits, num_chunks
+from shoal.blueprint.validation.legality import check_plan, legal_plans, num_chunks
 from shoal.config.recipe import ModelSection, Recipe
 from shoal.data.batch import length, rows
 from shoal.data.order import sample_ids
@@ -33,7 +33,7 @@ from shoal.verification.case import TOLERANCES, Case, in_precision, replaced_pre
 from shoal.verification.compression_error import without_compression
 from shoal.verification.rank import Findings, verify_on_rank
 from shoal.verification.reference import has_batch_norm
-from shoal.verification.report import Count, Meeting, Proof
+from shoal.verification.report import Count, Proof, ReplicaSync
 
 STEPS = 3
 TOKENS = 24
@@ -82,7 +82,7 @@ def verify(
         replaced=replaced_precision(said, resolved),
     )
     check(case)
-    return prove(case)
+    return verify_case(case)
 
 
 def _tolerance(asked: float | None, plan: Plan) -> float:
@@ -96,7 +96,7 @@ def _check_steps(steps: int) -> None:
         raise ShoalError(f"{steps} steps prove nothing", fix="--steps 3")
 
 
-def prove(case: Case) -> Proof:
+def verify_case(case: Case) -> Proof:
     """Run the case in as many processes as its plan has ranks."""
     began = time.monotonic()
     ranks = launch(verify_on_rank, (case,), nproc=case.world_size)
@@ -111,7 +111,7 @@ def prove(case: Case) -> Proof:
         bytes=_bytes(ranks) | dict(_sent(ranks)),
         collectives={axis: of for axis, of in _collectives(ranks).items() if axis not in dict(_sent(ranks))},
         memory=_memory(ranks),
-        bounded=ranks[0].bounded,
+        bounded=ranks[0].compression_error,
         meeting=_meeting(ranks),
         notes=tuple(_notes(case)),
     )
@@ -154,7 +154,7 @@ def check(case: Case) -> None:
     description = describe(model)
     # In the precision that was asked for: what no run would lay out is not verified either.
     plan = case.plan if case.replaced is None else replace(case.plan, precision=case.replaced)
-    found = misfits(
+    found = check_plan(
         plan,
         description=description,
         batch=length(case.batches[0]),
@@ -174,7 +174,7 @@ def check(case: Case) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class How:
+class VerifySettings:
     """What a person may say about a verification, beside the recipe."""
 
     real: bool = False
@@ -183,7 +183,7 @@ class How:
     tolerance: float | None = None
 
 
-def case_of(recipe: Recipe, world_size: int, how: How) -> Case:
+def case_of(recipe: Recipe, world_size: int, how: VerifySettings) -> Case:
     """A verification of the recipe's model under its plan; of a small copy, where the model knows how to shrink."""
     device = "cpu" if recipe.launch.device == "auto" else recipe.launch.device
     if recipe.optim.weights == "bf16":
@@ -215,7 +215,14 @@ def case_of(recipe: Recipe, world_size: int, how: How) -> Case:
 def _unseen(recipe: Recipe) -> Iterator[str]:
     """What the recipe says about speed: who typed it for a verification believes that it was verified."""
     said, usual = recipe.model_dump(), Recipe().model_dump()
-    for key in ("run.compile", "run.attention", "run.loss", "run.remake_gates", "run.sync_batch_norm", "optim.states"):
+    for key in (
+        "run.compile",
+        "run.attention",
+        "run.loss",
+        "run.recompute_swiglu",
+        "run.sync_batch_norm",
+        "optim.states",
+    ):
         section, _, name = key.partition(".")
         if (value := said[section][name]) != usual[section][name]:
             yield f"{key} {str(value).lower()}"
@@ -267,7 +274,7 @@ def _real_batches(recipe: Recipe, steps: int) -> list[Any]:
     return [dataset.batch(sample_ids(recipe.run.seed, len(dataset), step * size, size)) for step in range(steps)]
 
 
-def legal_cases(recipe: Recipe, world_size: int, how: How) -> Iterator[Case]:
+def legal_cases(recipe: Recipe, world_size: int, how: VerifySettings) -> Iterator[Case]:
     """A case for every legal layout of so many ranks, from simple to composed."""
     with torch.device("meta"):
         model = build_model(recipe.model)
@@ -306,16 +313,16 @@ def _bytes(ranks: Sequence[Findings]) -> dict[str, Count]:
 
 def _sent(ranks: Sequence[Findings]) -> Iterator[tuple[str, Count]]:
     """Where replicas meet by a way of ours: its axis, and the bytes that all ranks send."""
-    every = [rank.met for rank in ranks if rank.met is not None]
+    every = [rank.replica_traffic for rank in ranks if rank.replica_traffic is not None]
     if every:
         yield every[0].axis, Count(predicted=sum(m.predicted for m in every), counted=sum(m.counted for m in every))
 
 
-def _meeting(ranks: Sequence[Findings]) -> Meeting | None:
-    every = [rank.met for rank in ranks if rank.met is not None]
+def _meeting(ranks: Sequence[Findings]) -> ReplicaSync | None:
+    every = [rank.replica_traffic for rank in ranks if rank.replica_traffic is not None]
     if not every:
         return None
-    return Meeting(every[0].axis, every[0].every, all(met.alike for met in every), every[0].has_islands)
+    return ReplicaSync(every[0].axis, every[0].every, all(met.alike for met in every), every[0].has_islands)
 
 
 def _operations(ranks: Sequence[Findings]) -> dict[str, list[str]]:

@@ -104,7 +104,7 @@ class Worst:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Comparison:
     """Whether two runs are equal within the tolerance, how far apart they are, and where they part."""
 
     tolerance: float
@@ -120,7 +120,7 @@ class Verdict:
         return self.first is None
 
 
-def compare(reference: Sequence[Observation], candidate: Sequence[Observation], *, tolerance: float) -> Verdict:
+def compare(reference: Sequence[Observation], candidate: Sequence[Observation], *, tolerance: float) -> Comparison:
     """Hold every step of the candidate against the same step of the reference.
 
     Within a step the order of computation is: loss, gradients in the order of the model, gradient norm, agreement of
@@ -136,7 +136,7 @@ def compare(reference: Sequence[Observation], candidate: Sequence[Observation], 
     if not steps or len(reference) != len(candidate):
         note = f"the reference made {len(reference)} steps and the candidate {len(candidate)}"
         found.append(Difference(len(steps), "loss", None, math.inf, note))
-    return Verdict(tolerance, found[0] if found else None, _worst(steps), tuple(steps))
+    return Comparison(tolerance, found[0] if found else None, _worst(steps), tuple(steps))
 
 
 def gaps(reference: Mapping[str, Tensor], candidate: Mapping[str, Tensor]) -> dict[str, Gap]:

@@ -20,7 +20,7 @@ from shoal.train.run import Run
 
 
 @dataclass(frozen=True, slots=True)
-class Bounded:
+class CompressionError:
     """What compression did to the gradient of one step."""
 
     words: str
@@ -47,7 +47,7 @@ def without_compression(plan: Plan) -> Plan:
     return replace(plan, compress=None, sync=None)
 
 
-def bounded(run: Run, share: Any, exact: Mapping[str, Tensor] | None) -> Bounded | None:
+def compression_error(run: Run, share: Any, exact: Mapping[str, Tensor] | None) -> CompressionError | None:
     """The first step of a run that compresses gradients. `exact`: those of the reference, where they are known. Every
     rank calls it; what the main one returns counts. None: it compresses nothing, since there is nobody to send to."""
     composed, gradients, own = run.composed, dict[str, Tensor](), 0.0
@@ -57,7 +57,7 @@ def bounded(run: Run, share: Any, exact: Mapping[str, Tensor] | None) -> Bounded
 
     def add(name: str, gradient: Tensor) -> None:
         nonlocal own
-        if composed.speaks_for(name, besides=composed.meeting_axes):
+        if composed.is_owner(name, besides=composed.meeting_axes):
             own += float(gradient.norm() ** 2)
 
     def look() -> None:
@@ -71,4 +71,4 @@ def bounded(run: Run, share: Any, exact: Mapping[str, Tensor] | None) -> Bounded
     if exact is None:
         return None
     off = sum(float((gradients[name].double() - value.double()).norm() ** 2) for name, value in exact.items())
-    return Bounded(f"compress={plan.compress}", sqrt(off) / size, plan.compression.error_bound)
+    return CompressionError(f"compress={plan.compress}", sqrt(off) / size, plan.compression.error_bound)

@@ -24,31 +24,31 @@ from shoal.comm.world import World
 from shoal.data.batch import length, rows
 from shoal.errors import ShoalError
 from shoal.numerics.init import can_fill
-from shoal.numerics.local_tensor import local
+from shoal.numerics.local_tensor import to_local
 from shoal.parallel.context.attention import Attention
 from shoal.parallel.expert.experts import Experts
 from shoal.parallel.expert.router import Router
-from shoal.parallel.live_memory import anatomy_of, holdings, peak_bytes
-from shoal.parallel.parallel_model import Composed
+from shoal.parallel.live_memory import live_memory, peak_bytes, trace_shapes
+from shoal.parallel.parallel_model import ParallelModel
 from shoal.predict.exact.memory import Memory, has_moment, memory
 from shoal.predict.exact.traffic import Messages, traffic
 from shoal.train.build_model import describe, without_memory
 from shoal.train.loss.objective import CrossEntropy, call_of
 from shoal.train.run import Run
 from shoal.verification.case import Case
-from shoal.verification.compare import Disagreement, Observation, Verdict, compare
-from shoal.verification.compression_error import Bounded, bounded
+from shoal.verification.compare import Comparison, Disagreement, Observation, compare
+from shoal.verification.compression_error import CompressionError, compression_error
 from shoal.verification.diagnosis.causes import likely_cause
 from shoal.verification.diagnosis.evidence import Context, Piece
 from shoal.verification.reference import fresh_model, observe_reference, optimizer_for, turn_off_dropout
-from shoal.verification.replica_traffic import Met, hurried, met
+from shoal.verification.replica_traffic import ReplicaTraffic, replica_traffic, shortened
 
 
 @dataclass
 class Findings:
     """What one rank brings home."""
 
-    verdict: Verdict | None = None
+    verdict: Comparison | None = None
     """Of rank 0 only."""
     cause: str | None = None
     traffic: Mapping[str, Mapping[str, Mapping[str, int]]] = field(default_factory=dict)
@@ -61,9 +61,9 @@ class Findings:
     """The same on paper; None: not predicted where no microbatch begins after another one's backward."""
     peak: int = 0
     """Bytes; measured."""
-    bounded: Bounded | None = None
+    compression_error: CompressionError | None = None
     """What compression does, where the plan compresses; of rank 0 only."""
-    met: Met | None = None
+    replica_traffic: ReplicaTraffic | None = None
     """What replicas send each other, where it is not just gradients."""
 
 
@@ -111,13 +111,15 @@ def _meet_as_asked(
 ) -> None:
     """What compression does to the first gradient, and what is sent when replicas meet as the plan says."""
     plans = [replace(asked, sync=None)] if asked.compress else []
-    for plan in [*plans, *([hurried(asked)] if asked.synchrony is not None else [])]:
+    for plan in [*plans, *([shortened(asked)] if asked.synchrony is not None else [])]:
         run = Run(plan, loss=case.loss, seed=case.seed, clip=None, world=world, exact_steps=0)
         _prepare(run, case)
         share = _share(run, case.batches[0])
         if plan.sync is None:
-            findings.bounded = bounded(run, share, exact)
-        findings.met = met(run, asked, functools.partial(run.step, share), functools.partial(_are_alike, run))
+            findings.compression_error = compression_error(run, share, exact)
+        findings.replica_traffic = replica_traffic(
+            run, asked, functools.partial(run.step, share), functools.partial(_are_alike, run)
+        )
         run.composed.close()
 
 
@@ -169,7 +171,7 @@ def _count(run: Run, case: Case) -> tuple[Traffic, Memory]:
     if len(case.batches) == 1:
         run.step(_share(run, case.batches[-1]))  # some things are sent once in a run, in its second step
     held: list[Memory] = []
-    run.on_microbatch = lambda number: held.append(holdings(run.composed, run.optimizer))
+    run.on_microbatch = lambda number: held.append(live_memory(run.composed, run.optimizer))
     with count(run.mesh.groups) as traffic:
         run.step(_share(run, case.batches[-1]))
     run.on_microbatch = None
@@ -184,7 +186,7 @@ def _predict(findings: Findings, run: Run, case: Case) -> None:
     batch = length(case.batches[0])
     share = rows(case.batches[0], 0, case.plan.microbatch_size(batch))
     try:
-        anatomy = anatomy_of(model, describe(model), call_of(run.objective, share))
+        anatomy = trace_shapes(model, describe(model), call_of(run.objective, share))
     except ShoalError:
         raise
     except Exception:  # code of the user's that needs values; what it does is proven all the same
@@ -248,7 +250,7 @@ def _roles(model: nn.Module) -> dict[str, Piece]:
 
 
 @torch.no_grad()
-def _disagreements(composed: Composed, what: str) -> Iterator[Disagreement]:
+def _disagreements(composed: ParallelModel, what: str) -> Iterator[Disagreement]:
     """Pieces that this rank and others of an axis should hold alike, and do not. One exchange for each axis."""
     for axis in AXES:
         group = composed.mesh.group_of_several(axis)
@@ -274,5 +276,5 @@ def _disagreements(composed: Composed, what: str) -> Iterator[Disagreement]:
 
 def _value(parameter: torch.nn.Parameter, what: str) -> Tensor:
     if what == "weight":
-        return local(parameter.detach())
-    return torch.zeros_like(local(parameter.detach())) if parameter.grad is None else local(parameter.grad)
+        return to_local(parameter.detach())
+    return torch.zeros_like(to_local(parameter.detach())) if parameter.grad is None else to_local(parameter.grad)

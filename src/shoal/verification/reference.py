@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.data.batch import IGNORE, length, rows, to_device
-from shoal.numerics.init import draw_undrawn, has_law, initialise
+from shoal.numerics.init import has_init_rule, init_missing, initialise
 from shoal.numerics.precision import hush, precision_of
 from shoal.parallel.expert.router import auxiliary_loss, biases, update_biases
 from shoal.train.loss.labels import is_shifting, shifted, takes_labels
@@ -61,9 +61,9 @@ def fresh_model(case: Case) -> nn.Module:
     """The model with its initial values, whole, on the CPU, without dropout."""
     torch.manual_seed(case.seed)  # for a model that draws its own values when it is built
     model = case.build()
-    if has_law(model):
+    if has_init_rule(model):
         initialise(model, case.seed)
-    draw_undrawn(model, case.seed)  # as `Run.prepare` does: layers of torch's own that were left without values
+    init_missing(model, case.seed)  # as `Run.prepare` does: layers of torch's own that were left without values
     turn_off_dropout(model)
     return model
 

@@ -12,14 +12,14 @@ from math import prod
 
 from shoal.blueprint.compression import exact_bytes
 from shoal.blueprint.plan import Plan
-from shoal.parallel.data.bucket_averager import Averager
+from shoal.parallel.data.bucket_averager import BucketAverager
 from shoal.train.run import Run
 
 MOST_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
+class ReplicaTraffic:
     """One meeting of replicas, as one rank has seen it."""
 
     axis: str
@@ -34,7 +34,7 @@ class Met:
     """Whether they have sent weights, and not gradients."""
 
 
-def hurried(plan: Plan) -> Plan:
+def shortened(plan: Plan) -> Plan:
     """The plan with islands that meet soon."""
     synchrony = plan.synchrony
     if synchrony is None:
@@ -42,7 +42,9 @@ def hurried(plan: Plan) -> Plan:
     return replace(plan, sync=str(replace(synchrony, every=min(synchrony.every, MOST_STEPS))))
 
 
-def met(run: Run, plan: Plan, step: Callable[[], object], are_alike: Callable[[], bool]) -> Met | None:
+def replica_traffic(
+    run: Run, plan: Plan, step: Callable[[], object], are_alike: Callable[[], bool]
+) -> ReplicaTraffic | None:
     """What a run of the hurried plan sends when replicas meet. Every rank calls it. None: there is nobody to meet.
     `plan` is the one that was asked for; `step` makes a step of the run."""
     composed, every = run.composed, plan.synchrony.every if plan.synchrony is not None else 1
@@ -57,10 +59,10 @@ def met(run: Run, plan: Plan, step: Callable[[], object], are_alike: Callable[[]
     averagers = [*averagers, *([composed.reducer.averager] if composed.reducer is not None else [])]
     predicted = sum(_predicted(averager, plan, lanes.size) for averager in averagers)
     axis = "dp_replicate" if composed.meeting_axes == ("dp_replicate",) else plan.gradient_axis
-    return Met(axis, every, predicted, hidden.bytes, are_alike(), composed.islands is not None)
+    return ReplicaTraffic(axis, every, predicted, hidden.bytes, are_alike(), composed.islands is not None)
 
 
-def _predicted(averager: Averager, plan: Plan, replicas: int) -> int:
+def _predicted(averager: BucketAverager, plan: Plan, replicas: int) -> int:
     total = 0
     for load in averager.loads:
         width = load.parameters[0].element_size()

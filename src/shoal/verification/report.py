@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shoal.verification.compare import Difference, Verdict
-from shoal.verification.compression_error import Bounded
+from shoal.verification.compare import Comparison, Difference
+from shoal.verification.compression_error import CompressionError
 
 WIDTH = 100
 _KINDS = {"loss": "the loss", "grad_norm": "the gradient norm", "gradient": "the gradient", "weight": "the weight"}
@@ -45,7 +45,7 @@ class Count:
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class ReplicaSync:
     """How replicas meet, where they do not just average gradients."""
 
     axis: str
@@ -69,7 +69,7 @@ class Proof:
 
     plan: str
     world_size: int
-    verdict: Verdict
+    verdict: Comparison
     cause: str | None = None
     """Why it is not equal; None if it is."""
 
@@ -86,10 +86,10 @@ class Proof:
     notes: tuple[str, ...] = ()
     """What a reader of the verdict should know."""
 
-    bounded: Bounded | None = None
+    bounded: CompressionError | None = None
     """What compression does to a gradient, where the plan compresses."""
 
-    meeting: Meeting | None = None
+    meeting: ReplicaSync | None = None
     """How replicas meet, where the plan compresses or has islands."""
 
     @property
@@ -208,7 +208,7 @@ def where(difference: Difference) -> str:
     return f"{place}: {difference.note or 'not finite'}"
 
 
-def _steps(verdict: Verdict) -> Table:
+def _steps(verdict: Comparison) -> Table:
     table = _table("how far off each step is")
     for heading in ("step", "loss", "norm", "gradients", "weights"):
         table.add_column(
@@ -247,7 +247,7 @@ def _axes(proof: Proof) -> Table:
     return table
 
 
-def _bytes_of(axis: str, meeting: Meeting | None) -> str:
+def _bytes_of(axis: str, meeting: ReplicaSync | None) -> str:
     """What is counted on an axis: messages as they are handed over, or what ranks send of what stands for them."""
     if meeting is None or meeting.axis != axis:
         return "bytes"

@@ -1,6 +1,6 @@
 """Pictures of a collective: its messages round by round, as text and as SVG.
 
->>> from shoal.blueprint.collectives import steps
+>>> from shoal.blueprint.collectives.steps import steps
 >>> print(draw(steps("all_reduce", "ring", 2, 8)))
 ring all_reduce, 2 ranks, 8 elements in 2 blocks: 2 rounds, at most 8 elements sent by a rank
 round 1   0 ─b▶+ 1   1 ─a▶+ 0

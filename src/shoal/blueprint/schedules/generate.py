@@ -23,7 +23,7 @@ F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741  (torch's letters)
 
 
 @lru_cache(maxsize=256)
-def make(word: Schedule, *, num_ranks: int, v: int, num_microbatches: int) -> ScheduleTable:
+def make_schedule(word: Schedule, *, num_ranks: int, v: int, num_microbatches: int) -> ScheduleTable:
     """The table of a schedule.
 
     >>> print(make("1f1b", num_ranks=2, v=1, num_microbatches=2))
@@ -36,7 +36,7 @@ def make(word: Schedule, *, num_ranks: int, v: int, num_microbatches: int) -> Sc
        4 | .      1B1
        5 | 0B1    .
     """
-    raise_if(illegal(word, num_ranks=num_ranks, v=v, num_microbatches=num_microbatches))
+    raise_if(check_schedule(word, num_ranks=num_ranks, v=v, num_microbatches=num_microbatches))
     orders = [list(_ORDERS[word](rank, num_ranks, v, num_microbatches)) for rank in range(num_ranks)]
     return ScheduleTable(
         word=word,
@@ -50,7 +50,7 @@ def make(word: Schedule, *, num_ranks: int, v: int, num_microbatches: int) -> Sc
 # ---- what is legal --------------------------------------------------------------------------------------------------
 
 
-def illegal(word: str, *, num_ranks: int, v: int, num_microbatches: int) -> list[Problem]:
+def check_schedule(word: str, *, num_ranks: int, v: int, num_microbatches: int) -> list[Problem]:
     """What keeps a schedule from being made, with the values that would do. Empty: nothing.
 
     Torch refuses some of it only when the run starts, and lets the rest run with ranks that have nothing to do. One

@@ -11,7 +11,7 @@ COMPUTES_SO = ("bf16", "fp8")
 """Precisions whose products are of bfloat16, or less."""
 
 
-def refuse_narrow_weights(
+def reject_bf16_weights(
     plan: Plan, *, weights: str = "--optim.weights fp32", precision: str = "--plan.precision bf16"
 ) -> None:
     """Raise for a plan that they are not for. `weights` and `precision` are what to type instead, where somebody else

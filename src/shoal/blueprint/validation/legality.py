@@ -2,7 +2,7 @@
 
 `Plan.resolve` knows ranks. Whether the degrees fit a *model* (its heads, features, blocks, sequence and batch) torch
 finds out inside a started run, one problem at a time and seldom by name. Here the same rules are pure functions of the
-plan and the model's description: `misfits` lists what is wrong, and `legal_plans` is every plan in which nothing is.
+plan and the model's description: `check_plan` lists what is wrong, and `legal_plans` is every plan in which nothing is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from shoal.blueprint.description import Description, Split, matches
 from shoal.blueprint.layout import divisors
 from shoal.blueprint.plan import CHOICES, VIRTUAL_STAGES, Plan
-from shoal.blueprint.schedules.generate import illegal
+from shoal.blueprint.schedules.generate import check_schedule
 from shoal.errors import Problem, ShoalError, listed, nearest
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -74,7 +74,7 @@ EXPERTS_ESSAY = """leave ep out, or give the model a method that says what its e
         with the names of your own modules; `*` stands for one part of a name"""
 
 
-def misfits(
+def check_plan(
     plan: Plan,
     *,
     description: Description,
@@ -122,7 +122,7 @@ def legal_plans(
     and gpipe. Microbatches have one sequence, so that pipelines have as many as can be.
     """
     for plan in sorted(_all_plans(world_size, description, batch, v), key=_complexity):
-        if not misfits(plan, description=description, batch=batch, sequence=sequence, features=features):
+        if not check_plan(plan, description=description, batch=batch, sequence=sequence, features=features):
             yield plan
 
 
@@ -437,7 +437,7 @@ def _batch_misfits(plan: Plan, batch: int) -> list[Problem]:
         return list(error.problems)
     if plan.schedule is None:
         return []
-    return illegal(plan.schedule, num_ranks=plan.layout.pp, v=plan.v or 1, num_microbatches=num_microbatches)
+    return check_schedule(plan.schedule, num_ranks=plan.layout.pp, v=plan.v or 1, num_microbatches=num_microbatches)
 
 
 # ---- every plan -----------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from shoal.checkpoint.formats.lazy_tensor import Box, Unread
+from shoal.checkpoint.formats.lazy_tensor import Box, LazyTensor
 from shoal.checkpoint.storage.manifest import MOST_BYTES, MOST_DIMS, Shape, tiles
 from shoal.checkpoint.storage.shard_file import DTYPES, NAMES
 from shoal.errors import ShoalError
@@ -55,7 +55,7 @@ def state_of_name(name: str) -> tuple[str, str] | None:
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
-def write(folder: Path, tensors: Mapping[str, Unread], tell: Callable[[int], None]) -> None:
+def write(folder: Path, tensors: Mapping[str, LazyTensor], tell: Callable[[int], None]) -> None:
     """Fill a folder that `torch.distributed.checkpoint.load` reads. One box is in memory at a time."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninitialized")
@@ -85,7 +85,7 @@ class _Writer(torch_checkpoint.FileSystemWriter):
 class _Planner(torch_checkpoint.DefaultSavePlanner):
     """torch asks for the plan first and for each value when it writes it: a value can be read then."""
 
-    def __init__(self, tensors: Mapping[str, Unread], tell: Callable[[int], None]) -> None:
+    def __init__(self, tensors: Mapping[str, LazyTensor], tell: Callable[[int], None]) -> None:
         super().__init__()
         self.tensors, self.tell = tensors, tell
         self.boxes = {(name, box.begin): box for name, tensor in tensors.items() for box in tensor.boxes}
@@ -123,14 +123,14 @@ class _Planner(torch_checkpoint.DefaultSavePlanner):
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
-def read(folder: Path) -> tuple[dict[str, Unread], list[str]]:
+def read(folder: Path) -> tuple[dict[str, LazyTensor], list[str]]:
     """The tensors of a folder, and the names of what it has beside tensors."""
     records = _metadata(folder / METADATA)
     try:
         entries, places = dict(records.state_dict_metadata), _places(records.storage_data)
     except (AttributeError, TypeError, ValueError):
         raise _wrong(folder, "does not list tensors and where they lie") from None
-    tensors: dict[str, Unread] = {}
+    tensors: dict[str, LazyTensor] = {}
     others = []
     for name, entry in entries.items():
         if hasattr(entry, "chunks"):
@@ -144,7 +144,7 @@ def _places(storage: Any) -> dict[tuple[str, Shape], Any]:
     return {(index.fqn, tuple(getattr(index, "offset", None) or ())): info for index, info in storage.items()}
 
 
-def _tensor(folder: Path, name: str, entry: Any, places: Mapping[tuple[str, Shape], Any]) -> Unread:
+def _tensor(folder: Path, name: str, entry: Any, places: Mapping[tuple[str, Shape], Any]) -> LazyTensor:
     try:
         dtype, shape = entry.properties.state[0], _shape(entry.size)
         boxes = [(_shape(chunk.offsets), _shape(chunk.sizes)) for chunk in entry.chunks]
@@ -160,7 +160,7 @@ def _tensor(folder: Path, name: str, entry: Any, places: Mapping[tuple[str, Shap
         if place is None:
             raise _wrong(folder, f"does not say where {name[:200]!r} lies")
         parts.append(Box(begin, size, partial(_value, folder, name, _spot(folder, name, place), dtype, size)))
-    return Unread(NAMES[dtype], shape, tuple(parts))
+    return LazyTensor(NAMES[dtype], shape, tuple(parts))
 
 
 def _shape(found: Any) -> Shape:

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint.formats import dcp, huggingface, safetensors
-from shoal.checkpoint.formats.lazy_tensor import Unread
-from shoal.checkpoint.full_tensor import Whole
-from shoal.checkpoint.storage.filesystem import Disk
-from shoal.checkpoint.storage.locate import Step
+from shoal.checkpoint.formats.lazy_tensor import LazyTensor
+from shoal.checkpoint.full_tensor import FullTensors
+from shoal.checkpoint.storage.filesystem import Filesystem
+from shoal.checkpoint.storage.locate import SavedStep
 from shoal.checkpoint.storage.manifest import SIZES
 from shoal.checkpoint.storage.shard_file import DTYPES
 from shoal.errors import RunFailed, ShoalError
@@ -36,7 +36,7 @@ _OF_AN_EXPORT = ("model*.safetensors", huggingface.INDEX, huggingface.CONFIG, dc
 
 
 @dataclass(frozen=True, kw_only=True)
-class How:
+class ExportSettings:
     """What is written, and in which form."""
 
     format: str = "safetensors"
@@ -59,15 +59,17 @@ class Exported:
     """Whether a config.json says what the model is."""
 
 
-def export(step: Step, to: Path, how: How, tell: Callable[[int], None], disk: Disk | None = None) -> Exported:
+def export(
+    step: SavedStep, to: Path, how: ExportSettings, tell: Callable[[int], None], disk: Filesystem | None = None
+) -> Exported:
     """Write a step to a file or folder of its own; `tell` hears of every part how many bytes it had."""
     if how.optimizer and how.format == "huggingface":
         raise ShoalError(
             "a folder of Hugging Face has weights alone, and --optimizer was asked for",
             fix="--format dcp or --format safetensors, or leave out --optimizer",
         )
-    disk = disk or Disk()
-    with Whole(step) as whole:
+    disk = disk or Filesystem()
+    with FullTensors(step) as whole:
         tensors = _named(whole, how)
         size = sum(tensor.num_bytes for tensor in tensors.values())
         config = None
@@ -78,7 +80,7 @@ def export(step: Step, to: Path, how: How, tell: Callable[[int], None], disk: Di
     return Exported(len(tensors), size, config is not None)
 
 
-def model_in(step: Step) -> Mapping[str, Any]:
+def model_in(step: SavedStep) -> Mapping[str, Any]:
     """The model section of the recipe that a step was trained with, or what an import has found; empty: nobody says."""
     state = step.manifest.state
     recipe = state.get("recipe")
@@ -86,7 +88,7 @@ def model_in(step: Step) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _named(whole: Whole, how: How) -> dict[str, Unread]:
+def _named(whole: FullTensors, how: ExportSettings) -> dict[str, LazyTensor]:
     tensors = whole.model()
     if not tensors:
         raise ShoalError(f"{whole.step.path} has no tensors of a model", fix="another checkpoint")
@@ -99,11 +101,11 @@ def _named(whole: Whole, how: How) -> dict[str, Unread]:
 
 def _write(
     draft: Path,
-    tensors: Mapping[str, Unread],
-    how: How,
+    tensors: Mapping[str, LazyTensor],
+    how: ExportSettings,
     config: Mapping[str, Any] | None,
     tell: Callable[[int], None],
-    disk: Disk,
+    disk: Filesystem,
 ) -> None:
     if how.format == "safetensors":
         safetensors.write(draft, tensors, disk, tell, format="pt")
@@ -120,7 +122,9 @@ def _write(
         disk.sync(draft)
 
 
-def _write_state_dict(draft: Path, tensors: Mapping[str, Unread], tell: Callable[[int], None], disk: Disk) -> None:
+def _write_state_dict(
+    draft: Path, tensors: Mapping[str, LazyTensor], tell: Callable[[int], None], disk: Filesystem
+) -> None:
     """torch.save wants all tensors at once. So they are written to a file first, and are then that file's memory, which
     the system reads as torch goes along."""
     values = _beside(draft)
@@ -140,7 +144,7 @@ def _write_state_dict(draft: Path, tensors: Mapping[str, Unread], tell: Callable
 class _Out:
     """A file as torch.save wants one."""
 
-    def __init__(self, file: Any, disk: Disk) -> None:
+    def __init__(self, file: Any, disk: Filesystem) -> None:
         self.file, self.disk = file, disk
 
     def write(self, data: Any) -> int:
@@ -163,7 +167,7 @@ def _view(memory: mmap.mmap, dtype: str, shape: tuple[int, ...], begin: int, end
 
 
 @contextmanager
-def _target(to: Path, disk: Disk, *, overwrite: bool, needs: int) -> Iterator[Path]:
+def _target(to: Path, disk: Filesystem, *, overwrite: bool, needs: int) -> Iterator[Path]:
     """Where to write what will be `to`; it is put there when all of it is on the disk."""
     draft, gone = to.with_name(f".draft-{to.name}"), to.with_name(f".draft-gone-{to.name}")
     try:
@@ -191,7 +195,7 @@ def _target(to: Path, disk: Disk, *, overwrite: bool, needs: int) -> Iterator[Pa
         raise failed(to, error) from error
 
 
-def _sync(to: Path, disk: Disk) -> None:
+def _sync(to: Path, disk: Filesystem) -> None:
     try:
         disk.sync(to.parent)
     except OSError as error:

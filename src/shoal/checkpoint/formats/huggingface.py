@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.checkpoint.formats import safetensors
-from shoal.checkpoint.formats.lazy_tensor import Unread
-from shoal.checkpoint.storage.filesystem import Disk
+from shoal.checkpoint.formats.lazy_tensor import LazyTensor
+from shoal.checkpoint.storage.filesystem import Filesystem
 from shoal.errors import Problem, ShoalError, raise_if
 from shoal.files import read_regular
 
@@ -59,8 +59,8 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 def write(
     folder: Path,
-    tensors: Mapping[str, Unread],
-    disk: Disk,
+    tensors: Mapping[str, LazyTensor],
+    disk: Filesystem,
     tell: Callable[[int], None],
     *,
     shard_bytes: float,
@@ -85,7 +85,7 @@ def write(
     return [*names, *texts]
 
 
-def split(tensors: Mapping[str, Unread], most_bytes: float) -> list[list[str]]:
+def split(tensors: Mapping[str, LazyTensor], most_bytes: float) -> list[list[str]]:
     """Names of the tensors that go into one file each, in their order; one that is too large has its own."""
     groups: list[list[str]] = [[]]
     size = 0
@@ -98,7 +98,7 @@ def split(tensors: Mapping[str, Unread], most_bytes: float) -> list[list[str]]:
     return groups
 
 
-def read(folder: Path) -> dict[str, Unread]:
+def read(folder: Path) -> dict[str, LazyTensor]:
     """The tensors of a folder, from whichever files its index names, or from all there are."""
     if (folder / INDEX).is_file():
         where = read_json(folder / INDEX).get("weight_map")
@@ -117,7 +117,7 @@ def read(folder: Path) -> dict[str, Unread]:
     paths = [folder / SINGLE] if (folder / SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
     if not paths:
         raise ShoalError(f"there are no safetensors in {folder}", fix=f"a folder with {SINGLE}, or {INDEX}")
-    found: dict[str, Unread] = {}
+    found: dict[str, LazyTensor] = {}
     for path in paths:
         read = safetensors.read(path)
         if twice := sorted(found.keys() & read.keys()):
@@ -143,7 +143,7 @@ def read_json(path: Path) -> dict[str, Any]:
 # ---- the configuration of a llama -----------------------------------------------------------------------------------
 
 
-def config_of(model: Mapping[str, Any], tensors: Mapping[str, Unread]) -> dict[str, Any] | None:
+def config_of(model: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> dict[str, Any] | None:
     """`config.json` of the model section of a recipe; None if it is no llama, which Hugging Face would not know."""
     if model.get("name") != "llama":
         return None
@@ -169,7 +169,7 @@ def config_of(model: Mapping[str, Any], tensors: Mapping[str, Unread]) -> dict[s
     }
 
 
-def _refuse_another(said: Mapping[str, Any], tensors: Mapping[str, Unread]) -> None:
+def _refuse_another(said: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> None:
     layers = {name.split(".")[2] for name in tensors if name.startswith("model.layers.")}
     embedding = tensors.get("model.embed_tokens.weight")
     there = (list(embedding.shape) if embedding else None, len(layers), "lm_head.weight" not in tensors)
@@ -207,7 +207,7 @@ def model_of(config: Mapping[str, Any], path: Path) -> dict[str, Any] | None:
     return {"name": "llama", **{ours: told[theirs] for ours, theirs in WORDS.items() if theirs in told}}
 
 
-def without_copies(tensors: Mapping[str, Unread], model: Mapping[str, Any]) -> dict[str, Unread]:
+def without_copies(tensors: Mapping[str, LazyTensor], model: Mapping[str, Any]) -> dict[str, LazyTensor]:
     """What a llama of shoal's has: no second name of a tied embedding, no table of rotary angles."""
     return {
         name: tensor

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shoal.checkpoint.formats import dcp, huggingface, safetensors
 from shoal.checkpoint.formats.export import failed, refuse_inside_a_file, refuse_little_room
-from shoal.checkpoint.formats.lazy_tensor import Unread
+from shoal.checkpoint.formats.lazy_tensor import LazyTensor
 from shoal.checkpoint.save import key_of
 from shoal.checkpoint.storage import shard_file
 from shoal.checkpoint.storage.locate import find
@@ -30,7 +30,7 @@ FILE_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class How:
+class ImportSettings:
     """What is read, and as what."""
 
     format: str = "auto"
@@ -49,9 +49,9 @@ class Foreign:
     source: str
     """The name of the file or folder."""
     format: str
-    model: dict[str, Unread]
+    model: dict[str, LazyTensor]
     """Name of a parameter → its values."""
-    states: dict[tuple[str, str], Unread] = field(default_factory=dict)
+    states: dict[tuple[str, str], LazyTensor] = field(default_factory=dict)
     """State and name of a parameter → what an optimizer kept."""
     left_out: tuple[str, ...] = ()
     section: dict[str, Any] | None = None
@@ -63,7 +63,7 @@ class Foreign:
         return sum(tensor.num_bytes for tensor in (*self.model.values(), *self.states.values()))
 
 
-def bring(found: Foreign, to: Path, how: How, tell: Callable[[int], None]) -> Path:
+def import_checkpoint(found: Foreign, to: Path, how: ImportSettings, tell: Callable[[int], None]) -> Path:
     """Write a checkpoint of what was found; returns its step. `tell` hears of every part how many bytes it had."""
     store = Store(to)
     _refuse_taken(store, how)
@@ -80,7 +80,7 @@ def bring(found: Foreign, to: Path, how: How, tell: Callable[[int], None]) -> Pa
         raise
 
 
-def _refuse_taken(store: Store, how: How) -> None:
+def _refuse_taken(store: Store, how: ImportSettings) -> None:
     root = store.root
     refuse_inside_a_file(root)
     if root.exists() and not root.is_dir():
@@ -101,7 +101,7 @@ def _refuse_taken(store: Store, how: How) -> None:
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
-def read(source: Path, how: How) -> Foreign:
+def read(source: Path, how: ImportSettings) -> Foreign:
     """What there is to be imported."""
     kind = detect(source) if how.format == "auto" else how.format
     section = None
@@ -164,9 +164,9 @@ def _folder(source: Path, kind: str, needs: str) -> Path:
     return source
 
 
-def _sorted_out(found: Foreign, tensors: Mapping[str, Unread], prefix: str) -> Foreign:
+def _sorted_out(found: Foreign, tensors: Mapping[str, LazyTensor], prefix: str) -> Foreign:
     """Weights, states of weights that are there, and the rest."""
-    model: dict[str, Unread] = {}
+    model: dict[str, LazyTensor] = {}
     states: dict[str, tuple[str, str]] = {}
     left_out = list(found.left_out)
     for name, tensor in tensors.items():
@@ -182,7 +182,7 @@ def _sorted_out(found: Foreign, tensors: Mapping[str, Unread], prefix: str) -> F
             f"none of the {len(tensors)} tensors there is a weight" + (f" called {prefix}..." if prefix else ""),
             fix=f"--prefix with what stands before the names: {', '.join(list(tensors)[:3]) or 'there are none'}",
         )
-    fitting: dict[tuple[str, str], Unread] = {}
+    fitting: dict[tuple[str, str], LazyTensor] = {}
     for name, (kind, parameter) in states.items():
         known = parameter if parameter in model else parameter.removeprefix(prefix)
         if known in model and tensors[name].shape in ((), model[known].shape):
@@ -201,7 +201,7 @@ def _state_of_name(name: str) -> tuple[str, str] | None:
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
-def _write(draft: Path, store: Store, found: Foreign, how: How, tell: Callable[[int], None]) -> Manifest:
+def _write(draft: Path, store: Store, found: Foreign, how: ImportSettings, tell: Callable[[int], None]) -> Manifest:
     tensors = {f"model/{name}": tensor for name, tensor in found.model.items()}
     scalars: dict[str, dict[str, float]] = {}
     for (kind, parameter), tensor in found.states.items():
@@ -228,7 +228,7 @@ def _write(draft: Path, store: Store, found: Foreign, how: How, tell: Callable[[
     return Manifest(step=how.step, tensors=entries, files=files, state=state)
 
 
-def _groups(tensors: Mapping[str, Unread], most_bytes: int) -> Iterator[list[tuple[str, int]]]:
+def _groups(tensors: Mapping[str, LazyTensor], most_bytes: int) -> Iterator[list[tuple[str, int]]]:
     """What goes into one file each: names, and which box of each."""
     group: list[tuple[str, int]] = []
     size = 0
@@ -244,5 +244,5 @@ def _groups(tensors: Mapping[str, Unread], most_bytes: int) -> Iterator[list[tup
         yield group
 
 
-def _num_bytes(tensor: Unread, shape: Shape) -> int:
-    return Unread(tensor.dtype, shape, ()).num_bytes
+def _num_bytes(tensor: LazyTensor, shape: Shape) -> int:
+    return LazyTensor(tensor.dtype, shape, ()).num_bytes

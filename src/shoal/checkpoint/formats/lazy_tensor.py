@@ -29,7 +29,7 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Unread:
+class LazyTensor:
     """A tensor, as boxes that fill it."""
 
     dtype: str
@@ -43,7 +43,7 @@ class Unread:
         return prod(self.shape) * SIZES[self.dtype]
 
 
-def by_rows(dtype: str, shape: Sequence[int], rows: Callable[[int, int], Tensor]) -> Unread:
+def by_rows(dtype: str, shape: Sequence[int], rows: Callable[[int, int], Tensor]) -> LazyTensor:
     """A tensor of which rows can be read; one without dims is read by `rows(0, 1)`."""
     rest = tuple(shape[1:])
     boxes = tuple(
@@ -51,7 +51,7 @@ def by_rows(dtype: str, shape: Sequence[int], rows: Callable[[int, int], Tensor]
         else Box((), (), partial(rows, begin, end))
         for begin, end in row_blocks(dtype, shape)
     )  # fmt: skip
-    return Unread(dtype, tuple(shape), boxes)
+    return LazyTensor(dtype, tuple(shape), boxes)
 
 
 def row_blocks(dtype: str, shape: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -18,8 +18,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.formats.lazy_tensor import Unread, by_rows
-from shoal.checkpoint.storage.filesystem import Disk
+from shoal.checkpoint.formats.lazy_tensor import LazyTensor, by_rows
+from shoal.checkpoint.storage.filesystem import Filesystem
 from shoal.checkpoint.storage.manifest import MOST_DIMS, MOST_ELEMENTS, SIZES, Shape
 from shoal.checkpoint.storage.shard_file import DTYPES, MOST_HEADER, bytes_of
 from shoal.errors import ShoalError
@@ -30,7 +30,7 @@ Places = dict[str, tuple[str, Shape, int, int]]
 
 
 def write(
-    path: Path, tensors: Mapping[str, Unread], disk: Disk, tell: Callable[[int], None], **metadata: str
+    path: Path, tensors: Mapping[str, LazyTensor], disk: Filesystem, tell: Callable[[int], None], **metadata: str
 ) -> Places:
     """Write tensors to a new file, a box at a time; returns where they lie. Those with wide elements come first, so
     that all are aligned."""
@@ -53,7 +53,7 @@ def write(
 
 
 @contextmanager
-def new_file(path: Path, disk: Disk) -> Iterator[Any]:
+def new_file(path: Path, disk: Filesystem) -> Iterator[Any]:
     """A file to write to, which is on the disk in the end."""
     file = disk.create(path)
     try:
@@ -64,7 +64,7 @@ def new_file(path: Path, disk: Disk) -> Iterator[Any]:
     disk.close(file)
 
 
-def read(path: Path) -> dict[str, Unread]:
+def read(path: Path) -> dict[str, LazyTensor]:
     """The tensors of a file, to be read by rows."""
     return {
         key: by_rows(dtype, shape, partial(_rows, path, dtype, shape, begin))

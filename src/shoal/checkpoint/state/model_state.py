@@ -1,6 +1,6 @@
 """The tensors of a run, as a checkpoint knows them: by the names that they have on one device, each rank with its box.
 
-A layout divides a parameter into boxes (`Composed.box`); what the optimizer keeps for it is divided alike. So a
+A layout divides a parameter into boxes (`ParallelModel.box`); what the optimizer keeps for it is divided alike. So a
 checkpoint does not know layouts: it knows whole tensors, and where in them each piece lies. Any layout can read what
 any other has written, by asking for its own boxes.
 
@@ -23,9 +23,9 @@ from torch.optim import Optimizer
 
 from shoal.checkpoint.storage.manifest import Shape
 from shoal.errors import ShoalError
-from shoal.numerics.local_tensor import local
+from shoal.numerics.local_tensor import to_local
 from shoal.parallel.expert.router import biases
-from shoal.parallel.parallel_model import Composed
+from shoal.parallel.parallel_model import ParallelModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Held:
 class Holder:
     """What holds the tensors of a run on this rank."""
 
-    composed: Composed
+    composed: ParallelModel
     optimizer: Optimizer
     copies: Mapping[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     """Parameters whose copies in host memory the optimizer has instead (`offload=optimizer`)."""
@@ -64,16 +64,16 @@ def held_by(holder: Holder) -> Iterator[Held]:
     composed = holder.composed
     firsts = {second: first for first, second in composed.tied}
     for name, parameter in composed.named.items():
-        whole, (begin, shape), is_told = composed.shapes[name], composed.box(name), composed.speaks_for(name)
+        whole, (begin, shape), is_told = composed.shapes[name], composed.box(name), composed.is_owner(name)
         known = firsts.get(name, name)
-        value = local(parameter).detach()
+        value = to_local(parameter).detach()
         assert tuple(value.shape) == shape, f"{name} has the box {shape} and holds {tuple(value.shape)}"
         islands = composed.islands
         own = islands.shared.get(name, value) if islands is not None else value
         yield Held(f"model/{known}", whole, begin, own, is_told)
         for kind, state in holder.optimizer.state.get(holder.updated(parameter), {}).items():
             if isinstance(state, Tensor) and state.dim():
-                own = local(state)
+                own = to_local(state)
                 if own.shape != value.shape:
                     raise ShoalError(
                         f"{type(holder.optimizer).__name__} keeps {kind} of {name} in the shape"
@@ -88,7 +88,7 @@ def held_by(holder: Holder) -> Iterator[Held]:
         yield Held(f"model/{name}", tuple(buffer.shape), (0,) * buffer.dim(), buffer, is_first, is_needed=False)
 
 
-def _buffers(composed: Composed) -> Iterator[tuple[str, Tensor]]:
+def _buffers(composed: ParallelModel) -> Iterator[tuple[str, Tensor]]:
     """Biases of routers, and what a model's own state_dict has of buffers; of several ranks, the first one's."""
     for part in composed.parts:
         routed = biases(part.model)
@@ -100,7 +100,7 @@ def _buffers(composed: Composed) -> Iterator[tuple[str, Tensor]]:
         }
         for name, buffer in part.model.named_buffers():
             if name not in routed and name not in passing:
-                yield name, local(buffer)
+                yield name, to_local(buffer)
 
 
 def scalars_of(holder: Holder) -> dict[str, dict[str, float]]:
@@ -111,7 +111,7 @@ def scalars_of(holder: Holder) -> dict[str, dict[str, float]]:
         numbers = {
             kind: float(state) for kind, state in states.items() if not isinstance(state, Tensor) or state.dim() == 0
         }
-        if numbers and holder.composed.speaks_for(name):
+        if numbers and holder.composed.is_owner(name):
             found[name] = numbers
     return found
 
@@ -131,11 +131,11 @@ def make_states(holder: Holder, kinds: dict[str, dict[str, torch.dtype]], scalar
         for kind, number in scalars.get(known, {}).items():
             is_counter = kind == "step" or parameter.dim()
             dtype = torch.float32 if is_counter else parameter.dtype
-            device = _device_of_step(groups[parameter], parameter) if is_counter else local(parameter).device
+            device = _device_of_step(groups[parameter], parameter) if is_counter else to_local(parameter).device
             state[kind] = torch.tensor(number, dtype=dtype, device=device)
 
 
 def _device_of_step(group: dict[str, Any], parameter: nn.Parameter) -> torch.device:
     """Where an optimizer keeps its counters: with the parameters if its kernels read them, else on the host."""
     is_near = group.get("fused") or group.get("capturable") or "states" in group
-    return local(parameter).device if is_near else torch.device("cpu")
+    return to_local(parameter).device if is_near else torch.device("cpu")

@@ -23,13 +23,13 @@ from torch import Tensor
 
 from shoal.checkpoint.state.model_state import Held, Holder
 from shoal.checkpoint.storage.manifest import Manifest
-from shoal.numerics.local_tensor import local
-from shoal.parallel.data.bucket_averager import Averager
-from shoal.parallel.parallel_model import Composed
+from shoal.numerics.local_tensor import to_local
+from shoal.parallel.data.bucket_averager import BucketAverager
+from shoal.parallel.parallel_model import ParallelModel
 
 
 def held_by_replicas(holder: Holder) -> Iterator[Held]:
-    """What this rank holds beside what `held_by` says."""
+    """What this rank holds beside what `rank_share` says."""
     composed = holder.composed
     firsts = {second: first for first, second in composed.tied}
 
@@ -38,7 +38,7 @@ def held_by_replicas(holder: Holder) -> Iterator[Held]:
         begin, _ = composed.box(name)
         lanes = _averagers(composed)[0].lanes
         path = f"replica/{lanes.rank}/{kind}/{known}" if is_own else f"{kind}/{known}"
-        is_told = composed.speaks_for(name, besides=composed.meeting_axes if is_own else ())
+        is_told = composed.is_owner(name, besides=composed.meeting_axes if is_own else ())
         return Held(path, composed.shapes[name], begin, value, is_told, is_needed=False, replicas=lanes.size)
 
     for averager in _averagers(composed):
@@ -47,36 +47,36 @@ def held_by_replicas(holder: Holder) -> Iterator[Held]:
         for name, matrix in averager.narrow():
             begin, _ = composed.box(name)
             path = f"narrow/{','.join(map(str, begin))}/{firsts.get(name, name)}"
-            is_told = composed.speaks_for(name)
+            is_told = composed.is_owner(name)
             yield Held(path, tuple(matrix.shape), (0, 0), matrix, is_told, is_needed=False)
     islands = composed.islands
     if islands is None:
         return
     for name in islands.shared:
         parameter = composed.named[name]
-        yield held("model", name, local(parameter).detach(), is_own=True)
+        yield held("model", name, to_local(parameter).detach(), is_own=True)
         for kind, state in holder.optimizer.state.get(holder.updated(parameter), {}).items():
             if isinstance(state, Tensor) and state.dim():
-                yield held(f"optimizer/{kind}", name, local(state), is_own=True)
+                yield held(f"optimizer/{kind}", name, to_local(state), is_own=True)
         yield held("outer/momentum", name, islands.momentum[name], is_own=False)
         if islands.outer.delay:
             yield held("sent", name, islands.sent[name], is_own=True)
             yield held("outer/arrived", name, islands.arrived[name], is_own=False)
 
 
-def _residual(composed: Composed, name: str, residual: Tensor, averager: Averager) -> Held:
+def _residual(composed: ParallelModel, name: str, residual: Tensor, averager: BucketAverager) -> Held:
     """What is owed to a gradient. Copies that are summed up only after they have travelled owe each their own: tp ranks
     of a weight that each used for its own tokens, and two stages that hold one parameter."""
     is_partial = composed.islands is None and name in composed.tensor.partial
     kind = f"residual.tp{composed.tensor.index}" if is_partial else "residual"
     own = composed.meeting_axes + (("tp",) if is_partial else ())
-    is_told = composed.speaks_for(name, besides=own, and_copies=True)
+    is_told = composed.is_owner(name, besides=own, and_copies=True)
     begin, _ = composed.box(name)
     path = f"replica/{averager.lanes.rank}/{kind}/{name}"
     return Held(path, composed.shapes[name], begin, residual, is_told, is_needed=False, replicas=averager.lanes.size)
 
 
-def _averagers(composed: Composed) -> list[Averager]:
+def _averagers(composed: ParallelModel) -> list[BucketAverager]:
     if composed.islands is not None:
         return composed.islands.fragments
     return [] if composed.reducer is None else [composed.reducer.averager]

@@ -43,7 +43,7 @@ class Source(Protocol):
         ...
 
 
-class Disk:
+class Filesystem:
     """A file system, operation by operation; every one is on the disk when it returns, or is followed by a `sync`."""
 
     renames = True

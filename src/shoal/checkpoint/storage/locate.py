@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from shoal.checkpoint.storage.filesystem import Disk
+from shoal.checkpoint.storage.filesystem import Filesystem
 from shoal.checkpoint.storage.manifest import MOST_BYTES, NAME, SIZES, Entry, Manifest
 from shoal.checkpoint.storage.store import ASIDE, DAMAGED, DRAFT, LATEST, STEP, Store, root_of, wrong_sizes
 from shoal.errors import ShoalError
@@ -18,7 +18,7 @@ MOST_NAME = 4096
 
 
 @dataclass(frozen=True)
-class Step:
+class SavedStep:
     """One step that is done, wherever it lies."""
 
     path: Path
@@ -48,7 +48,7 @@ class Listed:
     """Something in a store: a step, or what was to become one."""
 
     path: Path
-    step: Step | None
+    step: SavedStep | None
     """None: it is not there as a whole."""
     trouble: str = ""
     """What is wrong with it, as far as that shows without reading its files."""
@@ -57,10 +57,10 @@ class Listed:
     """Seconds since 1970."""
 
 
-def find(path: Path, step: int | None = None) -> Step:
+def find(path: Path, step: int | None = None) -> SavedStep:
     """The step that a path means: itself, or the one that is asked for of those in it, or the newest of them."""
     folder = folder_of(path, step)
-    return Step(folder, read_manifest(folder))
+    return SavedStep(folder, read_manifest(folder))
 
 
 def folder_of(path: Path, step: int | None = None) -> Path:
@@ -131,16 +131,16 @@ def _listed(folder: Path, latest: str) -> Listed:
         return Listed(folder, None, f"damaged: it has no {NAME}", when=_when(folder))
     is_latest, when = folder.name == latest, _when(folder / NAME)
     try:
-        step = Step(folder, read_manifest(folder))
+        step = SavedStep(folder, read_manifest(folder))
     except ShoalError as error:
         return Listed(folder, None, f"damaged: {error.problems[0].what}", is_latest, when)
     trouble = _trouble(step) or ("set aside" if folder.name.startswith(ASIDE) else "")
     return Listed(folder, step, trouble, is_latest, when)
 
 
-def _trouble(step: Step) -> str:
+def _trouble(step: SavedStep) -> str:
     """What shows without reading: a file that is gone, or of another size."""
-    return next((f"damaged: {name} {what}" for name, what in wrong_sizes(step.path, step.manifest, Disk())), "")
+    return next((f"damaged: {name} {what}" for name, what in wrong_sizes(step.path, step.manifest, Filesystem())), "")
 
 
 def _when(path: Path) -> float:

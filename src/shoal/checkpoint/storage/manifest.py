@@ -123,7 +123,7 @@ class Manifest:
                 for name, entry in self.tensors.items()
             },
         }
-        return sealed(json.dumps(said, allow_nan=False, separators=(",", ":")).encode())
+        return with_checksum(json.dumps(said, allow_nan=False, separators=(",", ":")).encode())
 
     @classmethod
     def parse(cls, text: bytes) -> Manifest:
@@ -145,7 +145,7 @@ class Manifest:
         read = cls(step=tree.number("step"), tensors=tensors, files=files, state=tree.mapping("state").value)
         if (name := wrong_in(read.state)) is not None:
             raise _wrong(f"has something else in its state under {name!r} than shoal writes there", "the saved state")
-        if text != sealed(text):  # after all else, which says more of what is wrong
+        if text != with_checksum(text):  # after all else, which says more of what is wrong
             raise _wrong("does not have the hash that stands at its end", "the file that was written")
         return read
 
@@ -153,7 +153,7 @@ class Manifest:
 _SEAL = re.compile(rb',\s*"sha256":\s*"[0-9a-f]{64}"\s*}\s*\Z')
 
 
-def sealed(text: bytes) -> bytes:
+def with_checksum(text: bytes) -> bytes:
     """A manifest with the hash of what comes before it as its last key, in place of one that is there.
 
     >>> sealed(b'{"step":1}')[:21], sealed(sealed(b'{"step":1}')) == sealed(b'{"step":1}')

@@ -12,20 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from shoal.blueprint.faults import Faults
-from shoal.checkpoint.storage.filesystem import Disk
+from shoal.checkpoint.storage.filesystem import Filesystem
 from shoal.errors import ShoalError, nearest
 
 LOCAL = ("file", "local")
 """Protocols of this machine, whose disk keeps more promises than fsspec asks of it."""
 
 
-def disk_at(where: str | Path) -> tuple[Disk, Path]:
+def filesystem_at(where: str | Path) -> tuple[Filesystem, Path]:
     """The disk that a path or a URL is on, and its name there."""
     protocol, is_url, rest = str(where).partition("://")
     if not is_url:
-        return Disk(), Path(where)
+        return Filesystem(), Path(where)
     if protocol in LOCAL:
-        return Disk(), Path(rest)
+        return Filesystem(), Path(rest)
     import fsspec  # type: ignore[import-untyped]  # some 0.1 s, for those who need it
 
     try:
@@ -36,10 +36,10 @@ def disk_at(where: str | Path) -> tuple[Disk, Path]:
     except ValueError as error:
         near = nearest(protocol, fsspec.available_protocols())
         raise ShoalError(f"{where} cannot be opened: {error}", fix=f"{near or 's3'}://...") from error
-    return Objects(system), Path(path)
+    return ObjectStore(system), Path(path)
 
 
-class Objects(Disk):
+class ObjectStore(Filesystem):
     """A file system of fsspec that may have no rename and no directories."""
 
     renames = False

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.storage.filesystem import Disk
+from shoal.checkpoint.storage.filesystem import Filesystem
 from shoal.checkpoint.storage.manifest import CHUNK, MOST_DIMS, MOST_ELEMENTS, SIZES, File, read_json
 from shoal.errors import ShoalError
 
@@ -44,7 +44,7 @@ BLOCK = 16 * CHUNK
 """Bytes that are read at a time when they cannot be read to where they belong."""
 
 
-def write(path: Path, tensors: Mapping[str, Tensor], disk: Disk) -> File:
+def write(path: Path, tensors: Mapping[str, Tensor], disk: Filesystem) -> File:
     """Write tensors to a new file, to the disk; returns its size and hashes."""
     header: dict[str, Any] = {}
     end = 0
@@ -132,7 +132,7 @@ class Reader:
         path: Path,
         file: File,
         *,
-        disk: Disk | None = None,
+        disk: Filesystem | None = None,
         reading: Reading | None = None,
         verify: bool = True,
     ) -> None:
@@ -143,7 +143,7 @@ class Reader:
         self._last = -1
         self._reading, self._is_alone = reading or Reading(), reading is None
         try:
-            self._source = (disk or Disk()).open(path)
+            self._source = (disk or Filesystem()).open(path)
         except OSError as error:
             raise _damaged(path, f"cannot be read: {error.strerror or error}") from error
         try:

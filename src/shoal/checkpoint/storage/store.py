@@ -26,9 +26,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from shoal.checkpoint.storage.filesystem import Disk
+from shoal.checkpoint.storage.filesystem import Filesystem
 from shoal.checkpoint.storage.manifest import MOST_BYTES, NAME, Manifest
-from shoal.checkpoint.storage.object_store import disk_at
+from shoal.checkpoint.storage.object_store import filesystem_at
 from shoal.errors import Problem, ShoalError, raise_if
 
 LATEST = "latest"
@@ -54,7 +54,7 @@ def find(where: str | Path) -> tuple[Store, int | None]:
     return Store.at(root_of(path)), None
 
 
-def wrong_sizes(folder: Path, manifest: Manifest, disk: Disk) -> Iterator[tuple[str, str]]:
+def wrong_sizes(folder: Path, manifest: Manifest, disk: Filesystem) -> Iterator[tuple[str, str]]:
     """Files of a step that are gone or of another size, and what is wrong with each; their bytes are not read."""
     for name, file in manifest.files.items():
         try:
@@ -69,8 +69,8 @@ def wrong_sizes(folder: Path, manifest: Manifest, disk: Disk) -> Iterator[tuple[
 class Store:
     """The checkpoints of one run, on a disk."""
 
-    def __init__(self, root: Path, disk: Disk | None = None, *, where: str = "") -> None:
-        self.root, self.disk = root, disk or Disk()
+    def __init__(self, root: Path, disk: Filesystem | None = None, *, where: str = "") -> None:
+        self.root, self.disk = root, disk or Filesystem()
         self.where = where or str(root)
         """As a person names it: the path, or the URL."""
         self._notes: list[str] = []
@@ -78,7 +78,7 @@ class Store:
     @classmethod
     def at(cls, where: str | Path) -> Store:
         """In a directory of this machine, or at a URL of any store that fsspec knows."""
-        disk, root = disk_at(where)
+        disk, root = filesystem_at(where)
         return cls(root, disk, where=str(where))
 
     # ---- saving -----------------------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ class Store:
         """Remove the steps after one: of a place that is kept for a while only."""
         self._drop(*(path for step, saves in self._found().items() if step > after for path in saves.values()))
 
-    def set_aside(self, *, after: int) -> list[int]:
+    def archive(self, *, after: int) -> list[int]:
         """Take the steps after one out of the way of a run that goes on from there, and remove none; returns them."""
         found = self._found()
         later = sorted(step for step in found if step > after)

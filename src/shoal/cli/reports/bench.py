@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from shoal.bench.comm import Found
+    from shoal.bench.comm import CommTimings
 
 BOUND = 0.15
 """Of the error at sizes that were held out: how many are within it is said."""
 
 
-def to_mapping(found: Found, cluster: Cluster, *, out: Path | None, plot: Path | None) -> dict[str, Any]:
+def to_mapping(found: CommTimings, cluster: Cluster, *, out: Path | None, plot: Path | None) -> dict[str, Any]:
     """For JSON. Seconds of timings are measured, α and β fitted, bytes counted or listed."""
     fastest, fitted = best(found.timings), fits(found.timings)
     return {
@@ -48,7 +48,7 @@ def to_mapping(found: Found, cluster: Cluster, *, out: Path | None, plot: Path |
     }
 
 
-def _timing(each: Timing, found: Found, *, is_best: bool) -> dict[str, Any]:
+def _timing(each: Timing, found: CommTimings, *, is_best: bool) -> dict[str, Any]:
     return {
         "tier": each.tier,
         "kind": each.kind,
@@ -93,14 +93,14 @@ def _summary(fitted: list[Fit]) -> dict[str, Any]:
     }
 
 
-def _tiers(found: Found) -> list[Tier]:
+def _tiers(found: CommTimings) -> list[Tier]:
     return [tier for tier in TIERS if any(each.tier == tier for each in found.timings)]
 
 
 # ---- for people -----------------------------------------------------------------------------------------------------
 
 
-def render(console: Console, found: Found, cluster: Cluster, *, draw: bool) -> None:
+def render(console: Console, found: CommTimings, cluster: Cluster, *, draw: bool) -> None:
     """Tables, and pictures if asked for."""
     for tier in _tiers(found):
         for kind in KINDS:
@@ -126,7 +126,7 @@ def render(console: Console, found: Found, cluster: Cluster, *, draw: bool) -> N
     console.print(f"measured in {found.took:.0f} s: {found.sentence()}, {found.date}", soft_wrap=True, highlight=False)
 
 
-def kind_table(found: Found, timings: list[Timing]) -> Table:
+def kind_table(found: CommTimings, timings: list[Timing]) -> Table:
     """A row for each size, a column for each algorithm."""
     from rich.table import Table
 
@@ -165,7 +165,7 @@ def fits_table(fitted: list[Fit]) -> Table:
     return table
 
 
-def _print_summary(console: Console, found: Found) -> None:
+def _print_summary(console: Console, found: CommTimings) -> None:
     said = _summary(fits(found.timings))
     if said["number"]:
         console.print(
@@ -179,7 +179,7 @@ def _print_summary(console: Console, found: Found) -> None:
         console.print(text, soft_wrap=True, highlight=False)
 
 
-def pictures(found: Found) -> list[str]:
+def pictures(found: CommTimings) -> list[str]:
     """Of the lists that were carried out, at the smallest size."""
     carried_out = [each for each in found.timings if each.listed is not None]
     smallest = {(each.kind, each.algorithm, each.ranks): each for each in reversed(carried_out)}
@@ -189,7 +189,7 @@ def pictures(found: Found) -> list[str]:
     ]
 
 
-def plot(found: Found) -> str:
+def plot(found: CommTimings) -> str:
     """Bandwidth of the tensor over its size: dots are measured, lines are the fit, a dashed one is the wire."""
     fitted = {(each.tier, each.kind, each.algorithm): each for each in fits(found.timings)}
     panels = []
@@ -213,7 +213,7 @@ def plot(found: Found) -> str:
     return svg(panels, title=title, x_name=lambda x: f"{size_of(x)}B", y_name=lambda y: f"{size_of(y, 1000)}B/s")
 
 
-def file_text(found: Found, cluster: Cluster) -> str:
+def file_text(found: CommTimings, cluster: Cluster) -> str:
     """The cluster as YAML, with what its links were fitted to above it, for people."""
     lines = [f"{found.sentence()}, {found.date}. Links fitted to these, all measured:", ""]
     for each in found.timings:

@@ -8,13 +8,13 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.checkpoint.storage.locate import Listed, Step
+from shoal.checkpoint.storage.locate import Listed, SavedStep
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from shoal.checkpoint.diff import Comparison, Difference
-    from shoal.checkpoint.verify import Verdict
+    from shoal.checkpoint.verify import StepVerdict
 
 
 # ---- ls -------------------------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ def draw_listing(console: Console, directory: Path, found: Sequence[Listed], *, 
             console.print(_tensors_of(one.step))
 
 
-def _tensors_of(step: Step) -> Any:
+def _tensors_of(step: SavedStep) -> Any:
     from rich.table import Table
 
     table = Table(title=f"tensors of step {step.manifest.step:,}", title_justify="left")
@@ -84,7 +84,7 @@ def _tensors_of(step: Step) -> Any:
     return table
 
 
-def plan_of(step: Step) -> str | None:
+def plan_of(step: SavedStep) -> str | None:
     """The plan that wrote a step, in few words; None: nobody says."""
     said = step.manifest.state.get("plan")
     if not isinstance(said, str):
@@ -116,7 +116,7 @@ def size_of(num_bytes: int) -> str:
 # ---- verify ---------------------------------------------------------------------------------------------------------
 
 
-def of_verdicts(verdicts: Mapping[Path, Verdict]) -> dict[str, Any]:
+def of_verdicts(verdicts: Mapping[Path, StepVerdict]) -> dict[str, Any]:
     """What became of each step."""
     return {
         "whole": all(verdict.is_whole for verdict in verdicts.values()),
@@ -136,7 +136,7 @@ def of_verdicts(verdicts: Mapping[Path, Verdict]) -> dict[str, Any]:
     }
 
 
-def draw_verdicts(console: Console, verdicts: Mapping[Path, Verdict]) -> None:
+def draw_verdicts(console: Console, verdicts: Mapping[Path, StepVerdict]) -> None:
     """One line for what is whole, one for each damage."""
     for path, verdict in verdicts.items():
         if verdict.is_whole:
@@ -183,7 +183,7 @@ def _number(value: float) -> float | None:
     return value if isfinite(value) else None
 
 
-def draw_comparison(console: Console, found: Comparison, steps: tuple[Step, Step], *, top: int) -> None:
+def draw_comparison(console: Console, found: Comparison, steps: tuple[SavedStep, SavedStep], *, top: int) -> None:
     """The verdict, the tensors that differ most, and what else is not the same."""
     verdict = "equal" if found.is_equal else "different"
     shared = found.num_equal + len(found.differences)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.blueprint.plan import Plan
 from shoal.cli.parse_units import count_of
-from shoal.cli.reports.plan_suggestions import Remedy, given, suggestions
-from shoal.planner.alternatives import Rejected, neighbours
-from shoal.planner.explain import Laws, Move, Scale, Thumb, laws, moves, rules_of_thumb, scaling
+from shoal.cli.reports.plan_suggestions import Suggestion, given, suggestions
+from shoal.planner.alternatives import Rejected, alternatives
+from shoal.planner.explain import Laws, Move, RuleOfThumb, Scale, laws, moves, rules_of_thumb, scaling
 from shoal.planner.lint.lint import Lint, lint
-from shoal.planner.search import Found, search, tradeoffs
+from shoal.planner.search import SearchResult, search, tradeoffs
 from shoal.planner.suggestions import AS_OPTIONS, refuse_contradictions
-from shoal.planner.task import Task, Verdict
+from shoal.planner.task import PlanEstimate, Task
 from shoal.predict.cluster import GIB
 from shoal.predict.workload import Workload
 
@@ -42,7 +42,7 @@ class Choice:
     """A plan that was found, and on how many devices."""
 
     task: Task
-    verdict: Verdict
+    verdict: PlanEstimate
 
     @property
     def devices(self) -> int:
@@ -94,7 +94,7 @@ class Answer:
     """All that there is to say."""
 
     task: Task
-    found: Found
+    found: SearchResult
     best: list[Choice]
     by: str = "time"
     top: int = 5
@@ -103,13 +103,13 @@ class Answer:
     """Dimensions of the model that were not given → what was taken, and why."""
     rejected: list[Rejected] = field(default_factory=list)
     lints: list[Lint] = field(default_factory=list)
-    remedies: list[Remedy] = field(default_factory=list)
+    remedies: list[Suggestion] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     """Why plans that were asked for, and that fit, cannot be run."""
     way: list[Move] = field(default_factory=list)
     laws: Laws | None = None
     scaling: list[Scale] = field(default_factory=list)
-    thumbs: list[Thumb] = field(default_factory=list)
+    thumbs: list[RuleOfThumb] = field(default_factory=list)
     tokens: float | None = None
     command: str | None = None
     """What trains by the first plan as it was judged."""
@@ -131,7 +131,7 @@ def answer(task: Task, wanted: Mapping[str, Any], options: Options) -> Answer:
         return told
     first = choices[0]
     told.command = _command(first, options)
-    told.rejected = neighbours(first.task, first.verdict)
+    told.rejected = alternatives(first.task, first.verdict)
     told.lints = lint(
         first.task, first.verdict.plan, learning_rate=options.learning_rate, base_batch=options.base_batch
     )
@@ -308,7 +308,7 @@ def _render_nothing(console: Console, told: Answer) -> None:
         console.print(f"  {remedy}", highlight=False)
 
 
-def _tradeoffs(told: Answer) -> dict[str, list[Verdict]]:
+def _tradeoffs(told: Answer) -> dict[str, list[PlanEstimate]]:
     """Other plans by what they give for what. Those of the whole cluster are not compared with a plan of a part."""
     first = told.best[0]
     if first.devices != told.task.cluster.num_devices:
@@ -345,7 +345,7 @@ def assumed(options: Options, workload: Workload) -> dict[str, str]:
     return {name: f"{getattr(workload, name)} ({reasons[name]})" for name in names}
 
 
-def _render_causes(console: Console, verdict: Verdict) -> None:
+def _render_causes(console: Console, verdict: PlanEstimate) -> None:
     """Memory and time of one plan, by cause, with bars."""
     memory, time = verdict.memory, verdict.time
     parts = [(name, getattr(memory, name) / GIB) for name in MEMORY if getattr(memory, name) > 0.005 * memory.total]

@@ -11,8 +11,8 @@ from shoal.blueprint.plan import Plan
 from shoal.cli.plan import WORDS, task_of, wanted_of
 from shoal.errors import ShoalError
 from shoal.planner.search import search
-from shoal.planner.suggestions import remedies
-from shoal.planner.task import Task, Verdict
+from shoal.planner.suggestions import smallest_changes
+from shoal.planner.task import PlanEstimate, Task
 from shoal.predict.cluster import larger
 
 if TYPE_CHECKING:
@@ -23,12 +23,12 @@ DOUBLINGS = 14
 
 
 @dataclass(frozen=True, slots=True)
-class Remedy:
+class Suggestion:
     """Options to add and to leave out, and the best plan that there is then."""
 
     add: dict[str, Any]
     drop: tuple[str, ...]
-    best: Verdict
+    best: PlanEstimate
 
     @property
     def flags(self) -> str:
@@ -44,7 +44,7 @@ class Remedy:
         return f"{how}: {self.best.plan.brief()} takes {self.best.memory.total / 2**30:.1f} GiB"
 
 
-def suggestions(options: Options, task: Task, wanted: dict[str, Any], *, is_refused: bool) -> list[Remedy]:
+def suggestions(options: Options, task: Task, wanted: dict[str, Any], *, is_refused: bool) -> list[Suggestion]:
     """All single changes that make a plan fit, the cheapest first."""
     changes = _changes(options, task, wanted, is_refused)
     found = [one for change in changes if (one := _tried(options, task, *change))]
@@ -58,7 +58,7 @@ def suggestions(options: Options, task: Task, wanted: dict[str, Any], *, is_refu
 def _changes(
     options: Options, task: Task, wanted: dict[str, Any], is_refused: bool
 ) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
-    for change in remedies(task, Plan.of(wanted)):
+    for change in smallest_changes(task, Plan.of(wanted)):
         yield change, ()
     if is_refused and not options.eager:
         yield {"eager": True}, ()
@@ -78,7 +78,7 @@ def _layout_words(options: Options) -> tuple[str, ...]:
     return tuple(name for name in given(options) if name not in ("recompute", "offload"))
 
 
-def _tried(options: Options, task: Task, add: dict[str, Any], drop: tuple[str, ...]) -> Remedy | None:
+def _tried(options: Options, task: Task, add: dict[str, Any], drop: tuple[str, ...]) -> Suggestion | None:
     """The change, if a plan fits then. The batch stays as it is, also where it would follow from what is changed; it
     grows where a cluster has more devices than there are samples."""
     changed = replace(options, **{name: _default(options, name) for name in drop})
@@ -94,7 +94,7 @@ def _tried(options: Options, task: Task, add: dict[str, Any], drop: tuple[str, .
         best = search(there, wanted_of(changed), keep=1).best
     except ShoalError:  # words that exclude each other
         return None
-    return Remedy(add, drop, best[0]) if best else None
+    return Suggestion(add, drop, best[0]) if best else None
 
 
 def _default(options: Options, name: str) -> Any:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shoal.blueprint.compression import Compression, as_matrix
 from shoal.comm.compression.codecs import Codec, Largest, codec_of
-from shoal.comm.replicas.transport import Wire
+from shoal.comm.replicas.transport import Transport
 
 
 @dataclass
@@ -63,26 +63,26 @@ class Average(ABC):
         return Bucket(shapes, torch.zeros(size, dtype=dtype, device=device) if self.keeps_residual else None)
 
     @abstractmethod
-    def __call__(self, x: Tensor, bucket: Bucket, wire: Wire, seeds: Seeds) -> None:
+    def __call__(self, x: Tensor, bucket: Bucket, wire: Transport, seeds: Seeds) -> None:
         """Replace a flat bucket by the mean over all replicas, or by what stands for it."""
 
 
-class Exact(Average):
+class AllReduce(Average):
     """The mean."""
 
-    def __call__(self, x: Tensor, bucket: Bucket, wire: Wire, seeds: Seeds) -> None:
+    def __call__(self, x: Tensor, bucket: Bucket, wire: Transport, seeds: Seeds) -> None:
         """One all-reduce."""
         wire.all_reduce(x).div_(wire.size)
 
 
 @dataclass(frozen=True)
-class ByParts(Average):
+class ScatterReduce(Average):
     """By a codec, as drawn above."""
 
     codec: Codec
     keeps_residual: bool
 
-    def __call__(self, x: Tensor, bucket: Bucket, wire: Wire, seeds: Seeds) -> None:
+    def __call__(self, x: Tensor, bucket: Bucket, wire: Transport, seeds: Seeds) -> None:
         """To the owners, and back."""
         drawn = _drawn(seeds.own, x.device)
         if bucket.residual is not None:
@@ -110,7 +110,7 @@ class TopK(Average):
     codec: Largest
     keeps_residual = True
 
-    def __call__(self, x: Tensor, bucket: Bucket, wire: Wire, seeds: Seeds) -> None:
+    def __call__(self, x: Tensor, bucket: Bucket, wire: Transport, seeds: Seeds) -> None:
         """One all-gather."""
         assert bucket.residual is not None
         x += bucket.residual
@@ -129,7 +129,7 @@ class RandomK(Average):
 
     stride: int
 
-    def __call__(self, x: Tensor, bucket: Bucket, wire: Wire, seeds: Seeds) -> None:
+    def __call__(self, x: Tensor, bucket: Bucket, wire: Transport, seeds: Seeds) -> None:
         """One all-reduce of what was drawn."""
         drawn = _drawn(seeds.shared, x.device)
         rows = _filled_up(x, self.stride).view(-1, self.stride)
@@ -168,7 +168,7 @@ class PowerSGD(Average):
         drawn = _drawn(seed, torch.device("cpu"))
         return torch.randn(columns, rank, generator=drawn, dtype=dtype).to(device)
 
-    def __call__(self, x: Tensor, bucket: Bucket, wire: Wire, seeds: Seeds) -> None:
+    def __call__(self, x: Tensor, bucket: Bucket, wire: Transport, seeds: Seeds) -> None:
         """Two all-reduces of narrow matrices."""
         assert bucket.residual is not None
         x += bucket.residual
@@ -189,10 +189,10 @@ class PowerSGD(Average):
         x.copy_(stands)
 
 
-def average_of(compression: Compression | None) -> Average:
+def build_average(compression: Compression | None) -> Average:
     """The way to average that a plan asks for."""
     if compression is None:
-        return Exact()
+        return AllReduce()
     match compression.method:
         case "topk":
             return TopK(Largest(compression.kept_in_block))
@@ -201,7 +201,7 @@ def average_of(compression: Compression | None) -> Average:
         case "powersgd":
             return PowerSGD(compression)
         case _:
-            return ByParts(codec_of(compression), keeps_residual=compression.feeds_back)
+            return ScatterReduce(codec_of(compression), keeps_residual=compression.feeds_back)
 
 
 def _drawn(seed: int, device: torch.device) -> torch.Generator:
@@ -212,7 +212,7 @@ def _matrix(x: Tensor) -> Tensor:
     return x.view(as_matrix(tuple(x.shape)))
 
 
-def _averaged(matrices: list[Tensor], plain: list[Tensor], wire: Wire) -> tuple[list[Tensor], list[Tensor]]:
+def _averaged(matrices: list[Tensor], plain: list[Tensor], wire: Transport) -> tuple[list[Tensor], list[Tensor]]:
     """The means of many tensors, in one message."""
     tensors = [*matrices, *plain]
     if not tensors:

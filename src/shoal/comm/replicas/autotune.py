@@ -10,14 +10,14 @@ import torch.distributed as dist
 
 from shoal.blueprint.collectives.algorithms import Algorithm
 from shoal.comm.replicas.link_probe import link_of, timed
-from shoal.comm.replicas.transport import Chosen, Sent, Wire
+from shoal.comm.replicas.transport import Chosen, Sent, Transport
 from shoal.predict.estimate.replica_sync import Link, best_bucket
 
 TRIED: tuple[Algorithm, ...] = ("ring", "halving", "double_tree")
 ROUNDS = 3
 
 
-def fastest(wire: Wire, num_bytes: int) -> tuple[Chosen, str]:
+def fastest(wire: Transport, num_bytes: int) -> tuple[Chosen, str]:
     """What carries an all-reduce of this size in the least time, the slowest rank counting; and what each took. Every
     rank calls it, and all choose the same. One that is not a tenth faster than torch's own is not worth it."""
     several_nodes = wire.node is not None and 1 < wire.node < wire.size
@@ -33,7 +33,7 @@ def fastest(wire: Wire, num_bytes: int) -> tuple[Chosen, str]:
     return ways[best] if took[best] < 0.9 * took[0] else "builtin", why
 
 
-def bucket_mb(wire: Wire, num_bytes: int) -> tuple[float, str]:
+def bucket_mb(wire: Transport, num_bytes: int) -> tuple[float, str]:
     """The size of buckets that hides most of what travels, from what the link can do; and that. All choose the same."""
     measured = link_of(wire)
     told = torch.tensor([measured.latency, 1 / measured.bandwidth], dtype=torch.float64)
@@ -44,14 +44,14 @@ def bucket_mb(wire: Wire, num_bytes: int) -> tuple[float, str]:
     return size / 2**20, f"gradients of {num_bytes / 2**20:.3g} MB over {rate}, measured"
 
 
-def _agree(seconds: torch.Tensor, wire: Wire) -> None:
+def _agree(seconds: torch.Tensor, wire: Transport) -> None:
     """On the slowest, over all ranks: others that hold the same weights, along tp, must not come to something else."""
     there = seconds.to(wire.device)
     dist.all_reduce(there, dist.ReduceOp.MAX)
     seconds.copy_(there)
 
 
-def _seconds(wire: Wire, x: torch.Tensor) -> float:
+def _seconds(wire: Transport, x: torch.Tensor) -> float:
     wire.all_reduce(x)  # connections, and memory
     rounds = []
     for _ in range(ROUNDS):

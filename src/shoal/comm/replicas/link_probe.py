@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from shoal.blueprint.compression import Compression
-from shoal.comm.compression.reduce import Seeds, average_of
-from shoal.comm.replicas.transport import Wire
+from shoal.comm.compression.reduce import Seeds, build_average
+from shoal.comm.replicas.transport import Transport
 from shoal.predict.estimate.replica_sync import Link
 
 SMALL, FIRST, LARGEST = 1024, 256 * 2**10, 64 * 2**20
@@ -18,7 +18,7 @@ ENOUGH = 0.3  # seconds of one collective, beside which latency and chance are s
 SAMPLE = (1024, 1024)  # a gradient that is encoded on trial
 
 
-def link_of(wire: Wire) -> Link:
+def link_of(wire: Transport) -> Link:
     """Latency and bandwidth of an all-reduce over the wire. Sizes grow until one takes a third of a second."""
     latency = min(_seconds(wire, SMALL) for _ in range(5))
     size = FIRST
@@ -31,12 +31,12 @@ def link_of(wire: Wire) -> Link:
     return Link(latency, sent / max(took - latency, 1e-9))
 
 
-def codec_seconds(wire: Wire, methods: Iterable[str]) -> dict[str, float]:
+def codec_seconds(wire: Transport, methods: Iterable[str]) -> dict[str, float]:
     """Method → seconds to encode and decode a number, without its way over the wire."""
     found: dict[str, float] = {}
     for method in methods:
         compression = Compression.parse(method)
-        average = average_of(compression)
+        average = build_average(compression)
         bucket = average.new_bucket([SAMPLE], torch.float32, wire.device, [0])
         x = torch.randn(SAMPLE, device=wire.device).view(-1)
         took = []
@@ -52,7 +52,7 @@ def codec_seconds(wire: Wire, methods: Iterable[str]) -> dict[str, float]:
     return found
 
 
-def _seconds(wire: Wire, num_bytes: int) -> float:
+def _seconds(wire: Transport, num_bytes: int) -> float:
     x = torch.zeros(num_bytes // 4, device=wire.device)
     return _slowest(wire, timed(lambda: wire.all_reduce(x), wire.device))
 
@@ -72,7 +72,7 @@ def settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _slowest(wire: Wire, seconds: float) -> float:
+def _slowest(wire: Transport, seconds: float) -> float:
     """The same number on all ranks."""
     both = torch.tensor([seconds], dtype=torch.float64)
     dist.all_reduce(both, dist.ReduceOp.MAX, group=wire.group)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Hidden:
+class Overlap:
     """Of one step, on one rank.
 
     >>> Hidden(seconds=0.4, exposed=0.1, bytes=0).part
@@ -27,7 +27,7 @@ class Hidden:
         return max(0.0, 1.0 - self.exposed / self.seconds) if self.seconds else 1.0
 
     @classmethod
-    def of(cls, times: Iterable[tuple[float, float]], num_bytes: int, *, ready: float) -> Hidden:
+    def of(cls, times: Iterable[tuple[float, float]], num_bytes: int, *, ready: float) -> Overlap:
         """Of messages that may overlap, each from when it began to when it had arrived; the last gradient was `ready`.
 
         >>> Hidden.of([(0.0, 2.0), (1.0, 4.0), (6.0, 7.0)], 8, ready=3.0)

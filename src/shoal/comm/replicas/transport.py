@@ -46,7 +46,7 @@ class Sent:
 
 
 @dataclass
-class Wire:
+class Transport:
     """The way between replicas."""
 
     group: dist.ProcessGroup

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from shoal.errors import ShoalError, to_install
-from shoal.numerics.fp8.linear import NarrowLinear
+from shoal.numerics.fp8.linear import Fp8Linear
 
 Scaling = Literal["tensorwise", "rowwise"]
 FromHead = Literal["gradients", "none"]
@@ -43,7 +43,7 @@ def to_fp8(block: nn.Module, scaling: Scaling, device: torch.device, *, narrow: 
     chosen = [layer for layer in layers if is_fit_for_fp8(layer, least)]
     if scaling == "tensorwise":
         for layer in chosen:
-            NarrowLinear.of(layer)
+            Fp8Linear.of(layer)
     else:
         _convert_by_torchao(chosen, scaling, device)
 

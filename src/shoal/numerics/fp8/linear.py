@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.comm.autograd_function import differentiable_once
-from shoal.numerics.fp8.products import FAR, MULTIPLE, PRECISE, factor_for, narrow, product
+from shoal.numerics.fp8.products import FAR, MULTIPLE, PRECISE, factor_for, product, to_scaled
 from shoal.numerics.precision import compute_dtype
 
 
-class NarrowLinear(nn.Linear):
+class Fp8Linear(nn.Linear):
     """A linear layer in fp8; its parameters are those of the layer that it was made of."""
 
     @classmethod
@@ -36,26 +36,26 @@ class NarrowLinear(nn.Linear):
             # Rows are summed over in the gradient of the weight; of none there is no largest number.
             missing = MULTIPLE * max(1, -(-len(rows) // MULTIPLE)) - len(rows)
             padded = F.pad(rows, (0, 0, 0, missing)) if missing else rows
-            y: Tensor = _NarrowProduct.apply(padded, self.weight)  # type: ignore[no-untyped-call]
+            y: Tensor = _Fp8Product.apply(padded, self.weight)  # type: ignore[no-untyped-call]
             y = (y[: len(rows)] if missing else y).reshape(*x.shape[:-1], self.out_features)
             return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
-class _NarrowProduct(torch.autograd.Function):
+class _Fp8Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         for_x, for_weight = factor_for(x, PRECISE), factor_for(weight, PRECISE)
         ctx.save_for_backward(x, weight, for_x, for_weight)
-        return product(narrow(x, for_x, PRECISE), narrow(weight, for_weight, PRECISE), x.dtype, fast=True)
+        return product(to_scaled(x, for_x, PRECISE), to_scaled(weight, for_weight, PRECISE), x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         differentiable_once()
         x, weight, for_x, for_weight = ctx.saved_tensors
-        dy = narrow(grads[0], factor_for(grads[0], FAR), FAR)
+        dy = to_scaled(grads[0], factor_for(grads[0], FAR), FAR)
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = product(dy, narrow(weight, for_weight, PRECISE).transposed(), grads[0].dtype)
+            dx = product(dy, to_scaled(weight, for_weight, PRECISE).transposed(), grads[0].dtype)
         if ctx.needs_input_grad[1]:
-            dw = product(dy.transposed(), narrow(x, for_x, PRECISE).transposed(), weight.dtype)
+            dw = product(dy.transposed(), to_scaled(x, for_x, PRECISE).transposed(), weight.dtype)
         return dx, dw

@@ -22,15 +22,15 @@ MULTIPLE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Narrow:
+class ScaledTensor:
     """A matrix in 8-bit floats; times `scale`, it is what it stands for."""
 
     values: Tensor
     scale: Tensor
 
-    def transposed(self) -> Narrow:
+    def transposed(self) -> ScaledTensor:
         """The same values the other way around."""
-        return Narrow(self.values.T.contiguous(), self.scale)
+        return ScaledTensor(self.values.T.contiguous(), self.scale)
 
 
 def factor_for(x: Tensor, kind: torch.dtype) -> Tensor:
@@ -38,12 +38,12 @@ def factor_for(x: Tensor, kind: torch.dtype) -> Tensor:
     return _factor(x.abs().max(), kind)
 
 
-def narrow(x: Tensor, factor: Tensor, kind: torch.dtype) -> Narrow:
+def to_scaled(x: Tensor, factor: Tensor, kind: torch.dtype) -> ScaledTensor:
     """A matrix times a factor, in a kind of 8-bit floats; by rows, however x lies in memory, as products want it."""
-    return Narrow((x.float() * factor).to(kind).contiguous(), factor.reciprocal())
+    return ScaledTensor((x.float() * factor).to(kind).contiguous(), factor.reciprocal())
 
 
-def transposed(x: Tensor) -> Narrow:
+def transposed(x: Tensor) -> ScaledTensor:
     """A matrix transposed, scaled so that its largest number is the largest of `PRECISE`."""
     low, high = torch.aminmax(x)
     factor = _factor(torch.maximum(-low, high), PRECISE)
@@ -53,14 +53,14 @@ def transposed(x: Tensor) -> Narrow:
         values = transpose(x, factor)
     else:
         values = (x.float() * factor).to(PRECISE).T.contiguous()
-    return Narrow(values, factor.reciprocal())
+    return ScaledTensor(values, factor.reciprocal())
 
 
 def _factor(largest: Tensor, kind: torch.dtype) -> Tensor:
     return torch.finfo(kind).max / largest.float().clamp(min=1e-30)
 
 
-def product(a: Narrow, b: Narrow, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+def product(a: ScaledTensor, b: ScaledTensor, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
     """a times b transposed: both have the summed dim last. Sums are kept in float32; `fast`: with the fewer bits
     that the matrix units of a Hopper have for them, as is customary in a forward."""
     if not a.values.is_cuda:

@@ -32,7 +32,7 @@ def _gates(  # type: ignore[no-untyped-def]
         tl.store(gated + row * width + column, (up * silu).to(gated.dtype.element_ty), mask=here)
 
 
-def gates_backward_in_one_pass(
+def swiglu_backward_in_one_pass(
     joint: Tensor, d_gated: Tensor, d_joint: Tensor, gated: Tensor, *, remakes: bool
 ) -> None:
     """Fill the gradient of what lies side by side, and what came of it, from it and from the gradient of that."""

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.comm.autograd_function import differentiable_once
-from shoal.numerics.fp8.products import FAR, MULTIPLE, Narrow, product, transposed
+from shoal.numerics.fp8.products import FAR, MULTIPLE, ScaledTensor, product, transposed
 from shoal.numerics.precision import compute_dtype, wide
 
 CHUNK_BYTES = 2**31
@@ -212,7 +212,7 @@ def gradient_(logits: Tensor, labels: Tensor, *, ignore: int, factor: float) -> 
 
 def cross_entropy_in_fp8(
     logits: Tensor, labels: Tensor, *, ignore: int, factor: float
-) -> tuple[Tensor, Narrow, Narrow]:
+) -> tuple[Tensor, ScaledTensor, ScaledTensor]:
     """The sum of the losses of rows of logits, and its gradient times a factor in 8-bit floats, as it is and
     transposed."""
     scale = torch.full((), factor / _FACTOR, device=logits.device)
@@ -221,8 +221,8 @@ def cross_entropy_in_fp8(
 
         losses, lses = cross_entropy_rows_(logits, labels, ignore=ignore, with_gradient=False)
         gradient, transposed_gradient = gradient_in_fp8(logits, labels, lses, ignore=ignore, factor=_FACTOR)
-        return losses.sum(), Narrow(gradient, scale), Narrow(transposed_gradient, scale)
+        return losses.sum(), ScaledTensor(gradient, scale), ScaledTensor(transposed_gradient, scale)
     exact = logits.to(wide(logits.dtype))
     total = cross_entropy_(exact, labels, ignore=ignore, with_gradient=True)
     gradient = (exact * _FACTOR).to(FAR)
-    return total, Narrow(gradient, scale), Narrow(gradient.T.contiguous(), scale)
+    return total, ScaledTensor(gradient, scale), ScaledTensor(gradient.T.contiguous(), scale)

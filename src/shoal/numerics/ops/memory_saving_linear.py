@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from shoal.comm.autograd_function import differentiable_once
 from shoal.numerics.ops.rms_norm import norm_backward
-from shoal.numerics.ops.swiglu import gates_backward
+from shoal.numerics.ops.swiglu import swiglu_backward
 from shoal.numerics.ops.transposed_matmul import times_transposed
 from shoal.numerics.precision import compute_dtype, narrowed, wide
 
@@ -48,7 +48,7 @@ class RMSNorm(nn.RMSNorm):
         return narrowed(normed) if self.narrows else normed
 
 
-def projected(
+def rms_norm_linear(
     x: Tensor, norm: RMSNorm | None, *layers: nn.Linear, together: bool = False
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """x, to which a block adds what it makes of it; and what each layer makes of the norm of x, or of x itself.
@@ -81,7 +81,7 @@ def linear(x: Tensor, layer: nn.Linear) -> Tensor:
     return y
 
 
-def gated_linear(parts: Sequence[Tensor], layer: nn.Linear, *, remakes: bool = True) -> Tensor:
+def swiglu_linear(parts: Sequence[Tensor], layer: nn.Linear, *, remakes: bool = True) -> Tensor:
     """silu(gate) · up, and what a layer makes of it: the second half of a gated feed-forward. `parts` are gate and up,
     or one tensor in which they lie side by side.
 
@@ -118,10 +118,10 @@ def is_product(layer: nn.Module) -> bool:
 
 def is_plain(module: nn.Module) -> bool:
     """Nobody watches it, and nobody has put a forward of his own in its place."""
-    return "forward" not in module.__dict__ and not is_watched(module)
+    return "forward" not in module.__dict__ and not has_hooks(module)
 
 
-def is_watched(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
     """Whether somebody wants to see, or to change, what it is given or returns."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
@@ -191,7 +191,7 @@ class _GatedLinear(torch.autograd.Function):
         (grad,) = grads
         weight, *held = ctx.saved_tensors
         parts = held if ctx.remakes else held[:-1]
-        d_parts, gated = gates_backward(parts, times_transposed(grad, weight), remakes=ctx.remakes)
+        d_parts, gated = swiglu_backward(parts, times_transposed(grad, weight), remakes=ctx.remakes)
         gated = held[-1] if gated is None else gated
         d_weight = _product(grad, gated, weight.dtype) if ctx.needs_input_grad[0] else None
         return d_weight, None, *d_parts

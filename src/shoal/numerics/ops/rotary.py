@@ -24,7 +24,7 @@ def rotated(x_BTNH: Tensor, cos_BTH: Tensor, sin_BTH: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_BTNH.dtype)
 
 
-def turned_heads(
+def rotate_heads(
     joint: Tensor, cos_BTH: Tensor, sin_BTH: Tensor, *, num_heads: int, num_kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(B, T, (N + 2K) H) → q_BTNH and k_BTKH, turned, and v_BTKH; each in memory of its own, so that what is kept of

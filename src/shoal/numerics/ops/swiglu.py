@@ -16,7 +16,7 @@ from torch import Tensor, library
 from shoal.numerics.precision import wide
 
 
-def gates_backward(
+def swiglu_backward(
     parts: Sequence[Tensor], d_gated: Tensor, *, remakes: bool
 ) -> tuple[Sequence[Tensor], Tensor | None]:
     """The gradients of gate and up, as these are given: each by itself, or both in one tensor. And silu(gate) · up, if
@@ -40,10 +40,10 @@ library.define("shoal::gates_backward", "(Tensor joint, Tensor d_gated, bool rem
 
 @library.impl("shoal::gates_backward", "CUDA")
 def _on_gpu(joint: Tensor, d_gated: Tensor, remakes: bool) -> tuple[Tensor, Tensor]:
-    from shoal.numerics.kernels.swiglu import gates_backward_in_one_pass  # Triton, which CPUs do not have
+    from shoal.numerics.kernels.swiglu import swiglu_backward_in_one_pass  # Triton, which CPUs do not have
 
     d_joint, gated = _shapes(joint, d_gated, remakes)
-    gates_backward_in_one_pass(joint.contiguous(), d_gated.contiguous(), d_joint, gated, remakes=remakes)
+    swiglu_backward_in_one_pass(joint.contiguous(), d_gated.contiguous(), d_joint, gated, remakes=remakes)
     return d_joint, gated
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.errors import Problem, ShoalError, listed, raise_if
-from shoal.numerics.local_tensor import local
+from shoal.numerics.local_tensor import to_local
 from shoal.numerics.optim.adamw_update import Update, update_plainly
 
 States = Literal["fp32", "bf16"]
@@ -85,7 +85,7 @@ class AdamW(Optimizer):
                 if parameter not in self.state:
                     continue
                 state, held = self.state[parameter], state_dict["state"][number]
-                state["step"] = state["step"].to(local(parameter).device, torch.float32, copy=True)
+                state["step"] = state["step"].to(to_local(parameter).device, torch.float32, copy=True)
                 for name in ("exp_avg", "exp_avg_sq"):  # laid out as the weights are, too
                     state[name] = torch.empty_like(parameter, dtype=_dtype_for(parameter, group)).copy_(held[name])
 
@@ -93,7 +93,7 @@ class AdamW(Optimizer):
         state: dict[str, Any] = self.state[parameter]
         if not state:
             dtype = _dtype_for(parameter, group)
-            state["step"] = torch.zeros((), dtype=torch.float32, device=local(parameter).device)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=to_local(parameter).device)
             state["exp_avg"] = torch.zeros_like(parameter, dtype=dtype)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype)
         return state
@@ -104,7 +104,7 @@ class AdamW(Optimizer):
         state = self.state[parameter]
         assert parameter.grad is not None
         held = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-        weight, gradient, first, second = map(local, held)
+        weight, gradient, first, second = map(to_local, held)
         update = Update(
             step=state["step"],
             lr=float(group["lr"]),
@@ -131,7 +131,7 @@ class AdamW(Optimizer):
 def _streams(parameters: Sequence[Tensor]) -> Iterator[Sequence[AbstractContextManager[Any]]]:
     """To be taken by turns. On a GPU this stream and another one, so that an update begins while the last programs of
     the one before it are still at work; who comes afterwards waits for both."""
-    devices = {local(parameter).device for parameter in parameters}
+    devices = {to_local(parameter).device for parameter in parameters}
     if len(devices) != 1 or any(device.type != "cuda" for device in devices):
         yield [nullcontext()]
         return

@@ -22,23 +22,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.comm.compression.reduce import Average, Bucket, Exact, Seeds
-from shoal.comm.replicas.transport import Sent, Wire
+from shoal.comm.compression.reduce import AllReduce, Average, Bucket, Seeds
+from shoal.comm.replicas.transport import Sent, Transport
 from shoal.hash_rng import hashed_number
-from shoal.numerics.local_tensor import gradient_of, local
+from shoal.numerics.local_tensor import gradient_of, to_local
 
 
 @dataclass
-class Lanes:
+class CommThreads:
     """Ways to the same replicas, each with a thread. What begins first in a lane on one rank has to on all."""
 
-    wires: Sequence[Wire]
+    wires: Sequence[Transport]
     """They count together."""
     why: str = ""
     """They send by the algorithm that they do."""
 
     def __post_init__(self) -> None:
-        self._lanes = [_Lane(wire) for wire in self.wires]
+        self._lanes = [_CommThread(wire) for wire in self.wires]
 
     @property
     def rank(self) -> int:
@@ -65,10 +65,10 @@ class Lanes:
             lane.close()
 
 
-class _Lane:
+class _CommThread:
     """One thread. It is no reason for a process to stay: one that fails while a peer is late would wait for it."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: Transport) -> None:
         self.wire = wire
         self._calls: queue.SimpleQueue[tuple[Future[None], Callable[..., None], tuple[Any, ...]] | None]
         self._calls = queue.SimpleQueue()
@@ -94,7 +94,7 @@ class _Lane:
 
 
 @dataclass
-class Load:
+class InFlightBucket:
     """A bucket of a model, and what of it is on its way."""
 
     number: int
@@ -109,7 +109,7 @@ class Load:
     before: Tensor | None = None
     """What was owed before it was sent off; None: nobody has asked to keep it."""
 
-    def keep_owed(self) -> None:
+    def keep_residual(self) -> None:
         """Keep what is owed now, for a step that may be dropped."""
         residual = self.bucket.residual
         self.before = residual.clone() if residual is not None else None
@@ -136,22 +136,22 @@ class Load:
 
 
 @dataclass
-class Averager:
+class BucketAverager:
     """What averages tensors that are like a model's parameters."""
 
     named: Mapping[str, nn.Parameter]
-    lanes: Lanes
+    lanes: CommThreads
     average: Average
     bucket_bytes: int
     seed: int
     kind_of: Callable[[str], object] = field(default=lambda name: None)
     """Parameters of different kinds are never encoded together. Of those that other ranks hold too, what arrives has to
     be the same there, and not depend on neighbours that differ."""
-    loads: list[Load] = field(init=False)
+    loads: list[InFlightBucket] = field(init=False)
 
     def __post_init__(self) -> None:
         self.loads = [
-            Load(
+            InFlightBucket(
                 number, _seed(pairs[0][0]), [name for name, _ in pairs], [p for _, p in pairs], self._new_bucket(pairs)
             )
             for number, pairs in enumerate(self._cut())
@@ -159,7 +159,7 @@ class Averager:
 
     @torch.no_grad()
     def begin(
-        self, load: Load, tensors: Sequence[Tensor], step: int, *, is_exact: bool = False, pays: bool = False
+        self, load: InFlightBucket, tensors: Sequence[Tensor], step: int, *, is_exact: bool = False, pays: bool = False
     ) -> None:
         """Send off one tensor for each parameter of a bucket; `is_exact`: as they are; `pays`: and with them, as it is,
         everything that is owed. They are copied first."""
@@ -170,16 +170,16 @@ class Averager:
         place = (self.seed, step, load.seed)
         seeds = Seeds(hashed_number(*place), hashed_number(*place, self.lanes.rank + 1))
         packed = torch.cuda.current_stream(flat.device).record_event() if flat.is_cuda else None
-        average = Exact() if is_exact or pays else self.average
+        average = AllReduce() if is_exact or pays else self.average
         load.done = self.lanes.submit(load.number, _travel, average, load.bucket, flat, seeds, packed)
 
     @torch.no_grad()
-    def hand_back(self, load: Load) -> None:
+    def hand_back(self, load: InFlightBucket) -> None:
         """Make what has arrived the gradients of a bucket's parameters, waiting for it."""
         for parameter, mean in zip(load.parameters, load.means(), strict=True):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            local(parameter.grad).copy_(mean)
+            to_local(parameter.grad).copy_(mean)
 
     def residuals(self) -> Iterator[tuple[str, Tensor]]:
         """What is owed to each tensor, in its place; nothing, if everything travels."""
@@ -199,7 +199,7 @@ class Averager:
         open_ones: dict[object, list[tuple[str, nn.Parameter]]] = {}
         sizes: dict[object, int] = {}
         for name, parameter in reversed(list(self.named.items())):
-            own = local(parameter)
+            own = to_local(parameter)
             if not parameter.requires_grad or not own.numel():
                 continue
             kind = (own.dtype, self.kind_of(name))
@@ -211,14 +211,14 @@ class Averager:
         yield from open_ones.values()
 
     def _new_bucket(self, pairs: list[tuple[str, nn.Parameter]]) -> Bucket:
-        pieces = [local(parameter) for _, parameter in pairs]
+        pieces = [to_local(parameter) for _, parameter in pairs]
         seeds = [hashed_number(self.seed, *name.encode()) for name, _ in pairs]
         return self.average.new_bucket([tuple(p.shape) for p in pieces], pieces[0].dtype, pieces[0].device, seeds)
 
 
 @torch.no_grad()
 def _travel(
-    wire: Wire, average: Average, bucket: Bucket, flat: Tensor, seeds: Seeds, packed: torch.cuda.Event | None
+    wire: Transport, average: Average, bucket: Bucket, flat: Tensor, seeds: Seeds, packed: torch.cuda.Event | None
 ) -> None:
     """In the thread of a lane."""
     if packed is None:
@@ -236,7 +236,7 @@ def _seed(name: str) -> int:
     return hashed_number(*name.encode()) >> 1
 
 
-def make_equal(module: nn.Module, wire: Wire) -> None:
+def make_equal(module: nn.Module, wire: Transport) -> None:
     """Give all replicas the tensors of the first, whatever each was made with."""
     with torch.no_grad():
         for tensor in [*module.parameters(), *module.buffers()]:

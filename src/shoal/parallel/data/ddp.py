@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.comm.collectives import all_reduce_together
-from shoal.comm.replicas.overlap import Hidden
+from shoal.comm.replicas.overlap import Overlap
 from shoal.errors import ShoalError
 from shoal.predict.exact.traffic import BUCKET_BYTES
 
@@ -30,7 +30,7 @@ def replicate(
     *,
     device: torch.device,
     bucket_mb: float | None,
-    find_unused: bool,
+    find_unused_parameters: bool,
 ) -> nn.Module:
     """The module with its gradients averaged over its replicas; with one, or nothing to train, the module itself."""
     if peers is None or not any(parameter.requires_grad for parameter in module.parameters()):
@@ -40,7 +40,7 @@ def replicate(
         device_ids=[device] if device.type == "cuda" else None,
         process_group=peers,
         bucket_cap_mb=bucket_mb,
-        find_unused_parameters=find_unused,
+        find_unused_parameters=find_unused_parameters,
         gradient_as_bucket_view=True,  # no second copy of the gradients
         **_buffers_stay_local(),
     )
@@ -52,7 +52,7 @@ interpreter's lock from the backward, 4 % (measured, Intel Xeon, two ranks)."""
 _NEVER = 2**31 - 1
 
 
-def hidden_of(module: nn.Module, step: int) -> Hidden | None:
+def hidden_of(module: nn.Module, step: int) -> Overlap | None:
     """The gradients that DDP sent in this step, counted from 0: how long, and how much the backward hid. None: not
     measured. Call it after every step: it also switches the timers of torch's reducer for the next one."""
     if not isinstance(module, DistributedDataParallel) or module.device_type != "cpu":
@@ -64,7 +64,7 @@ def hidden_of(module: nn.Module, step: int) -> Hidden | None:
     seconds = numbers.get("backward_comm_time", 0) * 1e-9
     degree = module.process_group.size()
     sent = 2 * (degree - 1) * numbers["total_parameter_size_bytes"] // degree
-    return Hidden(seconds, seconds - numbers.get("backward_compute_comm_overlap_time", 0) * 1e-9, sent)
+    return Overlap(seconds, seconds - numbers.get("backward_compute_comm_overlap_time", 0) * 1e-9, sent)
 
 
 def _is_timed(step: int) -> bool:
@@ -116,5 +116,6 @@ def explain_unused(error: RuntimeError) -> None:
     if "find_unused_parameters" in str(error):
         raise ShoalError(
             "some parameters had no part in the loss of the last step, and the ranks wait for their gradients",
-            fix="find_unused=True (--run.find_unused true), or requires_grad_(False) for what is never used",
+            fix="find_unused_parameters=True (--run.find_unused_parameters true),"
+            " or requires_grad_(False) for what is never used",
         ) from error

@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.replicas.overlap import Hidden
-from shoal.comm.replicas.transport import Wire
+from shoal.comm.replicas.overlap import Overlap
+from shoal.comm.replicas.transport import Transport
 from shoal.errors import ShoalError
-from shoal.parallel.data.bucket_averager import Averager, Load
+from shoal.parallel.data.bucket_averager import BucketAverager, InFlightBucket
 
 
 @dataclass
-class Reducer:
+class GradientReducer:
     """What averages the gradients of a model's parameters."""
 
-    averager: Averager
+    averager: BucketAverager
     follows_backward: bool
     """Whether a gradient is whole as soon as autograd has summed it up."""
     finds_unused: bool = False
@@ -43,7 +43,7 @@ class Reducer:
     """The number of the step at hand, by which is drawn what is drawn."""
     is_armed: bool = True
     """Whether the backward at hand is the step's last."""
-    hidden: Hidden | None = None
+    hidden: Overlap | None = None
     """Of the last step."""
 
     def __post_init__(self) -> None:
@@ -69,7 +69,7 @@ class Reducer:
                 self.averager.hand_back(load)
         for parameter in unused:
             parameter.grad = None
-        self.hidden = Hidden.of(*self.averager.lanes.sent.take(), ready=ready)
+        self.hidden = Overlap.of(*self.averager.lanes.sent.take(), ready=ready)
         self._clear()
 
     @torch.no_grad()
@@ -92,14 +92,15 @@ class Reducer:
         if not self.finds_unused:
             raise ShoalError(
                 "some parameters had no part in the loss of this step, and the other replicas wait for their gradients",
-                fix="find_unused=True (--run.find_unused true), or requires_grad_(False) for what is never used",
+                fix="find_unused_parameters=True (--run.find_unused_parameters true),"
+                " or requires_grad_(False) for what is never used",
             )
         lanes = self.averager.lanes
         used = torch.tensor([float(p.grad is not None) for p in every], device=lanes.wires[0].device)
         lanes.submit(0, _sum, used).result()
         return [parameter for parameter, count in zip(every, used.tolist(), strict=True) if not count]
 
-    def _arrived(self, load: Load) -> None:
+    def _arrived(self, load: InFlightBucket) -> None:
         if self.is_armed:
             if load.done is not None:
                 raise ShoalError(
@@ -120,7 +121,7 @@ class Reducer:
                 self.on_own(name, gradient)
         is_exact = self.step < self.exact_steps
         if self.may_be_dropped and not is_exact:
-            load.keep_owed()
+            load.keep_residual()
         self.averager.begin(load, gradients, self.step, is_exact=is_exact)
         if self.follows_backward:
             assert load.flat is not None
@@ -135,5 +136,5 @@ class Reducer:
             load.flat = load.done = None
 
 
-def _sum(wire: Wire, x: Tensor) -> None:
+def _sum(wire: Transport, x: Tensor) -> None:
     wire.all_reduce(x)

@@ -26,17 +26,17 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from shoal.blueprint.local_sgd import Synchrony, due, refuse_fragments
+from shoal.blueprint.local_sgd import SyncSpec, due, reject_fragments
 from shoal.comm.compression.reduce import Average
-from shoal.comm.replicas.overlap import Hidden
+from shoal.comm.replicas.overlap import Overlap
 from shoal.errors import raise_if
-from shoal.numerics.local_tensor import local
-from shoal.parallel.data.bucket_averager import Averager, Lanes, Load
-from shoal.parallel.data.local_step_scale import Spread
+from shoal.numerics.local_tensor import to_local
+from shoal.parallel.data.bucket_averager import BucketAverager, CommThreads, InFlightBucket
+from shoal.parallel.data.local_step_scale import LocalStepScale
 
 
 @dataclass(frozen=True, slots=True)
-class Outer:
+class OuterOptimizer:
     """The optimizer of the shared weights, and how they travel."""
 
     lr: float = 0.7
@@ -47,29 +47,29 @@ class Outer:
     """Under `local`, make a mean of Adam's steps as long as one model's would be (`local_step_scale`)."""
 
 
-DEFAULT_OUTER = Outer()
+DEFAULT_OUTER = OuterOptimizer()
 MOST_OVERSHOT = 1.5
 """How far the way of several steps is stretched at most. Along some directions an island has arrived within H steps,
 and what is longer than the way there goes beyond; by twice the way, it would never end."""
 
 
 @dataclass
-class Islands:
+class LocalSGD:
     """What lets the replicas of a model meet every so many steps."""
 
     named: Mapping[str, nn.Parameter]
-    lanes: Lanes
+    lanes: CommThreads
     average: Average
-    synchrony: Synchrony
-    outer: Outer
+    synchrony: SyncSpec
+    outer: OuterOptimizer
     bucket_bytes: int
     seed: int
     kind_of: Callable[[str], object] = field(default=lambda name: None)
-    """See `Averager`."""
+    """See `BucketAverager`."""
     exact_steps: int = 0
     """How many of the first steps all islands make together. None, if they have gone their own ways before: then each
     has an optimizer of its own, and the same gradient would lead them apart for good."""
-    spread: Spread | None = None
+    spread: LocalStepScale | None = None
     """None: the mean of what islands did is as long as it should be."""
     shared: dict[str, Tensor] = field(default_factory=dict)
     """θ: the weights that all islands agree on."""
@@ -80,21 +80,21 @@ class Islands:
     """With a delay: the mean of θ - θᵢ, waiting for its step."""
 
     def __post_init__(self) -> None:
-        raise_if(filter(None, [refuse_fragments(self.outer.fragments, self.outer.delay, self.synchrony.every)]))
+        raise_if(filter(None, [reject_fragments(self.outer.fragments, self.outer.delay, self.synchrony.every)]))
         trained = {name: p for name, p in self.named.items() if p.requires_grad}
         self.fragments = [
-            Averager(part, self.lanes, self.average, self.bucket_bytes, self.seed, self.kind_of)
+            BucketAverager(part, self.lanes, self.average, self.bucket_bytes, self.seed, self.kind_of)
             for part in _cut(trained, self.outer.fragments)
         ]
         self._travelling: set[int] = set()
         self.waiting: dict[int, int] = {}
         """Fragments that were sent and not applied → after which step they will be."""
         self._met: dict[int, int] = {}
-        self.hidden: Hidden | None = None
+        self.hidden: Overlap | None = None
         self._began = 0.0
         with torch.no_grad():
             for name, parameter in trained.items():
-                self.shared[name] = local(parameter).detach().clone()
+                self.shared[name] = to_local(parameter).detach().clone()
                 self.momentum[name] = torch.zeros_like(self.shared[name])
                 if self.outer.delay:
                     self.sent[name] = self.shared[name].clone()
@@ -104,7 +104,7 @@ class Islands:
         """Under `local`, from now on: an optimizer divides by squares of gradients, of which it remembers so much."""
         if memory is not None and self.synchrony.way == "local" and self.outer.rescale:
             wide = torch.promote_types(like.dtype, torch.float32)
-            self.spread = Spread(memory, torch.zeros(2, dtype=wide, device=like.device))
+            self.spread = LocalStepScale(memory, torch.zeros(2, dtype=wide, device=like.device))
 
     def share_gradients(self, step: int) -> None:
         """Among the first steps, counted from 0: give all islands the mean of their gradients."""
@@ -116,7 +116,7 @@ class Islands:
                 unused = [parameter for parameter in load.parameters if parameter.grad is None]
                 averager.hand_back(load)
                 for parameter in unused:
-                    if not local(cast(Tensor, parameter.grad)).any():  # on no island: an optimizer leaves it alone
+                    if not to_local(cast(Tensor, parameter.grad)).any():  # on no island: an optimizer leaves it alone
                         parameter.grad = None
                 load.flat = load.done = None
 
@@ -125,26 +125,26 @@ class Islands:
         """Exchange what is due after a step, counted from 1, and apply what is due of what was exchanged."""
         if step < self.exact_steps:
             for name, shared in self.shared.items():
-                shared.copy_(local(self.named[name]))
+                shared.copy_(to_local(self.named[name]))
         elif step == self.exact_steps:
             self._part(step)
         else:
             self._began = time.perf_counter()
             self._exchange(step)
-        self.hidden = Hidden.of(*self.lanes.sent.take(), ready=self._began)
+        self.hidden = Overlap.of(*self.lanes.sent.take(), ready=self._began)
 
     def _part(self, step: int) -> None:
         """After the last step that was made together: the same bits everywhere, before each goes its own way. Islands
         add up their norms each in its own order."""
         for averager, load in self._loads():
-            averager.begin(load, [local(parameter) for parameter in load.parameters], step, is_exact=True)
+            averager.begin(load, [to_local(parameter) for parameter in load.parameters], step, is_exact=True)
         for _, load in self._loads():
             for name, parameter, mean in zip(load.names, load.parameters, load.means(), strict=True):
                 self.shared[name].copy_(mean)
-                local(parameter).copy_(mean)
+                to_local(parameter).copy_(mean)
             load.flat = load.done = None
 
-    def _loads(self) -> Iterator[tuple[Averager, Load]]:
+    def _loads(self) -> Iterator[tuple[BucketAverager, InFlightBucket]]:
         for averager in self.fragments:
             for load in averager.loads:
                 yield averager, load
@@ -193,7 +193,7 @@ class Islands:
     def _send(self, fragment: int, step: int, *, pays: bool = False) -> None:
         averager = self.fragments[fragment]
         for load in averager.loads:
-            own = [local(parameter) for parameter in load.parameters]
+            own = [to_local(parameter) for parameter in load.parameters]
             away = [self.shared[name] - weight for name, weight in zip(load.names, own, strict=True)]
             if self.spread is not None:
                 factor = self.spread.factor(self.lanes.size, most=inf if self.synchrony.every == 1 else MOST_OVERSHOT)
@@ -212,14 +212,14 @@ class Islands:
         del self.waiting[fragment]
         for name, parameter in self.fragments[fragment].named.items():
             shared, momentum, away = self.shared[name], self.momentum[name], self.arrived[name]
-            before = self.sent[name] if self.outer.delay else local(parameter)
-            meanwhile = local(parameter) - before if self.outer.delay else None
+            before = self.sent[name] if self.outer.delay else to_local(parameter)
+            meanwhile = to_local(parameter) - before if self.outer.delay else None
             if takes_mean or self.synchrony.way == "local":
                 shared -= away
             else:
                 momentum.mul_(self.outer.momentum).add_(away)
                 shared.sub_(away.add(momentum, alpha=self.outer.momentum), alpha=self.outer.lr)
-            local(parameter).copy_(shared if meanwhile is None else shared + meanwhile)
+            to_local(parameter).copy_(shared if meanwhile is None else shared + meanwhile)
             if self.outer.delay:
                 away.zero_()
             else:
@@ -230,15 +230,15 @@ class Islands:
         """Inside, the model has the weights that all islands agree on."""
         self.settle()
         with torch.no_grad():
-            own = {name: local(self.named[name]).clone() for name in self.shared}
+            own = {name: to_local(self.named[name]).clone() for name in self.shared}
             for name, shared in self.shared.items():
-                local(self.named[name]).copy_(shared)
+                to_local(self.named[name]).copy_(shared)
         try:
             yield
         finally:
             with torch.no_grad():
                 for name, weight in own.items():
-                    local(self.named[name]).copy_(weight)
+                    to_local(self.named[name]).copy_(weight)
 
     def close(self) -> None:
         """End the threads."""
@@ -247,11 +247,11 @@ class Islands:
 
 def _cut(named: Mapping[str, nn.Parameter], parts: int) -> Sequence[dict[str, nn.Parameter]]:
     """The parameters in their order, in parts of about as many elements."""
-    total = sum(local(p).numel() for p in named.values())
+    total = sum(to_local(p).numel() for p in named.values())
     found: list[dict[str, nn.Parameter]] = [{} for _ in range(parts)]
     before = 0
     for name, parameter in named.items():
-        middle = before + local(parameter).numel() / 2
+        middle = before + to_local(parameter).numel() / 2
         found[min(parts - 1, int(middle * parts / max(1, total)))][name] = parameter
-        before += local(parameter).numel()
+        before += to_local(parameter).numel()
     return found

@@ -27,7 +27,7 @@ TOLD = 1024
 
 
 @dataclass
-class Spread:
+class LocalStepScale:
     """What islands know of how far their gradients lie apart."""
 
     memory: float

@@ -22,7 +22,7 @@ def _nothing() -> float:
     return 0.0
 
 
-class Balance:
+class AuxLoss:
     """What the routers of a model share with the run that trains it."""
 
     def __init__(self, group: Group = None) -> None:
@@ -67,7 +67,7 @@ class Balance:
         finally:
             self.factor = before
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Balance:
+    def __deepcopy__(self, memo: dict[int, Any]) -> AuxLoss:
         """One for all parts of a model: groups are not copied."""
         return self
 
@@ -77,7 +77,7 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, auxiliary: Tensor | None, load_E: Tensor, dropped: Tensor, balance: Balance, name: str
+        ctx: Any, y: Tensor, auxiliary: Tensor | None, load_E: Tensor, dropped: Tensor, balance: AuxLoss, name: str
     ) -> Tensor:
         ctx.save_for_backward(auxiliary, load_E, dropped)
         ctx.balance, ctx.name, ctx.factor = balance, name, balance.factor

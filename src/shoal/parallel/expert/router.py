@@ -12,7 +12,7 @@ tokens, four experts, top_k=2, capacity 2 (= ceil(1.0 · 4 tokens · 2 / 4 exper
       t3               .7  .5                  t3                .7  .5                  t3            .7  .5  .1  .1
     rows                3   3   1   1        the best two stay    2   2   1   1        each takes two   ...
 
-If a sequence is divided over ranks (context or sequence parallelism), the ranks of `Balance.group` have equal parts of
+If a sequence is divided over ranks (context or sequence parallelism), the ranks of `AuxLoss.group` have equal parts of
 it and decide together. Only the bias that balances without a loss looks at the whole batch, once a step.
 
 Expert choice looks at later tokens of the sequence: in a causal model that is a leak, which generation does not have.
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from shoal.comm.collectives import Group, all_gather, all_reduce, my_part
 from shoal.errors import Problem, ShoalError, listed, raise_if
-from shoal.parallel.expert.aux_loss import Balance
+from shoal.parallel.expert.aux_loss import AuxLoss
 
 SCORES = ("softmax", "sigmoid")
 CHOICES = ("token", "expert")
@@ -95,7 +95,7 @@ class Router(nn.Module):
         self.register_buffer("bias", torch.zeros(num_experts) if bias_rate > 0 else None)
         self.name = ""
         """Its full name in the model; see `note_routers`."""
-        self.shared: Balance | None = None
+        self.shared: AuxLoss | None = None
         """What it shares with a run. None: plain torch, see `auxiliary_loss` and `update_biases`."""
         self.was_settled = False
         """Whether `settle` was ever called: without it nobody hears of the router's losses and loads."""
@@ -286,7 +286,7 @@ def routers(model: nn.Module) -> dict[str, Router]:
     return {name: module for name, module in model.named_modules() if isinstance(module, Router)}
 
 
-def note_routers(model: nn.Module, shared: Balance) -> dict[str, Router]:
+def note_routers(model: nn.Module, shared: AuxLoss) -> dict[str, Router]:
     """Give every router its name, and what it shares with the run."""
     found = routers(model)
     for name, router in found.items():

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.blueprint.plan import Schedule
-from shoal.blueprint.schedules.generate import illegal
+from shoal.blueprint.schedules.generate import check_schedule
 from shoal.errors import ShoalError, raise_if
 
 ONE_STAGE_PER_RANK = ("gpipe", "1f1b")
@@ -39,7 +39,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments with which the model is called for one microbatch."""
 
 
-class Received(nn.Module):
+class StageInput(nn.Module):
     """In place of a module before the stage's own: returns what the stage has received."""
 
     def __init__(self) -> None:
@@ -52,29 +52,29 @@ class Received(nn.Module):
         return self.value
 
 
-class Reached(Exception):
+class StopForward(Exception):
     """A stage has come to the first block that is not its own; carries what that block was given."""
 
 
-class End(nn.Module):
+class StageBoundary(nn.Module):
     """In place of a module after the stage's own: ends the forward, so that what follows is computed only once."""
 
     def forward(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
         """Never returns."""
-        raise Reached(x)
+        raise StopForward(x)
 
 
-def cut(model: nn.Module, *, before: Sequence[str], after: Sequence[str]) -> tuple[nn.Module, Received]:
+def cut(model: nn.Module, *, before: Sequence[str], after: Sequence[str]) -> tuple[nn.Module, StageInput]:
     """A copy of the model in which some submodules are stand-ins. What is left shares its tensors with the model."""
-    received = Received()
+    received = StageInput()
     memo: dict[int, Any] = {id(model.get_submodule(name)): received for name in before}
-    memo |= {id(model.get_submodule(name)): End() for name in after}
+    memo |= {id(model.get_submodule(name)): StageBoundary() for name in after}
     memo |= {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, memo), received
 
 
 @dataclass
-class Feed:
+class MicrobatchFeed:
     """What the stages of a rank look up while a step runs: the calls and weights of its microbatches."""
 
     calls: Sequence[Call] = ()
@@ -87,10 +87,10 @@ class Feed:
 class Stage(nn.Module):
     """A cut model that is called with the number of a microbatch."""
 
-    def __init__(self, model: nn.Module, received: Received, index: int, num_stages: int) -> None:
+    def __init__(self, model: nn.Module, received: StageInput, index: int, num_stages: int) -> None:
         super().__init__()
         self.model, self.index, self.num_stages = model, index, num_stages
-        self.feed = Feed()
+        self.feed = MicrobatchFeed()
         self.device, self.wire = torch.device("cpu"), torch.device("cpu")
         self.dtype: torch.dtype | None = None
         """In which activations travel to the next stage."""
@@ -112,7 +112,7 @@ class Stage(nn.Module):
         self._received[0].value = x if x is None else x.to(self.device, self.wide)
         try:
             output = self.model(*arguments, **options)
-        except Reached as reached:
+        except StopForward as reached:
             activation: Tensor = reached.args[0]
             return activation.to(self.wire, self.dtype)
         finally:
@@ -141,7 +141,7 @@ class Pipeline:
     """The place on the pp axis of every stage."""
     _schedules: dict[Any, Any] = field(default_factory=dict)
 
-    def step(self, feed: Feed) -> None:
+    def step(self, feed: MicrobatchFeed) -> None:
         """Forward and backward of all microbatches; gradients are left in the parameters."""
         schedule = self._schedule_for(feed)
         self._give(feed)
@@ -161,7 +161,7 @@ class Pipeline:
         return any(stage.is_last for stage in self.stages)
 
     @torch.no_grad()
-    def forward(self, feed: Feed) -> None:
+    def forward(self, feed: MicrobatchFeed) -> None:
         """Forward of all microbatches, one after the other, with nothing kept; for an evaluation."""
         self._give(feed)
         mine = {stage.index: stage for stage in self.stages}
@@ -184,12 +184,12 @@ class Pipeline:
             for work in works:
                 work.wait()
 
-    def _give(self, feed: Feed) -> None:
+    def _give(self, feed: MicrobatchFeed) -> None:
         for stage in self.stages:
             stage.feed, stage.device, stage.wire = feed, self.device, self.wire
             stage.dtype, stage.wide = self.dtype, self.loss_dtype
 
-    def _schedule_for(self, feed: Feed) -> Any:
+    def _schedule_for(self, feed: MicrobatchFeed) -> Any:
         shapes = {self.activation(call) for call in feed.calls}
         if len(shapes) > 1:
             raise ShoalError(
@@ -199,7 +199,9 @@ class Pipeline:
         key = (len(feed.calls), shapes.pop())
         if key not in self._schedules:
             degree = self.group.size()
-            raise_if(illegal(self.schedule, num_ranks=degree, v=self.num_stages // degree, num_microbatches=key[0]))
+            raise_if(
+                check_schedule(self.schedule, num_ranks=degree, v=self.num_stages // degree, num_microbatches=key[0])
+            )
             self._schedules[key] = self._make(*key)
         return self._schedules[key]
 

@@ -17,10 +17,10 @@ from shoal.planner.backtest.nanotron_sweep import late, scatters
 from shoal.planner.backtest.rows import Row
 from shoal.predict import framework_profile as known
 from shoal.predict.cluster import GIB, Cluster
-from shoal.predict.estimate.peak_memory import Footprint, footprint, states
-from shoal.predict.estimate.rank_share import Degrees, Held, head_cost, layers_of_stages
+from shoal.predict.estimate.peak_memory import PeakMemory, peak_memory, states
+from shoal.predict.estimate.rank_share import Degrees, RankShare, head_cost, layers_of_stages
 from shoal.predict.estimate.step_time import StepTime, step_time
-from shoal.predict.framework_profile import Habits
+from shoal.predict.framework_profile import FrameworkProfile
 from shoal.predict.presets.clusters import DEVICES, preset
 from shoal.predict.presets.models import MODELS
 from shoal.predict.workload import Workload
@@ -35,9 +35,9 @@ class Prediction:
     """Why nothing can be predicted; empty if something can."""
     workload: Workload | None = None
     plan: Plan | None = None
-    habits: Habits | None = None
+    habits: FrameworkProfile | None = None
     time: StepTime | None = None
-    memory: Footprint | None = None
+    memory: PeakMemory | None = None
     measured_s: float | None = None
     measured_gib: float | None = None
     predicted_gib: float | None = None
@@ -87,7 +87,7 @@ def _predict(row: Row, is_blind: bool) -> Prediction:
     seconds = _measured_seconds(row, workload, sequence, global_batch)
     gib = row.number("mem_gib")
     place = (plan.pp or 1) - 1 if _is_ci(row) else None
-    memory = footprint(
+    memory = peak_memory(
         workload, plan, cluster, sequence=sequence, global_batch=global_batch, habits=habits, stage=place
     )
     held = memory.total * (1.0 if habits.is_known else HEADROOM)
@@ -118,7 +118,7 @@ HEADROOM = 1.2
 BigScience hold at most that much more."""
 
 
-def _has_empty_stage(workload: Workload, plan: Plan, habits: Habits) -> bool:
+def _has_empty_stage(workload: Workload, plan: Plan, habits: FrameworkProfile) -> bool:
     """Whether a pipeline rank would have nothing to compute, which no system survives."""
     pp = plan.pp or 1
     counts = layers_of_stages(workload.layers, pp * (plan.v or 1), head_cost(workload), habits.cut)
@@ -137,7 +137,7 @@ def _of_table(row: Row) -> Prediction:
     if billions is None or devices is None or stage is None:
         raise Unpredictable("params_b, n_gpus or zero_stage is not published")
     habits = replace(known.MEGATRON, name="zero", gradient=2)
-    held = Held(layers=1, dense=billions * 1e9, experts=0.0, unit=0.0, root=0.0)
+    held = RankShare(layers=1, dense=billions * 1e9, experts=0.0, unit=0.0, root=0.0)
     plan = Plan(dp_shard=devices, zero=stage, precision="bf16")
     gib = sum(states(held, Degrees.of(plan, habits), habits)) / GIB
     return Prediction(row=row, habits=habits, measured_gib=row.number("mem_gib"), predicted_gib=gib)
@@ -145,7 +145,7 @@ def _of_table(row: Row) -> Prediction:
 
 # ---- the system -----------------------------------------------------------------------------------------------------
 
-SYSTEMS: tuple[tuple[str, Habits], ...] = (
+SYSTEMS: tuple[tuple[str, FrameworkProfile], ...] = (
     ("shoal", known.SHOAL),
     ("vTrain", known.MEGATRON_DEEPSPEED),
     ("bigscience", known.MEGATRON_DEEPSPEED),
@@ -168,11 +168,11 @@ SYSTEMS: tuple[tuple[str, Habits], ...] = (
 where parameters are sharded, else for Megatron."""
 
 
-def habits_of(row: Row) -> Habits:
+def habits_of(row: Row) -> FrameworkProfile:
     """The system that ran a row."""
     source = row.text("source").lower()
     if source == "shoal":
-        return known.shoal_habits(compile="compiled" in row.text("notes"))
+        return known.shoal_profile(compile="compiled" in row.text("notes"))
     if source.startswith("narayanan") and row.whole("zero_stage") == 3:
         return known.DEEPSPEED
     if "torchtitan" in source and re.search(r"202[34]", source):
@@ -183,7 +183,7 @@ def habits_of(row: Row) -> Habits:
     return _as_noted(row, known.TORCHTITAN if row.whole("zero_stage") == 3 else known.MEGATRON)
 
 
-def _as_noted(row: Row, habits: Habits) -> Habits:
+def _as_noted(row: Row, habits: FrameworkProfile) -> FrameworkProfile:
     """What the notes of a row say of it."""
     notes = row.text("notes")
     changes: dict[str, object] = {}
@@ -482,7 +482,7 @@ def _measured_seconds(row: Row, workload: Workload, sequence: int, global_batch:
     return None
 
 
-def _as_printed(row: Row, memory: Footprint) -> float:
+def _as_printed(row: Row, memory: PeakMemory) -> float:
     """GiB of the number that the source prints."""
     source = row.text("source")
     is_of_process = source == "shoal" and row.text("gpu").lower().startswith("cpu")  # what the system says it holds

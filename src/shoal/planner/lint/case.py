@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 from shoal.blueprint.layout import divisors
 from shoal.blueprint.plan import BARE_WORDS, Plan
-from shoal.blueprint.validation.legality import misfits
+from shoal.blueprint.validation.legality import check_plan
 from shoal.errors import ShoalError
 from shoal.planner.candidates import can_cut, can_split, description_of, microbatches
 from shoal.planner.search import SCHEDULES, search
-from shoal.planner.task import Task, Verdict
+from shoal.planner.task import PlanEstimate, Task
 from shoal.predict.cluster import GIB
-from shoal.predict.estimate.peak_memory import Footprint
+from shoal.predict.estimate.peak_memory import PeakMemory
 from shoal.predict.estimate.rank_share import microbatch, num_microbatches
 
 WORTH = 0.02
@@ -65,7 +65,7 @@ class Case:
     """One plan before the rules."""
 
     task: Task
-    verdict: Verdict
+    verdict: PlanEstimate
     learning_rate: float | None = None
     """That was right for batches of `base_batch`."""
     base_batch: int | None = None
@@ -117,7 +117,7 @@ class Case:
         fitting = [(plan, memory) for plan in wanted if self.task.fits(memory := self.task.memory(plan))]
         return sorted((self._saving(plan, memory) for plan, memory in fitting), key=lambda saving: -saving.seconds)
 
-    def _saving(self, plan: Plan, memory: Footprint) -> Saving:
+    def _saving(self, plan: Plan, memory: PeakMemory) -> Saving:
         seconds = self.verdict.time.total - self.task.time(plan).total
         return Saving(plan, seconds, seconds / self.verdict.time.total, self.verdict.memory.total - memory.total)
 
@@ -150,7 +150,7 @@ def _can_run(task: Task, plan: Plan) -> bool:
     """By the rules of a run; that a model can divide its tokens is taken from a plan that says so."""
     tp, cp = plan.tp or 1, plan.cp or 1
     is_divided = can_split(task.workload, tp) and can_cut(task, tp, cp) and not (plan.sp and task.sequence % tp)
-    return is_divided and not misfits(
+    return is_divided and not check_plan(
         replace(plan, sp=None),
         description=description_of(task.workload),
         batch=task.global_batch,

@@ -12,7 +12,7 @@ from functools import partial
 
 from shoal.blueprint.layout import divisors
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.schedules.generate import illegal
+from shoal.blueprint.schedules.generate import check_schedule
 from shoal.blueprint.schedules.table import V_SHAPED
 from shoal.errors import listed
 from shoal.planner.lint.case import (
@@ -221,7 +221,7 @@ def too_few_microbatches(case: Case) -> Finding | None:
     pp, m, schedule = case.degree("pp"), case.m, case.plan.schedule or "1f1b"
     if pp == 1:
         return None
-    wrong = illegal(schedule, num_ranks=pp, v=case.degree("v"), num_microbatches=m)
+    wrong = check_schedule(schedule, num_ranks=pp, v=case.degree("v"), num_microbatches=m)
     if not wrong and (not is_starved(case.task, case.plan) or case.part("bubble") < WORTH):
         return None
     numbers = wrong[0].what if wrong else f"{m} microbatch{'es' * (m > 1)} on pp={pp} with {schedule}"

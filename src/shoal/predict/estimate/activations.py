@@ -11,7 +11,7 @@ from math import ceil
 
 from shoal.predict.estimate.fp8_memory import has_narrow_head, head_bytes, narrow_casts
 from shoal.predict.estimate.rank_share import PLENTY, Degrees
-from shoal.predict.framework_profile import Habits
+from shoal.predict.framework_profile import FrameworkProfile
 from shoal.predict.workload import Workload
 
 CHUNK = 2.0**31
@@ -22,7 +22,14 @@ FEW = CHUNK / 8
 
 @lru_cache(maxsize=2**14)
 def kept_per_token(
-    workload: Workload, habits: Habits, *, tp: int, sp: bool, sequence: int, size: float, has_scores: bool = True
+    workload: Workload,
+    habits: FrameworkProfile,
+    *,
+    tp: int,
+    sp: bool,
+    sequence: int,
+    size: float,
+    has_scores: bool = True,
 ) -> float:
     """Bytes that one layer keeps of one token on one tp rank, without recompute. `has_scores`: those of attention too,
     where it is computed eagerly."""
@@ -46,7 +53,9 @@ def kept_per_token(
     return between / (tp if sp else 1) + inside / tp + whole
 
 
-def _attention_kept(workload: Workload, habits: Habits, sequence: int, size: float, has_scores: bool) -> float:
+def _attention_kept(
+    workload: Workload, habits: FrameworkProfile, sequence: int, size: float, has_scores: bool
+) -> float:
     """Queries, keys, values, what comes out of attention, and its scores or the sums of them."""
     a, k, d = workload.heads, workload.kv_heads, workload.head_dim
     if workload.latent:
@@ -59,13 +68,15 @@ def _attention_kept(workload: Workload, habits: Habits, sequence: int, size: flo
     return kept + (2 * size + 1 if habits.dropout else size) * a * sequence * has_scores
 
 
-def _ffn_kept(width: int, gated: bool, habits: Habits, size: float) -> float:
+def _ffn_kept(width: int, gated: bool, habits: FrameworkProfile, size: float) -> float:
     """What goes into the activation function, and what comes out of it."""
     return size * width * (2 + habits.keeps_product + habits.keeps_silu if gated else 2)
 
 
 @lru_cache(maxsize=2**14)
-def recomputed(workload: Workload, habits: Habits, how: str, *, tp: int, sp: bool, sequence: int, size: float) -> float:
+def recomputed(
+    workload: Workload, habits: FrameworkProfile, how: str, *, tp: int, sp: bool, sequence: int, size: float
+) -> float:
     """Bytes that one layer keeps of one token when it recomputes."""
     h, share = workload.hidden, tp if sp else 1
     if how == "full":
@@ -80,7 +91,7 @@ def recomputed(workload: Workload, habits: Habits, how: str, *, tp: int, sp: boo
     return size * (part * (inside / tp + sums * h / share) + attended / tp + h / share) + 4 * workload.heads / tp
 
 
-def cast_bytes(workload: Workload, habits: Habits, on: Degrees, *, precision: str) -> float:
+def cast_bytes(workload: Workload, habits: FrameworkProfile, on: Degrees, *, precision: str) -> float:
     """Bytes of casts of weights that a layer keeps for the backward, where it computes in less than weights have. The
     last product of a feed-forward casts again. What is sharded is gathered in the precision of compute already."""
     if not habits.is_compiled or on.size >= habits.weight or (on.zero and on.shards > 1):
@@ -95,13 +106,20 @@ def cast_bytes(workload: Workload, habits: Habits, on: Degrees, *, precision: st
     return on.size * (dense / on.tp + experts)
 
 
-def is_fused(habits: Habits, *, tp: int, pp: int) -> bool:
+def is_fused(habits: FrameworkProfile, *, tp: int, pp: int) -> bool:
     """Whether the last layer computes the loss itself."""
     return habits.fused_loss and tp == 1 and pp == 1
 
 
 def logit_bytes(
-    workload: Workload, habits: Habits, *, tokens: float, tp: int, pp: int, size: float, precision: str = "bf16"
+    workload: Workload,
+    habits: FrameworkProfile,
+    *,
+    tokens: float,
+    tp: int,
+    pp: int,
+    size: float,
+    precision: str = "bf16",
 ) -> float:
     """Bytes of logits and what is made of them, at the fullest moment.
 
@@ -127,7 +145,9 @@ def logit_bytes(
     return max(logits * habits.logits, 4 * (logits + workload.head_parameters / tp))  # or those of its weight
 
 
-def backward_bytes(workload: Workload, habits: Habits, recompute: str, *, tokens: float, tp: int, size: float) -> float:
+def backward_bytes(
+    workload: Workload, habits: FrameworkProfile, recompute: str, *, tokens: float, tp: int, size: float
+) -> float:
     """Bytes that the backward of a feed-forward holds for a moment.
 
     Compiled: the product of gate and up, its gradient, and theirs, all as wide as it is; of experts not the product,
@@ -147,7 +167,7 @@ def backward_bytes(workload: Workload, habits: Habits, recompute: str, *, tokens
 
 
 def message_bytes(
-    workload: Workload, habits: Habits, on: Degrees, *, place: int, is_last: bool, tokens: float, m: int
+    workload: Workload, habits: FrameworkProfile, on: Degrees, *, place: int, is_last: bool, tokens: float, m: int
 ) -> float:
     """Bytes of messages: what stages of a pipeline receive in, from both sides and for every microbatch of a step; and
     what tp has just sent."""

@@ -33,19 +33,19 @@ from shoal.predict.estimate.fp8_memory import kept_beside_narrow
 from shoal.predict.estimate.rank_share import (
     PLENTY,
     Degrees,
-    Held,
-    held_by,
+    RankShare,
     in_flight,
     layers_of_ranks,
     microbatch,
     num_microbatches,
+    rank_share,
 )
-from shoal.predict.framework_profile import SHOAL, Habits
+from shoal.predict.framework_profile import SHOAL, FrameworkProfile
 from shoal.predict.workload import Block, Workload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Footprint:
+class PeakMemory:
     """Bytes on the fullest rank, by cause."""
 
     parameters: float
@@ -85,16 +85,16 @@ class Footprint:
         return self.reserved + self.context
 
 
-def footprint(
+def peak_memory(
     workload: Workload,
     plan: Plan,
     cluster: Cluster,
     *,
     sequence: int,
     global_batch: int = 0,
-    habits: Habits = SHOAL,
+    habits: FrameworkProfile = SHOAL,
     stage: int | None = None,
-) -> Footprint:
+) -> PeakMemory:
     """Of a resolved plan. `global_batch` bounds how many microbatches can be in flight; 0: there are plenty. `stage`:
     of that rank of the pipeline; None: of the fullest."""
     if cluster.device.is_host:
@@ -126,9 +126,9 @@ def _of_rank(
     samples: int,
     m: int,
     sequence: int,
-    habits: Habits,
-) -> Footprint:
-    held = held_by(workload, place, tp=on.tp, pp=on.pp, v=on.v, ep=on.ep, is_v_shaped=on.is_v_shaped, habits=habits)
+    habits: FrameworkProfile,
+) -> PeakMemory:
+    held = rank_share(workload, place, tp=on.tp, pp=on.pp, v=on.v, ep=on.ep, is_v_shaped=on.is_v_shaped, habits=habits)
     tokens = samples * sequence / on.cp
     stream = tokens * workload.hidden * on.size
     layer = tokens * kept_per_token(workload, habits, tp=on.tp, sp=on.splits_tokens, sequence=sequence, size=on.size)
@@ -191,12 +191,12 @@ def _summed(
     plan: Plan,
     on: Degrees,
     cluster: Cluster,
-    habits: Habits,
-    held: Held,
+    habits: FrameworkProfile,
+    held: RankShare,
     moments: Moments,
     place: int,
     m: int,
-) -> Footprint:
+) -> PeakMemory:
     """States and transients beside activations, at the fuller of two moments."""
     parameters, gradients, optimizer = states(held, on, habits)
     gathered, gathered_late, reducing = transients(held, on, habits, moments.working)
@@ -217,7 +217,7 @@ def _summed(
     if plan.offload == "parameters" and on.zero == 3 and on.pp == 1:  # else what is gathered stays on the device
         parameters = gradients = 0.0
     loose = habits.fragmentation + (on.pp > 1) * habits.pipeline_fragmentation
-    return Footprint(
+    return PeakMemory(
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
@@ -231,7 +231,7 @@ def _summed(
     )
 
 
-def states(held: Held, on: Degrees, habits: Habits) -> tuple[float, float, float]:
+def states(held: RankShare, on: Degrees, habits: FrameworkProfile) -> tuple[float, float, float]:
     """Bytes of parameters, gradients and optimizer. In a pipeline gradients stay whole, and what FSDP gathers stays."""
     parameters = gradients = optimizer = 0.0
     for numel, sharers in ((held.dense, on.shards), (held.experts, max(1, on.shards // on.ep))):
@@ -247,7 +247,9 @@ def states(held: Held, on: Degrees, habits: Habits) -> tuple[float, float, float
     return parameters, gradients, optimizer
 
 
-def transients(held: Held, on: Degrees, habits: Habits, working: float = 0.0) -> tuple[float, float, float]:
+def transients(
+    held: RankShare, on: Degrees, habits: FrameworkProfile, working: float = 0.0
+) -> tuple[float, float, float]:
     """Bytes of units that are gathered for a moment, at the end of the forward and in the backward; and of gradients
     that are just being reduced then, and what a layer is `working` with."""
     if on.shards == 1 or on.zero < (1 if habits.gathers_ends_alone else 3):
@@ -269,12 +271,12 @@ def transients(held: Held, on: Degrees, habits: Habits, working: float = 0.0) ->
 
 
 def _of_blocks(
-    workload: Workload, plan: Plan, on: Degrees, cluster: Cluster, samples: int, m: int, habits: Habits
-) -> Footprint:
+    workload: Workload, plan: Plan, on: Degrees, cluster: Cluster, samples: int, m: int, habits: FrameworkProfile
+) -> PeakMemory:
     """Of a traced model: blocks instead of layers, samples instead of tokens; tp divides what it can."""
     numel = workload.parameters / on.tp / on.pp
     biggest = max(block.parameters for block in workload.blocks) / on.tp
-    held = Held(len(workload.blocks) // on.pp, numel, 0.0, biggest, 0.0)
+    held = RankShare(len(workload.blocks) // on.pp, numel, 0.0, biggest, 0.0)
     is_full = plan.recompute == "full"
     kept = samples * sum(block.output if is_full else block.saved for block in workload.blocks)
     kept += sum(0.0 if is_full else block.saved_anyway for block in workload.blocks)

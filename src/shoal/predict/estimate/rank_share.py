@@ -8,10 +8,10 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from shoal.blueprint.partition import balance
+from shoal.blueprint.partition import partition
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.schedules.table import V_SHAPED
-from shoal.predict.framework_profile import Cut, Habits
+from shoal.predict.framework_profile import Cut, FrameworkProfile
 from shoal.predict.workload import Workload
 
 PLENTY = 2**20
@@ -40,7 +40,7 @@ class Degrees(NamedTuple):
     """Numbers that a rank keeps for each parameter: what it owes; under `sync=` shared weights and their momentum."""
 
     @classmethod
-    def of(cls, plan: Plan, habits: Habits) -> Degrees:
+    def of(cls, plan: Plan, habits: FrameworkProfile) -> Degrees:
         """Those of a resolved plan."""
         tp, cp = plan.tp or 1, plan.cp or 1
         return cls(
@@ -100,7 +100,7 @@ def layers_of_stages(layers: int, num_stages: int, head: float, cut: Cut) -> tup
     if num_stages == 1:
         return (layers,)
     if cut == "balanced" and num_stages <= layers:
-        return tuple(len(part) for part in balance([1.0] * layers, num_stages, last=head))
+        return tuple(len(part) for part in partition([1.0] * layers, num_stages, last=head))
     if cut == "thresholds":  # a layer goes where its share of the whole cost, itself included, falls
         counts = [0] * num_stages
         place = 0
@@ -128,7 +128,7 @@ def layers_of_ranks(workload: Workload, pp: int, v: int, is_v_shaped: bool, cut:
     return tuple(sum(counts[rank::pp]) for rank in range(pp))
 
 
-class Held(NamedTuple):
+class RankShare(NamedTuple):
     """What a rank of the pipeline holds of the parameters, before dp divides them."""
 
     layers: int
@@ -146,9 +146,9 @@ class Held(NamedTuple):
 
 
 @lru_cache(maxsize=2**14)
-def held_by(
-    workload: Workload, place: int, *, tp: int, pp: int, v: int, ep: int, is_v_shaped: bool, habits: Habits
-) -> Held:
+def rank_share(
+    workload: Workload, place: int, *, tp: int, pp: int, v: int, ep: int, is_v_shaped: bool, habits: FrameworkProfile
+) -> RankShare:
     """What a rank of the pipeline, of tp and of ep holds."""
     layers = layers_of_ranks(workload, pp, v, is_v_shaped, habits.cut)[place]
     is_first, is_last = place == 0, place == (0 if is_v_shaped else pp - 1)
@@ -164,7 +164,7 @@ def held_by(
     end = (is_first or is_last) * rows * workload.hidden
     unit = layer + experts
     late = unit + end * (is_first and not (workload.tied and is_last))
-    return Held(layers, layers * layer + root + is_last * workload.hidden, layers * experts, unit, root, end, late)
+    return RankShare(layers, layers * layer + root + is_last * workload.hidden, layers * experts, unit, root, end, late)
 
 
 @lru_cache(maxsize=2**14)

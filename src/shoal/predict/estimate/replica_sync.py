@@ -46,7 +46,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Island:
+class ReplicaShape:
     """What one replica is."""
 
     compute: float
@@ -78,7 +78,7 @@ class Step:
         return self.words or "every step, as it is"
 
 
-def meeting_by(plan: Plan, words: str) -> Plan:
+def sync_traffic(plan: Plan, words: str) -> Plan:
     """The plan with another way to meet.
 
     >>> str(meeting_by(Plan.parse("tp=2 sync=auto"), "compress=int8"))
@@ -88,7 +88,7 @@ def meeting_by(plan: Plan, words: str) -> Plan:
     return replace(plan, sync=said.sync, compress=said.compress)
 
 
-def predict(words: str, island: Island, link: Link, replicas: int, codec: Mapping[str, float]) -> Step:
+def predict(words: str, island: ReplicaShape, link: Link, replicas: int, codec: Mapping[str, float]) -> Step:
     """What a step takes. `codec`: seconds to encode and decode a number, by method, *measured*; without an entry,
     nothing."""
     plan = Plan.parse(words)
@@ -140,7 +140,7 @@ def best_bucket(num_bytes: int, link: Link, replicas: int) -> float:
 
 
 def choose(
-    island: Island, link: Link, replicas: int, codec: Mapping[str, float], ways: Sequence[str] = WAYS
+    island: ReplicaShape, link: Link, replicas: int, codec: Mapping[str, float], ways: Sequence[str] = WAYS
 ) -> tuple[Step, list[Step], str]:
     """The way to meet, all that were weighed, and why this one."""
     steps = [predict(words, island, link, replicas, codec) for words in ways]

@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 from shoal.blueprint.plan import Plan
 from shoal.predict.cluster import Cluster, Device, Link
-from shoal.predict.estimate.rank_share import BYTES, Degrees, held_by, layers_of_ranks, microbatch, num_microbatches
-from shoal.predict.framework_profile import SHOAL, Habits
+from shoal.predict.estimate.rank_share import BYTES, Degrees, layers_of_ranks, microbatch, num_microbatches, rank_share
+from shoal.predict.framework_profile import SHOAL, FrameworkProfile
 from shoal.predict.workload import Workload
 
 CONTENTION = 0.1
@@ -117,7 +117,13 @@ class StepTime:
 
 
 def step_time(
-    workload: Workload, plan: Plan, cluster: Cluster, *, sequence: int, global_batch: int, habits: Habits = SHOAL
+    workload: Workload,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    sequence: int,
+    global_batch: int,
+    habits: FrameworkProfile = SHOAL,
 ) -> StepTime:
     """Of a resolved plan."""
     if cluster.device.is_host:
@@ -153,7 +159,7 @@ def _of_layers(
     sequence: int,
     samples: int,
     m: int,
-    habits: Habits,
+    habits: FrameworkProfile,
 ) -> dict[str, float]:
     """Seconds of a transformer, by cause."""
     work = Work(on.tp, on.cp, on.ep, on.splits_tokens, samples, sequence, plan.precision, plan.recompute, plan.context)
@@ -171,7 +177,7 @@ def _of_layers(
     if on.pp > 1:
         boundary = cluster.link(2, on.replicas * on.shards * on.tp)
         send = 2 * boundary.send(tokens * workload.hidden * on.size / (on.tp if on.splits_tokens else 1))
-    held = held_by(workload, 0, tp=on.tp, pp=on.pp, v=on.v, ep=on.ep, is_v_shaped=on.is_v_shaped, habits=habits)
+    held = rank_share(workload, 0, tp=on.tp, pp=on.pp, v=on.v, ep=on.ep, is_v_shaped=on.is_v_shaped, habits=habits)
     backward = slowest * (3 if plan.recompute == "full" else 2) / (4 if plan.recompute == "full" else 3)
     owned = held.dense / (on.shards if on.zero else 1) + held.experts / (max(1, on.shards // on.ep) if on.zero else 1)
     device = cluster.device
@@ -193,7 +199,7 @@ def _of_layers(
     }
 
 
-def _launched(habits: Habits, cluster: Cluster) -> float:
+def _launched(habits: FrameworkProfile, cluster: Cluster) -> float:
     """The part of a measured time to launch a layer that the host needs; on machines that were not measured, all."""
     return habits.host_part if cluster.is_measured else 1.0
 
@@ -260,7 +266,7 @@ class Pass(NamedTuple):
 
 
 @lru_cache(maxsize=2**15)
-def layer_pass(workload: Workload, cluster: Cluster, habits: Habits, work: Work) -> Pass:
+def layer_pass(workload: Workload, cluster: Cluster, habits: FrameworkProfile, work: Work) -> Pass:
     """One microbatch through one layer, forward and backward."""
     again = 1 if work.recompute == "full" else 0
     attention = _attention(workload, cluster.device, habits, work, again)
@@ -292,7 +298,7 @@ def product(device: Device, rows: float, columns: float, inner: float, precision
     return compute + traffic / (device.bandwidth * device.streaming)
 
 
-def _products(workload: Workload, device: Device, habits: Habits, work: Work) -> float:
+def _products(workload: Workload, device: Device, habits: FrameworkProfile, work: Work) -> float:
     """Seconds of the forward's matrix products; the backward has twice as many."""
     h, d, tp = workload.hidden, workload.head_dim, work.tp
     tokens = work.samples * work.sequence / work.cp
@@ -320,7 +326,7 @@ def _products(workload: Workload, device: Device, habits: Habits, work: Work) ->
     return total
 
 
-def _attention(workload: Workload, device: Device, habits: Habits, work: Work, again: int) -> float:
+def _attention(workload: Workload, device: Device, habits: FrameworkProfile, work: Work, again: int) -> float:
     """Seconds of attention itself. A fused backward computes the scores once more."""
     flops = work.samples * work.sequence / work.cp * workload.attention_flops(work.sequence) / work.tp
     wide = "bf16" if work.precision == "fp8" else work.precision
@@ -339,7 +345,7 @@ def _attention(workload: Workload, device: Device, habits: Habits, work: Work, a
     return flops / (rate * narrow) * short * (3.5 + again)
 
 
-def _element_wise(workload: Workload, device: Device, habits: Habits, work: Work, again: int) -> float:
+def _element_wise(workload: Workload, device: Device, habits: FrameworkProfile, work: Work, again: int) -> float:
     """Seconds of norms, residuals, rotations and activation functions, and of gradients that add up."""
     part = workload.sparse_layers / workload.layers
     size = bytes_in(work.precision)
@@ -359,7 +365,9 @@ def _element_wise(workload: Workload, device: Device, habits: Habits, work: Work
 
 
 @lru_cache(maxsize=2**14)
-def head_pass(workload: Workload, device: Device, habits: Habits, tp: int, tokens: float, precision: str) -> float:
+def head_pass(
+    workload: Workload, device: Device, habits: FrameworkProfile, tp: int, tokens: float, precision: str
+) -> float:
     """Seconds of the last layer, the loss and their backward, for one microbatch."""
     columns, wide = workload.vocabulary / tp, "bf16" if precision == "fp8" else precision
     compute = 3 * product(device, tokens, columns, workload.hidden, wide, habits.efficiency)
@@ -370,7 +378,7 @@ def head_pass(workload: Workload, device: Device, habits: Habits, tp: int, token
 # ---- messages between layers ----------------------------------------------------------------------------------------
 
 
-def _tensor_parallel(workload: Workload, cluster: Cluster, habits: Habits, work: Work, again: int) -> float:
+def _tensor_parallel(workload: Workload, cluster: Cluster, habits: FrameworkProfile, work: Work, again: int) -> float:
     """Four all-reduces of the activations, or with sp, as many pairs of gather and scatter and two gathers more."""
     if work.tp == 1:
         return 0.0
@@ -411,7 +419,7 @@ def data_parallel(
     experts: float,
     on: Degrees,
     cluster: Cluster,
-    habits: Habits,
+    habits: FrameworkProfile,
     m: int,
     micro: float,
     backward: float,
@@ -469,7 +477,7 @@ def _exposed(traffic: float, window: float, overlaps: bool) -> float:
 
 
 def _of_blocks(
-    workload: Workload, plan: Plan, on: Degrees, cluster: Cluster, samples: int, m: int, habits: Habits
+    workload: Workload, plan: Plan, on: Degrees, cluster: Cluster, samples: int, m: int, habits: FrameworkProfile
 ) -> dict[str, float]:
     """Seconds of a traced model, by cause: blocks instead of layers, divided evenly."""
     device, again = cluster.device, 1 if plan.recompute == "full" else 0

@@ -34,9 +34,9 @@ from itertools import starmap
 from math import prod
 
 from shoal.blueprint import model_shapes as rules
-from shoal.blueprint.model_shapes import Anatomy, Part, Sharers, Sizes
+from shoal.blueprint.model_shapes import ModelShapes, ShardGroup, Sizes, StageShapes
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.schedules.generate import make
+from shoal.blueprint.schedules.generate import make_schedule
 from shoal.blueprint.schedules.table import Kind
 
 
@@ -54,12 +54,14 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer
 
 
-def memory(plan: Plan, anatomy: Anatomy, *, rank: int, sizes: Sizes | None = None, optimizer_states: int = 2) -> Memory:
+def memory(
+    plan: Plan, anatomy: ModelShapes, *, rank: int, sizes: Sizes | None = None, optimizer_states: int = 2
+) -> Memory:
     """What a rank will hold under a resolved plan. `optimizer_states`: tensors as large as a parameter that the
     optimizer keeps for it: 2 for Adam, 1 for momentum, 0 for plain SGD. Its numbers per parameter are left out."""
     sizes = sizes or Sizes.of(plan)
     parts = rules.parts(plan, anatomy, rank)
-    sharers = Sharers(plan, anatomy.description, rank)
+    sharers = ShardGroup(plan, anatomy.description, rank)
     pieces = [item for part in parts for item in part.pieces.items()]
     trained = [item for part in parts for item in anatomy.trained(part.pieces).items()]
     stays_gathered = plan.is_sharded and (plan.zero != 3 or plan.layout.pp > 1)
@@ -85,7 +87,7 @@ def has_moment(plan: Plan, *, rank: int, num_microbatches: int) -> bool:
     """
     if plan.layout.pp == 1 or plan.schedule is None:
         return num_microbatches > 1
-    table = make(plan.schedule, num_ranks=plan.layout.pp, v=plan.v or 1, num_microbatches=num_microbatches)
+    table = make_schedule(plan.schedule, num_ranks=plan.layout.pp, v=plan.v or 1, num_microbatches=num_microbatches)
     order = table.order(plan.layout.coordinate(rank)["pp"])
     actions = [action for slot in order for action in slot.parts]
     without_gradients = {action.stage for action in actions}
@@ -97,7 +99,7 @@ def has_moment(plan: Plan, *, rank: int, num_microbatches: int) -> bool:
     return False
 
 
-def _gathered(parts: Iterable[Part], sharers: Sharers) -> int:
+def _gathered(parts: Iterable[StageShapes], sharers: ShardGroup) -> int:
     """Elements of the gathered copies; of many stages torch keeps only some at a time."""
     each = [
         sum(sharers.padded(name, shape) * sharers.degree(name) for name, shape in part.pieces.items()) for part in parts

@@ -27,7 +27,7 @@ without sharding averaged over `dp_cp`; experts that ep divides are shared by th
 Steady: the third step and all after it. The first ones also greet neighbours (pp) and agree on buckets (DDP). How many
 rows arrive at a rank's experts depends on what they are: predicted is the mean, which is right in the sum over an ep
 group, and nothing where capacity drops rows or experts choose. Not predicted: evaluation, layers that a model's author
-has split, `find_unused`, parameters offloaded without sharding.
+has split, `find_unused_parameters`, parameters offloaded without sharding.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from typing import NamedTuple
 from shoal.blueprint import model_shapes as rules
 from shoal.blueprint.context_parallel import ring_elements, ulysses_elements
 from shoal.blueprint.model_shapes import (
-    Anatomy,
-    Attended,
-    Crossing,
-    Dispatched,
-    Part,
-    Routed,
+    AttentionSite,
+    DispatchSite,
+    ModelShapes,
+    RouterSite,
     Shape,
     Shapes,
-    Sharers,
+    ShardGroup,
     Sizes,
+    StageShapes,
+    TPBoundary,
     Unit,
 )
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.schedules.generate import make
+from shoal.blueprint.schedules.generate import make_schedule
 
 BUCKET_BYTES = 25 * 2**20
 """In a pipeline, gradients are averaged over replicas in buckets that are full from this size on."""
@@ -85,7 +85,7 @@ Operations = dict[str, Messages]
 
 def traffic(
     plan: Plan,
-    anatomy: Anatomy,
+    anatomy: ModelShapes,
     *,
     batch: int,
     rank: int,
@@ -129,7 +129,7 @@ class _Step:
     """One rank in one step: what all formulas ask for."""
 
     plan: Plan
-    anatomy: Anatomy
+    anatomy: ModelShapes
     batch: int
     rank: int
     sizes: Sizes
@@ -139,7 +139,7 @@ class _Step:
         return self.plan.layout.coordinate(self.rank)
 
     @cached_property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[StageShapes]:
         return rules.parts(self.plan, self.anatomy, self.rank)
 
     @cached_property
@@ -169,8 +169,8 @@ class _Step:
         return self.num_microbatches * (1 + (self.plan.recompute != "none" and is_in_block and is_repeated))
 
     @cached_property
-    def sharers(self) -> Sharers:
-        return Sharers(self.plan, self.anatomy.description, self.rank)
+    def sharers(self) -> ShardGroup:
+        return ShardGroup(self.plan, self.anatomy.description, self.rank)
 
     def padded(self, pieces: Shapes) -> int:
         """Elements of this rank's shard of a unit, as FSDP2 sends it."""
@@ -232,7 +232,7 @@ def over_shards(step: _Step) -> Iterator[Message]:
             yield axis, "reduce_scatter", num_reductions, degree * step.padded(trained) * step.sizes.reduce
 
 
-def _units(step: _Step) -> list[tuple[Part, Unit, Shapes]]:
+def _units(step: _Step) -> list[tuple[StageShapes, Unit, Shapes]]:
     return [
         (part, unit, pieces)
         for part in step.parts
@@ -240,7 +240,7 @@ def _units(step: _Step) -> list[tuple[Part, Unit, Shapes]]:
     ]
 
 
-def _num_gathers(step: _Step, part: Part, unit: Unit) -> int:
+def _num_gathers(step: _Step, part: StageShapes, unit: Unit) -> int:
     """Under zero=3, for every forward and again for every backward; else once, for the whole step."""
     if step.is_pipeline:
         return _num_gathers_of_stage(step, part.stage)
@@ -264,7 +264,9 @@ def _num_gathers_of_stage(step: _Step, stage: int) -> int:
     if len(step.parts) <= rules.GATHERED_STAGES:
         return 1
     assert plan.schedule is not None
-    table = make(plan.schedule, num_ranks=plan.layout.pp, v=plan.v or 1, num_microbatches=step.num_microbatches)
+    table = make_schedule(
+        plan.schedule, num_ranks=plan.layout.pp, v=plan.v or 1, num_microbatches=step.num_microbatches
+    )
     order = table.order(step.place["pp"])
     num_fetches, is_gathered = 0, False
     for place in range(len(order)):
@@ -299,7 +301,7 @@ def over_context(step: _Step) -> Iterator[Message]:
             yield from (_ring if step.plan.context == "ring" else _ulysses)(step, attended)
 
 
-def _ring(step: _Step, attended: Attended) -> Iterator[Message]:
+def _ring(step: _Step, attended: AttentionSite) -> Iterator[Message]:
     rounds = step.plan.layout.cp - 1
     forwards = step.num_forwards(attended.module, is_repeated=attended.is_repeated)
     backwards = step.num_microbatches * attended.has_backward
@@ -309,7 +311,7 @@ def _ring(step: _Step, attended: Attended) -> Iterator[Message]:
         yield "cp", operation, rounds * backwards, elements * max(4, step.sizes.compute)
 
 
-def _ulysses(step: _Step, attended: Attended) -> Iterator[Message]:
+def _ulysses(step: _Step, attended: AttentionSite) -> Iterator[Message]:
     backwards = step.num_microbatches * attended.has_backward
     there, back = ulysses_elements(step.plan, samples=step.samples, queries=attended.queries, keys=attended.keys)
     for elements, is_repeated in ((there, attended.is_repeated), (back, attended.is_output_repeated)):
@@ -330,7 +332,7 @@ def over_tensor_parallel(step: _Step, *, splits_logits: bool) -> Iterator[Messag
     yield from _shares_of_gradients(step)
 
 
-def _crossed(step: _Step, crossing: Crossing, *, splits_logits: bool) -> Iterator[Message]:
+def _crossed(step: _Step, crossing: TPBoundary, *, splits_logits: bool) -> Iterator[Message]:
     if crossing.way == "logits":
         yield from _logits(step, crossing.shape, splits_logits=splits_logits)
         return
@@ -345,7 +347,7 @@ def _crossed(step: _Step, crossing: Crossing, *, splits_logits: bool) -> Iterato
         yield "tp", "all_reduce", backwards if enters else forwards, size
 
 
-def _size_of(step: _Step, crossing: Crossing) -> int:
+def _size_of(step: _Step, crossing: TPBoundary) -> int:
     """Matrix products come out in the precision of compute; rows of an embedding in that of its weight."""
     is_lookup = f"{crossing.module}.weight" in step.anatomy.lookups
     return step.sizes.weight if is_lookup and not step.plan.is_sharded else step.sizes.compute
@@ -387,7 +389,7 @@ def over_experts(step: _Step) -> Iterator[Message]:
             yield from _asked(step, router)
 
 
-def _dispatched(step: _Step, dispatched: Dispatched) -> Iterator[Message]:
+def _dispatched(step: _Step, dispatched: DispatchSite) -> Iterator[Message]:
     layout = step.plan.layout
     parts = layout.cp * (layout.tp if step.splits_tokens else 1)
     size = step.samples * dispatched.rows // parts * dispatched.dim * step.sizes.compute
@@ -397,7 +399,7 @@ def _dispatched(step: _Step, dispatched: Dispatched) -> Iterator[Message]:
     yield "ep", "all_to_all", ways, size if dispatched.is_predicted else None
 
 
-def _asked(step: _Step, router: Routed) -> Iterator[Message]:
+def _asked(step: _Step, router: RouterSite) -> Iterator[Message]:
     """Ranks that have parts of the same sequences: how often it chose each expert, and how its tokens compare."""
     names = [axis for axis, is_used in (("cp", step.plan.layout.cp > 1), ("tp", step.splits_tokens)) if is_used]
     if not names:

@@ -7,15 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.blueprint.validation.bf16_weights import refuse_narrow_weights
+from shoal.blueprint.validation.bf16_weights import reject_bf16_weights
 from shoal.config.recipe import Recipe
 from shoal.errors import ShoalError
 from shoal.planner.backtest.rows import append
 from shoal.planner.search import search
-from shoal.planner.suggestions import refuse_contradictions, remedies
-from shoal.planner.task import Task, Verdict
+from shoal.planner.suggestions import refuse_contradictions, smallest_changes
+from shoal.planner.task import PlanEstimate, Task
 from shoal.predict.cluster import GIB, Cluster, is_measured_here
-from shoal.predict.framework_profile import shoal_habits
+from shoal.predict.framework_profile import shoal_profile
 from shoal.predict.workload import Workload, from_hugging_face
 from shoal.train.build_model import build_model, describe, without_memory
 
@@ -30,11 +30,11 @@ DIMENSIONS = {
 """What the config of a transformer calls its dimensions → what a workload calls them."""
 
 
-def planned(recipe: Recipe, num_ranks: int, per_node: int) -> tuple[Recipe, Verdict]:
+def planned(recipe: Recipe, num_ranks: int, per_node: int) -> tuple[Recipe, PlanEstimate]:
     """The recipe with the best plan of this many ranks, so many on each machine; what its own plan says is kept."""
     if recipe.optim.weights == "bf16":  # the planner leaves the precision as it is; `--plan auto` has replaced it
         instead = replace(recipe.plan, precision="bf16")
-        refuse_narrow_weights(recipe.plan, precision=f'--plan "auto {instead}"')
+        reject_bf16_weights(recipe.plan, precision=f'--plan "auto {instead}"')
     model = model_of(recipe)
     workload = workload_for(recipe, model)
     cluster = replace(cluster_for(recipe.launch.device), per_node=per_node, nodes=-(-num_ranks // per_node))
@@ -51,7 +51,7 @@ def planned(recipe: Recipe, num_ranks: int, per_node: int) -> tuple[Recipe, Verd
 
 def _helping(recipe: Recipe, task: Task) -> Iterator[str]:
     """Settings of `shoal train`, each with the plan that fits then."""
-    for change in remedies(task, recipe.plan):
+    for change in smallest_changes(task, recipe.plan):
         ((name, value),) = change.items()
         plan, there = recipe.plan, task
         if name == "states":
@@ -99,11 +99,11 @@ def _task(recipe: Recipe, workload: Workload, cluster: Cluster) -> Task:
         cluster=cluster,
         sequence=recipe.data.sequence if workload.is_transformer else 1,
         global_batch=recipe.data.batch,
-        habits=shoal_habits(
+        habits=shoal_profile(
             compile=recipe.run.compile,
             states=recipe.optim.states,
             weights=recipe.optim.weights,
-            remake_gates=recipe.run.remake_gates,
+            recompute_swiglu=recipe.run.recompute_swiglu,
         ),
         compiles=recipe.run.compile,
     )

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shoal.checkpoint.async_saver import Saver
+from shoal.checkpoint.async_saver import AsyncSaver
 from shoal.checkpoint.load import load_newest, load_step
 from shoal.checkpoint.storage.manifest import Manifest
 from shoal.checkpoint.storage.store import Store, find
@@ -55,13 +55,13 @@ def best_interval(cost: float, mtbf: float) -> float:
 
 
 @dataclass(kw_only=True)
-class Keeper:
+class Autosaver:
     """The saves of one run. Every rank has one and calls the same methods after the same steps."""
 
     run: Run
     job: Job
-    disk: Saver
-    memory: Saver | None
+    disk: AsyncSaver
+    memory: AsyncSaver | None
     say: Say
     facts: Callable[[], dict[str, Any]]
     """What is saved beside what the run itself knows."""
@@ -83,12 +83,12 @@ class Keeper:
     _lock: BinaryIO | None = None
 
     @classmethod
-    def of(cls, run: Run, job: Job, *, directory: Path, memory_root: Path | None, say: Say) -> Keeper:
+    def of(cls, run: Run, job: Job, *, directory: Path, memory_root: Path | None, say: Say) -> Autosaver:
         """Every rank calls it."""
         settings, per = job.recipe.checkpoint, units(job.recipe, job.training)
         every = None if settings.every == "auto" else Duration.parse(settings.every)
         store = Store.at(settings.dir or directory / "checkpoints")
-        disk = Saver(store, run.world.beside(), keep=settings.keep, on_saved=note_saved)
+        disk = AsyncSaver(store, run.world.beside(), keep=settings.keep, on_saved=note_saved)
         memory_steps = settings.memory_every.steps(**per) or 0
         memory = None
         if memory_steps:
@@ -97,7 +97,7 @@ class Keeper:
             fix = "--checkpoint.memory_dir of a memory file system, or --checkpoint.memory_every 0step"
             place = memory_root, settings.memory_dir, directory, disk.store.where
             root = on_main(run.world, lambda: _memory_root(*place, say), failed=how, fix=fix)
-            memory = Saver(Store(root), run.world.beside(), keep=1, on_saved=note_saved)
+            memory = AsyncSaver(Store(root), run.world.beside(), keep=1, on_saved=note_saved)
         return cls(
             run=run,
             job=job,
@@ -121,12 +121,12 @@ class Keeper:
             stores = [self.memory.store, store] if self.memory is not None else [store]
             manifest = load_newest(stores, world, holder_of(self.run), self.say)
         if manifest is None and resume == "latest":
-            raise nothing_to_go_on_from(store)
+            raise nothing_to_resume(store)
         if manifest is not None:
             refuse_other_recipe(manifest, self.job.recipe, store)
             self._compare_data(manifest)
             restore(self.run, manifest)
-            self._set_aside(after=manifest.step)
+            self._archive(after=manifest.step)
             there = on_main(world, store.steps, failed=f"{store.where} was not read")
             self.last = self.saved = manifest.step if manifest.step in there else None  # else it is in memory alone
         return manifest
@@ -135,15 +135,15 @@ class Keeper:
         if accepted := refuse_other_data(manifest, self.job, self.disk.store):
             self.say(f"the data has changed since step {manifest.step}, as data.changed accepts: {accepted}")
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """What an earlier run has left in the same place is not of this one."""
-        self._set_aside(after=-1)
+        self._archive(after=-1)
 
-    def _set_aside(self, after: int) -> None:
+    def _archive(self, after: int) -> None:
         """Later steps are damaged, or of a run that now takes another way: nobody may go on from them by mistake."""
 
         def act() -> None:
-            self.disk.store.set_aside(after=after)
+            self.disk.store.archive(after=after)
             if self.memory is not None:
                 self.memory.store.drop(after=after)
 
@@ -184,7 +184,7 @@ class Keeper:
         composed, total = self.run.composed, 0
         trained = {id(parameter) for parameter in self.run.trained_parameters()}
         for name, parameter in composed.named.items():
-            if composed.speaks_for(name):
+            if composed.is_owner(name):
                 size = math.prod(composed.box(name)[1]) * parameter.element_size()
                 total += size * (1 + 2 * (id(parameter) in trained))
         return total
@@ -241,7 +241,7 @@ class Keeper:
         self.last = self.run.steps_done
         self._clock = time.monotonic()
 
-    def _begin(self, saver: Saver) -> float:
+    def _begin(self, saver: AsyncSaver) -> float:
         """Returns the seconds that the copy took."""
         settle_to_save(self.run)
         recipe, data = self.job.recipe.model_dump(mode="json"), self.job.fingerprint.to_mapping()
@@ -278,7 +278,7 @@ class Keeper:
         }
 
 
-def nothing_to_go_on_from(store: Store) -> ShoalError:
+def nothing_to_resume(store: Store) -> ShoalError:
     """What is said where a run was to go on."""
     return ShoalError(
         f"there is no checkpoint in {store.where} to go on from", fix="--resume auto, or the --run.dir of a run"

@@ -12,7 +12,7 @@ from shoal.train.recipe.preflight import Job, fused_loss_of, outer_of
 from shoal.train.run import Run
 
 
-def run_of(recipe: Recipe, world: World, plan: Plan | None = None) -> Run:
+def build_run(recipe: Recipe, world: World, plan: Plan | None = None) -> Run:
     """What the recipe says, as the library takes it; under another plan, if one is given."""
     optim, settings = recipe.optim, recipe.run
     return Run(
@@ -24,16 +24,16 @@ def run_of(recipe: Recipe, world: World, plan: Plan | None = None) -> Run:
         loss_scale=optim.loss_scale,
         loss_scale_window=optim.loss_scale_window,
         bucket_mb=settings.bucket_mb,
-        find_unused=settings.find_unused,
+        find_unused_parameters=settings.find_unused_parameters,
         sync_batch_norm=settings.sync_batch_norm,
         compile=settings.compile,
         attention=settings.attention,
         fused_loss=fused_loss_of(recipe),
         fp8=settings.fp8,
-        fp8_narrow=settings.fp8_narrow,
+        fp8_min_features=settings.fp8_min_features,
         fp8_head=settings.fp8_head,
         weights=optim.weights,
-        remake_gates=settings.remake_gates,
+        recompute_swiglu=settings.recompute_swiglu,
         algorithm=recipe.comm.algorithm,
         exact_steps=recipe.comm.exact_steps,
         outer=outer_of(recipe),
@@ -41,7 +41,7 @@ def run_of(recipe: Recipe, world: World, plan: Plan | None = None) -> Run:
     )
 
 
-def loader_of(job: Job, run: Run, *, workers: int | Literal["auto"]) -> Loader:
+def build_loader(job: Job, run: Run, *, workers: int | Literal["auto"]) -> Loader:
     """This rank's share of every global batch, from where the run is."""
     recipe = job.recipe
     return Loader(

@@ -8,11 +8,11 @@ from shoal.checkpoint.storage.manifest import Manifest
 from shoal.checkpoint.storage.store import Store
 from shoal.errors import ShoalError
 from shoal.observe.run_directory import RunDirectory
-from shoal.train.recipe.autosave import look_for_start, nothing_to_go_on_from, refuse_other_data, refuse_other_recipe
+from shoal.train.recipe.autosave import look_for_start, nothing_to_resume, refuse_other_data, refuse_other_recipe
 from shoal.train.recipe.preflight import Job
 
 
-def foresee(job: Job, resume: str) -> None:
+def dry_run(job: Job, resume: str) -> None:
     """Raise as a run of the recipe would that begins now. Nothing is made, changed or asked of another machine."""
     recipe = job.recipe
     settings, kept = recipe.run, recipe.checkpoint
@@ -30,7 +30,7 @@ def foresee(job: Job, resume: str) -> None:
         refuse_other_recipe(manifest, recipe, store)
         refuse_other_data(manifest, job, store)
     elif resume == "latest" and not kept.memory_every.amount:  # else a step may be in memory
-        raise nothing_to_go_on_from(store)
+        raise nothing_to_resume(store)
 
 
 def _newest(store: Store) -> Manifest | None:

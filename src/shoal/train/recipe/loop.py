@@ -25,19 +25,19 @@ from shoal.numerics.optim.build import build_optimizer, set_lr
 from shoal.numerics.precision import slow_here
 from shoal.observe.progress import ProgressLine, Quiet, progress_line
 from shoal.observe.run_directory import RunDirectory
-from shoal.train.build_model import build_to_lay_out, describe
-from shoal.train.recipe.autosave import Keeper, refuse_bad_start, start_from
-from shoal.train.recipe.build_run import loader_of, run_of
+from shoal.train.build_model import build_for_layout, describe
+from shoal.train.recipe.autosave import Autosaver, refuse_bad_start, start_from
+from shoal.train.recipe.build_run import build_loader, build_run
 from shoal.train.recipe.fault_injection import inject_faults
-from shoal.train.recipe.preflight import Job, refuse_unlike_data, steps_of, units
-from shoal.train.recipe.step_metrics import Meter
-from shoal.train.recipe.stop_signals import Asked, asked_to_stop
-from shoal.train.recipe.sync_autotune import algorithm_chosen, better_so, bucket_chosen, settled
+from shoal.train.recipe.preflight import Job, reject_unlike_data, steps_of, units
+from shoal.train.recipe.step_metrics import StepMetrics
+from shoal.train.recipe.stop_signals import StopRequest, stop_on_signals
+from shoal.train.recipe.sync_autotune import advice, algorithm_chosen, bucket_chosen, resolve_sync
 from shoal.train.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manner:
+class RunInvocation:
     """How a run is carried out, beside what its recipe says."""
 
     keep: bool = True
@@ -53,20 +53,20 @@ class Manner:
     """A folder in shared memory that outlives the workers."""
 
 
-def train(placement: Placement | None, store: Store | None, job: Job, manner: Manner) -> dict[str, Any]:
+def train(placement: Placement | None, store: Store | None, job: Job, manner: RunInvocation) -> dict[str, Any]:
     """Train on this rank; returns the summary of the run, the same on every rank."""
     launch = job.recipe.launch
     world = World.start(placement, device=launch.device, timeout=launch.timeout, store=store, threads=launch.threads)
-    refuse_unlike_data(world, job)
-    job, way_chosen = settled(job, world)
+    reject_unlike_data(world, job)
+    job, way_chosen = resolve_sync(job, world)
     recipe = job.recipe
     optim, settings = recipe.optim, recipe.run
-    with run_of(recipe, world) as run:
+    with build_run(recipe, world) as run:
         run.replica_check.every = settings.check_replicas.steps(**units(recipe, job.training)) or 0
         console = Console(stderr=True)
         unit = "tok" if job.training.tokens_per_sample is not None else "sample"
         line = progress_line(console, quiet=manner.quiet, unit=unit) if world.is_main else Quiet(Console(quiet=True))
-        model = build_to_lay_out(recipe.model, settings.seed)
+        model = build_for_layout(recipe.model, settings.seed)
         description = describe(model)
         run.prepare(model)
         lr = scaled_lr(optim.lr, batch=recipe.data.batch, tuned_for_batch=optim.scale_lr_from_batch)
@@ -79,21 +79,21 @@ def train(placement: Placement | None, store: Store | None, job: Job, manner: Ma
         path = directory.path if directory is not None else None
         told_before = directory.evaluation if directory is not None else None
         history = known.get("history")
-        meter = Meter(
+        meter = StepMetrics(
             run, job, description, path, began=manner.began, history=history, evaluation=told_before, say=line.say
         )
         if keeper is not None:
             keeper.facts = lambda: {"history": meter.history()}
         chosen = [text for text in (way_chosen, algorithm_chosen(run), bucket_chosen(run)) if text]
-        told = [f"meet   {text}" for text in (*chosen, better_so(recipe)) if text]
+        told = [f"meet   {text}" for text in (*chosen, advice(recipe)) if text]
         slow = slow_here(run.precision, run.device) if world.is_main else None
         told += [f"slow   {slow}"] if slow else []
         line.note("\n".join([_headline(run, job, lr), *told]))
         if manifest is not None:
             line.note(f"resume from step {manifest.step}, which {_counted(int(known.get('ranks', 1)), 'rank')} saved")
-        loader = loader_of(job, run, workers=recipe.data.workers)
+        loader = build_loader(job, run, workers=recipe.data.workers)
         try:
-            with asked_to_stop(line) as asked:
+            with stop_on_signals(line) as asked:
                 was_stopped = _steps(run, job, loader, meter, line, asked, keeper)
                 run.settle()
                 meter.settle()
@@ -123,16 +123,18 @@ def train(placement: Placement | None, store: Store | None, job: Job, manner: Ma
         }
 
 
-def _kept(run: Run, job: Job, manner: Manner, line: ProgressLine) -> tuple[RunDirectory, Keeper, Manifest | None]:
+def _kept(
+    run: Run, job: Job, manner: RunInvocation, line: ProgressLine
+) -> tuple[RunDirectory, Autosaver, Manifest | None]:
     """The directory of the run, what keeps it, and the step that it goes on from, if there is one."""
     wanted = "fresh" if job.recipe.run.overwrite else manner.resume
     resume = wanted if manner.generation == 0 else "auto"
     if job.recipe.run.start_from is not None:
         refuse_bad_start(run, job.recipe, is_fresh=resume == "fresh")  # before anything is removed
     directory = _claim_directory(run.world, job.recipe, resume)
-    keeper: Keeper | None = None
+    keeper: Autosaver | None = None
     try:
-        keeper = Keeper.of(run, job, directory=directory.path, memory_root=manner.memory_root, say=line.say)
+        keeper = Autosaver.of(run, job, directory=directory.path, memory_root=manner.memory_root, say=line.say)
         keeper.refuse_too_little_room()
         keeper.claim_store()
         is_elsewhere = job.recipe.checkpoint.dir is not None  # where steps may be although the directory is new
@@ -147,7 +149,7 @@ def _kept(run: Run, job: Job, manner: Manner, line: ProgressLine) -> tuple[RunDi
         if manifest is None:
             _start(run, job, line)
         if not goes_on:
-            keeper.begin_anew()
+            keeper.reset()
         # Nothing speaks against it any more. Nobody opens a file of metrics before this.
         directory.evaluation = on_main(
             run.world,
@@ -192,7 +194,13 @@ def _claim_directory(world: World, recipe: Recipe, resume: str) -> RunDirectory:
 
 
 def _steps(
-    run: Run, job: Job, loader: Loader, meter: Meter, line: ProgressLine, asked: Asked, keeper: Keeper | None
+    run: Run,
+    job: Job,
+    loader: Loader,
+    meter: StepMetrics,
+    line: ProgressLine,
+    asked: StopRequest,
+    keeper: Autosaver | None,
 ) -> bool:
     """Optimizer steps until the duration is reached, or until any rank was asked to stop: then True, on every rank."""
     settings = job.recipe.run
@@ -251,12 +259,12 @@ def _noting_step(number: int) -> Iterator[None]:
 _NO_CLOCK = {"seconds": 0.0, "save": 0.0}
 
 
-def _clock_of_main(start: float, keeper: Keeper | None) -> dict[str, float]:
+def _clock_of_main(start: float, keeper: Autosaver | None) -> dict[str, float]:
     """What the clock of the main rank says to all."""
     return {"seconds": time.monotonic() - start, "save": float(keeper is not None and keeper.wants)}
 
 
-def _score(run: Run, job: Job, meter: Meter, line: ProgressLine, asked: Asked) -> bool:
+def _score(run: Run, job: Job, meter: StepMetrics, line: ProgressLine, asked: StopRequest) -> bool:
     """Score all held-out samples, if there are any; False, on every rank, if one was asked to stop before the end."""
     run.settle()
     meter.settle()

@@ -11,12 +11,12 @@ import numpy as np
 from torch import nn
 
 from shoal.blueprint.description import Description
-from shoal.blueprint.local_sgd import refuse_fragments
+from shoal.blueprint.local_sgd import reject_fragments
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.validation.bf16_weights import refuse_narrow_weights
-from shoal.blueprint.validation.legality import misfits
+from shoal.blueprint.validation.bf16_weights import reject_bf16_weights
+from shoal.blueprint.validation.legality import check_plan
 from shoal.comm.world import World
-from shoal.config.no_effect import idle
+from shoal.config.no_effect import no_effect
 from shoal.config.recipe import Recipe, RunSection
 from shoal.data.dataset import Dataset
 from shoal.data.fingerprint import Fingerprint
@@ -24,7 +24,7 @@ from shoal.data.sources.open import open_datasets
 from shoal.data.sources.packing import PackedTokens
 from shoal.errors import Problem, ShoalError, needs, raise_if, to_install
 from shoal.parallel.checks import refuse_unbuilt, unfit
-from shoal.parallel.data.local_sgd import Outer
+from shoal.parallel.data.local_sgd import OuterOptimizer
 from shoal.parallel.options import Options
 from shoal.parallel.pipeline.stage_io import stream_of
 from shoal.train.build_model import build_model, describe, without_memory
@@ -45,13 +45,13 @@ class Job:
     """Of both."""
 
 
-def check(recipe: Recipe, world_size: int, *, tries_other_ways: bool = False) -> Job:
+def preflight(recipe: Recipe, world_size: int, *, tries_other_ways: bool = False) -> Job:
     """Find what is wrong with a recipe on this many ranks, without starting or writing anything. `tries_other_ways`:
     replicas will meet by other ways than the plan says, too, which its settings may be for."""
     found = Findings()
     plan = found.of(_runnable_plan, recipe, world_size)
     found.problems += [*_idle_settings(recipe), *_unfit_fragments(recipe)]
-    found.problems += idle(recipe, plan) if plan is not None and not tries_other_ways else ()
+    found.problems += no_effect(recipe, plan) if plan is not None and not tries_other_ways else ()
     for tracker in recipe.run.trackers:
         found.of(needs, tracker, what=f"the tracker {tracker}", extra=tracker)
     if recipe.plan.precision == "fp8" and recipe.run.fp8 == "rowwise":
@@ -73,7 +73,7 @@ def check(recipe: Recipe, world_size: int, *, tries_other_ways: bool = False) ->
     return Job(recipe.model_copy(update={"plan": plan}), *datasets, Fingerprint.of(*datasets))
 
 
-def refuse_unlike_data(world: World, job: Job) -> None:
+def reject_unlike_data(world: World, job: Job) -> None:
     """Raise, on every rank, if ranks have opened different data: hosts may hold different files under one path."""
     main, *others = world.all_gather_object(job.fingerprint, kinds=(Fingerprint,))
     for rank, other in enumerate(others, 1):
@@ -84,7 +84,7 @@ def refuse_unlike_data(world: World, job: Job) -> None:
             )
 
 
-def refuse_shortened_data(job: Job) -> None:
+def reject_shortened_data(job: Job) -> None:
     """Raise if a file of the data has become shorter since it was opened. A process that reads beyond its end dies."""
     for data in (job.training, job.held_out):
         if isinstance(data, PackedTokens):
@@ -106,10 +106,10 @@ class Findings:
             return None
 
 
-def outer_of(recipe: Recipe) -> Outer:
+def outer_of(recipe: Recipe) -> OuterOptimizer:
     """How islands meet."""
     comm = recipe.comm
-    return Outer(
+    return OuterOptimizer(
         lr=comm.outer_lr,
         momentum=comm.outer_momentum,
         fragments=comm.fragments,
@@ -128,7 +128,7 @@ def _without_torchao() -> Iterator[Problem]:
 def _unfit_fragments(recipe: Recipe) -> Iterator[Problem]:
     comm, synchrony = recipe.comm, recipe.plan.synchrony
     if synchrony is not None:
-        yield from filter(None, [refuse_fragments(comm.fragments, comm.delay, synchrony.every)])
+        yield from filter(None, [reject_fragments(comm.fragments, comm.delay, synchrony.every)])
 
 
 def _idle_settings(recipe: Recipe) -> Iterator[Problem]:
@@ -149,7 +149,7 @@ def _idle_settings(recipe: Recipe) -> Iterator[Problem]:
 def _idle_fp8(recipe: Recipe) -> Iterator[Problem]:
     """`run.fp8` alone reads as if it turned fp8 on; who said so would train in another precision, and never hear."""
     run, precision = recipe.run, recipe.plan.precision
-    usual = {name: RunSection.model_fields[name].default for name in ("fp8", "fp8_narrow", "fp8_head")}
+    usual = {name: RunSection.model_fields[name].default for name in ("fp8", "fp8_min_features", "fp8_head")}
     said = [name for name in usual if getattr(run, name) != usual[name]]
     if precision != "fp8" and said:
         names = " and ".join(f"run.{name} {getattr(run, name)}" for name in said)
@@ -162,7 +162,7 @@ def _runnable_plan(recipe: Recipe, world_size: int) -> Plan:
     plan = recipe.plan.resolve(world_size)
     refuse_unbuilt(plan)
     if recipe.optim.weights == "bf16":
-        refuse_narrow_weights(plan)
+        reject_bf16_weights(plan)
     plan.num_microbatches(recipe.data.batch)
     return plan
 
@@ -172,7 +172,7 @@ def _unfit_for_plan(plan: Plan, model: nn.Module, recipe: Recipe, data: Dataset)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     names = [name for name, _ in model.named_modules()]
     description, settings = describe(model), recipe.run
-    found = misfits(
+    found = check_plan(
         plan,
         description=description,
         batch=recipe.data.batch,
@@ -182,10 +182,10 @@ def _unfit_for_plan(plan: Plan, model: nn.Module, recipe: Recipe, data: Dataset)
         compiles=settings.compile,
     )
     options = Options(
-        find_unused=settings.find_unused,
+        find_unused_parameters=settings.find_unused_parameters,
         sync_batch_norm=settings.sync_batch_norm,
         fused_loss=fused_loss_of(recipe),
-        fp8_narrow=settings.fp8_narrow,
+        fp8_min_features=settings.fp8_min_features,
     )
     return found or unfit(model, plan, description, options)
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from shoal.blueprint.description import Description
-from shoal.comm.all_or_none import together
+from shoal.comm.all_or_none import all_or_none
 from shoal.data.loader import Loader
 from shoal.errors import ShoalError
-from shoal.numerics.async_scalars import LateNumbers
+from shoal.numerics.async_scalars import AsyncScalars
 from shoal.observe.durable_write import room
 from shoal.observe.metrics import TRACKERS, Guarded, JsonLines, Sink, peak_memory_gib, print_to_stderr
 from shoal.observe.progress import ProgressLine
@@ -43,17 +43,17 @@ EXPERTS = ("expert_load_max", "expert_dropped_part", "auxiliary_loss")
 
 
 @dataclass(frozen=True, slots=True)
-class _Untold:
+class _PendingRecord:
     """A step that was asked for, and what was known when it was."""
 
     report: StepReport
     facts: Record
-    experts: LateNumbers | None
+    experts: AsyncScalars | None
     line: ProgressLine
     done: float
 
 
-class Meter:
+class StepMetrics:
     """Clock, counters and sinks of one rank. `directory` is None on ranks, and in runs, that keep nothing."""
 
     def __init__(
@@ -92,7 +92,7 @@ class Meter:
         self.first_step_seconds: float | None = None
         self.seconds_training = self.seconds_before
         self.num_experts = torch.tensor(list(run.composed.routed.values()), device=run.device)
-        self._untold: deque[_Untold] = deque()
+        self._untold: deque[_PendingRecord] = deque()
 
     def stepped(self, loader: Loader, line: ProgressLine, done: float) -> None:
         """A step was asked for: on a GPU, measure, keep and show the one before it, which has ended; else this one."""
@@ -108,7 +108,7 @@ class Meter:
             "data_seconds": waited,
             "loss_scale": self.run.loss_scale.scale,
         }
-        self._untold.append(_Untold(report, facts, experts, line, done))
+        self._untold.append(_PendingRecord(report, facts, experts, line, done))
         while len(self._untold) > (self.run.device.type == "cuda"):
             self._tell(self._untold.popleft())
 
@@ -117,7 +117,7 @@ class Meter:
         while self._untold:
             self._tell(self._untold.popleft())
 
-    def _tell(self, untold: _Untold) -> None:
+    def _tell(self, untold: _PendingRecord) -> None:
         report = untold.report
         loss, grad_norm = report.numbers.read()
         now = time.perf_counter()
@@ -227,13 +227,13 @@ class Meter:
         for sink in self.sinks:
             sink.write(record)
 
-    def _experts(self, totals: Tensor | None) -> LateNumbers | None:
+    def _experts(self, totals: Tensor | None) -> AsyncScalars | None:
         """How evenly the experts of the layers were used, as in `EXPERTS`; None, where there are none."""
         if totals is None:
             return None
         loads, dropped, auxiliary = totals[:, :-2], totals[:, -2].sum(), totals[:, -1].sum()
         hottest = (loads.amax(1) * self.num_experts / loads.sum(1)).max()  # where it is worst
-        return LateNumbers(hottest, dropped / loads.sum(), auxiliary / self.job.recipe.data.batch)
+        return AsyncScalars(hottest, dropped / loads.sum(), auxiliary / self.job.recipe.data.batch)
 
     def _mfu(self, seconds: float) -> float | None:
         """Counted FLOPs per second over the datasheet's peak of all devices; None unless both are known."""
@@ -254,7 +254,7 @@ def _sinks(run: Run, job: Job, directory: Path | None, say: Callable[[str], None
     opened: list[Sink] = []
     failed = f"the metrics in {str(directory)!r} cannot be written"
     open_own = lambda: opened.extend(_open_sinks(run, job, directory, say))  # noqa: E731
-    together(run.world, open_own, failed=failed, fix="--run.dir SOMEWHERE_ELSE")
+    all_or_none(run.world, open_own, failed=failed, fix="--run.dir SOMEWHERE_ELSE")
     return opened
 
 

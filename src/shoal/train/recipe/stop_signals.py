@@ -12,7 +12,7 @@ from shoal.launch.worker import PASSED_ON
 from shoal.observe.progress import ProgressLine
 
 
-class Asked:
+class StopRequest:
     """Whether anyone has asked for the end, and been answered."""
 
     def __init__(self, line: ProgressLine) -> None:
@@ -40,9 +40,9 @@ class Asked:
 
 
 @contextmanager
-def asked_to_stop(line: ProgressLine) -> Iterator[Asked]:
+def stop_on_signals(line: ProgressLine) -> Iterator[StopRequest]:
     """True once a signal came, which would have ended the process."""
-    asked = Asked(line)
+    asked = StopRequest(line)
     before = {number: signal.signal(number, asked.note) for number in PASSED_ON}
     try:
         yield asked

@@ -13,17 +13,17 @@ from statistics import median
 
 from shoal.blueprint.plan import Plan
 from shoal.comm.replicas.link_probe import codec_seconds, link_of
-from shoal.comm.replicas.transport import Wire
+from shoal.comm.replicas.transport import Transport
 from shoal.comm.world import World
-from shoal.config.no_effect import without_idle
+from shoal.config.no_effect import without_no_effect
 from shoal.config.recipe import Recipe
 from shoal.errors import ShoalError
-from shoal.numerics.local_tensor import local
+from shoal.numerics.local_tensor import to_local
 from shoal.numerics.optim.build import build_optimizer
 from shoal.parallel.checks import refuse_unbuilt
-from shoal.predict.estimate.replica_sync import WAYS, Island, Link, Step, choose, meeting_by
-from shoal.train.build_model import build_to_lay_out
-from shoal.train.recipe.build_run import loader_of, run_of
+from shoal.predict.estimate.replica_sync import WAYS, Link, ReplicaShape, Step, choose, sync_traffic
+from shoal.train.build_model import build_for_layout
+from shoal.train.recipe.build_run import build_loader, build_run
 from shoal.train.recipe.preflight import Job
 from shoal.train.run import Run
 
@@ -32,11 +32,11 @@ TRIALS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Weighed:
+class Estimate:
     """What was measured, and what follows from it."""
 
     replicas: int
-    island: Island
+    island: ReplicaShape
     link: Link
     codec: dict[str, float]
     chosen: Step
@@ -44,52 +44,52 @@ class Weighed:
     why: str
 
 
-def weigh(job: Job, world: World, ways: tuple[str, ...] = WAYS) -> Weighed | None:
+def estimate(job: Job, world: World, ways: tuple[str, ...] = WAYS) -> Estimate | None:
     """Measure, and choose. Every rank calls it, and all come to the same. None: there is one replica."""
     plan = job.recipe.plan
     if plan.layout.dp_replicate == 1:
         return None
     ways = tuple(words for words in ways if _can_be_run(plan, words))
     alone = job.recipe.model_copy(update={"comm": job.recipe.comm.model_copy(update={"exact_steps": 0})})
-    trial = run_of(alone, world, replace(plan, sync=NEVER, compress=None))
-    compute, shapes, width = _island(job, trial)
-    wire = Wire(trial.mesh.new_group("dp_replicate"), trial.mesh.wire)
+    trial = build_run(alone, world, replace(plan, sync=NEVER, compress=None))
+    compute, shapes, width = _replica(job, trial)
+    wire = Transport(trial.mesh.new_group("dp_replicate"), trial.mesh.wire)
     link = link_of(wire)
     methods = {Plan.parse(words).compress for words in ways} - {None}
     codec = codec_seconds(wire, sorted(method for method in methods if method is not None))
     trial.composed.close()
     del trial
     gc.collect()
-    island = Island(compute, shapes, width)
-    told = world.all_gather_object((island, link, codec), kinds=(Island, Link))[
+    island = ReplicaShape(compute, shapes, width)
+    told = world.all_gather_object((island, link, codec), kinds=(ReplicaShape, Link))[
         0
     ]  # those of other islands may have other shards
     chosen, steps, why = choose(told[0], told[1], plan.layout.dp_replicate, told[2], ways)
-    return Weighed(plan.layout.dp_replicate, *told, chosen, steps, why)
+    return Estimate(plan.layout.dp_replicate, *told, chosen, steps, why)
 
 
 def _can_be_run(plan: Plan, words: str) -> bool:
     try:
-        refuse_unbuilt(meeting_by(plan, words))
+        refuse_unbuilt(sync_traffic(plan, words))
     except ShoalError:
         return False
     return True
 
 
-def settled(job: Job, world: World) -> tuple[Job, str]:
+def resolve_sync(job: Job, world: World) -> tuple[Job, str]:
     """The job with `sync=auto` made one of the ways, and the reason in words; else as it is."""
     plan = job.recipe.plan
     if plan.sync != "auto":
         return job, ""
-    weighed = weigh(job, world)
-    chosen = meeting_by(plan, "" if weighed is None else weighed.chosen.words)
+    weighed = estimate(job, world)
+    chosen = sync_traffic(plan, "" if weighed is None else weighed.chosen.words)
     why = "there is one replica" if weighed is None else f"{weighed.why} (predicted from what was measured)"
     said = "gradients at every step" if weighed is None or not weighed.chosen.words else weighed.chosen.words
-    update = {"plan": chosen, "comm": without_idle(job.recipe.comm, chosen)}
+    update = {"plan": chosen, "comm": without_no_effect(job.recipe.comm, chosen)}
     return replace(job, recipe=job.recipe.model_copy(update=update)), f"sync=auto is {said}: {why}"
 
 
-def better_so(recipe: Recipe) -> str:
+def advice(recipe: Recipe) -> str:
     """What to think of, where Adam would divide by gradients of which most is late or left out."""
     plan = recipe.plan
     compression = plan.compression
@@ -118,12 +118,12 @@ def algorithm_chosen(run: Run) -> str:
     return f"comm.algorithm auto is {lanes.wires[0].algorithm}: {lanes.why}"
 
 
-def _island(job: Job, trial: Run) -> tuple[float, list[tuple[int, ...]], int]:
+def _replica(job: Job, trial: Run) -> tuple[float, list[tuple[int, ...]], int]:
     """Seconds of a step of an island, on the slowest; the shapes that this rank holds of it, and bytes of a number."""
     recipe = job.recipe
-    trial.prepare(build_to_lay_out(recipe.model, recipe.run.seed))
+    trial.prepare(build_for_layout(recipe.model, recipe.run.seed))
     trial.prepare(build_optimizer(trial.parameters, recipe.optim, lr=recipe.optim.lr))
-    loader = loader_of(job, trial, workers=0)
+    loader = build_loader(job, trial, workers=0)
     took = []
     try:
         for number, batch in enumerate(trial.batches(loader)):
@@ -135,5 +135,5 @@ def _island(job: Job, trial: Run) -> tuple[float, list[tuple[int, ...]], int]:
                 break
     finally:
         loader.close()
-    held = [local(parameter) for parameter in trial.parameters if parameter.requires_grad]
+    held = [to_local(parameter) for parameter in trial.parameters if parameter.requires_grad]
     return median(took[1:]), [tuple(piece.shape) for piece in held], held[0].element_size()
