@@ -40,8 +40,8 @@ class Bigram(nn.Module):
 
 def thread(): return Bigram(lambda: threading.Thread(target=time.sleep, args=(3600,), name="left-alone").start(), 1)
 def at_exit(seconds=3600):
-    from shoal.launch import leaving
-    leaving.SECONDS_FOR_EXIT_HANDLERS = 6.0
+    from shoal.launch import shutdown
+    shutdown.SECONDS_FOR_EXIT_HANDLERS = 6.0
     return Bigram(lambda: atexit.register(upload, seconds), 1)
 def uploads(): return at_exit(4.5)
 def upload(seconds):

@@ -295,8 +295,8 @@ def test_killed_before_any_operation_a_whole_step_is_left(tmp_path: Path, again:
 
 
 def test_the_variable_of_the_environment_kills_too(tmp_path: Path) -> None:
-    imports = "from pathlib import Path; from shoal.checkpoint.storage.filesystem import Disk"
-    code = f"{imports}; Disk().make(Path({str(tmp_path / 'x')!r}))"
+    imports = "from pathlib import Path; from shoal.checkpoint.storage.filesystem import Filesystem"
+    code = f"{imports}; Filesystem().make(Path({str(tmp_path / 'x')!r}))"
     ended = subprocess.run([sys.executable, "-c", code], env={**os.environ, VARIABLE: "kill_at=write:1"}, check=False)
     assert ended.returncode == -signal.SIGKILL
     assert not (tmp_path / "x").exists()

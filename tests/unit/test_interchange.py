@@ -260,12 +260,12 @@ def test_a_disk_that_is_full_is_said_in_one_line(tmp_path: Path, format: str) ->
 SHORT_OF_FILES = """
 import resource, sys
 from pathlib import Path
-from shoal.checkpoint.formats.export import How, export
+from shoal.checkpoint.formats.export import ExportSettings, export
 from shoal.checkpoint.storage.locate import find
 
 step = find(Path(sys.argv[1]))
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-export(step, Path(sys.argv[2]), How(format="dcp"), lambda size: None)
+export(step, Path(sys.argv[2]), ExportSettings(format="dcp"), lambda size: None)
 """
 
 
@@ -298,7 +298,7 @@ ROOM = 176 * 2**20
 WATCHED = """
 import ctypes, gc, json, os, sys, threading, time
 from pathlib import Path
-from shoal.checkpoint import export, importing
+from shoal.checkpoint.formats import export, import_
 from shoal.checkpoint.diff import compare
 from shoal.checkpoint.storage.locate import find
 
@@ -316,11 +316,11 @@ def nobody(size):
     pass
 
 def out(format, source="store"):
-    export.export(find(root / source), root / f"{format}-{source}", export.How(format=format, shard_bytes=5e7), nobody)
+    export.export(find(root / source), root / f"{format}-{source}", export.ExportSettings(format=format, shard_bytes=5e7), nobody)
 
 def back(format):
-    how = importing.How(format=format, file_bytes=2**25)
-    importing.bring(importing.read(root / f"{format}-store", how), root / f"{format}-back", how, nobody)
+    how = import_.ImportSettings(format=format, file_bytes=2**25)
+    import_.import_checkpoint(import_.read(root / f"{format}-store", how), root / f"{format}-back", how, nobody)
 
 def same(one="store", other="store"):
     assert compare(find(root / one), find(root / other), weights_only=False, tell=nobody).is_equal

@@ -403,7 +403,7 @@ def test_a_batch_that_does_not_divide(mb: int | None, batch: int, what: str, fix
 
 def test_the_door_opens_without_torch_and_without_pydantic() -> None:
     code = (
-        "import sys, shoal.blueprint as door\n"
+        "import sys, shoal as door\n"
         "assert {'torch', 'pydantic'}.isdisjoint(sys.modules)\n"
         "assert door.Recipe().plan == door.Plan()\n"
         "assert 'torch' not in sys.modules\n"

@@ -21,9 +21,9 @@ IDLE = "."
 def draw(timeline: Timeline, width: int = 100) -> str:
     """At most `width` columns, if every action can have one of its own.
 
-    >>> from shoal.blueprint.schedules.generate import make
+    >>> from shoal.blueprint.schedules.generate import make_schedule
     >>> from shoal.blueprint.schedules.simulate import StageCost, simulate
-    >>> table = make("1f1b", num_ranks=2, v=1, num_microbatches=3)
+    >>> table = make_schedule("1f1b", num_ranks=2, v=1, num_microbatches=3)
     >>> print(draw(simulate(table, StageCost(forward=1, input_grad=1, weight_grad=1)), width=44))
     rank 0 │0  1  ......0━━━━━2  1━━━━━...2━━━━━
     rank 1 │...0  0━━━━━1  1━━━━━2  2━━━━━......

@@ -102,8 +102,8 @@ def simulate(
     shorter half of an overlapped pair that hides behind the longer: 0, one after the other, as torch runs them on one
     device; 1, the pair takes as long as its longer half.
 
-    >>> from shoal.blueprint.schedules.generate import make
-    >>> table = make("1f1b", num_ranks=4, v=1, num_microbatches=8)
+    >>> from shoal.blueprint.schedules.generate import make_schedule
+    >>> table = make_schedule("1f1b", num_ranks=4, v=1, num_microbatches=8)
     >>> timeline = simulate(table, StageCost(forward=1, input_grad=1, weight_grad=1))
     >>> timeline.total, timeline.bubble_seconds, round(timeline.bubble, 3)
     (33.0, 9.0, 0.273)
@@ -133,8 +133,8 @@ def in_flight(table: ScheduleTable, weights: Sequence[float] | None = None) -> t
     A forward keeps its activations until the whole backward, or the weight-gradient part of it, is done. `weights` says
     how much a microbatch keeps on each stage: bytes, or layers. It is decided by the order alone, not by the clock.
 
-    >>> from shoal.blueprint.schedules.generate import make
-    >>> in_flight(make("1f1b", num_ranks=4, v=1, num_microbatches=8))
+    >>> from shoal.blueprint.schedules.generate import make_schedule
+    >>> in_flight(make_schedule("1f1b", num_ranks=4, v=1, num_microbatches=8))
     (4.0, 3.0, 2.0, 1.0)
     """
     if weights is not None and len(weights) != table.num_stages:

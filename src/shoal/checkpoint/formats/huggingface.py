@@ -149,7 +149,7 @@ def config_of(model: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> di
         return None
     arguments = {key: value for key, value in model.items() if key != "name" and value is not None}
     known = import_module("shoal.models.llama_config")
-    llama = known.configure("llama", known.PRESETS, known.LlamaConfig(), arguments)
+    llama = known.build_config("llama", known.PRESETS, known.LlamaConfig(), arguments)
     said = dataclasses.asdict(llama)
     _refuse_another(said, tensors)
     dtypes = [tensor.dtype for tensor in tensors.values()]

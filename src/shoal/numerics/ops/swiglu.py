@@ -22,7 +22,7 @@ def swiglu_backward(
     """The gradients of gate and up, as these are given: each by itself, or both in one tensor. And silu(gate) · up, if
     it is to be made again."""
     if len(parts) == 1 and d_gated.is_cuda and d_gated.dtype.itemsize < 8:
-        d_joint, gated = torch.ops.shoal.gates_backward(parts[0], d_gated, remakes)
+        d_joint, gated = torch.ops.shoal.swiglu_backward(parts[0], d_gated, remakes)
         return [d_joint], gated if remakes else None
     gate, up = parts if len(parts) == 2 else parts[0].chunk(2, -1)
     wide_gate, wide_up = gate.to(wide(gate.dtype)), up.to(wide(up.dtype))
@@ -35,10 +35,10 @@ def swiglu_backward(
     return [d_gate, d_up] if len(parts) == 2 else [torch.cat([d_gate, d_up], -1)], gated
 
 
-library.define("shoal::gates_backward", "(Tensor joint, Tensor d_gated, bool remakes) -> (Tensor, Tensor)")
+library.define("shoal::swiglu_backward", "(Tensor joint, Tensor d_gated, bool remakes) -> (Tensor, Tensor)")
 
 
-@library.impl("shoal::gates_backward", "CUDA")
+@library.impl("shoal::swiglu_backward", "CUDA")
 def _on_gpu(joint: Tensor, d_gated: Tensor, remakes: bool) -> tuple[Tensor, Tensor]:
     from shoal.numerics.kernels.swiglu import swiglu_backward_in_one_pass  # Triton, which CPUs do not have
 
@@ -47,7 +47,7 @@ def _on_gpu(joint: Tensor, d_gated: Tensor, remakes: bool) -> tuple[Tensor, Tens
     return d_joint, gated
 
 
-@library.register_fake("shoal::gates_backward")  # type: ignore[untyped-decorator]
+@library.register_fake("shoal::swiglu_backward")  # type: ignore[untyped-decorator]
 def _shapes(joint: Tensor, d_gated: Tensor, remakes: bool) -> tuple[Tensor, Tensor]:
     gated = torch.empty(d_gated.shape if remakes else (0,), dtype=joint.dtype, device=joint.device)
     return torch.empty(joint.shape, dtype=joint.dtype, device=joint.device), gated

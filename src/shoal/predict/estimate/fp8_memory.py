@@ -23,7 +23,7 @@ def is_wide(*sizes: float) -> bool:
 
 def narrow_casts(workload: Workload, size: float) -> float:
     """Bytes of casts of weights that a layer keeps for the backward. A product in fp8 keeps the weight itself and casts
-    it again (`numerics.fp8_linear._NarrowProduct.forward` saves x, weight and two scales); one in bf16 keeps its cast,
+    it again (`numerics.fp8.linear._Fp8Product.forward` saves x, weight and two scales); one in bf16 keeps its cast,
     except the last one of a feed-forward."""
     part = workload.sparse_layers / workload.layers
     widths = _attention_widths(workload)
