@@ -141,8 +141,8 @@ def _llama(rng: random.Random, plan: Words) -> Words:
         "model.num_heads": heads,
         "model.num_kv_heads": kv_heads,
         "model.tied": rng.random() < 0.4,
-        "data.batch": _batch(rng, plan),
-        "data.documents": documents,
+        "data.global_batch": _batch(rng, plan),
+        "data.mask_documents": documents,
     }
     if not settings["real"]:  # a small copy has its own sizes, but those of the whole have to fit to each other
         return settings | {"model.head_dim": 4}
@@ -154,7 +154,7 @@ def _llama(rng: random.Random, plan: Words) -> Words:
         "model.ffn": tp * rng.choice((5, 8, 12)),
         "model.init_std": 0.1,
         "model.vocabulary": -(-vocabulary // tp) * tp if rng.random() < 0.7 else vocabulary,
-        "data.sequence": lcm(chunks, tp * chunks if plan.get("sp") != "off" else 1) * rng.choice((1, 2, 3)) + 0,
+        "data.seq_len": lcm(chunks, tp * chunks if plan.get("sp") != "off" else 1) * rng.choice((1, 2, 3)) + 0,
         "data.source": DOCUMENTS if documents else "synthetic",
     }
     if not documents:
@@ -214,7 +214,7 @@ def _images(rng: random.Random, plan: Words, size: int, classes: int) -> Words:
         "data.synthetic_kind": "images",
         "data.image_size": size,
         "data.vocabulary": classes,
-        "data.batch": _batch(rng, plan),
+        "data.global_batch": _batch(rng, plan),
     }
 
 

@@ -287,7 +287,7 @@ def hottest(experts: Tensor) -> list[float]:
 
 def loads_of(bias_rate: float, arguments: argparse.Namespace) -> tuple[list[Tensor], list[float]]:
     """The loads of all routers, and the loss, step by step."""
-    data = {"source": "python", "sequence": arguments.sequence, "batch": arguments.batch}
+    data = {"source": "python", "seq_len": arguments.sequence, "global_batch": arguments.batch}
     model = {"name": "moe", "preset": "tiny", **SPARSITY, "bias_rate": bias_rate}
     recipe = build_recipe({"model": model, "data": data}, title="balance")
     training, _ = open_datasets(recipe.data, SEED)

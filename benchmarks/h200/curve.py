@@ -31,7 +31,7 @@ from shoal.train.build_model import build_for_layout, build_model
 from shoal.train.run import Run
 
 MODEL = {"name": "llama", "hidden": 1024, "num_layers": 8, "num_heads": 16, "num_kv_heads": 16, "ffn": 4096}
-DATA = {"sequence": 1024, "batch": 16}
+DATA = {"seq_len": 1024, "global_batch": 16}
 CLIP = 1.0
 Step = Callable[[dict[str, Tensor]], Tensor]
 
@@ -45,7 +45,9 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--transformers", action="store_true")
     asked = arguments(parser, precision="fp32", steps=1, eager=True, micro_batch=2)
-    model, data = ({"name": "llama", "preset": "tiny"}, {"sequence": 16, "batch": 2}) if asked.smoke else (MODEL, DATA)
+    model, data = (
+        ({"name": "llama", "preset": "tiny"}, {"seq_len": 16, "global_batch": 2}) if asked.smoke else (MODEL, DATA)
+    )
     recipe = build_recipe({"model": model, "data": data}, title="curve")
     losses = by_transformers(recipe, asked) if asked.transformers else by_shoal(recipe, asked)
     print(json.dumps({"losses": torch.stack(list(losses)).tolist()}))
@@ -109,7 +111,7 @@ def warmed_up(step: int) -> float:
 
 def loader_of(recipe: Recipe) -> Loader:
     training, _ = open_datasets(recipe.data, 0)
-    return Loader(training, seed=0, batch=recipe.data.batch, workers=0, pin=torch.cuda.is_available())
+    return Loader(training, seed=0, batch=recipe.data.global_batch, workers=0, pin=torch.cuda.is_available())
 
 
 if __name__ == "__main__":

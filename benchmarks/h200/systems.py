@@ -143,7 +143,7 @@ def shoal(shape: Shape, arguments: argparse.Namespace) -> None:
         with torch.device(DEVICE):
             model = Llama(config)
         run.prepare(drawn(model))
-        section = OptimSection(states=arguments.states or "fp32", weights=arguments.weights)
+        section = OptimSection(state_dtype=arguments.states or "fp32", param_dtype=arguments.weights)
         run.prepare(build_optimizer(run.parameters, section, lr=1e-4))
         if arguments.states_first:
             make_states(run.optimizer)

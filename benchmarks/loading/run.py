@@ -48,8 +48,8 @@ def main() -> None:
 def _cases(sequence: int, folder: Path) -> dict[str, DataSection]:
     _make_photos(folder)
     return {
-        f"python, {sequence} tokens": DataSection(sequence=sequence),
-        f"synthetic, {sequence} tokens": DataSection(source="synthetic", sequence=sequence),
+        f"python, {sequence} tokens": DataSection(seq_len=sequence),
+        f"synthetic, {sequence} tokens": DataSection(source="synthetic", seq_len=sequence),
         "JPEG files of 320 x 240, scaled to 64": DataSection(source=str(folder), format="images", image_size=64),
     }
 

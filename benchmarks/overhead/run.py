@@ -42,7 +42,7 @@ class ByHand:
     """What a person writes: DDP, AdamW, clipping, a DataLoader, the loss of each step read."""
 
     def __init__(self, job: Job, rank: int, world_size: int) -> None:
-        share = job.recipe.data.batch // world_size
+        share = job.recipe.data.global_batch // world_size
         # The same samples as plain tensors; enough of them for the whole measurement.
         data = job.training.batch(torch.arange(rank, 4096, world_size).numpy() % len(job.training))
         dataset = torch.utils.data.TensorDataset(data["tokens"], data["labels"])
@@ -113,7 +113,7 @@ def measure_steps(settings: list[tuple[str, str]], steps: int) -> dict[str, str]
         ours, theirs = launch(take_turns, (preflight(recipe, 2),), nproc=2)[0]
     pairs = [mine / other for mine, other in zip(ours, theirs, strict=False)]
     return {
-        "a step of": f"{recipe.data.batch} x {recipe.data.sequence} tokens",
+        "a step of": f"{recipe.data.global_batch} x {recipe.data.seq_len} tokens",
         "by hand, median": f"{statistics.median(theirs) * 1e3:.1f} ms",
         "shoal train, median": f"{statistics.median(ours) * 1e3:.1f} ms",
         "ratio of medians": f"{statistics.median(ours) / statistics.median(theirs):.3f}",
@@ -151,8 +151,8 @@ def main() -> None:
     nothing_held_out = ("data.validation", "0")
     rows = [
         measure_steps([nothing_held_out], asked.steps),
-        measure_steps([nothing_held_out, ("data.batch", "4"), ("data.sequence", "128")], asked.steps * 3),
-        measure_steps([nothing_held_out, ("data.batch", "2"), ("data.sequence", "32")], asked.steps * 5),
+        measure_steps([nothing_held_out, ("data.global_batch", "4"), ("data.seq_len", "128")], asked.steps * 3),
+        measure_steps([nothing_held_out, ("data.global_batch", "2"), ("data.seq_len", "32")], asked.steps * 5),
     ]
     starts = measure_start(asked.repeats)
     text = "\n".join(

@@ -167,7 +167,7 @@ def trained(case: Case) -> Iterator[Callable[[], float]]:
         for name, parameter in model.named_parameters():  # on the device, where it takes no time
             model.init_parameter(name, parameter.data, generator)
         run.prepare(model)
-        run.prepare(build_optimizer(run.parameters, OptimSection(states=case.states), lr=1e-4))  # type: ignore[arg-type]
+        run.prepare(build_optimizer(run.parameters, OptimSection(state_dtype=case.states), lr=1e-4))  # type: ignore[arg-type]
 
         def step() -> float:
             drawn = torch.randint(config.vocabulary, (case.batch, case.sequence + 1))

@@ -18,7 +18,7 @@ from report import arguments, heading, table, write
 
 RECIPE = "recipes/llama3-1b-gpu.yaml"
 TINY = [
-    *("--model.preset", "tiny", "--data.batch", "4", "--data.sequence", "16", "--data.validation", "0"),
+    *("--model.preset", "tiny", "--data.global_batch", "4", "--data.seq_len", "16", "--data.validation", "0"),
     *("--launch.device", "cpu", "--launch.nproc", "1", "--run.compile", "false", "--checkpoint.every", "0step"),
 ]
 """What makes it a matter of seconds on a CPU."""

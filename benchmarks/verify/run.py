@@ -120,7 +120,8 @@ def cases(name: str, ranks: int) -> Iterator[Any]:
     from shoal.verification.api import VerifySettings, case_of, legal_cases
 
     recipes = [
-        build_recipe({"model": {"name": name, **of}, "data": {"batch": 24}}, title="matrix") for of in MODELS[name]
+        build_recipe({"model": {"name": name, **of}, "data": {"global_batch": 24}}, title="matrix")
+        for of in MODELS[name]
     ]
     if ranks in LARGE:
         plans = LARGE[ranks] if name == "moe" else []

@@ -31,9 +31,9 @@ class Problem:
 class ShoalError(ValueError):
     """One or more problems that the person at the keyboard can mend.
 
-    >>> print(ShoalError("batch 10 is not divisible by 4 ranks", fix="--data.batch 12"))
+    >>> print(ShoalError("batch 10 is not divisible by 4 ranks", fix="--data.global_batch 12"))
     batch 10 is not divisible by 4 ranks
-        fix: --data.batch 12
+        fix: --data.global_batch 12
     """
 
     exit_code = BAD_INPUT

@@ -36,7 +36,7 @@ from tests.cover import wide
 SHARD = "shard-00000.safetensors"
 SMALL = [
     *["--model.num_layers", "1", "--model.hidden", "16", "--model.ffn", "16", "--model.num_heads", "2"],
-    *["--data.source", "synthetic", "--data.sequence", "8", "--data.batch", "2", "--data.workers", "0"],
+    *["--data.source", "synthetic", "--data.seq_len", "8", "--data.global_batch", "2", "--data.workers", "0"],
     *["--device", "cpu", "--launch.threads", "1", "--run.duration", "2step", "--run.dir", "run"],
 ]
 
@@ -282,11 +282,11 @@ def test_a_hostile_word_is_one_message(tmp_path: Path, words: list[str]) -> None
         (["plan", "llama3-8b", "--layers", "100000000", "--cluster", "h100:8"], "layers=100000000"),
         (["plan", "llama3-8b", "--cluster", "h100:8x100000000"], "nodes=100000000"),
         (["plan", "llama3-8b", "--global-batch", "1000000000000", "--cluster", "h100:8"], "batch=1000000000000"),
-        (["plan", "llama3-8b", "--seq", "1000000000000", "--cluster", "h100:8"], "seq=1000000000000"),
+        (["plan", "llama3-8b", "--seq-len", "1000000000000", "--cluster", "h100:8"], "seq=1000000000000"),
         (["plan", "config.json", "--cluster", "h100:8"], "layers=100000000"),
         (["train", "--dry-run", "--model.num_layers", "100000000"], "num_layers=100000000"),
         (["train", "--dry-run", "--model.num_layers", "100000000", "--plan", "auto"], "num_layers=100000000"),
-        (["train", "--dry-run", "--data.batch", "1000000000000"], "1000000000000"),
+        (["train", "--dry-run", "--data.global_batch", "1000000000000"], "1000000000000"),
         (["train", "--dry-run", "--nproc", "100000000"], "100000000"),
         (["verify", "--model.num_layers", "100000000"], "num_layers=100000000"),
     ],

@@ -14,7 +14,18 @@ from tests.cli.test_train import losses
 
 WORDS = [
     *["train", "--model.num_layers", "1", "--model.hidden", "16", "--model.ffn", "16", "--model.vocabulary", "257"],
-    *["--data.sequence", "16", "--data.batch", "4", "--data.workers", "0", "--device", "cpu", "--launch.threads", "1"],
+    *[
+        "--data.seq_len",
+        "16",
+        "--data.global_batch",
+        "4",
+        "--data.workers",
+        "0",
+        "--device",
+        "cpu",
+        "--launch.threads",
+        "1",
+    ],
     *["--run.dir", "run", "--checkpoint.every", "0step", "--json"],
 ]
 LONGER = ["--resume", "latest", "--run.duration", "4step"]
@@ -111,7 +122,7 @@ def test_ranks_with_other_data_under_the_same_path_do_not_train_together(host: H
         (folder / "corpus.txt").write_text("some text \n" * (500 + rank))
         place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         env = {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        words = [*WORDS, "--data.source", "corpus.txt", "--run.duration", "2step", "--data.batch", "4"]
+        words = [*WORDS, "--data.source", "corpus.txt", "--run.duration", "2step", "--data.global_batch", "4"]
         started.append(host.start(*words, cwd=folder, env=env))
     assert [one.wait() for one in started] == [2, 2]
     said = started[0].said + started[1].said

@@ -61,7 +61,7 @@ def run_out_here(): raise MemoryError
 def own(folder: Path, name: str, *words: str) -> list[str]:
     """A run of two ranks with a model of one's own, in which the last rank does something."""
     (folder / "own.py").write_text(OWN)
-    model = ["--model", "{name: own.py:" + name + "}", *MADE_UP, "--data.sequence", "16", "--data.batch", "4"]
+    model = ["--model", "{name: own.py:" + name + "}", *MADE_UP, "--data.seq_len", "16", "--data.global_batch", "4"]
     about = ["--device", "cpu", "--launch.threads", "1", "--data.workers", "0", "--json"]
     return [
         "train",

@@ -34,7 +34,16 @@ class Slow(nn.Module):
 """
 WORDS = [
     *["train", "--model.name", "own.py:Slow", "--data.source", "synthetic", "--data.vocabulary", "64"],
-    *["--data.sequence", "8", "--data.batch", "4", "--data.synthetic_samples", "1024", "--data.validation", "0.5"],
+    *[
+        "--data.seq_len",
+        "8",
+        "--data.global_batch",
+        "4",
+        "--data.synthetic_samples",
+        "1024",
+        "--data.validation",
+        "0.5",
+    ],
     *["--data.workers", "0", "--device", "cpu", "--launch.threads", "1", "--run.dir", "run"],
     *["--checkpoint.every", "0step", "--run.duration", "3step"],
 ]

@@ -11,7 +11,17 @@ import pytest
 from shoal.cli import main
 
 IMAGES = [
-    *["--real", "--data.source", "synthetic", "--data.synthetic_kind", "images", "--data.batch", "4", "--steps", "1"],
+    *[
+        "--real",
+        "--data.source",
+        "synthetic",
+        "--data.synthetic_kind",
+        "images",
+        "--data.global_batch",
+        "4",
+        "--steps",
+        "1",
+    ],
     *["--device", "cpu"],
 ]
 MLP = ["--model.name", "mlp", "--model.sizes", "[48, 4, 4, 5]", "--data.image_size", "4", "--data.vocabulary", "5"]
@@ -69,7 +79,7 @@ def test_batch_norm_of_one_value_is_rejected_and_of_two_is_not(verified: Any) ->
 @pytest.mark.parametrize("plan", ["pp=2 gpipe mb=1", "pp=2 1f1b mb=1", "pp=2 looped v=2 mb=1"])
 def test_gradients_that_no_microbatch_finds_are_not_predicted(verified: Any, plan: str) -> None:
     """A rank that makes all of its forwards first holds no gradient before any of them."""
-    code, told = verified("--nproc", "2", "--plan", plan, "--data.batch", "2", *SMALL)
+    code, told = verified("--nproc", "2", "--plan", plan, "--data.global_batch", "2", *SMALL)
     assert code == 0, told
     held = told["memory"]["gradients"]
     assert held["predicted"] in (None, held["counted"])
@@ -78,7 +88,7 @@ def test_gradients_that_no_microbatch_finds_are_not_predicted(verified: Any, pla
 def test_the_steps_that_adam_counts_are_no_state_as_large_as_a_parameter(verified: Any) -> None:
     """In a small model, four bytes for each parameter are more than one per cent."""
     sizes = ["--real", "--model.hidden", "4", "--model.head_dim", "2", "--model.ffn", "12", "--model.vocabulary", "97"]
-    data = ["--data.source", "synthetic", "--data.vocabulary", "97", "--data.sequence", "2", "--data.batch", "4"]
+    data = ["--data.source", "synthetic", "--data.vocabulary", "97", "--data.seq_len", "2", "--data.global_batch", "4"]
     code, told = verified("--nproc", "1", "--plan", "mb=2", *sizes, *data, *SMALL)
     assert code == 0, told
     assert told["memory"]["optimizer"]["predicted"] == told["memory"]["optimizer"]["counted"]

@@ -18,7 +18,7 @@ import pytest
 from tests.cli.host import Host
 
 SETTINGS = """
-    --model.num_layers 1 --model.hidden 32 --model.ffn 48 --data.sequence 32 --data.batch 4 --data.validation 0
+    --model.num_layers 1 --model.hidden 32 --model.ffn 48 --data.seq_len 32 --data.global_batch 4 --data.validation 0
     --run.duration 3step --plan fp64 --device cpu --launch.threads 1 --json
 """
 

@@ -11,8 +11,8 @@ from tests.cli.host import Host
 from tests.cli.test_train import MADE_UP
 
 TINY = [
-    *["--model.num_layers", "1", "--model.hidden", "32", "--model.ffn", "48", *MADE_UP, "--data.sequence", "32"],
-    *["--data.batch", "4", "--data.workers", "0", "--device", "cpu", "--launch.threads", "1", "--nproc", "2"],
+    *["--model.num_layers", "1", "--model.hidden", "32", "--model.ffn", "48", *MADE_UP, "--data.seq_len", "32"],
+    *["--data.global_batch", "4", "--data.workers", "0", "--device", "cpu", "--launch.threads", "1", "--nproc", "2"],
 ]
 
 

@@ -53,7 +53,7 @@ def test_every_flag_is_answered_with_its_proposal(flag: str) -> None:
         ("--report_to tensorboard", "--run.trackers tensorboard"),
         ("--tensor-model-parallel-size 8", "--plan.tp 8"),
         ("--parallelism.tensor_parallel_degree 4", "--plan.tp 4"),
-        ("--training.seq_len 4096", "--data.sequence 4096"),
+        ("--training.seq_len 4096", "--data.seq_len 4096"),
         ("--zero_stage 2", "--plan.zero 2"),
         ("--nnodes 4", "torchrun --nnodes 4"),
     ],

@@ -33,11 +33,11 @@ def asked(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, st
     return code, said.out, said.err
 
 
-LARGE = "llama3-405b --cluster h100:8x2048 --seq 8192 --global-batch 2048 --json"
-SMALL = "llama3-8b --cluster h200:8 --seq 8192 --global-batch 64"
-CHEAP = "llama3-1b --cluster h100:8x4 --seq 2048 --global-batch 128 --by money --json"
+LARGE = "llama3-405b --cluster h100:8x2048 --seq-len 8192 --global-batch 2048 --json"
+SMALL = "llama3-8b --cluster h200:8 --seq-len 8192 --global-batch 64"
+CHEAP = "llama3-1b --cluster h100:8x4 --seq-len 2048 --global-batch 128 --by money --json"
 LLAMA = "--hidden 4096 --layers 32 --heads 32 --kv-heads 8 --ffn 14336 --vocabulary 128256"
-TOO_LARGE = "llama3-70b --cluster h100:8 --seq 8192 --global-batch 64"
+TOO_LARGE = "llama3-70b --cluster h100:8 --seq-len 8192 --global-batch 64"
 
 
 @pytest.mark.parametrize(("words", "bound"), [(LARGE, 3.0), (SMALL, 1.0)])
@@ -99,7 +99,7 @@ def test_people_see_plans_causes_and_reasons(capsys: pytest.CaptureFixture[str])
     assert 'shoal train ... --plan "' in out
 
 
-NARROW = "--cluster h200:1 --seq 4096 --global-batch 2 --precision fp8 --weights bf16 --states bf16"
+NARROW = "--cluster h200:1 --seq-len 4096 --global-batch 2 --precision fp8 --param-dtype bf16 --state-dtype bf16"
 
 
 @pytest.mark.parametrize("how", ["", "--eager"])
@@ -108,8 +108,8 @@ def test_the_command_trains_what_was_judged(capsys: pytest.CaptureFixture[str], 
     _, out, _ = asked(capsys, *words)
     command = out.splitlines()[-1]
     _, recipe = parse(Train, shlex.split(command.removeprefix("shoal train ... ")), prog="shoal train")
-    assert (recipe.optim.weights, recipe.optim.states, recipe.run.compile) == ("bf16", "bf16", not how)
-    assert (recipe.data.sequence, recipe.data.batch, recipe.launch.nproc) == (4096, 2, 1)
+    assert (recipe.optim.param_dtype, recipe.optim.state_dtype, recipe.run.compile) == ("bf16", "bf16", not how)
+    assert (recipe.data.seq_len, recipe.data.global_batch, recipe.launch.nproc) == (4096, 2, 1)
     _, out, _ = asked(capsys, *words, "--json")
     told = json.loads(out)
     assert told["command"] == command
@@ -125,7 +125,7 @@ def test_the_command_has_as_many_processes_as_the_plan(capsys: pytest.CaptureFix
 
 
 def test_words_are_constraints(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["llama3-70b", "--cluster", "h100:8x8", "--seq", "8192", "--global-batch", "128", "--json"]
+    words = ["llama3-70b", "--cluster", "h100:8x8", "--seq-len", "8192", "--global-batch", "128", "--json"]
     _, out, _ = asked(capsys, *words, "--tp", "8", "--plan", "zero=1 recompute=full", "--max-memory", "70GiB")
     for one in json.loads(out)["plans"]:
         assert {"tp=8", "zero=1", "recompute=full"} <= set(one["plan"].split())
@@ -133,7 +133,7 @@ def test_words_are_constraints(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_words_that_say_a_default_are_constraints_too(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["llama3-70b", "--cluster", "h100:8x8", "--seq", "8192", "--global-batch", "512", "--json"]
+    words = ["llama3-70b", "--cluster", "h100:8x8", "--seq-len", "8192", "--global-batch", "512", "--json"]
     _, free, _ = asked(capsys, *words)
     assert any("recompute=" in one["plan"] for one in json.loads(free)["plans"])
     for said in (["--recompute", "none"], ["--plan", "recompute=none"]):
@@ -165,7 +165,7 @@ def test_money_may_want_fewer_devices(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_who_asks_for_the_cheapest_sees_what_it_costs(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["llama3-1b", "--seq", "2048", "--global-batch", "64", "--by", "money", "--cluster"]
+    words = ["llama3-1b", "--seq-len", "2048", "--global-batch", "64", "--by", "money", "--cluster"]
     for more, column, least, most in (
         (["h100:4", "--price", "3600"], "money/B tokens", 5e3, 1e5),
         (["h100-96:4"], "device-hours/B tokens", 1, 1e4),
@@ -237,7 +237,7 @@ WRONG = {
         "mb=3 divides no",
         "--mb 1, 2",
     ),
-    "a sequence of nothing": ("llama3-8b --cluster h100:8 --seq 0", "--seq 0", "1 or more"),
+    "a sequence of nothing": ("llama3-8b --cluster h100:8 --seq-len 0", "--seq-len 0", "1 or more"),
     "more memory than there is": ("llama3-8b --cluster h100:8 --max-memory 200GiB", "has 79.1 GiB", "75GiB"),
     "a price below 0": ("llama3-8b --cluster h100:8 --price -1", "--price -1.0 is below 0", "--price 2.5"),
     "a file without a function": ("net.py --cluster h100:8", "which function of it?", "net.py:function"),
@@ -246,14 +246,14 @@ WRONG = {
     "no config": ("nowhere/config.json --cluster h100:8", "cannot be read", "config.json"),
     "no file": ("llama3-8b --cluster nowhere.yaml", "cannot be read", "shoal calibrate"),
     "weights in less than products see": (
-        "llama3-8b --cluster h100:8 --precision fp32 --weights bf16",
+        "llama3-8b --cluster h100:8 --precision fp32 --param-dtype bf16",
         "weights in bf16 are for the precisions bf16 and fp8, whose products see no more of them, not for fp32",
-        "--weights fp32, or --precision bf16",
+        "--param-dtype fp32, or --precision bf16",
     ),
     "narrow weights on the host": (
-        "llama3-8b --cluster h100:8 --weights bf16 --offload optimizer",
+        "llama3-8b --cluster h100:8 --param-dtype bf16 --offload optimizer",
         "weights in bf16 are not built for offload=optimizer",
-        "--weights fp32, or no offload",
+        "--param-dtype fp32, or no offload",
     ),
     "no batch": ("llama3-8b --cluster h100:8 --global-batch -1", "--global-batch -1", "1 or more"),
 }
@@ -271,7 +271,7 @@ def test_mistakes_get_one_message(capsys: pytest.CaptureFixture[str], name: str)
 
 # ---- `plan: auto` ---------------------------------------------------------------------------------------------------
 
-QUICK = ["--data.source", "synthetic", "--data.sequence", "32", "--data.batch", "8", "--run.duration", "2step"]
+QUICK = ["--data.source", "synthetic", "--data.seq_len", "32", "--data.global_batch", "8", "--run.duration", "2step"]
 
 
 def train(host: Host, cwd: Path, *words: str) -> Started:
@@ -325,7 +325,7 @@ def test_auto_does_not_plan_for_weights_that_it_would_refuse(
     assert main([*words, "--plan", "auto mb=2"]) == 2
     err = capsys.readouterr().err
     assert "weights in bf16 are for the precisions bf16 and fp8" in err
-    assert 'fix: --optim.weights fp32, or --plan "auto mb=2 bf16"' in err
+    assert 'fix: --optim.param_dtype fp32, or --plan "auto mb=2 bf16"' in err
     assert "plan: auto is" not in err
     assert main([*words, "--plan", "auto mb=2 bf16"]) == 0
     assert "plan: auto is zero=0 mb=2 bf16" in capsys.readouterr().err

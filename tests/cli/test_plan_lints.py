@@ -25,7 +25,7 @@ def words_of(case: Try) -> list[str]:
         model = [
             word for name, flag in DIMENSIONS.items() for word in (f"--{flag}", str(getattr(case.task.workload, name)))
         ]
-    words = [*model, "--cluster", case.cluster, "--seq", str(case.sequence), "--global-batch", str(case.batch)]
+    words = [*model, "--cluster", case.cluster, "--seq-len", str(case.sequence), "--global-batch", str(case.batch)]
     rate = [word for key, value in case.told.items() for word in (f"--{key.replace('_', '-')}", str(value))]
     return [*words, "--plan", str(case.resolved), *rate]
 
@@ -61,7 +61,7 @@ def test_a_rate_and_its_batch_come_together(capsys: pytest.CaptureFixture[str], 
 
 def test_sharding_spans_no_more_nodes_than_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     """tp=4 on nodes of 6: groups of dp_shard lie 4 ranks apart, and one and a half of their members share a node."""
-    words = ["llama3-8b", "--cluster", "h100:6x4", "--seq", "2048", "--global-batch", "12"]
+    words = ["llama3-8b", "--cluster", "h100:6x4", "--seq-len", "2048", "--global-batch", "12"]
     found = lints(capsys, *words, "--plan", "tp=4 dp_shard=6 zero=3 mb=1 bf16")
     assert "dp_shard=6 spans 4 nodes;" in found["SH02"]["numbers"]
 
@@ -93,8 +93,8 @@ def test_tp_over_ethernet_gets_a_verdict(capsys: pytest.CaptureFixture[str], mod
 def test_tp_over_ethernet_that_nothing_can_replace_names_the_link(capsys: pytest.CaptureFixture[str]) -> None:
     """Half a layer is all that fits on a device, and one sample leaves a pipeline nothing to do."""
     size = ["--hidden", "16384", "--layers", "1", "--heads", "128", "--vocabulary", "1024", "--ffn", "65536"]
-    words = [*size, "--cluster", "rtx4090:1x8", "--seq", "512", "--global-batch", "1", "--tp", "8"]
-    found = lints(capsys, *words, "--states", "bf16")
+    words = [*size, "--cluster", "rtx4090:1x8", "--seq-len", "512", "--global-batch", "1", "--tp", "8"]
+    found = lints(capsys, *words, "--state-dtype", "bf16")
     assert found["SH01"]["saves"] is None
     assert "faster than ethernet-10 (1.1 GB/s)" in found["SH01"]["fix"]
 
@@ -110,7 +110,7 @@ def test_a_rule_of_thumb_blames_the_words_that_were_given(capsys: pytest.Capture
 
 
 def test_a_plan_that_was_printed_can_be_typed(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["llama3-8b", "--cluster", "h200:8", "--seq", "8192", "--global-batch", "64", "--json"]
+    words = ["llama3-8b", "--cluster", "h200:8", "--seq-len", "8192", "--global-batch", "64", "--json"]
     main(["plan", *words])
     first = json.loads(capsys.readouterr().out)["plans"][0]
     assert main(["plan", *words, "--plan", first["plan"]]) == 0

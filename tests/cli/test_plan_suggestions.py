@@ -54,7 +54,7 @@ def test_each_label_holds_for_the_numbers_below_it(model: str) -> None:
 
 
 def test_people_see_each_alternative_below_the_label_that_it_deserves(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["llama3-1b", "--cluster", "rtx4090:2", "--seq", "2048"]
+    words = ["llama3-1b", "--cluster", "rtx4090:2", "--seq-len", "2048"]
     _, out, _ = asked(capsys, *words)
     assert LESS_MEMORY in out
     assert LESS_TIME in out
@@ -76,7 +76,7 @@ def _figures(text: str) -> list[tuple[float, float]]:
 
 
 def test_a_model_of_the_smallest_plan_is_not_compared_across_clusters(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = asked(capsys, "llama3-1b", "--cluster", "h100:8x4", "--seq", "2048", "--by", "money")
+    _, out, _ = asked(capsys, "llama3-1b", "--cluster", "h100:8x4", "--seq-len", "2048", "--by", "money")
     assert LESS_MEMORY not in out
     assert LESS_TIME not in out
 
@@ -91,7 +91,7 @@ def test_a_model_of_the_smallest_plan_is_not_compared_across_clusters(capsys: py
 def test_fewer_plans_than_were_asked_for_have_a_reason(
     capsys: pytest.CaptureFixture[str], model: str, cluster: str, top: int
 ) -> None:
-    code, out, _ = asked(capsys, model, "--cluster", cluster, "--seq", "2048", "--top", str(top), "--json")
+    code, out, _ = asked(capsys, model, "--cluster", cluster, "--seq-len", "2048", "--top", str(top), "--json")
     told = json.loads(out)
     assert len(told["plans"]) <= top
     if code == 0:
@@ -100,10 +100,10 @@ def test_fewer_plans_than_were_asked_for_have_a_reason(
 
 
 def test_the_reason_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["llama3-1b", "--cluster", "h200:1", "--seq", "2048"]
+    words = ["llama3-1b", "--cluster", "h200:1", "--seq-len", "2048"]
     _, out, _ = asked(capsys, *words)
     assert "1 plan instead of 5: no other layout fits" in out
-    _, out, _ = asked(capsys, "llama3-1b", "--cluster", "rtx4090:2", "--seq", "2048")
+    _, out, _ = asked(capsys, "llama3-1b", "--cluster", "rtx4090:2", "--seq-len", "2048")
     assert re.search(r"\d plans? instead of 5: \d+ other layouts? would fit", out)
 
 
@@ -145,22 +145,22 @@ def test_a_model_without_dimensions_is_given_none(capsys: pytest.CaptureFixture[
 # ---- suggestions ----------------------------------------------------------------------------------------------------
 
 NOTHING_FITS = (
-    "llama3-8b --cluster rtx4090:1 --seq 2048",
-    "llama3-8b --cluster rtx4090:2 --seq 4096 --tp 2 --zero 0",
-    "llama3-8b --cluster rtx4090 --seq 8192 --mb 8",
-    "llama3-8b --cluster h100:1 --seq 4096",
-    "llama3-8b --cluster h100:1 --seq 4096 --precision fp8",
-    "llama3-8b --cluster h100:2 --global-batch 8 --seq 32768 --recompute none",
-    "llama3-1b --cluster rtx4090:1 --seq 2048 --max-memory 18GiB",
-    "llama3-70b --cluster h100:8 --seq 8192",
+    "llama3-8b --cluster rtx4090:1 --seq-len 2048",
+    "llama3-8b --cluster rtx4090:2 --seq-len 4096 --tp 2 --zero 0",
+    "llama3-8b --cluster rtx4090 --seq-len 8192 --mb 8",
+    "llama3-8b --cluster h100:1 --seq-len 4096",
+    "llama3-8b --cluster h100:1 --seq-len 4096 --precision fp8",
+    "llama3-8b --cluster h100:2 --global-batch 8 --seq-len 32768 --recompute none",
+    "llama3-1b --cluster rtx4090:1 --seq-len 2048 --max-memory 18GiB",
+    "llama3-70b --cluster h100:8 --seq-len 8192",
     "llama3-70b --cluster h100:8x1 --global-batch 8",
     'llama3-70b --cluster h200:8 --plan "tp=8 zero=0 mb=4 bf16"',
     'llama3-8b --cluster h100:2 --plan "tp=2 mb=8 fp8"',
-    "llama3-405b --cluster h100:8x4 --weights bf16 --states bf16",
+    "llama3-405b --cluster h100:8x4 --param-dtype bf16 --state-dtype bf16",
     "mixtral-8x7b --cluster a100-40:8 --ep 1",
     "llama3-8b --cluster h200:8 --global-batch 64 --pp 2 --schedule zbv",
     "llama3-8b --cluster h200:8 --global-batch 8 --pp 8 --schedule 1f1b --mb 2",
-    "llama3-8b --cluster LAB --seq 2048",
+    "llama3-8b --cluster LAB --seq-len 2048",
 )
 
 
@@ -207,7 +207,7 @@ def test_every_suggestion_can_be_typed_and_does_what_it_says(
 
 def test_suggestions_are_options_of_this_verb(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = asked(capsys, *NOTHING_FITS[6].split(), "--json")
-    assert any(one.startswith("--states bf16: ") for one in json.loads(out)["remedies"])
+    assert any(one.startswith("--state-dtype bf16: ") for one in json.loads(out)["remedies"])
     _, out, _ = asked(capsys, *NOTHING_FITS[0].split(), "--json")
     assert any(one.startswith("--cluster rtx4090:8: ") for one in json.loads(out)["remedies"])
 

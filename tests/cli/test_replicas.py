@@ -33,7 +33,7 @@ class Flipping(Normed):
 """
 WORDS = [
     *["train", "--data.source", "synthetic", "--data.synthetic_kind", "images", "--data.image_size", "8"],
-    *["--data.vocabulary", "8", "--data.batch", "8", "--data.synthetic_samples", "64", "--data.workers", "0"],
+    *["--data.vocabulary", "8", "--data.global_batch", "8", "--data.synthetic_samples", "64", "--data.workers", "0"],
     *["--device", "cpu", "--launch.threads", "1", "--launch.nproc", "2", "--run.duration", "4step"],
     *["--checkpoint.every", "0step"],
 ]

@@ -21,7 +21,18 @@ from tests.cover import covered, wide
 
 WORDS = [
     *["train", "--model.num_layers", "1", "--model.hidden", "32", "--model.ffn", "48", *MADE_UP, "--plan", "fp64"],
-    *["--data.sequence", "32", "--data.batch", "12", "--data.workers", "0", "--device", "cpu", "--launch.threads", "1"],
+    *[
+        "--data.seq_len",
+        "32",
+        "--data.global_batch",
+        "12",
+        "--data.workers",
+        "0",
+        "--device",
+        "cpu",
+        "--launch.threads",
+        "1",
+    ],
     *["--optim.warmup", "5step", "--json"],
 ]
 ALL = [*WORDS, "--run.duration", "24step", "--run.dir", "run"]
@@ -486,8 +497,8 @@ def test_four_three_two_four_ranks_in_one_epoch(host: Host, tmp_path: Path, time
     tokens[:, 0] = np.arange(145) + 1000
     tokens.tofile(tmp_path / "data.bin")
     words = [
-        *["train", "--model.name", "own.py:build", "--data.source", "data.bin", "--data.sequence", "16"],
-        *["--data.batch", "12", "--data.validation", "0", "--plan", "fp64 mb=1", "--device", "cpu", "--json"],
+        *["train", "--model.name", "own.py:build", "--data.source", "data.bin", "--data.seq_len", "16"],
+        *["--data.global_batch", "12", "--data.validation", "0", "--plan", "fp64 mb=1", "--device", "cpu", "--json"],
         *["--run.duration", "12step", "--launch.threads", "1", "--checkpoint.every", "1step", "--data.workers", "1"],
         *["--run.seed", str(time)],
     ]
@@ -636,9 +647,9 @@ def test_an_exchange_that_fails_is_a_restart(host: Host, five_steps: Any, tmp_pa
 # ---- replicas that do not tell each other everything ----------------------------------------------------------------
 
 MEETING = {
-    "compressed": ["--plan", "fp64 compress=1bit", "--comm.exact_steps", "3"],
+    "compressed": ["--plan", "fp64 compress=1bit", "--comm.warmup_steps", "3"],
     "islands": ["--plan", "fp64 sync=diloco:4 compress=topk:0.1"],
-    "late islands": ["--plan", "fp64 sync=diloco:6", "--comm.fragments", "2", "--comm.delay", "2"],
+    "late islands": ["--plan", "fp64 sync=diloco:6", "--comm.fragments", "2", "--comm.outer_delay", "2"],
 }
 
 

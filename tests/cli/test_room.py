@@ -75,8 +75,8 @@ def test_a_preset_that_is_changed_is_not_weighed_by_its_name() -> None:
         (("plan", "zero=3 dp_replicate=2"), 4, 32),
         (("plan", "tp=4"), 4, 16),
         (("plan", "zero=3"), 2, 8),  # half of the ranks are on this machine
-        (("plan", "zero=3 bf16", "optim.states", "bf16"), 4, 12),
-        (("plan", "zero=3 bf16", "optim.states", "bf16", "optim.weights", "bf16"), 4, 8),
+        (("plan", "zero=3 bf16", "optim.state_dtype", "bf16"), 4, 12),
+        (("plan", "zero=3 bf16", "optim.state_dtype", "bf16", "optim.param_dtype", "bf16"), 4, 8),
         (("plan", "zero=3", "optim.name", "sgd"), 4, 12),
         (("plan", "zero=3", "optim.name", "sgd", "optim.momentum", "0"), 4, 8),
         (("plan", "zero=3 fp64"), 4, 32),
@@ -94,7 +94,7 @@ def test_what_fits_to_the_byte_is_not_rejected() -> None:
     memory_check.refuse_too_large(recipe, plan, 1000, ranks=4, memory=0)  # nobody knows
     with pytest.raises(ShoalError) as caught:
         memory_check.refuse_too_large(recipe, plan, 1000, ranks=4, memory=63_999)
-    assert caught.value.problems[0].fix.startswith("--plan.zero 3, or --optim.states bf16;")
+    assert caught.value.problems[0].fix.startswith("--plan.zero 3, or --optim.state_dtype bf16;")
 
 
 def test_memory_is_that_of_this_machine() -> None:

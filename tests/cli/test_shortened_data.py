@@ -18,7 +18,18 @@ from tests.cli.host import Host, until
 
 WORDS = [
     *["train", "--model.num_layers", "1", "--model.hidden", "16", "--model.ffn", "16", "--model.vocabulary", "257"],
-    *["--data.sequence", "16", "--data.batch", "4", "--device", "cpu", "--launch.threads", "1", "--run.dir", "run"],
+    *[
+        "--data.seq_len",
+        "16",
+        "--data.global_batch",
+        "4",
+        "--device",
+        "cpu",
+        "--launch.threads",
+        "1",
+        "--run.dir",
+        "run",
+    ],
 ]
 
 
@@ -52,7 +63,7 @@ def test_data_in_place_of_a_recipe_is_answered_with_a_command_that_works(host: H
         ended = host.run("train", name, cwd=tmp_path)
         assert ended.code == 2, (name, ended.said)
         assert f"fix: shoal train --data.source {name}" in " ".join(ended.said.split()), (name, ended.said)
-    more = ["--run.duration", "1step", "--run.fast_dev_run", "--device", "cpu", "--data.sequence", "64"]
+    more = ["--run.duration", "1step", "--run.fast_dev_run", "--device", "cpu", "--data.seq_len", "64"]
     for name in ("corpus.txt", "notes.md", "rows.jsonl"):
         ended = host.run("train", "--data.source", name, *more, cwd=tmp_path)
         assert ended.code == 0, (name, ended.said)

@@ -23,7 +23,7 @@ from tests.cli.host import Host, in_session, until
 SHOAL = [sys.executable, "-m", "shoal"]
 SMALL = [
     *["--model.num_layers", "1", "--model.hidden", "32", "--model.ffn", "48"],
-    *["--data.sequence", "32", "--data.batch", "4", "--data.validation", "0.0005"],
+    *["--data.seq_len", "32", "--data.global_batch", "4", "--data.validation", "0.0005"],
     *["--run.duration", "3step", "--device", "cpu", "--launch.threads", "1"],
 ]
 MADE_UP = ["--data.source", "synthetic", "--data.synthetic_samples", "64", "--data.validation", "0"]
@@ -288,13 +288,13 @@ def test_documents_do_not_see_each_other(here: Here) -> None:
     corpus.mkdir()
     for number in range(40):
         (corpus / f"{number}.txt").write_text("short text " * 2)  # several in each sample of 32 bytes
-    apart = here("--data.source", "corpus", "--data.documents", "--json", "--data.validation", "0")
+    apart = here("--data.source", "corpus", "--data.mask_documents", "--json", "--data.validation", "0")
     together = here("--data.source", "corpus", "--json", "--data.validation", "0")
     assert apart.json["loss_first"] != together.json["loss_first"]
 
 
 def test_one_token_is_a_token_and_no_sample(here: Here) -> None:
-    ended = here("--data.sequence", "1", *MADE_UP)
+    ended = here("--data.seq_len", "1", *MADE_UP)
     assert ended.code == 0, ended.err
     assert "3 (12 tokens)" in ended.out
     assert " tokens/s, " in ended.out
@@ -302,7 +302,7 @@ def test_one_token_is_a_token_and_no_sample(here: Here) -> None:
 
 
 def test_one_token_is_not_dealt_to_several_ranks(here: Here) -> None:
-    ended = here("--data.sequence", "1", *MADE_UP, "--nproc", "2", "--plan", "cp=2")
+    ended = here("--data.seq_len", "1", *MADE_UP, "--nproc", "2", "--plan", "cp=2")
     assert ended.code == 2
     assert "its 1 tokens cannot be divided evenly" in ended.err  # said before any rank starts
 
@@ -310,7 +310,7 @@ def test_one_token_is_not_dealt_to_several_ranks(here: Here) -> None:
 def test_images(here: Here, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model.name", "resnet", "--model.width", "8"]
     words += ["--data.synthetic_kind", "images", "--data.image_size", "8", "--data.vocabulary", "10"]
-    data = ["--data.batch", "4", "--run.duration", "2step", "--device", "cpu", "--json"]
+    data = ["--data.global_batch", "4", "--run.duration", "2step", "--device", "cpu", "--json"]
     code = main(["train", *words, *MADE_UP, *data])
     assert code == 0
     summary = json.loads(capsys.readouterr().out)
@@ -319,7 +319,7 @@ def test_images(here: Here, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_model_of_ones_own(here: Here, capsys: pytest.CaptureFixture[str]) -> None:
     Path("own.py").write_text(OWN_MODEL)
-    words = ["--model.name", "own.py:build", "--model.width", "24", "--data.sequence", "8", "--data.batch", "4"]
+    words = ["--model.name", "own.py:build", "--model.width", "24", "--data.seq_len", "8", "--data.global_batch", "4"]
     assert main(["train", *words, *MADE_UP, "--run.duration", "3step", "--device", "cpu", "--json"]) == 0
     summary = json.loads(capsys.readouterr().out)
     assert summary["parameters"] == 256 * 24 + 24 * 256 + 256

@@ -57,7 +57,16 @@ def build():
 
 
 OF_IMAGES = [
-    *("--model.name", "OWN", "--data.source", "synthetic", "--data.synthetic_kind", "images", "--data.batch", "8"),
+    *(
+        "--model.name",
+        "OWN",
+        "--data.source",
+        "synthetic",
+        "--data.synthetic_kind",
+        "images",
+        "--data.global_batch",
+        "8",
+    ),
     "--json",
 ]
 COMMANDS = {
@@ -243,8 +252,8 @@ def test_offload_on_a_cpu_is_not_called_verified(capfd: pytest.CaptureFixture[st
     [
         ([("run.compile", "true")], "run.compile true was not looked at: this is of the layout"),
         (
-            [("run.loss", "plain"), ("optim.states", "bf16")],
-            "run.loss plain and optim.states bf16 were not looked at: this is of the layout",
+            [("run.loss", "plain"), ("optim.state_dtype", "bf16")],
+            "run.loss plain and optim.state_dtype bf16 were not looked at: this is of the layout",
         ),
         ([("run.compile", "false"), ("run.seed", "3")], None),
     ],
@@ -260,7 +269,7 @@ def test_settings_that_were_not_looked_at_are_told(said: list[tuple[str, str]], 
         (["--nproc", "4", "--plan", "tp=4 mb=1"], "tp=4 does not divide num_kv_heads=2", "tp=1 or 2"),
         (["--nproc", "5", "--plan", "pp=5 mb=1"], "more than the 4 blocks of the model", "pp=1, 2, 3 or 4"),
         (["--nproc", "3", "--plan", "tp=2"], "does not divide the number of ranks", "start"),
-        (["--nproc", "4", "--plan", "pp=4 1f1b mb=4", "--data.batch", "8"], "2 microbatches", "mb"),
+        (["--nproc", "4", "--plan", "pp=4 1f1b mb=4", "--data.global_batch", "8"], "2 microbatches", "mb"),
         (["--nproc", "2", "--plan", "pp=2 zbv mb=1 recompute=full"], "recomputes a block", "recompute=none"),
         (["--nproc", "2", "--plan", "zero=3", "--precision", "fp7"], "'fp7' cannot be verified in", "fp64"),
         (["--nproc", "2", "--plan", "fp8 tp=2"], "1 problem in plan 'tp=2 zero=0 fp8'", "bf16 instead of fp8"),

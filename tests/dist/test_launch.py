@@ -234,13 +234,13 @@ def test_the_cause_is_shown_and_not_its_echo(failing: int, tells_late: bool, tmp
 
 def refuse(place: Placement, store: dist.Store, directory: Path) -> None:
     ready(directory, place.rank)
-    raise ShoalError(Problem("batch 10 over 4 ranks", "--data.batch 12"), title="recipe.yaml")
+    raise ShoalError(Problem("batch 10 over 4 ranks", "--data.global_batch 12"), title="recipe.yaml")
 
 
 def test_a_shoal_error_comes_through_once_and_as_it_was(tmp_path: Path) -> None:
     outcome = Launcher.start(tmp_path, refuse, nproc=4).outcome()
     assert type(outcome) is ShoalError
-    assert str(outcome) == "1 problem in recipe.yaml\n  batch 10 over 4 ranks\n      fix: --data.batch 12"
+    assert str(outcome) == "1 problem in recipe.yaml\n  batch 10 over 4 ranks\n      fix: --data.global_batch 12"
     assert outcome.exit_code == 2
 
 

@@ -273,9 +273,7 @@ def bias_of_own_loads() -> Any:
 
     def balance(self: Any, **options: Any) -> Any:
         own = dict(self.balance.loads)
-        with patch.object(
-            parallel_model, "update_bias", lambda router, *_: router.update_bias(router, own[router.name])
-        ):
+        with patch.object(parallel_model, "update_bias", lambda one, *_: router.update_bias(one, own[one.name])):
             return original(self, **options)
 
     return patch.object(parallel_model.ParallelModel, "balance_experts", balance)

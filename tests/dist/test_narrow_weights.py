@@ -19,7 +19,7 @@ def go(world: World, plan: str) -> tuple[list[float], dict[str, Tensor], set[tor
     model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 5))
     run = Run(f"bf16 {plan}", clip=1.0, weights="bf16", world=world)
     run.prepare(model)
-    section = OptimSection(weights="bf16", states="bf16")
+    section = OptimSection(param_dtype="bf16", state_dtype="bf16")
     run.prepare(build_optimizer(run.parameters, section, lr=3e-3))
     generator = torch.Generator().manual_seed(1)
     share = slice(world.rank * 32 // world.size, (world.rank + 1) * 32 // world.size)

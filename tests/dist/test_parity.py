@@ -35,7 +35,7 @@ BATCH = 8
 def recipe(**data: Any) -> Recipe:
     tree = {
         "model": {"name": "llama", "preset": "tiny", "num_layers": 2, "hidden": 32, "ffn": 48, "tied": True},
-        "data": {"source": "python", "sequence": 48, "batch": BATCH, **data},
+        "data": {"source": "python", "seq_len": 48, "global_batch": BATCH, **data},
         "optim": {"lr": 1e-2, "clip": 0.7, "warmup": "2step", "weight_decay": 0.1},
         "plan": "fp64 mb=2",
         "run": {"duration": f"{STEPS}step", "seed": 5},

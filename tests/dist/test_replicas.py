@@ -39,7 +39,7 @@ def build(kind: str) -> nn.Module:
 def started(world: World, plan: str, *, kind: str = "llama", **options: Any) -> Run:
     model = build(kind)
     initialise(model, 0)
-    run = Run(f"fp64 {plan}", world=world, seed=0, clip=0.5, **{"exact_steps": 0, **options})
+    run = Run(f"fp64 {plan}", world=world, seed=0, clip=0.5, **{"warmup_steps": 0, **options})
     run.prepare(model)
     run.prepare(torch.optim.AdamW(run.parameters, lr=LR))
     return run
@@ -302,7 +302,7 @@ def test_fragments_take_turns_and_late_ones_keep_what_was_done_meanwhile(world: 
 def test_islands_make_their_first_steps_together(world: World) -> None:
     """By the mean of their gradients, so that nothing is to be exchanged; then each goes its own way."""
     plain = started(world, "mb=6")
-    run = started(world, "sync=local:3 compress=topk:0.1 mb=6", exact_steps=2)
+    run = started(world, "sync=local:3 compress=topk:0.1 mb=6", warmup_steps=2)
     for step in range(2):
         assert float(run.step(share(run, step))) == pytest.approx(float(plain.step(share(plain, step))), rel=1e-12)
         sent = run.report.hidden if run.report is not None else None
@@ -396,7 +396,7 @@ def test_islands_that_were_apart_stay_so(world: World) -> None:
         for step in range(4):
             run.step(share(run, step))
         run.save(shared_folder)
-        again = started(world, "sync=local:1 compress=powersgd:2 mb=6", exact_steps=6)
+        again = started(world, "sync=local:1 compress=powersgd:2 mb=6", warmup_steps=6)
         assert again.load(shared_folder) == 4
         islands = again.composed.islands
         assert islands is not None
@@ -409,7 +409,7 @@ def test_islands_that_were_apart_stay_so(world: World) -> None:
 @on_ranks(2)
 def test_first_steps_leave_alone_what_no_island_uses(world: World) -> None:
     loss = {"loss": lambda model, batch: (model(batch["x"]).sum(), 1)}
-    run = Run("fp64 sync=local:2", world=world, exact_steps=2, **loss)
+    run = Run("fp64 sync=local:2", world=world, warmup_steps=2, **loss)
     model = run.prepare(Forked(world.rank))
     run.prepare(torch.optim.AdamW(run.parameters, lr=0.1, weight_decay=0.1))
     before = model.layers[2].weight.detach().clone()
@@ -494,7 +494,7 @@ SAVED = [
     ("compress=powersgd:2", {}),
     ("compress=int8", {}),
     ("sync=diloco:3", {}),
-    ("sync=local:1 compress=topk:0.1", {"exact_steps": 2}),
+    ("sync=local:1 compress=topk:0.1", {"warmup_steps": 2}),
     ("sync=diloco:4 compress=1bit", {"outer": OuterOptimizer(fragments=2, delay=1)}),
 ]
 

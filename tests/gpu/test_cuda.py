@@ -30,7 +30,9 @@ MODEL = {"name": "llama", "preset": "tiny", "num_layers": 2, "hidden": 64, "ffn"
 
 
 def steps(run: Run, num_steps: int = 4) -> tuple[list[float], dict[str, torch.Tensor]]:
-    recipe = build_recipe({"model": MODEL, "data": {"sequence": 64, "batch": 8, "documents": True}}, title="test")
+    recipe = build_recipe(
+        {"model": MODEL, "data": {"seq_len": 64, "global_batch": 8, "mask_documents": True}}, title="test"
+    )
     dataset, _ = open_datasets(recipe.data, 0)
     model = build_model(recipe.model)
     initialise(model, 0)
@@ -63,7 +65,7 @@ def test_a_gpu_computes_what_a_cpu_does() -> None:
 def test_every_precision_learns(precision: str) -> None:
     tree = {
         "model": MODEL,
-        "data": {"sequence": 64, "batch": 16, "validation": 0.0001},
+        "data": {"seq_len": 64, "global_batch": 16, "validation": 0.0001},
         "optim": {"lr": 1e-2, "warmup": "5step"},
         "plan": f"{precision} mb=8",
         "launch": {"device": "cuda"},
@@ -91,7 +93,7 @@ def test_two_ranks_on_one_gpu_equal_one() -> None:
 
 
 def test_batches_are_pinned() -> None:
-    recipe = build_recipe({"data": {"sequence": 64}}, title="test")
+    recipe = build_recipe({"data": {"seq_len": 64}}, title="test")
     loader = Loader(open_datasets(recipe.data, 0)[0], seed=0, batch=4, pin=True, workers=0)
     assert next(loader)["tokens"].is_pinned()
     loader.close()

@@ -29,7 +29,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"(?<![\w/.-])(?:src|tests|recipes|docs|examples|benchmarks|tools)/[\w./-]*\w")
 
 # Data that is made up on the spot, short samples, three steps (one to verify): a command is proven, not a training.
-QUICK = ["--data.source", "synthetic", "--data.sequence", "32"]
+QUICK = ["--data.source", "synthetic", "--data.seq_len", "32"]
 FAST = [*QUICK, "--run.fast_dev_run", "true"]
 
 # Commands that this machine cannot run, by the comment that says so, and what is done instead: all that comes before
@@ -41,7 +41,7 @@ NEEDS: dict[str, tuple[str, list[str]]] = {
 }
 # A matrix takes minutes: on one rank it is the same command with one layout.
 SHORTER = {"takes minutes": ["--nproc", "1"]}
-WRONG = "train recipes/tiny.yaml --optim.learning_rate 1e-3 --data.batch -1"
+WRONG = "train recipes/tiny.yaml --optim.learning_rate 1e-3 --data.global_batch -1"
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Command:
         if words[0] == "verify" and "--steps" not in words:
             words += ["--steps", "1"]
             if self.text not in SHOWN.values():  # where the page shows the bytes, they are those of a whole batch
-                words += ["--data.batch", "8"]
+                words += ["--data.global_batch", "8"]
         if words[:2] == ["bench", "comm"]:  # a minute, of which a few seconds prove the command
             words += ["--seconds", "2", "--sizes", "1KB", "16KB"]
         if words[0] == "train":

@@ -16,7 +16,7 @@ from tests.readme.fork_host import ROOT, Ran, run_commands
 PATHS = sorted((ROOT / "recipes").glob("*.yaml"))
 ON_CPU = [path for path in PATHS if load_recipe(path).launch.device == "cpu"]
 # Less of everything that costs time and does not decide whether a recipe works.
-SHORTER = ["--run.duration", "2step", "--data.validation", "0.0005", "--data.sequence", "64", "--json"]
+SHORTER = ["--run.duration", "2step", "--data.validation", "0.0005", "--data.seq_len", "64", "--json"]
 
 
 @pytest.fixture(params=PATHS, ids=lambda path: path.stem)

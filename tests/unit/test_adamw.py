@@ -79,7 +79,7 @@ def test_a_moment_in_bf16_still_moves_by_less_than_a_step() -> None:
 def quadratic_losses(states: str) -> list[float]:
     target = torch.randn(256, 16, generator=torch.Generator().manual_seed(5))
     parameter = nn.Parameter(torch.zeros(256, 16))
-    optimizer = build_optimizer([parameter], OptimSection(states=states, weight_decay=0.0), lr=1e-2)  # type: ignore[arg-type]
+    optimizer = build_optimizer([parameter], OptimSection(state_dtype=states, weight_decay=0.0), lr=1e-2)  # type: ignore[arg-type]
     losses: list[float] = []
     for _ in range(200):
         loss = (parameter - target).square().mean()

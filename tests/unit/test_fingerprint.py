@@ -19,7 +19,7 @@ from shoal.data.sources.open import open_datasets
 
 
 def taken(source: Path | str, **more: Any) -> Fingerprint:
-    section = DataSection(**{"source": str(source), "sequence": 8, "validation": 0.1, "token_dtype": "uint8", **more})
+    section = DataSection(**{"source": str(source), "seq_len": 8, "validation": 0.1, "token_dtype": "uint8", **more})
     return Fingerprint.of(*open_datasets(section, seed=0))
 
 

@@ -17,7 +17,7 @@ EQUAL = {
     "collectives": {"tp": {"all_reduce": {"predicted": None, "counted": 2}}},
     "memory": {"gradients": {"predicted": 1000, "counted": 1001}, "peak": {"predicted": None, "counted": None}},
 }
-REJECTED = {"error": {"problems": [{"what": "batch 3", "fix": "--data.batch 4"}]}}
+REJECTED = {"error": {"problems": [{"what": "batch 3", "fix": "--data.global_batch 4"}]}}
 
 
 def judged(code: int | None, told: Any, err: str = "") -> Judged:
@@ -46,7 +46,7 @@ def test_cases_reach_every_axis_schedule_and_model() -> None:
         "compress=",
         "sync=",
     ]
-    words += ["--model.name moe", "--model.name mlp", "--model.name resnet", "--data.documents true", "tied true"]
+    words += ["--model.name moe", "--model.name mlp", "--model.name resnet", "--data.mask_documents true", "tied true"]
     assert [word for word in words if word not in said] == []
 
 

@@ -8,12 +8,12 @@ from shoal.config.recipe import CommSection, Recipe
 
 
 def test_what_was_chosen_can_be_run_again() -> None:
-    comm = CommSection(outer_lr=0.5, fragments=2, exact_steps=3, algorithm="ring")
+    comm = CommSection(outer_lr=0.5, fragments=2, warmup_steps=3, algorithm="ring")
     for words in ("", "compress=powersgd", "sync=diloco:50 compress=int8", "sync=local:1 compress=powersgd"):
         plan = Plan.parse(words).resolve(2)
         kept = without_no_effect(comm, plan)
         assert list(no_effect(Recipe(comm=kept), plan)) == []
         assert kept.algorithm == "ring"
         assert (kept.fragments, kept.outer_lr) == ((2, 0.5) if "diloco" in words else (1, 0.7))
-        assert kept.exact_steps == (3 if plan.compress or plan.sync else None)
+        assert kept.warmup_steps == (3 if plan.compress or plan.sync else None)
     assert len(list(no_effect(Recipe(comm=comm), Plan().resolve(2)))) == 2

@@ -316,7 +316,8 @@ def nobody(size):
     pass
 
 def out(format, source="store"):
-    export.export(find(root / source), root / f"{format}-{source}", export.ExportSettings(format=format, shard_bytes=5e7), nobody)
+    how = export.ExportSettings(format=format, shard_bytes=5e7)
+    export.export(find(root / source), root / f"{format}-{source}", how, nobody)
 
 def back(format):
     how = import_.ImportSettings(format=format, file_bytes=2**25)

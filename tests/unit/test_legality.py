@@ -122,7 +122,7 @@ def test_a_parameter_of_the_model_itself_has_to_move() -> None:
 def test_sequence_parallelism_divides_the_tokens() -> None:
     problem = only(found("tp=2 sp=on", 2, sequence=15))
     assert "tp=2 does not divide the 15 tokens of a sequence" in problem.what
-    assert problem.fix == "sp=off, or --data.sequence 14 or 16, or tp=1"
+    assert problem.fix == "sp=off, or --data.seq_len 14 or 16, or tp=1"
     assert found("tp=2 sp=off", 2, sequence=15) == []
     assert found("tp=2 sp=on", 2, sequence=None) == []
 
@@ -143,7 +143,7 @@ MIXTURE = replace(PLACED, num_experts=6, splits={**DESCRIPTION.splits, "blocks.*
 def test_a_ring_cuts_a_sequence_into_twice_as_many_chunks_as_ranks() -> None:
     problem = only(found("cp=4", 4, PLACED, sequence=12))
     assert problem.what == "cp=4 cuts a sequence into 8 chunks, and its 12 tokens cannot be divided evenly"
-    assert problem.fix == "--data.sequence 8 or 16, or cp=1 or 2"
+    assert problem.fix == "--data.seq_len 8 or 16, or cp=1 or 2"
     assert found("cp=4 ulysses", 4, PLACED, sequence=12) == []
     assert "into 4 chunks" in only(found("cp=4 ulysses", 4, PLACED, sequence=10)).what
     assert found("cp=4", 4, PLACED, sequence=None) == []

@@ -15,7 +15,7 @@ from shoal.train.recipe.preflight import Job, preflight
 
 
 def job(**sections: Any) -> Job:
-    data = {"source": "synthetic", "sequence": 16, "batch": 4, "validation": 0, "workers": 0}
+    data = {"source": "synthetic", "seq_len": 16, "global_batch": 4, "validation": 0, "workers": 0}
     model = {"preset": "tiny", "num_layers": 1, "hidden": 32, "ffn": 48}
     tree = {"model": model, "data": data, "launch": {"device": "cpu", "threads": 1}, **sections}
     return preflight(build_recipe(tree, title="test"), 1)

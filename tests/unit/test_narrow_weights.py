@@ -1,4 +1,4 @@
-"""Weights in bfloat16, rounded at random (`optim.weights`): what they learn, and what they cannot be used with."""
+"""Weights in bfloat16, rounded at random (`optim.param_dtype`): what they learn, and what they cannot be used with."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def prepared(weights: Any, lr: float, states: Any = "fp32") -> Run:
     model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 8))
     run = Run("bf16", device="cpu", weights=weights, clip=1.0)
     run.prepare(model)
-    section = OptimSection(weights=weights, states=states, weight_decay=0.0)
+    section = OptimSection(param_dtype=weights, state_dtype=states, weight_decay=0.0)
     run.prepare(build_optimizer(run.parameters, section, lr=lr))
     return run
 

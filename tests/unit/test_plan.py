@@ -375,20 +375,20 @@ def test_a_plan_that_leaves_things_open_has_no_layout() -> None:
 @pytest.mark.parametrize(
     ("mb", "batch", "what", "fix"),
     [
-        (None, 10, "batch 10 is not divisible by dp_replicate=4 x dp_shard=1 = 4", "--data.batch 8 or 12"),
-        (None, 3, "batch 3 is not divisible by dp_replicate=4 x dp_shard=1 = 4", "--data.batch 4"),
-        (None, 0, "batch 0 is not divisible by dp_replicate=4 x dp_shard=1 = 4", "--data.batch 4"),
+        (None, 10, "batch 10 is not divisible by dp_replicate=4 x dp_shard=1 = 4", "--data.global_batch 8 or 12"),
+        (None, 3, "batch 3 is not divisible by dp_replicate=4 x dp_shard=1 = 4", "--data.global_batch 4"),
+        (None, 0, "batch 0 is not divisible by dp_replicate=4 x dp_shard=1 = 4", "--data.global_batch 4"),
         (
             4,
             24,
             "batch 24 is not divisible by mb=4 x dp_replicate=4 x dp_shard=1 = 16",
-            "--data.batch 16 or 32, or --plan.mb 1, 2, 3 or 6",
+            "--data.global_batch 16 or 32, or --plan.mb 1, 2, 3 or 6",
         ),
         (
             4,
             10,
             "batch 10 is not divisible by mb=4 x dp_replicate=4 x dp_shard=1 = 16",
-            "--data.batch 16, or --data.batch 8 with --plan.mb 1 or 2",
+            "--data.global_batch 16, or --data.global_batch 8 with --plan.mb 1 or 2",
         ),
     ],
 )

@@ -393,7 +393,7 @@ def test_misuse_gets_one_clear_message(make_run: Any, misuse: Any, message: str)
         ("algorithm", "rng", "'ring'"),
         ("bucket_mb", -1, "25"),
         ("bucket_mb", "big", "'auto'"),
-        ("exact_steps", -1, "None"),
+        ("warmup_steps", -1, "None"),
         ("outer", 0.7, "shoal.OuterOptimizer("),
         ("fused_loss", "plain", "None, True, False"),
         ("recompute_swiglu", "false", "True, False"),

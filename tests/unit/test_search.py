@@ -196,7 +196,7 @@ def test_what_fits_nowhere_is_told_what_would_help() -> None:
     assert found.smallest is not None
     assert found.smallest.memory.total > work.room
     helps = list(smallest_changes(work, Plan(precision="bf16")))
-    assert {"states": "bf16"} in helps
+    assert {"state_dtype": "bf16"} in helps
     assert {"offload": "optimizer"} in helps
 
 

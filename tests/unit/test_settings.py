@@ -62,7 +62,7 @@ def test_lists_are_yaml() -> None:
 @pytest.mark.parametrize(
     ("key", "meant"),
     [
-        ("run.states", "optim.states"),
+        ("run.states", "optim.state_dtype"),
         ("run.lr", "optim.lr"),
         ("run.mb", "plan.mb"),
         ("optim.compile", "run.compile"),
@@ -165,13 +165,13 @@ def test_what_is_not_a_recipe_is_refused(tmp_path: Path, text: str, message: str
         ),
         ("run: {compile: inductor}", "fix: --run.compile true or false"),
         ("run: {fp8: blockwise}", "fix: --run.fp8 tensorwise or rowwise"),
-        ("optim: {states: fp16}", "fix: --optim.states fp32 or bf16"),
+        ("optim: {states: fp16}", "fix: --optim.state_dtype fp32 or bf16"),
         ("comm: {algorithm: rings}", "fix: --comm.algorithm ring$"),
         ("optim: {weight_decay: -1}", r"L2 penalty \(sgd\) of every parameter with at least two dimensions\.$"),
         ("checkpoint: {keep: 1}", "two at least, since one may be damaged"),
         ("plan: bf16 compile", "'compile' is not a word of a plan\n.*fix: run.compile: true"),
         ("plan: {compile: true}", "a plan has no key 'compile'\n.*fix: run.compile: true"),
-        ("plan: {weights: bf16}", "fix: optim.weights: bf16"),
+        ("plan: {weights: bf16}", "fix: optim.param_dtype: bf16"),
     ],
 )
 def test_what_cannot_be_is_refused_with_a_fix(tmp_path: Path, text: str, message: str) -> None:

@@ -289,7 +289,7 @@ def test_tokenizer(tmp_path: Path) -> None:
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "broken.json").write_text("{}")
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "the cat sat"}) + "\n" for _ in range(3)))
-    settings: dict[str, Any] = {"sequence": 4, "validation": 0, "documents": True}
+    settings: dict[str, Any] = {"seq_len": 4, "validation": 0, "mask_documents": True}
     training, _ = opened(tmp_path / "a.jsonl", tokenizer=str(tmp_path / "tokenizer.json"), **settings)
     assert training.vocabulary == 4
     assert everything(training)["tokens"].tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
@@ -316,12 +316,12 @@ BAD: list[tuple[Callable[[Path], Any], dict[str, Any], str, str]] = [
      "--data.source with a path that exists, or python, or synthetic"),
     (lambda d: "python3", {}, "no such file or folder: ", "--data.source python"),
     (lambda d: write(d / "a.txt", ""), {}, "{d}/a.txt is empty: 1 text file(s) of 0 bytes", "text in it"),
-    (lambda d: write(d / "a.txt"), {"sequence": 256},
-     "take 514 tokens, but the longest document stream has 101", "--data.sequence 49 or --data.validation 0"),
-    (lambda d: write(d / "a.txt"), {"sequence": 256, "validation": 0},
-     "one sample of --data.sequence 256 takes 257 tokens, but the longest document stream has 101",
-     "--data.sequence 100 or more data"),
-    (lambda d: write(d / "a.txt"), {"sequence": 4, "validation": 0.999}, "(--data.validation 0.999)",
+    (lambda d: write(d / "a.txt"), {"seq_len": 256},
+     "take 514 tokens, but the longest document stream has 101", "--data.seq_len 49 or --data.validation 0"),
+    (lambda d: write(d / "a.txt"), {"seq_len": 256, "validation": 0},
+     "one sample of --data.seq_len 256 takes 257 tokens, but the longest document stream has 101",
+     "--data.seq_len 100 or more data"),
+    (lambda d: write(d / "a.txt"), {"seq_len": 4, "validation": 0.999}, "(--data.validation 0.999)",
      "--data.validation 0"),
     (lambda d: write(d / "a.o").parent, {}, "holds 1 files, none of them text", "one file in it"),
     (lambda d: write(d / "a.o").parent, {"format": "text"}, "no text files in {d}", "one file in it"),
@@ -338,7 +338,7 @@ BAD: list[tuple[Callable[[Path], Any], dict[str, Any], str, str]] = [
     (lambda d: write(d / "a.bin", ""), {}, "has 0 bytes", "a shard that is not empty"),
     (lambda d: write(d / "a.bin", b"\xff" * 96), {"token_dtype": "int32"}, "holds the token id -1", "uint32"),
     (lambda d: write(d / "a.npy"), {}, "a.npy is no .npy file", "numpy.save"),
-    (lambda d: write(d / "a.bin", "x" * 100), {"documents": True}, "token shards do not say", "--data.end_token"),
+    (lambda d: write(d / "a.bin", "x" * 100), {"mask_documents": True}, "token shards do not say", "--data.end_token"),
     (lambda d: write(d / "a.txt").parent, {"format": "tokens"}, "no token shards", "--data.format auto"),
     (lambda d: write(d / "a.png").parent, {}, "has 0 folders and 1 images", "one folder per class: {d}/cat/1.png"),
     (lambda d: write(d / "a.png"), {}, "a.png is one image", "--data.source FOLDER"),

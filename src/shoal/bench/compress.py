@@ -129,10 +129,10 @@ def _try(job: Job, world: World, words: str, weighed: Estimate, ask: CompressReq
 def _with_few_exact_steps(recipe: Recipe, said: Plan, num_steps: int) -> Recipe:
     """Unless somebody says how many, a quarter of the steps at most send gradients as they are: most are to be what
     they are called."""
-    if recipe.comm.exact_steps is not None or said.compression is None:
+    if recipe.comm.warmup_steps is not None or said.compression is None:
         return recipe
-    exact = min(said.compression.exact_steps, num_steps // 4)
-    return recipe.model_copy(update={"comm": recipe.comm.model_copy(update={"exact_steps": exact})})
+    exact = min(said.compression.warmup_steps, num_steps // 4)
+    return recipe.model_copy(update={"comm": recipe.comm.model_copy(update={"warmup_steps": exact})})
 
 
 def _trained(run: Run, job: Job, num_steps: int, until: float | None) -> tuple[list[tuple[float, float]], list[int]]:
@@ -178,7 +178,7 @@ def _smoothed(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 def _evaluated(run: Run, job: Job, samples: int) -> float | None:
     if not len(job.held_out) or not samples:
         return None
-    size = run.plan.microbatch_size(job.recipe.data.batch) * run.degree
+    size = run.plan.microbatch_size(job.recipe.data.global_batch) * run.degree
     batches: Any = evaluation_batches(job.held_out, batch=size, coordinate=run.coordinate, degree=run.degree)
     return run.evaluate(itertools.islice(batches, max(1, samples // size)))
 

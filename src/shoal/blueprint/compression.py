@@ -70,7 +70,7 @@ class Compression:
         return self.method in ("1bit", "topk", "powersgd")
 
     @property
-    def exact_steps(self) -> int:
+    def warmup_steps(self) -> int:
         """How many of the first steps send gradients as they are, unless somebody says otherwise."""
         return 0 if self.method in ("fp16", "bf16", "int8") else 50
 

@@ -88,6 +88,6 @@ def reject_fragments(fragments: int, delay: int, every: int) -> Problem | None:
     if not 0 <= delay < every:
         return Problem(
             f"what is sent arrives {delay} steps later, and the next is sent after {every}",
-            f"--comm.delay 0, or less than {every}",
+            f"--comm.outer_delay 0, or less than {every}",
         )
     return None

@@ -265,10 +265,10 @@ class Plan:
             return
         data = f"dp_replicate={self.dp_replicate} x dp_shard={self.dp_shard}"
         rule = f"mb={mb} x {data} = {mb * ranks}" if self.mb else f"{data} = {ranks}"
-        fixes = [f"--data.batch {listed(_multiples_around(batch, mb * ranks))}"]
+        fixes = [f"--data.global_batch {listed(_multiples_around(batch, mb * ranks))}"]
         if self.mb:
             near = _multiples_around(batch, ranks)[0]
-            change = "" if near == batch else f"--data.batch {near} with "
+            change = "" if near == batch else f"--data.global_batch {near} with "
             fixes.append(f"{change}--plan.mb {listed(divisors(near // ranks))}")
         raise ShoalError(f"batch {batch} is not divisible by {rule}", fix=", or ".join(fixes))
 

@@ -31,8 +31,8 @@ def bytes_of_states(recipe: Recipe, plan: Plan, parameters: int, *, ranks: int) 
     """Bytes that so many ranks of a resolved plan hold together between a backward and the update, at least."""
     layout, optim = plan.layout, recipe.optim
     copies = layout.dp_replicate * (1 if plan.zero else layout.dp_shard * layout.cp)
-    weight = 8 if plan.precision == "fp64" else 2 if optim.weights == "bf16" else 4
-    moment = 2 if optim.states == "bf16" else max(4, weight)
+    weight = 8 if plan.precision == "fp64" else 2 if optim.param_dtype == "bf16" else 4
+    moment = 2 if optim.state_dtype == "bf16" else max(4, weight)
     moments = 2 * moment if optim.name == "adamw" else moment * bool(optim.momentum)
     return parameters * (2 * weight + moments) * copies * ranks // layout.world_size
 
@@ -72,13 +72,13 @@ def too_large(recipe: Recipe, plan: Plan, parameters: int, *, ranks: int, memory
 
 def _fix(recipe: Recipe, plan: Plan, parameters: int, *, ranks: int, memory: int) -> str:
     """What would fit; a smaller model, if nothing of the plan would."""
-    narrow = recipe.model_copy(update={"optim": recipe.optim.model_copy(update={"states": "bf16"})})
+    narrow = recipe.model_copy(update={"optim": recipe.optim.model_copy(update={"state_dtype": "bf16"})})
     tried = []
     if not plan.zero and plan.layout.dp_replicate > 1:
         shared = Plan(zero=3, tp=plan.tp, pp=plan.pp, cp=plan.cp, mb=plan.mb).resolve(plan.layout.world_size)
         tried.append(("--plan.zero 3", recipe, shared))
-    if recipe.optim.name == "adamw" and recipe.optim.states == "fp32":
-        tried.append(("--optim.states bf16", narrow, plan))
+    if recipe.optim.name == "adamw" and recipe.optim.state_dtype == "fp32":
+        tried.append(("--optim.state_dtype bf16", narrow, plan))
     fitting = [word for word, said, there in tried if bytes_of_states(said, there, parameters, ranks=ranks) <= memory]
     smaller = "a smaller --model.preset, or a machine with more memory"
     return f"{', or '.join(fitting) or smaller}; --overcommit starts it nevertheless, --dry-run shows what it would do"

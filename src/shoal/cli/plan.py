@@ -34,7 +34,7 @@ class Options:
     """Rank all plans by which a model can be trained on a cluster: what fits, how fast it would be, and why. Nothing is
     run: every number is predicted.
 
-    shoal plan llama3-8b --cluster h200:8 --seq 8192 --global-batch 64
+    shoal plan llama3-8b --cluster h200:8 --seq-len 8192 --global-batch 64
     """
 
     model: Annotated[str | None, tyro.conf.Positional] = None
@@ -45,7 +45,7 @@ class Options:
     """A preset with its size (h100:8x16 are 16 nodes of 8), a YAML file, or here: what `shoal calibrate`
     has measured. The last two take a size as well: here:4, lab.yaml:8x2."""
 
-    seq: int | None = None
+    seq_len: int | None = None
     """Tokens of a sample. None: as many as the model takes, at most 8192."""
 
     global_batch: int | None = None
@@ -72,10 +72,10 @@ class Options:
     max_memory: str | None = None
     """Memory of a device that may be used, such as 70GiB, which 70 means as well. None: 95 % of it."""
 
-    states: Literal["fp32", "bf16"] = "fp32"
+    state_dtype: Literal["fp32", "bf16"] = "fp32"
     """What AdamW keeps its moments in."""
 
-    weights: Literal["fp32", "bf16"] = "fp32"
+    param_dtype: Literal["fp32", "bf16"] = "fp32"
     """What parameters and gradients are kept in."""
 
     eager: bool = False
@@ -140,11 +140,11 @@ def task_of(options: Options) -> Task:
         cluster = replace(cluster, price=options.price)
     workload = workload_of(options)
     usual = min(workload.sequence or 4096, LONGEST) if workload.is_transformer else 1
-    sequence = usual if options.seq is None else options.seq
+    sequence = usual if options.seq_len is None else options.seq_len
     batch = _usual_batch(cluster, workload, sequence) if options.global_batch is None else options.global_batch
     raise_if(
         Problem(f"{name} {value} is not a number of at least 1", f"{name} 1 or more")
-        for name, value in (("--seq", sequence), ("--global-batch", batch), ("--top", options.top))
+        for name, value in (("--seq-len", sequence), ("--global-batch", batch), ("--top", options.top))
         if value < 1
     )
     if options.price is not None and options.price < 0:
@@ -158,7 +158,7 @@ def task_of(options: Options) -> Task:
         cluster=cluster,
         sequence=sequence,
         global_batch=batch,
-        habits=shoal_profile(compile=not options.eager, states=options.states, weights=options.weights),
+        habits=shoal_profile(compile=not options.eager, states=options.state_dtype, weights=options.param_dtype),
         compiles=not options.eager,
         max_memory=None if options.max_memory is None else _room(options.max_memory, cluster),
     )
@@ -199,7 +199,7 @@ def workload_of(options: Options) -> Workload:
             raise ShoalError(f"{options.model} is a file: which function of it?", fix=f"{options.model}:function")
         from shoal.train.trace.model_trace import load, workload_of  # torch, which nothing else here needs
 
-        model, inputs = load(options.model, sequence=options.seq)
+        model, inputs = load(options.model, sequence=options.seq_len)
         return workload_of(model, inputs, name=options.model, precision=wanted_of(options)["precision"])
     named = Workload.of(options.model)
     if said and not named.is_transformer:
@@ -221,8 +221,8 @@ def wanted_of(options: Options) -> dict[str, Any]:
     wanted = {**words, **said}
     wanted.setdefault("precision", _usual_precision(Cluster.parse(options.cluster)))
     plan = Plan.of(wanted)  # refuses what cannot be
-    if options.weights == "bf16":
-        reject_bf16_weights(plan, weights="--weights fp32", precision="--precision bf16")
+    if options.param_dtype == "bf16":
+        reject_bf16_weights(plan, weights="--param-dtype fp32", precision="--precision bf16")
     return wanted
 
 

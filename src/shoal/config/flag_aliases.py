@@ -48,12 +48,12 @@ _INSTEAD = {
     ),
     "--run.compile true": "compile torch_compile",
     "--run.attention auto": "attn_implementation use_flash_attn",
-    "--plan.mb 4  # samples of a microbatch: data.batch / ranks / mb of them are accumulated": (
+    "--plan.mb 4  # samples of a microbatch: data.global_batch / ranks / mb of them are accumulated": (
         "gradient_accumulation_steps accumulate_grad_batches"
     ),
     "--plan.mb {4}": "per_device_train_batch_size micro_batch_size train_micro_batch_size_per_gpu local_batch_size",
-    "--data.batch {32}": "train_batch_size global_batch_size batch_size batch",
-    "--data.sequence {256}": "seq_len seq_length max_length max_seq_length block_size",
+    "--data.global_batch {32}": "train_batch_size global_batch_size batch_size batch",
+    "--data.seq_len {256}": "seq_len seq_length max_length max_seq_length block_size",
     "--optim.lr {3e-4}": "learning_rate lr",
     "--optim.weight_decay {0.1}": "weight_decay",
     "--optim.clip {1.0}": "max_grad_norm gradient_clip_val clip_grad",

@@ -33,9 +33,9 @@ def no_effect(recipe: Recipe, plan: Plan) -> Iterator[Problem]:
     if synchrony is not None and synchrony.way == "diloco" and _is_said(comm, "rescale"):
         what = f"{_spelled(comm, ['rescale'])} about sync=local; sync={synchrony} has an optimizer of its own"
         yield Problem(what, _without(["rescale"], f"sync=local:{synchrony.every}"))
-    if comm.exact_steps is not None and not plan.sync and not plan.compress:
-        what = f"comm.exact_steps {comm.exact_steps} is about compress= and sync=, and the plan has neither"
-        yield Problem(what, "leave comm.exact_steps out, or compress=int8 in the plan")
+    if comm.warmup_steps is not None and not plan.sync and not plan.compress:
+        what = f"comm.warmup_steps {comm.warmup_steps} is about compress= and sync=, and the plan has neither"
+        yield Problem(what, "leave comm.warmup_steps out, or compress=int8 in the plan")
     yield from _carries_nothing(recipe, plan)
 
 
@@ -60,10 +60,10 @@ def _unused(comm: CommSection, plan: Plan) -> Iterator[str]:
     if synchrony is None:
         yield from ISLANDS
         if not plan.compress:
-            yield "exact_steps"
+            yield "warmup_steps"
     else:
         yield from OUTER if synchrony.way == "local" else ["rescale"]
-        if reject_fragments(comm.fragments, comm.delay, synchrony.every) is not None:
+        if reject_fragments(comm.fragments, comm.outer_delay, synchrony.every) is not None:
             yield from ("fragments", "delay")
 
 

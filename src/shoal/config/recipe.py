@@ -90,13 +90,13 @@ class DataSection(Section):
     tokenizer: str = "bytes"
     """`bytes`: every byte is a token. Else a Hugging Face `tokenizer.json` (needs the extra `hf`)."""
 
-    sequence: Annotated[PositiveInt, Field(le=MOST_SEQUENCE)] = 256
+    seq_len: Annotated[PositiveInt, Field(le=MOST_SEQUENCE)] = 256
     """Tokens per sample."""
 
-    batch: Annotated[PositiveInt, Field(le=MOST_BATCH)] = 32
+    global_batch: Annotated[PositiveInt, Field(le=MOST_BATCH)] = 32
     """Samples per optimizer step, over all ranks and microbatches. It stays the same when the world changes."""
 
-    documents: bool = False
+    mask_documents: bool = False
     """True: several documents packed into one sample neither see each other nor predict each other's first token."""
 
     validation: BelowOne = 0.01
@@ -109,7 +109,7 @@ class DataSection(Section):
     """How tokens are stored in a `.bin` file, which does not say so itself."""
 
     end_token: Annotated[int, Field(ge=0)] | None = None
-    """The token id that ends a document in token shards; `documents` needs it there. Text has its own."""
+    """The token id that ends a document in token shards; `mask_documents` needs it there. Text has its own."""
 
     image_size: PositiveInt = 32
     """Height and width that images are scaled to."""
@@ -159,11 +159,11 @@ class OptimSection(Section):
     implementation: Literal["auto", "fused", "foreach", "loop"] = "auto"
     """How the update is computed; the arithmetic is the same. auto: the fastest that there is for this device."""
 
-    states: Literal["fp32", "bf16"] = "fp32"
+    state_dtype: Literal["fp32", "bf16"] = "fp32"
     """What adamw keeps its two moments in. bf16: half their memory, rounded at random so that small changes still add
     up; weights and arithmetic stay in float32."""
 
-    weights: Literal["fp32", "bf16"] = "fp32"
+    param_dtype: Literal["fp32", "bf16"] = "fp32"
     """What parameters and their gradients are kept in. bf16 (adamw alone, with precision bf16 or fp8): half their
     memory and traffic; updates are computed in float32, and weights are rounded at random so that small changes still
     add up. There are no master weights, and gradients of several microbatches are summed up in bfloat16."""
@@ -270,7 +270,7 @@ class CommSection(Section):
     """builtin: torch's own collectives. auto: what is fastest for the buckets of this run, measured before its first
     step. Else a list of messages of that name (docs/concepts/collectives.md)."""
 
-    exact_steps: Annotated[int, Number, Field(ge=0)] | None = None
+    warmup_steps: Annotated[int, Number, Field(ge=0)] | None = None
     """How many of the first steps send gradients as they are, although the plan compresses or has islands: they are the
     largest, and the moments of the optimizer begin with them. None: 50 for `1bit`, `topk`, `randomk` and `powersgd`,
     else 0."""
@@ -284,7 +284,7 @@ class CommSection(Section):
     fragments: PositiveInt = 1
     """In how many parts those weights travel, one after the other, within H steps."""
 
-    delay: Annotated[int, Number, Field(ge=0)] = 0
+    outer_delay: Annotated[int, Number, Field(ge=0)] = 0
     """How many steps later what was sent is applied; until then it travels while islands go on."""
 
     rescale: bool = True

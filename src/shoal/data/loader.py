@@ -205,7 +205,7 @@ def _verify(dataset: Dataset, *, batch: int, coordinate: int, degree: int, posit
     if batch < degree:
         raise ShoalError(
             f"a batch of {batch} samples cannot give each of {degree} data-parallel ranks one",
-            fix=f"--data.batch {degree}",
+            fix=f"--data.global_batch {degree}",
         )
     if position < 0:
         raise ShoalError(f"position {position} is before the first sample", fix="position=0")

@@ -8,7 +8,7 @@ fp16   float32              autocast to float16      dynamic
 fp8    float32              as bf16; large products  1
                             in fp8: `numerics.fp8`
 
-bf16 and fp8 also with weights in bfloat16 (`optim.weights`), which the optimizer rounds at random.
+bf16 and fp8 also with weights in bfloat16 (`optim.param_dtype`), which the optimizer rounds at random.
 """
 
 from __future__ import annotations

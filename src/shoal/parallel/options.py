@@ -43,7 +43,7 @@ class Options:
     """Whether feed-forwards that can do so make their gated values again in the backward, rather than keep them."""
     algorithm: Wanted = "builtin"
     """What carries what replicas send each other: torch's own collectives, or a list of messages; auto: measured."""
-    exact_steps: int | None = None
+    warmup_steps: int | None = None
     """How many of the first steps send gradients as they are, whatever the plan says. None: as the method wants."""
     outer: OuterOptimizer = DEFAULT_OUTER
     """Under `sync=`, how islands meet."""
@@ -70,9 +70,9 @@ def _wrong_between_replicas(options: Options) -> Iterator[Problem]:
     size: Any = options.bucket_mb
     if size not in (None, "auto") and not (isinstance(size, Real) and float(size) > 0):
         yield Problem(f"bucket_mb is {size!r}", "bucket_mb=25, or whatever size in MB; 'auto'; None")
-    exact = options.exact_steps
+    exact = options.warmup_steps
     if exact is not None and not (isinstance(exact, int) and exact >= 0):
-        yield Problem(f"exact_steps is {exact!r}", "exact_steps=0, or whatever number of steps; None")
+        yield Problem(f"warmup_steps is {exact!r}", "warmup_steps=0, or whatever number of steps; None")
     outer: Any = options.outer
     if not isinstance(outer, OuterOptimizer):
         yield Problem(f"outer is {outer!r}", "outer=shoal.OuterOptimizer(lr=0.7, momentum=0.9)")

@@ -85,20 +85,20 @@ def build_gradient_sync(
             bucket_bytes,
             options.seed,
             kind_of,
-            exact_steps=_warmup_steps(plan, options),
+            warmup_steps=_warmup_steps(plan, options),
         )
     return GradientReducer(
         BucketAverager(named, lanes, average, bucket_bytes, options.seed, kind_of),
         follows_backward=is_whole,
         finds_unused=options.find_unused_parameters,
-        exact_steps=_warmup_steps(plan, options),
+        warmup_steps=_warmup_steps(plan, options),
     )
 
 
 def _warmup_steps(plan: Plan, options: Options) -> int:
-    if options.exact_steps is not None:
-        return options.exact_steps
-    return plan.compression.exact_steps if plan.compression is not None else 0
+    if options.warmup_steps is not None:
+        return options.warmup_steps
+    return plan.compression.warmup_steps if plan.compression is not None else 0
 
 
 def _reject_tied_replicas(plan: Plan, mesh: Mesh, description: Description) -> None:

@@ -38,7 +38,7 @@ class Task:
     """Bytes of a device that may be used. None: all but a small part, since predictions are off by some per cent."""
 
     def __post_init__(self) -> None:
-        raise_if(absurd([("--seq", self.sequence), ("--global-batch", self.global_batch)]))
+        raise_if(absurd([("--seq-len", self.sequence), ("--global-batch", self.global_batch)]))
 
     @cached_property
     def room(self) -> float:

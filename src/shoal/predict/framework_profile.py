@@ -306,7 +306,7 @@ def shoal_profile(
     *, compile: bool = True, states: str = "fp32", weights: str = "fp32", recompute_swiglu: bool = True
 ) -> FrameworkProfile:
     """Those of a run with `run.compile` and `run.recompute_swiglu` on or off, and moments and weights in fp32 or bf16
-    (`optim.states`, `optim.weights`).
+    (`optim.state_dtype`, `optim.param_dtype`).
 
     >>> shoal_habits(compile=True, states="bf16").moments
     4.0

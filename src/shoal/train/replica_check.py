@@ -93,7 +93,7 @@ def copies_of(run: Run) -> Iterator[Copied]:
         if axes:
             yield Copied(name, axes, to_local(parameter))
             yield from (Copied(label, axes, state) for label, state in _states(holder, name))
-        if islands is not None and run.steps_done > islands.exact_steps and name in islands.shared:
+        if islands is not None and run.steps_done > islands.warmup_steps and name in islands.shared:
             between = ("dp_replicate", *axes)
             yield Copied(f"the shared {name}", between, islands.shared[name])
             yield Copied(f"the outer momentum of {name}", between, islands.momentum[name])

@@ -130,9 +130,10 @@ class Run:
     recompute_swiglu    make the gated values of a feed-forward again in the backward; False: keep them, which is faster
     algorithm       what carries gradients between replicas: builtin (torch's own), ring, tree, double_tree, halving,
                     hierarchical or naive; auto: whichever is fastest here, measured when the model is prepared
-    exact_steps     how many of the first steps send gradients as they are under compress= and sync=; None: as the
+    warmup_steps    how many of the first steps send gradients as they are under compress= and sync=; None: as the
                     method wants
-    outer           under sync=, how islands meet: shoal.OuterOptimizer(lr=0.7, momentum=0.9, fragments=1, delay=0, rescale=True)
+    outer           under sync=, the optimizer of the shared weights: shoal.OuterOptimizer(lr=0.7, momentum=0.9,
+                    fragments=1, delay=0, rescale=True)
     timeout         seconds that a rank waits for the others in one collective
     threads         CPU threads of this process; None: an even share of the cores
     world           the ranks, if someone else has gathered them
@@ -163,7 +164,7 @@ class Run:
         weights: Weights = "fp32",
         recompute_swiglu: bool = True,
         algorithm: Wanted = "builtin",
-        exact_steps: int | None = None,
+        warmup_steps: int | None = None,
         outer: OuterOptimizer = DEFAULT_OUTER,
         timeout: float = 600.0,
         threads: int | None = None,
@@ -195,7 +196,7 @@ class Run:
             fp8_head=fp8_head,
             recompute_swiglu=recompute_swiglu,
             algorithm=algorithm,
-            exact_steps=exact_steps,
+            warmup_steps=warmup_steps,
             outer=outer,
         )
         place = read_environment(os.environ)
@@ -798,7 +799,8 @@ class Run:
             total = num_samples
         if total == 0:
             raise ShoalError(
-                "not one label of this global batch counts: all are -100", fix="mask less, or enlarge --data.batch"
+                "not one label of this global batch counts: all are -100",
+                fix="mask less, or enlarge --data.global_batch",
             )
         return total * self.gradient_degree / self.world.size
 

@@ -66,7 +66,7 @@ def _islands(run: Run) -> dict[str, Any]:
         return {}
     waiting = {str(fragment): step for fragment, step in islands.waiting.items()}
     spread = {"spread": islands.spread.squares.tolist()} if islands.spread is not None else {}
-    together = run.steps_done <= islands.exact_steps
+    together = run.steps_done <= islands.warmup_steps
     return {"islands": {"fragments": len(islands.fragments), "waiting": waiting, "together": together, **spread}}
 
 
@@ -198,7 +198,7 @@ def restore(run: Run, manifest: Manifest) -> None:
     if islands is not None and islands.outer.delay and met.get("fragments") == len(islands.fragments):
         islands.waiting = {int(fragment): int(step) for fragment, step in met.get("waiting", {}).items()}
     if islands is not None and met and not met.get("together", False):
-        islands.exact_steps = 0
+        islands.warmup_steps = 0
     if islands is not None and islands.spread is not None:
         squares = [float(one) for one in met.get("spread", (0.0, 0.0))]
         islands.spread.squares = islands.spread.squares.new_tensor(squares)

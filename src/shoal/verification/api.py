@@ -186,9 +186,9 @@ class VerifySettings:
 def case_of(recipe: Recipe, world_size: int, how: VerifySettings) -> Case:
     """A verification of the recipe's model under its plan; of a small copy, where the model knows how to shrink."""
     device = "cpu" if recipe.launch.device == "auto" else recipe.launch.device
-    if recipe.optim.weights == "bf16":
-        what = "shoal verify compares weights number by number, and optim.weights bf16 rounds them at random"
-        raise ShoalError(what, fix="--optim.weights fp32: gradients are computed by the same code")
+    if recipe.optim.param_dtype == "bf16":
+        what = "shoal verify compares weights number by number, and optim.param_dtype bf16 rounds them at random"
+        raise ShoalError(what, fix="--optim.param_dtype fp32: gradients are computed by the same code")
     _check_steps(how.steps)
     asked = recipe.plan.resolve(world_size)
     refuse_unbuilt(asked)
@@ -221,7 +221,7 @@ def _unseen(recipe: Recipe) -> Iterator[str]:
         "run.loss",
         "run.recompute_swiglu",
         "run.sync_batch_norm",
-        "optim.states",
+        "optim.state_dtype",
     ):
         section, _, name = key.partition(".")
         if (value := said[section][name]) != usual[section][name]:
@@ -243,10 +243,10 @@ def _random_batches(section: ModelSection, plan: Plan, recipe: Recipe, steps: in
     """Random tokens, of which some labels do not count; few samples, but microbatches enough for any schedule. None of
     them begins with one token twice: those are two positions that no router of experts could tell apart."""
     vocabulary = int(section.arguments["vocabulary"])
-    asked = plan.num_microbatches(recipe.data.batch)
+    asked = plan.num_microbatches(recipe.data.global_batch)
     few = max(4, 2 * plan.layout.pp)
     num_microbatches = min(asked, few)
-    size = plan.mb or min(plan.microbatch_size(recipe.data.batch), 2)
+    size = plan.mb or min(plan.microbatch_size(recipe.data.global_batch), 2)
     batch = num_microbatches * size * plan.layout.data_degree
     num_tokens = tokens_for(plan)
     generator = torch.Generator().manual_seed(recipe.run.seed)
@@ -257,7 +257,7 @@ def _random_batches(section: ModelSection, plan: Plan, recipe: Recipe, steps: in
         labels = tokens[:, 1:].clone()
         labels[torch.rand(labels.shape, generator=generator) < 0.25] = -100
         batches.append({"tokens": tokens[:, :-1].contiguous(), "labels": labels})
-        if recipe.data.documents:
+        if recipe.data.mask_documents:
             begins = torch.rand(labels.shape, generator=generator) < 0.2
             batches[-1]["documents"] = begins.cumsum(1).int()
     return batches
@@ -270,7 +270,7 @@ def tokens_for(plan: Plan) -> int:
 
 def _real_batches(recipe: Recipe, steps: int) -> list[Any]:
     dataset, _ = open_datasets(recipe.data, recipe.run.seed)
-    size = recipe.data.batch
+    size = recipe.data.global_batch
     return [dataset.batch(sample_ids(recipe.run.seed, len(dataset), step * size, size)) for step in range(steps)]
 
 
@@ -279,7 +279,7 @@ def legal_cases(recipe: Recipe, world_size: int, how: VerifySettings) -> Iterato
     with torch.device("meta"):
         model = build_model(recipe.model)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    for plan in legal_plans(world_size, description=describe(model), batch=recipe.data.batch, features=shapes):
+    for plan in legal_plans(world_size, description=describe(model), batch=recipe.data.global_batch, features=shapes):
         yield case_of(recipe.model_copy(update={"plan": plan}), world_size, how)
 
 

@@ -58,7 +58,7 @@ def check_schedule(word: str, *, num_ranks: int, v: int, num_microbatches: int) 
 
     >>> print(*illegal("interleaved", num_ranks=4, v=2, num_microbatches=9))
     interleaved on pp=4 ranks cannot run 9 microbatches: they do not fall into 2 equal rounds
-        fix: 8, 10 or 12 microbatches: change data.batch or mb
+        fix: 8, 10 or 12 microbatches: change data.global_batch or mb
     """
     if word not in get_args(Schedule):
         return [Problem(f"{word!r} is not a schedule", nearest(word, get_args(Schedule)) or listed(get_args(Schedule)))]
@@ -70,7 +70,7 @@ def check_schedule(word: str, *, num_ranks: int, v: int, num_microbatches: int) 
         problems.append(Problem(f"{word} cannot have v={v} stages per rank", f"v={legal_v}, or interleaved"))
     if why := _too_few_or_uneven(word, num_ranks, num_microbatches):
         what = f"{word} on pp={num_ranks} ranks cannot run {num_microbatches} microbatches: {why}"
-        fix = f"{listed(_legal_around(word, num_ranks, num_microbatches))} microbatches: change data.batch or mb"
+        fix = f"{listed(_legal_around(word, num_ranks, num_microbatches))} microbatches: change data.global_batch or mb"
         problems.append(Problem(what, fix))
     return problems
 

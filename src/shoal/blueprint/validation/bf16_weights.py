@@ -1,4 +1,4 @@
-"""Weights that are kept in bfloat16 (`optim.weights: bf16`): which plans they are for."""
+"""Weights that are kept in bfloat16 (`optim.param_dtype: bf16`): which plans they are for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COMPUTES_SO = ("bf16", "fp8")
 
 
 def reject_bf16_weights(
-    plan: Plan, *, weights: str = "--optim.weights fp32", precision: str = "--plan.precision bf16"
+    plan: Plan, *, weights: str = "--optim.param_dtype fp32", precision: str = "--plan.precision bf16"
 ) -> None:
     """Raise for a plan that they are not for. `weights` and `precision` are what to type instead, where somebody else
     than a run refuses."""

@@ -18,7 +18,7 @@ MOST = {
     "num_kv_heads": 2**16, "head_dim": 2**16, "experts": 2**16, "num_experts": 2**16, "num_shared_experts": 2**16,
     "top_k": 2**16, "hidden": 2**22, "ffn": 2**26, "expert_ffn": 2**26, "shared_ffn": 2**26, "vocabulary": 2**28,
     "devices": MOST_DEVICES, "nodes": MOST_DEVICES, "per_node": MOST_DEVICES, "sequence": MOST_SEQUENCE,
-    "--seq": MOST_SEQUENCE, "batch": MOST_BATCH, "--global-batch": MOST_BATCH,
+    "--seq-len": MOST_SEQUENCE, "batch": MOST_BATCH, "--global-batch": MOST_BATCH,
 }  # fmt: skip
 """What a number is called → the largest that it may be."""
 MOST_OF_ANY = 2**40

@@ -231,7 +231,7 @@ def _sequence_misfits(
         ranks = f"tp={tp} x cp={cp}" if cp > 1 else f"tp={tp}"
         yield Problem(
             f"{ranks} does not divide the {sequence} tokens of a sequence, which sp deals to the ranks",
-            f"sp=off, or --data.sequence {listed(around)}, or tp={listed(degrees)}",
+            f"sp=off, or --data.seq_len {listed(around)}, or tp={listed(degrees)}",
         )
 
 
@@ -317,7 +317,7 @@ def _context_misfits(plan: Plan, description: Description, sequence: int | None)
         legal = [degree for degree in degrees if sequence % num_chunks(plan, degree) == 0]
         yield Problem(
             f"cp={cp} cuts a sequence into {chunks} chunks, and its {sequence} tokens cannot be divided evenly",
-            f"--data.sequence {listed(around)}, or cp={listed(legal)}",
+            f"--data.seq_len {listed(around)}, or cp={listed(legal)}",
         )
     if plan.context == "ulysses" and heads is not None and heads % tp == 0 and heads // tp % cp:
         share = f"num_heads={heads} / tp={tp} = {heads // tp}" if tp > 1 else f"num_heads={heads}"

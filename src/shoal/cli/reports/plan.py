@@ -148,8 +148,8 @@ def _command(choice: Choice, options: Options) -> str:
     task = choice.task
     words = ["shoal train ...", f'--plan "{choice.verdict.plan.brief()}"']
     words += [f"--nproc {choice.devices}"] if task.cluster.nodes == 1 else []  # several are started by torchrun
-    words += [f"--data.sequence {task.sequence}"] if task.workload.is_transformer else []
-    words += [f"--data.batch {task.global_batch}"]
+    words += [f"--data.seq_len {task.sequence}"] if task.workload.is_transformer else []
+    words += [f"--data.global_batch {task.global_batch}"]
     words += [f"--optim.{key} bf16" for key in ("weights", "states") if getattr(options, key) == "bf16"]
     words += ["--run.compile true"] if task.compiles else []
     return " ".join(words)
@@ -176,7 +176,7 @@ def to_mapping(told: Answer) -> dict[str, Any]:
         "parameters": task.workload.parameters,
         "cluster": str(task.cluster),
         "is_measured_cluster": task.cluster.is_measured,
-        "sequence": task.sequence,
+        "seq_len": task.sequence,
         "global_batch": task.global_batch,
         "assumed": told.assumed,
         "room_gib": round(task.room / GIB, 3),

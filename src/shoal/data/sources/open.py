@@ -49,9 +49,9 @@ def _text(section: DataSection, corpus: Corpus) -> tuple[Dataset, Dataset]:
 
 
 def _shards(section: DataSection, shards: Shards) -> tuple[Dataset, Dataset]:
-    if section.documents and section.end_token is None:
+    if section.mask_documents and section.end_token is None:
         raise ShoalError(
-            "--data.documents True must know where a document ends, and token shards do not say",
+            "--data.mask_documents True must know where a document ends, and token shards do not say",
             fix="--data.end_token with the id that your tokenizer ends documents with (GPT-2: 50256)",
         )
     return _packed(section, shards.streams, shards.vocabulary, shards.origin, section.end_token)
@@ -60,16 +60,16 @@ def _shards(section: DataSection, shards: Shards) -> tuple[Dataset, Dataset]:
 def _packed(
     section: DataSection, streams: Sequence[Tokens], vocabulary: int | None, origin: str, end_token: int | None
 ) -> tuple[Dataset, Dataset]:
-    training, held_out = split_streams(streams, section.sequence, section.validation)
+    training, held_out = split_streams(streams, section.seq_len, section.validation)
 
     def packed(part: Sequence[Tokens], name: str) -> PackedTokens:
         return PackedTokens(
             part,
-            sequence=section.sequence,
+            sequence=section.seq_len,
             vocabulary=vocabulary,
             origin=name,
             end_token=end_token,
-            documents=section.documents,
+            documents=section.mask_documents,
         )
 
     return packed(training, origin), packed(held_out, f"held out of {origin}")
@@ -81,9 +81,9 @@ def _synthetic(section: DataSection, seed: int) -> tuple[Dataset, Dataset]:
         whole = SyntheticTokens(
             seed=seed,
             num_samples=section.synthetic_samples,
-            sequence=section.sequence,
+            sequence=section.seq_len,
             vocabulary=section.vocabulary,
-            documents=section.documents,
+            documents=section.mask_documents,
         )
     else:
         whole = SyntheticImages(

@@ -135,10 +135,10 @@ def _too_short(streams: Sequence[Tokens], sequence: int, fraction: float) -> Sho
     aim = "one sample for training and one held out" if fraction else "one sample"
     need = 2 * (sequence + 1) if fraction else sequence + 1
     fits = longest // 2 - 1 if fraction else longest - 1
-    shorter = f"--data.sequence {fits}" if 0 < fits < sequence else ""
+    shorter = f"--data.seq_len {fits}" if 0 < fits < sequence else ""
     fixes = [shorter, "--data.validation 0" if fraction else "", "more data"]
     return ShoalError(
-        f"{aim} of --data.sequence {sequence:,} take{'s' if not fraction else ''} {need:,} tokens,"
+        f"{aim} of --data.seq_len {sequence:,} take{'s' if not fraction else ''} {need:,} tokens,"
         f" but the longest document stream has {longest:,} (--data.validation {fraction:g})",
         fix=" or ".join(filter(None, fixes)),
     )

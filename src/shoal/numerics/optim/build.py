@@ -30,7 +30,7 @@ def build_optimizer(
     filled = [group for group in groups if group["params"]]
     fused, foreach = _implementation(section.implementation, trained)
     if section.name == "adamw" and _is_own(section, trained, offload):
-        return OwnAdamW(filled, lr=lr, betas=section.betas, eps=section.eps, states=section.states, seed=seed)
+        return OwnAdamW(filled, lr=lr, betas=section.betas, eps=section.eps, states=section.state_dtype, seed=seed)
     if section.name == "adamw":
         return AdamW(filled, lr=lr, betas=section.betas, eps=section.eps, fused=fused, foreach=foreach)
     return SGD(filled, lr=lr, momentum=section.momentum, fused=fused, foreach=foreach)
@@ -79,7 +79,7 @@ def set_lr(optimizer: Optimizer, factor: float) -> None:
 
 def _is_own(section: OptimSection, parameters: list[nn.Parameter], offload: str) -> bool:
     """Whether the AdamW of shoal is used: for states or weights in bf16, and on a GPU, where it is the fastest."""
-    if section.states == "bf16" or section.weights == "bf16":
+    if section.state_dtype == "bf16" or section.param_dtype == "bf16":
         return True
     is_fp32 = all(parameter.dtype == torch.float32 for parameter in parameters)
     stays = offload == "none"  # torch's is the faster one in host memory

@@ -78,7 +78,7 @@ class ContextParallel:
             around = sorted({max(1, num_tokens // chunks) * chunks, -(-num_tokens // chunks) * chunks})
             raise ShoalError(
                 f"a sequence of {num_tokens} tokens cannot be cut into {chunks} chunks for cp={self.degree}",
-                fix=f"sequences of {' or '.join(map(str, around))} tokens (--data.sequence), or another cp",
+                fix=f"sequences of {' or '.join(map(str, around))} tokens (--data.seq_len), or another cp",
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:

@@ -33,7 +33,7 @@ class GradientReducer:
     """Whether a gradient is whole as soon as autograd has summed it up."""
     finds_unused: bool = False
     """Whether parameters may be without a gradient, on some ranks or on all."""
-    exact_steps: int = 0
+    warmup_steps: int = 0
     """How many of the first steps send gradients as they are."""
     may_be_dropped: bool = False
     """Whether a step that is not finite is dropped, and the next one made: what is owed is kept until that is known."""
@@ -119,7 +119,7 @@ class GradientReducer:
         if self.on_own is not None:
             for name, gradient in zip(load.names, gradients, strict=True):
                 self.on_own(name, gradient)
-        is_exact = self.step < self.exact_steps
+        is_exact = self.step < self.warmup_steps
         if self.may_be_dropped and not is_exact:
             load.keep_residual()
         self.averager.begin(load, gradients, self.step, is_exact=is_exact)

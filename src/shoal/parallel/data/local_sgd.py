@@ -8,7 +8,7 @@ The outer step is that of SGD with Nesterov momentum. With `fragments` the weigh
 H / fragments steps, so that the wire is never idle and never crowded. With `delay` what was sent is applied that many
 steps later, while the islands go on; what they did meanwhile stays on top: θᵢ += θ' - (θᵢ when it was sent).
 
-With `exact_steps` the first steps are those of one model: islands share their gradients, as they are, and have no way
+With `warmup_steps` the first steps are those of one model: islands share their gradients, as they are, and have no way
 of their own yet. So what an optimizer knows of a gradient's size begins with that of the whole batch.
 
 Between two meetings nothing is the same on all islands but the shared weights and the outer momentum.
@@ -66,7 +66,7 @@ class LocalSGD:
     seed: int
     kind_of: Callable[[str], object] = field(default=lambda name: None)
     """See `BucketAverager`."""
-    exact_steps: int = 0
+    warmup_steps: int = 0
     """How many of the first steps all islands make together. None, if they have gone their own ways before: then each
     has an optimizer of its own, and the same gradient would lead them apart for good."""
     spread: LocalStepScale | None = None
@@ -108,7 +108,7 @@ class LocalSGD:
 
     def share_gradients(self, step: int) -> None:
         """Among the first steps, counted from 0: give all islands the mean of their gradients."""
-        if step < self.exact_steps:
+        if step < self.warmup_steps:
             self._began = time.perf_counter()
             for averager, load in self._loads():
                 averager.begin(load, load.gradients(), step, is_exact=True)
@@ -123,10 +123,10 @@ class LocalSGD:
     @torch.no_grad()
     def after(self, step: int) -> None:
         """Exchange what is due after a step, counted from 1, and apply what is due of what was exchanged."""
-        if step < self.exact_steps:
+        if step < self.warmup_steps:
             for name, shared in self.shared.items():
                 shared.copy_(to_local(self.named[name]))
-        elif step == self.exact_steps:
+        elif step == self.warmup_steps:
             self._part(step)
         else:
             self._began = time.perf_counter()

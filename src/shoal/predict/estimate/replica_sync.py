@@ -157,6 +157,6 @@ def choose(
             f" {chosen.seconds:.2f} s so, {island.compute:.2f} s alone"
         )
         compression = Plan.parse(chosen.words).compression
-        if compression is not None and compression.exact_steps:
-            why += f"; the first {compression.exact_steps} steps send gradients as they are (comm.exact_steps)"
+        if compression is not None and compression.warmup_steps:
+            why += f"; the first {compression.warmup_steps} steps send gradients as they are (comm.warmup_steps)"
     return chosen, steps, why

@@ -32,7 +32,7 @@ DIMENSIONS = {
 
 def planned(recipe: Recipe, num_ranks: int, per_node: int) -> tuple[Recipe, PlanEstimate]:
     """The recipe with the best plan of this many ranks, so many on each machine; what its own plan says is kept."""
-    if recipe.optim.weights == "bf16":  # the planner leaves the precision as it is; `--plan auto` has replaced it
+    if recipe.optim.param_dtype == "bf16":  # the planner leaves the precision as it is; `--plan auto` has replaced it
         instead = replace(recipe.plan, precision="bf16")
         reject_bf16_weights(recipe.plan, precision=f'--plan "auto {instead}"')
     model = model_of(recipe)
@@ -54,10 +54,10 @@ def _helping(recipe: Recipe, task: Task) -> Iterator[str]:
     for change in smallest_changes(task, recipe.plan):
         ((name, value),) = change.items()
         plan, there = recipe.plan, task
-        if name == "states":
-            there, flag = replace(task, habits=task.habits.with_narrow_moments()), f"--optim.states {value}"
-        elif name == "seq":
-            there, flag = replace(task, sequence=value), f"--data.sequence {value}"
+        if name == "state_dtype":
+            there, flag = replace(task, habits=task.habits.with_narrow_moments()), f"--optim.state_dtype {value}"
+        elif name == "seq_len":
+            there, flag = replace(task, sequence=value), f"--data.seq_len {value}"
         else:
             plan = replace(plan, **change)
             flag = f'--plan "auto {plan}"'
@@ -97,12 +97,12 @@ def _task(recipe: Recipe, workload: Workload, cluster: Cluster) -> Task:
     return Task(
         workload=workload,
         cluster=cluster,
-        sequence=recipe.data.sequence if workload.is_transformer else 1,
-        global_batch=recipe.data.batch,
+        sequence=recipe.data.seq_len if workload.is_transformer else 1,
+        global_batch=recipe.data.global_batch,
         habits=shoal_profile(
             compile=recipe.run.compile,
-            states=recipe.optim.states,
-            weights=recipe.optim.weights,
+            states=recipe.optim.state_dtype,
+            weights=recipe.optim.param_dtype,
             recompute_swiglu=recipe.run.recompute_swiglu,
         ),
         compiles=recipe.run.compile,

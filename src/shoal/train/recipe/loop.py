@@ -69,7 +69,7 @@ def train(placement: Placement | None, store: Store | None, job: Job, manner: Ru
         model = build_for_layout(recipe.model, settings.seed)
         description = describe(model)
         run.prepare(model)
-        lr = scaled_lr(optim.lr, batch=recipe.data.batch, tuned_for_batch=optim.scale_lr_from_batch)
+        lr = scaled_lr(optim.lr, batch=recipe.data.global_batch, tuned_for_batch=optim.scale_lr_from_batch)
         run.prepare(build_optimizer(run.parameters, optim, lr=lr, seed=settings.seed, offload=run.plan.offload))
         inject_faults(run, manner.generation)
         directory, keeper, manifest = _kept(run, job, manner, line) if manner.keep else (None, None, None)
@@ -271,7 +271,7 @@ def _score(run: Run, job: Job, meter: StepMetrics, line: ProgressLine, asked: St
     total = len(job.held_out)
     if not total:
         return True
-    size = run.plan.microbatch_size(job.recipe.data.batch) * run.degree
+    size = run.plan.microbatch_size(job.recipe.data.global_batch) * run.degree
     batches: Iterator[Any] = evaluation_batches(job.held_out, batch=size, coordinate=run.coordinate, degree=run.degree)
     if job.recipe.run.fast_dev_run:
         batches, total = itertools.islice(batches, 2), min(total, 2 * size)
@@ -312,15 +312,15 @@ def _headline(run: Run, job: Job, lr: float) -> str:
         f"model  {model}: {parameters:,} parameters, {run.plan.precision}",
         f"data   {job.training.describe()}",
         f"plan   {run.plan.brief()}",
-        f"step   {recipe.data.batch} samples = {_counted(run.degree, 'data rank')}"
-        f" x {_counted(run.plan.num_microbatches(recipe.data.batch), 'microbatch', 'es')}"
-        f" x {_counted(run.plan.microbatch_size(recipe.data.batch), 'sample')}",
+        f"step   {recipe.data.global_batch} samples = {_counted(run.degree, 'data rank')}"
+        f" x {_counted(run.plan.num_microbatches(recipe.data.global_batch), 'microbatch', 'es')}"
+        f" x {_counted(run.plan.microbatch_size(recipe.data.global_batch), 'sample')}",
     ]
     if recipe.run.compile:
         lines.append("first  the first step compiles the model, which takes a while")
     if recipe.optim.scale_lr_from_batch:
         lines.append(
-            f"lr     {recipe.optim.lr:g} x {recipe.data.batch} / {recipe.optim.scale_lr_from_batch} = {lr:g}"
+            f"lr     {recipe.optim.lr:g} x {recipe.data.global_batch} / {recipe.optim.scale_lr_from_batch} = {lr:g}"
             " (linear scaling rule)"
         )
     if run.world.size > 1:

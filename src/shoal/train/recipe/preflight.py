@@ -113,7 +113,7 @@ def outer_of(recipe: Recipe) -> OuterOptimizer:
         lr=comm.outer_lr,
         momentum=comm.outer_momentum,
         fragments=comm.fragments,
-        delay=comm.delay,
+        delay=comm.outer_delay,
         rescale=comm.rescale,
     )
 
@@ -128,7 +128,7 @@ def _without_torchao() -> Iterator[Problem]:
 def _unfit_fragments(recipe: Recipe) -> Iterator[Problem]:
     comm, synchrony = recipe.comm, recipe.plan.synchrony
     if synchrony is not None:
-        yield from filter(None, [reject_fragments(comm.fragments, comm.delay, synchrony.every)])
+        yield from filter(None, [reject_fragments(comm.fragments, comm.outer_delay, synchrony.every)])
 
 
 def _idle_settings(recipe: Recipe) -> Iterator[Problem]:
@@ -140,9 +140,9 @@ def _idle_settings(recipe: Recipe) -> Iterator[Problem]:
         if getattr(optim, key) == "bf16" and not is_own:
             what = f"optim.{key} bf16 is for adamw with its own kernel, not for {other}"
             yield Problem(what, f"--optim.{key} fp32, or --optim.name adamw --optim.implementation auto")
-    if optim.states == "bf16" and recipe.plan.precision == "fp64":
-        what = "optim.states bf16 is for weights in fp32 or bf16: under fp64 moments are float64"
-        yield Problem(what, "--optim.states fp32, or another --plan.precision")
+    if optim.state_dtype == "bf16" and recipe.plan.precision == "fp64":
+        what = "optim.state_dtype bf16 is for weights in fp32 or bf16: under fp64 moments are float64"
+        yield Problem(what, "--optim.state_dtype fp32, or another --plan.precision")
     yield from _idle_fp8(recipe)
 
 
@@ -161,9 +161,9 @@ def _idle_fp8(recipe: Recipe) -> Iterator[Problem]:
 def _runnable_plan(recipe: Recipe, world_size: int) -> Plan:
     plan = recipe.plan.resolve(world_size)
     refuse_unbuilt(plan)
-    if recipe.optim.weights == "bf16":
+    if recipe.optim.param_dtype == "bf16":
         reject_bf16_weights(plan)
-    plan.num_microbatches(recipe.data.batch)
+    plan.num_microbatches(recipe.data.global_batch)
     return plan
 
 
@@ -175,7 +175,7 @@ def _unfit_for_plan(plan: Plan, model: nn.Module, recipe: Recipe, data: Dataset)
     found = check_plan(
         plan,
         description=description,
-        batch=recipe.data.batch,
+        batch=recipe.data.global_batch,
         sequence=data.tokens_per_sample,
         features=shapes,
         modules=names,
@@ -212,7 +212,7 @@ def _misfits(recipe: Recipe, model: nn.Module | None, data: Dataset) -> list[Pro
         problems.append(
             Problem(
                 f"a sample has {tokens} tokens, but the model takes at most {description.max_tokens}",
-                f"--data.sequence {description.max_tokens}, or --model.max_sequence {tokens}",
+                f"--data.seq_len {description.max_tokens}, or --model.max_sequence {tokens}",
             )
         )
     return problems
@@ -253,7 +253,7 @@ def steps_of(job: Job) -> int | None:
 def units(recipe: Recipe, data: Dataset) -> dict[str, int]:
     """What turns epochs and tokens into steps."""
     return {
-        "batch": recipe.data.batch,
+        "batch": recipe.data.global_batch,
         "samples_per_epoch": len(data),
         "tokens_per_sample": data.tokens_per_sample or 1,
     }

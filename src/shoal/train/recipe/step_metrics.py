@@ -70,7 +70,7 @@ class StepMetrics:
     ) -> None:
         self.run, self.job, self.directory, self.began = run, job, directory, began
         self.sinks = _sinks(run, job, directory, say)
-        self.tokens_per_step = job.recipe.data.batch * (job.training.tokens_per_sample or 1)
+        self.tokens_per_step = job.recipe.data.global_batch * (job.training.tokens_per_sample or 1)
         self.flops_per_step = _flops_per_step(job, description)
         self.peak = _peak(run)
         history = history or {}
@@ -179,7 +179,7 @@ class StepMetrics:
         step_seconds = statistics.median(self.step_seconds[settled:]) if self.step_seconds else math.nan
         return {
             "steps": self.run.steps_done,
-            "samples": self.run.steps_done * self.job.recipe.data.batch,
+            "samples": self.run.steps_done * self.job.recipe.data.global_batch,
             "tokens": self.run.steps_done * self.tokens_per_step,
             "unit": "samples" if self.job.training.tokens_per_sample is None else "tokens",
             "loss_first": self.loss_first,
@@ -233,7 +233,7 @@ class StepMetrics:
             return None
         loads, dropped, auxiliary = totals[:, :-2], totals[:, -2].sum(), totals[:, -1].sum()
         hottest = (loads.amax(1) * self.num_experts / loads.sum(1)).max()  # where it is worst
-        return AsyncScalars(hottest, dropped / loads.sum(), auxiliary / self.job.recipe.data.batch)
+        return AsyncScalars(hottest, dropped / loads.sum(), auxiliary / self.job.recipe.data.global_batch)
 
     def _mfu(self, seconds: float) -> float | None:
         """Counted FLOPs per second over the datasheet's peak of all devices; None unless both are known."""
@@ -283,7 +283,7 @@ def _flops_per_step(job: Job, description: Description) -> float | None:
         return None
     sample = job.training.batch(np.zeros(1, dtype=np.int64))
     first = next(value for name, value in sample.items() if name != "labels")
-    return description.training_flops((job.recipe.data.batch, *first.shape[1:]))
+    return description.training_flops((job.recipe.data.global_batch, *first.shape[1:]))
 
 
 def _peak(run: Run) -> float | None:

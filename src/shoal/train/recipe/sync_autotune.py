@@ -50,7 +50,7 @@ def estimate(job: Job, world: World, ways: tuple[str, ...] = WAYS) -> Estimate |
     if plan.layout.dp_replicate == 1:
         return None
     ways = tuple(words for words in ways if _can_be_run(plan, words))
-    alone = job.recipe.model_copy(update={"comm": job.recipe.comm.model_copy(update={"exact_steps": 0})})
+    alone = job.recipe.model_copy(update={"comm": job.recipe.comm.model_copy(update={"warmup_steps": 0})})
     trial = build_run(alone, world, replace(plan, sync=NEVER, compress=None))
     compute, shapes, width = _replica(job, trial)
     wire = Transport(trial.mesh.new_group("dp_replicate"), trial.mesh.wire)
@@ -93,7 +93,7 @@ def advice(recipe: Recipe) -> str:
     """What to think of, where Adam would divide by gradients of which most is late or left out."""
     plan = recipe.plan
     compression = plan.compression
-    if compression is None or plan.sync or not compression.exact_steps or recipe.optim.name != "adamw":
+    if compression is None or plan.sync or not compression.warmup_steps or recipe.optim.name != "adamw":
         return ""
     if plan.layout.dp_replicate == 1 or not _can_be_run(plan, f"sync=local:1 compress={compression}"):
         return ""

@@ -156,7 +156,7 @@ def load(name: str, *, sequence: int | None = None, batch: int = 1) -> tuple[nn.
             raise ShoalError(
                 f"{name} returns a model, but not what its forward takes",
                 fix="return model, inputs from that function: a batch, such as torch.empty(8, 3, 224, 224)"
-                + ("; or say --seq, if it takes tokens" if sequence is None else ""),
+                + ("; or say --seq-len, if it takes tokens" if sequence is None else ""),
             )
         inputs = torch.empty(batch, sequence, dtype=torch.int64, device="meta")
     return model, inputs
