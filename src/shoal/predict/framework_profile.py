@@ -308,9 +308,9 @@ def shoal_profile(
     """Those of a run with `run.compile` and `run.recompute_swiglu` on or off, and moments and weights in fp32 or bf16
     (`optim.state_dtype`, `optim.param_dtype`).
 
-    >>> shoal_habits(compile=True, states="bf16").moments
+    >>> shoal_profile(compile=True, states="bf16").moments
     4.0
-    >>> narrow = shoal_habits(weights="bf16", states="bf16")
+    >>> narrow = shoal_profile(weights="bf16", states="bf16")
     >>> narrow.weight, narrow.gradient, narrow.optimizer_traffic
     (2, 2, 17.0)
     """
