@@ -90,11 +90,15 @@ class Description:
 
     def split_of(self, module: str) -> Split | None:
         """How a submodule may be split; None: not at all."""
-        key = _without_numbers(module) if self._are_layers_alike else module
+        key = self.kind_of(module)
         if key not in self._known_splits:
             found = (how for pattern, how in self.splits.items() if matches(pattern, module))
             self._known_splits[key] = next(found, None)
         return self._known_splits[key]
+
+    def kind_of(self, name: str) -> str:
+        """The same for the same thing in every layer, where no pattern names a layer by its number."""
+        return _without_numbers(name) if self._are_layers_alike else name
 
     @cached_property
     def has_experts(self) -> bool:

@@ -29,7 +29,7 @@ class SyncSpec:
     """That replicas meet every so many steps.
 
     >>> SyncSpec.parse("diloco:50")
-    Synchrony(way='diloco', every=50)
+    SyncSpec(way='diloco', every=50)
     """
 
     way: Way

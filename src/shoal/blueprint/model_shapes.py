@@ -122,14 +122,28 @@ class ModelShapes:
         """The parameters of some submodules; a tied one under its second name only where its first is elsewhere."""
         if "" in modules:
             return list(self.parameters)
-        own = [name for name, homes in self._homes.items() if not homes.isdisjoint(modules)]
+        order = self._order
+        own = sorted({name for module in modules for name in self._names_below.get(module, ())}, key=order.__getitem__)
         seconds = [second for first, second in self.description.tied if _is_in(second, modules) and first not in own]
         return own + seconds
 
     @cached_property
-    def _homes(self) -> Mapping[str, frozenset[str]]:
-        """Parameter → the submodules that it is in."""
-        return {name: frozenset(_around(name)) for name in self.parameters}
+    def _order(self) -> Mapping[str, int]:
+        return {name: number for number, name in enumerate(self.parameters)}
+
+    @cached_property
+    def _names_below(self) -> Mapping[str, list[str]]:
+        """Submodule → the parameters in it."""
+        found: dict[str, list[str]] = {}
+        for name in self.parameters:
+            for module in _around(name):
+                found.setdefault(module, []).append(name)
+        return found
+
+    @cached_property
+    def _bounds(self) -> dict[int, list[tuple[int, int]]]:
+        """What `stage_bounds` has found."""
+        return {}
 
     @cached_property
     def _costs(self) -> dict[str, float]:
@@ -138,8 +152,30 @@ class ModelShapes:
 
     def trained(self, pieces: Shapes) -> dict[str, Shape]:
         """Those that get a gradient."""
-        frozen = self.frozen | {second for first, second in self.description.tied if first in self.frozen}
-        return {name: shape for name, shape in pieces.items() if name not in frozen}
+        return {name: shape for name, shape in pieces.items() if self.is_trained(name)}
+
+    def is_trained(self, name: str) -> bool:
+        """Whether a parameter gets a gradient."""
+        return name not in self._frozen
+
+    @cached_property
+    def _frozen(self) -> frozenset[str]:
+        return self.frozen | {second for first, second in self.description.tied if first in self.frozen}
+
+    def kinds_in(self, modules: tuple[str, ...]) -> Mapping[str, int]:
+        """The parameters of some submodules, alike ones of several layers under one name → how many they are."""
+        if modules not in self._kinds:
+            kinds: dict[tuple[str, Shape, bool], list[str]] = {}
+            for name in self.names_in(modules):
+                kind = (self.description.kind_of(name), self.shape(name), self.is_trained(name))
+                kinds.setdefault(kind, []).append(name)
+            self._kinds[modules] = {names[0]: len(names) for names in kinds.values()}
+        return self._kinds[modules]
+
+    @cached_property
+    def _kinds(self) -> dict[tuple[str, ...], Mapping[str, int]]:
+        """What `kinds_in` has found."""
+        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,12 +214,17 @@ class StageShapes:
 
 def parts(plan: Plan, anatomy: ModelShapes, rank: int) -> list[StageShapes]:
     """What a rank holds of a model, before anything is sharded."""
-    stage_owners, place = owners(plan), plan.layout.coordinate(rank)["pp"]
     return [
         StageShapes(stage, modules, {name: piece(plan, anatomy, name, rank=rank) for name in anatomy.names_in(modules)})
-        for stage, modules in enumerate(stages(plan, anatomy))
-        if stage_owners[stage] == place
+        for stage, modules in own_stages(plan, anatomy, rank)
     ]
+
+
+def own_stages(plan: Plan, anatomy: ModelShapes, rank: int) -> list[tuple[int, tuple[str, ...]]]:
+    """The stages of a rank, each with its submodules."""
+    stage_owners, place = owners(plan), plan.layout.coordinate(rank)["pp"]
+    every = enumerate(stages(plan, anatomy))
+    return [(stage, modules) for stage, modules in every if stage_owners[stage] == place]
 
 
 def stages(plan: Plan, anatomy: ModelShapes) -> list[tuple[str, ...]]:
@@ -206,6 +247,12 @@ def owners(plan: Plan) -> tuple[int, ...]:
 
 def stage_bounds(anatomy: ModelShapes, *, num_stages: int) -> list[tuple[int, int]]:
     """Which blocks each stage has, balanced by what they cost to compute; embedding and head count too."""
+    if num_stages not in anatomy._bounds:
+        anatomy._bounds[num_stages] = _stage_bounds(anatomy, num_stages)
+    return anatomy._bounds[num_stages]
+
+
+def _stage_bounds(anatomy: ModelShapes, num_stages: int) -> list[tuple[int, int]]:
     description = anatomy.description
     costs = [matmul_elements(anatomy, name) for name in description.blocks]
     first = sum(matmul_elements(anatomy, name) for name in description.before_blocks)

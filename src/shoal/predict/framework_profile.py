@@ -27,6 +27,8 @@ class FrameworkProfile:
     """Whether somebody has measured runs of it."""
     is_known_together: bool = True
     """And on several devices."""
+    has_exact_states: bool = False
+    """Whether parameters, gradients and optimizer state are counted to the byte (`predict.exact`), as shoal shards."""
 
     # ---- states ----
     weight: float = 2
@@ -254,6 +256,7 @@ LEARNT = (
 SHOAL = FrameworkProfile(
     name="shoal",
     is_known_together=False,
+    has_exact_states=True,
     source="docs/concepts/gpu.md, predict/exact/memory.py: float32 weights, autocast, lean layers, fused loss",
     weight=4,
     master=0,
