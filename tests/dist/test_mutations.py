@@ -20,7 +20,8 @@ from shoal.models import llama
 from shoal.parallel import parallel_model
 from shoal.parallel.data import fsdp
 from shoal.parallel.pipeline import pipeline
-from shoal.train.run import Run
+from shoal.train.global_loss import GlobalLoss
+from shoal.train.step_engine import StepEngine
 from shoal.verification.case import Case
 from shoal.verification.rank import verify_in
 from tests.cover import covered
@@ -79,14 +80,14 @@ def replicas_do_not_talk() -> Any:
 
 def averages_summed() -> Any:
     """dp: the loss is scaled for an average, but the gradients were summed already."""
-    original = Run._total_weight
-    return patch.object(Run, "_total_weight", lambda self, step: original(self, step) / self.degree)
+    original = GlobalLoss.total_weight
+    return patch.object(GlobalLoss, "total_weight", lambda self, step: original(self, step) / self.state.degree)
 
 
 def microbatches_averaged() -> Any:
     """Each microbatch's gradient is divided by the number of microbatches."""
-    original = Run._total_weight
-    return patch.object(Run, "_total_weight", lambda self, step: original(self, step) * len(step.microbatches))
+    original = GlobalLoss.total_weight
+    return patch.object(GlobalLoss, "total_weight", lambda self, step: original(self, step) * len(step.microbatches))
 
 
 def wrong_microbatch() -> Any:
@@ -140,14 +141,14 @@ def replicas_of_shards_do_not_talk() -> Any:
 
 def accumulation_drops_microbatches() -> Any:
     """Gradients come from the last microbatch alone; the earlier ones are lost."""
-    original = Run._backward
+    original = StepEngine._backward
 
     def backward(self: Any, loss_sum: Tensor) -> None:
-        for unit in self.composed.named.values():
+        for unit in self.state.composed.named.values():
             unit.grad = None
         original(self, loss_sum)
 
-    return patch.object(Run, "_backward", backward)
+    return patch.object(StepEngine, "_backward", backward)
 
 
 DEFECTS: list[tuple[Callable[[], Any], int, str, tuple[str, ...]]] = [
