@@ -16,30 +16,30 @@ from shoal.numerics.local_tensor import to_local
 from shoal.parallel.data.bucket_averager import BucketAverager, CommThreads, make_equal
 from shoal.parallel.data.gradient_reducer import GradientReducer
 from shoal.parallel.data.local_sgd import LocalSGD
-from shoal.parallel.options import Options
 from shoal.parallel.parallel_model import StageModule
+from shoal.parallel.policies import SyncPolicy
 from shoal.parallel.tensor import TensorParallel
 from shoal.predict.exact.traffic import BUCKET_BYTES
 
 
-def uses_own_reducer(plan: Plan, options: Options) -> bool:
+def uses_own_reducer(plan: Plan, sync: SyncPolicy) -> bool:
     """Whether replicas meet by a way of ours."""
-    return bool(plan.compress or plan.sync or options.algorithm != "builtin")
+    return bool(plan.compress or plan.sync or sync.algorithm != "builtin")
 
 
 def with_buckets(
-    options: Options, plan: Plan, parts: Sequence[StageModule], mesh: Mesh, *, is_sharded: bool
-) -> tuple[Options, str]:
+    sync: SyncPolicy, plan: Plan, parts: Sequence[StageModule], mesh: Mesh, *, is_sharded: bool
+) -> tuple[SyncPolicy, str]:
     """The size of buckets that was left open, chosen by what the link can do, and why so; else as it is."""
-    if options.bucket_mb != "auto":
-        return options, ""
+    if sync.bucket_mb != "auto":
+        return sync, ""
     axis = "dp_replicate" if is_sharded or plan.sync else plan.gradient_axis
-    has_buckets = uses_own_reducer(plan, options) or not (is_sharded or parts[0].stage is not None)
+    has_buckets = uses_own_reducer(plan, sync) or not (is_sharded or parts[0].stage is not None)
     if mesh.degree(axis) == 1 or not has_buckets:
-        return replace(options, bucket_mb=None), "25 MB, if at all: no buckets of gradients travel between replicas"
+        return replace(sync, bucket_mb=None), "25 MB, if at all: no buckets of gradients travel between replicas"
     trained = [to_local(p) for part in parts for p in part.model.parameters() if p.requires_grad]
     size, why = bucket_mb(Transport(mesh.group(axis), mesh.wire), sum(p.nbytes for p in trained))
-    return replace(options, bucket_mb=size), f"{size:.3g} MB: {why}"
+    return replace(sync, bucket_mb=size), f"{size:.3g} MB: {why}"
 
 
 def build_gradient_sync(
@@ -49,19 +49,20 @@ def build_gradient_sync(
     mesh: Mesh,
     tensor: TensorParallel,
     description: Description,
-    options: Options,
+    sync: SyncPolicy,
+    seed: int,
     is_sharded: bool,
 ) -> GradientReducer | LocalSGD | None:
     """What lets replicas meet; None: there are none, or torch does it."""
     axis = "dp_replicate" if is_sharded or plan.sync else plan.gradient_axis
-    if mesh.degree(axis) == 1 or not uses_own_reducer(plan, options):
+    if mesh.degree(axis) == 1 or not uses_own_reducer(plan, sync):
         return None
     wire = Transport(mesh.new_group(axis), mesh.wire, node=mesh.ranks_of_node(axis))
     named = {name: p for part in parts for name, p in part.model.named_parameters()}
-    assert options.bucket_mb != "auto"
-    bucket_bytes = BUCKET_BYTES if options.bucket_mb is None else round(options.bucket_mb * 2**20)
+    assert sync.bucket_mb != "auto"
+    bucket_bytes = BUCKET_BYTES if sync.bucket_mb is None else round(sync.bucket_mb * 2**20)
     wire.algorithm, why = (
-        fastest(wire, bucket_bytes) if options.algorithm == "auto" else (options.algorithm, "it was asked for")
+        fastest(wire, bucket_bytes) if sync.algorithm == "auto" else (sync.algorithm, "it was asked for")
     )
     average = build_average(plan.compression)
     # What is not encoded gains nothing by a second lane, and NCCL may not be asked from two threads in any order.
@@ -81,23 +82,23 @@ def build_gradient_sync(
             lanes,
             average,
             plan.synchrony,
-            options.outer,
+            sync.outer,
             bucket_bytes,
-            options.seed,
+            seed,
             kind_of,
-            warmup_steps=_warmup_steps(plan, options),
+            warmup_steps=_warmup_steps(plan, sync),
         )
     return GradientReducer(
-        BucketAverager(named, lanes, average, bucket_bytes, options.seed, kind_of),
+        BucketAverager(named, lanes, average, bucket_bytes, seed, kind_of),
         follows_backward=is_whole,
-        finds_unused=options.find_unused_parameters,
-        warmup_steps=_warmup_steps(plan, options),
+        finds_unused=sync.find_unused_parameters,
+        warmup_steps=_warmup_steps(plan, sync),
     )
 
 
-def _warmup_steps(plan: Plan, options: Options) -> int:
-    if options.warmup_steps is not None:
-        return options.warmup_steps
+def _warmup_steps(plan: Plan, sync: SyncPolicy) -> int:
+    if sync.warmup_steps is not None:
+        return sync.warmup_steps
     return plan.compression.warmup_steps if plan.compression is not None else 0
 
 

@@ -64,9 +64,9 @@ ELSEWHERE = {  # arguments of Accelerate, Fabric, DeepSpeed and the Trainer of t
 
 
 def refuse_options(unknown: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Arguments that a run does not have."""
+    """Arguments that a run does not have; `known` are those that it has."""
     for name, value in unknown.items():
-        near = nearest(name, set(known) - {"self", "unknown"})
+        near = nearest(name, set(known))
         fix = ELSEWHERE.get(name) or (f"did you mean {near}=?" if near else "help(shoal.Run) lists its arguments")
         raise ShoalError(f"Run has no argument {name} (={value!r})", fix=fix)
 
@@ -141,7 +141,7 @@ def refuse_rounding(optimizer: Optimizer, weight_dtype: torch.dtype) -> None:
     if weight_dtype == torch.bfloat16 and is_torchs:
         raise ShoalError(
             f"torch's {type(optimizer).__name__} rounds weights in bf16 to the nearest, and most updates are lost",
-            fix="shoal.AdamW(model.parameters(), lr=...), which rounds at random; or weights='fp32'",
+            fix="shoal.AdamW(model.parameters(), lr=...), which rounds at random; or param_dtype='fp32'",
         )
 
 

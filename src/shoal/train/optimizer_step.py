@@ -11,40 +11,21 @@ on the device   a fused optimizer is told where to find it, and drops the update
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.comm.world import World
-from shoal.errors import Problem, RunFailed, listed
+from shoal.errors import RunFailed
 from shoal.numerics.gradients import LossScale, clip_coefficient, gradients_of, scale_
 from shoal.numerics.local_tensor import to_local
 from shoal.numerics.offload import HostCopies
 from shoal.numerics.optim.build import step_scaled, takes_scale
+from shoal.parallel.policies import OnNan, StepPolicy
 from shoal.train.nonfinite import nonfinite_places
 from shoal.train.step import PendingStep
-
-OnNan = Literal["stop", "skip", "ignore"]
-
-
-def misspelt(*, clip: Any, on_nan: Any, loss_scale: Any, loss_scale_window: Any) -> Iterator[Problem]:
-    """What a script says about updates that would not do what it means: a negative norm, say, climbs. A recipe was
-    looked at before."""
-    if on_nan not in get_args(OnNan):
-        yield Problem(f"on_nan is {on_nan!r}", f"on_nan={listed(map(repr, get_args(OnNan)))}")
-    if clip is not None and not _is_above_zero(clip):
-        yield Problem(f"clip is {clip!r}", "clip=1.0, the largest norm of gradients; or clip=None, to leave them alone")
-    for name, value, usual in (("loss_scale", loss_scale, 65536.0), ("loss_scale_window", loss_scale_window, 2000)):
-        if not _is_above_zero(value):
-            yield Problem(f"{name} is {value!r}", f"{name}={usual}, or another number above 0")
-
-
-def _is_above_zero(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 @dataclass(kw_only=True)
@@ -61,6 +42,12 @@ class Updates:
     """Whether the optimizer has made a step of this run."""
     unjudged: PendingStep | None = None
     """The last step, as long as nobody on the host knows whether its gradient was finite."""
+
+    @classmethod
+    def of(cls, policy: StepPolicy, world: World, *, scales_loss: bool) -> Updates:
+        """As a policy says, under a precision that scales losses or does not."""
+        scale = LossScale(policy.loss_scale, policy.loss_scale_window) if scales_loss else LossScale()
+        return cls(world=world, loss_scale=scale, clip=policy.clip, on_nan=policy.on_nan)
 
     @property
     def keeps_nonfinite(self) -> bool:

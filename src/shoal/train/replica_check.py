@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch import Tensor
 from shoal.blueprint.layout import AXES, Layout
 from shoal.checkpoint.state.model_state import Holder
 from shoal.comm.collectives import all_gather
-from shoal.errors import Problem, RunFailed
+from shoal.errors import RunFailed
 from shoal.numerics.checksum import checksums, fold, signed
 from shoal.numerics.local_tensor import to_local
 from shoal.parallel.batch_norm import statistics_of
@@ -70,12 +70,6 @@ class ReplicaCheck:
             return
         found = list(_differences(layout, run.world.all_gather_object(sums)))
         raise RunFailed(_message(found, step, run.replicas_agreed_at), fix=_fix(run.replicas_agreed_at))
-
-
-def check_replicas_problems(every: Any) -> Iterator[Problem]:
-    """What a script says in place of a number of steps."""
-    if type(every) is not int or every < 0:  # True is an int, too
-        yield Problem(f"check_replicas is {every!r}", "check_replicas=100, a number of steps; 0: never")
 
 
 def copies_of(run: RunState) -> Iterator[Copied]:

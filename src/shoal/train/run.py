@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Unpack
 
 from torch import Tensor
 
@@ -21,21 +21,15 @@ from shoal.comm.rendezvous.environment import read_environment
 from shoal.comm.world import World, use_device
 from shoal.data.loader import Loader
 from shoal.data.sharded_dataloader import ShardedDataLoader
-from shoal.errors import ShoalError, raise_if
+from shoal.errors import ShoalError
 from shoal.numerics.determinism import make_deterministic
-from shoal.numerics.fp8.convert import FromHead, Scaling
-from shoal.numerics.gradients import LossScale
-from shoal.numerics.precision import Weights, precision_of
 from shoal.parallel.checks import refuse_unbuilt
-from shoal.parallel.context.attention import Backend
-from shoal.parallel.data.local_sgd import DEFAULT_OUTER, OuterOptimizer
-from shoal.parallel.options import Options, Wanted
+from shoal.parallel.policies import Policies, Settings, setting_names, settings_help
 from shoal.train.checks import refuse_options, refuse_several, refuse_unprepared
 from shoal.train.evaluate import evaluate
 from shoal.train.loss.objective import CrossEntropy, LossFunction, Objective, objective_of
 from shoal.train.open_step import counts_like_data, open_step
-from shoal.train.optimizer_step import OnNan, Updates, misspelt
-from shoal.train.replica_check import ReplicaCheck, check_replicas_problems
+from shoal.train.replica_check import ReplicaCheck
 from shoal.train.run_checkpoint import load_run, save_run, wait_for
 from shoal.train.run_prepare import prepare
 from shoal.train.run_state import RunState
@@ -46,38 +40,14 @@ from shoal.train.step_engine import StepEngine
 class Run(RunState):
     """A rank's part in a training run. docs/run.md shows loops of one's own, validation and saving.
 
-    plan            words such as "bf16 mb=4", or a Plan; the ranks are found under python, torchrun, srun and mpirun
-    loss            loss(model, batch), the mean over a microbatch, or (sum, count); None: cross-entropy of
-                    model(inputs) and labels, which a model that takes labels may shift
-    seed            decides the order of the samples and all randomness in the model
-    clip            the largest global gradient norm; None: no clipping
-    on_nan          stop the run, skip the update, or ignore it, when a gradient is not finite
-    check_replicas  after how many steps, again and again, ranks compare checksums of all that they hold copies of; a
-                    flipped bit ends the run, with its tensor and rank; 0: never
-    device          auto, cpu or cuda
-    deterministic   the same bits again on the same layout
-    loss_scale      the first loss scale under fp16, and after how many good steps it is doubled (loss_scale_window)
-    bucket_mb       size of the buckets in which gradients are reduced; None: 25, and 1 for the first; "auto": measured
-    find_unused     parameters may be without a gradient in some steps
-    sync_batch_norm batch norm normalises with the statistics of a microbatch over all ranks, not of each rank's part
-    compile         let torch.compile make each block of the model faster; a word is the backend to use
-    attention       the kernel of attention on a GPU: auto (the fastest), cudnn, flash, efficient or math
-    fused_loss      compute the loss inside the model's last layer, without ever holding all logits; None: where it can
-    fp8             under the precision fp8, what of a tensor shares one scale: tensorwise or rowwise
-    fp8_min_features      layers with fewer features than this stay in bf16 then; None: as fast as was measured
-    fp8_head        gradients: a head that computes the loss computes its gradients in fp8 then; its logits never are
-    weights         what parameters and their gradients are kept in: fp32; or bf16, under the precisions bf16 and fp8,
-                    with an optimizer that rounds at random, such as shoal.AdamW
-    recompute_swiglu    make the gated values of a feed-forward again in the backward; False: keep them, which is faster
-    algorithm       what carries gradients between replicas: builtin (torch's own), ring, tree, double_tree, halving,
-                    hierarchical or naive; auto: whichever is fastest here, measured when the model is prepared
-    warmup_steps    how many of the first steps send gradients as they are under compress= and sync=; None: as the
-                    method wants
-    outer           under sync=, the optimizer of the shared weights: shoal.OuterOptimizer(lr=0.7, momentum=0.9,
-                    fragments=1, delay=0, rescale=True)
-    timeout         seconds that a rank waits for the others in one collective
-    threads         CPU threads of this process; None: an even share of the cores
-    world           the ranks, if someone else has gathered them
+    plan      words such as "bf16 mb=4", or a Plan; the ranks are found under python, torchrun, srun and mpirun
+    loss      loss(model, batch), the mean over a microbatch, or (sum, count); None: cross-entropy of model(inputs) and
+              labels, which a model that takes labels may shift
+    device    auto, cpu or cuda
+    timeout   seconds that a rank waits for the others in one collective
+    threads   CPU threads of this process; None: an even share of the cores
+    world     the ranks, if they were gathered before
+    settings  any of those below, by name: Run("bf16", clip=1.0, seed=3)
     """
 
     def __init__(
@@ -85,80 +55,32 @@ class Run(RunState):
         plan: Plan | str | Mapping[str, Any] = "auto",
         *,
         loss: LossFunction | Objective | None = None,
-        seed: int = 0,
-        clip: float | None = None,
-        on_nan: OnNan = "stop",
-        check_replicas: int = 0,
         device: str = "auto",
-        deterministic: bool = False,
-        loss_scale: float = 65536.0,
-        loss_scale_window: int = 2000,
-        bucket_mb: float | Literal["auto"] | None = None,
-        find_unused_parameters: bool = False,
-        sync_batch_norm: bool = False,
-        compile: bool | str = False,
-        attention: Backend = "auto",
-        fused_loss: bool | None = None,
-        fp8: Scaling = "tensorwise",
-        fp8_min_features: int | None = None,
-        fp8_head: FromHead = "gradients",
-        weights: Weights = "fp32",
-        recompute_swiglu: bool = True,
-        algorithm: Wanted = "builtin",
-        warmup_steps: int | None = None,
-        outer: OuterOptimizer = DEFAULT_OUTER,
         timeout: float = 600.0,
         threads: int | None = None,
         world: World | None = None,
-        **unknown: Any,
+        **settings: Unpack[Settings],
     ) -> None:
-        refuse_options(unknown, inspect.signature(Run.__init__).parameters)
-        if deterministic:
+        _reject_unknown(settings)
+        asked, policies = Plan.of(plan), Policies.of(**settings)
+        if policies.compute.deterministic:
             make_deterministic()
-        asked = Plan.of(plan)
-        told = misspelt(clip=clip, on_nan=on_nan, loss_scale=loss_scale, loss_scale_window=loss_scale_window)
-        raise_if([*told, *check_replicas_problems(check_replicas)], title="the options of a run")
         objective = objective_of(loss)
-        if fused_loss and not isinstance(objective, CrossEntropy):
+        if policies.compute.fused_loss and not isinstance(objective, CrossEntropy):
             raise ShoalError(
                 "a loss of one's own is not computed inside the model's last layer",
                 fix="fused_loss=None; or no loss=, which is the cross-entropy of batches with labels",
             )
-        options = Options(
-            seed=seed,
-            bucket_mb=bucket_mb,
-            find_unused_parameters=find_unused_parameters,
-            sync_batch_norm=sync_batch_norm,
-            compile=compile,
-            attention=attention,
-            fused_loss=fused_loss,
-            fp8=fp8,
-            fp8_min_features=fp8_min_features,
-            fp8_head=fp8_head,
-            recompute_swiglu=recompute_swiglu,
-            algorithm=algorithm,
-            warmup_steps=warmup_steps,
-            outer=outer,
-        )
         world = world or World.start(read_environment(os.environ), device=device, timeout=timeout, threads=threads)
         resolved = asked.resolve(world.size)
         refuse_unbuilt(resolved)
         if resolved.sync == "auto":
             raise ShoalError("sync=auto is chosen by `shoal train`", fix="sync=diloco:50, compress=int8, or neither")
-        if weights == "bf16":
-            reject_bf16_weights(resolved, weights="weights='fp32'", precision="Run('bf16')")
-        precision = precision_of(resolved.precision, weights)
-        scale = LossScale(loss_scale, loss_scale_window) if precision.scales_loss else LossScale()
-        super().__init__(
-            resolved,
-            world=world,
-            precision=precision,
-            objective=objective,
-            options=options,
-            updates=Updates(world=world, loss_scale=scale, clip=clip, on_nan=on_nan),
-        )
+        if policies.compute.param_dtype == "bf16":
+            reject_bf16_weights(resolved, weights="param_dtype='fp32'", precision="Run('bf16')")
+        super().__init__(resolved, world=world, objective=objective, policies=policies)
         self.engine = StepEngine(self)
-        self.replica_check = ReplicaCheck(check_replicas)
+        self.replica_check = ReplicaCheck(policies.step.check_replicas)
 
     # ---- prepare and step --------------------------------------------------------------------------------------------
 
@@ -311,3 +233,14 @@ class Run(RunState):
             self.parallel_model.close()
         for directory in self.savers:
             self.saved(directory)
+
+
+# help(shoal.Run) lists what a script can type, and the policies are the one place that says it.
+Run.__doc__ = f"{inspect.cleandoc(Run.__doc__ or '')}\n\n{settings_help()}"
+
+
+def _reject_unknown(settings: Mapping[str, Any]) -> None:
+    """Arguments that neither a run nor its policies have."""
+    named = [name for name, one in inspect.signature(Run.__init__).parameters.items() if one.kind is one.KEYWORD_ONLY]
+    known = [*named, *setting_names()]
+    refuse_options({name: value for name, value in settings.items() if name not in known}, known)

@@ -62,7 +62,8 @@ def _prepare_model(engine: StepEngine, model: nn.Module) -> nn.Module:
         mesh=state.mesh,
         tensor=state.tensor,
         precision=state.precision,
-        options=state.options,
+        compute=state.policies.compute,
+        sync=state.policies.sync,
     )
     state.description = description
     if composed.reducer is not None:
@@ -74,7 +75,7 @@ def _prepare_model(engine: StepEngine, model: nn.Module) -> nn.Module:
     if isinstance(state.objective, CrossEntropy):
         state.objective = CrossEntropy(composed.tensor, composed.head, rule_under(state.plan, rule))
     if isinstance(state.objective, MeanOf):
-        state.objective.is_compiled = bool(state.options.compile)
+        state.objective.is_compiled = bool(state.policies.compute.compile)
     if state.prepared_optimizer is not None:
         _give_parameters(state, state.prepared_optimizer, composed)
     return composed.model

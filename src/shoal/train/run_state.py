@@ -30,10 +30,10 @@ from shoal.data.sharded_dataloader import ShardedDataLoader
 from shoal.errors import ShoalError
 from shoal.numerics.gradients import LossScale
 from shoal.numerics.offload import HostCopies
-from shoal.numerics.precision import Precision
+from shoal.numerics.precision import precision_of
 from shoal.parallel.context.attention import cut_batch
-from shoal.parallel.options import Options
 from shoal.parallel.parallel_model import ParallelModel
+from shoal.parallel.policies import Policies
 from shoal.parallel.tensor import TensorParallel
 from shoal.train.checks import refuse_open
 from shoal.train.loss.objective import CrossEntropy, Objective
@@ -49,14 +49,13 @@ class RunState:
         plan: Plan,
         *,
         world: World,
-        precision: Precision,
         objective: Objective,
-        options: Options,
-        updates: Updates,
+        policies: Policies,
     ) -> None:
-        self.plan, self.world, self.precision = plan, world, precision
-        self.objective, self.options, self.updates = objective, options, updates
-        self.seed = options.seed
+        self.plan, self.world, self.objective, self.policies = plan, world, objective, policies
+        self.precision = precision_of(plan.precision, policies.compute.param_dtype)
+        self.updates = Updates.of(policies.step, world, scales_loss=self.precision.scales_loss)
+        self.seed = policies.compute.seed
         self.mesh = Mesh.make(world, plan.layout)
         self.tensor = TensorParallel(self.mesh.groups.get("tp"), splits_tokens=bool(plan.sp))
         """For layers that a model's author splits: ColumnParallelLinear(..., tensor=run.tensor)."""
