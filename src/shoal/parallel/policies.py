@@ -221,7 +221,7 @@ def _not_among(policy: object, allowed: dict[str, tuple[Any, ...]]) -> Iterable[
     for name, values in allowed.items():
         value = getattr(policy, name)
         if value not in values:
-            yield Problem(f"{name} is {value!r}", f"{name}={', '.join(map(repr, values))}")
+            yield Problem(f"{name} is {value!r}", f"{name}={listed(map(repr, values))}")
 
 
 def _is_above_zero(value: Any) -> bool:
