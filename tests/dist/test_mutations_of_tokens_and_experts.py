@@ -17,12 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.blueprint.plan import Plan
 from shoal.comm.world import World
 from shoal.models import llama, moe
+from shoal.numerics.gradients import global_norm, norms_of
+from shoal.numerics.local_tensor import to_local
 from shoal.numerics.ops.attention import Attended
 from shoal.parallel import parallel_model
 from shoal.parallel.context import attention, ring
 from shoal.parallel.context.attention import ContextParallel
-from shoal.parallel.data import fsdp
-from shoal.parallel.expert import experts, router
+from shoal.parallel.data import ddp, fsdp
+from shoal.parallel.expert import experts, loads, router
 from shoal.train import run_state
 from shoal.train.global_loss import GlobalLoss
 from shoal.verification.case import Case
@@ -138,7 +140,7 @@ def gradients_stay_with_their_tokens() -> Any:
 
 def gradients_of_stages_stay_with_their_tokens() -> Any:
     """pp: the average over cp is forgotten."""
-    return patch.object(parallel_model, "average_gradients", lambda gradients, group: None)
+    return patch.object(ddp, "average_gradients", lambda gradients, group: None)
 
 
 def gradients_of_shards_stay_with_their_tokens() -> Any:
@@ -150,9 +152,7 @@ def norm_of_own_shard() -> Any:
     """zero=1: every rank clips by the norm of its own shard, and cp ranks have shards too."""
 
     def norm(self: Any, parameters: list[nn.Parameter], **_: Any) -> Tensor:
-        return parallel_model.global_norm(
-            parallel_model.norms_of([parallel_model.to_local(p.grad) for p in parameters if p.grad is not None])
-        )
+        return global_norm(norms_of([to_local(p.grad) for p in parameters if p.grad is not None]))
 
     return patch.object(parallel_model.ParallelModel, "norm", norm)
 
@@ -277,7 +277,7 @@ def bias_of_own_loads() -> Any:
 
     def balance(self: Any, **options: Any) -> Any:
         own = dict(self.balance.loads)
-        with patch.object(parallel_model, "update_bias", lambda one, *_: router.update_bias(one, own[one.name])):
+        with patch.object(loads, "update_bias", lambda one, *_: router.update_bias(one, own[one.name])):
             return original(self, **options)
 
     return patch.object(parallel_model.ParallelModel, "balance_experts", balance)

@@ -27,10 +27,8 @@ from shoal.parallel.batch_norm import RunningStatistics, Sharing, batch_norms, s
 from shoal.parallel.checks import refuse, why_plain
 from shoal.parallel.context.attention import Attention, ContextParallel
 from shoal.parallel.context.attention import divide as divide_tokens
-from shoal.parallel.data.ddp import replicate
-from shoal.parallel.data.fsdp import Sharding, units_by_size
-from shoal.parallel.data.gradient_reducer import GradientReducer
-from shoal.parallel.data.local_sgd import LocalSGD
+from shoal.parallel.data.fsdp import FSDPSync, Sharding, units_by_size
+from shoal.parallel.data.gradient_sync import GradientSync
 from shoal.parallel.expert.aux_loss import AuxLoss
 from shoal.parallel.expert.experts import ExpertParallel, Experts, experts_in
 from shoal.parallel.expert.experts import divide as divide_experts
@@ -40,7 +38,7 @@ from shoal.parallel.parallel_model import ParallelModel, StageModule
 from shoal.parallel.pipeline.pipeline import Pipeline, Stage, cut
 from shoal.parallel.pipeline.stage_io import Activation, skeleton_of
 from shoal.parallel.policies import ComputePolicy, SyncPolicy
-from shoal.parallel.replica_sync import build_gradient_sync, uses_own_reducer, with_buckets
+from shoal.parallel.replica_sync import ReplicaGroup, build_gradient_sync, uses_own_reducer, with_buckets
 from shoal.parallel.tensor import TensorParallel, note_split_layers, split
 
 
@@ -60,28 +58,12 @@ def compose(
     originals = dict(model.named_parameters(remove_duplicate=False))
     by_hand = note_split_layers(model, tensor)
     shapes = {name: tuple(parameter.shape) for name, parameter in originals.items()} | by_hand
-    refuse(
-        model,
-        plan,
-        description,
-        tensor,
-        shapes,
-        is_split_by_hand=bool(by_hand),
-        compute=compute,
-        sync=sync,
-    )
+    is_by_hand = bool(by_hand)
+    refuse(model, plan, description, tensor, shapes, is_split_by_hand=is_by_hand, compute=compute, sync=sync)
     num_parameters = sum(math.prod(shapes[name]) for name, _ in model.named_parameters())
     routed = {name: router.num_experts for name, router in routers(model).items()}
-    how = _How(
-        plan,
-        description,
-        mesh,
-        tensor,
-        precision,
-        compute,
-        uses_own_reducer=uses_own_reducer(plan, sync),
-        balance=_balance(model, plan, mesh, tensor),
-    )
+    balance, is_own = _balance(model, plan, mesh, tensor), uses_own_reducer(plan, sync)
+    how = _How(plan, description, mesh, tensor, precision, compute, uses_own_reducer=is_own, balance=balance)
     how.is_fused = compute.fused_loss is not False and why_plain(model, plan, description) is None
     batch_norm, tracks = _batch_norm(model, plan, mesh, compute)
     skeleton = skeleton_of(model) if mesh.degree("pp") > 1 else model
@@ -90,33 +72,15 @@ def compose(
         _lay_out(part, how)
     if how.context is not None and skeleton is not model:
         divide_tokens(skeleton, description, how.context, is_compiled=True)
-    whole = parts[0].model
-    sync, bucket_chosen = with_buckets(sync, plan, parts, mesh, is_sharded=how.sharding is not None)
-    meeting = build_gradient_sync(
-        parts,
-        plan,
-        mesh=mesh,
-        tensor=tensor,
-        description=description,
-        sync=sync,
-        seed=compute.seed,
-        is_sharded=how.sharding is not None,
-    )
-    if meeting is None and how.sharding is None and parts[0].stage is None:
-        assert sync.bucket_mb != "auto"
-        peers = mesh.group_of_several(plan.gradient_axis)
-        whole = replicate(
-            whole,
-            peers,
-            device=mesh.device,
-            bucket_mb=sync.bucket_mb,
-            find_unused_parameters=sync.find_unused_parameters,
-        )
+    is_sharded, models = how.sharding is not None, [part.model for part in parts]
+    sync, bucket_chosen = with_buckets(sync, plan, parts, mesh, is_sharded=is_sharded)
+    replicas = ReplicaGroup(plan, mesh, tensor, description, parts, is_sharded=is_sharded)
+    called, replica_sync = build_gradient_sync(replicas, sync, seed=compute.seed)
     return ParallelModel(
         plan=plan,
         mesh=mesh,
         parts=parts,
-        model=whole,
+        model=called,
         tensor=tensor,
         context=how.context,
         head=how.head,
@@ -124,12 +88,12 @@ def compose(
         routed=routed,
         experts=frozenset(how.divided),
         pipeline=_pipeline(parts, skeleton, how),
-        reducer=meeting if isinstance(meeting, GradientReducer) else None,
-        islands=meeting if isinstance(meeting, LocalSGD) else None,
-        statistics=_statistics([part.model for part in parts], plan, mesh) if tracks else None,
+        shards=FSDPSync(models, plan.zero or 0) if is_sharded else GradientSync(),
+        replicas=replica_sync,
+        statistics=_statistics(models, plan, mesh) if tracks else None,
         batch_norm=batch_norm,
-        is_sharded=how.sharding is not None,
-        is_split_by_hand=bool(by_hand),
+        is_sharded=is_sharded,
+        is_split_by_hand=is_by_hand,
         originals=originals,
         shapes=shapes,
         num_parameters=num_parameters,

@@ -111,8 +111,8 @@ def counts_like_data(state: RunState) -> bool:
 
 def _agreed(state: RunState, weight: float, num_samples: float, counted: Counted | None) -> dict[str, Any]:
     """The sums over all ranks of weight, samples and signals, on their way; without a message, if they are known."""
-    if state.parallel_model is not None and state.parallel_model.reducer is not None:
-        state.parallel_model.reducer.step = state.steps_done
+    if state.parallel_model is not None:
+        state.parallel_model.begin_step(state.steps_done)
     if counted is None:
         agreed = state.world.all_reduce_host([weight, num_samples, *state.signals.values()])
         return {"agreed": agreed, "signals": tuple(state.signals)}

@@ -77,7 +77,7 @@ class StepEngine:
         for index, microbatch in enumerate(step.microbatches):
             step.index = index
             self._begin(step, index)
-            with composed.synchronised(is_last=index == last):
+            with composed.begin_microbatch(is_last=index == last):
                 yield microbatch
 
     def backward(self, loss: Tensor | tuple[Tensor, Tensor | float]) -> None:
@@ -214,21 +214,16 @@ class StepEngine:
             is_applied = state.updates.apply(state.optimizer, state.host_copies, trained, norm)
         finally:
             self._is_updating = False
-        if composed.reducer is not None:
-            composed.reducer.judged(is_applied)
+        composed.commit(is_applied)
         return norm, is_applied
 
     def _end_step(self, report: StepReport) -> None:
         """Clear the gradients and count the step."""
         state, composed = self.state, self.state.composed
         state.optimizer.zero_grad(set_to_none=True)
-        for parameter in composed.named.values():  # of those that no optimizer has, too
-            parameter.grad = None
         state.steps_done += 1
-        if composed.islands is not None:
-            composed.islands.after(state.steps_done)
+        report.hidden = composed.end_step(state.steps_done)
         state.open_step = None
-        report.hidden = composed.hidden()
         if composed.balance is not None:
             composed.balance.factor = self.factor_of_open_step
         state.report = report
