@@ -54,7 +54,6 @@ ELSEWHERE = {  # arguments of Accelerate, Fabric, DeepSpeed and the Trainer of t
     "num_nodes": "torchrun --nnodes 2 ...",
     "accelerator": "Run(device='cuda')",
     "cpu": "Run(device='cpu')",
-    "find_unused_parameters": "Run(find_unused_parameters=True)",
     "gradient_checkpointing": "Run('recompute=full')",
     "activation_checkpointing": "Run('recompute=full')",
     "gradient_as_bucket_view": "leave it out: it is always so",
