@@ -129,9 +129,8 @@ class Run(RunState):
     # ---- save and load -----------------------------------------------------------------------------------------------
 
     def weights(self) -> dict[str, Tensor]:
-        """Every parameter, whole, under the name that it has on one device, in host memory of the main rank; and what
-        else a run learns: biases of routers, running statistics of batch norm. It is empty on the other ranks, which
-        have to call this too."""
+        """Every parameter, whole, under the name that it has on one device, in host memory of the main rank; and biases
+        of routers and running statistics of batch norm. It is empty on the other ranks, which have to call this too."""
         self.settle()
         with self.composed.shared_weights():
             self.composed.before_evaluation()
@@ -151,10 +150,10 @@ class Run(RunState):
         and its learning rate, prepared schedulers, loss scale, the positions of prepared loaders, and how many steps
         were made. Every rank calls it.
 
-        wait    True: return when all of it is on the disk, or raise. False: when it is copied; it is written while the
-                run goes on, one save at a time, and `run.saved(directory)` waits for it
-        keep    how many of the newest steps stay; None: all of them, and two if nobody waits
-        extra   what else is to be there after `load`, as `run.extra`: anything that JSON can say; that of the main rank
+        wait    True: return when all of it is on the disk, or raise. False: when it is copied; it is written during the
+                next steps, one save at a time, and `run.saved(directory)` waits for it
+        keep    how many of the newest steps stay; None: all of them, and two under wait=False
+        extra   values of the main rank that `load` puts into `run.extra`: anything that JSON can hold
         """
         save_run(self, directory, wait=wait, keep=keep, extra=extra)
 
@@ -164,9 +163,9 @@ class Run(RunState):
             wait_for(saver)
 
     def load(self, directory: str | Path, *, step: int | None = None, only_weights: bool = False) -> int:
-        """Go on from what was saved, by any layout on any number of ranks, of a step, or of the newest one. Every rank
+        """Resume from a step that was saved, or from the newest one, by any layout on any number of ranks. Every rank
         calls it, when model, optimizer, schedulers and loaders are prepared; returns how many steps were made.
-        `only_weights`: take the model alone, for a run of another kind."""
+        `only_weights`: load the model alone, for a run of another kind."""
         return load_run(self, directory, step, only_weights=only_weights)
 
     # ---- evaluation and the end ------------------------------------------------------------------------------------
@@ -174,19 +173,19 @@ class Run(RunState):
     def evaluate(self, batches: Iterable[Any]) -> float:
         """The mean loss over batches that are dealt out over the ranks, each sample once; weights do not change."""
         loss = self.evaluate_unless(None, batches)
-        assert loss is not None  # nobody could stop it
+        assert loss is not None  # without `stop`, it ends with the batches
         return loss
 
     def evaluate_unless(self, stop: Callable[[], bool] | None, batches: Iterable[Any]) -> float | None:
-        """The same; None on every rank, and the rest is left out, if `stop`, which every rank asks before each of its
-        batches, says so on any of them."""
+        """The same; None on every rank, without the rest of the batches, as soon as `stop()`, which every rank calls
+        before each of its batches, is true on any of them."""
         use_device(self.device)
         self.settle()
         with self.composed.shared_weights():
             return evaluate(self, batches, stop)
 
     def meet(self) -> None:
-        """Under sync=, let all islands meet now, at the end of a run, say; else nothing. Every rank calls it."""
+        """Under sync=, average the weights of all islands now, at the end of a run, say. Every rank calls it."""
         self.refuse_open_step("to meet")
         self.settle()
         if self.composed.islands is not None:
@@ -194,8 +193,8 @@ class Run(RunState):
             self.composed.before_evaluation()
 
     def whole_tokens(self, x: Tensor, dim: int = 1) -> Tensor:
-        """What every rank has computed for its own tokens (logits, say), for all tokens of the sequence, in order.
-        Without context parallelism it is all there already. To look at: no gradient goes back through it."""
+        """Join what every rank has computed for its own tokens (logits, say) to all tokens of the sequence, in order.
+        Without context parallelism a rank has them all already. No gradient flows back through it."""
         context = self.composed.context
         return x.detach() if context is None else context.join(x.detach(), dim)
 
@@ -209,7 +208,7 @@ class Run(RunState):
     def close(self) -> None:
         """Leave the world, if this run entered it."""
         try:
-            if sys.exc_info()[0] is None:  # else the other ranks may not be there to be asked
+            if sys.exc_info()[0] is None:  # else other ranks may have left
                 self.settle()
                 self._finish_saves()
         finally:

@@ -73,9 +73,7 @@ class DDPSync(GradientSync):
         if module.device_type != "cpu":
             return None  # the timers of a GPU would have to be waited for
         numbers = _timers(module) if _is_timed(step) else None  # before the rate changes: torch asks it here, too
-        module._set_ddp_runtime_logging_sample_rate(
-            1 if _is_timed(step + 1) else _NEVER
-        )  # but for the first ten
+        module._set_ddp_runtime_logging_sample_rate(1 if _is_timed(step + 1) else _NEVER)  # but for the first ten
         if numbers is None:
             return None
         seconds = numbers.get("backward_comm_time", 0) * 1e-9
