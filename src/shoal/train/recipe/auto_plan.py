@@ -138,7 +138,12 @@ def dimensions_of(model: nn.Module) -> dict[str, Any] | None:
     if any(said[name] is None for name in ("hidden", "layers", "heads", "ffn", "vocabulary")):
         return None
     shared = (getattr(config, "num_shared_experts", 0) or 0) * (said["expert_ffn"] or 0)
-    return {"shared_ffn": shared, **{name: value for name, value in said.items() if value is not None}}
+    by_expert = getattr(config, "choice", "token") == "expert"
+    routing = {
+        "has_auxiliary_loss": not by_expert and bool(getattr(config, "auxiliary_coefficient", True)),
+        "routes_by_sequence": by_expert or getattr(config, "capacity_factor", None) is not None,
+    }
+    return {"shared_ffn": shared, **routing, **{name: value for name, value in said.items() if value is not None}}
 
 
 def _traced(model: nn.Module, recipe: Recipe) -> Workload:
