@@ -210,7 +210,7 @@ class ParallelModel:
     def hidden(self) -> Overlap | None:
         """How long replicas sent each other something in the last step, and how much of it was hidden; None: it was not
         measured."""
-        return self.replicas.overlap(self._step)
+        return self.replicas.measured_overlap(self._step)
 
     @torch.no_grad()
     def balance_experts(self, *, is_applied: Tensor | bool) -> Tensor | None:

@@ -66,7 +66,7 @@ class DDPSync(GradientSync):
         """Gradients are averaged only in the backward of the step's last microbatch."""
         return NOTHING if is_last else self.module.no_sync()
 
-    def overlap(self, step: int) -> Overlap | None:
+    def measured_overlap(self, step: int) -> Overlap | None:
         """The gradients that DDP sent in this step. Call it after every step: it also switches the timers of torch's
         reducer for the next one."""
         module = self.module

@@ -89,7 +89,7 @@ class GradientReducer(GradientSync):
         for load in self.averager.loads:
             load.judged(is_applied)
 
-    def overlap(self, step: int) -> Overlap | None:
+    def measured_overlap(self, step: int) -> Overlap | None:
         """Of the last step."""
         return self.hidden
 

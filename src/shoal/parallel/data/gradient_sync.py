@@ -10,7 +10,7 @@
 The calls of one step, in their order:
 
     begin_step ─ microbatch (with: forward, backward) x m ─ finish_backward ─ finish_gradients ─ agree_on_norm
-      ─ commit ─ end_step ─ overlap
+      ─ commit ─ end_step ─ measured_overlap
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class GradientSync:
     def end_step(self, steps_done: int) -> None:
         """After the update."""
 
-    def overlap(self, step: int) -> Overlap | None:
+    def measured_overlap(self, step: int) -> Overlap | None:
         """How long this step's exchange took, and how much of it was hidden; None: not measured."""
         return None
 

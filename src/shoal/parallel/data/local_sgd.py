@@ -247,7 +247,7 @@ class LocalSGD(GradientSync):
             else:
                 del self.arrived[name]
 
-    def overlap(self, step: int) -> Overlap | None:
+    def measured_overlap(self, step: int) -> Overlap | None:
         """Of the last exchange."""
         return self.hidden
 
