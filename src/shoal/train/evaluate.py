@@ -71,11 +71,11 @@ def _loss(run: RunState, batch: Any, weight: float) -> Tensor | Loss | None:
 def _in_lockstep(
     run: RunState, batches: Iterator[Any], stop: Callable[[], bool] | None
 ) -> Iterator[tuple[Any, bool] | None]:
-    """Batches, and whether they count; None in place of the next one, and then no more, if `stop` says so on any rank.
-    Where ranks meet in a forward, one that has no batch left computes another once more, for nothing, until all are
-    done; where they do not, it only waits for what the others say."""
-    meets = run.composed.has_collective_forward
-    if run.world.size == 1 or (stop is None and not meets):
+    """Batches, and whether they count; None in place of the next one, and then no more, if `stop()` is true on any
+    rank. Where ranks communicate in a forward, one without a batch left repeats another, which does not count, until
+    all are done; where they do not, it only waits for the flags of the others."""
+    is_collective = run.composed.has_collective_forward
+    if run.world.size == 1 or (stop is None and not is_collective):
         for batch in batches:
             if stop is not None and stop():
                 yield None
@@ -94,9 +94,9 @@ def _in_lockstep(
         if num_asked:
             yield None
             return
-        if meets and num_without:  # some rank has never seen a batch
+        if is_collective and num_without:  # some rank has never seen a batch
             sent = next(one for one in run.world.all_gather_object(mine) if one is not None)
             example = sent if example is None else example
-        if mine is not None or meets:
+        if mine is not None or is_collective:
             yield (mine, True) if mine is not None else (example, False)
         mine = next(batches, None)

@@ -13,7 +13,7 @@ from torch import Tensor
 from shoal.errors import ShoalError
 from shoal.numerics.gradients import gradients_of, scale_
 from shoal.numerics.local_tensor import to_local
-from shoal.train.checks import refuse_late_routers
+from shoal.train.checks import reject_late_routers
 from shoal.train.loss.counting import Kind
 from shoal.train.loss.late_count import agree, agree_on_kind, convention, is_late, refuse_uncounted
 from shoal.train.loss.objective import CrossEntropy, MeanOf
@@ -89,7 +89,7 @@ class GlobalLoss:
             world_size=state.world.size,
         )
         if state.composed.balance is not None:
-            refuse_late_routers(agreed.correction)
+            reject_late_routers(agreed.correction)
         corrected = {id(one): one for one in [*state.composed.named.values(), *state.trained_parameters()]}
         scale_([to_local(gradient) for gradient in gradients_of(corrected.values())], agreed.correction)
         if isinstance(state.objective, CrossEntropy) and state.objective.rule.is_shifted is None:

@@ -11,7 +11,7 @@ from typing import Any
 from shoal.comm.world import HostReduction, use_device
 from shoal.data.batch import length, parts, to_device
 from shoal.parallel.context.attention import mark_cut
-from shoal.train.checks import refuse_arguments, refuse_batch, refuse_direct_loop
+from shoal.train.checks import reject_arguments, reject_batch, reject_direct_loop
 from shoal.train.loss.objective import CrossEntropy
 from shoal.train.run_state import RunState
 from shoal.train.step import Counted, OpenStep
@@ -33,16 +33,16 @@ def open_step(
 
     counts   False: the batch is a stand-in, on a rank that has no sample of the global batch
     offset   the place of its first sample in the global batch; None: every rank has as many
-    largest  samples of the largest share; None: all shares are alike
+    largest  samples of the largest share; None: all shares are equal
     counted  what the dataset knows of every global batch; None: labels are counted
     """
-    refuse_batch(batch, state.open_step)
+    reject_batch(batch, state.open_step)
     use_device(state.device)  # a step may be made in another thread than the one that prepared it
     batch = state.own_tokens(batch)
     composed, objective, mb = state.parallel_model, state.objective, state.plan.mb
     if isinstance(objective, CrossEntropy):
         if state.unchecked_forward is not None:
-            refuse_arguments(state.unchecked_forward, batch)
+            reject_arguments(state.unchecked_forward, batch)
             state.unchecked_forward = None
         if counts:
             objective.check(batch)
@@ -85,7 +85,7 @@ def step_of(state: RunState, batch: Any) -> OpenStep:
     """The step of this batch: the one that `batches` has opened, or a new one."""
     step = state.open_step
     if step is None or step.has_begun:
-        reject_direct_loop(state)
+        reject_iterated_loaders(state)
         return open_step(state, batch)
     if step.batch is batch:
         return step
@@ -95,10 +95,10 @@ def step_of(state: RunState, batch: Any) -> OpenStep:
     return open_step(state, batch, counts=step.counts, offset=step.offset, largest=step.largest)
 
 
-def reject_direct_loop(state: RunState) -> None:
+def reject_iterated_loaders(state: RunState) -> None:
     """Raise if ranks share a batch and the script goes through a loader by itself."""
     if state.gradient_degree > 1:
-        refuse_direct_loop(state.loaders)
+        reject_direct_loop(state.loaders)
 
 
 def counts_like_data(state: RunState) -> bool:

@@ -1,11 +1,11 @@
-"""From the gradients of a step to its update: judge, clip, apply.
+"""From the gradients of a step to its update: check, clip, apply.
 
-One number decides, the global norm, which is the same on every rank. Where it is judged:
+One number decides, the global norm, which is the same on every rank. Where it is checked:
 
-on the host     it is read, and the host waits for the step: on a CPU, under fp16 (whose next step depends on it), with
-                an optimizer of one's own, and where optimizer or parameters live in host memory
-on the device   a fused optimizer is told where to find it, and drops the update by itself; the host hears of it when
-                the next step has been asked for
+on the host     the host reads it, and waits for the step: on a CPU, under fp16 (whose next step depends on it), with an
+                optimizer of one's own, and where optimizer or parameters live in host memory
+on the device   a fused optimizer reads it there, and drops the update by itself; the host reads it after the next step
+                was queued
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from shoal.train.step import PendingStep
 
 @dataclass(kw_only=True)
 class Updates:
-    """What a run does with the gradients of its steps."""
+    """Updates of the parameters, with clipping, loss scale and the check for numbers that are not finite."""
 
     world: World
     loss_scale: LossScale
     clip: float | None
     on_nan: OnNan
     defers_nan_check: bool | None = None
-    """Whether the optimizer judges on the device whether a gradient is finite. None: not decided yet."""
+    """Whether the optimizer checks on the device that gradients are finite. None: not decided yet."""
     has_updated: bool = False
     """Whether the optimizer has made a step of this run."""
-    unjudged: PendingStep | None = None
-    """The last step, as long as nobody on the host knows whether its gradient was finite."""
+    pending: PendingStep | None = None
+    """The last step, until the host has read whether its gradient was finite."""
 
     @classmethod
     def of(cls, policy: StepPolicy, world: World, *, scales_loss: bool) -> Updates:
@@ -58,12 +58,12 @@ class Updates:
         self, optimizer: Optimizer, host_copies: HostCopies | None, trained: list[nn.Parameter], norm: Tensor
     ) -> Tensor | bool:
         """Clip and update, unless a gradient is not finite. Returns whether it was done; as a number on the device, if
-        it was judged there."""
+        it was checked there."""
         if self.defers_nan_check is None:
             is_elsewhere = host_copies is not None or any(p.device != self.world.device for p in trained)
             can = self.world.device.type == "cuda" and not is_elsewhere and takes_scale(optimizer)
             self.defers_nan_check = can and not self.loss_scale.is_dynamic
-        # The first one is judged here: an optimizer that makes its states while it drops a step leaves them unfilled.
+        # The first one is checked here: an optimizer that makes its states while it drops a step leaves them unfilled.
         if self.defers_nan_check and self.has_updated:
             return self._apply_on_device(optimizer, trained, norm)
         is_applied = self.keeps_nonfinite or math.isfinite(norm)
@@ -93,21 +93,21 @@ class Updates:
         scale_([to_local(gradient) for gradient in gradients_of(trained)], coefficient / self.loss_scale.scale)
 
     def settle(self) -> None:
-        """Judge the last step now, and wait for it."""
-        unjudged, self.unjudged = self.unjudged, None
-        if unjudged is not None and unjudged.report.was_skipped:
-            unjudged.report.note = self._judge_nonfinite(unjudged)
+        """Wait for the last step, and check its gradient."""
+        pending, self.pending = self.pending, None
+        if pending is not None and pending.report.was_skipped:
+            pending.report.note = self._handle_nonfinite(pending)
 
-    def _judge_nonfinite(self, unjudged: PendingStep) -> str:
+    def _handle_nonfinite(self, pending: PendingStep) -> str:
         """Every rank is here together, because the norm is the same number everywhere, and so is the loss.
 
         A gradient that overflows is what the loss scale is for. It cannot cure a loss that is not finite itself.
         """
-        loss, _ = unjudged.report.numbers.read()
+        loss, _ = pending.report.numbers.read()
         if self.loss_scale.is_dynamic and not self.loss_scale.is_exhausted and math.isfinite(loss):
             self.loss_scale.overflowed()
             return ""
-        text = nonfinite_places(self.world, unjudged)
+        text = nonfinite_places(self.world, pending)
         if self.on_nan == "stop":
             raise RunFailed(text, fix="lower --optim.lr, look at that batch, or --run.on_nan skip to drop such steps")
         return text

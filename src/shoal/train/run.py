@@ -25,7 +25,7 @@ from shoal.errors import ShoalError
 from shoal.numerics.determinism import make_deterministic
 from shoal.parallel.checks import refuse_unbuilt
 from shoal.parallel.policies import Policies, Settings, setting_names, settings_help
-from shoal.train.checks import refuse_options, refuse_several, refuse_unprepared
+from shoal.train.checks import reject_options, reject_several, reject_unprepared
 from shoal.train.evaluate import evaluate
 from shoal.train.loss.objective import CrossEntropy, LossFunction, Objective, objective_of
 from shoal.train.open_step import counts_like_data, open_step
@@ -62,7 +62,7 @@ class Run(RunState):
         **settings: Unpack[Settings],
     ) -> None:
         _reject_unknown(settings)
-        asked, policies = Plan.of(plan), Policies.of(**settings)
+        requested, policies = Plan.of(plan), Policies.of(**settings)
         if policies.compute.deterministic:
             make_deterministic()
         objective = objective_of(loss)
@@ -72,7 +72,7 @@ class Run(RunState):
                 fix="fused_loss=None; or no loss=, which is the cross-entropy of batches with labels",
             )
         world = world or World.start(read_environment(os.environ), device=device, timeout=timeout, threads=threads)
-        resolved = asked.resolve(world.size)
+        resolved = requested.resolve(world.size)
         refuse_unbuilt(resolved)
         if resolved.sync == "auto":
             raise ShoalError("sync=auto is chosen by `shoal train`", fix="sync=diloco:50, compress=int8, or neither")
@@ -100,14 +100,14 @@ class Run(RunState):
                 step = open_step(self, share.batch, counts=share.counts, offset=share.offset, largest=share.largest)
                 yield step.batch
         else:
-            refuse_unprepared(loader, self.world.size)
+            reject_unprepared(loader, self.world.size)
             counted = Counted.of(loader) if isinstance(loader, Loader) and counts_like_data(self) else None
             for batch in loader:
                 yield open_step(self, batch, counted=counted).batch
 
     def step(self, batch: Any, *others: Any) -> Tensor:
         """Forward, backward and update over this rank's share of a global batch; returns the global loss."""
-        refuse_several(others)
+        reject_several(others)
         self.engine.forward_backward(batch)
         return self.update().loss
 
@@ -186,7 +186,7 @@ class Run(RunState):
 
     def meet(self) -> None:
         """Under sync=, average the weights of all islands now, at the end of a run, say. Every rank calls it."""
-        self.refuse_open_step("to meet")
+        self.reject_open_step("to meet")
         self.settle()
         if self.composed.islands is not None:
             self.composed.islands.meet(self.steps_done)
@@ -242,4 +242,4 @@ def _reject_unknown(settings: Mapping[str, Any]) -> None:
     """Arguments that neither a run nor its policies have."""
     named = [name for name, one in inspect.signature(Run.__init__).parameters.items() if one.kind is one.KEYWORD_ONLY]
     known = [*named, *setting_names()]
-    refuse_options({name: value for name, value in settings.items() if name not in known}, known)
+    reject_options({name: value for name, value in settings.items() if name not in known}, known)

@@ -70,7 +70,7 @@ def _islands(run: RunState) -> dict[str, Any]:
 
 def settle_to_save(run: RunState) -> None:
     """Wait for the last step, and let what ranks learn on their own be the same on all of them."""
-    run.refuse_open_step("to save")
+    run.reject_open_step("to save")
     run.settle()
     run.composed.before_evaluation()  # statistics of batch norm
     if run.composed.islands is not None:
@@ -133,7 +133,7 @@ def _plain(extra: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def load_run(run: RunState, directory: str | Path, step: int | None, *, only_weights: bool) -> int:
     """Returns how many steps the run has made now."""
-    run.refuse_open_step("to load")
+    run.reject_open_step("to load")
     store, named = find(directory)
     step = named if step is None else step
     known = on_main(run.world, store.steps, failed=f"{store.where} was not read")

@@ -18,7 +18,7 @@ from shoal.numerics.optim.build import memory_of_squares
 from shoal.parallel.compose import compose
 from shoal.parallel.parallel_model import ParallelModel
 from shoal.train.build_model import describe
-from shoal.train.checks import refuse_compiled, refuse_rounding, refuse_second, refuse_wrapped, rule_under
+from shoal.train.checks import reject_compiled, reject_rounding, reject_second, reject_wrapped, rule_under
 from shoal.train.loss.objective import CrossEntropy, LabelRule, MeanOf
 from shoal.train.rebind_optimizer import rebind_optimizer
 from shoal.train.run_checkpoint import loader_changes
@@ -48,9 +48,9 @@ def _prepare(engine: StepEngine, thing: Any) -> Any:
 
 def _prepare_model(engine: StepEngine, model: nn.Module) -> nn.Module:
     state = engine.state
-    refuse_second("model", state.parallel_model)
-    refuse_wrapped(model)
-    refuse_compiled(model)
+    reject_second("model", state.parallel_model)
+    reject_wrapped(model)
+    reject_compiled(model)
     init_missing(model, state.seed)
     description = describe(model)
     rule = LabelRule.of(model)
@@ -83,8 +83,8 @@ def _prepare_model(engine: StepEngine, model: nn.Module) -> nn.Module:
 
 def _prepare_optimizer(engine: StepEngine, optimizer: Optimizer) -> Optimizer:
     state = engine.state
-    refuse_second("optimizer", state.prepared_optimizer)
-    refuse_rounding(optimizer, state.precision.weight_dtype)
+    reject_second("optimizer", state.prepared_optimizer)
+    reject_rounding(optimizer, state.precision.weight_dtype)
     for scheduler in state.schedulers:
         check_optimizer(scheduler, optimizer)
     optimizer.register_step_pre_hook(engine.before_optimizer)

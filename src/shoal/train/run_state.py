@@ -35,7 +35,7 @@ from shoal.parallel.context.attention import cut_batch
 from shoal.parallel.parallel_model import ParallelModel
 from shoal.parallel.policies import Policies
 from shoal.parallel.tensor import TensorParallel
-from shoal.train.checks import refuse_open
+from shoal.train.checks import reject_open
 from shoal.train.loss.objective import CrossEntropy, Objective
 from shoal.train.optimizer_step import Updates
 from shoal.train.step import OpenStep, StepReport
@@ -153,9 +153,9 @@ class RunState:
         not finite. On a GPU that is otherwise known only when the next step has been queued."""
         self.updates.settle()
 
-    def refuse_open_step(self, why: str) -> None:
+    def reject_open_step(self, why: str) -> None:
         """Raise between a batch that was taken and its update."""
-        refuse_open(self.open_step, why)
+        reject_open(self.open_step, why)
 
     def own_tokens(self, batch: Any) -> Any:
         """With context parallelism, this rank's tokens of a batch; without it, or of what is cut already, the batch."""

@@ -29,13 +29,13 @@ from shoal.hash_rng import hashed_number
 from shoal.numerics.async_scalars import AsyncScalars
 from shoal.parallel.data.ddp import explain_unused
 from shoal.parallel.pipeline.pipeline import MicrobatchFeed
-from shoal.train.checks import refuse_own_loop, refuse_unknown_batch, with_all_backwards
+from shoal.train.checks import reject_own_loop, reject_unknown_batch, with_all_backwards
 from shoal.train.global_loss import GlobalLoss
 from shoal.train.loss.counting import Loss, read_loss
 from shoal.train.loss.late_count import take
 from shoal.train.loss.message import LossMessage
 from shoal.train.loss.objective import call_of, loss_of_output
-from shoal.train.open_step import open_without_batch, reject_direct_loop, step_of
+from shoal.train.open_step import open_without_batch, reject_iterated_loaders, step_of
 from shoal.train.run_state import RunState
 from shoal.train.step import OpenStep, PendingStep, StepReport
 
@@ -71,7 +71,7 @@ class StepEngine:
     def microbatches(self, batch: Any) -> Iterator[Any]:
         """The batch in parts of `mb` samples; gradients are synchronised in the backward of the last one only."""
         composed = self.state.composed
-        refuse_own_loop(composed)
+        reject_own_loop(composed)
         step = step_of(self.state, batch)
         last = len(step.microbatches) - 1
         for index, microbatch in enumerate(step.microbatches):
@@ -83,10 +83,10 @@ class StepEngine:
     def backward(self, loss: Tensor | tuple[Tensor, Tensor | float]) -> None:
         """Backward of a loss of the script's own."""
         state = self.state
-        refuse_own_loop(state.composed)
+        reject_own_loop(state.composed)
         if state.open_step is None:
-            reject_direct_loop(state)
-            refuse_unknown_batch(state.composed)
+            reject_iterated_loaders(state)
+            reject_unknown_batch(state.composed)
             open_without_batch(state)
         self._backward(read_loss(loss))
 
@@ -187,7 +187,7 @@ class StepEngine:
             composed.statistics.finish()
         keeps_nonfinite = state.updates.keeps_nonfinite
         report = StepReport(loss, norm, AsyncScalars(loss, norm), keeps_nonfinite=keeps_nonfinite, experts=experts)
-        state.updates.unjudged = PendingStep(report, state.steps_done + 1, step.sums, composed.norms)
+        state.updates.pending = PendingStep(report, state.steps_done + 1, step.sums, composed.norms)
         if isinstance(is_applied, bool):
             state.settle()
         self._end_step(report)
@@ -233,7 +233,7 @@ class StepEngine:
     def before_optimizer(self, *_: Any) -> None:
         """Before a step of the optimizer: a loop that was left as it was for one device makes steps itself."""
         if not self._is_updating:
-            reject_direct_loop(self.state)
+            reject_iterated_loaders(self.state)
 
     def factor_of_open_step(self) -> float:
         """The factor of auxiliary losses in a loop of one's own that does not go through microbatches."""
