@@ -17,14 +17,16 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.blueprint.plan import Plan
 from shoal.comm.world import World
 from shoal.models import llama, moe
+from shoal.numerics.gradients import global_norm, norms_of
+from shoal.numerics.local_tensor import to_local
 from shoal.numerics.ops.attention import Attended
 from shoal.parallel import parallel_model
 from shoal.parallel.context import attention, ring
 from shoal.parallel.context.attention import ContextParallel
-from shoal.parallel.data import fsdp
-from shoal.parallel.expert import experts, router
-from shoal.train import run
-from shoal.train.run import Run
+from shoal.parallel.data import ddp, fsdp
+from shoal.parallel.expert import experts, loads, router
+from shoal.train import run_state
+from shoal.train.global_loss import GlobalLoss
 from shoal.verification.case import Case
 from shoal.verification.rank import verify_in
 from tests.cover import covered
@@ -86,12 +88,12 @@ def every_rank_counts_from_0() -> Any:
 
 def labels_cut_in_another_order() -> Any:
     """ring: tokens are cut zig-zag, labels one part after the other."""
-    original = run.cut_batch
+    original = run_state.cut_batch
 
     def cut_batch(batch: Any, description: Any, of: ContextParallel) -> Any:
         return {**original(batch, description, of), "labels": batch["labels"].chunk(of.degree, 1)[of.index]}
 
-    return patch.object(run, "cut_batch", cut_batch)
+    return patch.object(run_state, "cut_batch", cut_batch)
 
 
 def gradients_of_keys_do_not_come_home() -> Any:
@@ -138,7 +140,7 @@ def gradients_stay_with_their_tokens() -> Any:
 
 def gradients_of_stages_stay_with_their_tokens() -> Any:
     """pp: the average over cp is forgotten."""
-    return patch.object(parallel_model, "average_gradients", lambda gradients, group: None)
+    return patch.object(ddp, "average_gradients", lambda gradients, group: None)
 
 
 def gradients_of_shards_stay_with_their_tokens() -> Any:
@@ -150,22 +152,22 @@ def norm_of_own_shard() -> Any:
     """zero=1: every rank clips by the norm of its own shard, and cp ranks have shards too."""
 
     def norm(self: Any, parameters: list[nn.Parameter], **_: Any) -> Tensor:
-        return parallel_model.global_norm(
-            parallel_model.norms_of([parallel_model.to_local(p.grad) for p in parameters if p.grad is not None])
-        )
+        return global_norm(norms_of([to_local(p.grad) for p in parameters if p.grad is not None]))
 
     return patch.object(parallel_model.ParallelModel, "norm", norm)
 
 
 def mean_of_means() -> Any:
     """Every rank divides by the number of its own tokens that count."""
-    return patch.object(Run, "_total_weight", lambda self, step: sum(step.weights) * self.gradient_degree)
+    return patch.object(GlobalLoss, "total_weight", lambda self, step: sum(step.weights) * self.state.gradient_degree)
 
 
 def sum_over_ranks_for_the_mean() -> Any:
     """Losses and gradients of all tokens are divided by the tokens of one rank."""
-    original = Run._total_weight
-    return patch.object(Run, "_total_weight", lambda self, step: original(self, step) / self.gradient_degree)
+    original = GlobalLoss.total_weight
+    return patch.object(
+        GlobalLoss, "total_weight", lambda self, step: original(self, step) / self.state.gradient_degree
+    )
 
 
 # ---- defects of divided experts -------------------------------------------------------------------------------------
@@ -245,8 +247,10 @@ def weights_of_the_router_are_forgotten() -> Any:
 
 def auxiliary_loss_once_per_rank() -> Any:
     """The auxiliary loss weighs as many times more as there are ranks."""
-    original = Run._auxiliary_factor
-    return patch.object(Run, "_auxiliary_factor", lambda self, *step: original(self, *step) * self.world.size)
+    original = GlobalLoss.auxiliary_factor
+    return patch.object(
+        GlobalLoss, "auxiliary_factor", lambda self, *step: original(self, *step) * self.state.world.size
+    )
 
 
 def auxiliary_loss_of_own_tokens() -> Any:
@@ -273,7 +277,7 @@ def bias_of_own_loads() -> Any:
 
     def balance(self: Any, **options: Any) -> Any:
         own = dict(self.balance.loads)
-        with patch.object(parallel_model, "update_bias", lambda one, *_: router.update_bias(one, own[one.name])):
+        with patch.object(loads, "update_bias", lambda one, *_: router.update_bias(one, own[one.name])):
             return original(self, **options)
 
     return patch.object(parallel_model.ParallelModel, "balance_experts", balance)

@@ -17,7 +17,7 @@ from tests.dist.pool import Pool
 def go(world: World, plan: str) -> tuple[list[float], dict[str, Tensor], set[torch.dtype]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 5))
-    run = Run(f"bf16 {plan}", clip=1.0, weights="bf16", world=world)
+    run = Run(f"bf16 {plan}", clip=1.0, param_dtype="bf16", world=world)
     run.prepare(model)
     section = OptimSection(param_dtype="bf16", state_dtype="bf16")
     run.prepare(build_optimizer(run.parameters, section, lr=3e-3))

@@ -71,8 +71,8 @@ def test_the_factor_is_read_at_the_end_of_the_forward() -> None:
     with Run("fp64") as run:
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-2))
         model.model.layers[-1].register_forward_hook(lambda *_: seen.append("last block"))
-        factor = run._factor
-        run._factor = lambda: (seen.append("factor"), factor())[1]  # type: ignore[method-assign]
+        factor = run.engine.factor
+        run.engine.factor = lambda: (seen.append("factor"), factor())[1]  # type: ignore[method-assign]
         run.step(batch())
     assert seen[:2] == ["last block", "factor"]
 

@@ -48,7 +48,7 @@ def batches(count: int) -> list[tuple[Tensor, Tensor]]:
 def prepared(weights: Any, lr: float, states: Any = "fp32") -> Run:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 8))
-    run = Run("bf16", device="cpu", weights=weights, clip=1.0)
+    run = Run("bf16", device="cpu", param_dtype=weights, clip=1.0)
     run.prepare(model)
     section = OptimSection(param_dtype=weights, state_dtype=states, weight_decay=0.0)
     run.prepare(build_optimizer(run.parameters, section, lr=lr))
@@ -154,22 +154,22 @@ def test_a_run_does_not_go_on_with_states_of_another_kind(
 def test_an_optimizer_that_rounds_to_the_nearest_is_refused(kind: Any) -> None:
     """1,897 of 65,920 weights changed in 20 steps where 53,248 do in float32, without a word."""
     model = nn.Linear(4, 4)
-    with Run("bf16", device="cpu", weights="bf16") as run, pytest.raises(ShoalError, match=r"shoal\.AdamW"):
+    with Run("bf16", device="cpu", param_dtype="bf16") as run, pytest.raises(ShoalError, match=r"shoal\.AdamW"):
         run.prepare(model, kind(model.parameters(), lr=1e-5))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64", "fp16"])
 def test_which_precisions_it_is_for(precision: str) -> None:
     with pytest.raises(ShoalError, match="weights in bf16 are for the precisions bf16 and fp8") as caught:
-        Run(precision, device="cpu", weights="bf16")
+        Run(precision, device="cpu", param_dtype="bf16")
     fix = str(caught.value).partition("fix: ")[2]
-    assert fix == "weights='fp32', or Run('bf16')"  # what a script can say: it has no options of a command
+    assert fix == "param_dtype='fp32', or Run('bf16')"  # what a script can say: it has no options of a command
 
 
 @pytest.mark.parametrize("word", ["sync=diloco:10", "compress=int8", "offload=optimizer"])
 def test_what_it_is_not_built_for(word: str) -> None:
     with pytest.raises(ShoalError, match=word):
-        Run(f"bf16 {word}", device="cpu", weights="bf16")
+        Run(f"bf16 {word}", device="cpu", param_dtype="bf16")
 
 
 def test_torch_and_own_copies_take_them_alike() -> None:

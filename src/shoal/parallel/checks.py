@@ -20,7 +20,7 @@ from shoal.parallel.context.attention import Attention, DocumentMask
 from shoal.parallel.expert.experts import experts_in
 from shoal.parallel.expert.router import routers
 from shoal.parallel.fused_loss_head import why_not_fused
-from shoal.parallel.options import Options
+from shoal.parallel.policies import ComputePolicy, SyncPolicy
 from shoal.parallel.tensor import WHOLE, TensorParallel
 
 
@@ -53,7 +53,8 @@ def refuse(
     shapes: dict[str, tuple[int, ...]],
     *,
     is_split_by_hand: bool,
-    options: Options,
+    compute: ComputePolicy,
+    sync: SyncPolicy,
 ) -> None:
     """Raise with everything that does not fit. `shapes` are those of all parameters, whole."""
     names = [name for name, _ in model.named_modules()]
@@ -63,13 +64,15 @@ def refuse(
         features=shapes,
         modules=names,
         is_split_by_hand=is_split_by_hand,
-        compiles=bool(options.compile),
+        compiles=bool(compute.compile),
     )
-    raise_if(found or unfit(model, plan, description, options), title=f"plan '{plan.brief()}'")
+    raise_if(found or unfit(model, plan, description, compute, sync), title=f"plan '{plan.brief()}'")
     _refuse_unlike(model, plan, tensor)
 
 
-def unfit(model: nn.Module, plan: Plan, description: Description, options: Options) -> list[Problem]:
+def unfit(
+    model: nn.Module, plan: Plan, description: Description, compute: ComputePolicy, sync: SyncPolicy
+) -> list[Problem]:
     """What the modules of a model, built or without memory, have against a plan that its description fits; and what the
     settings of a run have against either."""
     return [
@@ -79,10 +82,10 @@ def unfit(model: nn.Module, plan: Plan, description: Description, options: Optio
         *_unsaid_documents(model, plan, description),
         *_other_experts(model, plan, description),
         *_ties_that_break(model, plan, description),
-        *(_unshared_batch_norm(model, plan) if options.sync_batch_norm else ()),
-        *_never_unused(plan, finds_unused=options.find_unused_parameters),
-        *_all_too_narrow(model, plan, description, options.fp8_min_features),
-        *(_not_fused(model, plan, description) if options.fused_loss else ()),
+        *(_unshared_batch_norm(model, plan) if compute.sync_batch_norm else ()),
+        *_never_unused(plan, finds_unused=sync.find_unused_parameters),
+        *_all_too_narrow(model, plan, description, compute.fp8_min_features),
+        *(_not_fused(model, plan, description) if compute.fused_loss else ()),
     ]
 
 

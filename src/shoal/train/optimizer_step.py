@@ -1,66 +1,53 @@
-"""From the gradients of a step to its update: judge, clip, apply.
+"""From the gradients of a step to its update: check, clip, apply.
 
-One number decides, the global norm, which is the same on every rank. Where it is judged:
+One number decides, the global norm, which is the same on every rank. Where it is checked:
 
-on the host     it is read, and the host waits for the step: on a CPU, under fp16 (whose next step depends on it), with
-                an optimizer of one's own, and where optimizer or parameters live in host memory
-on the device   a fused optimizer is told where to find it, and drops the update by itself; the host hears of it when
-                the next step has been asked for
+on the host     the host reads it, and waits for the step: on a CPU, under fp16 (whose next step depends on it), with an
+                optimizer of one's own, and where optimizer or parameters live in host memory
+on the device   a fused optimizer reads it there, and drops the update by itself; the host reads it after the next step
+                was queued
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.comm.world import World
-from shoal.errors import Problem, RunFailed, listed
+from shoal.errors import RunFailed
 from shoal.numerics.gradients import LossScale, clip_coefficient, gradients_of, scale_
 from shoal.numerics.local_tensor import to_local
 from shoal.numerics.offload import HostCopies
 from shoal.numerics.optim.build import step_scaled, takes_scale
+from shoal.parallel.policies import OnNan, StepPolicy
 from shoal.train.nonfinite import nonfinite_places
 from shoal.train.step import PendingStep
-
-OnNan = Literal["stop", "skip", "ignore"]
-
-
-def misspelt(*, clip: Any, on_nan: Any, loss_scale: Any, loss_scale_window: Any) -> Iterator[Problem]:
-    """What a script says about updates that would not do what it means: a negative norm, say, climbs. A recipe was
-    looked at before."""
-    if on_nan not in get_args(OnNan):
-        yield Problem(f"on_nan is {on_nan!r}", f"on_nan={listed(map(repr, get_args(OnNan)))}")
-    if clip is not None and not _is_above_zero(clip):
-        yield Problem(f"clip is {clip!r}", "clip=1.0, the largest norm of gradients; or clip=None, to leave them alone")
-    for name, value, usual in (("loss_scale", loss_scale, 65536.0), ("loss_scale_window", loss_scale_window, 2000)):
-        if not _is_above_zero(value):
-            yield Problem(f"{name} is {value!r}", f"{name}={usual}, or another number above 0")
-
-
-def _is_above_zero(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 @dataclass(kw_only=True)
 class Updates:
-    """What a run does with the gradients of its steps."""
+    """Updates of the parameters, with clipping, loss scale and the check for numbers that are not finite."""
 
     world: World
     loss_scale: LossScale
     clip: float | None
     on_nan: OnNan
     defers_nan_check: bool | None = None
-    """Whether the optimizer judges on the device whether a gradient is finite. None: not decided yet."""
+    """Whether the optimizer checks on the device that gradients are finite. None: not decided yet."""
     has_updated: bool = False
     """Whether the optimizer has made a step of this run."""
-    unjudged: PendingStep | None = None
-    """The last step, as long as nobody on the host knows whether its gradient was finite."""
+    pending: PendingStep | None = None
+    """The last step, until the host has read whether its gradient was finite."""
+
+    @classmethod
+    def of(cls, policy: StepPolicy, world: World, *, scales_loss: bool) -> Updates:
+        """As a policy says, under a precision that scales losses or does not."""
+        scale = LossScale(policy.loss_scale, policy.loss_scale_window) if scales_loss else LossScale()
+        return cls(world=world, loss_scale=scale, clip=policy.clip, on_nan=policy.on_nan)
 
     @property
     def keeps_nonfinite(self) -> bool:
@@ -71,12 +58,12 @@ class Updates:
         self, optimizer: Optimizer, host_copies: HostCopies | None, trained: list[nn.Parameter], norm: Tensor
     ) -> Tensor | bool:
         """Clip and update, unless a gradient is not finite. Returns whether it was done; as a number on the device, if
-        it was judged there."""
+        it was checked there."""
         if self.defers_nan_check is None:
             is_elsewhere = host_copies is not None or any(p.device != self.world.device for p in trained)
             can = self.world.device.type == "cuda" and not is_elsewhere and takes_scale(optimizer)
             self.defers_nan_check = can and not self.loss_scale.is_dynamic
-        # The first one is judged here: an optimizer that makes its states while it drops a step leaves them unfilled.
+        # The first one is checked here: an optimizer that makes its states while it drops a step leaves them unfilled.
         if self.defers_nan_check and self.has_updated:
             return self._apply_on_device(optimizer, trained, norm)
         is_applied = self.keeps_nonfinite or math.isfinite(norm)
@@ -106,21 +93,21 @@ class Updates:
         scale_([to_local(gradient) for gradient in gradients_of(trained)], coefficient / self.loss_scale.scale)
 
     def settle(self) -> None:
-        """Judge the last step now, and wait for it."""
-        unjudged, self.unjudged = self.unjudged, None
-        if unjudged is not None and unjudged.report.was_skipped:
-            unjudged.report.note = self._judge_nonfinite(unjudged)
+        """Wait for the last step, and check its gradient."""
+        pending, self.pending = self.pending, None
+        if pending is not None and pending.report.was_skipped:
+            pending.report.note = self._handle_nonfinite(pending)
 
-    def _judge_nonfinite(self, unjudged: PendingStep) -> str:
+    def _handle_nonfinite(self, pending: PendingStep) -> str:
         """Every rank is here together, because the norm is the same number everywhere, and so is the loss.
 
         A gradient that overflows is what the loss scale is for. It cannot cure a loss that is not finite itself.
         """
-        loss, _ = unjudged.report.numbers.read()
+        loss, _ = pending.report.numbers.read()
         if self.loss_scale.is_dynamic and not self.loss_scale.is_exhausted and math.isfinite(loss):
             self.loss_scale.overflowed()
             return ""
-        text = nonfinite_places(self.world, unjudged)
+        text = nonfinite_places(self.world, pending)
         if self.on_nan == "stop":
             raise RunFailed(text, fix="lower --optim.lr, look at that batch, or --run.on_nan skip to drop such steps")
         return text

@@ -46,7 +46,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """A step that was asked for, of which nobody on the host knows yet whether its gradient was finite."""
+    """A step that was queued; the host has not read yet whether its gradient was finite."""
 
     report: StepReport
     number: int
@@ -105,7 +105,7 @@ class OpenStep:
     num_own: int
     """Microbatches that are this rank's own; what comes after them is repeated for nothing."""
     largest: int | None = None
-    """Samples of the largest share of it; None: all shares are alike."""
+    """Samples of the largest share of it; None: all shares are equal."""
     sums: list[Tensor] = field(default_factory=list)
     message: LossMessage | None = None
     """The loss, on its way."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.numerics.local_tensor import is_fsdp
+from shoal.parallel.data.gradient_sync import GradientSync
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -71,17 +72,34 @@ class Sharding:
         )
 
 
-@contextmanager
-def synchronised(module: nn.Module, is_last: bool, *, zero: int) -> Iterator[None]:
-    """Backward inside reduces gradients, and lets go of gathered parameters, as this stage of ZeRO says."""
-    if not is_fsdp(module):
-        yield
-        return
-    _set(module, is_last=is_last, zero=zero)
-    try:
-        yield
-    finally:
-        _set(module, is_last=True, zero=zero)
+@dataclass
+class FSDPSync(GradientSync):
+    """FSDP2 reduces gradients to shards, as the stage of ZeRO says."""
+
+    models: Sequence[nn.Module]
+    """The model; in a pipeline, those of this rank's stages."""
+    zero: int
+
+    def microbatch(self, is_last: bool) -> AbstractContextManager[None]:
+        """The backward reduces gradients, and lets go of gathered parameters, as this stage of ZeRO says."""
+        return self._microbatch(is_last)
+
+    @contextmanager
+    def _microbatch(self, is_last: bool) -> Iterator[None]:
+        (root,) = self.models  # a pipeline has no microbatches of a script's own
+        assert is_fsdp(root)
+        _set(root, is_last=is_last, zero=self.zero)
+        try:
+            yield
+        finally:
+            _set(root, is_last=True, zero=self.zero)
+
+    def release(self) -> None:
+        """Let go of everything that is gathered."""
+        for model in self.models:
+            for unit in model.modules():
+                if is_fsdp(unit):
+                    unit.reshard()
 
 
 def _set(module: FSDPModule, *, is_last: bool, zero: int) -> None:
@@ -92,13 +110,6 @@ def _set(module: FSDPModule, *, is_last: bool, zero: int) -> None:
         module.set_requires_all_reduce(wanted[1])
         module.set_reshard_after_backward(wanted[2])
         setattr(module, "_last_set", wanted)  # noqa: B010  (an attribute of ours on a module of torch)
-
-
-def reshard(module: nn.Module) -> None:
-    """Let go of everything that is gathered."""
-    for unit in module.modules():
-        if is_fsdp(unit):
-            unit.reshard()
 
 
 def units_by_size(model: nn.Module, except_for: Iterable[nn.Module] = ()) -> Sequence[nn.Module]:

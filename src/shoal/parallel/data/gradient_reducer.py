@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +22,12 @@ from torch import Tensor, nn
 from shoal.comm.replicas.overlap import Overlap
 from shoal.comm.replicas.transport import Transport
 from shoal.errors import ShoalError
-from shoal.parallel.data.bucket_averager import BucketAverager, InFlightBucket
+from shoal.parallel.data.bucket_averager import BucketAverager, CommThreads, InFlightBucket
+from shoal.parallel.data.gradient_sync import NOTHING, GradientSync
 
 
 @dataclass
-class GradientReducer:
+class GradientReducer(GradientSync):
     """What averages the gradients of a model's parameters."""
 
     averager: BucketAverager
@@ -55,7 +57,16 @@ class GradientReducer:
                     self._hooks.append(hook)
         self._clear()
 
-    def finish(self) -> None:
+    def begin_step(self, step: int) -> None:
+        """What is drawn, is drawn by the number of the step."""
+        self.step = step
+
+    def microbatch(self, is_last: bool) -> AbstractContextManager[None]:
+        """Buckets travel during the backward of the last microbatch only."""
+        self.is_armed = is_last
+        return NOTHING
+
+    def finish_backward(self) -> None:
         """Return when all gradients are averaged."""
         ready = time.perf_counter()
         loads = self.averager.loads
@@ -73,10 +84,18 @@ class GradientReducer:
         self._clear()
 
     @torch.no_grad()
-    def judged(self, is_applied: Tensor | bool) -> None:
+    def commit(self, is_applied: Tensor | bool) -> None:
         """The step whose gradients were averaged last was made, or dropped."""
         for load in self.averager.loads:
             load.judged(is_applied)
+
+    def measured_overlap(self, step: int) -> Overlap | None:
+        """Of the last step."""
+        return self.hidden
+
+    def threads(self) -> CommThreads | None:
+        """The lanes on which buckets travel."""
+        return self.averager.lanes
 
     def close(self) -> None:
         """End the threads, and let go of the parameters."""

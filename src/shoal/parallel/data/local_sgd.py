@@ -18,20 +18,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from math import inf
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.blueprint.local_sgd import SyncSpec, due, reject_fragments
 from shoal.comm.compression.reduce import Average
+from shoal.comm.mesh import Mesh
 from shoal.comm.replicas.overlap import Overlap
 from shoal.errors import raise_if
-from shoal.numerics.local_tensor import to_local
+from shoal.numerics.local_tensor import gradient_of, to_local
 from shoal.parallel.data.bucket_averager import BucketAverager, CommThreads, InFlightBucket
+from shoal.parallel.data.gradient_sync import GradientSync
 from shoal.parallel.data.local_step_scale import LocalStepScale
 
 
@@ -54,7 +57,7 @@ and what is longer than the way there goes beyond; by twice the way, it would ne
 
 
 @dataclass
-class LocalSGD:
+class LocalSGD(GradientSync):
     """What lets the replicas of a model meet every so many steps."""
 
     named: Mapping[str, nn.Parameter]
@@ -106,7 +109,7 @@ class LocalSGD:
             wide = torch.promote_types(like.dtype, torch.float32)
             self.spread = LocalStepScale(memory, torch.zeros(2, dtype=wide, device=like.device))
 
-    def share_gradients(self, step: int) -> None:
+    def finish_gradients(self, step: int) -> None:
         """Among the first steps, counted from 0: give all islands the mean of their gradients."""
         if step < self.warmup_steps:
             self._began = time.perf_counter()
@@ -120,17 +123,36 @@ class LocalSGD:
                         parameter.grad = None
                 load.flat = load.done = None
 
+    def norm_group(self, mesh: Mesh) -> dist.ProcessGroup:
+        """An island clips by its own norm."""
+        return mesh.group("island")
+
+    def agree_on_norm(self, norm: Tensor, mesh: Mesh, *, step: int, scale: float, clip: float | None) -> Tensor:
+        """Islands have norms of their own; but where one's is not finite, no island's is: whatever is decided by that,
+        all decide alike. They compare gradients as an optimizer sees them, without `scale` and clipped."""
+        bad = (~norm.isfinite()).to(norm.dtype)
+        between = mesh.group("dp_replicate")
+        if self.spread is None:
+            dist.all_reduce(bad, group=between)
+        else:
+            own = [gradient_of(parameter) for parameter in self.named.values() if parameter.requires_grad]
+            seen = torch.full_like(norm, 1 / scale)
+            if clip is not None:
+                seen *= (clip * scale / (norm + 1e-6)).clamp_max(1.0)
+            bad = self.spread.tell(bad, own, step, times=seen, islands=between, own=mesh.group("island"))
+        return torch.where(bad > 0, torch.full_like(norm, torch.nan), norm)
+
     @torch.no_grad()
-    def after(self, step: int) -> None:
-        """Exchange what is due after a step, counted from 1, and apply what is due of what was exchanged."""
-        if step < self.warmup_steps:
+    def end_step(self, steps_done: int) -> None:
+        """Exchange what is due after a step, and apply what is due of what was exchanged."""
+        if steps_done < self.warmup_steps:
             for name, shared in self.shared.items():
                 shared.copy_(to_local(self.named[name]))
-        elif step == self.warmup_steps:
-            self._part(step)
+        elif steps_done == self.warmup_steps:
+            self._part(steps_done)
         else:
             self._began = time.perf_counter()
-            self._exchange(step)
+            self._exchange(steps_done)
         self.hidden = Overlap.of(*self.lanes.sent.take(), ready=self._began)
 
     def _part(self, step: int) -> None:
@@ -225,9 +247,20 @@ class LocalSGD:
             else:
                 del self.arrived[name]
 
-    @contextmanager
-    def shared_weights(self) -> Iterator[None]:
+    def measured_overlap(self, step: int) -> Overlap | None:
+        """Of the last exchange."""
+        return self.hidden
+
+    def threads(self) -> CommThreads | None:
+        """The lanes on which weights travel."""
+        return self.lanes
+
+    def shared_weights(self) -> AbstractContextManager[None]:
         """Inside, the model has the weights that all islands agree on."""
+        return self._shared_weights()
+
+    @contextmanager
+    def _shared_weights(self) -> Iterator[None]:
         self.settle()
         with torch.no_grad():
             own = {name: to_local(self.named[name]).clone() for name in self.shared}

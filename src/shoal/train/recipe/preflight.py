@@ -24,11 +24,11 @@ from shoal.data.sources.open import open_datasets
 from shoal.data.sources.packing import PackedTokens
 from shoal.errors import Problem, ShoalError, needs, raise_if, to_install
 from shoal.parallel.checks import refuse_unbuilt, unfit
-from shoal.parallel.data.local_sgd import OuterOptimizer
-from shoal.parallel.options import Options
 from shoal.parallel.pipeline.stage_io import stream_of
+from shoal.parallel.policies import Policies
 from shoal.train.build_model import build_model, describe, without_memory
 from shoal.train.loss.objective import CrossEntropy, call_of, uncallable
+from shoal.train.recipe.settings import settings_of
 
 T = TypeVar("T")
 FAST_DEV_STEPS = 3
@@ -106,18 +106,6 @@ class Findings:
             return None
 
 
-def outer_of(recipe: Recipe) -> OuterOptimizer:
-    """How islands meet."""
-    comm = recipe.comm
-    return OuterOptimizer(
-        lr=comm.outer_lr,
-        momentum=comm.outer_momentum,
-        fragments=comm.fragments,
-        delay=comm.outer_delay,
-        rescale=comm.rescale,
-    )
-
-
 def _without_torchao() -> Iterator[Problem]:
     """Looked for, and not imported: that takes seconds, and says things that are not for our users."""
     if importlib.util.find_spec("torchao") is None:
@@ -181,18 +169,8 @@ def _unfit_for_plan(plan: Plan, model: nn.Module, recipe: Recipe, data: Dataset)
         modules=names,
         compiles=settings.compile,
     )
-    options = Options(
-        find_unused_parameters=settings.find_unused_parameters,
-        sync_batch_norm=settings.sync_batch_norm,
-        fused_loss=fused_loss_of(recipe),
-        fp8_min_features=settings.fp8_min_features,
-    )
-    return found or unfit(model, plan, description, options)
-
-
-def fused_loss_of(recipe: Recipe) -> bool | None:
-    """Whether the head is to compute the loss; None: where it can."""
-    return {"auto": None, "fused": True, "plain": False}[recipe.run.loss]
+    policies = Policies.of(**settings_of(recipe))
+    return found or unfit(model, plan, description, policies.compute, policies.sync)
 
 
 def _misfits(recipe: Recipe, model: nn.Module | None, data: Dataset) -> list[Problem]:

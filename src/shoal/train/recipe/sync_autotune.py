@@ -110,7 +110,7 @@ def bucket_chosen(run: Run) -> str:
 
 def algorithm_chosen(run: Run) -> str:
     """What `comm.algorithm: auto` has come to when the model was prepared, and why; empty: nothing was left open."""
-    if run.options.algorithm != "auto":
+    if run.policies.sync.algorithm != "auto":
         return ""
     lanes = run.composed.lanes
     if lanes is None:
