@@ -56,24 +56,24 @@ def build_gradient_sync(
     axis = "dp_replicate" if is_sharded or plan.sync else plan.gradient_axis
     if mesh.degree(axis) == 1 or not uses_own_reducer(plan, options):
         return None
-    wire = Transport(mesh.new_group(axis), mesh.wire, node=mesh.ranks_of_node(axis))
+    transport = Transport(mesh.new_group(axis), mesh.wire, node=mesh.ranks_of_node(axis))
     named = {name: p for part in parts for name, p in part.model.named_parameters()}
     assert options.bucket_mb != "auto"
     bucket_bytes = BUCKET_BYTES if options.bucket_mb is None else round(options.bucket_mb * 2**20)
-    wire.algorithm, why = (
-        fastest(wire, bucket_bytes) if options.algorithm == "auto" else (options.algorithm, "it was asked for")
+    transport.algorithm, why = (
+        fastest(transport, bucket_bytes) if options.algorithm == "auto" else (options.algorithm, "it was asked for")
     )
     average = build_average(plan.compression)
     # What is not encoded gains nothing by a second lane, and NCCL may not be asked from two threads in any order.
-    has_two = plan.compression is not None and wire.device.type == "cpu"
-    lanes = CommThreads([wire, *([replace(wire, group=mesh.new_group(axis))] if has_two else [])], why)
+    has_two = plan.compression is not None and transport.device.type == "cpu"
+    lanes = CommThreads([transport, *([replace(transport, group=mesh.new_group(axis))] if has_two else [])], why)
     is_whole = not is_sharded and parts[0].stage is None
 
     def kind_of(name: str) -> object:
         return name in tensor.cuts, name in tensor.partial
 
     if is_whole:
-        make_equal(parts[0].model, wire)
+        make_equal(parts[0].model, transport)
     if plan.synchrony is not None:
         _reject_tied_replicas(plan, mesh, description)
         return LocalSGD(

@@ -31,7 +31,7 @@ class Codec(ABC):
         """The bytes of whole blocks."""
 
     @abstractmethod
-    def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
+    def decode(self, encoded: Tensor, dtype: torch.dtype) -> Tensor:
         """The numbers that they stand for."""
 
 
@@ -47,9 +47,9 @@ class Narrow(Codec):
         """Two bytes a number."""
         return x.to(self.dtype).view(BYTE)
 
-    def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
+    def decode(self, encoded: Tensor, dtype: torch.dtype) -> Tensor:
         """The numbers, as wide as they are wanted."""
-        return wire.view(self.dtype).to(dtype)
+        return encoded.view(self.dtype).to(dtype)
 
 
 class Int8(Codec):
@@ -66,9 +66,9 @@ class Int8(Codec):
         whole = _noise(blocks, drawn).add_(blocks.float() / scale.clamp_min(torch.finfo(torch.float32).tiny)).floor_()
         return _joined(whole.to(torch.int8), scale)
 
-    def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
+    def decode(self, encoded: Tensor, dtype: torch.dtype) -> Tensor:
         """Multiples of the scales."""
-        whole, scale = _parted(wire, self.block)
+        whole, scale = _parted(encoded, self.block)
         return whole.view(torch.int8).to(dtype).mul_(scale.to(dtype)).view(-1)
 
 
@@ -85,10 +85,10 @@ class Sign(Codec):
         bits = (blocks >= 0).view(-1, self.block // 8, 8).to(BYTE)
         return _joined(bits.mul_(_weights(x.device)).sum(2, dtype=BYTE), scale)
 
-    def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
+    def decode(self, encoded: Tensor, dtype: torch.dtype) -> Tensor:
         """The scale of the block, with the sign of the number."""
-        packed, scale = _parted(wire, self.block // 8)
-        bits = packed.unsqueeze(2).bitwise_and(_weights(wire.device)) != 0
+        packed, scale = _parted(encoded, self.block // 8)
+        bits = packed.unsqueeze(2).bitwise_and(_weights(encoded.device)) != 0
         signs = bits.view(-1, self.block).to(dtype).mul_(2).sub_(1)
         return signs.mul_(scale.to(dtype)).view(-1)
 
@@ -112,10 +112,10 @@ class Largest(Codec):
         values = blocks.gather(1, places).to(torch.bfloat16)
         return torch.cat([values.view(BYTE), places.to(torch.int16).view(BYTE)], dim=1).view(-1)
 
-    def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
+    def decode(self, encoded: Tensor, dtype: torch.dtype) -> Tensor:
         """Those in their places, and zeros."""
-        values, places = wire.view(-1, self.block_bytes).split(2 * self.kept, dim=1)
-        blocks = torch.zeros(values.shape[0], self.block, dtype=dtype, device=wire.device)
+        values, places = encoded.view(-1, self.block_bytes).split(2 * self.kept, dim=1)
+        blocks = torch.zeros(values.shape[0], self.block, dtype=dtype, device=encoded.device)
         blocks.scatter_(1, _whole(places).view(torch.int16).long(), _whole(values).view(torch.bfloat16).to(dtype))
         return blocks.view(-1)
 
@@ -149,8 +149,8 @@ def _joined(body: Tensor, scale: Tensor) -> Tensor:
     return torch.cat([body.view(BYTE), scale.view(BYTE)], dim=1).view(-1)
 
 
-def _parted(wire: Tensor, body: int) -> tuple[Tensor, Tensor]:
-    numbers, scale = wire.view(-1, body + 4).split([body, 4], dim=1)
+def _parted(encoded: Tensor, body: int) -> tuple[Tensor, Tensor]:
+    numbers, scale = encoded.view(-1, body + 4).split([body, 4], dim=1)
     return numbers, _whole(scale).view(torch.float32)
 
 

@@ -63,16 +63,16 @@ class Average(ABC):
         return Bucket(shapes, torch.zeros(size, dtype=dtype, device=device) if self.keeps_residual else None)
 
     @abstractmethod
-    def __call__(self, x: Tensor, bucket: Bucket, wire: Transport, seeds: Seeds) -> None:
+    def __call__(self, x: Tensor, bucket: Bucket, transport: Transport, seeds: Seeds) -> None:
         """Replace a flat bucket by the mean over all replicas, or by what stands for it."""
 
 
 class AllReduce(Average):
     """The mean."""
 
-    def __call__(self, x: Tensor, bucket: Bucket, wire: Transport, seeds: Seeds) -> None:
+    def __call__(self, x: Tensor, bucket: Bucket, transport: Transport, seeds: Seeds) -> None:
         """One all-reduce."""
-        wire.all_reduce(x).div_(wire.size)
+        transport.all_reduce(x).div_(transport.size)
 
 
 @dataclass(frozen=True)
@@ -82,23 +82,23 @@ class ScatterReduce(Average):
     codec: Codec
     keeps_residual: bool
 
-    def __call__(self, x: Tensor, bucket: Bucket, wire: Transport, seeds: Seeds) -> None:
+    def __call__(self, x: Tensor, bucket: Bucket, transport: Transport, seeds: Seeds) -> None:
         """To the owners, and back."""
         drawn = _drawn(seeds.own, x.device)
         if bucket.residual is not None:
             x += bucket.residual
-        parts = _filled_up(x, wire.size * self.codec.block).view(wire.size, -1)
+        parts = _filled_up(x, transport.size * self.codec.block).view(transport.size, -1)
         sent = self.codec.encode(parts.view(-1), drawn)
-        arrived = wire.all_to_all(sent.view(wire.size, -1))
-        mean = parts[wire.rank].clone()
+        arrived = transport.all_to_all(sent.view(transport.size, -1))
+        mean = parts[transport.rank].clone()
         for rank, message in enumerate(arrived):
-            if rank != wire.rank:
+            if rank != transport.rank:
                 mean += self.codec.decode(message, x.dtype)
-        mean /= wire.size
-        means = self.codec.decode(wire.all_gather(self.codec.encode(mean, drawn)).view(-1), x.dtype).view_as(parts)
+        mean /= transport.size
+        means = self.codec.decode(transport.all_gather(self.codec.encode(mean, drawn)).view(-1), x.dtype).view_as(parts)
         if bucket.residual is not None:
             owed = parts - self.codec.decode(sent, x.dtype).view_as(parts)
-            owed[wire.rank] = (mean - means[wire.rank]) * wire.size
+            owed[transport.rank] = (mean - means[transport.rank]) * transport.size
             _keep(bucket.residual, owed.view(-1))
         x.copy_(means.view(-1)[: x.numel()])
 
@@ -110,17 +110,17 @@ class TopK(Average):
     codec: Largest
     keeps_residual = True
 
-    def __call__(self, x: Tensor, bucket: Bucket, wire: Transport, seeds: Seeds) -> None:
+    def __call__(self, x: Tensor, bucket: Bucket, transport: Transport, seeds: Seeds) -> None:
         """One all-gather."""
         assert bucket.residual is not None
         x += bucket.residual
         filled = _filled_up(x, self.codec.block)
         sent = self.codec.encode(filled, _drawn(seeds.own, x.device))
         total = torch.zeros_like(filled)
-        for message in wire.all_gather(sent):
+        for message in transport.all_gather(sent):
             total += self.codec.decode(message, x.dtype)
         _keep(bucket.residual, filled - self.codec.decode(sent, x.dtype))
-        x.copy_(total[: x.numel()]).div_(wire.size)
+        x.copy_(total[: x.numel()]).div_(transport.size)
 
 
 @dataclass(frozen=True)
@@ -129,13 +129,13 @@ class RandomK(Average):
 
     stride: int
 
-    def __call__(self, x: Tensor, bucket: Bucket, wire: Transport, seeds: Seeds) -> None:
+    def __call__(self, x: Tensor, bucket: Bucket, transport: Transport, seeds: Seeds) -> None:
         """One all-reduce of what was drawn."""
         drawn = _drawn(seeds.shared, x.device)
         rows = _filled_up(x, self.stride).view(-1, self.stride)
         places = torch.randint(self.stride, (len(rows), 1), generator=drawn, device=x.device)
         # What was not drawn may not be finite, and has to be heard of.
-        mean = wire.all_reduce(rows.gather(1, places) + 0 * x.sum()).mul_(self.stride / wire.size)
+        mean = transport.all_reduce(rows.gather(1, places) + 0 * x.sum()).mul_(self.stride / transport.size)
         x.copy_(torch.zeros_like(rows).scatter_(1, places, mean).view(-1)[: x.numel()])
 
 
@@ -168,7 +168,7 @@ class PowerSGD(Average):
         drawn = _drawn(seed, torch.device("cpu"))
         return torch.randn(columns, rank, generator=drawn, dtype=dtype).to(device)
 
-    def __call__(self, x: Tensor, bucket: Bucket, wire: Transport, seeds: Seeds) -> None:
+    def __call__(self, x: Tensor, bucket: Bucket, transport: Transport, seeds: Seeds) -> None:
         """Two all-reduces of narrow matrices."""
         assert bucket.residual is not None
         x += bucket.residual
@@ -176,9 +176,9 @@ class PowerSGD(Average):
         each = list(zip(bucket.pieces(x), bucket.pieces(stands), bucket.narrow, strict=True))
         wide = [(_matrix(piece), _matrix(place), narrow) for piece, place, narrow in each if narrow is not None]
         plain = [(piece, place) for piece, place, narrow in each if narrow is None]
-        left, means = _averaged([piece @ narrow for piece, _, narrow in wide], [piece for piece, _ in plain], wire)
+        left, means = _averaged([piece @ narrow for piece, _, narrow in wide], [piece for piece, _ in plain], transport)
         left = [torch.linalg.qr(one.float() if one.dtype.itemsize < 4 else one)[0].to(x.dtype) for one in left]
-        right, _ = _averaged([piece.T @ one for (piece, _, _), one in zip(wide, left, strict=True)], [], wire)
+        right, _ = _averaged([piece.T @ one for (piece, _, _), one in zip(wide, left, strict=True)], [], transport)
         for (_, place, narrow), one, other in zip(wide, left, right, strict=True):
             torch.mm(one, other.T, out=place)
             narrow.copy_(torch.where(other.isfinite().all(), other, narrow))  # a step that is dropped leaves none
@@ -212,12 +212,12 @@ def _matrix(x: Tensor) -> Tensor:
     return x.view(as_matrix(tuple(x.shape)))
 
 
-def _averaged(matrices: list[Tensor], plain: list[Tensor], wire: Transport) -> tuple[list[Tensor], list[Tensor]]:
+def _averaged(matrices: list[Tensor], plain: list[Tensor], transport: Transport) -> tuple[list[Tensor], list[Tensor]]:
     """The means of many tensors, in one message."""
     tensors = [*matrices, *plain]
     if not tensors:
         return [], []
-    flat = wire.all_reduce(torch.cat([one.reshape(-1) for one in tensors])).div_(wire.size)
+    flat = transport.all_reduce(torch.cat([one.reshape(-1) for one in tensors])).div_(transport.size)
     means = [part.view(one.shape) for part, one in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)]
     return means[: len(matrices)], means[len(matrices) :]
 

@@ -32,31 +32,31 @@ from shoal.numerics.local_tensor import gradient_of, to_local
 class CommThreads:
     """Ways to the same replicas, each with a thread. What begins first in a lane on one rank has to on all."""
 
-    wires: Sequence[Transport]
+    transports: Sequence[Transport]
     """They count together."""
     why: str = ""
     """They send by the algorithm that they do."""
 
     def __post_init__(self) -> None:
-        self._lanes = [_CommThread(wire) for wire in self.wires]
+        self._lanes = [_CommThread(transport) for transport in self.transports]
 
     @property
     def rank(self) -> int:
         """Which replica this is."""
-        return self.wires[0].rank
+        return self.transports[0].rank
 
     @property
     def size(self) -> int:
         """How many there are."""
-        return self.wires[0].size
+        return self.transports[0].size
 
     @property
     def sent(self) -> Sent:
         """By all lanes."""
-        return self.wires[0].sent
+        return self.transports[0].sent
 
     def submit(self, number: int, do: Callable[..., None], *arguments: Any) -> Future[None]:
-        """Call with a wire, and whatever else, in the thread of a lane."""
+        """Call with a transport, and whatever else, in the thread of a lane."""
         return self._lanes[number % len(self._lanes)].submit(do, *arguments)
 
     def close(self) -> None:
@@ -68,8 +68,8 @@ class CommThreads:
 class _CommThread:
     """One thread. It is no reason for a process to stay: one that fails while a peer is late would wait for it."""
 
-    def __init__(self, wire: Transport) -> None:
-        self.wire = wire
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
         self._calls: queue.SimpleQueue[tuple[Future[None], Callable[..., None], tuple[Any, ...]] | None]
         self._calls = queue.SimpleQueue()
         threading.Thread(target=self._work, name="shoal-lane", daemon=True).start()
@@ -86,7 +86,7 @@ class _CommThread:
         while (call := self._calls.get()) is not None:
             done, do, arguments = call
             try:
-                do(self.wire, *arguments)
+                do(self.transport, *arguments)
             except BaseException as error:
                 done.set_exception(error)
             else:
@@ -218,17 +218,17 @@ class BucketAverager:
 
 @torch.no_grad()
 def _travel(
-    wire: Transport, average: Average, bucket: Bucket, flat: Tensor, seeds: Seeds, packed: torch.cuda.Event | None
+    transport: Transport, average: Average, bucket: Bucket, flat: Tensor, seeds: Seeds, packed: torch.cuda.Event | None
 ) -> None:
     """In the thread of a lane."""
     if packed is None:
-        average(flat, bucket, wire, seeds)
+        average(flat, bucket, transport, seeds)
         return
     # A stream of its own: on that of the backward, what travels would wait for what is still to be computed.
     stream = torch.cuda.Stream(flat.device)
     with torch.cuda.stream(stream):
         packed.wait(stream)
-        average(flat, bucket, wire, seeds)
+        average(flat, bucket, transport, seeds)
         stream.synchronize()
 
 
@@ -236,10 +236,10 @@ def _seed(name: str) -> int:
     return hashed_number(*name.encode()) >> 1
 
 
-def make_equal(module: nn.Module, wire: Transport) -> None:
+def make_equal(module: nn.Module, transport: Transport) -> None:
     """Give all replicas the tensors of the first, whatever each was made with."""
     with torch.no_grad():
         for tensor in [*module.parameters(), *module.buffers()]:
-            there = tensor.detach().to(wire.device).contiguous()
-            dist.broadcast(there, group=wire.group, group_src=0)
+            there = tensor.detach().to(transport.device).contiguous()
+            dist.broadcast(there, group=transport.group, group_src=0)
             tensor.copy_(there)

@@ -96,7 +96,7 @@ class GradientReducer:
                 " or requires_grad_(False) for what is never used",
             )
         lanes = self.averager.lanes
-        used = torch.tensor([float(p.grad is not None) for p in every], device=lanes.wires[0].device)
+        used = torch.tensor([float(p.grad is not None) for p in every], device=lanes.transports[0].device)
         lanes.submit(0, _sum, used).result()
         return [parameter for parameter, count in zip(every, used.tolist(), strict=True) if not count]
 
@@ -136,5 +136,5 @@ class GradientReducer:
             load.flat = load.done = None
 
 
-def _sum(wire: Transport, x: Tensor) -> None:
-    wire.all_reduce(x)
+def _sum(transport: Transport, x: Tensor) -> None:
+    transport.all_reduce(x)

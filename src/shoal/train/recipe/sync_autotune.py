@@ -53,10 +53,10 @@ def estimate(job: Job, world: World, ways: tuple[str, ...] = WAYS) -> Estimate |
     alone = job.recipe.model_copy(update={"comm": job.recipe.comm.model_copy(update={"warmup_steps": 0})})
     trial = build_run(alone, world, replace(plan, sync=NEVER, compress=None))
     compute, shapes, width = _replica(job, trial)
-    wire = Transport(trial.mesh.new_group("dp_replicate"), trial.mesh.wire)
-    link = link_of(wire)
+    transport = Transport(trial.mesh.new_group("dp_replicate"), trial.mesh.wire)
+    link = link_of(transport)
     methods = {Plan.parse(words).compress for words in ways} - {None}
-    codec = codec_seconds(wire, sorted(method for method in methods if method is not None))
+    codec = codec_seconds(transport, sorted(method for method in methods if method is not None))
     trial.composed.close()
     del trial
     gc.collect()
@@ -115,7 +115,7 @@ def algorithm_chosen(run: Run) -> str:
     lanes = run.composed.lanes
     if lanes is None:
         return "comm.algorithm auto is builtin: there is one replica"
-    return f"comm.algorithm auto is {lanes.wires[0].algorithm}: {lanes.why}"
+    return f"comm.algorithm auto is {lanes.transports[0].algorithm}: {lanes.why}"
 
 
 def _replica(job: Job, trial: Run) -> tuple[float, list[tuple[int, ...]], int]:
