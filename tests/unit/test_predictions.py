@@ -534,7 +534,7 @@ class Live(TorchDispatchMode):
 class Alone:
     """A group and a ring whose other ranks are not there: what is received is whatever was in memory."""
 
-    group, wire = None, torch.device("cpu")
+    group, comm_device = None, torch.device("cpu")
 
     def __init__(self, index: int, degree: int) -> None:
         self.index, self.degree = index, degree

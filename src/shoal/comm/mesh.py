@@ -87,7 +87,7 @@ class Mesh:
         return node if are_alike else None
 
     @property
-    def wire(self) -> torch.device:
+    def comm_device(self) -> torch.device:
         """Where a tensor has to be to be sent from rank to rank: gloo sends from host memory only."""
         sends_from_device = self.device.type == "cpu" or "cuda:nccl" in dist.get_backend_config()
         return self.device if sends_from_device else torch.device("cpu")

@@ -151,7 +151,7 @@ class _How:
         self.experts: ExpertParallel | None = None
         self.expert_sharding: Sharding | None = None
         if plan.layout.ep > 1:
-            self.experts = ExpertParallel(mesh.groups["ep"], wire=mesh.wire)
+            self.experts = ExpertParallel(mesh.groups["ep"], comm_device=mesh.comm_device)
             self.expert_sharding = _sharding(plan, mesh, self.precision, "edp", uses_own_reducer=self.uses_own_reducer)
         is_mixed = self.balance is not None and plan.layout.pp > 1
         self.as_now = self.balance.as_now if self.balance is not None and is_mixed else None
@@ -159,7 +159,7 @@ class _How:
         self.context: ContextParallel | None = None
         if plan.layout.cp > 1:
             assert plan.context is not None
-            self.context = ContextParallel(mesh.groups["cp"], kind=plan.context, wire=mesh.wire)
+            self.context = ContextParallel(mesh.groups["cp"], kind=plan.context, comm_device=mesh.comm_device)
 
 
 def _lay_out(part: StageModule, how: _How) -> None:
@@ -411,7 +411,7 @@ def _pipeline(parts: list[StageModule], skeleton: nn.Module, how: _How) -> Pipel
         schedule=plan.schedule,
         group=mesh.groups["pp"],
         device=mesh.device,
-        wire=mesh.wire,
+        comm_device=mesh.comm_device,
         num_stages=stages[0].num_stages,
         activation=Activation(skeleton, how.description.blocks, how.tensor),
         dtype=precision.compute_dtype,

@@ -194,8 +194,8 @@ class ParallelModel:
             mine = first if first is not None else second
             assert mine is not None
             other = ends[1] if first is not None else ends[0]
-            theirs = torch.empty_like(mine, device=self.mesh.wire)
-            own = mine.to(self.mesh.wire).contiguous()
+            theirs = torch.empty_like(mine, device=self.mesh.comm_device)
+            own = mine.to(self.mesh.comm_device).contiguous()
             send = dist.P2POp(dist.isend, own, group=self.pipeline.group, group_peer=other)
             receive = dist.P2POp(dist.irecv, theirs, group=self.pipeline.group, group_peer=other)
             for work in dist.batch_isend_irecv([send, receive]):
@@ -354,10 +354,10 @@ class ParallelModel:
         source = self.mesh.layout.rank(pp=owner)
         if self.mesh.rank == source:
             assert full is not None
-            dist.send(full.to(self.mesh.wire), 0)
+            dist.send(full.to(self.mesh.comm_device), 0)
         elif self.mesh.rank == 0:
             example = next(iter(self.named.values()))
-            full = torch.empty(self.shapes[name], dtype=example.dtype, device=self.mesh.wire)
+            full = torch.empty(self.shapes[name], dtype=example.dtype, device=self.mesh.comm_device)
             dist.recv(full, source)
             return full.cpu()
         return None

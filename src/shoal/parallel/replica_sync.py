@@ -38,7 +38,7 @@ def with_buckets(
     if mesh.degree(axis) == 1 or not has_buckets:
         return replace(options, bucket_mb=None), "25 MB, if at all: no buckets of gradients travel between replicas"
     trained = [to_local(p) for part in parts for p in part.model.parameters() if p.requires_grad]
-    size, why = bucket_mb(Transport(mesh.group(axis), mesh.wire), sum(p.nbytes for p in trained))
+    size, why = bucket_mb(Transport(mesh.group(axis), mesh.comm_device), sum(p.nbytes for p in trained))
     return replace(options, bucket_mb=size), f"{size:.3g} MB: {why}"
 
 
@@ -56,7 +56,7 @@ def build_gradient_sync(
     axis = "dp_replicate" if is_sharded or plan.sync else plan.gradient_axis
     if mesh.degree(axis) == 1 or not uses_own_reducer(plan, options):
         return None
-    transport = Transport(mesh.new_group(axis), mesh.wire, node=mesh.ranks_of_node(axis))
+    transport = Transport(mesh.new_group(axis), mesh.comm_device, node=mesh.ranks_of_node(axis))
     named = {name: p for part in parts for name, p in part.model.named_parameters()}
     assert options.bucket_mb != "auto"
     bucket_bytes = BUCKET_BYTES if options.bucket_mb is None else round(options.bucket_mb * 2**20)

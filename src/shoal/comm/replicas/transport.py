@@ -52,7 +52,7 @@ class Transport:
     group: dist.ProcessGroup
     """Its own, which nobody else uses: collectives may begin at any time, from another thread."""
     device: torch.device
-    """From where tensors can be sent; see `Mesh.wire`."""
+    """From where tensors can be sent; see `Mesh.comm_device`."""
     algorithm: Chosen = "builtin"
     node: int | None = None
     """Ranks of a node, for the hierarchical one."""

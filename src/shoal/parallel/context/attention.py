@@ -49,8 +49,10 @@ BACKENDS: Mapping[Backend, list[SDPBackend]] = {
 class ContextParallel:
     """The cp group of a rank, and which tokens of a sequence each of its ranks has."""
 
-    def __init__(self, group: dist.ProcessGroup, *, kind: Literal["ring", "ulysses"], wire: torch.device) -> None:
-        self.group, self.kind, self.wire = group, kind, wire
+    def __init__(
+        self, group: dist.ProcessGroup, *, kind: Literal["ring", "ulysses"], comm_device: torch.device
+    ) -> None:
+        self.group, self.kind, self.comm_device = group, kind, comm_device
         self.degree, self.index = group.size(), dist.get_rank(group)
         self.num_tokens: int | None = None
         """Of the whole sequences that were cut last."""
@@ -116,7 +118,7 @@ class Attention(nn.Module):
             out: Tensor = ring_attention(q_BNTH, k_BKTH, v_BKTH, mask, context, causal=self.causal)
         else:
             on_one_device = partial(attended, mask_BTT=mask, causal=self.causal, backend=self.backend)
-            out = ulysses_attention(q_BNTH, k_BKTH, v_BKTH, on_one_device, context.group, context.wire)
+            out = ulysses_attention(q_BNTH, k_BKTH, v_BKTH, on_one_device, context.group, context.comm_device)
         return out
 
 

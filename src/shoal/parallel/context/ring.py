@@ -38,7 +38,7 @@ class Ring(Protocol):
     """The ranks that keys and values go round."""
 
     group: dist.ProcessGroup
-    wire: torch.device
+    comm_device: torch.device
     """Where a tensor has to be to be sent."""
     index: int
     degree: int
@@ -60,7 +60,7 @@ class Exchange:
     @classmethod
     def start(cls, block: Tensor, ring: Ring, tag: int) -> Exchange:
         """Begin to pass a block on."""
-        sent = block.to(ring.wire).contiguous()
+        sent = block.to(ring.comm_device).contiguous()
         received = torch.empty_like(sent)
         after, before = (ring.index + 1) % ring.degree, (ring.index - 1) % ring.degree
         send = dist.P2POp(dist.isend, sent, group=ring.group, tag=tag, group_peer=after)

@@ -33,7 +33,7 @@ def ulysses_attention(
     v: Tensor,
     attention: Callable[[Tensor, Tensor, Tensor], Tensor],
     group: Any,
-    wire: torch.device,
+    comm_device: torch.device,
 ) -> Tensor:
     """My queries to the keys of all ranks. `attention` is that of one device; heads and tokens are dims 1 and 2."""
     degree = group.size()
@@ -42,17 +42,17 @@ def ulysses_attention(
         k, v = (x.repeat_interleave(times, dim=1) for x in (k, v))
     sizes = [x.shape[1] // degree for x in (q, k, v)]
     packed = torch.cat([x.unflatten(1, (degree, -1)) for x in (q, k, v)], dim=2)  # B, rank, heads, T, H
-    mine = _exchanged(packed.movedim(1, 0), group, wire)  # rank, B, heads, T, H
+    mine = _exchanged(packed.movedim(1, 0), group, comm_device)  # rank, B, heads, T, H
     whole = mine.movedim(0, 2).flatten(2, 3)  # B, heads, rank x T, H
     out = attention(*whole.split(sizes, dim=1))
     parts = out.unflatten(2, (degree, -1)).movedim(2, 0)
-    back = _exchanged(parts, group, wire)  # rank, B, heads, T, H
+    back = _exchanged(parts, group, comm_device)  # rank, B, heads, T, H
     return back.movedim(0, 1).flatten(1, 2)
 
 
-def _exchanged(parts: Tensor, group: Any, wire: torch.device) -> Tensor:
+def _exchanged(parts: Tensor, group: Any, comm_device: torch.device) -> Tensor:
     """One part for each rank, along dim 0 → the part of each rank that is for me."""
-    result: Tensor = _Exchange.apply(parts, group, wire)  # type: ignore[no-untyped-call]
+    result: Tensor = _Exchange.apply(parts, group, comm_device)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -60,18 +60,18 @@ class _Exchange(torch.autograd.Function):
     """Its own transpose: what has come from a rank goes back to it."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: Any, wire: torch.device) -> Tensor:
-        ctx.group, ctx.wire = group, wire
-        return _exchange(parts, group, wire)
+    def forward(ctx: Any, parts: Tensor, group: Any, comm_device: torch.device) -> Tensor:
+        ctx.group, ctx.comm_device = group, comm_device
+        return _exchange(parts, group, comm_device)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         differentiable_once()
-        return _exchange(grads[0], ctx.group, ctx.wire), None, None
+        return _exchange(grads[0], ctx.group, ctx.comm_device), None, None
 
 
-def _exchange(parts: Tensor, group: Any, wire: torch.device) -> Tensor:
-    sent = parts.to(wire).contiguous()
+def _exchange(parts: Tensor, group: Any, comm_device: torch.device) -> Tensor:
+    sent = parts.to(comm_device).contiguous()
     received = torch.empty_like(sent)
     _all_to_all(received, sent, group=group)
     return received.to(parts.device)

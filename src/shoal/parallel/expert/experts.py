@@ -42,16 +42,16 @@ _all_to_all: Any = dist.all_to_all_single
 class ExpertParallel:
     """The ep group of a rank. Without a group every expert is at home."""
 
-    def __init__(self, group: Group = None, *, wire: torch.device | None = None) -> None:
+    def __init__(self, group: Group = None, *, comm_device: torch.device | None = None) -> None:
         self.group = group
-        self.wire = wire
+        self.comm_device = comm_device
         """Where tensors have to be to travel, if not where they are: gloo cannot send CUDA tensors all to all."""
         self.degree = 1 if group is None else group.size()
         self.index = 0 if group is None else dist.get_rank(group)
 
     def exchange(self, x: Tensor, send: list[int], receive: list[int]) -> Tensor:
         """Rows in order of the rank that gets them → rows in order of the rank that they come from."""
-        there = x if self.wire is None else x.to(self.wire)
+        there = x if self.comm_device is None else x.to(self.comm_device)
         arrived = there.new_empty(sum(receive), *x.shape[1:])
         _all_to_all(arrived, there.contiguous(), receive, send, group=self.group)
         return arrived.to(x.device)

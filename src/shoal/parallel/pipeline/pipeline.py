@@ -91,7 +91,7 @@ class Stage(nn.Module):
         super().__init__()
         self.model, self.index, self.num_stages = model, index, num_stages
         self.feed = MicrobatchFeed()
-        self.device, self.wire = torch.device("cpu"), torch.device("cpu")
+        self.device, self.comm_device = torch.device("cpu"), torch.device("cpu")
         self.dtype: torch.dtype | None = None
         """In which activations travel to the next stage."""
         self.wide: torch.dtype | None = None
@@ -114,7 +114,7 @@ class Stage(nn.Module):
             output = self.model(*arguments, **options)
         except StopForward as reached:
             activation: Tensor = reached.args[0]
-            return activation.to(self.wire, self.dtype)
+            return activation.to(self.comm_device, self.dtype)
         finally:
             self._received[0].value = None
         assert self.feed.loss is not None
@@ -129,7 +129,7 @@ class Pipeline:
     schedule: Schedule
     group: dist.ProcessGroup
     device: torch.device
-    wire: torch.device
+    comm_device: torch.device
     """Where what travels between stages is sent from and received."""
     num_stages: int
     activation: Callable[[Call], tuple[int, ...]]
@@ -171,7 +171,7 @@ class Pipeline:
             x: Tensor | None = None
             for index, stage in mine.items():
                 if index and self.owners[index - 1] != me:
-                    x = torch.empty(self.activation(call), dtype=self.dtype, device=self.wire)
+                    x = torch.empty(self.activation(call), dtype=self.dtype, device=self.comm_device)
                     source = self.owners[index - 1]
                     receive = dist.P2POp(dist.irecv, x, group=self.group, group_peer=source)
                     for work in dist.batch_isend_irecv([receive]):  # as it is sent: NCCL keeps the two kinds apart
@@ -186,7 +186,7 @@ class Pipeline:
 
     def _give(self, feed: MicrobatchFeed) -> None:
         for stage in self.stages:
-            stage.feed, stage.device, stage.wire = feed, self.device, self.wire
+            stage.feed, stage.device, stage.comm_device = feed, self.device, self.comm_device
             stage.dtype, stage.wide = self.dtype, self.loss_dtype
 
     def _schedule_for(self, feed: MicrobatchFeed) -> Any:
@@ -219,7 +219,7 @@ class Pipeline:
                 stage,
                 stage.index,
                 self.num_stages,
-                self.wire,
+                self.comm_device,
                 input_args=(activation,) if stage.index else (),
                 output_args=(loss,) if stage.is_last else (activation,),
                 group=self.group,

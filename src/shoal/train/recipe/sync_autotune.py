@@ -53,7 +53,7 @@ def estimate(job: Job, world: World, ways: tuple[str, ...] = WAYS) -> Estimate |
     alone = job.recipe.model_copy(update={"comm": job.recipe.comm.model_copy(update={"warmup_steps": 0})})
     trial = build_run(alone, world, replace(plan, sync=NEVER, compress=None))
     compute, shapes, width = _replica(job, trial)
-    transport = Transport(trial.mesh.new_group("dp_replicate"), trial.mesh.wire)
+    transport = Transport(trial.mesh.new_group("dp_replicate"), trial.mesh.comm_device)
     link = link_of(transport)
     methods = {Plan.parse(words).compress for words in ways} - {None}
     codec = codec_seconds(transport, sorted(method for method in methods if method is not None))
