@@ -211,15 +211,15 @@ class ParallelModel:
             return norm
         bad = (~norm.isfinite()).to(norm.dtype)
         between = self.mesh.group("dp_replicate")
-        if self.islands.spread is None:
+        if self.islands.step_scale is None:
             dist.all_reduce(bad, group=between)
         else:
             own = [gradient_of(parameter) for parameter in self.named.values() if parameter.requires_grad]
             seen = torch.full_like(norm, 1 / scale)
             if clip is not None:
                 seen *= (clip * scale / (norm + 1e-6)).clamp_max(1.0)
-            bad = self.islands.spread.tell(
-                bad, own, self._step, times=seen, islands=between, own=self.mesh.group("island")
+            bad = self.islands.step_scale.update(
+                bad, own, self._step, times=seen, replicas=between, own=self.mesh.group("island")
             )
         return torch.where(bad > 0, torch.full_like(norm, torch.nan), norm)
 
@@ -247,7 +247,7 @@ class ParallelModel:
             return not self.is_sharded
         return {"tp": name not in self.tensor.cuts, "pp": False}.get(axis, True)
 
-    def box(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def shard_box(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Where this rank's piece of a parameter begins in the whole, and its shape."""
         if name not in self._boxes:
             self._boxes[name] = self._box(name)
@@ -382,17 +382,17 @@ class ParallelModel:
         return plain.to("cpu", copy=True)
 
     @property
-    def lanes(self) -> CommThreads | None:
+    def comm_threads(self) -> CommThreads | None:
         """The ways between replicas; None: there are none, or torch has its own."""
         if self.islands is not None:
-            return self.islands.lanes
-        return None if self.reducer is None else self.reducer.averager.lanes
+            return self.islands.comm_threads
+        return None if self.reducer is None else self.reducer.averager.comm_threads
 
-    def hidden(self) -> Overlap | None:
+    def overlap(self) -> Overlap | None:
         """How long replicas sent each other something in the last step, and how much of it was hidden; None: it was not
         measured."""
         meeting = self.reducer or self.islands
-        return meeting.hidden if meeting is not None else ddp.hidden_of(self.model, self._step)
+        return meeting.overlap if meeting is not None else ddp.overlap_of(self.model, self._step)
 
     def shared_weights(self) -> AbstractContextManager[None]:
         """Inside, the model has the weights that all ranks agree on; which it always has, unless there are islands."""

@@ -544,7 +544,7 @@ class Run:
         finally:
             self._is_updating = False
         if self.composed.reducer is not None:
-            self.composed.reducer.judged(is_applied)
+            self.composed.reducer.commit(is_applied)
         experts = self.composed.balance_experts(is_applied=is_applied)
         if message is not None:
             loss_of_all, signals = message.wait()
@@ -566,7 +566,7 @@ class Run:
         if self.composed.islands is not None:
             self.composed.islands.after(self.steps_done)
         self._step = None
-        report.hidden = self.composed.hidden()
+        report.overlap = self.composed.overlap()
         if self.composed.balance is not None:
             self.composed.balance.factor = self._factor_of_open_step
         self.report = report
@@ -831,7 +831,7 @@ class Run:
         self.refuse_open_step("to meet")
         self.settle()
         if self.composed.islands is not None:
-            self.composed.islands.meet(self.steps_done)
+            self.composed.islands.exchange_all(self.steps_done)
             self.composed.before_evaluation()
 
     def own_tokens(self, batch: Any) -> Any:

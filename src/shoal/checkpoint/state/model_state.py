@@ -1,14 +1,14 @@
-"""The tensors of a run, as a checkpoint knows them: by the names that they have on one device, each rank with its box.
+"""The tensors of a run as a checkpoint stores them, under the names that they have on one device.
 
-A layout divides a parameter into boxes (`ParallelModel.box`); what the optimizer keeps for it is divided alike. So a
-checkpoint does not know layouts: it knows whole tensors, and where in them each piece lies. Any layout can read what
-any other has written, by asking for its own boxes.
+A layout divides a parameter into boxes (`ParallelModel.shard_box`), and the optimizer's state for it alike. A
+checkpoint stores no layout: it stores full tensors and the box of each piece. So any layout can read a checkpoint that
+any other layout wrote: each rank reads its own boxes.
 
     model/NAME                 parameters, and the biases and running statistics that a run learns
-    optimizer/STATE/NAME       what the optimizer keeps for a parameter, such as exp_avg
+    optimizer/STATE/NAME       the optimizer's state for a parameter, such as exp_avg
 
-What differs from replica to replica, because they do not tell each other everything, or not at every step, is there for
-each (`shoal.checkpoint.state.replica_state`).
+Tensors that differ between replicas are stored once per replica (`shoal.checkpoint.state.replica_state`). Replicas
+differ if they compress what they exchange, or exchange it every few steps.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def held_by(holder: Holder) -> Iterator[Held]:
     composed = holder.composed
     firsts = {second: first for first, second in composed.tied}
     for name, parameter in composed.named.items():
-        whole, (begin, shape), is_told = composed.shapes[name], composed.box(name), composed.is_owner(name)
+        whole, (begin, shape), is_told = composed.shapes[name], composed.shard_box(name), composed.is_owner(name)
         known = firsts.get(name, name)
         value = to_local(parameter).detach()
         assert tuple(value.shape) == shape, f"{name} has the box {shape} and holds {tuple(value.shape)}"

@@ -35,17 +35,17 @@ def held_by_replicas(holder: Holder) -> Iterator[Held]:
 
     def held(kind: str, name: str, value: Tensor, *, is_own: bool) -> Held:
         known = firsts.get(name, name)
-        begin, _ = composed.box(name)
-        lanes = _averagers(composed)[0].lanes
-        path = f"replica/{lanes.rank}/{kind}/{known}" if is_own else f"{kind}/{known}"
+        begin, _ = composed.shard_box(name)
+        comm_threads = _averagers(composed)[0].comm_threads
+        path = f"replica/{comm_threads.rank}/{kind}/{known}" if is_own else f"{kind}/{known}"
         is_told = composed.is_owner(name, besides=composed.meeting_axes if is_own else ())
-        return Held(path, composed.shapes[name], begin, value, is_told, is_needed=False, replicas=lanes.size)
+        return Held(path, composed.shapes[name], begin, value, is_told, is_needed=False, replicas=comm_threads.size)
 
     for averager in _averagers(composed):
         for name, residual in averager.residuals():
             yield _residual(composed, name, residual, averager)
         for name, matrix in averager.narrow():
-            begin, _ = composed.box(name)
+            begin, _ = composed.shard_box(name)
             path = f"narrow/{','.join(map(str, begin))}/{firsts.get(name, name)}"
             is_told = composed.is_owner(name)
             yield Held(path, tuple(matrix.shape), (0, 0), matrix, is_told, is_needed=False)
@@ -71,9 +71,11 @@ def _residual(composed: ParallelModel, name: str, residual: Tensor, averager: Bu
     kind = f"residual.tp{composed.tensor.index}" if is_partial else "residual"
     own = composed.meeting_axes + (("tp",) if is_partial else ())
     is_told = composed.is_owner(name, besides=own, and_copies=True)
-    begin, _ = composed.box(name)
-    path = f"replica/{averager.lanes.rank}/{kind}/{name}"
-    return Held(path, composed.shapes[name], begin, residual, is_told, is_needed=False, replicas=averager.lanes.size)
+    begin, _ = composed.shard_box(name)
+    path = f"replica/{averager.comm_threads.rank}/{kind}/{name}"
+    return Held(
+        path, composed.shapes[name], begin, residual, is_told, is_needed=False, replicas=averager.comm_threads.size
+    )
 
 
 def _averagers(composed: ParallelModel) -> list[BucketAverager]:

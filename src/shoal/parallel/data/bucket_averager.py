@@ -38,7 +38,7 @@ class CommThreads:
     """They send by the algorithm that they do."""
 
     def __post_init__(self) -> None:
-        self._lanes = [_CommThread(transport) for transport in self.transports]
+        self._threads = [_CommThread(transport) for transport in self.transports]
 
     @property
     def rank(self) -> int:
@@ -57,12 +57,12 @@ class CommThreads:
 
     def submit(self, number: int, do: Callable[..., None], *arguments: Any) -> Future[None]:
         """Call with a transport, and whatever else, in the thread of a lane."""
-        return self._lanes[number % len(self._lanes)].submit(do, *arguments)
+        return self._threads[number % len(self._threads)].submit(do, *arguments)
 
     def close(self) -> None:
         """Let the threads end when they have done what they were given."""
-        for lane in self._lanes:
-            lane.close()
+        for thread in self._threads:
+            thread.close()
 
 
 class _CommThread:
@@ -72,7 +72,7 @@ class _CommThread:
         self.transport = transport
         self._calls: queue.SimpleQueue[tuple[Future[None], Callable[..., None], tuple[Any, ...]] | None]
         self._calls = queue.SimpleQueue()
-        threading.Thread(target=self._work, name="shoal-lane", daemon=True).start()
+        threading.Thread(target=self._work, name="shoal-comm", daemon=True).start()
 
     def submit(self, do: Callable[..., None], *arguments: Any) -> Future[None]:
         done: Future[None] = Future()
@@ -102,7 +102,7 @@ class InFlightBucket:
     """Of its first tensor's name: the same wherever those tensors are."""
     names: list[str]
     parameters: list[nn.Parameter]
-    bucket: Bucket
+    state: Bucket
     flat: Tensor | None = None
     """What travels; the mean, when `done` is."""
     done: Future[None] | None = None
@@ -111,13 +111,13 @@ class InFlightBucket:
 
     def keep_residual(self) -> None:
         """Keep what is owed now, for a step that may be dropped."""
-        residual = self.bucket.residual
+        residual = self.state.residual
         self.before = residual.clone() if residual is not None else None
 
-    def judged(self, is_applied: Tensor | bool) -> None:
+    def commit(self, is_applied: Tensor | bool) -> None:
         """The step was made, or dropped: then what was owed to it is owed to the next. As a number on the device, if it
         was judged there."""
-        before, residual, self.before = self.before, self.bucket.residual, None
+        before, residual, self.before = self.before, self.state.residual, None
         if before is None or residual is None or is_applied is True:
             return
         was_made = torch.as_tensor(is_applied, device=residual.device) > 0
@@ -132,7 +132,7 @@ class InFlightBucket:
         assert self.done is not None
         assert self.flat is not None
         self.done.result()
-        return self.bucket.pieces(self.flat)
+        return self.state.pieces(self.flat)
 
 
 @dataclass
@@ -140,17 +140,17 @@ class BucketAverager:
     """What averages tensors that are like a model's parameters."""
 
     named: Mapping[str, nn.Parameter]
-    lanes: CommThreads
+    comm_threads: CommThreads
     average: Average
     bucket_bytes: int
     seed: int
     kind_of: Callable[[str], object] = field(default=lambda name: None)
     """Parameters of different kinds are never encoded together. Of those that other ranks hold too, what arrives has to
     be the same there, and not depend on neighbours that differ."""
-    loads: list[InFlightBucket] = field(init=False)
+    buckets: list[InFlightBucket] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.loads = [
+        self.buckets = [
             InFlightBucket(
                 number, _seed(pairs[0][0]), [name for name, _ in pairs], [p for _, p in pairs], self._new_bucket(pairs)
             )
@@ -159,38 +159,46 @@ class BucketAverager:
 
     @torch.no_grad()
     def begin(
-        self, load: InFlightBucket, tensors: Sequence[Tensor], step: int, *, is_exact: bool = False, pays: bool = False
+        self,
+        bucket: InFlightBucket,
+        tensors: Sequence[Tensor],
+        step: int,
+        *,
+        is_exact: bool = False,
+        flush: bool = False,
     ) -> None:
-        """Send off one tensor for each parameter of a bucket; `is_exact`: as they are; `pays`: and with them, as it is,
-        everything that is owed. They are copied first."""
-        flat = load.flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        if pays and load.bucket.residual is not None:
-            flat += load.bucket.residual
-            load.bucket.residual.zero_()
-        place = (self.seed, step, load.seed)
-        seeds = Seeds(hashed_number(*place), hashed_number(*place, self.lanes.rank + 1))
+        """Start to average one tensor per parameter of a bucket, from a copy.
+
+        `is_exact`: uncompressed. `flush`: uncompressed and with the residual, which becomes zero.
+        """
+        flat = bucket.flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        if flush and bucket.state.residual is not None:
+            flat += bucket.state.residual
+            bucket.state.residual.zero_()
+        place = (self.seed, step, bucket.seed)
+        seeds = Seeds(hashed_number(*place), hashed_number(*place, self.comm_threads.rank + 1))
         packed = torch.cuda.current_stream(flat.device).record_event() if flat.is_cuda else None
-        average = AllReduce() if is_exact or pays else self.average
-        load.done = self.lanes.submit(load.number, _travel, average, load.bucket, flat, seeds, packed)
+        average = AllReduce() if is_exact or flush else self.average
+        bucket.done = self.comm_threads.submit(bucket.number, _travel, average, bucket.state, flat, seeds, packed)
 
     @torch.no_grad()
-    def hand_back(self, load: InFlightBucket) -> None:
+    def hand_back(self, bucket: InFlightBucket) -> None:
         """Make what has arrived the gradients of a bucket's parameters, waiting for it."""
-        for parameter, mean in zip(load.parameters, load.means(), strict=True):
+        for parameter, mean in zip(bucket.parameters, bucket.means(), strict=True):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             to_local(parameter.grad).copy_(mean)
 
     def residuals(self) -> Iterator[tuple[str, Tensor]]:
         """What is owed to each tensor, in its place; nothing, if everything travels."""
-        for load in self.loads:
-            if load.bucket.residual is not None:
-                yield from zip(load.names, load.bucket.pieces(load.bucket.residual), strict=True)
+        for bucket in self.buckets:
+            if bucket.state.residual is not None:
+                yield from zip(bucket.names, bucket.state.pieces(bucket.state.residual), strict=True)
 
     def narrow(self) -> Iterator[tuple[str, Tensor]]:
         """The narrow matrices that the next step begins with (PowerSGD)."""
-        for load in self.loads:
-            for name, matrix in zip(load.names, load.bucket.narrow, strict=False):
+        for bucket in self.buckets:
+            for name, matrix in zip(bucket.names, bucket.state.narrow, strict=False):
                 if matrix is not None:
                     yield name, matrix
 

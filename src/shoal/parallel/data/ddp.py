@@ -52,7 +52,7 @@ interpreter's lock from the backward, 4 % (measured, Intel Xeon, two ranks)."""
 _NEVER = 2**31 - 1
 
 
-def hidden_of(module: nn.Module, step: int) -> Overlap | None:
+def overlap_of(module: nn.Module, step: int) -> Overlap | None:
     """The gradients that DDP sent in this step, counted from 0: how long, and how much the backward hid. None: not
     measured. Call it after every step: it also switches the timers of torch's reducer for the next one."""
     if not isinstance(module, DistributedDataParallel) or module.device_type != "cpu":

@@ -43,50 +43,50 @@ class GradientReducer:
     """The number of the step at hand, by which is drawn what is drawn."""
     is_armed: bool = True
     """Whether the backward at hand is the step's last."""
-    hidden: Overlap | None = None
+    overlap: Overlap | None = None
     """Of the last step."""
 
     def __post_init__(self) -> None:
         self._hooks: list[Any] = []
         if self.follows_backward:
-            for load in self.averager.loads:
-                for parameter in load.parameters:
-                    hook = parameter.register_post_accumulate_grad_hook(lambda _, load=load: self._arrived(load))
+            for bucket in self.averager.buckets:
+                for parameter in bucket.parameters:
+                    hook = parameter.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._arrived(bucket))
                     self._hooks.append(hook)
         self._clear()
 
     def finish(self) -> None:
         """Return when all gradients are averaged."""
         ready = time.perf_counter()
-        loads = self.averager.loads
+        buckets = self.averager.buckets
         unused = self._unused()
-        while self._begun < len(loads):
+        while self._begun < len(buckets):
             self._begin_next()
-        for load in loads:
+        for bucket in buckets:
             if self.follows_backward:
-                load.means()
+                bucket.means()
             else:
-                self.averager.hand_back(load)
+                self.averager.hand_back(bucket)
         for parameter in unused:
             parameter.grad = None
-        self.hidden = Overlap.of(*self.averager.lanes.sent.take(), ready=ready)
+        self.overlap = Overlap.of(*self.averager.comm_threads.sent.take(), ready=ready)
         self._clear()
 
     @torch.no_grad()
-    def judged(self, is_applied: Tensor | bool) -> None:
+    def commit(self, is_applied: Tensor | bool) -> None:
         """The step whose gradients were averaged last was made, or dropped."""
-        for load in self.averager.loads:
-            load.judged(is_applied)
+        for bucket in self.averager.buckets:
+            bucket.commit(is_applied)
 
     def close(self) -> None:
         """End the threads, and let go of the parameters."""
         for hook in self._hooks:
             hook.remove()
-        self.averager.lanes.close()
+        self.averager.comm_threads.close()
 
     def _unused(self) -> list[nn.Parameter]:
         """Parameters that no replica had a gradient for: an optimizer leaves them alone, as on one device."""
-        every = [parameter for load in self.averager.loads for parameter in load.parameters]
+        every = [parameter for bucket in self.averager.buckets for parameter in bucket.parameters]
         if not self.follows_backward or (all(p.grad is not None for p in every) and not self.finds_unused):
             return []
         if not self.finds_unused:
@@ -95,45 +95,45 @@ class GradientReducer:
                 fix="find_unused_parameters=True (--run.find_unused_parameters true),"
                 " or requires_grad_(False) for what is never used",
             )
-        lanes = self.averager.lanes
-        used = torch.tensor([float(p.grad is not None) for p in every], device=lanes.transports[0].device)
-        lanes.submit(0, _sum, used).result()
+        comm_threads = self.averager.comm_threads
+        used = torch.tensor([float(p.grad is not None) for p in every], device=comm_threads.transports[0].device)
+        comm_threads.submit(0, _sum, used).result()
         return [parameter for parameter, count in zip(every, used.tolist(), strict=True) if not count]
 
-    def _arrived(self, load: InFlightBucket) -> None:
+    def _arrived(self, bucket: InFlightBucket) -> None:
         if self.is_armed:
-            if load.done is not None:
+            if bucket.done is not None:
                 raise ShoalError(
                     "a second backward before update(): what is on its way to the other replicas would change under it",
                     fix="for microbatch in run.microbatches(batch): ..., which sends gradients in the last one only",
                 )
-            self._missing[load.number] -= 1
+            self._missing[bucket.number] -= 1
             while self._begun < len(self._missing) and self._missing[self._begun] <= 0:
                 self._begin_next()  # in one order on all ranks, whatever the order of arrival
 
     @torch.no_grad()
     def _begin_next(self) -> None:
-        load = self.averager.loads[self._begun]
+        bucket = self.averager.buckets[self._begun]
         self._begun += 1
-        gradients = load.gradients()
+        gradients = bucket.gradients()
         if self.on_own is not None:
-            for name, gradient in zip(load.names, gradients, strict=True):
+            for name, gradient in zip(bucket.names, gradients, strict=True):
                 self.on_own(name, gradient)
         is_exact = self.step < self.warmup_steps
         if self.may_be_dropped and not is_exact:
-            load.keep_residual()
-        self.averager.begin(load, gradients, self.step, is_exact=is_exact)
+            bucket.keep_residual()
+        self.averager.begin(bucket, gradients, self.step, is_exact=is_exact)
         if self.follows_backward:
-            assert load.flat is not None
-            for parameter, piece in zip(load.parameters, load.bucket.pieces(load.flat), strict=True):
+            assert bucket.flat is not None
+            for parameter, piece in zip(bucket.parameters, bucket.state.pieces(bucket.flat), strict=True):
                 parameter.grad = piece  # which a lane fills with the mean
 
     def _clear(self) -> None:
-        loads = self.averager.loads
+        buckets = self.averager.buckets
         self._begun = 0
-        self._missing = [len(load.parameters) for load in loads]
-        for load in loads:
-            load.flat = load.done = None
+        self._missing = [len(bucket.parameters) for bucket in buckets]
+        for bucket in buckets:
+            bucket.flat = bucket.done = None
 
 
 def _sum(transport: Transport, x: Tensor) -> None:

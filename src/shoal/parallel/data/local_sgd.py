@@ -58,9 +58,9 @@ class LocalSGD:
     """What lets the replicas of a model meet every so many steps."""
 
     named: Mapping[str, nn.Parameter]
-    lanes: CommThreads
+    comm_threads: CommThreads
     average: Average
-    synchrony: SyncSpec
+    sync: SyncSpec
     outer: OuterOptimizer
     bucket_bytes: int
     seed: int
@@ -69,7 +69,7 @@ class LocalSGD:
     warmup_steps: int = 0
     """How many of the first steps all islands make together. None, if they have gone their own ways before: then each
     has an optimizer of its own, and the same gradient would lead them apart for good."""
-    spread: LocalStepScale | None = None
+    step_scale: LocalStepScale | None = None
     """None: the mean of what islands did is as long as it should be."""
     shared: dict[str, Tensor] = field(default_factory=dict)
     """θ: the weights that all islands agree on."""
@@ -80,17 +80,17 @@ class LocalSGD:
     """With a delay: the mean of θ - θᵢ, waiting for its step."""
 
     def __post_init__(self) -> None:
-        raise_if(filter(None, [reject_fragments(self.outer.fragments, self.outer.delay, self.synchrony.every)]))
+        raise_if(filter(None, [reject_fragments(self.outer.fragments, self.outer.delay, self.sync.every)]))
         trained = {name: p for name, p in self.named.items() if p.requires_grad}
         self.fragments = [
-            BucketAverager(part, self.lanes, self.average, self.bucket_bytes, self.seed, self.kind_of)
+            BucketAverager(part, self.comm_threads, self.average, self.bucket_bytes, self.seed, self.kind_of)
             for part in _cut(trained, self.outer.fragments)
         ]
         self._travelling: set[int] = set()
         self.waiting: dict[int, int] = {}
         """Fragments that were sent and not applied → after which step they will be."""
-        self._met: dict[int, int] = {}
-        self.hidden: Overlap | None = None
+        self._exchanged_at: dict[int, int] = {}
+        self.overlap: Overlap | None = None
         self._began = 0.0
         with torch.no_grad():
             for name, parameter in trained.items():
@@ -102,23 +102,23 @@ class LocalSGD:
 
     def rescale(self, memory: float | None, like: Tensor) -> None:
         """Under `local`, from now on: an optimizer divides by squares of gradients, of which it remembers so much."""
-        if memory is not None and self.synchrony.way == "local" and self.outer.rescale:
+        if memory is not None and self.sync.way == "local" and self.outer.rescale:
             wide = torch.promote_types(like.dtype, torch.float32)
-            self.spread = LocalStepScale(memory, torch.zeros(2, dtype=wide, device=like.device))
+            self.step_scale = LocalStepScale(memory, torch.zeros(2, dtype=wide, device=like.device))
 
     def share_gradients(self, step: int) -> None:
         """Among the first steps, counted from 0: give all islands the mean of their gradients."""
         if step < self.warmup_steps:
             self._began = time.perf_counter()
-            for averager, load in self._loads():
-                averager.begin(load, load.gradients(), step, is_exact=True)
-            for averager, load in self._loads():
-                unused = [parameter for parameter in load.parameters if parameter.grad is None]
-                averager.hand_back(load)
+            for averager, bucket in self._buckets():
+                averager.begin(bucket, bucket.gradients(), step, is_exact=True)
+            for averager, bucket in self._buckets():
+                unused = [parameter for parameter in bucket.parameters if parameter.grad is None]
+                averager.hand_back(bucket)
                 for parameter in unused:
                     if not to_local(cast(Tensor, parameter.grad)).any():  # on no island: an optimizer leaves it alone
                         parameter.grad = None
-                load.flat = load.done = None
+                bucket.flat = bucket.done = None
 
     @torch.no_grad()
     def after(self, step: int) -> None:
@@ -131,90 +131,92 @@ class LocalSGD:
         else:
             self._began = time.perf_counter()
             self._exchange(step)
-        self.hidden = Overlap.of(*self.lanes.sent.take(), ready=self._began)
+        self.overlap = Overlap.of(*self.comm_threads.sent.take(), ready=self._began)
 
     def _part(self, step: int) -> None:
         """After the last step that was made together: the same bits everywhere, before each goes its own way. Islands
         add up their norms each in its own order."""
-        for averager, load in self._loads():
-            averager.begin(load, [to_local(parameter) for parameter in load.parameters], step, is_exact=True)
-        for _, load in self._loads():
-            for name, parameter, mean in zip(load.names, load.parameters, load.means(), strict=True):
+        for averager, bucket in self._buckets():
+            averager.begin(bucket, [to_local(parameter) for parameter in bucket.parameters], step, is_exact=True)
+        for _, bucket in self._buckets():
+            for name, parameter, mean in zip(bucket.names, bucket.parameters, bucket.means(), strict=True):
                 self.shared[name].copy_(mean)
                 to_local(parameter).copy_(mean)
-            load.flat = load.done = None
+            bucket.flat = bucket.done = None
 
-    def _loads(self) -> Iterator[tuple[BucketAverager, InFlightBucket]]:
+    def _buckets(self) -> Iterator[tuple[BucketAverager, InFlightBucket]]:
         for averager in self.fragments:
-            for load in averager.loads:
-                yield averager, load
+            for bucket in averager.buckets:
+                yield averager, bucket
 
     def _exchange(self, step: int) -> None:
         for fragment in [one for one, when in self.waiting.items() if when <= step]:
             self._apply(fragment)
-        for fragment in due(step, self.synchrony.every, len(self.fragments)):
+        for fragment in due(step, self.sync.every, len(self.fragments)):
             if fragment in self.waiting:  # H is another one since it was sent
                 self._apply(fragment)
             self._send(fragment, step)
             if not self.outer.delay:
                 self._apply(fragment)
 
-    def meet(self, step: int) -> None:
+    def exchange_all(self, step: int) -> None:
         """Exchange now what was not exchanged just now, at the end of a run, and pay what is owed, as it is: islands
         take the mean, which is no step of the outer optimizer; its momentum is that of H steps."""
         for fragment in range(len(self.fragments)):
             if fragment in self.waiting:
                 self._apply(fragment)
-            if self._met.get(fragment) != step or self.outer.delay or self.average.keeps_residual:
-                self._send(fragment, step, pays=True)
+            if self._exchanged_at.get(fragment) != step or self.outer.delay or self.average.keeps_residual:
+                self._send(fragment, step, flush=True)
                 self._apply(fragment, takes_mean=True)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for what is on its way, without applying it: until its step has come it is `arrived`."""
         for fragment in list(self._travelling):
-            self._settle(fragment)
+            self._synchronize(fragment)
 
     def forget(self) -> None:
         """Nothing is on its way any more: another state is about to be loaded."""
-        self.settle()
+        self.synchronize()
         self.waiting.clear()
-        self._met.clear()
+        self._exchanged_at.clear()
 
     @torch.no_grad()
-    def _settle(self, fragment: int) -> None:
+    def _synchronize(self, fragment: int) -> None:
         if fragment in self._travelling:
-            for load in self.fragments[fragment].loads:
-                for name, mean in zip(load.names, load.means(), strict=True):
+            for bucket in self.fragments[fragment].buckets:
+                for name, mean in zip(bucket.names, bucket.means(), strict=True):
                     self.arrived[name] = mean.clone()
-                load.flat = load.done = None
+                bucket.flat = bucket.done = None
             self._travelling.discard(fragment)
 
     @torch.no_grad()
-    def _send(self, fragment: int, step: int, *, pays: bool = False) -> None:
+    def _send(self, fragment: int, step: int, *, flush: bool = False) -> None:
         averager = self.fragments[fragment]
-        for load in averager.loads:
-            own = [to_local(parameter) for parameter in load.parameters]
-            away = [self.shared[name] - weight for name, weight in zip(load.names, own, strict=True)]
-            if self.spread is not None:
-                factor = self.spread.factor(self.lanes.size, most=inf if self.synchrony.every == 1 else MOST_OVERSHOT)
+        for bucket in averager.buckets:
+            own = [to_local(parameter) for parameter in bucket.parameters]
+            away = [self.shared[name] - weight for name, weight in zip(bucket.names, own, strict=True)]
+            if self.step_scale is not None:
+                factor = self.step_scale.factor(
+                    self.comm_threads.size, most=inf if self.sync.every == 1 else MOST_OVERSHOT
+                )
                 away = [one * factor.to(one.dtype) for one in away]
-            averager.begin(load, away, step, pays=pays)
+            averager.begin(bucket, away, step, flush=flush)
             if self.outer.delay:
-                for name, weight in zip(load.names, own, strict=True):
+                for name, weight in zip(bucket.names, own, strict=True):
                     self.sent[name].copy_(weight)
         self._travelling.add(fragment)
-        self._met[fragment] = step
+        self._exchanged_at[fragment] = step
         self.waiting[fragment] = step + self.outer.delay
 
     @torch.no_grad()
     def _apply(self, fragment: int, *, takes_mean: bool = False) -> None:
-        self._settle(fragment)
+        self._synchronize(fragment)
         del self.waiting[fragment]
         for name, parameter in self.fragments[fragment].named.items():
             shared, momentum, away = self.shared[name], self.momentum[name], self.arrived[name]
             before = self.sent[name] if self.outer.delay else to_local(parameter)
             meanwhile = to_local(parameter) - before if self.outer.delay else None
-            if takes_mean or self.synchrony.way == "local":
+            if takes_mean or self.sync.way == "local":
                 shared -= away
             else:
                 momentum.mul_(self.outer.momentum).add_(away)
@@ -228,7 +230,7 @@ class LocalSGD:
     @contextmanager
     def shared_weights(self) -> Iterator[None]:
         """Inside, the model has the weights that all islands agree on."""
-        self.settle()
+        self.synchronize()
         with torch.no_grad():
             own = {name: to_local(self.named[name]).clone() for name in self.shared}
             for name, shared in self.shared.items():
@@ -242,7 +244,7 @@ class LocalSGD:
 
     def close(self) -> None:
         """End the threads."""
-        self.lanes.close()
+        self.comm_threads.close()
 
 
 def _cut(named: Mapping[str, nn.Parameter], parts: int) -> Sequence[dict[str, nn.Parameter]]:

@@ -112,10 +112,10 @@ def algorithm_chosen(run: Run) -> str:
     """What `comm.algorithm: auto` has come to when the model was prepared, and why; empty: nothing was left open."""
     if run.options.algorithm != "auto":
         return ""
-    lanes = run.composed.lanes
-    if lanes is None:
+    comm_threads = run.composed.comm_threads
+    if comm_threads is None:
         return "comm.algorithm auto is builtin: there is one replica"
-    return f"comm.algorithm auto is {lanes.transports[0].algorithm}: {lanes.why}"
+    return f"comm.algorithm auto is {comm_threads.transports[0].algorithm}: {comm_threads.why}"
 
 
 def _replica(job: Job, trial: Run) -> tuple[float, list[tuple[int, ...]], int]:
