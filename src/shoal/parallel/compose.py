@@ -307,8 +307,8 @@ def _choose_attention(module: nn.Module, options: Options) -> None:
 
 
 def _choose_what_is_kept(block: nn.Module, options: Options) -> None:
-    for module in (inner for inner in block.modules() if isinstance(getattr(inner, "remakes", None), bool)):
-        module.remakes = options.recompute_swiglu  # type: ignore[assignment]
+    for module in (inner for inner in block.modules() if isinstance(getattr(inner, "recompute", None), bool)):
+        module.recompute = options.recompute_swiglu  # type: ignore[assignment]
 
 
 def _narrow_products(block: nn.Module, how: _How) -> None:

@@ -14,7 +14,7 @@ _WARPS = 8
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _gates(  # type: ignore[no-untyped-def]
-    joint, d_gated, d_joint, gated, width, remakes: tl.constexpr, block: tl.constexpr
+    joint, d_gated, d_joint, gated, width, recompute: tl.constexpr, block: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
@@ -28,14 +28,14 @@ def _gates(  # type: ignore[no-untyped-def]
     d_gate = d * up * (open_part + silu * (1.0 - open_part))
     tl.store(d_joint + place, d_gate.to(d_joint.dtype.element_ty), mask=here)
     tl.store(d_joint + place + width, (d * silu).to(d_joint.dtype.element_ty), mask=here)
-    if remakes:
+    if recompute:
         tl.store(gated + row * width + column, (up * silu).to(gated.dtype.element_ty), mask=here)
 
 
 def swiglu_backward_in_one_pass(
-    joint: Tensor, d_gated: Tensor, d_joint: Tensor, gated: Tensor, *, remakes: bool
+    joint: Tensor, d_gated: Tensor, d_joint: Tensor, gated: Tensor, *, recompute: bool
 ) -> None:
     """Fill the gradient of what lies side by side, and what came of it, from it and from the gradient of that."""
     width = d_gated.shape[-1]
     launch: Any = _gates[(d_gated.numel() // width, triton.cdiv(width, _BLOCK))]
-    launch(joint, d_gated, d_joint, gated, width, remakes=remakes, block=_BLOCK, num_warps=_WARPS)
+    launch(joint, d_gated, d_joint, gated, width, recompute=recompute, block=_BLOCK, num_warps=_WARPS)

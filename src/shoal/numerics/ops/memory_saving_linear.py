@@ -81,11 +81,11 @@ def linear(x: Tensor, layer: nn.Linear) -> Tensor:
     return y
 
 
-def swiglu_linear(parts: Sequence[Tensor], layer: nn.Linear, *, remakes: bool = True) -> Tensor:
+def swiglu_linear(parts: Sequence[Tensor], layer: nn.Linear, *, recompute: bool = True) -> Tensor:
     """silu(gate) · up, and what a layer makes of it: the second half of a gated feed-forward. `parts` are gate and up,
     or one tensor in which they lie side by side.
 
-    `remakes`: the input of the layer is made again in the backward; else it is kept, which takes F/D more and no time.
+    `recompute`: the input of the layer is made again in the backward; else it is kept, which takes F/D more and no time.
     """
     if not is_product(layer) or not torch.is_grad_enabled():
         gate, up = _gate_and_up(parts)
@@ -93,7 +93,7 @@ def swiglu_linear(parts: Sequence[Tensor], layer: nn.Linear, *, remakes: bool = 
         return called
     dtype = compute_dtype(parts[0])
     with _without_autocast(parts[0]):
-        y: Tensor = _GatedLinear.apply(layer.weight, remakes, *(part.to(dtype) for part in parts))  # type: ignore[no-untyped-call]
+        y: Tensor = _GatedLinear.apply(layer.weight, recompute, *(part.to(dtype) for part in parts))  # type: ignore[no-untyped-call]
     return y
 
 
@@ -178,11 +178,11 @@ class _NormedLinears(torch.autograd.Function):
 
 class _GatedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, remakes: bool, *parts: Tensor) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, recompute: bool, *parts: Tensor) -> Tensor:
         gate, up = _gate_and_up(parts)
         gated = F.silu(gate) * up
-        ctx.save_for_backward(weight, *parts, *([] if remakes else [gated]))
-        ctx.remakes = remakes
+        ctx.save_for_backward(weight, *parts, *([] if recompute else [gated]))
+        ctx.recompute = recompute
         return F.linear(gated, weight.to(gated.dtype))
 
     @staticmethod
@@ -190,8 +190,8 @@ class _GatedLinear(torch.autograd.Function):
         differentiable_once()
         (grad,) = grads
         weight, *held = ctx.saved_tensors
-        parts = held if ctx.remakes else held[:-1]
-        d_parts, gated = swiglu_backward(parts, times_transposed(grad, weight), remakes=ctx.remakes)
+        parts = held if ctx.recompute else held[:-1]
+        d_parts, gated = swiglu_backward(parts, times_transposed(grad, weight), recompute=ctx.recompute)
         gated = held[-1] if gated is None else gated
         d_weight = _product(grad, gated, weight.dtype) if ctx.needs_input_grad[0] else None
         return d_weight, None, *d_parts
