@@ -60,10 +60,10 @@ def test_another_key_is_named_by_every_rank(monkeypatch: pytest.MonkeyPatch) -> 
     began = time.monotonic()
     first, second, third = map(str, meet(dist.HashStore(), [GOOD, Key(b"x" * 32, "another file"), GOOD]))
     assert time.monotonic() - began < 5
-    assert first.startswith("rank 1 was refused: it did not prove that it holds the key of this run, which rank 0 on")
+    assert first.startswith("rank 1 was rejected: it did not prove that it holds the key of this run, which rank 0 on")
     assert second.startswith("rank 1 and rank 0 do not hold the same key")
     assert "another file" in second
-    assert third.startswith("rank 1 was refused")
+    assert third.startswith("rank 1 was rejected")
 
 
 def test_what_earlier_ranks_wrote_is_of_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def test_what_earlier_ranks_wrote_is_of_no_use(monkeypatch: pytest.MonkeyPatch) 
 
     stranger = threading.Thread(target=repeat)
     stranger.start()
-    with pytest.raises(ShoalError, match="rank 1 was refused"):
+    with pytest.raises(ShoalError, match="rank 1 was rejected"):
         agree(store, place_of(0, 2), GOOD, run="a run", timeout=5)
     is_over.set()
     stranger.join()
@@ -143,7 +143,7 @@ def test_a_rank_of_another_generation_is_refused(monkeypatch: pytest.MonkeyPatch
 
     thread = threading.Thread(target=late)
     thread.start()
-    with pytest.raises(ShoalError, match="rank 1 was refused"):
+    with pytest.raises(ShoalError, match="rank 1 was rejected"):
         agree(store, place_of(0, 2), GOOD, run="generation 1", timeout=5)
     thread.join()
     assert len(found) == 1

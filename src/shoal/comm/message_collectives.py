@@ -78,20 +78,20 @@ class Stepped:
     def all_gather(self, x: Tensor) -> Tensor:
         """What all ranks have, which is of one shape, joined along the first dim. A single number counts as one row."""
         own = _flat(x)
-        whole = own.new_empty(self.size * own.numel())
-        role = self._role("all_gather", whole.numel())
+        full = own.new_empty(self.size * own.numel())
+        role = self._role("all_gather", full.numel())
         at = offsets([own.numel()] * self.size)
-        whole[at[self.rank] : at[self.rank + 1]] = own
-        _carry_out([_Lane(self, role, _InPlace(whole, role.steps), None)])
-        return whole.view(self.size * x.shape[0], *x.shape[1:]) if x.dim() else whole
+        full[at[self.rank] : at[self.rank + 1]] = own
+        _carry_out([_Lane(self, role, _InPlace(full, role.steps), None)])
+        return full.view(self.size * x.shape[0], *x.shape[1:]) if x.dim() else full
 
     def reduce_scatter(self, x: Tensor, op: Op = "sum") -> Tensor:
         """This rank's part of the sum, mean or largest over all ranks: as the elements are cut, the larger first."""
-        whole = _flat(x).clone()
-        role = self._role("reduce_scatter", whole.numel())
-        _carry_out([_Lane(self, role, _InPlace(whole, role.steps), _COMBINED[op])])
-        at = offsets(cut(whole.numel(), self.size))
-        mine = whole[at[self.rank] : at[self.rank + 1]].clone()
+        full = _flat(x).clone()
+        role = self._role("reduce_scatter", full.numel())
+        _carry_out([_Lane(self, role, _InPlace(full, role.steps), _COMBINED[op])])
+        at = offsets(cut(full.numel(), self.size))
+        mine = full[at[self.rank] : at[self.rank + 1]].clone()
         return mine / self.size if op == "avg" else mine
 
     def all_to_all(self, x: Tensor) -> Tensor:
@@ -162,8 +162,8 @@ def _carry_out(lanes: Sequence[_Lane]) -> None:
 class _InPlace:
     """Blocks that lie in one tensor, one after the other."""
 
-    def __init__(self, whole: Tensor, listed: Steps) -> None:
-        self.whole, self.at = whole, offsets(listed.sizes)
+    def __init__(self, full: Tensor, listed: Steps) -> None:
+        self.full, self.at = full, offsets(listed.sizes)
 
     def to_send(self, blocks: Blocks) -> Tensor:
         """What they hold, in one piece."""
@@ -194,7 +194,7 @@ class _InPlace:
                 runs[-1][1] = block + 1
             else:
                 runs.append([block, block + 1])
-        return [self.whole[self.at[first] : self.at[last]] for first, last in runs]
+        return [self.full[self.at[first] : self.at[last]] for first, last in runs]
 
 
 class _Scattered:
@@ -203,7 +203,7 @@ class _Scattered:
     def __init__(self, own: Tensor, listed: Steps, rank: int) -> None:
         self.own, self.world, self.rank, self.sizes = own, listed.world, rank, listed.sizes
         parts = own.split(list(listed.sizes[: self.world]))
-        self.held: dict[int, Tensor] = {rank * self.world + target: part for target, part in enumerate(parts)}
+        self.blocks_here: dict[int, Tensor] = {rank * self.world + target: part for target, part in enumerate(parts)}
         self.at = offsets([listed.sizes[source * self.world + rank] for source in range(self.world)])
         self.arrived = own.new_empty(self.at[-1])
         """What is for this rank, in the order of those who have sent it."""
@@ -211,7 +211,11 @@ class _Scattered:
 
     def to_send(self, blocks: Blocks) -> Tensor:
         """What they hold, in one piece."""
-        return self.held[blocks[0]] if len(blocks) == 1 else torch.cat([self.held[block] for block in blocks])
+        return (
+            self.blocks_here[blocks[0]]
+            if len(blocks) == 1
+            else torch.cat([self.blocks_here[block] for block in blocks])
+        )
 
     def place_for(self, blocks: Blocks) -> Tensor | None:
         """Where it belongs, if it is one block for this rank."""
@@ -223,7 +227,7 @@ class _Scattered:
             if block % self.world == self.rank:
                 self._for_me(block).copy_(part)
             else:
-                self.held[block] = part
+                self.blocks_here[block] = part
 
     def _for_me(self, block: int) -> Tensor:
         source = block // self.world
@@ -235,7 +239,7 @@ class _Lane:
 
     def __init__(self, over: Stepped, role: _Role, blocks: _InPlace | _Scattered, combine: Combine | None) -> None:
         self.over, self.role, self.blocks, self.combine = over, role, blocks, combine
-        self.dtype_of = blocks.whole if isinstance(blocks, _InPlace) else blocks.own
+        self.dtype_of = blocks.full if isinstance(blocks, _InPlace) else blocks.own
         self._works: list[Any] = []
         self._arriving: list[tuple[Move, Tensor, bool]] = []
         self._sending: list[Tensor] = []

@@ -105,7 +105,7 @@ class World:
         """
         is_owner = not dist.is_initialized()
         if is_owner and placement is None:
-            refuse_spawned_alone()
+            reject_spawned_alone()
         place = (placement or ALONE) if is_owner else _adopted_place(placement)
         num_cuda = 0 if device == "cpu" else torch.cuda.device_count()  # to count them may start CUDA
         chosen = pick_device(device, place, backend=backend, num_cuda=num_cuda)
@@ -219,7 +219,7 @@ def keep_after_closing(group: dist.ProcessGroup) -> None:
     _CLOSED.append(group)
 
 
-def refuse_spawned_alone() -> None:
+def reject_spawned_alone() -> None:
     """Reject a process of `torch.multiprocessing.spawn` that would train alone, as would each of its siblings.
 
     Every child of `spawn` runs torch's `_wrap(function, number, ...)`. Number 0 may be an only child. Number 1 has a

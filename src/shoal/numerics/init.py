@@ -118,9 +118,9 @@ def init_missing(model: nn.Module, seed: int) -> None:
     named = model.named_parameters(remove_duplicate=False)
     hollow = {name: parameter for name, parameter in named if _is_hollow(parameter)}
     homes = {name.rpartition(".")[0] for name in hollow}
-    held = [{**owner.parameters, **owner.buffers} for owner in _owners(model, homes.__contains__)]
+    owned = [{**owner.parameters, **owner.buffers} for owner in _owners(model, homes.__contains__)]
     undrawn = set(hollow.values())
-    kept = [(tensor, tensor.clone()) for tensors in held for tensor in tensors.values() if tensor not in undrawn]
+    kept = [(tensor, tensor.clone()) for tensors in owned for tensor in tensors.values() if tensor not in undrawn]
     if hollow:
         initialise(model, seed, homes.__contains__)
     for tensor, value in kept:

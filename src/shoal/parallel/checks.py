@@ -24,7 +24,7 @@ from shoal.parallel.options import Options
 from shoal.parallel.tensor import WHOLE, TensorParallel
 
 
-def refuse_unbuilt(plan: Plan) -> None:
+def reject_unsupported(plan: Plan) -> None:
     """Raise for every word of a resolved plan that this version plans but cannot run."""
     found = []
     if plan.sync and plan.layout.cp > 1 and not plan.is_sharded:
@@ -45,7 +45,7 @@ def refuse_unbuilt(plan: Plan) -> None:
     raise_if(found, title=f"plan '{plan.brief()}'")
 
 
-def refuse(
+def validate_model(
     model: nn.Module,
     plan: Plan,
     description: Description,
@@ -65,11 +65,11 @@ def refuse(
         is_split_by_hand=is_split_by_hand,
         compiles=bool(options.compile),
     )
-    raise_if(found or unfit(model, plan, description, options), title=f"plan '{plan.brief()}'")
-    _refuse_unlike(model, plan, tensor)
+    raise_if(found or check_model(model, plan, description, options), title=f"plan '{plan.brief()}'")
+    _reject_unequal_models(model, plan, tensor)
 
 
-def unfit(model: nn.Module, plan: Plan, description: Description, options: Options) -> list[Problem]:
+def check_model(model: nn.Module, plan: Plan, description: Description, options: Options) -> list[Problem]:
     """What the modules of a model, built or without memory, have against a plan that its description fits; and what the
     settings of a run have against either."""
     return [
@@ -133,14 +133,14 @@ def _all_too_narrow(model: nn.Module, plan: Plan, description: Description, narr
 
 
 def _not_fused(model: nn.Module, plan: Plan, description: Description) -> Iterator[Problem]:
-    if (why := why_plain(model, plan, description)) is not None:
+    if (why := why_loss_not_fused(model, plan, description)) is not None:
         fix = "--run.loss auto or plain (fused_loss=None or False of a Run)"
         if description.head is None:
             fix += "; or Description(head=...), where the model's last layer is a product without a bias"
         yield Problem(f"the loss cannot be computed inside the model: {why}", fix)
 
 
-def why_plain(model: nn.Module, plan: Plan, description: Description) -> str | None:
+def why_loss_not_fused(model: nn.Module, plan: Plan, description: Description) -> str | None:
     """Why the last layer of a model cannot compute the loss; None: it can."""
     head = description.head
     if head is None:
@@ -228,7 +228,7 @@ def _ties_that_break(model: nn.Module, plan: Plan, description: Description) -> 
             )
 
 
-def _refuse_unlike(model: nn.Module, plan: Plan, tensor: TensorParallel) -> None:
+def _reject_unequal_models(model: nn.Module, plan: Plan, tensor: TensorParallel) -> None:
     """Whole models that differ from rank to rank, of which each would keep another piece. DDP sends rank 0's to all."""
     layout = plan.layout
     if layout.world_size in (1, layout.dp_replicate) or any(p.is_meta for p in model.parameters()):

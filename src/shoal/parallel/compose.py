@@ -24,7 +24,7 @@ from shoal.numerics.init import initialise, materialise
 from shoal.numerics.precision import Precision
 from shoal.parallel.activation_checkpoint import recompute
 from shoal.parallel.batch_norm import RunningStatistics, Sharing, batch_norms, statistics_of, synchronise
-from shoal.parallel.checks import refuse, why_plain
+from shoal.parallel.checks import validate_model, why_loss_not_fused
 from shoal.parallel.context.attention import Attention, ContextParallel
 from shoal.parallel.context.attention import divide as divide_tokens
 from shoal.parallel.data.ddp import replicate
@@ -59,7 +59,7 @@ def compose(
     originals = dict(model.named_parameters(remove_duplicate=False))
     by_hand = note_split_layers(model, tensor)
     shapes = {name: tuple(parameter.shape) for name, parameter in originals.items()} | by_hand
-    refuse(
+    validate_model(
         model,
         plan,
         description,
@@ -71,7 +71,7 @@ def compose(
     num_parameters = sum(math.prod(shapes[name]) for name, _ in model.named_parameters())
     routed = {name: router.num_experts for name, router in routers(model).items()}
     how = _How(plan, description, mesh, tensor, precision, options, balance=_balance(model, plan, mesh, tensor))
-    how.is_fused = options.fused_loss is not False and why_plain(model, plan, description) is None
+    how.is_fused = options.fused_loss is not False and why_loss_not_fused(model, plan, description) is None
     batch_norm, tracks = _batch_norm(model, plan, mesh, options)
     skeleton = skeleton_of(model) if mesh.degree("pp") > 1 else model
     parts = list(_cut(model, plan, description, mesh))

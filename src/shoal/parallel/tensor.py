@@ -48,7 +48,7 @@ class TensorParallel:
         self.partial: set[str] = set()
         """Full names of parameters whose gradients have to be summed over tp."""
         self.num_logits = 0
-        """The whole vocabulary of a vocabulary-parallel head; 0: there is no such head."""
+        """The full vocabulary of a vocabulary-parallel head; 0: there is no such head."""
         self.keeps_logits_split = False
         self._outside: Tensor | None = None
         self._inside: Tensor | None = None
@@ -188,7 +188,7 @@ class VocabularyParallelHead(nn.Linear):
 
 
 class PositionEmbedding(nn.Embedding):
-    """A whole embedding that looks up this rank's tokens only; for positions, under sequence parallelism."""
+    """A full embedding that looks up this rank's tokens only; for positions, under sequence parallelism."""
 
     cut: ClassVar[dict[str, int]] = {}
     tensor: TensorParallel
@@ -209,21 +209,21 @@ def _check_features(layer: nn.Linear, x: Tensor, which: str) -> None:
 
 
 def _become(module: Any, kind: Any, tensor: TensorParallel, pieces: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Turn a whole layer into its split form, in place: names, attributes and hooks stay.
+    """Turn a full layer into its split form, in place: names, attributes and hooks stay.
 
     `pieces` remembers what became of which parameter, so that two layers which share one share its piece.
     """
     module.__class__ = kind
     module.tensor = tensor
     for name, dim in kind.cut.items():
-        whole = getattr(module, name)
-        if whole is None:
+        full = getattr(module, name)
+        if full is None:
             continue
-        if whole not in pieces:
-            _check_enough(module, name, whole.shape[dim], tensor)
-            own = part(whole.detach(), dim, index=tensor.index, degree=tensor.degree).clone()
-            pieces[whole] = nn.Parameter(own, requires_grad=whole.requires_grad)
-        setattr(module, name, pieces[whole])
+        if full not in pieces:
+            _check_enough(module, name, full.shape[dim], tensor)
+            own = part(full.detach(), dim, index=tensor.index, degree=tensor.degree).clone()
+            pieces[full] = nn.Parameter(own, requires_grad=full.requires_grad)
+        setattr(module, name, pieces[full])
 
 
 def _check_enough(module: nn.Module, name: str, size: int, tensor: TensorParallel) -> None:
@@ -328,8 +328,8 @@ def _split_layer(
 
 
 def note_split_layers(model: nn.Module, tensor: TensorParallel) -> dict[str, tuple[int, ...]]:
-    """Take note of layers that the model's author has split; returns the whole shapes of what they hold."""
-    wholes: dict[str, tuple[int, ...]] = {}
+    """Take note of layers that the model's author has split; returns the full shapes of what they hold."""
+    full_shapes: dict[str, tuple[int, ...]] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
             if layer.weight.is_meta:
@@ -338,9 +338,9 @@ def note_split_layers(model: nn.Module, tensor: TensorParallel) -> dict[str, tup
                     fix="build it on the CPU, after the same torch.manual_seed on every rank",
                 )
             _note(layer, name, tensor)
-            whole = (layer.out_features, layer.in_features)
-            wholes |= {f"{name}.{own}": whole[: p.dim()] for own, p in layer.named_parameters(recurse=False)}
-    return wholes
+            full = (layer.out_features, layer.in_features)
+            full_shapes |= {f"{name}.{own}": full[: p.dim()] for own, p in layer.named_parameters(recurse=False)}
+    return full_shapes
 
 
 def _note(layer: Any, name: str, tensor: TensorParallel) -> None:

@@ -53,7 +53,7 @@ from shoal.numerics.local_tensor import to_local
 from shoal.numerics.offload import HostCopies
 from shoal.numerics.optim.build import memory_of_squares
 from shoal.numerics.precision import Weights, precision_of
-from shoal.parallel.checks import refuse_unbuilt
+from shoal.parallel.checks import reject_unsupported
 from shoal.parallel.compose import compose
 from shoal.parallel.context.attention import Backend, cut_batch, mark_cut
 from shoal.parallel.data.ddp import explain_unused
@@ -202,7 +202,7 @@ class Run:
         place = read_environment(os.environ)
         self.world = world or World.start(place, device=device, timeout=timeout, threads=threads)
         self.plan = asked.resolve(self.world.size)
-        refuse_unbuilt(self.plan)
+        reject_unsupported(self.plan)
         if self.plan.sync == "auto":
             raise ShoalError("sync=auto is chosen by `shoal train`", fix="sync=diloco:50, compress=int8, or neither")
         if weights == "bf16":

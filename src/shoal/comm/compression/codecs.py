@@ -28,7 +28,7 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, x: Tensor, drawn: torch.Generator) -> Tensor:
-        """The bytes of whole blocks."""
+        """The bytes of rounded blocks."""
 
     @abstractmethod
     def decode(self, encoded: Tensor, dtype: torch.dtype) -> Tensor:
@@ -63,13 +63,13 @@ class Int8(Codec):
         blocks = x.view(-1, self.block)
         # A millionth above the largest: what is rounded up may not pass 127.
         scale = (blocks.abs().amax(1, keepdim=True).float() / 127).mul_(1 + 1e-6)
-        whole = _noise(blocks, drawn).add_(blocks.float() / scale.clamp_min(torch.finfo(torch.float32).tiny)).floor_()
-        return _joined(whole.to(torch.int8), scale)
+        rounded = _noise(blocks, drawn).add_(blocks.float() / scale.clamp_min(torch.finfo(torch.float32).tiny)).floor_()
+        return _joined(rounded.to(torch.int8), scale)
 
     def decode(self, encoded: Tensor, dtype: torch.dtype) -> Tensor:
         """Multiples of the scales."""
-        whole, scale = _parted(encoded, self.block)
-        return whole.view(torch.int8).to(dtype).mul_(scale.to(dtype)).view(-1)
+        rounded, scale = _parted(encoded, self.block)
+        return rounded.view(torch.int8).to(dtype).mul_(scale.to(dtype)).view(-1)
 
 
 class Sign(Codec):

@@ -36,12 +36,12 @@ from shoal.errors import ShoalError
 
 PATIENCE = 3.0  # seconds in which a value that does not fit may be replaced by one that does
 PAUSE = 1.0  # seconds without such a value, after which it is forgotten
-LINGER = 4.0  # seconds in which rank 0 repeats to the others that it has refused a rank
+LINGER = 4.0  # seconds in which rank 0 repeats to the others that it has rejected a rank
 LATE = timedelta(seconds=1)
 SWEEP = 0.25  # seconds between two looks at each value, where not all of them are there
 NONCE = 32
 TAG = 32
-ACCEPTED, REFUSED = b"\1", b"\0"
+ACCEPTED, REJECTED = b"\1", b"\0"
 
 
 def mac(key: bytes, *parts: bytes | str | int) -> bytes:
@@ -101,7 +101,7 @@ class _Meeting:
                 if hmac.compare_digest(value[NONCE:], mac(self.key.secret, "hello", self.run, rank, n0, nonce)):
                     nonces[rank] = nonce
                 elif self._is_persistent(rank, f"hello {rank}"):
-                    self._refuse(rank, others, n0)
+                    self._reject(rank, others, n0)
             if len(nonces) == len(others):
                 return nonces
             if self._is_over:
@@ -116,7 +116,7 @@ class _Meeting:
                 if hmac.compare_digest(value, mac(session, "proof", rank)):
                     proven.add(rank)
                 elif self._is_persistent(rank, f"proof {rank}"):
-                    raise self._refused(rank)
+                    raise self._rejected(rank)
             if len(proven) == len(others):
                 return
             if self._is_over:
@@ -140,14 +140,14 @@ class _Meeting:
                         self._prove(session)
                         return session
                     if fits:
-                        raise self._refused(json.loads(content[1:]))
+                        raise self._rejected(json.loads(content[1:]))
                     if answer and self._is_persistent(0, f"answer {rank}"):
-                        raise self._refused(0)
+                        raise self._rejected(0)
                 if self._is_over:
                     raise self._missing([0])
         except (dist.DistNetworkError, dist.DistStoreError) as error:  # rank 0, which serves the store, has ended
             if self.bad:
-                raise self._refused(0) from error
+                raise self._rejected(0) from error
             raise
         raise AssertionError
 
@@ -224,18 +224,18 @@ class _Meeting:
 
     # ---- failures --------------------------------------------------------------------------------------------------
 
-    def _refuse(self, refused: int, others: Sequence[int], n0: bytes) -> None:
-        """Tell the other ranks, each under its own fresh number, which rank was refused; raise."""
-        content, until = REFUSED + json.dumps(refused).encode(), time.monotonic() + LINGER
+    def _reject(self, rejected: int, others: Sequence[int], n0: bytes) -> None:
+        """Tell the other ranks, each under its own fresh number, which rank was rejected; raise."""
+        content, until = REJECTED + json.dumps(rejected).encode(), time.monotonic() + LINGER
         while time.monotonic() < until:
             for rank in others:
                 hello = self._peek(f"hello {rank}") or bytes(NONCE)
                 tag = mac(self.key.secret, "answer", self.run, rank, n0, hello[:NONCE], content)
                 self._restore(f"answer {rank}", content + tag)
             time.sleep(0.05)
-        raise self._refused(refused)
+        raise self._rejected(rejected)
 
-    def _refused(self, rank: int) -> ShoalError:
+    def _rejected(self, rank: int) -> ShoalError:
         me, host = self.place.rank, socket.gethostname()
         if rank == 0:
             what = (
@@ -244,7 +244,7 @@ class _Meeting:
             )
         else:
             what = (
-                f"rank {rank} was refused: it did not prove that it holds the key of this run, which rank {me} on"
+                f"rank {rank} was rejected: it did not prove that it holds the key of this run, which rank {me} on"
                 f" {host} has from {self.key.source}. It has another key, or it is not part of the run"
             )
         return ShoalError(what, fix=f"one key on every host: {MAKE_ONE}; or copy {self.key.source} to every host")

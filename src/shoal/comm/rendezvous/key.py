@@ -111,11 +111,11 @@ def _read(path: str | Path, folder: int | None = None) -> bytes:
             raise
         return b""
     with os.fdopen(handle, "rb") as file:
-        _refuse_shared(os.fstat(handle))
+        _reject_shared(os.fstat(handle))
         return file.read(MOST + 1).strip()
 
 
-def _refuse_shared(found: os.stat_result) -> None:
+def _reject_shared(found: os.stat_result) -> None:
     if found.st_uid != os.geteuid():
         raise PermissionError(errno.EPERM, f"it must belong to user {os.geteuid()}, got user {found.st_uid}")
     if found.st_mode & 0o077:

@@ -36,9 +36,9 @@ def fastest(transport: Transport, num_bytes: int) -> tuple[Chosen, str]:
 def bucket_mb(transport: Transport, num_bytes: int) -> tuple[float, str]:
     """The size of buckets that hides most of what travels, from what the link can do; and that. All choose the same."""
     measured = link_of(transport)
-    told = torch.tensor([measured.latency, 1 / measured.bandwidth], dtype=torch.float64)
-    _agree(told, transport)
-    link = Link(float(told[0]), 1 / float(told[1]))
+    worst = torch.tensor([measured.latency, 1 / measured.bandwidth], dtype=torch.float64)
+    _agree(worst, transport)
+    link = Link(float(worst[0]), 1 / float(worst[1]))
     size = best_bucket(num_bytes, link, transport.size)
     rate = f"{link.bandwidth * 8 / 1e6:,.0f} Mbit/s, {link.latency * 1e3:.2f} ms"
     return size / 2**20, f"gradients of {num_bytes / 2**20:.3g} MB over {rate}, measured"

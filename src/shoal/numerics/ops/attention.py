@@ -90,7 +90,7 @@ def attend_backward(
     q_BNTH: Tensor,
     k_BKSH: Tensor,
     v_BKSH: Tensor,
-    whole: Attended,
+    attended: Attended,
     mask: Tensor | None = None,
     *,
     is_causal: bool = False,
@@ -100,7 +100,7 @@ def attend_backward(
     grad_BNTH, q_BNTH, k_BKSH, v_BKSH = map(_readable, (grad_BNTH, q_BNTH, k_BKSH, v_BKSH))
     bias = None if mask is None else additive(mask, q_BNTH.dtype)
     kernel = _kernel(q_BNTH, bias)
-    out, lse = whole
+    out, lse = attended
     if kernel == "cpu":
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
             grad_BNTH, q_BNTH, k_BKSH, v_BKSH, out, lse, 0.0, is_causal, attn_mask=bias
@@ -123,7 +123,7 @@ def attend_backward(
             *(F.pad(lse, (0, missing), value=float("inf")), seed, seed, 0.0, [True, True, True, False], is_causal),
         )
     else:
-        dq, dk, dv = _written_down_backward(grad_BNTH, q_BNTH, k, v, whole, _scores(q_BNTH, k, bias, is_causal))
+        dq, dk, dv = _written_down_backward(grad_BNTH, q_BNTH, k, v, attended, _scores(q_BNTH, k, bias, is_causal))
     return dq, _summed(dk, num_kv_heads), _summed(dv, num_kv_heads)
 
 
@@ -188,12 +188,12 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor | None, is_causal: bool) -> Tenso
     return scores if bias is None else scores + bias
 
 
-def _written_down_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Attended, scores: Tensor) -> Any:
+def _written_down_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, scores: Tensor) -> Any:
     """dS = P (dP - Σ dO·O): the only thing that the keys of other parts have a say in is the lse and the output."""
     wide_grad, scale = grad.to(scores.dtype), q.shape[-1] ** -0.5
-    weights = (scores - whole.lse[..., None]).exp_()
+    weights = (scores - attended.lse[..., None]).exp_()
     dv = weights.transpose(-1, -2) @ wide_grad
-    inner = (wide_grad * whole.out).sum(-1, keepdim=True)
+    inner = (wide_grad * attended.out).sum(-1, keepdim=True)
     d_scores = weights.mul_(wide_grad @ v.to(scores.dtype).transpose(-1, -2) - inner).mul_(scale)
     dq, dk = d_scores @ k.to(scores.dtype), d_scores.transpose(-1, -2) @ q.to(scores.dtype)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)

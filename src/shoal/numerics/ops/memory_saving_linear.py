@@ -85,7 +85,7 @@ def swiglu_linear(parts: Sequence[Tensor], layer: nn.Linear, *, recompute: bool 
     """silu(gate) · up, and what a layer makes of it: the second half of a gated feed-forward. `parts` are gate and up,
     or one tensor in which they lie side by side.
 
-    `recompute`: the input of the layer is made again in the backward; else it is kept, which takes F/D more and no time.
+    `recompute`: compute the input of the layer again in the backward. Else it is saved: F/D more memory, no more time.
     """
     if not is_product(layer) or not torch.is_grad_enabled():
         gate, up = _gate_and_up(parts)
@@ -168,8 +168,8 @@ class _NormedLinears(torch.autograd.Function):
         needed = ctx.needs_input_grad[5:]
         d_weights: list[Tensor | None] = [None] * len(weights)
         if ctx.is_one and any(needed):
-            whole = _product(grads[0], normed, weights[0].dtype)
-            d_weights = list(whole.split([weight.shape[0] for weight in weights]))
+            joint = _product(grads[0], normed, weights[0].dtype)
+            d_weights = list(joint.split([weight.shape[0] for weight in weights]))
         elif not ctx.is_one:
             pairs = zip(grads, needed, strict=True)
             d_weights = [_product(grad, normed, weights[0].dtype) if is_needed else None for grad, is_needed in pairs]
@@ -189,10 +189,10 @@ class _GatedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         differentiable_once()
         (grad,) = grads
-        weight, *held = ctx.saved_tensors
-        parts = held if ctx.recompute else held[:-1]
+        weight, *saved = ctx.saved_tensors
+        parts = saved if ctx.recompute else saved[:-1]
         d_parts, gated = swiglu_backward(parts, times_transposed(grad, weight), recompute=ctx.recompute)
-        gated = held[-1] if gated is None else gated
+        gated = saved[-1] if gated is None else gated
         d_weight = _product(grad, gated, weight.dtype) if ctx.needs_input_grad[0] else None
         return d_weight, None, *d_parts
 

@@ -84,10 +84,10 @@ class AdamW(Optimizer):
                 number = saved.pop(0)
                 if parameter not in self.state:
                     continue
-                state, held = self.state[parameter], state_dict["state"][number]
+                state, saved = self.state[parameter], state_dict["state"][number]
                 state["step"] = state["step"].to(to_local(parameter).device, torch.float32, copy=True)
                 for name in ("exp_avg", "exp_avg_sq"):  # laid out as the weights are, too
-                    state[name] = torch.empty_like(parameter, dtype=_dtype_for(parameter, group)).copy_(held[name])
+                    state[name] = torch.empty_like(parameter, dtype=_dtype_for(parameter, group)).copy_(saved[name])
 
     def _state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
@@ -103,8 +103,8 @@ class AdamW(Optimizer):
     ) -> None:
         state = self.state[parameter]
         assert parameter.grad is not None
-        held = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-        weight, gradient, first, second = map(to_local, held)
+        tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+        weight, gradient, first, second = map(to_local, tensors)
         update = Update(
             step=state["step"],
             lr=float(group["lr"]),

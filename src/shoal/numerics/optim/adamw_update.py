@@ -41,8 +41,8 @@ def update_plainly(weight: Tensor, gradient: Tensor, first: Tensor, second: Tens
     change = update.lr / correction1 * m / (v.sqrt() / correction2**0.5 + update.eps)
     w = weight.to(dtype) * (1.0 - update.lr * update.decay) - change
     generator = torch.Generator(weight.device).manual_seed(update.seed)
-    for held, value in ((first, m), (second, v), (weight, w)):
-        held.copy_(stochastically_rounded(value, generator) if held.dtype == torch.bfloat16 else value)
+    for stored, value in ((first, m), (second, v), (weight, w)):
+        stored.copy_(stochastically_rounded(value, generator) if stored.dtype == torch.bfloat16 else value)
 
 
 def stochastically_rounded(x: Tensor, generator: torch.Generator) -> Tensor:

@@ -264,21 +264,21 @@ def _places(tokens_BT: Tensor, documents_BT: Tensor | None, context: ContextPara
 
 
 def _check_call(tokens: Tensor, documents: Any, context: ContextParallel) -> None:
-    whole = context.num_tokens
-    if whole is None and not tokens.is_meta:
+    num_total = context.num_tokens
+    if num_total is None and not tokens.is_meta:
         raise ShoalError(
             f"under cp={context.degree} the model is called with the rank's own tokens, and no batch was cut yet",
             fix="call it with what run.batches, run.microbatches or run.own_tokens(batch) has given",
         )
-    if whole is not None and tokens.shape[1] * context.degree != whole:
+    if num_total is not None and tokens.shape[1] * context.degree != num_total:
         raise ShoalError(
-            f"under cp={context.degree} this rank has {whole // context.degree} of the last batch's {whole} tokens, but"
-            f" the model is called with {tokens.shape[1]}",
+            f"under cp={context.degree} this rank has {num_total // context.degree} of the last batch's {num_total} tokens,"
+            f" but the model is called with {tokens.shape[1]}",
             fix="call it with what run.batches, run.microbatches or run.own_tokens(batch) has given",
         )
-    if isinstance(documents, Tensor) and whole is not None and documents.shape[1] != whole:
+    if isinstance(documents, Tensor) and num_total is not None and documents.shape[1] != num_total:
         raise ShoalError(
-            f"documents have to be whole, for all {whole} tokens, and these are for {documents.shape[1]}",
+            f"documents have to be whole, for all {num_total} tokens, and these are for {documents.shape[1]}",
             fix="batches that are mappings, with the documents under the name of the model's argument",
         )
 

@@ -123,8 +123,8 @@ class _RingAttention(torch.autograd.Function):
         for step, block in around(keys_values, ring, ctx.causal):
             grad, some_q, some_out, some_lse = (_some(x, step.queries, 2) for x in (grads[0], q, out, lse))
             some_k, some_v = _some(block, step.keys, 3)
-            whole, sight = Attended(some_out, some_lse), _sight(step, documents, ring, ctx.causal)
-            dq, *d_kv = attend_backward(grad, some_q, some_k, some_v, whole, **sight)
+            attended, sight = Attended(some_out, some_lse), _sight(step, documents, ring, ctx.causal)
+            dq, *d_kv = attend_backward(grad, some_q, some_k, some_v, attended, **sight)
             _some(d_q, step.queries, 2).add_(dq)
             del dq
             is_mine = step.source == ring.index

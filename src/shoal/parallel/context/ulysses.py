@@ -43,8 +43,8 @@ def ulysses_attention(
     sizes = [x.shape[1] // degree for x in (q, k, v)]
     packed = torch.cat([x.unflatten(1, (degree, -1)) for x in (q, k, v)], dim=2)  # B, rank, heads, T, H
     mine = _exchanged(packed.movedim(1, 0), group, comm_device)  # rank, B, heads, T, H
-    whole = mine.movedim(0, 2).flatten(2, 3)  # B, heads, rank x T, H
-    out = attention(*whole.split(sizes, dim=1))
+    full = mine.movedim(0, 2).flatten(2, 3)  # B, heads, rank x T, H
+    out = attention(*full.split(sizes, dim=1))
     parts = out.unflatten(2, (degree, -1)).movedim(2, 0)
     back = _exchanged(parts, group, comm_device)  # rank, B, heads, T, H
     return back.movedim(0, 1).flatten(1, 2)

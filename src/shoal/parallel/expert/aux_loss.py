@@ -77,10 +77,10 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, auxiliary: Tensor | None, load_E: Tensor, dropped: Tensor, balance: AuxLoss, name: str
+        ctx: Any, y: Tensor, auxiliary: Tensor | None, load_E: Tensor, dropped: Tensor, aux_loss: AuxLoss, name: str
     ) -> Tensor:
         ctx.save_for_backward(auxiliary, load_E, dropped)
-        ctx.balance, ctx.name, ctx.factor = balance, name, balance.factor
+        ctx.aux_loss, ctx.name, ctx.factor = aux_loss, name, aux_loss.factor
         return y.view_as(y)
 
     @staticmethod
@@ -89,6 +89,6 @@ class _Attach(torch.autograd.Function):
         auxiliary, load_E, num_dropped = ctx.saved_tensors
         factor = ctx.factor()  # of its own microbatch; in a pipeline, others have begun since
         if factor != 0:
-            ctx.balance.add(ctx.name, auxiliary, load_E, num_dropped)
+            ctx.aux_loss.add(ctx.name, auxiliary, load_E, num_dropped)
         grad = torch.full_like(auxiliary, factor) if ctx.needs_input_grad[1] else None
         return grads[0], grad, None, None, None, None

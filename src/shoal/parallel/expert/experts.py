@@ -140,9 +140,9 @@ def divide(experts: Experts, parallel: ExpertParallel) -> None:
     if parallel.group is None:
         return
     for name in WEIGHTS:
-        whole = getattr(experts, name)
-        own = part(whole.detach(), 0, index=parallel.index, degree=parallel.degree).clone()
-        setattr(experts, name, nn.Parameter(own, requires_grad=whole.requires_grad))
+        full = getattr(experts, name)
+        own = part(full.detach(), 0, index=parallel.index, degree=parallel.degree).clone()
+        setattr(experts, name, nn.Parameter(own, requires_grad=full.requires_grad))
 
 
 def experts_in(model: nn.Module) -> dict[str, Experts]:

@@ -199,28 +199,28 @@ class Router(nn.Module):
 
     def capacity(self, num_tokens: int, group: Group) -> int:
         """C: the most tokens of one sequence that one expert computes; `num_tokens` of it are here."""
-        whole = num_tokens * degree_of(group)
+        num_total = num_tokens * degree_of(group)
         factor = 1.0 if self.capacity_factor is None else self.capacity_factor
-        return min(whole, math.ceil(factor * whole * self.top_k / self.num_experts))
+        return min(num_total, math.ceil(factor * num_total * self.top_k / self.num_experts))
 
     def _balance_loss(self, scores_BTE: Tensor, counts_BE: Tensor, group: Group) -> Tensor | None:
         """coefficient · E · Σ_e f_e P_e, summed over sequences. f: share of the choices that fell on e; P: mean share
         of its score. f is of the whole sequence, P's sum runs over the tokens here: the ranks' terms add up."""
         if self.auxiliary_coefficient == 0:
             return None
-        whole = scores_BTE.shape[1] * degree_of(group)
+        num_total = scores_BTE.shape[1] * degree_of(group)
         counts_BE = counts_BE if group is None else _summed(counts_BE, group)
-        share_BE = counts_BE.to(scores_BTE.dtype) / (whole * self.top_k)
+        share_BE = counts_BE.to(scores_BTE.dtype) / (num_total * self.top_k)
         parts_BTE = scores_BTE if self.score == "softmax" else scores_BTE / scores_BTE.sum(-1, keepdim=True)
-        return (share_BE * parts_BTE.sum(1)).sum() * (self.auxiliary_coefficient * self.num_experts / whole)
+        return (share_BE * parts_BTE.sum(1)).sum() * (self.auxiliary_coefficient * self.num_experts / num_total)
 
     def _z_loss(self, logits_BTE: Tensor, group: Group) -> Tensor | None:
         """coefficient · mean over a sequence's tokens of logsumexp(logits)², summed over sequences: logits stay
         small."""
         if self.z_coefficient == 0:
             return None
-        whole = logits_BTE.shape[1] * degree_of(group)
-        return logits_BTE.logsumexp(-1).square().sum() * (self.z_coefficient / whole)
+        num_total = logits_BTE.shape[1] * degree_of(group)
+        return logits_BTE.logsumexp(-1).square().sum() * (self.z_coefficient / num_total)
 
 
 def problems_of(router: Router) -> list[Problem]:

@@ -41,7 +41,7 @@ class Group:
         return bool(self.leaves & other.leaves or self.given.keys() & other.given.keys())
 
 
-def held_by(outputs: Iterable[Tensor]) -> list[GradientEdge]:
+def edges_of(outputs: Iterable[Tensor]) -> list[GradientEdge]:
     """What keeps the graph of a stage alive when its outputs have left it, if that is needed. With torch 2.11 the last
     stage so keeps what its loss has kept, too."""
     return [get_gradient_edge(output) for output in outputs if output.requires_grad] if FORGETS_NODES else []

@@ -17,7 +17,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from shoal.parallel.pipeline.split_backward import add_gradients_of_weights, held_by
+from shoal.parallel.pipeline.split_backward import add_gradients_of_weights, edges_of
 
 SCHEDULES: Mapping[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -35,7 +35,7 @@ class TorchStage(PipelineStage):
 
     torch 2.11 warms connections up by sending from every stage to the next one, also where both are on one rank (the
     bottom of a V), and gloo has no connection from a rank to itself. 2.13 no longer does. And the second half of a
-    backward that was split is ours, for which the graph is held."""
+    backward that was split is ours, for which the graph is edges."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         operations = super()._get_init_p2p_neighbors_ops()
@@ -48,8 +48,8 @@ class TorchStage(PipelineStage):
         if backward_type == "weight":
             add_gradients_of_weights(self.submod.parameters(), bwd_kwargs["param_groups"])
             return (), None
-        held = held_by(bwd_kwargs["stage_output"]) if backward_type == "input" else []
+        edges = edges_of(bwd_kwargs["stage_output"]) if backward_type == "input" else []
         gradients, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, *rest, **more)
         for group in groups or ():
-            group["held"] = held  # until the second half is done with the group
+            group["edges"] = edges  # until the second half is done with the group
         return gradients, groups

@@ -23,7 +23,7 @@ from shoal.data.fingerprint import Fingerprint
 from shoal.data.sources.open import open_datasets
 from shoal.data.sources.packing import PackedTokens
 from shoal.errors import Problem, ShoalError, needs, raise_if, to_install
-from shoal.parallel.checks import refuse_unbuilt, unfit
+from shoal.parallel.checks import check_model, reject_unsupported
 from shoal.parallel.data.local_sgd import OuterOptimizer
 from shoal.parallel.options import Options
 from shoal.parallel.pipeline.stage_io import stream_of
@@ -160,7 +160,7 @@ def _idle_fp8(recipe: Recipe) -> Iterator[Problem]:
 
 def _runnable_plan(recipe: Recipe, world_size: int) -> Plan:
     plan = recipe.plan.resolve(world_size)
-    refuse_unbuilt(plan)
+    reject_unsupported(plan)
     if recipe.optim.param_dtype == "bf16":
         reject_bf16_weights(plan)
     plan.num_microbatches(recipe.data.global_batch)
@@ -187,7 +187,7 @@ def _unfit_for_plan(plan: Plan, model: nn.Module, recipe: Recipe, data: Dataset)
         fused_loss=fused_loss_of(recipe),
         fp8_min_features=settings.fp8_min_features,
     )
-    return found or unfit(model, plan, description, options)
+    return found or check_model(model, plan, description, options)
 
 
 def fused_loss_of(recipe: Recipe) -> bool | None:

@@ -20,7 +20,7 @@ from shoal.config.recipe import Recipe
 from shoal.errors import ShoalError
 from shoal.numerics.local_tensor import to_local
 from shoal.numerics.optim.build import build_optimizer
-from shoal.parallel.checks import refuse_unbuilt
+from shoal.parallel.checks import reject_unsupported
 from shoal.predict.estimate.replica_sync import WAYS, Link, ReplicaShape, Step, choose, sync_traffic
 from shoal.train.build_model import build_for_layout
 from shoal.train.recipe.build_run import build_loader, build_run
@@ -70,7 +70,7 @@ def estimate(job: Job, world: World, ways: tuple[str, ...] = WAYS) -> Estimate |
 
 def _can_be_run(plan: Plan, words: str) -> bool:
     try:
-        refuse_unbuilt(sync_traffic(plan, words))
+        reject_unsupported(sync_traffic(plan, words))
     except ShoalError:
         return False
     return True
