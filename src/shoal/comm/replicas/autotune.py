@@ -1,4 +1,4 @@
-"""Which way of sending is the fastest here: tried, not guessed."""
+"""Choose the all-reduce algorithm and the bucket size from measurements on the link between replicas."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ ROUNDS = 3
 
 
 def fastest(transport: Transport, num_bytes: int) -> tuple[Chosen, str]:
-    """What carries an all-reduce of this size in the least time, the slowest rank counting; and what each took. Every
-    rank calls it, and all choose the same. One that is not a tenth faster than torch's own is not worth it."""
+    """Return the fastest all-reduce for this size, by its slowest rank, and the time of each as text.
+
+    Every rank calls it, and all choose the same. An algorithm must be 10 % faster than torch's own to be chosen.
+    """
     several_nodes = transport.node is not None and 1 < transport.node < transport.size
     ways: list[Chosen] = ["builtin", *TRIED]
     if several_nodes:
@@ -34,7 +36,7 @@ def fastest(transport: Transport, num_bytes: int) -> tuple[Chosen, str]:
 
 
 def bucket_mb(transport: Transport, num_bytes: int) -> tuple[float, str]:
-    """The size of buckets that hides most of what travels, from what the link can do; and that. All choose the same."""
+    """Return the bucket size that hides most communication, from the measured link, and the reason. All ranks agree."""
     measured = link_of(transport)
     worst = torch.tensor([measured.latency, 1 / measured.bandwidth], dtype=torch.float64)
     _agree(worst, transport)
@@ -45,14 +47,14 @@ def bucket_mb(transport: Transport, num_bytes: int) -> tuple[float, str]:
 
 
 def _agree(seconds: torch.Tensor, transport: Transport) -> None:
-    """On the slowest, over all ranks: others that hold the same weights, along tp, must not come to something else."""
+    """Take the slowest over all ranks: ranks with the same weights, along tp, must choose the same."""
     there = seconds.to(transport.device)
     dist.all_reduce(there, dist.ReduceOp.MAX)
     seconds.copy_(there)
 
 
 def _seconds(transport: Transport, x: torch.Tensor) -> float:
-    transport.all_reduce(x)  # connections, and memory
+    transport.all_reduce(x)  # open connections, allocate memory
     rounds = []
     for _ in range(ROUNDS):
         rounds.append(timed(lambda: transport.all_reduce(x), transport.device))

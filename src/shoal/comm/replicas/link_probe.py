@@ -1,4 +1,4 @@
-"""What the link between replicas can do, and what codecs cost here; all ranks measure together, and agree."""
+"""Measure the link between replicas and the cost of codecs; all ranks measure together and agree on the numbers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from shoal.comm.replicas.transport import Transport
 from shoal.predict.estimate.replica_sync import Link
 
 SMALL, FIRST, LARGEST = 1024, 256 * 2**10, 64 * 2**20
-ENOUGH = 0.3  # seconds of one collective, beside which latency and chance are small
-SAMPLE = (1024, 1024)  # a gradient that is encoded on trial
+ENOUGH = 0.3  # seconds of one collective, compared with which latency and noise are small
+SAMPLE = (1024, 1024)  # shape of the gradient that is encoded
 
 
 def link_of(transport: Transport) -> Link:
-    """Latency and bandwidth of an all-reduce over the link. Sizes grow until one takes a third of a second."""
+    """Measure latency and bandwidth of an all-reduce. Sizes grow until one takes a third of a second."""
     latency = min(_seconds(transport, SMALL) for _ in range(5))
     size = FIRST
     _seconds(transport, size)
@@ -32,7 +32,7 @@ def link_of(transport: Transport) -> Link:
 
 
 def codec_seconds(transport: Transport, methods: Iterable[str]) -> dict[str, float]:
-    """Method → seconds to encode and decode a number, without its way over the link."""
+    """Measure, per method, the seconds to encode and decode one number, without communication."""
     found: dict[str, float] = {}
     for method in methods:
         compression = Compression.parse(method)
@@ -42,10 +42,10 @@ def codec_seconds(transport: Transport, methods: Iterable[str]) -> dict[str, flo
         took = []
         for trial in range(5):
             own, _ = x.clone(), transport.sent.take()
-            settle(transport.device)
+            synchronize(transport.device)
             began = time.perf_counter()
             average(own, bucket, transport, Seeds(trial, trial))
-            settle(transport.device)
+            synchronize(transport.device)
             times, _ = transport.sent.take()
             took.append(time.perf_counter() - began - sum(ended - start for start, ended in times))
         found[compression.method] = _slowest(transport, min(took)) / x.numel()
@@ -58,22 +58,22 @@ def _seconds(transport: Transport, num_bytes: int) -> float:
 
 
 def timed(do: Callable[[], object], device: torch.device) -> float:
-    """Seconds; on a GPU, which works on after it was asked, until it is done."""
-    settle(device)
+    """Return the seconds that a call takes, with the work that it launched on a GPU."""
+    synchronize(device)
     began = time.perf_counter()
     do()
-    settle(device)
+    synchronize(device)
     return time.perf_counter() - began
 
 
-def settle(device: torch.device) -> None:
-    """Wait for what a device was asked for."""
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _slowest(transport: Transport, seconds: float) -> float:
-    """The same number on all ranks."""
+    """Return the maximum over all ranks, the same number on each."""
     both = torch.tensor([seconds], dtype=torch.float64)
     dist.all_reduce(both, dist.ReduceOp.MAX, group=transport.group)
     return float(both)

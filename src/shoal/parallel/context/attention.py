@@ -272,8 +272,8 @@ def _check_call(tokens: Tensor, documents: Any, context: ContextParallel) -> Non
         )
     if num_total is not None and tokens.shape[1] * context.degree != num_total:
         raise ShoalError(
-            f"under cp={context.degree} this rank has {num_total // context.degree} of the last batch's {num_total} tokens,"
-            f" but the model is called with {tokens.shape[1]}",
+            f"under cp={context.degree} the model must be called with {num_total // context.degree} of the last batch's"
+            f" {num_total} tokens, got {tokens.shape[1]}",
             fix="call it with what run.batches, run.microbatches or run.own_tokens(batch) has given",
         )
     if isinstance(documents, Tensor) and num_total is not None and documents.shape[1] != num_total:
