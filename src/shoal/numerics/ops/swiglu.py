@@ -1,9 +1,9 @@
-"""The backward of silu(gate) · up, where gate and up lie side by side, as they come out of one product.
+"""The backward of silu(gate) · up, where gate and up are one joint tensor, as one product yields them.
 
-    joint = [gate | up]        d_gated ─▶ d_joint = [d_gate | d_up],  and gated once more, if it was not kept
+    joint = [gate | up]        d_gated ─▶ d_joint = [d_gate | d_up],  and gated again, if it was not saved
 
-A compiler writes what lies side by side in two passes, and reads for each of them what both are made of. On a GPU it is
-one kernel here, and an operator that a compiler leaves alone; elsewhere plain torch.
+A compiler writes a joint tensor in two passes, and reads the inputs of both halves in each. On a GPU it is one kernel
+here, and an opaque operator for the compiler; elsewhere plain torch.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from shoal.numerics.precision import wide
 def swiglu_backward(
     parts: Sequence[Tensor], d_gated: Tensor, *, recompute: bool
 ) -> tuple[Sequence[Tensor], Tensor | None]:
-    """The gradients of gate and up, as these are given: each by itself, or both in one tensor. And silu(gate) · up, if
-    it is to be made again."""
+    """Return the gradients of gate and up in the form that they are given: separate, or one joint tensor. With
+    `recompute`, also return silu(gate) · up."""
     if len(parts) == 1 and d_gated.is_cuda and d_gated.dtype.itemsize < 8:
         d_joint, gated = torch.ops.shoal.swiglu_backward(parts[0], d_gated, recompute)
         return [d_joint], gated if recompute else None
