@@ -1,9 +1,9 @@
-"""`dp_replicate`, and `cp` where nothing is sharded: every rank holds the whole model and sees its own samples (or its
-tokens of them); gradients are averaged once per step.
+"""`dp_replicate`, and `cp` where nothing is sharded: every rank has the full model and its own samples (or its tokens
+of them); gradients are averaged once per step.
 
-torch gives `DistributedDataParallel`. It averages over ranks and synchronises at every backward. The loss law wants a
-sum over the *global* batch, and accumulation wants one synchronisation per step: `shoal.train.run` scales the loss of
-each microbatch for the first, `synchronised` below does the second.
+torch has `DistributedDataParallel`. It averages over ranks and synchronises at every backward. The loss rule needs a
+sum over the *global* batch, and accumulation needs one synchronisation per step. For the first, the run scales the loss
+of each microbatch; `synchronised` below does the second.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def replicate(
     bucket_mb: float | None,
     find_unused_parameters: bool,
 ) -> nn.Module:
-    """The module with its gradients averaged over its replicas; with one, or nothing to train, the module itself."""
+    """Wrap the module so that its gradients are averaged; with one replica, or nothing to train, return it
+    unchanged."""
     if peers is None or not any(parameter.requires_grad for parameter in module.parameters()):
         return module
     return DistributedDataParallel(
@@ -47,18 +48,20 @@ def replicate(
 
 
 TIMED_EVERY = 10
-"""Steps. To take the times of each of them took 2 % of a step of 30 ms, and a hook in Python, which takes the
-interpreter's lock from the backward, 4 % (measured, Intel Xeon, two ranks)."""
+"""Steps. Timing each step took 2 % of a step of 30 ms, and a hook in Python, which takes the GIL from the backward, 4 %
+(measured, Intel Xeon, two ranks)."""
 _NEVER = 2**31 - 1
 
 
 def overlap_of(module: nn.Module, step: int) -> Overlap | None:
-    """The gradients that DDP sent in this step, counted from 0: how long, and how much the backward hid. None: not
-    measured. Call it after every step: it also switches the timers of torch's reducer for the next one."""
+    """Return the overlap of DDP's communication in this step, counted from 0. None: not measured. Call it after every
+    step: it also switches the timers of torch's reducer for the next one."""
     if not isinstance(module, DistributedDataParallel) or module.device_type != "cpu":
-        return None  # the timers of a GPU would have to be waited for
-    numbers = _timers(module) if _is_timed(step) else None  # before the rate changes: torch asks it here, too
-    module._set_ddp_runtime_logging_sample_rate(1 if _is_timed(step + 1) else _NEVER)  # the first ten it times anyway
+        return None  # reading a GPU's timers would wait for it
+    numbers = _timers(module) if _is_timed(step) else None  # before the rate changes: torch reads the rate here, too
+    module._set_ddp_runtime_logging_sample_rate(
+        1 if _is_timed(step + 1) else _NEVER
+    )  # torch always times the first ten
     if numbers is None:
         return None
     seconds = numbers.get("backward_comm_time", 0) * 1e-9
@@ -68,7 +71,7 @@ def overlap_of(module: nn.Module, step: int) -> Overlap | None:
 
 
 def _is_timed(step: int) -> bool:
-    """The first step, and every tenth: 1, 10, 20, ... as metrics count them."""
+    """Whether to time a step: the first and every tenth (1, 10, 20, ... as metrics count them)."""
     return step == 0 or (step + 1) % TIMED_EVERY == 0
 
 
@@ -80,9 +83,9 @@ def _timers(module: DistributedDataParallel) -> dict[str, int]:
 
 
 def _buffers_stay_local() -> dict[str, Any]:
-    """No collective for buffers in every forward: `batch_norm.RunningStatistics` makes them equal.
+    """Disable DDP's collective for buffers in every forward: `batch_norm.RunningStatistics` makes them equal.
 
-    torch 2.13 has a new word for it, and the same word does not exist in 2.11.
+    torch 2.13 renamed the argument, and 2.11 does not have the new name.
     """
     words = inspect.signature(DistributedDataParallel).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in words else "broadcast_buffers": False}
@@ -90,7 +93,7 @@ def _buffers_stay_local() -> dict[str, Any]:
 
 @contextmanager
 def synchronised(module: nn.Module, is_last: bool) -> Iterator[None]:
-    """Forward and backward inside synchronise gradients only if this microbatch is the step's last."""
+    """Synchronise gradients inside only if this microbatch is the step's last."""
     if is_last or not isinstance(module, DistributedDataParallel):
         yield
     else:
@@ -112,10 +115,10 @@ def average_gradients(gradients: list[Tensor], group: dist.ProcessGroup) -> None
 
 
 def explain_unused(error: RuntimeError) -> None:
-    """torch's words about parameters without a gradient name an argument that a user of shoal cannot reach."""
+    """Replace torch's message about unused parameters, which names an argument that a user of shoal cannot reach."""
     if "find_unused_parameters" in str(error):
         raise ShoalError(
-            "some parameters had no part in the loss of the last step, and the ranks wait for their gradients",
+            "every parameter must take part in the loss of a step, got some without a gradient in the last step",
             fix="find_unused_parameters=True (--run.find_unused_parameters true),"
             " or requires_grad_(False) for what is never used",
         ) from error

@@ -1,11 +1,11 @@
-"""Gradients averaged over replicas by a way of our own: compressed, or by a list of messages.
+"""Average gradients over replicas with our own reducer: compressed, or by a list of messages.
 
-While the backward goes on, buckets that are full travel:
+Full buckets are averaged while the backward continues:
 
     backward   ... layer 9 ─ layer 8 ─ layer 7 ─ layer 6 ─ ... ─ layer 0 ┐ finish
-    lanes               └─ bucket 0 ──────── bucket 1 ─────────── bucket 2 ┴ ─ ─┘  exposed: what finish waits for
+    threads             └─ bucket 0 ──────── bucket 1 ─────────── bucket 2 ┴ ─ ─┘  exposed: the wait in finish
 
-Where gradients are whole only after the backward (shards, stages of a pipeline), all buckets begin there.
+If gradients are complete only after the backward (shards, stages of a pipeline), all buckets start there.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from shoal.parallel.data.bucket_averager import BucketAverager, InFlightBucket
 
 @dataclass
 class GradientReducer:
-    """What averages the gradients of a model's parameters."""
+    """Averages the gradients of a model's parameters."""
 
     averager: BucketAverager
     follows_backward: bool
-    """Whether a gradient is whole as soon as autograd has summed it up."""
+    """Whether a gradient is complete as soon as autograd has accumulated it."""
     finds_unused: bool = False
-    """Whether parameters may be without a gradient, on some ranks or on all."""
+    """Whether parameters may have no gradient, on some ranks or on all."""
     warmup_steps: int = 0
-    """How many of the first steps send gradients as they are."""
+    """How many of the first steps send gradients uncompressed."""
     may_be_dropped: bool = False
-    """Whether a step that is not finite is dropped, and the next one made: what is owed is kept until that is known."""
+    """Whether a non-finite step is dropped and training continues: then the residual is saved until that is known."""
     on_own: Callable[[str, Tensor], None] | None = None
     """Called with each gradient of this replica before it is sent."""
     step: int = 0
-    """The number of the step at hand, by which is drawn what is drawn."""
+    """The number of the step, which seeds random numbers."""
     is_armed: bool = True
-    """Whether the backward at hand is the step's last."""
+    """Whether the current backward is the step's last."""
     overlap: Overlap | None = None
     """Of the last step."""
 
@@ -74,24 +74,24 @@ class GradientReducer:
 
     @torch.no_grad()
     def commit(self, is_applied: Tensor | bool) -> None:
-        """The step whose gradients were averaged last was made, or dropped."""
+        """Report whether the last step was applied or dropped."""
         for bucket in self.averager.buckets:
             bucket.commit(is_applied)
 
     def close(self) -> None:
-        """End the threads, and let go of the parameters."""
+        """End the threads, and remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self.averager.comm_threads.close()
 
     def _unused(self) -> list[nn.Parameter]:
-        """Parameters that no replica had a gradient for: an optimizer leaves them alone, as on one device."""
+        """Return parameters without a gradient on any replica: the optimizer must skip them, as on one device."""
         every = [parameter for bucket in self.averager.buckets for parameter in bucket.parameters]
         if not self.follows_backward or (all(p.grad is not None for p in every) and not self.finds_unused):
             return []
         if not self.finds_unused:
             raise ShoalError(
-                "some parameters had no part in the loss of this step, and the other replicas wait for their gradients",
+                "every parameter must take part in the loss of a step, got some without a gradient on this replica",
                 fix="find_unused_parameters=True (--run.find_unused_parameters true),"
                 " or requires_grad_(False) for what is never used",
             )
@@ -104,12 +104,12 @@ class GradientReducer:
         if self.is_armed:
             if bucket.done is not None:
                 raise ShoalError(
-                    "a second backward before update(): what is on its way to the other replicas would change under it",
+                    "a second backward before update() would change gradients that are being averaged",
                     fix="for microbatch in run.microbatches(batch): ..., which sends gradients in the last one only",
                 )
             self._missing[bucket.number] -= 1
             while self._begun < len(self._missing) and self._missing[self._begun] <= 0:
-                self._begin_next()  # in one order on all ranks, whatever the order of arrival
+                self._begin_next()  # in the same order on all ranks, whatever the order of arrival
 
     @torch.no_grad()
     def _begin_next(self) -> None:
@@ -126,7 +126,7 @@ class GradientReducer:
         if self.follows_backward:
             assert bucket.flat is not None
             for parameter, piece in zip(bucket.parameters, bucket.state.pieces(bucket.flat), strict=True):
-                parameter.grad = piece  # which a lane fills with the mean
+                parameter.grad = piece  # a communication thread fills it with the mean
 
     def _clear(self) -> None:
         buckets = self.averager.buckets

@@ -1,17 +1,17 @@
-"""`sync=local:H` and `sync=diloco:H`: every replica is an island that trains by itself, and they meet every H steps.
+"""`sync=local:H` and `sync=diloco:H`: local SGD. Replicas train independently and exchange weights every H steps.
 
     shared weights  θ ──────────────────────────────────── θ' = θ - outer step of  mean(θ - θᵢ)
-    island 0          └─ step ─ step ─ ... ─ step ─ θ₀ ──┴─ goes on from θ'
-    island 1          └─ step ─ step ─ ... ─ step ─ θ₁ ──┴─ goes on from θ'
+    replica 0         └─ step ─ step ─ ... ─ step ─ θ₀ ──┴─ continues from θ'
+    replica 1         └─ step ─ step ─ ... ─ step ─ θ₁ ──┴─ continues from θ'
 
-The outer step is that of SGD with Nesterov momentum. With `fragments` the weights take turns: a part of them every
-H / fragments steps, so that the wire is never idle and never crowded. With `delay` what was sent is applied that many
-steps later, while the islands go on; what they did meanwhile stays on top: θᵢ += θ' - (θᵢ when it was sent).
+The outer step is SGD with Nesterov momentum. With `fragments` the weights take turns: a part of them is exchanged every
+H / fragments steps, which spreads the traffic evenly. With `delay` an exchange is applied that many steps later, while
+the replicas continue; their steps in between are kept: θᵢ += θ' - (θᵢ when it was sent).
 
-With `warmup_steps` the first steps are those of one model: islands share their gradients, as they are, and have no way
-of their own yet. So what an optimizer knows of a gradient's size begins with that of the whole batch.
+With `warmup_steps` the first steps are those of one model: replicas average their gradients, uncompressed. So the
+optimizer's estimate of a gradient's size starts with that of the full batch.
 
-Between two meetings nothing is the same on all islands but the shared weights and the outer momentum.
+Between two exchanges only the shared weights and the outer momentum are the same on all replicas.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from shoal.parallel.data.local_step_scale import LocalStepScale
 
 @dataclass(frozen=True, slots=True)
 class OuterOptimizer:
-    """The optimizer of the shared weights, and how they travel."""
+    """The optimizer of the shared weights, and how they are exchanged."""
 
     lr: float = 0.7
     momentum: float = 0.9
     fragments: int = 1
     delay: int = 0
     rescale: bool = True
-    """Under `local`, make a mean of Adam's steps as long as one model's would be (`local_step_scale`)."""
+    """Under `local`, make the mean of Adam's steps as long as one model's would be (`local_step_scale`)."""
 
 
 DEFAULT_OUTER = OuterOptimizer()
 MOST_OVERSHOT = 1.5
-"""How far the way of several steps is stretched at most. Along some directions an island has arrived within H steps,
-and what is longer than the way there goes beyond; by twice the way, it would never end."""
+"""Maximum factor for several steps. Along some directions a replica has converged within H steps, and a longer step
+overshoots; with a factor of two it would oscillate for ever."""
 
 
 @dataclass
 class LocalSGD:
-    """What lets the replicas of a model meet every so many steps."""
+    """Exchanges the weights of replicas every few steps."""
 
     named: Mapping[str, nn.Parameter]
     comm_threads: CommThreads
@@ -67,17 +67,17 @@ class LocalSGD:
     kind_of: Callable[[str], object] = field(default=lambda name: None)
     """See `BucketAverager`."""
     warmup_steps: int = 0
-    """How many of the first steps all islands make together. None, if they have gone their own ways before: then each
-    has an optimizer of its own, and the same gradient would lead them apart for good."""
+    """How many of the first steps all replicas make together. 0, if they have already diverged: then each has its own
+    optimizer state, and the same gradient would move them apart for good."""
     step_scale: LocalStepScale | None = None
-    """None: the mean of what islands did is as long as it should be."""
+    """None: the mean of the replicas' steps needs no factor."""
     shared: dict[str, Tensor] = field(default_factory=dict)
-    """θ: the weights that all islands agree on."""
+    """θ: the weights that all replicas agree on."""
     momentum: dict[str, Tensor] = field(default_factory=dict)
     sent: dict[str, Tensor] = field(default_factory=dict)
-    """With a delay: what the weights were when they were last sent."""
+    """With a delay: the weights when they were last sent."""
     arrived: dict[str, Tensor] = field(default_factory=dict)
-    """With a delay: the mean of θ - θᵢ, waiting for its step."""
+    """With a delay: the mean of θ - θᵢ, until it is applied."""
 
     def __post_init__(self) -> None:
         raise_if(filter(None, [reject_fragments(self.outer.fragments, self.outer.delay, self.sync.every)]))
@@ -88,7 +88,7 @@ class LocalSGD:
         ]
         self._travelling: set[int] = set()
         self.waiting: dict[int, int] = {}
-        """Fragments that were sent and not applied → after which step they will be."""
+        """Fragments that were sent and not applied → the step after which they will be."""
         self._exchanged_at: dict[int, int] = {}
         self.overlap: Overlap | None = None
         self._began = 0.0
@@ -101,13 +101,14 @@ class LocalSGD:
                     self.arrived[name] = torch.zeros_like(self.shared[name])
 
     def rescale(self, memory: float | None, like: Tensor) -> None:
-        """Under `local`, from now on: an optimizer divides by squares of gradients, of which it remembers so much."""
+        """Under `local`, correct the step length from now on. `memory` is the optimizer's decay of squared
+        gradients."""
         if memory is not None and self.sync.way == "local" and self.outer.rescale:
             wide = torch.promote_types(like.dtype, torch.float32)
             self.step_scale = LocalStepScale(memory, torch.zeros(2, dtype=wide, device=like.device))
 
     def share_gradients(self, step: int) -> None:
-        """Among the first steps, counted from 0: give all islands the mean of their gradients."""
+        """Average the gradients of all replicas in a warm-up step, counted from 0."""
         if step < self.warmup_steps:
             self._began = time.perf_counter()
             for averager, bucket in self._buckets():
@@ -116,13 +117,13 @@ class LocalSGD:
                 unused = [parameter for parameter in bucket.parameters if parameter.grad is None]
                 averager.hand_back(bucket)
                 for parameter in unused:
-                    if not to_local(cast(Tensor, parameter.grad)).any():  # on no island: an optimizer leaves it alone
+                    if not to_local(cast(Tensor, parameter.grad)).any():  # on no replica: the optimizer must skip it
                         parameter.grad = None
                 bucket.flat = bucket.done = None
 
     @torch.no_grad()
     def after(self, step: int) -> None:
-        """Exchange what is due after a step, counted from 1, and apply what is due of what was exchanged."""
+        """After a step, counted from 1, apply the exchanges that are due, and start new ones."""
         if step < self.warmup_steps:
             for name, shared in self.shared.items():
                 shared.copy_(to_local(self.named[name]))
@@ -134,8 +135,8 @@ class LocalSGD:
         self.overlap = Overlap.of(*self.comm_threads.sent.take(), ready=self._began)
 
     def _part(self, step: int) -> None:
-        """After the last step that was made together: the same bits everywhere, before each goes its own way. Islands
-        add up their norms each in its own order."""
+        """After the last warm-up step, make all replicas equal bit for bit. Each sums its norms in its own order, so
+        they may differ in the last bits."""
         for averager, bucket in self._buckets():
             averager.begin(bucket, [to_local(parameter) for parameter in bucket.parameters], step, is_exact=True)
         for _, bucket in self._buckets():
@@ -153,15 +154,15 @@ class LocalSGD:
         for fragment in [one for one, when in self.waiting.items() if when <= step]:
             self._apply(fragment)
         for fragment in due(step, self.sync.every, len(self.fragments)):
-            if fragment in self.waiting:  # H is another one since it was sent
+            if fragment in self.waiting:  # H has changed since it was sent
                 self._apply(fragment)
             self._send(fragment, step)
             if not self.outer.delay:
                 self._apply(fragment)
 
     def exchange_all(self, step: int) -> None:
-        """Exchange now what was not exchanged just now, at the end of a run, and pay what is owed, as it is: islands
-        take the mean, which is no step of the outer optimizer; its momentum is that of H steps."""
+        """At the end of a run, exchange everything that has changed, and flush residuals. Replicas take the mean,
+        without a step of the outer optimizer, whose momentum is that of H steps."""
         for fragment in range(len(self.fragments)):
             if fragment in self.waiting:
                 self._apply(fragment)
@@ -170,12 +171,12 @@ class LocalSGD:
                 self._apply(fragment, takes_mean=True)
 
     def synchronize(self) -> None:
-        """Wait for what is on its way, without applying it: until its step has come it is `arrived`."""
+        """Wait for exchanges in flight, without applying them: they are `arrived` until their step."""
         for fragment in list(self._travelling):
             self._synchronize(fragment)
 
     def forget(self) -> None:
-        """Nothing is on its way any more: another state is about to be loaded."""
+        """Discard exchanges in flight: another state is about to be loaded."""
         self.synchronize()
         self.waiting.clear()
         self._exchanged_at.clear()
@@ -229,7 +230,7 @@ class LocalSGD:
 
     @contextmanager
     def shared_weights(self) -> Iterator[None]:
-        """Inside, the model has the weights that all islands agree on."""
+        """Give the model the shared weights inside."""
         self.synchronize()
         with torch.no_grad():
             own = {name: to_local(self.named[name]).clone() for name in self.shared}
@@ -248,7 +249,7 @@ class LocalSGD:
 
 
 def _cut(named: Mapping[str, nn.Parameter], parts: int) -> Sequence[dict[str, nn.Parameter]]:
-    """The parameters in their order, in parts of about as many elements."""
+    """Divide the parameters, in their order, into parts of about equal size."""
     total = sum(to_local(p).numel() for p in named.values())
     found: list[dict[str, nn.Parameter]] = [{} for _ in range(parts)]
     before = 0
