@@ -31,7 +31,7 @@ from report import arguments, heading, table, write
 
 from shoal.blueprint.collectives import steps
 from shoal.blueprint.collectives.algorithms import Algorithm
-from shoal.comm.message_collectives import Stepped
+from shoal.comm.message_collectives import MessageCollectives
 from shoal.comm.rendezvous.environment import Placement, read_environment
 from shoal.comm.world import World
 from shoal.launch.local import launch
@@ -59,7 +59,9 @@ def in_turns(
     with World.start(placement, device="cpu", store=store, threads=1) as world:
         x = torch.empty(size // 4).fill_(0.0)
         group = world.control_group
-        ours = {a: Stepped(group, a, node=node if a == "hierarchical" else None) for a in algorithms if a != GLOO}  # type: ignore[arg-type]
+        ours = {
+            a: MessageCollectives(group, a, node=node if a == "hierarchical" else None) for a in algorithms if a != GLOO
+        }  # type: ignore[arg-type]
         times: Times = {algorithm: [] for algorithm in algorithms}
         for number in range(rounds + 1):
             order = algorithms if number % 2 else algorithms[::-1]

@@ -154,7 +154,7 @@ def on_rank(placement: Placement, store: dist.Store, kind: str, tokens: int) -> 
         attention = Attention()
         if world.size > 1:
             assert dist.group.WORLD is not None
-            attention.context = ContextParallel(dist.group.WORLD, kind=kind, wire=world.device)  # type: ignore[arg-type]
+            attention.context = ContextParallel(dist.group.WORLD, kind=kind, comm_device=world.device)  # type: ignore[arg-type]
         forward(attention, 4096 // world.size).backward()  # what comes into being once: threads, connections
         world.barrier()
         return measured(attention, tokens // world.size, world)

@@ -29,7 +29,7 @@ def mean(world: World, step: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.stack([gradient(rank, step, dtype) for rank in range(world.size)]).mean(0)
 
 
-def wire_of(world: World) -> Transport:
+def transport_of(world: World) -> Transport:
     return Transport(world.control_group, CPU)
 
 
@@ -40,17 +40,17 @@ class Averaged:
         self.world, self.dtype = world, dtype
         self.average = build_average(None if method is None else Compression.parse(method))
         self.bucket: Bucket = self.average.new_bucket(SHAPES, dtype, CPU, list(range(len(SHAPES))))
-        self.wire = wire_of(world)
+        self.transport = transport_of(world)
 
     def step(self, number: int) -> Tensor:
         x = gradient(self.world.rank, number, self.dtype)
-        self.average(x, self.bucket, self.wire, Seeds(number, 1000 * number + self.world.rank))
+        self.average(x, self.bucket, self.transport, Seeds(number, 1000 * number + self.world.rank))
         return x
 
     def owed(self) -> Tensor:
         """The mean over ranks of what was not sent."""
         total = torch.zeros(SIZE, dtype=self.dtype) if self.bucket.residual is None else self.bucket.residual.clone()
-        return self.wire.all_reduce(total) / self.world.size
+        return self.transport.all_reduce(total) / self.world.size
 
 
 def assert_same_everywhere(world: World, x: Tensor) -> None:
@@ -105,7 +105,7 @@ def test_unbiased_methods_are_right_on_average(world: World) -> None:
         total = torch.zeros(SIZE, dtype=torch.float64)
         for draw in range(draws):
             x = gradient(world.rank, 0)
-            averaged.average(x, averaged.bucket, averaged.wire, Seeds(draw, 1000 * draw + world.rank))
+            averaged.average(x, averaged.bucket, averaged.transport, Seeds(draw, 1000 * draw + world.rank))
             total += x - mean(world, 0)
             if draw in (0, draws - 1):
                 errors.append(float((total / (draw + 1)).norm()))
@@ -121,7 +121,7 @@ def test_powersgd_is_exact_where_the_rank_suffices(world: World) -> None:
     bucket = average.new_bucket([(40, 30)], torch.float64, CPU, [0])
     for step in range(2):
         x = ((world.rank + 1.0) * left @ right).view(-1)
-        average(x, bucket, wire_of(world), Seeds(step, step))
+        average(x, bucket, transport_of(world), Seeds(step, step))
     expected = (left @ right).view(-1) * (world.size + 1) / 2
     assert torch.allclose(x, expected, rtol=1e-10, atol=1e-10)
 
@@ -133,11 +133,11 @@ def test_bytes_are_as_predicted(world: World) -> None:
         size = sum(torch.Size(shape).numel() for shape in shapes)
         for method in EVERY:
             compression = Compression.parse(method)
-            average, wire = build_average(compression), wire_of(world)
+            average, transport = build_average(compression), transport_of(world)
             bucket = average.new_bucket(shapes, dtype, CPU, [1, 2, 3])
-            average(torch.randn(size, dtype=dtype), bucket, wire, Seeds(0, world.rank))
+            average(torch.randn(size, dtype=dtype), bucket, transport, Seeds(0, world.rank))
             predicted = compression.bytes_sent(shapes, world.size, dtype.itemsize)
-            assert wire.sent.bytes == predicted, (method, shapes, wire.sent.bytes, predicted)
+            assert transport.sent.bytes == predicted, (method, shapes, transport.sent.bytes, predicted)
 
 
 @on_ranks(2)
@@ -147,7 +147,7 @@ def test_a_gradient_that_is_not_finite_is_told_and_not_kept(world: World) -> Non
             averaged = Averaged(world, method, torch.float32)
             x = gradient(world.rank, 0, torch.float32)
             x[17] = bad if world.rank == 0 else x[17]
-            averaged.average(x, averaged.bucket, averaged.wire, Seeds(0, world.rank))
+            averaged.average(x, averaged.bucket, averaged.transport, Seeds(0, world.rank))
             assert not x.isfinite().all(), (method, bad)
             assert averaged.step(1).isfinite().all(), (method, bad)
 
@@ -156,10 +156,10 @@ def test_a_gradient_that_is_not_finite_is_told_and_not_kept(world: World) -> Non
 def test_lists_of_messages_carry_what_torch_carries(world: World) -> None:
     for method in (None, "int8", "powersgd:4"):
         builtin, ring = Averaged(world, method), Averaged(world, method)
-        ring.wire.algorithm = "ring"
+        ring.transport.algorithm = "ring"
         for step in range(2):
             assert torch.allclose(ring.step(step), builtin.step(step), rtol=1e-12, atol=1e-14)
-        assert ring.wire.sent.bytes == pytest.approx(builtin.wire.sent.bytes, rel=0.01)
+        assert ring.transport.sent.bytes == pytest.approx(builtin.transport.sent.bytes, rel=0.01)
 
 
 @on_ranks(2)
@@ -170,7 +170,7 @@ def test_one_replica_owes_what_it_could_not_send(world: World) -> None:
     errors = []
     for step in range(1, 65):
         x = gradient(world.rank, 0)
-        averaged.average(x, averaged.bucket, averaged.wire, Seeds(step, step))
+        averaged.average(x, averaged.bucket, averaged.transport, Seeds(step, step))
         total += x
         errors.append(float((total / step - mean(world, 0)).norm()))
     assert errors[-1] < errors[0] / 3
@@ -193,6 +193,6 @@ def test_the_bound_of_bf16_is_one(world: World) -> None:
     exact = (1 - 0.01 / 128 + 3 * (1 + 2.5 / 128)) / 4
     compression = Compression.parse("bf16")
     average = build_average(compression)
-    average(x, average.new_bucket([(4096,)], torch.float64, CPU, [0]), wire_of(world), Seeds(0, 0))
+    average(x, average.new_bucket([(4096,)], torch.float64, CPU, [0]), transport_of(world), Seeds(0, 0))
     error = float((x - exact).abs().max())
     assert 2.0**-9 < error <= compression.error_bound

@@ -399,8 +399,8 @@ def test_tokens_are_joined_in_the_order_of_their_sequence(world: World) -> None:
     assert group is not None
     whole = torch.randn(2, 16, 3, generator=torch.Generator().manual_seed(1))
     for kind in ("ring", "ulysses"):
-        parallel = ContextParallel(group, kind=kind, wire=world.device)  # type: ignore[arg-type]
+        parallel = ContextParallel(group, kind=kind, comm_device=world.device)  # type: ignore[arg-type]
         assert torch.equal(parallel.join(parallel.part(whole)), whole)
-    parallel = ContextParallel(group, kind="ring", wire=world.device)
+    parallel = ContextParallel(group, kind="ring", comm_device=world.device)
     with patch.object(torch.Tensor, "argsort", lambda order: order):
         assert not torch.equal(parallel.join(parallel.part(whole)), whole)

@@ -67,25 +67,25 @@ def test_whole_tokens_before_anything_was_cut(world: World) -> None:
 
 @on_ranks(2)
 def test_heads_and_tokens_the_other_way_round(world: World) -> None:
-    with pytest.raises(ShoalError, match="tokens where heads belong"):
+    with pytest.raises(ShoalError, match="tokens in the place of heads"):
         prepared(world, "cp=2 mb=2", Reader("layout")).step(batch())
 
 
 @on_ranks(2)
 def test_torchs_attention_in_place_of_the_models(world: World) -> None:
-    with pytest.raises(ShoalError, match="did not call it"):
+    with pytest.raises(ShoalError, match="must call its shoal.Attention"):
         prepared(world, "cp=2 mb=2", Reader("torch's")).step(batch())
 
 
 @on_ranks(2)
 def test_a_mask_of_ones_own_in_a_ring(world: World) -> None:
-    with pytest.raises(ShoalError, match="a ring makes its masks from documents"):
+    with pytest.raises(ShoalError, match="ring attention builds its masks from documents"):
         prepared(world, "cp=2 mb=2", Reader("mask")).step(batch())
 
 
 @on_ranks(2)
 def test_documents_that_the_description_does_not_name(world: World) -> None:
-    with pytest.raises(ShoalError, match="which argument has the documents"):
+    with pytest.raises(ShoalError, match="does not name the argument with the documents"):
         prepared(world, "cp=2 mb=2", Reader("documents"))
 
 
@@ -133,11 +133,11 @@ def test_routers_and_experts_start_with_values(world: World) -> None:
 def test_experts_that_are_called_wrongly() -> None:
     router, experts, x = shoal.Router(16, 4, top_k=2), shoal.Experts(16, 8, 4), torch.randn(2, 5, 16)
     result = router(x)
-    with pytest.raises(ShoalError, match="not a tuple"):
+    with pytest.raises(ShoalError, match="must be called with a Routing, got tuple"):
         experts(x.flatten(0, 1), result)
     with pytest.raises(ShoalError, match=r"\(tokens, features\)"):
         experts(x, result[0])
-    with pytest.raises(ShoalError, match="a router of 4 experts cannot choose among 6"):
+    with pytest.raises(ShoalError, match="num_experts of the router must be 6, got 4"):
         shoal.Experts(16, 8, 6)(x.flatten(0, 1), result[0])
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shoal.blueprint.collectives.algorithms import ALGORITHMS, KINDS
 from shoal.blueprint.collectives.steps import cut, steps
-from shoal.comm.message_collectives import Stepped
+from shoal.comm.message_collectives import MessageCollectives
 from shoal.comm.world import World
 from tests.cover import wide
 from tests.dist.pool import on_ranks
@@ -32,7 +32,7 @@ def test_every_algorithm_gives_what_torch_gives_and_sends_what_it_lists(world: W
     for algorithm, kind, size in itertools.product(ALGORITHMS, KINDS, SIZES):
         for node in nodes_of(algorithm, world.size):
             dtype = DTYPES[(size + len(kind) + len(algorithm)) % len(DTYPES)]
-            over = Stepped(world.control_group, algorithm, segments=3, node=node)
+            over = MessageCollectives(world.control_group, algorithm, segments=3, node=node)
             case = f"{kind} {algorithm} of {size} {dtype} in nodes of {node}"
             compare(over, kind, size, dtype, case)
             listed = steps(kind, algorithm, world.size, given(kind, size, world.size), segments=3, node=node)
@@ -48,7 +48,7 @@ def given(kind: str, size: int, world: int) -> int:
     return size * world if kind == "all_gather" else size
 
 
-def compare(over: Stepped, kind: str, size: int, dtype: torch.dtype, case: str) -> None:
+def compare(over: MessageCollectives, kind: str, size: int, dtype: torch.dtype, case: str) -> None:
     every = [drawn(size, dtype, rank) for rank in range(over.size)]
     mine = every[over.rank].clone()
     total = torch.stack(every).sum(0).to(dtype)
@@ -71,7 +71,9 @@ def compare(over: Stepped, kind: str, size: int, dtype: torch.dtype, case: str) 
 def test_other_reductions_other_roots_and_lanes(world: World) -> None:
     every = [torch.randn(999, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) for rank in range(9)]
     for algorithm in ALGORITHMS:
-        over = Stepped(world.control_group, algorithm, node=1 if algorithm == "hierarchical" else None, lanes=4)
+        over = MessageCollectives(
+            world.control_group, algorithm, node=1 if algorithm == "hierarchical" else None, chunks=4
+        )
         peers = torch.stack(every[: world.size])
         assert torch.equal(over.all_reduce(every[world.rank].clone(), "max"), peers.amax(0))
         torch.testing.assert_close(over.all_reduce(every[world.rank].clone(), "avg"), peers.mean(0))
@@ -81,7 +83,7 @@ def test_other_reductions_other_roots_and_lanes(world: World) -> None:
 
 @on_ranks(4)
 def test_a_ring_sends_as_much_as_the_formula_says(world: World) -> None:
-    over = Stepped(world.control_group, "ring")
+    over = MessageCollectives(world.control_group, "ring")
     x = torch.ones(4 * 1000, dtype=torch.float32)
     over.all_reduce(x)
     assert over.counted.bytes == 2 * (4 - 1) / 4 * x.numel() * 4

@@ -68,13 +68,13 @@ def test_heads_of_one_product(batch_of_angles: int) -> None:
     assert_same_gradients(torch.cat(found, dim=2), torch.cat(turned, dim=2), joint)
 
 
-@pytest.mark.parametrize("remakes", [True, False])
+@pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("is_joint", [True, False])
-def test_a_gated_product(remakes: bool, is_joint: bool) -> None:
+def test_a_gated_product(recompute: bool, is_joint: bool) -> None:
     joint, layer = drawn(3, 5, 48, seed=0), linear(24, 16, 2)
     gate, up = joint.chunk(2, -1)
     parts = (joint,) if is_joint else (gate, up)
-    found = swiglu_linear(parts, layer, remakes=remakes)
+    found = swiglu_linear(parts, layer, recompute=recompute)
     assert_same_gradients(found, layer(F.silu(gate) * up), joint, layer.weight)
 
 

@@ -144,7 +144,7 @@ def test_labels_that_do_not_fit(labels: Tensor) -> None:
     model = Careless("")
     with Run("fp64") as run:
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        with pytest.raises(ShoalError, match="whole number for each"):
+        with pytest.raises(ShoalError, match="labels must be one integer for each"):
             run.step({"tokens": batch()["tokens"], "labels": labels})
 
 

@@ -22,7 +22,7 @@ import torch
 
 from shoal.checkpoint.formats import dcp, export, safetensors
 from shoal.checkpoint.save import Snapshot, save
-from shoal.checkpoint.state.model_state import Held
+from shoal.checkpoint.state.model_state import LocalShard
 from shoal.checkpoint.storage import shard_file
 from shoal.checkpoint.storage.locate import find, read_manifest
 from shoal.checkpoint.storage.manifest import NAME
@@ -81,7 +81,7 @@ def save_number(root: Path, step: int, number: int, *, keep: int | None = None, 
     def act(rank: int) -> None:
         world: Any = Rank(rank, meeting, board)
         value = values(number, rank)
-        held = Held("model/x", (3 * RANKS, 5), (3 * rank, 0), value, is_told=True)
+        held = LocalShard("model/x", (3 * RANKS, 5), (3 * rank, 0), value, is_saved=True)
         store = main if main is not None and rank == 0 else Store(root)
         save(store, world, Snapshot(step, [held], [value], {}, {"number": number}))
         if rank == 0 and keep is not None:

@@ -40,7 +40,7 @@ from shoal.parallel import compose
 from shoal.parallel.context import ring, ulysses
 from shoal.parallel.context.attention import Attention, attended
 from shoal.parallel.data import ddp
-from shoal.parallel.live_memory import trace_shapes
+from shoal.parallel.trace_shapes import trace_shapes
 from shoal.predict.exact.memory import memory
 from shoal.predict.exact.traffic import BUCKET_BYTES, Messages, traffic
 
@@ -534,7 +534,7 @@ class Live(TorchDispatchMode):
 class Alone:
     """A group and a ring whose other ranks are not there: what is received is whatever was in memory."""
 
-    group, wire = None, torch.device("cpu")
+    group, comm_device = None, torch.device("cpu")
 
     def __init__(self, index: int, degree: int) -> None:
         self.index, self.degree = index, degree

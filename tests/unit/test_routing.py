@@ -303,13 +303,13 @@ def test_hottest() -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"score": "relu"}, "score is 'relu'\n    fix: score: softmax or sigmoid"),
-        ({"choice": "me"}, "choice is 'me'\n    fix: choice: token or expert"),
-        ({"top_k": 7}, "top_k=7 of num_experts=6 experts cannot be chosen\n    fix: top_k from 1 to 6"),
-        ({"capacity_factor": 0.0}, "capacity_factor is 0.0\n    fix: capacity_factor above 0, or null"),
-        ({"bias_rate": -1.0}, "bias_rate is -1.0\n    fix: bias_rate: 0 or more"),
-        ({"choice": "expert", "bias_rate": 0.1}, "bias_rate=0.1 balances what tokens choose, but choice is 'expert'"),
-        ({"top_k": 1}, "the only weight of a token is always 1"),
+        ({"score": "relu"}, "score must be softmax or sigmoid, got 'relu'\n    fix: score: softmax"),
+        ({"choice": "me"}, "choice must be token or expert, got 'me'\n    fix: choice: token"),
+        ({"top_k": 7}, "top_k must be from 1 to num_experts=6, got 7\n    fix: top_k: 2"),
+        ({"capacity_factor": 0.0}, "capacity_factor must be above 0, got 0.0\n    fix: capacity_factor: null"),
+        ({"bias_rate": -1.0}, "bias_rate must be 0 or more, got -1.0\n    fix: bias_rate: 0"),
+        ({"choice": "expert", "bias_rate": 0.1}, "bias_rate=0.1 needs choice 'token', got choice 'expert'"),
+        ({"top_k": 1}, "gives every token the weight 1"),
     ],
 )
 def test_refused(settings: dict[str, Any], text: str) -> None:

@@ -30,7 +30,7 @@ from torch import Tensor
 from shoal.bench.comm_workloads import Place, Work, builtin, pair, stepped, together, written
 from shoal.bench.timings import BUILTIN, FLOAT, PAIR, SEGMENTS, SEND, TOGETHER, Tier, Timing, fits, in_doubt, list_of
 from shoal.blueprint.collectives.algorithms import KINDS, Kind
-from shoal.comm.message_collectives import Stepped
+from shoal.comm.message_collectives import MessageCollectives
 from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.world import World, keep_after_closing
 from shoal.errors import ShoalError
@@ -251,7 +251,15 @@ class Bench:
                     spent[cell.algorithm] += self.one_more(cell)
 
     def first_look(
-        self, place: Place, kind: str, algorithm: str, x: Tensor, work: Work, over: Stepped | None, *, share: float
+        self,
+        place: Place,
+        kind: str,
+        algorithm: str,
+        x: Tensor,
+        work: Work,
+        over: MessageCollectives | None,
+        *,
+        share: float,
     ) -> Cell | None:
         """Carry it out once, and count its bytes, if that takes no more than its share of the time."""
         known = self.cells.setdefault((place.tier, kind, algorithm), [])
@@ -317,16 +325,16 @@ class Bench:
         """Of all ranks."""
         return self.world.all_reduce_host([seconds], "max").wait()[0]
 
-    def works(self, place: Place, kind: str, x: Tensor, y: Tensor) -> dict[str, tuple[Work, Stepped | None]]:
+    def works(self, place: Place, kind: str, x: Tensor, y: Tensor) -> dict[str, tuple[Work, MessageCollectives | None]]:
         """Algorithm → what carries it out, and what counts."""
         if kind == SEND:
             return {PAIR: (pair(place, x, y), None), TOGETHER: (together(place, x, y), None)}
-        found: dict[str, tuple[Work, Stepped | None]] = {}
+        found: dict[str, tuple[Work, MessageCollectives | None]] = {}
         for algorithm in self.ask.algorithms:
             if algorithm == BUILTIN:
                 found[algorithm] = builtin(kind, place.group, x, y), None
             elif algorithm != "hierarchical" or place.node:
-                over = Stepped(place.group, algorithm, segments=SEGMENTS, node=place.node)  # type: ignore[arg-type]
+                over = MessageCollectives(place.group, algorithm, segments=SEGMENTS, node=place.node)  # type: ignore[arg-type]
                 found[algorithm] = stepped(kind, over, x), over
         return found
 

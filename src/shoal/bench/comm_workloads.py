@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal.bench.timings import Tier
 from shoal.comm.collectives import all_gather, reduce_scatter
-from shoal.comm.message_collectives import Stepped
+from shoal.comm.message_collectives import MessageCollectives
 
 Work = Callable[[], object]
 
@@ -74,7 +74,7 @@ def together(place: Place, x: Tensor, y: Tensor) -> Work:
     return lambda: _exchange(group, give=(x, after), take=(y, before))
 
 
-def stepped(kind: str, over: Stepped, x: Tensor) -> Work:
+def stepped(kind: str, over: MessageCollectives, x: Tensor) -> Work:
     """A collective by its list."""
     part = x[: x.numel() // over.size]
     return {

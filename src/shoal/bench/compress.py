@@ -148,9 +148,9 @@ def _trained(run: Run, job: Job, num_steps: int, until: float | None) -> tuple[l
             set_lr(run.optimizer, factor)
             loss = float(run.step(batch))
             curve.append((time.perf_counter() - began, loss))
-            hidden = run.report.hidden if run.report is not None else None
-            if hidden is not None:  # of DDP, not every step is timed
-                sent.append(hidden.bytes)
+            overlap = run.report.overlap if run.report is not None else None
+            if overlap is not None:  # of DDP, not every step is timed
+                sent.append(overlap.bytes)
             # The loss is the same on all ranks, and so is what follows from it.
             if len(curve) == num_steps or (until is not None and _smoothed(curve)[-1][1] <= until):
                 return curve, sent

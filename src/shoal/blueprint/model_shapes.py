@@ -1,7 +1,7 @@
 """What predictions need to know of a model, without torch: its shapes, and who holds which piece under a plan.
 
 torch knows the shapes of a model once it is built, and the pieces of a rank once the ranks are started. An
-`ModelShapes` is a value: `shoal.parallel.live_memory.trace_shapes` reads it off a model without memory, or a test
+`ModelShapes` is a value: `shoal.parallel.trace_shapes` reads it off a model without memory, or a test
 writes it down. The rules below (stages, units, pieces) are those by which `shoal.parallel.compose` lays a model over
 its ranks:
 

@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     ranks = place.world_size if place is not None else recipe.launch.nproc or DEFAULT_NPROC
 
     from shoal.bench.compress import EVERY, CompressRequest
-    from shoal.parallel.checks import refuse_unbuilt
+    from shoal.parallel.checks import reject_unsupported
     from shoal.predict.estimate.replica_sync import sync_traffic
     from shoal.train.recipe.preflight import preflight
 
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
         fix = "--nproc 2 or more" if ranks == 1 else "--plan.dp_replicate 2, and ranks enough for two of them"
         raise ShoalError(f"plan '{plan.brief()}' has one replica, which meets nobody", fix=fix)
     for words in ways:
-        refuse_unbuilt(sync_traffic(plan, words))
+        reject_unsupported(sync_traffic(plan, words))
     ask = CompressRequest(ways=ways or EVERY, steps=options.steps, until=options.until_loss)
     out = sys.stdout
     with redirect_stdout(sys.stderr):

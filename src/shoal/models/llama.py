@@ -191,13 +191,13 @@ class FeedForward(nn.Module):
         self.gate_proj = uninitialized(nn.Linear, config.hidden, config.ffn, bias=False)
         self.up_proj = uninitialized(nn.Linear, config.hidden, config.ffn, bias=False)
         self.down_proj = uninitialized(nn.Linear, config.ffn, config.hidden, bias=False)
-        self.remakes = True
+        self.recompute = True
         """See `swiglu_linear`."""
 
     def forward(self, x_BTD: Tensor, norm: RMSNorm | None = None) -> tuple[Tensor, Tensor]:
         """x_BTD → x_BTD, and what is to be added to it, which sees its norm, if there is one."""
         x_BTD, gate_and_up = rms_norm_linear(x_BTD, norm, self.gate_proj, self.up_proj, together=True)
-        return x_BTD, swiglu_linear(gate_and_up, self.down_proj, remakes=self.remakes)
+        return x_BTD, swiglu_linear(gate_and_up, self.down_proj, recompute=self.recompute)
 
 
 def rotary_angles(positions_BT: Tensor, config: LlamaConfig, dtype: torch.dtype) -> Tensor:

@@ -24,7 +24,7 @@ from shoal.numerics.init import initialise, materialise
 from shoal.numerics.precision import Precision
 from shoal.parallel.activation_checkpoint import recompute
 from shoal.parallel.batch_norm import RunningStatistics, Sharing, batch_norms, statistics_of, synchronise
-from shoal.parallel.checks import refuse, why_plain
+from shoal.parallel.checks import validate_model, why_loss_not_fused
 from shoal.parallel.context.attention import Attention, ContextParallel
 from shoal.parallel.context.attention import divide as divide_tokens
 from shoal.parallel.data.fsdp import FSDPSync, Sharding, units_by_size
@@ -59,12 +59,12 @@ def compose(
     by_hand = note_split_layers(model, tensor)
     shapes = {name: tuple(parameter.shape) for name, parameter in originals.items()} | by_hand
     is_by_hand = bool(by_hand)
-    refuse(model, plan, description, tensor, shapes, is_split_by_hand=is_by_hand, compute=compute, sync=sync)
+    validate_model(model, plan, description, tensor, shapes, is_split_by_hand=is_by_hand, compute=compute, sync=sync)
     num_parameters = sum(math.prod(shapes[name]) for name, _ in model.named_parameters())
     routed = {name: router.num_experts for name, router in routers(model).items()}
     balance, is_own = _balance(model, plan, mesh, tensor), uses_own_reducer(plan, sync)
     how = _How(plan, description, mesh, tensor, precision, compute, uses_own_reducer=is_own, balance=balance)
-    how.is_fused = compute.fused_loss is not False and why_plain(model, plan, description) is None
+    how.is_fused = compute.fused_loss is not False and why_loss_not_fused(model, plan, description) is None
     batch_norm, tracks = _batch_norm(model, plan, mesh, compute)
     skeleton = skeleton_of(model) if mesh.degree("pp") > 1 else model
     parts = list(_cut(model, plan, description, mesh))
@@ -127,7 +127,7 @@ class _How:
         self.experts: ExpertParallel | None = None
         self.expert_sharding: Sharding | None = None
         if plan.layout.ep > 1:
-            self.experts = ExpertParallel(mesh.groups["ep"], wire=mesh.wire)
+            self.experts = ExpertParallel(mesh.groups["ep"], comm_device=mesh.comm_device)
             self.expert_sharding = _sharding(plan, mesh, self.precision, "edp", uses_own_reducer=self.uses_own_reducer)
         is_mixed = self.balance is not None and plan.layout.pp > 1
         self.as_now = self.balance.as_now if self.balance is not None and is_mixed else None
@@ -135,7 +135,7 @@ class _How:
         self.context: ContextParallel | None = None
         if plan.layout.cp > 1:
             assert plan.context is not None
-            self.context = ContextParallel(mesh.groups["cp"], kind=plan.context, wire=mesh.wire)
+            self.context = ContextParallel(mesh.groups["cp"], kind=plan.context, comm_device=mesh.comm_device)
 
 
 def _lay_out(part: StageModule, how: _How) -> None:
@@ -283,8 +283,8 @@ def _choose_attention(module: nn.Module, compute: ComputePolicy) -> None:
 
 
 def _choose_what_is_kept(block: nn.Module, compute: ComputePolicy) -> None:
-    for module in (inner for inner in block.modules() if isinstance(getattr(inner, "remakes", None), bool)):
-        module.remakes = compute.recompute_swiglu  # type: ignore[assignment]
+    for module in (inner for inner in block.modules() if isinstance(getattr(inner, "recompute", None), bool)):
+        module.recompute = compute.recompute_swiglu  # type: ignore[assignment]
 
 
 def _narrow_products(block: nn.Module, how: _How) -> None:
@@ -387,7 +387,7 @@ def _pipeline(parts: list[StageModule], skeleton: nn.Module, how: _How) -> Pipel
         schedule=plan.schedule,
         group=mesh.groups["pp"],
         device=mesh.device,
-        wire=mesh.wire,
+        comm_device=mesh.comm_device,
         num_stages=stages[0].num_stages,
         activation=Activation(skeleton, how.description.blocks, how.tensor),
         dtype=precision.compute_dtype,

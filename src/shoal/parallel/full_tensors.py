@@ -50,13 +50,13 @@ class Placement:
         others = [axis for axis in axes if self.mesh.coordinate[axis] and self.is_replicated(name, axis)]
         return not others and (and_copies or name not in self.copies)
 
-    def box(self, name: str) -> Box:
+    def shard_box(self, name: str) -> Box:
         """Where this rank's piece of a parameter begins in the whole, and its shape."""
         if name not in self._boxes:
-            self._boxes[name] = self._box(name)
+            self._boxes[name] = self._cut(name)
         return self._boxes[name]
 
-    def _box(self, name: str) -> Box:
+    def _cut(self, name: str) -> Box:
         layout, rank, whole = self.plan.layout, self.mesh.rank, self.shapes[name]
         begin, shape = [0] * len(whole), list(whole)
 
@@ -125,10 +125,10 @@ def _on_rank_0(place: Placement, named: Mapping[str, nn.Parameter], name: str, w
     source = mesh.layout.rank(pp=owner)
     if mesh.rank == source:
         assert full is not None
-        dist.send(full.to(mesh.wire), 0)
+        dist.send(full.to(mesh.comm_device), 0)
     elif mesh.rank == 0:
         example = next(iter(named.values()))
-        full = torch.empty(place.shapes[name], dtype=example.dtype, device=mesh.wire)
+        full = torch.empty(place.shapes[name], dtype=example.dtype, device=mesh.comm_device)
         dist.recv(full, source)
         return full.cpu()
     return None

@@ -1,8 +1,8 @@
-"""What a rank holds, counted from its live tensors; and what predictions have to know of a model, read off it.
+"""Count the bytes that a rank holds in parameters, gradients and optimizer state, from its live tensors.
 
-torch reports what its allocator has handed out, on CUDA alone and without saying for what. Here every storage is asked
-for, once, by cause: parameters as the modules have them at this moment (a gathered one as well as the shard that it was
-gathered from), gradients on either, and the optimizer's state. `blueprint.memory` predicts the same three numbers.
+torch reports the bytes that its allocator has handed out, on CUDA alone and without their purpose. Here every storage
+is counted once, by purpose: parameters as the modules have them now (a gathered one as well as the shard that it was
+gathered from), gradients of either, and the optimizer's state. `predict.exact.memory` predicts the same three numbers.
 """
 
 from __future__ import annotations
@@ -10,34 +10,20 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
-from shoal.blueprint.description import Description, Split
-from shoal.blueprint.model_shapes import AttentionSite, DispatchSite, ModelShapes, RouterSite, TPBoundary, split_of
-from shoal.errors import ShoalError
 from shoal.numerics.local_tensor import is_fsdp, to_local
-from shoal.parallel.context.attention import Attention
-from shoal.parallel.data.fsdp import units_by_size
-from shoal.parallel.expert.experts import Experts, experts_in
-from shoal.parallel.expert.router import Router, Routing
 from shoal.parallel.parallel_model import ParallelModel
-from shoal.parallel.pipeline.pipeline import Call
-from shoal.parallel.pipeline.stage_io import on_meta, skeleton_of
 from shoal.predict.exact.memory import Memory
-
-# ---- memory ---------------------------------------------------------------------------------------------------------
 
 
 def live_memory(composed: ParallelModel, optimizer: Optimizer) -> Memory:
-    """Bytes of parameters, gradients and optimizer state on this rank now, *counted*."""
+    """Count the bytes of parameters, gradients and optimizer state on this rank now."""
     modules = [part.model for part in composed.parts]
     parameters = [
         *(parameter for module in modules for parameter in module.parameters()),
@@ -49,28 +35,28 @@ def live_memory(composed: ParallelModel, optimizer: Optimizer) -> Memory:
         value
         for parameter, state in optimizer.state.items()
         for value in state.values()
-        if isinstance(value, Tensor) and (value.dim() or not parameter.dim())  # not the count of steps of a parameter
+        if isinstance(value, Tensor) and (value.dim() or not parameter.dim())  # without the step counter of a parameter
     ]
     return Memory(
         parameters=num_bytes(parameters),
-        gradients=num_bytes([*gradients, *_gradients_on_their_way(modules)]),
+        gradients=num_bytes([*gradients, *_gradients_in_flight(modules)]),
         optimizer=num_bytes(states),
     )
 
 
 @torch.no_grad()
 def num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages behind some tensors, each storage once."""
+    """Return the bytes of the storages of some tensors, each storage once."""
     plain = [to_local(tensor) for tensor in tensors]
     storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in plain)}
     return sum(storages.values())
 
 
-def _gradients_on_their_way(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
-    """Gradients that FSDP2 keeps between microbatches where no `.grad` shows them.
+def _gradients_in_flight(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
+    """Yield gradients that FSDP2 keeps between microbatches outside of `.grad`.
 
-    Those that wait, whole, in the precision in which they will be reduced, and shards that are not yet summed over
-    replicas. torch has no public door to either; a test notices if the private one moves.
+    These are unsharded ones in the precision in which they will be reduced, and shards that are not yet summed over
+    replicas. torch has no public access to either; a test fails if the private one changes.
     """
     units = {unit for module in modules for unit in module.modules() if is_fsdp(unit)}
     for unit in units:
@@ -83,7 +69,7 @@ def _gradients_on_their_way(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
 
 
 def _param_groups(state: Any) -> list[Any]:
-    """A unit has one group in torch up to 2.11, and a list of them after that."""
+    """Return the groups of a unit: one in torch up to 2.11, a list after that."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         groups = [state._fsdp_param_group]
@@ -91,8 +77,8 @@ def _param_groups(state: Any) -> list[Any]:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that this process has held so far, *measured*: by torch's allocator on CUDA, by the system on a CPU
-    (everything that the process has, not only tensors)."""
+    """Return the *measured* peak of this process: by torch's allocator on CUDA, by the system on a CPU (all memory of
+    the process, not only tensors)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
@@ -101,229 +87,3 @@ def peak_bytes(device: torch.device) -> int:
         return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-# ---- anatomy --------------------------------------------------------------------------------------------------------
-
-
-def trace_shapes(model: nn.Module, description: Description, call: Call) -> ModelShapes:
-    """What predictions need of a model, which may be without memory: it runs once, on tensors without values.
-
-    `call` is what the model is called with for some samples: positional and keyword arguments, samples first.
-    """
-    skeleton = skeleton_of(model)
-    trace = _trace(skeleton, description, call)
-    seconds = {second for _, second in description.tied}
-    named = {name: parameter for name, parameter in skeleton.named_parameters() if name not in seconds}
-    has_blocks = bool(description.blocks)
-    by_size = () if has_blocks else units_by_size(skeleton)
-    beside_experts = () if has_blocks else units_by_size(skeleton, except_for=experts_in(skeleton).values())
-    names = {module: name for name, module in skeleton.named_modules()}
-    return ModelShapes(
-        description=description,
-        parameters={name: tuple(parameter.shape) for name, parameter in named.items()},
-        frozen=frozenset(name for name, parameter in named.items() if not parameter.requires_grad),
-        lookups=frozenset(_lookups(skeleton)),
-        stream=trace.stream,
-        crossings=tuple(trace.crossings()),
-        attentions=tuple(trace.attentions()),
-        dispatches=tuple(trace.dispatches()),
-        routers=tuple(trace.routers()),
-        units_by_size=tuple(names[module] for module in by_size),
-        units_beside_experts=tuple(names[module] for module in beside_experts),
-    )
-
-
-def _lookups(model: nn.Module) -> Iterator[str]:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding):
-            yield f"{name}.weight"
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """Something that happened in a forward: a crossing, an attention, experts or a router that began, a tensor kept for
-    the backward, or the end of a block."""
-
-    what: str
-    module: str = ""
-    shape: tuple[int, ...] = ()
-    has_backward: bool = False
-    facts: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class _Trace:
-    """What happened in one forward, in order."""
-
-    description: Description
-    num_samples: int
-    seen: list[_Seen] = field(default_factory=list)
-    stream: tuple[int, ...] = ()
-    _entered: Tensor | None = None
-    """What the layers of the region at hand have read; it enters once for all of them."""
-
-    def before_layer(self, name: str, x: Tensor) -> None:
-        how = split_of(self.description, name)
-        if how in (Split.COLUMN, Split.VOCABULARY) and x.is_floating_point() and x is not self._entered:
-            self._entered = x
-            self._cross("enter", name, x)
-
-    def after_layer(self, name: str, output: Tensor, *, is_lookup: bool) -> None:
-        how = split_of(self.description, name)
-        if how is Split.ROW or (how is Split.VOCABULARY and is_lookup):
-            self._entered = None
-            self._cross("leave", name, output)
-        elif how is Split.VOCABULARY:
-            self._entered = None
-            self._cross("logits", name, output)
-
-    def before_attention(self, name: str, q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor) -> None:
-        facts = {"queries": tuple(q_BNTH.shape[1:]), "keys": tuple(k_BKTH.shape[1:])}
-        has_backward = any(x.requires_grad for x in (q_BNTH, k_BKTH, v_BKTH))
-        self.seen.append(_Seen("attention", name, has_backward=has_backward, facts=facts))
-
-    def before_experts(self, name: str, experts: Experts, x_TD: Tensor, routing: Routing) -> None:
-        is_trained = x_TD.requires_grad or any(weight.requires_grad for weight in experts.parameters())
-        facts = {
-            "num_experts": experts.num_experts,
-            "rows": routing.token_R.shape[0] // self.num_samples,
-            "dim": x_TD.shape[1],
-            "is_predicted": routing.top_k is not None,
-            "num_returns": x_TD.requires_grad + is_trained,
-        }
-        self.seen.append(_Seen("experts", name, facts=facts))
-
-    def before_router(self, name: str, router: Router) -> None:
-        chooses = router.choice == "token"
-        facts = {
-            "num_experts": router.num_experts,
-            "has_auxiliary": chooses and router.auxiliary_coefficient > 0,
-            "gathers_scores": not chooses or router.capacity_factor is not None,
-        }
-        self.seen.append(_Seen("router", name, facts=facts))
-
-    def after(self, name: str) -> None:
-        self.seen.append(_Seen("after", name))
-
-    def after_block(self, name: str, output: Any) -> None:
-        self.seen.append(_Seen("end", name))
-        if isinstance(output, Tensor):
-            self.stream = tuple(output.shape[1:])
-
-    def kept(self, tensor: Tensor) -> Tensor:
-        self.seen.append(_Seen("kept"))
-        return tensor
-
-    def settled(self, y: Tensor, *facts: Any) -> Tensor:
-        """What a router does at the end of its layer: in a run it keeps the loads for the backward, here it cannot."""
-        return self.kept(y)
-
-    def _cross(self, way: str, name: str, x: Tensor) -> None:
-        self.seen.append(_Seen(way, name, tuple(x.shape[1:]), x.requires_grad))
-
-    def crossings(self) -> Iterator[TPBoundary]:
-        for place, event in self._of("enter", "leave", "logits"):
-            way: Any = event.what
-            yield TPBoundary(
-                module=event.module,
-                way=way,
-                shape=event.shape,
-                has_backward=event.has_backward,
-                is_repeated=self._is_repeated(place),
-            )
-
-    def attentions(self) -> Iterator[AttentionSite]:
-        for place, event in self._of("attention"):
-            end = next(i for i, later in self._of("after") if i > place and later.module == event.module)
-            yield AttentionSite(
-                module=event.module,
-                has_backward=event.has_backward,
-                is_repeated=self._is_repeated(place),
-                is_output_repeated=self._is_repeated(end),
-                **event.facts,
-            )
-
-    def dispatches(self) -> Iterator[DispatchSite]:
-        for place, event in self._of("experts"):
-            yield DispatchSite(module=event.module, is_repeated=self._is_repeated(place), **event.facts)
-
-    def routers(self) -> Iterator[RouterSite]:
-        for place, event in self._of("router"):
-            yield RouterSite(module=event.module, is_repeated=self._is_repeated(place), **event.facts)
-
-    def _of(self, *events: str) -> Iterator[tuple[int, _Seen]]:
-        return ((place, event) for place, event in enumerate(self.seen) if event.what in events)
-
-    def _is_repeated(self, place: int) -> bool:
-        """Whether a block that computes itself again would come by: it stops at the last tensor that it has to keep."""
-        return any(later.what == "kept" for later in _until_end(iter(self.seen[place:])))
-
-
-def _until_end(events: Iterator[_Seen]) -> Iterator[_Seen]:
-    for event in events:
-        if event.what == "end":
-            return
-        yield event
-
-
-def _trace(model: nn.Module, description: Description, call: Call) -> _Trace:
-    """Run a model without memory and watch it."""
-    trace = _Trace(description, _num_samples(call))
-    modules = dict(model.named_modules())
-    with ExitStack() as stack:
-        for name, module in modules.items():
-            if split_of(description, name) is not None:
-                stack.callback(module.register_forward_pre_hook(_before(trace, name)).remove)
-                stack.callback(module.register_forward_hook(_after(trace, name)).remove)
-            if isinstance(module, Router):
-                module.settle = trace.settled
-            if isinstance(module, Attention | Experts | Router):
-                stack.callback(module.register_forward_pre_hook(_begun(trace, name)).remove)
-                stack.callback(module.register_forward_hook(_done(trace, name)).remove)
-        for name in description.blocks:
-            stack.callback(modules[name].register_forward_hook(_ended(trace, name)).remove)
-        stack.enter_context(saved_tensors_hooks(trace.kept, lambda tensor: tensor))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.device("meta"))
-        arguments, options = call
-        model(*map(on_meta, arguments), **{name: on_meta(value) for name, value in options.items()})
-    if description.blocks and not trace.stream:
-        raise ShoalError(
-            f"{description.blocks[-1]} is called a block, but it does not return one tensor",
-            fix="let each block return the tensor that the next block takes as its first argument",
-        )
-    return trace
-
-
-def _before(trace: _Trace, name: str) -> Any:
-    return lambda module, arguments: trace.before_layer(name, arguments[0])
-
-
-def _after(trace: _Trace, name: str) -> Any:
-    return lambda module, arguments, output: trace.after_layer(name, output, is_lookup=isinstance(module, nn.Embedding))
-
-
-def _begun(trace: _Trace, name: str) -> Any:
-    def hook(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        if isinstance(module, Attention):
-            trace.before_attention(name, *arguments[:3])
-        elif isinstance(module, Experts):
-            trace.before_experts(name, module, *arguments)
-        elif isinstance(module, Router):
-            trace.before_router(name, module)
-
-    return hook
-
-
-def _done(trace: _Trace, name: str) -> Any:
-    return lambda module, arguments, output: trace.after(name)
-
-
-def _ended(trace: _Trace, name: str) -> Any:
-    return lambda module, arguments, output: trace.after_block(name, output)
-
-
-def _num_samples(call: Call) -> int:
-    arguments, options = call
-    return next((x.shape[0] for x in (*arguments, *options.values()) if isinstance(x, Tensor) and x.dim()), 1)

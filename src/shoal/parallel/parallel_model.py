@@ -183,7 +183,7 @@ class ParallelModel:
         self.replicas.finish_gradients(step)
         if self.pipeline is not None:
             for first, second in self.tied:
-                sum_tied(self.named.get(first), self.named.get(second), self.pipeline, self.mesh.wire)
+                sum_tied(self.named.get(first), self.named.get(second), self.pipeline, self.mesh.comm_device)
 
     def norm(self, parameters: list[nn.Parameter], *, scale: float = 1.0, clip: float | None = None) -> Tensor:
         """The global norm of their gradients: every piece of every rank, each counted once. Islands have their own.
@@ -205,9 +205,9 @@ class ParallelModel:
         for parameter in self.named.values():  # of those that no optimizer has, too
             parameter.grad = None
         self.replicas.end_step(steps_done)
-        return self.hidden()
+        return self.overlap()
 
-    def hidden(self) -> Overlap | None:
+    def overlap(self) -> Overlap | None:
         """How long replicas sent each other something in the last step, and how much of it was hidden; None: it was not
         measured."""
         return self.replicas.measured_overlap(self._step)
@@ -234,9 +234,9 @@ class ParallelModel:
         """Whether this rank is the first that holds this very piece of a parameter; see `Placement`."""
         return self.placement.is_owner(name, besides, and_copies=and_copies)
 
-    def box(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def shard_box(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Where this rank's piece of a parameter begins in the whole, and its shape."""
-        return self.placement.box(name)
+        return self.placement.shard_box(name)
 
     @torch.no_grad()
     def whole(self, what: str) -> Iterator[tuple[str, Tensor | None]]:
@@ -256,7 +256,7 @@ class ParallelModel:
     # ---- evaluation and the end --------------------------------------------------------------------------------------
 
     @property
-    def lanes(self) -> CommThreads | None:
+    def comm_threads(self) -> CommThreads | None:
         """The ways between replicas; None: there are none, or torch has its own."""
         return self.replicas.threads()
 

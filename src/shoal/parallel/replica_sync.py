@@ -42,7 +42,7 @@ def with_buckets(
     if mesh.degree(axis) == 1 or not has_buckets:
         return replace(sync, bucket_mb=None), "25 MB, if at all: no buckets of gradients travel between replicas"
     trained = [to_local(p) for part in parts for p in part.model.parameters() if p.requires_grad]
-    size, why = bucket_mb(Transport(mesh.group(axis), mesh.wire), sum(p.nbytes for p in trained))
+    size, why = bucket_mb(Transport(mesh.group(axis), mesh.comm_device), sum(p.nbytes for p in trained))
     return replace(sync, bucket_mb=size), f"{size:.3g} MB: {why}"
 
 
@@ -95,25 +95,25 @@ def build_gradient_sync(group: ReplicaGroup, sync: SyncPolicy, *, seed: int) -> 
 def _own_sync(group: ReplicaGroup, sync: SyncPolicy, seed: int) -> GradientReducer | LocalSGD:
     """Our own reducer, or the exchange of weights every so many steps."""
     plan, mesh, axis = group.plan, group.mesh, group.axis
-    wire = Transport(mesh.new_group(axis), mesh.wire, node=mesh.ranks_of_node(axis))
+    transport = Transport(mesh.new_group(axis), mesh.comm_device, node=mesh.ranks_of_node(axis))
     named = group.named
     assert sync.bucket_mb != "auto"
     bucket_bytes = BUCKET_BYTES if sync.bucket_mb is None else round(sync.bucket_mb * 2**20)
-    wire.algorithm, why = (
-        fastest(wire, bucket_bytes) if sync.algorithm == "auto" else (sync.algorithm, "it was asked for")
+    transport.algorithm, why = (
+        fastest(transport, bucket_bytes) if sync.algorithm == "auto" else (sync.algorithm, "it was asked for")
     )
     average = build_average(plan.compression)
     # What is not encoded gains nothing by a second lane, and NCCL may not be asked from two threads in any order.
-    has_two = plan.compression is not None and wire.device.type == "cpu"
-    lanes = CommThreads([wire, *([replace(wire, group=mesh.new_group(axis))] if has_two else [])], why)
+    has_two = plan.compression is not None and transport.device.type == "cpu"
+    comm_threads = CommThreads([transport, *([replace(transport, group=mesh.new_group(axis))] if has_two else [])], why)
     is_whole = not group.is_sharded and group.parts[0].stage is None
     if is_whole:
-        make_equal(group.parts[0].model, wire)
+        make_equal(group.parts[0].model, transport)
     if plan.synchrony is not None:
         _reject_tied_replicas(plan, mesh, group.description)
         return LocalSGD(
             named,
-            lanes,
+            comm_threads,
             average,
             plan.synchrony,
             sync.outer,
@@ -123,7 +123,7 @@ def _own_sync(group: ReplicaGroup, sync: SyncPolicy, seed: int) -> GradientReduc
             warmup_steps=_warmup_steps(plan, sync),
         )
     return GradientReducer(
-        BucketAverager(named, lanes, average, bucket_bytes, seed, group.kind_of),
+        BucketAverager(named, comm_threads, average, bucket_bytes, seed, group.kind_of),
         follows_backward=is_whole,
         finds_unused=sync.find_unused_parameters,
         warmup_steps=_warmup_steps(plan, sync),

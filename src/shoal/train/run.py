@@ -23,7 +23,7 @@ from shoal.data.loader import Loader
 from shoal.data.sharded_dataloader import ShardedDataLoader
 from shoal.errors import ShoalError
 from shoal.numerics.determinism import make_deterministic
-from shoal.parallel.checks import refuse_unbuilt
+from shoal.parallel.checks import reject_unsupported
 from shoal.parallel.policies import Policies, Settings, setting_names, settings_help
 from shoal.train.checks import reject_options, reject_several, reject_unprepared
 from shoal.train.evaluate import evaluate
@@ -73,7 +73,7 @@ class Run(RunState):
             )
         world = world or World.start(read_environment(os.environ), device=device, timeout=timeout, threads=threads)
         resolved = requested.resolve(world.size)
-        refuse_unbuilt(resolved)
+        reject_unsupported(resolved)
         if resolved.sync == "auto":
             raise ShoalError("sync=auto is chosen by `shoal train`", fix="sync=diloco:50, compress=int8, or neither")
         if policies.compute.param_dtype == "bf16":
@@ -189,7 +189,7 @@ class Run(RunState):
         self.reject_open_step("to meet")
         self.settle()
         if self.composed.islands is not None:
-            self.composed.islands.meet(self.steps_done)
+            self.composed.islands.exchange_all(self.steps_done)
             self.composed.before_evaluation()
 
     def whole_tokens(self, x: Tensor, dim: int = 1) -> Tensor:

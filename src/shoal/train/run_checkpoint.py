@@ -63,7 +63,7 @@ def _islands(run: RunState) -> dict[str, Any]:
     if islands is None:
         return {}
     waiting = {str(fragment): step for fragment, step in islands.waiting.items()}
-    spread = {"spread": islands.spread.squares.tolist()} if islands.spread is not None else {}
+    spread = {"spread": islands.step_scale.squares.tolist()} if islands.step_scale is not None else {}
     together = run.steps_done <= islands.warmup_steps
     return {"islands": {"fragments": len(islands.fragments), "waiting": waiting, "together": together, **spread}}
 
@@ -74,7 +74,7 @@ def settle_to_save(run: RunState) -> None:
     run.settle()
     run.composed.before_evaluation()  # statistics of batch norm
     if run.composed.islands is not None:
-        run.composed.islands.settle()  # what is on its way
+        run.composed.islands.synchronize()  # what is on its way
 
 
 def save_run(
@@ -199,10 +199,10 @@ def restore(run: RunState, manifest: Manifest) -> None:
         islands.waiting = {int(fragment): int(step) for fragment, step in met.get("waiting", {}).items()}
     if islands is not None and met and not met.get("together", False):
         islands.warmup_steps = 0
-    if islands is not None and islands.spread is not None:
+    if islands is not None and islands.step_scale is not None:
         squares = [float(one) for one in met.get("spread", (0.0, 0.0))]
-        islands.spread.squares = islands.spread.squares.new_tensor(squares)
-        islands.spread.begins_equal = "spread" not in met
+        islands.step_scale.squares = islands.step_scale.squares.new_tensor(squares)
+        islands.step_scale.begins_equal = "spread" not in met
     run.extra = dict(state.get("extra", {}))
     run.steps_done = manifest.step
     run.replicas_agreed_at = None

@@ -35,7 +35,7 @@ class StepReport:
     """A row for each router of the model: how often each expert was chosen, how many choices were dropped, and the sum
     over sequences of the auxiliary loss; over the global batch, not yet read. None: there are no experts."""
 
-    hidden: Overlap | None = None
+    overlap: Overlap | None = None
     """How long replicas sent each other something, and how much of it was hidden; None: not measured."""
 
     @property

@@ -222,7 +222,7 @@ class StepEngine:
         state, composed = self.state, self.state.composed
         state.optimizer.zero_grad(set_to_none=True)
         state.steps_done += 1
-        report.hidden = composed.end_step(state.steps_done)
+        report.overlap = composed.end_step(state.steps_done)
         state.open_step = None
         if composed.balance is not None:
             composed.balance.factor = self.factor_of_open_step

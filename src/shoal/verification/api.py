@@ -24,7 +24,7 @@ from shoal.data.order import sample_ids
 from shoal.data.sources.open import open_datasets
 from shoal.errors import ShoalError, raise_if
 from shoal.launch.local import launch
-from shoal.parallel.checks import refuse_unbuilt
+from shoal.parallel.checks import reject_unsupported
 from shoal.parallel.expert.router import routers
 from shoal.parallel.pipeline.stage_io import stream_of
 from shoal.train.build_model import build_model, describe, without_memory
@@ -63,7 +63,7 @@ def verify(
     _check_steps(steps)
     asked = Plan.of(plan)
     resolved = asked.resolve(nproc or claimed_ranks(asked))
-    refuse_unbuilt(resolved)
+    reject_unsupported(resolved)
     said, resolved = resolved, in_precision(resolved, precision, device)
     exact = without_compression(resolved)
     is_several = isinstance(batch, list) and not any(isinstance(part, Tensor) for part in batch)
@@ -191,7 +191,7 @@ def case_of(recipe: Recipe, world_size: int, how: VerifySettings) -> Case:
         raise ShoalError(what, fix="--optim.param_dtype fp32: gradients are computed by the same code")
     _check_steps(how.steps)
     asked = recipe.plan.resolve(world_size)
-    refuse_unbuilt(asked)
+    reject_unsupported(asked)
     plan = in_precision(asked, how.precision, device)
     section, is_small = (recipe.model, False) if how.real else smaller_model(recipe.model, plan)
     batches = _random_batches(section, plan, recipe, how.steps) if is_small else _real_batches(recipe, how.steps)

@@ -67,7 +67,7 @@ def compression_error(run: Run, share: Any, exact: Mapping[str, Tensor] | None) 
     composed.reducer.on_own, run.on_gradients = add, look
     run.step(share)
     composed.reducer.on_own = run.on_gradients = None
-    size = sqrt(run.world.all_reduce_host([own]).wait()[0] / composed.reducer.averager.lanes.size)
+    size = sqrt(run.world.all_reduce_host([own]).wait()[0] / composed.reducer.averager.comm_threads.size)
     if exact is None:
         return None
     off = sum(float((gradients[name].double() - value.double()).norm() ** 2) for name, value in exact.items())

@@ -48,26 +48,26 @@ def replica_traffic(
     """What a run of the hurried plan sends when replicas meet. Every rank calls it. None: there is nobody to meet.
     `plan` is the one that was asked for; `step` makes a step of the run."""
     composed, every = run.composed, plan.synchrony.every if plan.synchrony is not None else 1
-    lanes = composed.lanes
-    if lanes is None:
+    comm_threads = composed.comm_threads
+    if comm_threads is None:
         return None
     for _ in range(min(every, MOST_STEPS) if composed.islands is not None else 1):
         step()
-    hidden = composed.hidden()
-    assert hidden is not None
+    overlap = composed.overlap()
+    assert overlap is not None
     averagers = composed.islands.fragments if composed.islands is not None else []
     averagers = [*averagers, *([composed.reducer.averager] if composed.reducer is not None else [])]
-    predicted = sum(_predicted(averager, plan, lanes.size) for averager in averagers)
+    predicted = sum(_predicted(averager, plan, comm_threads.size) for averager in averagers)
     axis = "dp_replicate" if composed.meeting_axes == ("dp_replicate",) else plan.gradient_axis
-    return ReplicaTraffic(axis, every, predicted, hidden.bytes, are_alike(), composed.islands is not None)
+    return ReplicaTraffic(axis, every, predicted, overlap.bytes, are_alike(), composed.islands is not None)
 
 
 def _predicted(averager: BucketAverager, plan: Plan, replicas: int) -> int:
     total = 0
-    for load in averager.loads:
-        width = load.parameters[0].element_size()
+    for bucket in averager.buckets:
+        width = bucket.parameters[0].element_size()
         if plan.compression is not None:
-            total += plan.compression.bytes_sent(load.bucket.shapes, replicas, width)
+            total += plan.compression.bytes_sent(bucket.state.shapes, replicas, width)
         else:
-            total += exact_bytes(sum(map(prod, load.bucket.shapes)) * width, replicas)
+            total += exact_bytes(sum(map(prod, bucket.state.shapes)) * width, replicas)
     return total

@@ -1,5 +1,5 @@
-"""`dp_replicate`, and `cp` where nothing is sharded: every rank holds the whole model and sees its own samples (or its
-tokens of them); gradients are averaged once per step.
+"""`dp_replicate`, and `cp` where nothing is sharded: every rank has the full model and its own samples (or its tokens
+of them); gradients are averaged once per step.
 
 torch gives `DistributedDataParallel`. It averages over ranks and synchronises at every backward. The loss law wants a
 sum over the *global* batch, and accumulation wants one synchronisation per step: `shoal.train.global_loss` scales the
@@ -51,8 +51,8 @@ def replicate(
 
 
 TIMED_EVERY = 10
-"""Steps. To take the times of each of them took 2 % of a step of 30 ms, and a hook in Python, which takes the
-interpreter's lock from the backward, 4 % (measured, Intel Xeon, two ranks)."""
+"""Steps. Timing each step took 2 % of a step of 30 ms, and a hook in Python, which takes the GIL from the backward, 4 %
+(measured, Intel Xeon, two ranks)."""
 _NEVER = 2**31 - 1
 
 
@@ -83,7 +83,7 @@ class DDPSync(GradientSync):
 
 
 def _is_timed(step: int) -> bool:
-    """The first step, and every tenth: 1, 10, 20, ... as metrics count them."""
+    """Whether to time a step: the first and every tenth (1, 10, 20, ... as metrics count them)."""
     return step == 0 or (step + 1) % TIMED_EVERY == 0
 
 
@@ -95,9 +95,9 @@ def _timers(module: DistributedDataParallel) -> dict[str, int]:
 
 
 def _buffers_stay_local() -> dict[str, Any]:
-    """No collective for buffers in every forward: `batch_norm.RunningStatistics` makes them equal.
+    """Disable DDP's collective for buffers in every forward: `batch_norm.RunningStatistics` makes them equal.
 
-    torch 2.13 has a new word for it, and the same word does not exist in 2.11.
+    torch 2.13 renamed the argument, and 2.11 does not have the new name.
     """
     words = inspect.signature(DistributedDataParallel).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in words else "broadcast_buffers": False}
@@ -133,10 +133,10 @@ def average_gradients(gradients: list[Tensor], group: dist.ProcessGroup) -> None
 
 
 def explain_unused(error: RuntimeError) -> None:
-    """torch's words about parameters without a gradient name an argument that a user of shoal cannot reach."""
+    """Replace torch's message about unused parameters, which names an argument that a user of shoal cannot reach."""
     if "find_unused_parameters" in str(error):
         raise ShoalError(
-            "some parameters had no part in the loss of the last step, and the ranks wait for their gradients",
+            "every parameter must take part in the loss of a step, got some without a gradient in the last step",
             fix="find_unused_parameters=True (--run.find_unused_parameters true),"
             " or requires_grad_(False) for what is never used",
         ) from error

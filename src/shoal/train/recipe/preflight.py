@@ -23,7 +23,7 @@ from shoal.data.fingerprint import Fingerprint
 from shoal.data.sources.open import open_datasets
 from shoal.data.sources.packing import PackedTokens
 from shoal.errors import Problem, ShoalError, needs, raise_if, to_install
-from shoal.parallel.checks import refuse_unbuilt, unfit
+from shoal.parallel.checks import check_model, reject_unsupported
 from shoal.parallel.pipeline.stage_io import stream_of
 from shoal.parallel.policies import Policies
 from shoal.train.build_model import build_model, describe, without_memory
@@ -148,7 +148,7 @@ def _idle_fp8(recipe: Recipe) -> Iterator[Problem]:
 
 def _runnable_plan(recipe: Recipe, world_size: int) -> Plan:
     plan = recipe.plan.resolve(world_size)
-    refuse_unbuilt(plan)
+    reject_unsupported(plan)
     if recipe.optim.param_dtype == "bf16":
         reject_bf16_weights(plan)
     plan.num_microbatches(recipe.data.global_batch)
@@ -170,7 +170,7 @@ def _unfit_for_plan(plan: Plan, model: nn.Module, recipe: Recipe, data: Dataset)
         compiles=settings.compile,
     )
     policies = Policies.of(**settings_of(recipe))
-    return found or unfit(model, plan, description, policies.compute, policies.sync)
+    return found or check_model(model, plan, description, policies.compute, policies.sync)
 
 
 def _misfits(recipe: Recipe, model: nn.Module | None, data: Dataset) -> list[Problem]:

@@ -135,11 +135,11 @@ class StepMetrics:
             "memory_gib": peak_memory_gib(self.run.device),
             "skipped": report.was_skipped,
         }
-        if (hidden := report.hidden) is not None:
-            told |= dict(zip(REPLICAS, (hidden.seconds, hidden.part, hidden.bytes), strict=True))
-            self.comm_seconds.append(hidden.seconds)
-            self.comm_exposed.append(hidden.exposed)
-            self.comm_bytes.append(hidden.bytes)
+        if (overlap := report.overlap) is not None:
+            told |= dict(zip(REPLICAS, (overlap.seconds, overlap.part, overlap.bytes), strict=True))
+            self.comm_seconds.append(overlap.seconds)
+            self.comm_exposed.append(overlap.exposed)
+            self.comm_bytes.append(overlap.bytes)
         if untold.experts is not None:
             told |= dict(zip(EXPERTS, untold.experts.read(), strict=True))
         record = {name: told[name] for name in (*ORDER, *REPLICAS, *EXPERTS) if name in told}

@@ -20,7 +20,7 @@ from shoal.config.recipe import Recipe
 from shoal.errors import ShoalError
 from shoal.numerics.local_tensor import to_local
 from shoal.numerics.optim.build import build_optimizer
-from shoal.parallel.checks import refuse_unbuilt
+from shoal.parallel.checks import reject_unsupported
 from shoal.predict.estimate.replica_sync import WAYS, Link, ReplicaShape, Step, choose, sync_traffic
 from shoal.train.build_model import build_for_layout
 from shoal.train.recipe.build_run import build_loader, build_run
@@ -53,10 +53,10 @@ def estimate(job: Job, world: World, ways: tuple[str, ...] = WAYS) -> Estimate |
     alone = job.recipe.model_copy(update={"comm": job.recipe.comm.model_copy(update={"warmup_steps": 0})})
     trial = build_run(alone, world, replace(plan, sync=NEVER, compress=None))
     compute, shapes, width = _replica(job, trial)
-    wire = Transport(trial.mesh.new_group("dp_replicate"), trial.mesh.wire)
-    link = link_of(wire)
+    transport = Transport(trial.mesh.new_group("dp_replicate"), trial.mesh.comm_device)
+    link = link_of(transport)
     methods = {Plan.parse(words).compress for words in ways} - {None}
-    codec = codec_seconds(wire, sorted(method for method in methods if method is not None))
+    codec = codec_seconds(transport, sorted(method for method in methods if method is not None))
     trial.composed.close()
     del trial
     gc.collect()
@@ -70,7 +70,7 @@ def estimate(job: Job, world: World, ways: tuple[str, ...] = WAYS) -> Estimate |
 
 def _can_be_run(plan: Plan, words: str) -> bool:
     try:
-        refuse_unbuilt(sync_traffic(plan, words))
+        reject_unsupported(sync_traffic(plan, words))
     except ShoalError:
         return False
     return True
@@ -112,10 +112,10 @@ def algorithm_chosen(run: Run) -> str:
     """What `comm.algorithm: auto` has come to when the model was prepared, and why; empty: nothing was left open."""
     if run.policies.sync.algorithm != "auto":
         return ""
-    lanes = run.composed.lanes
-    if lanes is None:
+    comm_threads = run.composed.comm_threads
+    if comm_threads is None:
         return "comm.algorithm auto is builtin: there is one replica"
-    return f"comm.algorithm auto is {lanes.wires[0].algorithm}: {lanes.why}"
+    return f"comm.algorithm auto is {comm_threads.transports[0].algorithm}: {comm_threads.why}"
 
 
 def _replica(job: Job, trial: Run) -> tuple[float, list[tuple[int, ...]], int]:
