@@ -219,7 +219,7 @@ class ParallelModel:
             if clip is not None:
                 seen *= (clip * scale / (norm + 1e-6)).clamp_max(1.0)
             bad = self.islands.spread.tell(
-                bad, own, self._step, times=seen, islands=between, own=self.mesh.group("island")
+                bad, own, self._step, times=seen, islands=between, own=self.mesh.group("replica")
             )
         return torch.where(bad > 0, torch.full_like(norm, torch.nan), norm)
 
@@ -234,7 +234,7 @@ class ParallelModel:
             return global_norm(norms) if norms else self._zero()
         counted = [self.norms[name] for name in self._counted if name in self.norms]
         square = global_norm(counted).to(self.mesh.device) ** 2 if counted else self._zero()
-        dist.all_reduce(square, group=self.mesh.group("island") if self.islands is not None else None)
+        dist.all_reduce(square, group=self.mesh.group("replica") if self.islands is not None else None)
         return square.sqrt()
 
     def _zero(self) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from torch.distributed import Store
 
+from shoal.blueprint.layout_drawing import draw_layout
 from shoal.checkpoint.storage.manifest import Manifest
 from shoal.comm.all_or_none import on_main
 from shoal.comm.rendezvous.environment import Placement
@@ -324,7 +325,7 @@ def _headline(run: Run, job: Job, lr: float) -> str:
             " (linear scaling rule)"
         )
     if run.world.size > 1:
-        lines += [" " * 7 + line for line in run.plan.layout.draw(devices_per_node=run.world.local_size).splitlines()]
+        lines += [" " * 7 + line for line in draw_layout(run.plan.layout, run.world.local_size).splitlines()]
     return "\n".join(lines)
 
 
