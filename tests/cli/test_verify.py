@@ -174,7 +174,7 @@ def test_it_can_be_read(ran: dict[str, Ran]) -> None:
 
 def test_the_matrix_of_a_model_that_says_nothing(ran: dict[str, Ran]) -> None:
     """It is every plan that needs no word of the model. Which plans there are of a model that describes itself, is told
-    by tests/unit/test_legality.py, and that each computes the same by tests/dist/test_layouts.py."""
+    by tests/unit/test_validation.py, and that each computes the same by tests/dist/test_layouts.py."""
     code, told = verified(ran["matrix"])
     assert code == 0
     assert told["equal"] is True

@@ -94,25 +94,25 @@ def test_all_problems_come_at_once_with_the_nearest_names(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("plan", ["{mb: 4}", "{precision: fp32}", "auto", ""])
-def test_mistakes_in_several_keys_of_a_plan_are_each_told_once(tmp_path: Path, plan: str) -> None:
+def test_mistakes_in_several_keys_of_a_plan_are_each_reported_once(tmp_path: Path, plan: str) -> None:
     wrong = [("plan.precision", "bf8"), ("plan.recompute", "some"), ("plan.mb", "0")]
     with pytest.raises(ShoalError) as caught:
         load_recipe(write(tmp_path, f"plan: {plan}\n"), wrong)
     assert sorted(problem.what for problem in caught.value.problems) == [
-        "plan: mb=0 is not a whole number of at least 1",
-        "plan: precision='bf8' does not exist",
-        "plan: recompute='some' does not exist",
+        "plan: mb must be a whole number of at least 1, got 0",
+        "plan: precision must be fp64, fp32, bf16, fp16 or fp8, got 'bf8'",
+        "plan: recompute must be none, selective or full, got 'some'",
     ]
 
 
-def test_mistakes_in_words_of_a_plan_and_in_keys_after_them_are_each_told_once(tmp_path: Path) -> None:
+def test_mistakes_in_words_of_a_plan_and_in_keys_after_them_are_each_reported_once(tmp_path: Path) -> None:
     with pytest.raises(ShoalError) as caught:
         load_recipe(write(tmp_path, "plan: tp=0 zero=7\n"), [("plan.mb", "0"), ("plan.recompute", "some")])
     assert sorted(problem.what for problem in caught.value.problems) == [
-        "plan: mb=0 is not a whole number of at least 1",
-        "plan: recompute='some' does not exist",
-        "plan: tp=0 is not a whole number of at least 1",
-        "plan: zero=7 does not exist",
+        "plan: mb must be a whole number of at least 1, got 0",
+        "plan: recompute must be none, selective or full, got 'some'",
+        "plan: tp must be a whole number of at least 1, got 0",
+        "plan: zero must be 0, 1, 2 or 3, got 7",
     ]
 
 

@@ -8,7 +8,7 @@ the same declaration, as a method `describe()`, or none at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -96,3 +96,26 @@ def matches(pattern: str, name: str) -> bool:
     """
     wanted, parts = pattern.split("."), name.split(".")
     return len(wanted) == len(parts) and all(w in ("*", part) for w, part in zip(wanted, parts, strict=True))
+
+
+def supports_sequence_parallel(description: Description) -> bool:
+    """Whether sequence parallelism can be on.
+
+    It needs an embedding that divides the tokens, a module that works on each token alone, and a head that gathers
+    them.
+    """
+    embeds = any(
+        split is Split.VOCABULARY and matches(pattern, name)
+        for name in description.before_blocks
+        for pattern, split in description.splits.items()
+    )
+    gathers = any(
+        split in (Split.VOCABULARY, Split.COLUMN) and _may_match_inside(pattern, description.after_blocks)
+        for pattern, split in description.splits.items()
+    )
+    return embeds and gathers and Split.SEQUENCE in description.splits.values()
+
+
+def _may_match_inside(pattern: str, names: Sequence[str]) -> bool:
+    """Whether a pattern may match one of these submodules, or one inside them."""
+    return any(matches(".".join(pattern.split(".")[: name.count(".") + 1]), name) for name in names)

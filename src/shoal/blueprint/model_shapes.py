@@ -16,11 +16,10 @@ from functools import cached_property
 from math import prod
 from typing import Literal
 
-from shoal.blueprint.description import Description, Split, matches
+from shoal.blueprint.description import Description, Split, matches, supports_sequence_parallel
 from shoal.blueprint.partition import partition
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.schedules.table import stage_ranks
-from shoal.blueprint.validation.legality import divides_tokens
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
@@ -370,7 +369,7 @@ def splits_tokens(plan: Plan, description: Description) -> bool:
     """Whether sequence parallelism is on: as the plan says, else wherever the model allows it."""
     if plan.layout.tp == 1:
         return False
-    return plan.sp if plan.sp is not None else divides_tokens(description)
+    return plan.sp if plan.sp is not None else supports_sequence_parallel(description)
 
 
 def is_partial(description: Description, name: str, *, splits_tokens: bool) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from shoal.blueprint.aliases import ELSEWHERE
+from shoal.blueprint.aliases import OTHER_SYSTEMS
 from shoal.blueprint.plan import Plan
 from shoal.config.recipe import Recipe
 from shoal.errors import Problem, ShoalError, listed, nearest
@@ -219,7 +219,7 @@ def unknown_key(key: str) -> Problem:
     known = known_keys()
     by_last = {name.rpartition(".")[2]: name for name in known}
     namesakes = [name for name in known if name.rpartition(".")[2] == last]
-    match = ELSEWHERE.get(last) or (namesakes[0] if len(namesakes) == 1 else nearest(key, known))
+    match = OTHER_SYSTEMS.get(last) or (namesakes[0] if len(namesakes) == 1 else nearest(key, known))
     match = match or by_last.get(nearest(last, by_last) or "")
     fix = f"did you mean {match}?" if match else "`shoal train --help` lists all keys"
     return Problem(f"unknown key {key!r}", fix)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from shoal.blueprint.local_sgd import reject_fragments
+from shoal.blueprint.local_sgd import check_fragments
 from shoal.blueprint.plan import Plan
 from shoal.config.recipe import CommSection, Recipe
 from shoal.errors import Problem
@@ -20,7 +20,7 @@ ISLANDS = (*OUTER, "fragments", "outer_delay", "rescale")
 
 def no_effect(recipe: Recipe, plan: Plan) -> Iterator[Problem]:
     """Settings of `comm:` that have no effect under this plan, resolved."""
-    comm, synchrony = recipe.comm, plan.synchrony
+    comm, synchrony = recipe.comm, plan.sync_spec
     islands = [name for name in ISLANDS if _is_said(comm, name)]
     if plan.sync is None and islands:
         yield Problem(
@@ -56,14 +56,14 @@ def without_no_effect(comm: CommSection, plan: Plan) -> CommSection:
 
 
 def _unused(comm: CommSection, plan: Plan) -> Iterator[str]:
-    synchrony = plan.synchrony
+    synchrony = plan.sync_spec
     if synchrony is None:
         yield from ISLANDS
         if not plan.compress:
             yield "warmup_steps"
     else:
         yield from OUTER if synchrony.way == "local" else ["rescale"]
-        if reject_fragments(comm.fragments, comm.outer_delay, synchrony.every) is not None:
+        if check_fragments(comm.fragments, comm.outer_delay, synchrony.every) is not None:
             yield from ("fragments", "outer_delay")
 
 

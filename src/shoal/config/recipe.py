@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema, model_validator
 
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.validation.bounds import MOST_BATCH, MOST_RANKS, MOST_SEQUENCE, absurd
+from shoal.blueprint.validation.bounds import MOST_BATCH, MOST_RANKS, MOST_SEQUENCE, check_bounds
 from shoal.config.duration import Duration
 from shoal.errors import ShoalError, raise_if
 
@@ -66,7 +66,7 @@ class ModelSection(Section):
     @model_validator(mode="after")
     def _not_absurd(self) -> ModelSection:
         if ".py" not in self.name:  # what the numbers of a user's own function mean is not known
-            raise_if(absurd((self.model_extra or {}).items()))
+            raise_if(check_bounds((self.model_extra or {}).items()))
         return self
 
     @property

@@ -74,13 +74,13 @@ def build_gradient_sync(
 
     if is_whole:
         make_equal(parts[0].model, wire)
-    if plan.synchrony is not None:
+    if plan.sync_spec is not None:
         _reject_tied_replicas(plan, mesh, description)
         return LocalSGD(
             named,
             lanes,
             average,
-            plan.synchrony,
+            plan.sync_spec,
             options.outer,
             bucket_bytes,
             options.seed,

@@ -26,7 +26,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from shoal.blueprint.local_sgd import SyncSpec, due, reject_fragments
+from shoal.blueprint.local_sgd import SyncSpec, check_fragments, due
 from shoal.comm.compression.reduce import Average
 from shoal.comm.replicas.overlap import Overlap
 from shoal.errors import raise_if
@@ -80,7 +80,7 @@ class LocalSGD:
     """With a delay: the mean of θ - θᵢ, waiting for its step."""
 
     def __post_init__(self) -> None:
-        raise_if(filter(None, [reject_fragments(self.outer.fragments, self.outer.delay, self.synchrony.every)]))
+        raise_if(filter(None, [check_fragments(self.outer.fragments, self.outer.delay, self.synchrony.every)]))
         trained = {name: p for name, p in self.named.items() if p.requires_grad}
         self.fragments = [
             BucketAverager(part, self.lanes, self.average, self.bucket_bytes, self.seed, self.kind_of)
