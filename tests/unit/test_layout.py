@@ -202,7 +202,7 @@ def test_a_long_drawing_has_rules_only_between_nodes() -> None:
     """)
 
 
-def test_drawing_says_where_a_line_crosses_nodes() -> None:
+def test_a_drawing_marks_lines_that_cross_nodes() -> None:
     assert "│ 4 │ 5 │ 6 │ 7 │ nodes 0-1" in draw_layout(Layout(dp_shard=2, tp=4), devices_per_node=6)
 
 

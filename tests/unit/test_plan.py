@@ -87,7 +87,7 @@ def test_canonical_words() -> None:
     assert str(Plan.parse("bf16 mb=4 zb recompute=full pp=2 tp=1")) == "tp=1 pp=2 zb mb=4 recompute=full bf16"
 
 
-def test_of_takes_whatever_says_a_plan() -> None:
+def test_of_takes_plans_words_mappings_and_none() -> None:
     plan = Plan(tp=2, precision="bf16")
     assert Plan.of(plan) is plan
     assert Plan.of("tp=2 bf16") == plan
@@ -167,7 +167,7 @@ def test_resolve(text: str, world_size: int, resolved: str) -> None:
     [
         ("zero=0", 4, "dp_replicate", "dp_shard", False),
         ("zero=3", 4, "dp_replicate", "dp_shard", True),
-        ("zero=3", 1, "dp_replicate", "dp_shard", False),  # nobody to share with
+        ("zero=3", 1, "dp_replicate", "dp_shard", False),  # no rank to share with
         ("zero=0 cp=2", 4, "dp_cp", "dp_shard_cp", False),
         ("zero=1 cp=2", 2, "dp_cp", "dp_shard_cp", True),  # ranks of one sample share parameters, too
         ("zero=3 dp_replicate=2 dp_shard=1", 2, "dp_replicate", "dp_shard", False),
@@ -418,7 +418,7 @@ def test_the_door_opens_without_torch_and_without_pydantic() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_every_field_says_what_its_values_mean() -> None:
+def test_every_field_documents_its_values() -> None:
     lines = [line.strip() for line in inspect.getsource(Plan).splitlines()]
     for field in fields(Plan):
         declared = next(number for number, line in enumerate(lines) if line.startswith(f"{field.name}:"))

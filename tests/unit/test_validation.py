@@ -1,4 +1,4 @@
-"""A plan that cannot run a model is refused on paper, with the legal values; every plan that is offered can run."""
+"""A plan that cannot run a model is rejected on paper, with the legal values; every plan that is offered can run."""
 
 from __future__ import annotations
 
