@@ -29,7 +29,7 @@ import torch
 
 from shoal.config.load import dump_recipe
 from shoal.config.recipe import Recipe
-from shoal.config.resume_compat import changes, refuse_changes
+from shoal.config.resume_compat import changes, reject_changes
 from shoal.errors import ShoalError
 from shoal.files import opened, read_regular
 from shoal.observe.durable_write import FULL, make_directory, room, sync, write_whole
@@ -214,7 +214,7 @@ def _goes_on(path: Path, recipe: Recipe, resume: str) -> bool:
     _refuse_locked(path)
     if resume == "fresh":
         return False
-    refuse_changes(stored, recipe, where=repr(str(path)))
+    reject_changes(stored, recipe, where=repr(str(path)))
     if resume == "auto" and _has_ended(path):
         raise ShoalError(
             f"{str(path)!r} already holds a run of this recipe, which has ended; nothing was touched",
