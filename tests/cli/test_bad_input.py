@@ -36,7 +36,7 @@ CASES = {
     "one dash": ("train -quiet", "what is '-quiet'?", "--quiet"),
     "a flag with a value": ("train --json=yes", "--json takes no value", "--json"),
     "a setting without a value": ("train --optim.lr --quiet", "--optim.lr has no value", "--optim.lr VALUE"),
-    "recipe is a folder": ("train taken", "'taken' is a folder", "--data.source taken"),
+    "recipe is a folder": ("train taken", "got 'taken': it is a folder", "--data.source taken"),
     "recipe is a list": ("train list.yaml", "must hold a mapping, got a list", "model:"),
     "recipe is no YAML": ("train broken.yaml", "broken.yaml is not valid YAML", "correct the line"),
     "unknown keys in YAML": ("train typos.yaml", "3 problems in typos.yaml", "optim.weight_decay"),

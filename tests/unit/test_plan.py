@@ -1,4 +1,4 @@
-"""A plan survives printing and parsing, is closed for any number of ranks by one rule, and tells all that is wrong."""
+"""A plan survives printing and parsing, resolves for any number of ranks by one rule, and reports all problems."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def reject_shortened_data(job: Job) -> None:
     """Raise if a file of the data has become shorter since it was opened. A process that reads beyond its end dies."""
     for data in (job.training, job.held_out):
         if isinstance(data, PackedTokens):
-            data.refuse_shortened()
+            data.reject_shortened()
 
 
 @dataclass

@@ -143,7 +143,7 @@ def test_a_collate_function_stays() -> None:
 
 def test_a_sampler_that_already_deals_is_refused() -> None:
     loader = DataLoader(NUMBERS, sampler=DistributedSampler(NUMBERS, num_replicas=2, rank=0))
-    with pytest.raises(ShoalError, match=r"already dealt out.*\n.*batch_size=GLOBAL"):
+    with pytest.raises(ShoalError, match=r"must have no DistributedSampler.*\n.*batch_size=GLOBAL"):
         dealt(loader, 2)
 
 
