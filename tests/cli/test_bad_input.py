@@ -222,7 +222,11 @@ CASES = {
         "--resume 'sometimes' is not known",
         "latest, fresh, or a step",
     ),
-    "directory is a file": ("train --run.dir short.txt", "the run directory 'short.txt' is a file", "--run.dir"),
+    "directory is a file": (
+        "train --run.dir short.txt",
+        "run.dir must be a directory, got the file 'short.txt'",
+        "--run.dir",
+    ),
     "directory under a file": ("train --run.dir short.txt/run", "cannot be written: Not a directory", "--run.dir"),
     "directory on a read-only system": ("train --run.dir /proc/run", "'/proc/run' cannot be written", "--run.dir"),
     "directory is taken": ("train --run.dir taken", "'taken' is not empty and holds no run", "--run.dir SOMEWHERE"),
@@ -345,7 +349,7 @@ def earlier(folder: Path, capsys: pytest.CaptureFixture[str]) -> Path:
 
 def test_a_run_is_never_written_over(earlier: Path, refused: Refused) -> None:
     again = ["train", *SMALL, *MADE_UP, "--nproc", "1", "--run.dir", "earlier"]
-    refused(*again, what="'earlier' already holds a run of this recipe, which has ended", fix="--resume fresh")
+    refused(*again, what="'earlier' already holds a finished run of this recipe", fix="--resume fresh")
     other = "a run of another recipe: optim.lr: 0.0003 → 0.001; nothing was touched"
     refused(*again, "--optim.lr", "1e-3", what=other, fix="--run.dir SOMEWHERE_ELSE")
 
@@ -356,8 +360,8 @@ def test_a_run_is_never_written_over(earlier: Path, refused: Refused) -> None:
         ("--resume latest --plan.precision bf16", "plan.precision: fp32 → bf16"),
         ("--resume latest --run.seed 5", "run.seed: 0 → 5"),
         ("--resume 77", "there is no checkpoint of step 77"),
-        ("", "already holds a run of this recipe, which has ended"),
-        ("--run.dir elsewhere --resume latest", "there is no run in 'elsewhere' to go on with"),
+        ("", "already holds a finished run of this recipe"),
+        ("--run.dir elsewhere --resume latest", "there is no run to resume in 'elsewhere'"),
         ("--run.dir new --checkpoint.dir earlier/checkpoints --optim.lr 1", "optim.lr: 0.0003 → 1.0"),
         ("--run.dir new --checkpoint.dir none --resume latest", "there is no checkpoint in none to go on from"),
         ("--run.dir new --run.start_from taken", "there is no checkpoint in 'taken' to start from"),

@@ -97,7 +97,7 @@ def test_training_and_held_out_have_no_token_in_common(lengths: list[int], seque
     assert max(seen) < min(unseen)
 
 
-def test_ids_outside_are_refused() -> None:
+def test_ids_outside_are_rejected() -> None:
     packed = PackedTokens([np.arange(20)], sequence=4, vocabulary=None, origin="")
     with pytest.raises(IndexError, match="0 to 4 of a dataset of 4"):
         packed.batch(np.array([0, 4]))
@@ -249,7 +249,7 @@ def test_synthetic_samples_depend_on_id_and_seed_alone(kind: str) -> None:
     assert not torch.equal(next(iter(dataset.batch(ids).values())), next(iter(other.batch(ids).values())))
 
 
-def test_synthetic_images_can_be_told_apart() -> None:
+def test_synthetic_images_are_distinguishable() -> None:
     dataset = SyntheticImages(seed=0, num_samples=600, size=16, classes=5)
     batch = everything(dataset)
     assert batch["images"].shape == (600, 3, 16, 16)

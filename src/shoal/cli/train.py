@@ -195,7 +195,7 @@ def _saves_to(recipe: Recipe, resume: str) -> str:
     from shoal.observe.run_directory import RunDirectory
 
     wanted = "fresh" if recipe.run.overwrite else resume
-    return recipe.checkpoint.dir or str(RunDirectory.foreseen(recipe, wanted).path / "checkpoints")
+    return recipe.checkpoint.dir or str(RunDirectory.preview(recipe, wanted).path / "checkpoints")
 
 
 @contextmanager

@@ -81,7 +81,7 @@ class Thread:
         return made
 
     def stop(self) -> None:
-        """Wake the thread and wait up to two seconds for the end of its batch. As a daemon, it ends with the process."""
+        """Wake the thread and wait up to two seconds for the end of its batch. It is a daemon."""
         self._stopping.set()
         self._room.release()
         if self._thread is not threading.current_thread():  # garbage collection may happen on any thread
