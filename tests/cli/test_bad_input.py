@@ -224,7 +224,7 @@ CASES = {
     ),
     "directory is a file": (
         "train --run.dir short.txt",
-        "run.dir must be a directory, got the file 'short.txt'",
+        "must be a directory, got the file 'short.txt'",
         "--run.dir",
     ),
     "directory under a file": ("train --run.dir short.txt/run", "cannot be written: Not a directory", "--run.dir"),

@@ -55,7 +55,7 @@ def test_all_have_one_session_and_another_one_each_time() -> None:
 
 
 def test_another_key_is_named_by_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "LOCK_TIMEOUT", 0.3)
+    monkeypatch.setattr(handshake, "PATIENCE", 0.3)
     monkeypatch.setattr(handshake, "LINGER", 0.6)
     began = time.monotonic()
     first, second, third = map(str, meet(dist.HashStore(), [GOOD, Key(b"x" * 32, "another file"), GOOD]))
@@ -68,7 +68,7 @@ def test_another_key_is_named_by_every_rank(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_earlier_ranks_wrote_is_of_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stranger has all values of a meeting, and writes them again without end in place of rank 1."""
-    monkeypatch.setattr(handshake, "LOCK_TIMEOUT", 0.3)
+    monkeypatch.setattr(handshake, "PATIENCE", 0.3)
     monkeypatch.setattr(handshake, "LINGER", 0.3)
     store = dist.HashStore()
     meet(store, [GOOD] * 2)
@@ -91,7 +91,7 @@ def test_what_earlier_ranks_wrote_is_of_no_use(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_stranger_that_is_gone_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has written to every name before rank 1 comes, also where rank 0 looks last."""
-    monkeypatch.setattr(handshake, "LOCK_TIMEOUT", 0.1)
+    monkeypatch.setattr(handshake, "PATIENCE", 0.1)
     monkeypatch.setattr(handshake, "PAUSE", 0.1)
     store, sessions = dist.HashStore(), []
     first = threading.Thread(target=lambda: sessions.append(agree(store, place_of(0, 2), GOOD, run="a run", timeout=5)))
@@ -122,7 +122,7 @@ class Disturbed:
 
 @pytest.mark.parametrize("name", ["challenge", "hello 1", "answer 1", "proof 1", "done"])
 def test_a_value_that_is_overwritten_once_is_written_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "LOCK_TIMEOUT", 1.0)
+    monkeypatch.setattr(handshake, "PATIENCE", 1.0)
     began = time.monotonic()
     first, second = meet(Disturbed(dist.HashStore(), {name}), [GOOD] * 2)  # type: ignore[arg-type]
     assert isinstance(first, bytes)
@@ -131,7 +131,7 @@ def test_a_value_that_is_overwritten_once_is_written_again(name: str, monkeypatc
 
 
 def test_a_rank_of_another_generation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "LOCK_TIMEOUT", 0.3)
+    monkeypatch.setattr(handshake, "PATIENCE", 0.3)
     monkeypatch.setattr(handshake, "LINGER", 0.6)
     store, found = dist.HashStore(), []
 

@@ -124,7 +124,7 @@ def _saved(folder: PrivateFolder, path: str, say: Say) -> bool:
         if newest is not None and not place:
             say(
                 f"{path!r} holds step {newest[0]} without a record of its run's checkpoints, and is left there\n"
-                f"    fix: printf %s /path/of/its/checkpoints > {path}/{DISK}, and resume that run; or remove the folder"
+                f"    fix: printf %s /path/of/its/checkpoints > {path}/{DISK}, and resume that run; or remove it"
             )
             return False
         step = _rescued(folder, newest[0], Store.at(place)) if newest is not None else None

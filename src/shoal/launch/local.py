@@ -89,9 +89,9 @@ def default_nproc(device: str = "auto") -> int:
 def fork_is_safe() -> bool:
     """Whether a forked child of this process can compute.
 
-    A used thread pool of OpenMP is broken in the child: its first parallel loop hangs. Locks of Python's own threads are
-    never released there, and CUDA fails. OpenBLAS also has threads, but ends them before a fork, so after a trial fork
-    only the threads that matter are left.
+    A used thread pool of OpenMP is broken in the child: its first parallel loop hangs. Locks of Python's own threads
+    are never released there, and CUDA fails. OpenBLAS also has threads, but ends them before a fork. So after a trial
+    fork only the threads that matter are left.
     """
     if sys.platform != "linux" or threading.active_count() > 1 or torch.cuda.is_initialized():
         return False

@@ -31,7 +31,7 @@ OLD = 3600.0
 
 
 def scratch_prefix() -> str:
-    """The name prefix of this user's temporary folders on this host. Hosts may share the parent folder, not its locks."""
+    """The prefix of this user's temporary folders on this host. Hosts may share the parent folder, not its locks."""
     return f"shoal-launch-{os.getuid()}-{_host()}-"
 
 
@@ -70,7 +70,7 @@ def _held(folder: Path) -> BinaryIO:
 
 
 def _is_of(lock: BinaryIO, folder: Path) -> bool:
-    """Whether the lock still belongs to the folder. Before the lock was taken, another process may have removed both."""
+    """Whether the lock still belongs to the folder, which another process may have removed before."""
     with suppress(OSError):
         return (folder / LOCK).stat().st_ino == os.fstat(lock.fileno()).st_ino
     return False
