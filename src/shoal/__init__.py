@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from shoal.blueprint.description import Description as Description
     from shoal.blueprint.description import Split as Split
     from shoal.blueprint.layout import Layout as Layout
+    from shoal.blueprint.layout_drawing import draw_layout as draw_layout
     from shoal.blueprint.plan import Plan as Plan
     from shoal.config.recipe import Recipe as Recipe
     from shoal.errors import ShoalError as ShoalError
@@ -44,6 +45,7 @@ _HOMES = {
     "Run": "shoal.train.run",
     "ShoalError": "shoal.errors",
     "Split": "shoal.blueprint.description",
+    "draw_layout": "shoal.blueprint.layout_drawing",
     "verify": "shoal.verification.api",
 }
 __all__ = [*_HOMES, "__version__"]

@@ -1,7 +1,7 @@
-"""What a person did that cannot work: every problem at once, each with the rule, both values and the fix to type.
+"""Errors that a user can fix: all problems at once, each with the rule, both values and the fix to type.
 
-A `ShoalError` never shows a traceback; the command line prints it and exits with `exit_code`. What cannot happen is an
-`assert`, and what breaks inside a worker is a `RunFailed` that carries the first rank's traceback.
+A `ShoalError` never shows a traceback; the command line prints it and exits with `exit_code`. Impossible states are an
+`assert`. A failure inside a worker is a `RunFailed` with the traceback of the first rank that failed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RUN_FAILED = 3
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong, and what to type instead."""
+    """One problem, and its fix."""
 
     what: str
     fix: str = ""
@@ -29,7 +29,7 @@ class Problem:
 
 
 class ShoalError(ValueError):
-    """One or more problems that the person at the keyboard can mend.
+    """One or more problems that the user can fix.
 
     >>> print(ShoalError("batch 10 is not divisible by 4 ranks", fix="--data.global_batch 12"))
     batch 10 is not divisible by 4 ranks
@@ -59,11 +59,11 @@ def _rebuild(kind: type[ShoalError], problems: tuple[Problem, ...], title: str) 
 
 
 class RunFailed(ShoalError):
-    """A worker died or raised; the text is what the first one to fail had to say."""
+    """A worker died or raised; the text is that of the first one to fail."""
 
     exit_code = RUN_FAILED
     may_pass = False
-    """Whether it may go well the next time."""
+    """Whether a restart may succeed."""
     saved_step: int | None = None
     """The newest step that the workers had saved; None: none, or not known."""
     cause: str = ""
@@ -71,19 +71,19 @@ class RunFailed(ShoalError):
 
 
 class LostPeer(RunFailed):
-    """A rank waited for another one in vain: that one has stopped, has died, or is slower than `launch.timeout`."""
+    """A rank timed out on another one that has stopped, has died, or is slower than `launch.timeout`."""
 
     may_pass = True
 
 
 def raise_if(problems: Iterable[Problem], title: str = "") -> None:
-    """Raise one `ShoalError` with all of them, or do nothing."""
+    """Raise one `ShoalError` with all problems, if there are any."""
     if found := tuple(problems):
         raise ShoalError(*found, title=title)
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that a mistyped one was most likely meant to be.
+    """The known word that is most similar to a mistyped one.
 
     >>> nearest("weigth_decay", ["lr", "weight_decay"])
     'weight_decay'
@@ -93,7 +93,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def needs(module: str, *, what: str, extra: str, package: str = "") -> Any:
-    """Import a package that is not always there, or say what needs it and how to get it."""
+    """Import an optional package, or raise with the feature that needs it and the command to install it."""
     try:
         return import_module(module)
     except ImportError as error:
@@ -104,12 +104,14 @@ def needs(module: str, *, what: str, extra: str, package: str = "") -> Any:
 
 
 def to_install(extra: str) -> str:
-    """The command that installs what an extra of shoal needs. No registry has shoal itself: in a clone the extra is
-    that of the clone, and anywhere else its packages are named."""
+    """The command that installs the packages of an extra of shoal.
+
+    No registry has shoal itself. In a clone the command installs the clone's extra, elsewhere the packages by name.
+    """
     clone = Path(__file__).parents[2]
     if (clone / "pyproject.toml").is_file():
         return f"pip install -e '{clone}[{extra}]'"
-    from importlib import metadata  # which takes a while to load, and is seldom needed
+    from importlib import metadata  # slow to load, and seldom needed
 
     try:
         needed = [text for text in metadata.requires("shoal") or () if _is_of(text, extra)]
@@ -120,7 +122,7 @@ def to_install(extra: str) -> str:
 
 
 def _is_of(requirement: str, extra: str) -> bool:
-    """Whether a requirement of a distribution, as its metadata has it, is one of an extra.
+    """Whether a requirement from the metadata of a distribution belongs to an extra.
 
     >>> _is_of("wandb>=0.17; extra == 'wandb'", "wandb"), _is_of("torch>=2.11", "wandb")
     (True, False)
@@ -130,7 +132,7 @@ def _is_of(requirement: str, extra: str) -> bool:
 
 
 def listed(words: Iterable[object]) -> str:
-    """`a, b or c`.
+    """Join words as `a, b or c`.
 
     >>> listed([1, 2, 4])
     '1, 2 or 4'

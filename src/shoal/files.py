@@ -1,8 +1,8 @@
-"""Open files whose names other people may control: nothing hangs, and no link leads to a file of another user.
+"""Open files under names that other users may control, without hanging and without following links.
 
-`open` waits for ever where a name is a FIFO, reads for ever where it is a device, and follows any symbolic link. In a
-directory that everyone may write to, such as /dev/shm, another user chooses what a name is, and may change it between
-two calls. So what was opened is judged, by its descriptor, and never a name:
+`open` blocks on a FIFO, reads a device without end, and follows any symbolic link. In a directory that all users may
+write to, such as /dev/shm, another user chooses the file behind a name, and may replace it between two calls. So the
+checks here use the open descriptor, never a name:
 
     open_regular     a regular file, or an `OSError` at once
     PrivateFolder    a directory that only this user can access; its files are looked up relative to its descriptor
@@ -33,16 +33,16 @@ StrPath = str | os.PathLike[str]
 
 
 def open_regular(path: StrPath, flags: int = os.O_RDONLY, mode: int = 0o666, *, dir_fd: int | None = None) -> int:
-    """A descriptor of a regular file. Anything else is an `OSError` at once: a device is not even opened."""
+    """A descriptor of a regular file. Anything else is an `OSError`; a device is not even opened."""
     follows = not flags & os.O_NOFOLLOW
     try:
-        _refuse_irregular(os.stat(path, dir_fd=dir_fd, follow_symlinks=follows).st_mode, path)
+        _reject_irregular(os.stat(path, dir_fd=dir_fd, follow_symlinks=follows).st_mode, path)
     except FileNotFoundError:
         if not flags & os.O_CREAT:
             raise
     handle = os.open(path, flags | _SAFELY, mode, dir_fd=dir_fd)
     try:
-        _refuse_irregular(os.fstat(handle).st_mode, path)  # it may be another file than before
+        _reject_irregular(os.fstat(handle).st_mode, path)  # it may be another file than before
     except BaseException:
         os.close(handle)
         raise
@@ -50,29 +50,31 @@ def open_regular(path: StrPath, flags: int = os.O_RDONLY, mode: int = 0o666, *, 
 
 
 def opened(path: StrPath, mode: str = "rb", **options: Any) -> Any:
-    """`open`, for regular files alone. A file to write to is not looked for behind a symbolic link."""
+    """`open` for regular files only. A write does not follow a symbolic link."""
     nofollow = 0 if mode.startswith("r") and "+" not in mode else os.O_NOFOLLOW
     return open(path, mode, opener=lambda name, flags: open_regular(name, flags | nofollow), **options)
 
 
 def read_regular(path: StrPath, most: int) -> bytes:
-    """The content of a regular file that has at most so many bytes; of a longer one, one byte more than that."""
+    """The content of a regular file, up to `most` bytes; of a longer one, the first `most` + 1."""
     with opened(path) as file:
-        return bytes(file.read(min(most, os.fstat(file.fileno()).st_size) + 1))  # which memory is set aside for
+        return bytes(file.read(min(most, os.fstat(file.fileno()).st_size) + 1))  # `read` allocates its argument
 
 
 def write_text(path: StrPath, text: str) -> None:
-    """Replace the content of a regular file, or make one."""
+    """Write a regular file, new or existing."""
     with opened(path, "w", encoding="utf-8") as file:
         file.write(text)
 
 
 class PrivateFolder:
-    """A directory of this user with mode 0700, held open. No other user can have put anything into it, and a name in it
-    leads to a file or folder of it, or is an `OSError`."""
+    """A directory of this user with mode 0700, as an open descriptor.
+
+    No other user can write into it. A name in it is a file or folder of it, or an `OSError`.
+    """
 
     def __init__(self, name: StrPath, *, parent: int | None = None, is_inner: bool = False) -> None:
-        """`is_inner`: it is in a private one, which protects it whatever its own mode is."""
+        """Open it. `is_inner`: it is inside a private folder, which protects it whatever its own mode is."""
         self.name = os.fspath(name)
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
         self.handle = os.open(name, flags | _SAFELY, dir_fd=parent)
@@ -100,15 +102,15 @@ class PrivateFolder:
             os.close(handle)
 
     def names(self) -> list[str]:
-        """Of all that is in it."""
+        """The names of its entries, sorted."""
         return sorted(os.listdir(self.handle))
 
     def folder(self, name: str) -> PrivateFolder:
-        """A folder in it."""
+        """Open a folder in it."""
         return PrivateFolder(_plain(name), parent=self.handle, is_inner=True)
 
     def open(self, name: str, flags: int = os.O_RDONLY) -> int:
-        """A descriptor of a regular file in it that is this user's and has no second name elsewhere."""
+        """A descriptor of a regular file in it that belongs to this user and has no other hard link."""
         handle = open_regular(_plain(name), flags | os.O_NOFOLLOW, 0o600, dir_fd=self.handle)
         found = os.fstat(handle)
         if found.st_uid != os.geteuid() or found.st_nlink != 1:
@@ -118,19 +120,19 @@ class PrivateFolder:
         return handle
 
     def read(self, name: str, most: int) -> bytes:
-        """The content of a file in it; `OSError` if that has more than so many bytes."""
+        """The content of a file in it; `OSError` if it has more than `most` bytes."""
         with os.fdopen(self.open(name), "rb") as file:
             if (size := os.fstat(file.fileno()).st_size) > most:
-                raise OSError(errno.EFBIG, f"it has {size:,} bytes, and at most {most:,} are read", name)
+                raise OSError(errno.EFBIG, f"it must have at most {most:,} bytes, got {size:,}", name)
             return file.read(size)
 
     def write(self, name: str, text: bytes) -> None:
-        """A file in it, in place of one that is there. A full disk or a kill leaves the old content or the new one."""
+        """Write or replace a file in it. A full disk or a kill leaves the old content or the new one."""
         with suppress(OSError):
             if self.read(name, len(text)) == text:
                 return
         part = f".{_plain(name)}.part"
-        with suppress(FileNotFoundError):  # of a process that was killed
+        with suppress(FileNotFoundError):  # a killed process may have left it
             os.unlink(part, dir_fd=self.handle)
         try:
             with os.fdopen(self.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
@@ -142,7 +144,7 @@ class PrivateFolder:
             raise
 
     def remove_all(self) -> None:
-        """Remove what is in it, as far as that can be done. Links are removed, and nothing behind them."""
+        """Remove its entries, as far as possible. Links are removed, their targets are not."""
         for name in self.names():
             try:
                 if stat.S_ISDIR(os.stat(name, dir_fd=self.handle, follow_symlinks=False).st_mode):
@@ -155,8 +157,7 @@ class PrivateFolder:
 
 @contextmanager
 def shared_folder(path: Path) -> Iterator[int]:
-    """A descriptor of a directory that other users may write to, if none of them can replace what this user puts there.
-    Else `PermissionError`."""
+    """A descriptor of a directory in which no other user can replace this user's files; else `PermissionError`."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _SAFELY)
     try:
         found = os.fstat(handle)
@@ -170,15 +171,15 @@ def shared_folder(path: Path) -> Iterator[int]:
         os.close(handle)
 
 
-def _refuse_irregular(mode: int, path: StrPath) -> None:
+def _reject_irregular(mode: int, path: StrPath) -> None:
     if not stat.S_ISREG(mode):
         what = next((word for is_kind, word in _KINDS if is_kind(mode)), "something else")
         kind = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
-        raise OSError(kind, f"it is {what}, and a regular file is expected", os.fspath(path))
+        raise OSError(kind, f"it must be a regular file, got {what}", os.fspath(path))
 
 
 def _plain(name: str) -> str:
-    """A name that leads nowhere else."""
+    """Check that a name has no path in it."""
     if not name or "/" in name or "\0" in name or name in (".", ".."):
-        raise OSError(errno.EINVAL, "it is not a plain name", repr(name))
+        raise OSError(errno.EINVAL, "it must be a name without a path", repr(name))
     return name

@@ -1,7 +1,7 @@
-"""Randomness without state: a number that looks random and depends on its arguments alone.
+"""Random numbers without state: a hash of the arguments.
 
-numpy's generators are sequences: to know the millionth number one must have drawn the others, or have kept a generator
-per sample. A hash needs neither, so any rank can compute any sample at any time.
+numpy's generators are sequences: the millionth number needs all draws before it, or one generator per sample. A hash
+needs neither, so any rank can compute any sample at any time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _GOLDEN, _FIRST, _SECOND = (np.uint64(constant) for constant in _CONSTANTS)
 
 
 def mix(values: U64) -> U64:
-    """A bijection of 64-bit numbers in which every input bit moves every output bit (the finaliser of SplitMix64)."""
+    """A bijection of 64-bit numbers in which every input bit affects every output bit (the finaliser of SplitMix64)."""
     mixed = values ^ (values >> np.uint64(30))
     mixed *= _FIRST
     mixed ^= mixed >> np.uint64(27)
@@ -26,7 +26,7 @@ def mix(values: U64) -> U64:
 
 
 def hashed(*parts: int | npt.NDArray[np.integer]) -> U64:
-    """64 random-looking bits for the parts taken together; arrays broadcast against each other.
+    """64 pseudorandom bits of all parts together; arrays broadcast.
 
     >>> hashed(1, 2).tolist() == hashed(1, 2).tolist() != hashed(2, 1).tolist()
     True
@@ -39,7 +39,7 @@ def hashed(*parts: int | npt.NDArray[np.integer]) -> U64:
 
 
 def hashed_number(*parts: int) -> int:
-    """The same bits for numbers alone, as a number: a tenth of the time that arrays of one element take.
+    """The bits of `hashed` for scalars, as an int, in a tenth of the time.
 
     >>> hashed_number(1, 2) == int(hashed(1, 2)[0])
     True
@@ -55,5 +55,5 @@ def hashed_number(*parts: int) -> int:
 
 
 def unit_interval(bits: U64) -> npt.NDArray[np.float64]:
-    """The same bits as numbers in [0, 1)."""
+    """Bits as floats in [0, 1)."""
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53

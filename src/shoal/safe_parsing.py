@@ -1,8 +1,8 @@
-"""YAML and JSON from any author, read within bounds: of size, of depth, of what aliases expand to, and of
-the numbers in it. Whatever the text is, the result is plain data of a bounded size, or one `ShoalError`.
+"""Parse untrusted YAML and JSON within bounds of size, depth, alias expansion and numbers.
 
-PyYAML alone has no such bounds. A few lines of aliases expand to billions of nodes as soon as the data is printed or
-copied, deep nesting exhausts Python's stack, and a long number raises an error that is not a YAML error.
+For any text, the result is plain data of a bounded size, or one `ShoalError`. PyYAML alone has no such bounds. A few
+lines of aliases expand to billions of nodes as soon as the data is printed or copied. Deep nesting exhausts Python's
+stack, and a long number raises an error that is not a YAML error.
 """
 
 from __future__ import annotations
@@ -22,34 +22,36 @@ from shoal.errors import ShoalError
 from shoal.files import opened
 
 MOST_BYTES = 2**18
-"""Of a recipe, a cluster or a config: a long one has a hundredth of that."""
+"""Size of a recipe, a cluster or a config; a long one has a hundredth of that."""
 MOST_NODES = 20_000
 """Keys and values, aliases expanded."""
 DEEPEST = 32
 """Levels of nesting."""
 LARGEST = 2**64
-"""Whole numbers are smaller than this."""
+"""Bound of the absolute value of whole numbers."""
 PIPE_SECONDS = 5.0
-"""For the first and every further part of what comes through a pipe."""
+"""Seconds to wait for the first and each further part of a pipe."""
 
 
 def read_text(path: Path, fix: str) -> str:
-    """The text of a file, if it is a regular one of a bounded size. A pipe that a shell has made is read, too:
-    `shoal train <(sed ... recipe.yaml)`. Raises `OSError` as `open` does."""
+    """The text of a regular file of a bounded size, or of a pipe of the shell: `shoal train <(sed ... recipe.yaml)`.
+
+    Raises `OSError` as `open` does.
+    """
     data = _from_pipe(path) if _is_shell_pipe(path) else None
     if data is None:
         with opened(path) as file:
             data = file.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
-        raise OutOfBounds(f"{str(path)!r} has more than {MOST_BYTES:,} bytes", fix=fix)
+        raise OutOfBounds(f"{str(path)!r} must have at most {MOST_BYTES:,} bytes", fix=fix)
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise ShoalError(f"{str(path)!r} is not text in UTF-8: {error}", fix=fix) from None
+        raise ShoalError(f"{str(path)!r} must be text in UTF-8: {error}", fix=fix) from None
 
 
 class OutOfBounds(ShoalError):
-    """The text may be valid, and is larger, deeper or has longer numbers than anything that shoal reads."""
+    """A text that may be valid, but is too large, too deep, or has too long numbers."""
 
 
 class _Bound(ValueError):
@@ -57,17 +59,17 @@ class _Bound(ValueError):
 
 
 def parse_yaml(text: str, where: str, fix: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
-    """What a YAML text says. `where` names it in errors."""
+    """Parse a YAML text. `where` names it in errors."""
 
     def parse() -> Any:
-        if _brackets(text) > 20 * DEEPEST:  # PyYAML takes time with the square of their number
+        if _brackets(text) > 20 * DEEPEST:  # PyYAML needs time quadratic in their number
             raise _Bound(f"more than {DEEPEST} levels of nesting")
         reader = loader(text)
         try:
             node = reader.get_single_node()
             if node is None:
                 return None
-            _refuse_many(node)
+            _reject_many(node)
             return reader.construct_document(node)
         finally:
             reader.dispose()
@@ -76,14 +78,14 @@ def parse_yaml(text: str, where: str, fix: str, loader: type[yaml.SafeLoader] = 
 
 
 def parse_json(text: str, where: str, fix: str) -> Any:
-    """What a JSON text says."""
+    """Parse a JSON text."""
     return _parsed(lambda: json.loads(text), "JSON", where, fix)
 
 
 def _parsed(parse: Callable[[], Any], kind: str, where: str, fix: str) -> Any:
     try:
         value = parse()
-        _refuse_large(value)
+        _reject_large(value)
     except RecursionError:
         raise OutOfBounds(f"{where} has more than {DEEPEST} levels of nesting", fix=fix) from None
     except _Bound as error:
@@ -96,7 +98,7 @@ def _parsed(parse: Callable[[], Any], kind: str, where: str, fix: str) -> Any:
 
 
 def short(value: Any, most: int = 200) -> str:
-    """A value as an error shows it."""
+    """The `repr` of a value, shortened for an error."""
     text = repr(value)
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
 
@@ -104,8 +106,8 @@ def short(value: Any, most: int = 200) -> str:
 # ---- bounds ---------------------------------------------------------------------------------------------------------
 
 
-def _refuse_many(root: yaml.Node) -> None:
-    """Raise if a document has too many nodes, aliases expanded, or too many levels. Each node is visited once."""
+def _reject_many(root: yaml.Node) -> None:
+    """Raise if a document has too many nodes, with aliases expanded, or too many levels. Each node is visited once."""
     known: dict[int, int] = {}
     unfinished: set[int] = set()
 
@@ -113,7 +115,7 @@ def _refuse_many(root: yaml.Node) -> None:
         if depth > DEEPEST:
             raise _Bound(f"more than {DEEPEST} levels of nesting")
         if id(node) in unfinished:
-            raise _Bound("an alias (*name) inside of what it names")
+            raise _Bound("an alias (*name) inside its own anchor")
         if id(node) not in known:
             unfinished.add(id(node))
             known[id(node)] = 1 + sum(count(part, depth + 1) for part in _parts(node))
@@ -126,7 +128,7 @@ def _refuse_many(root: yaml.Node) -> None:
 
 
 def _brackets(text: str) -> int:
-    """How deep brackets are nested. Those in comments and quoted texts count, too: the bound leaves room for them."""
+    """The nesting depth of brackets. Those in comments and quoted texts count too; the bound allows for them."""
     depth = deepest = 0
     for match in re.finditer(r"[\[{]+|[\]}]+", text):
         depth += len(match[0]) if match[0][0] in "[{" else -len(match[0])
@@ -140,17 +142,17 @@ def _parts(node: yaml.Node) -> list[yaml.Node]:
     return node.value if isinstance(node, yaml.SequenceNode) else []
 
 
-def _refuse_large(value: Any, depth: int = 0) -> None:
-    """Raise if data has a level, a number or a text that nothing here can use."""
+def _reject_large(value: Any, depth: int = 0) -> None:
+    """Raise if data is too deep, or has a number that is too large or a text with a NUL character."""
     if depth > DEEPEST:
         raise _Bound(f"more than {DEEPEST} levels of nesting")
     if isinstance(value, dict):
         value = [*value, *value.values()]
     if isinstance(value, list | tuple | set):
         for one in value:
-            _refuse_large(one, depth + 1)
+            _reject_large(one, depth + 1)
     elif isinstance(value, int) and abs(value) >= LARGEST:
-        raise _Bound(f"a whole number of about {round(value.bit_length() * 0.30103):,} digits, and at most 19 are read")
+        raise _Bound(f"a whole number of about {round(value.bit_length() * 0.30103):,} digits; at most 19 are allowed")
     elif isinstance(value, str) and "\0" in value:
         raise _Bound(f"a NUL character in the text {short(value)}")
 
@@ -166,7 +168,7 @@ def _is_shell_pipe(path: Path) -> bool:
 
 
 def _from_pipe(path: Path) -> bytes:
-    """What comes through a pipe until its writer ends; `OSError` if nothing comes for too long."""
+    """The bytes of a pipe until its end; `OSError` if nothing arrives for too long."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     data = b""
     try:

@@ -107,7 +107,7 @@ def test_only_a_regular_file_is_opened(tmp_path: Path, kind: str, monkeypatch: p
     KINDS[kind](tmp_path / "lock")
     acts = (lambda: opened(tmp_path / "it"), lambda: opened(tmp_path / "it", "wb"), lambda: locked(tmp_path))
     for act in acts:
-        with pytest.raises(OSError, match="a regular file is expected"):
+        with pytest.raises(OSError, match="it must be a regular file"):
             act()
 
 
@@ -115,10 +115,10 @@ def test_what_is_written_is_not_written_behind_a_link(tmp_path: Path) -> None:
     """The lock of a run directory was opened to write: a link in its place emptied the file that it led to."""
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "lock").symlink_to(tmp_path / "mine")
-    with pytest.raises(OSError, match="a regular file is expected"):
+    with pytest.raises(OSError, match="it must be a regular file"):
         locked(tmp_path)
     (tmp_path / "draft").symlink_to(tmp_path / "mine")
-    with pytest.raises(OSError, match="a regular file is expected"):
+    with pytest.raises(OSError, match="it must be a regular file"):
         Filesystem().create(tmp_path / "draft")
     assert (tmp_path / "mine").read_text() == "mine"
     assert read_regular(tmp_path / "lock", 10) == b"mine"  # what is read may be elsewhere, as in Hugging Face's cache
@@ -132,7 +132,7 @@ def test_data_that_is_no_file(tmp_path: Path, name: str, kind: str) -> None:
     source = str((tmp_path / name).parent if "/" in name else tmp_path / name)
     code, said = command("train", "--dry-run", *SMALL, "--data.source", source, cwd=tmp_path)
     assert code == 2
-    assert f"it is a {kind}, and a regular file is expected" in said
+    assert f"it must be a regular file, got a {kind}" in said
 
 
 def test_an_image_that_is_no_file(tmp_path: Path) -> None:

@@ -407,7 +407,7 @@ def test_a_step_that_is_our_own_is_saved(scene: Scene) -> None:
     left = names_for(scene)[0]
     as_user(scene.uid, weights, left, scene)
     (said,) = as_user(scene.uid, start_beside, scene)
-    assert said == "step 99, which was kept in memory, is on the disk now"
+    assert said == "step 99 was saved from memory to disk"
     assert Store(scene.saves).steps() == [3, 99]
     assert not left.exists()
 

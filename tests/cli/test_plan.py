@@ -247,12 +247,12 @@ WRONG = {
     "no file": ("llama3-8b --cluster nowhere.yaml", "cannot be read", "shoal calibrate"),
     "weights in less than products see": (
         "llama3-8b --cluster h100:8 --precision fp32 --param-dtype bf16",
-        "weights in bf16 are for the precisions bf16 and fp8, whose products see no more of them, not for fp32",
+        "weights in bf16 need the precision bf16 or fp8, got fp32",
         "--param-dtype fp32, or --precision bf16",
     ),
     "narrow weights on the host": (
         "llama3-8b --cluster h100:8 --param-dtype bf16 --offload optimizer",
-        "weights in bf16 are not built for offload=optimizer",
+        "weights in bf16 do not support offload=optimizer",
         "--param-dtype fp32, or no offload",
     ),
     "no batch": ("llama3-8b --cluster h100:8 --global-batch -1", "--global-batch -1", "1 or more"),
@@ -324,7 +324,7 @@ def test_auto_does_not_plan_for_weights_that_it_would_refuse(
     words = ["train", str(recipe), *QUICK, "--nproc", "1", "--device", "cpu", "--dry-run"]
     assert main([*words, "--plan", "auto mb=2"]) == 2
     err = capsys.readouterr().err
-    assert "weights in bf16 are for the precisions bf16 and fp8" in err
+    assert "weights in bf16 need the precision bf16 or fp8" in err
     assert 'fix: --optim.param_dtype fp32, or --plan "auto mb=2 bf16"' in err
     assert "plan: auto is" not in err
     assert main([*words, "--plan", "auto mb=2 bf16"]) == 0

@@ -196,7 +196,7 @@ def test_who_gives_up_brings_what_is_in_memory_to_the_disk(
     fault = {"SHOAL_FAULTS": "kill_at=rank:1,step:9"}
     ended = host.run(*words, "--launch.max_restarts", "0", cwd=tmp_path, env=fault)
     assert ended.code == 3
-    assert "which was kept in memory, is on the disk now" in ended.said
+    assert "was saved from memory to disk" in ended.said
     assert committed(saves(tmp_path)) in (7, 8)
     again = host.run(*words, cwd=tmp_path)
     assert (again.code, again.json["resumed_from"] in (7, 8)) == (0, True), again.said
@@ -318,7 +318,7 @@ def test_who_is_ended_between_two_generations_loses_nothing(host: Host, tmp_path
     words = [*ALL, "--nproc", "2", "--checkpoint.every", "0step", "--checkpoint.memory_every", "1step"]
     fault = {"SHOAL_FAULTS": "kill_at=rank:1,step:6 kill_at=rank:1,step:9,generation:1"}
     started = host.start(*words, cwd=tmp_path, env=fault)
-    until(lambda: started.said.count("are started again") == 2, started)  # a second of pause begins
+    until(lambda: started.said.count("restarting all workers") == 2, started)  # a second of pause begins
     os.kill(started.pid, number)
     assert started.wait() != 0
     ended = host.run(*words, cwd=tmp_path)
@@ -393,7 +393,7 @@ def test_from_a_step_from_the_end_and_from_nothing(host: Host, tmp_path: Path) -
     whole = losses(tmp_path / "run")
     ended = host.run(*words, cwd=tmp_path)
     assert ended.code == 2
-    assert "already holds a run of this recipe, which has ended" in ended.said
+    assert "already holds a finished run of this recipe" in ended.said
     longer = host.run(*words, "--resume", "latest", "--run.duration", "8step", cwd=tmp_path)
     assert (longer.json["resumed_from"], longer.json["steps"]) == (6, 8)
     from_two = host.run(*words, "--resume", "2", cwd=tmp_path)

@@ -174,7 +174,7 @@ def test_it_can_be_read(ran: dict[str, Ran]) -> None:
 
 def test_the_matrix_of_a_model_that_says_nothing(ran: dict[str, Ran]) -> None:
     """It is every plan that needs no word of the model. Which plans there are of a model that describes itself, is told
-    by tests/unit/test_legality.py, and that each computes the same by tests/dist/test_layouts.py."""
+    by tests/unit/test_validation.py, and that each computes the same by tests/dist/test_layouts.py."""
     code, told = verified(ran["matrix"])
     assert code == 0
     assert told["equal"] is True
@@ -270,13 +270,21 @@ def test_settings_that_were_not_looked_at_are_told(said: list[tuple[str, str]], 
         (["--nproc", "5", "--plan", "pp=5 mb=1"], "more than the 4 blocks of the model", "pp=1, 2, 3 or 4"),
         (["--nproc", "3", "--plan", "tp=2"], "does not divide the number of ranks", "start"),
         (["--nproc", "4", "--plan", "pp=4 1f1b mb=4", "--data.global_batch", "8"], "2 microbatches", "mb"),
-        (["--nproc", "2", "--plan", "pp=2 zbv mb=1 recompute=full"], "recomputes a block", "recompute=none"),
+        (["--nproc", "2", "--plan", "pp=2 zbv mb=1 recompute=full"], "recompute a block", "recompute=none"),
         (["--nproc", "2", "--plan", "zero=3", "--precision", "fp7"], "'fp7' cannot be verified in", "fp64"),
         (["--nproc", "2", "--plan", "fp8 tp=2"], "1 problem in plan 'tp=2 zero=0 fp8'", "bf16 instead of fp8"),
-        (["--nproc", "1", "--plan", "fp8", "--model.name", "OWN"], "fp8 is for the blocks of a model", "def describe"),
-        (["--nproc", "2", "--plan", "pp=2", "--model.name", "OWN"], "does not say what its blocks are", "def describe"),
-        (["--nproc", "2", "--plan", "tp=2", "--model.name", "OWN"], "does not say how its layers", "Split.COLUMN"),
-        (["--nproc", "2", "--plan", "tp=2", "--model.name", "mlp"], "how layers.*.linear is split", "Split.SEQUENCE"),
+        (["--nproc", "1", "--plan", "fp8", "--model.name", "OWN"], "fp8 needs blocks", "def describe"),
+        (["--nproc", "2", "--plan", "pp=2", "--model.name", "OWN"], "but the model describes none", "def describe"),
+        (
+            ["--nproc", "2", "--plan", "tp=2", "--model.name", "OWN"],
+            "model describes no splits",
+            "Split.COLUMN",
+        ),
+        (
+            ["--nproc", "2", "--plan", "tp=2", "--model.name", "mlp"],
+            "no split of layers.*.linear",
+            "Split.SEQUENCE",
+        ),
     ],
 )
 def test_refused_before_a_process_starts(
@@ -327,7 +335,7 @@ def test_a_module_of_ones_own() -> None:
 
 
 def test_a_module_that_says_nothing_cannot_be_cut() -> None:
-    with pytest.raises(ShoalError, match="does not say what its blocks are"):
+    with pytest.raises(ShoalError, match="but the model describes none"):
         shoal.verify(functools.partial(Mixer), (torch.randn(8, 6), torch.randn(8, 6)), "pp=2 mb=2", loss=squared)
 
 

@@ -12,7 +12,7 @@ from math import prod
 
 from shoal.blueprint.description import Description, Split
 from shoal.blueprint.plan import DEGREES, Plan
-from shoal.blueprint.validation.legality import check_plan
+from shoal.blueprint.validation.check import check_plan
 from shoal.errors import ShoalError
 from tests.dist.compositions import features_of as features_of
 from tests.dist.compositions import in_short, proven
@@ -123,7 +123,7 @@ def cell(first: str, second: str, reasons: dict[str, str]) -> str:
     reason = refusal(first, second)
     if reason is None:
         return ""
-    what, is_choice, _ = reason.partition(" is said twice")
+    what, is_choice, _ = reason.partition(" is set twice")
     text = f"a plan has one {what}" if is_choice else reason
     return reasons.setdefault(text, chr(ord("a") + len(reasons)))
 

@@ -200,7 +200,7 @@ def interrupt() -> None:
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        (exit_0, "rank 1 of 2 failed: sys.exit(0) was called before its work was done"),
+        (exit_0, "rank 1 of 2 failed: sys.exit(0) was called before the end of the run"),
         (exit_0_at_once, "rank 1 of 2 ended with exit code 0 before its function returned, while the other ranks were"),
         (interrupt, "rank 1 of 2 failed: KeyboardInterrupt"),
     ],

@@ -177,7 +177,7 @@ def unpicklable() -> object:
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        (exit_0, "rank 1 of 2 failed: sys.exit(0) was called before its work was done"),
+        (exit_0, "rank 1 of 2 failed: sys.exit(0) was called before the end of the run"),
         (exit_3, "rank 1 of 2 failed: SystemExit: 3"),
         (exit_at_once, "rank 1 of 2 ended with exit code 4 before its function returned"),
         (abort, "rank 1 of 2 was killed by signal 6 (SIGABRT)"),

@@ -59,7 +59,7 @@ def test_a_refusal_is_said_by_the_code_that_refuses() -> None:
     refused = table.refusal("`zb`", "`full`")
     assert refused is not None
     assert refused.startswith("zb splits each backward in two")
-    assert table.refusal("`ring`", "`ulysses`") == "context is said twice: ring and ulysses"
+    assert table.refusal("`ring`", "`ulysses`") == "context is set twice: ring and ulysses"
     assert table.refusal("`ep`", "`1f1b`") is None
 
 

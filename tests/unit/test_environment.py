@@ -155,7 +155,7 @@ def test_no_launcher(environ: dict[str, str]) -> None:
         ),
     ],
 )
-def test_refused_with_name_value_and_fix(environ: dict[str, str], words: list[str]) -> None:
+def test_rejected_with_name_value_and_fix(environ: dict[str, str], words: list[str]) -> None:
     with pytest.raises(ShoalError) as refusal:
         read_environment(environ)
     assert [word for word in words if word not in str(refusal.value)] == [], str(refusal.value)
@@ -207,7 +207,7 @@ def test_node_lists(text: str, hosts: list[str]) -> None:
 
 
 @pytest.mark.parametrize("text", ["n[1", "n]1[", "n[a-b]", "a,,b", "", "n[1-2-3]", "n[[1]]"])
-def test_node_lists_refused(text: str) -> None:
+def test_invalid_node_lists_are_rejected(text: str) -> None:
     with pytest.raises(ValueError, match=r"brackets|numbers|empty"):
         expand_hosts(text)
 

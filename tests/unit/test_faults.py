@@ -1,4 +1,4 @@
-"""Faults on demand: what was ordered happens where it was ordered and nowhere else, and what is mistyped is refused."""
+"""Fault injection: a fault happens where it was ordered and nowhere else, and a mistyped one is rejected."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ def test_words_are_faults() -> None:
 @pytest.mark.parametrize(
     ("text", "what", "fix"),
     [
-        ("kil_at=rank:1", "no fault 'kil_at'", "kill_at"),
-        ("kill_at", "does not say when", "kill_at=step:5"),
-        ("kill_at=rnk:1", "no 'rnk'", "rank"),
-        ("kill_at=rank:one", "rank cannot be 'one'", "a whole number from 0"),
-        ("kill_at=write:0", "write cannot be '0'", "from 1 on"),
-        ("kill_at=rank:-1", "cannot be '-1'", "from 0"),
-        ("slow_disk_at=seconds:long", "seconds cannot be", "seconds"),
-        ("slow_disk_at=seconds:inf", "seconds cannot be", "seconds"),
-        ("disk_full_at=errno:EFULL", "errno cannot be", "ENOSPC"),
+        ("kil_at=rank:1", "unknown fault 'kil_at'", "kill_at"),
+        ("kill_at", "kill_at needs a condition", "kill_at=step:5"),
+        ("kill_at=rnk:1", "unknown condition 'rnk'", "rank"),
+        ("kill_at=rank:one", "rank must be a whole number of at least 0, got 'one'", "rank:0"),
+        ("kill_at=write:0", "write must be a whole number of at least 1, got '0'", "write:1"),
+        ("kill_at=rank:-1", "at least 0, got '-1'", "rank:0"),
+        ("slow_disk_at=seconds:long", "seconds must be a number", "seconds"),
+        ("slow_disk_at=seconds:inf", "seconds must be a number", "seconds"),
+        ("disk_full_at=errno:EFULL", "errno must be a name such as ENOSPC", "errno:EIO"),
         ("kill_at=rank:1,rank:2", "twice", "one rank"),
         ("fail_allreduce_at=write:1", "no write", "step"),
     ],
 )
-def test_what_is_mistyped_is_refused_with_what_was_meant(text: str, what: str, fix: str) -> None:
-    with pytest.raises(ShoalError) as told:
+def test_a_mistyped_fault_is_rejected_with_a_fix(text: str, what: str, fix: str) -> None:
+    with pytest.raises(ShoalError) as caught:
         Faults.parse(text)
-    assert what in str(told.value)
-    assert fix in str(told.value).partition("fix:")[2]
+    assert what in str(caught.value)
+    assert fix in str(caught.value).partition("fix:")[2]
 
 
 def test_those_of_this_process_come_from_its_environment() -> None:
@@ -85,7 +85,7 @@ def test_a_fault_is_due_where_all_that_it_names_holds() -> None:
 
 
 def save_on(placement: Placement, store: dist.Store, folder: str) -> str:
-    """Make a step and save it; what the save says, if it fails."""
+    """Make a step and save it; the error text, if the save fails."""
     with World.start(placement, store=store, device="cpu", threads=1) as world:
         run = Run("zero=3 mb=1", world=world, seed=0)
         run.prepare(nn.Linear(4, 3))
@@ -99,12 +99,12 @@ def save_on(placement: Placement, store: dist.Store, folder: str) -> str:
 
 
 @pytest.mark.parametrize(("reason", "said"), [wide("ENOSPC", "No space left on device"), ("EIO", "Input/output error")])
-def test_a_disk_that_fails_one_rank_is_told_by_all(
+def test_a_failing_disk_of_one_rank_is_reported_by_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str, said: str
 ) -> None:
     monkeypatch.setenv(VARIABLE, f"disk_full_at=rank:1,save:1,write:2,errno:{reason}")
-    for told in launch(save_on, (str(tmp_path),), nproc=2):
-        assert f"rank 1: {said}" in told
-        assert "shard-00001.safetensors" in told
+    for text in launch(save_on, (str(tmp_path),), nproc=2):
+        assert f"rank 1: {said}" in text
+        assert "shard-00001.safetensors" in text
     monkeypatch.setenv(VARIABLE, "")  # not removed: a server of forks keeps what it was started with
     assert launch(save_on, (str(tmp_path),), nproc=2) == ["", ""]

@@ -81,7 +81,7 @@ def test_a_model_without_blocks_is_refused() -> None:
             y: Tensor = self.layer(x)
             return y
 
-    with Run("fp8", device="cpu") as run, pytest.raises(ShoalError, match="does not say what its blocks are"):
+    with Run("fp8", device="cpu") as run, pytest.raises(ShoalError, match="but the model describes none"):
         run.prepare(Plain())
 
 

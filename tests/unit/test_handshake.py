@@ -216,7 +216,7 @@ def test_a_key_that_others_can_read_is_rejected(home: Path) -> None:
         key_of(far)
     home.unlink()
     os.mkfifo(home, 0o600)
-    with pytest.raises(ShoalError, match="it is a FIFO, and a regular file is expected"):
+    with pytest.raises(ShoalError, match="it must be a regular file, got a FIFO"):
         key_of(far)
 
 

@@ -10,6 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shoal.blueprint.layout import AXES, GROUP_AXES, Layout, divisors
+from shoal.blueprint.layout_drawing import draw_layout
 from shoal.errors import ShoalError
 
 few = settings(max_examples=40, deadline=None)
@@ -102,7 +103,7 @@ def test_an_axis_is_inside_a_node_when_no_group_of_it_leaves_one(layout: Layout,
 @few
 @given(layouts(), st.none() | st.integers(1, 16))
 def test_every_rank_is_drawn_once_in_a_straight_picture(layout: Layout, devices_per_node: int | None) -> None:
-    drawing = layout.draw(devices_per_node).splitlines()
+    drawing = draw_layout(layout, devices_per_node).splitlines()
     boxes = [int(number) for line in drawing for number in re.findall(r"(?<=│)\s*(\d+)\s*(?=│)", line)]
     assert sorted(boxes) == list(range(layout.world_size))
     assert max(map(len, drawing)) <= 120
@@ -135,7 +136,7 @@ def test_axes_inside_a_node_of_eight() -> None:
 
 
 def test_drawing_of_one_axis() -> None:
-    assert Layout(dp_replicate=4).draw() == drawn("""
+    assert draw_layout(Layout(dp_replicate=4)) == drawn("""
          dp_replicate →
         ┌───┬───┬───┬───┐
         │ 0 │ 1 │ 2 │ 3 │
@@ -145,7 +146,7 @@ def test_drawing_of_one_axis() -> None:
 
 
 def test_drawing_of_one_axis_over_two_nodes() -> None:
-    assert Layout(dp_shard=16).draw(devices_per_node=8) == drawn("""
+    assert draw_layout(Layout(dp_shard=16), devices_per_node=8) == drawn("""
          dp_shard →
         ┌────┬────┬────┬────┬────┬────┬────┬────┐
         │  0 │  1 │  2 │  3 │  4 │  5 │  6 │  7 │ node 0
@@ -157,7 +158,7 @@ def test_drawing_of_one_axis_over_two_nodes() -> None:
 
 
 def test_drawing_of_four_axes() -> None:
-    assert Layout(pp=2, dp_replicate=2, dp_shard=2, tp=2, ep=2).draw(devices_per_node=8) == drawn("""
+    assert draw_layout(Layout(pp=2, dp_replicate=2, dp_shard=2, tp=2, ep=2), devices_per_node=8) == drawn("""
         pp 0, dp_replicate 0             pp 0, dp_replicate 1             pp 1, dp_replicate 0
                     tp →                             tp →                             tp →
                    ┌────┬────┐                      ┌────┬────┐                      ┌────┬────┐
@@ -181,7 +182,7 @@ def test_drawing_of_four_axes() -> None:
 
 
 def test_a_long_drawing_has_rules_only_between_nodes() -> None:
-    assert Layout(dp_shard=9, tp=2).draw(devices_per_node=8) == drawn("""
+    assert draw_layout(Layout(dp_shard=9, tp=2), devices_per_node=8) == drawn("""
                     tp →
                    ┌────┬────┐
         dp_shard ↓ │  0 │  1 │ node 0
@@ -201,27 +202,27 @@ def test_a_long_drawing_has_rules_only_between_nodes() -> None:
     """)
 
 
-def test_drawing_says_where_a_line_crosses_nodes() -> None:
-    assert "│ 4 │ 5 │ 6 │ 7 │ nodes 0-1" in Layout(dp_shard=2, tp=4).draw(devices_per_node=6)
+def test_a_drawing_marks_lines_that_cross_nodes() -> None:
+    assert "│ 4 │ 5 │ 6 │ 7 │ nodes 0-1" in draw_layout(Layout(dp_shard=2, tp=4), devices_per_node=6)
 
 
 def test_one_rank_is_a_layout_too() -> None:
     assert Layout().world_size == 1
     assert Layout().groups("tp") == ((0,),)
-    assert Layout().draw() == "┌───┐\n│ 0 │\n└───┘"
+    assert draw_layout(Layout()) == "┌───┐\n│ 0 │\n└───┘"
 
 
-def test_all_bad_degrees_are_told_at_once() -> None:
+def test_all_bad_degrees_are_reported_at_once() -> None:
     with pytest.raises(ShoalError) as error:
         Layout(tp=0, pp=-1, cp=True)
     assert str(error.value).splitlines() == [
         "3 problems in the layout",
-        "  pp=-1 is not a degree",
-        "      fix: pp=1 or more",
-        "  cp=True is not a degree",
-        "      fix: cp=1 or more",
-        "  tp=0 is not a degree",
-        "      fix: tp=1 or more",
+        "  pp must be a whole number of at least 1, got -1",
+        "      fix: pp=1",
+        "  cp must be a whole number of at least 1, got True",
+        "      fix: cp=1",
+        "  tp must be a whole number of at least 1, got 0",
+        "      fix: tp=1",
     ]
 
 
@@ -231,26 +232,26 @@ def test_all_bad_degrees_are_told_at_once() -> None:
         (
             lambda: Layout(dp_shard=4, cp=3, ep=5),
             "ep=5 does not divide dp_shard=4 x cp=3 = 12\n"
-            "    fix: ep=1, 2, 3, 4, 6 or 12, or a dp_shard x cp that 5 divides: more ranks, or less of other axes",
+            "    fix: ep=1, 2, 3, 4, 6 or 12, or a dp_shard x cp that 5 divides",
         ),
-        (lambda: Layout(tp=2).coordinate(2), "there is no rank 2 in a world of 2\n    fix: 0 to 1"),
-        (lambda: Layout(tp=2).peers(-1, "tp"), "there is no rank -1 in a world of 2\n    fix: 0 to 1"),
-        (lambda: Layout(tp=2).rank(tp=2), "there is no tp=2: tp has degree 2\n    fix: 0 to 1"),
-        (lambda: Layout(tp=2).rank(dp_shrad=0), "there is no axis 'dp_shrad'\n    fix: dp_shard"),
+        (lambda: Layout(tp=2).coordinate(2), "rank must be from 0 to 1, got 2\n    fix: 0 to 1"),
+        (lambda: Layout(tp=2).peers(-1, "tp"), "rank must be from 0 to 1, got -1\n    fix: 0 to 1"),
+        (lambda: Layout(tp=2).rank(tp=2), "tp must be from 0 to 1, got 2\n    fix: 0 to 1"),
+        (lambda: Layout(tp=2).rank(dp_shrad=0), "unknown axis 'dp_shrad'\n    fix: dp_shard"),
         (
             lambda: Layout(dp_shard=2, ep=2).rank(ep=1),
-            "ep=1 contradicts dp_shard and cp, from which ep=0 follows\n    fix: say dp_shard and cp, and leave ep out",
+            "ep must be 0, which follows from dp_shard and cp, got 1\n    fix: pass dp_shard and cp without ep",
         ),
         (
             lambda: Layout().groups("x"),
-            "there is no axis 'x'\n"
-            "    fix: pp, dp_replicate, dp_shard, cp, tp, ep, edp, data, dp_cp, dp_shard_cp, cp_tp or island",
+            "unknown axis 'x'\n"
+            "    fix: pp, dp_replicate, dp_shard, cp, tp, ep, edp, data, dp_cp, dp_shard_cp, cp_tp or replica",
         ),
         (
             lambda: Layout().axes_inside_node(0),
-            "a node with 0 devices holds no rank\n    fix: devices_per_node=1 or more",
+            "devices_per_node must be at least 1, got 0\n    fix: devices_per_node=1",
         ),
-        (lambda: Layout().draw(-1), "a node with -1 devices holds no rank\n    fix: devices_per_node=1 or more"),
+        (lambda: draw_layout(Layout(), -1), "devices_per_node must be at least 1, got -1\n    fix: devices_per_node=1"),
     ],
 )
 def test_message(wrong, message: str) -> None:  # type: ignore[no-untyped-def]

@@ -70,7 +70,7 @@ def test_lines_that_are_lost_are_reported_at_the_end(tmp_path: Path, monkeypatch
     assert "was not finished: File too large; the lines of steps 2 to 11 are lost" in said[1]
 
 
-def test_a_full_disk_is_told_with_its_free_bytes(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_with_its_free_bytes(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", disk], check=False).returncode:
@@ -96,7 +96,7 @@ def test_a_reader_skips_what_a_power_loss_has_torn(tmp_path: Path) -> None:
         (tmp_path / "metrics.jsonl").write_bytes(whole + torn)
         expected = (2, 1.0) if torn.startswith(b'{"step": 2, "eval_loss": 1.0}') else (1, 2.5)
         assert directory.last_evaluation() == expected
-        directory.forget_after(1)
+        directory.drop_metrics_after(1)
         assert (tmp_path / "metrics.jsonl").read_bytes() == whole
         assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -106,7 +106,7 @@ def test_metrics_are_not_cut_when_there_is_no_room_for_the_copy(tmp_path: Path) 
     text = "".join(f'{{"step": {step}}}\n' for step in range(100))
     path.write_text(text)
     with limited(50), pytest.raises(ValueError, match=r"metrics.jsonl' cannot be written: File too large"):
-        RunDirectory(tmp_path).forget_after(90)
+        RunDirectory(tmp_path).drop_metrics_after(90)
     assert path.read_text() == text
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
 

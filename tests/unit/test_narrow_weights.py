@@ -160,7 +160,7 @@ def test_an_optimizer_that_rounds_to_the_nearest_is_refused(kind: Any) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64", "fp16"])
 def test_which_precisions_it_is_for(precision: str) -> None:
-    with pytest.raises(ShoalError, match="weights in bf16 are for the precisions bf16 and fp8") as caught:
+    with pytest.raises(ShoalError, match="weights in bf16 need the precision bf16 or fp8") as caught:
         Run(precision, device="cpu", param_dtype="bf16")
     fix = str(caught.value).partition("fix: ")[2]
     assert fix == "param_dtype='fp32', or Run('bf16')"  # what a script can say: it has no options of a command

@@ -50,18 +50,18 @@ def test_the_first_free_name_is_taken() -> None:
     assert [claimed(name="a", ended=True).path.name for _ in range(3)] == ["a", "a-2", "a-3"]
 
 
-def test_the_last_name_goes_on_unless_it_has_ended_or_is_of_another_recipe() -> None:
-    assert not claimed(name="a").goes_on
+def test_the_last_name_resumes_unless_it_is_finished_or_of_another_recipe() -> None:
+    assert not claimed(name="a").resumes
     again = claimed(name="a")
-    assert (again.path, again.goes_on) == (Path("runs/a"), True)
+    assert (again.path, again.resumes) == (Path("runs/a"), True)
     other = claimed(name="a", seed=7)
-    assert (other.path, other.goes_on) == (Path("runs/a-2"), False)
+    assert (other.path, other.resumes) == (Path("runs/a-2"), False)
     assert claimed(name="a").path == Path("runs/a-3")  # the last one is the other's
     assert claimed("fresh", name="a").path == Path("runs/a-4")
 
 
 def test_a_directory_in_use_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.observe.run_directory.PATIENCE", 0.1)
+    monkeypatch.setattr("shoal.observe.run_directory.LOCK_TIMEOUT", 0.1)
     held = RunDirectory.claim(recipe(name="a"))
     held.begin(recipe(name="a"))
     assert claimed(name="a").path == Path("runs/a-2")
@@ -69,7 +69,7 @@ def test_a_directory_in_use_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(ShoalError, match="another process is training in"):
             RunDirectory.claim(recipe(dir="runs/a"), resume)
     held.close()
-    assert claimed(dir="runs/a").goes_on
+    assert claimed(dir="runs/a").resumes
 
 
 def test_an_empty_folder_may_be_used() -> None:
@@ -78,16 +78,16 @@ def test_an_empty_folder_may_be_used() -> None:
     assert yaml.safe_load(Path("mine/recipe.yaml").read_text())["run"]["dir"] == "mine"
 
 
-def test_the_difference_to_the_earlier_run_is_told() -> None:
+def test_the_difference_to_the_earlier_run_is_reported() -> None:
     claimed(dir="mine", seed=1, ended=True)
     before = Path("mine/recipe.yaml").read_bytes()
     for resume in ("auto", "latest", "7"):
         with pytest.raises(ShoalError, match=r"another recipe: run.seed: 1 → 2; nothing was touched"):
             RunDirectory.claim(recipe(dir="mine", seed=2), resume)
-    with pytest.raises(ShoalError, match="a run of this recipe, which has ended; nothing was touched"):
+    with pytest.raises(ShoalError, match="a finished run of this recipe; nothing was touched"):
         RunDirectory.claim(recipe(dir="./mine", seed=1))
     assert Path("mine/recipe.yaml").read_bytes() == before
-    assert claimed("latest", dir="mine", seed=1, duration="900step", log_every=5).goes_on
+    assert claimed("latest", dir="mine", seed=1, duration="900step", log_every=5).resumes
     assert not Path("mine/summary.json").exists()
 
 
@@ -95,7 +95,7 @@ def test_fresh_removes_a_run_and_nothing_else() -> None:
     claimed(dir="mine")
     Path("mine/metrics.jsonl").write_text("old")
     Path("mine/checkpoints").mkdir()
-    assert not claimed("fresh", dir="mine").goes_on
+    assert not claimed("fresh", dir="mine").resumes
     assert not Path("mine/metrics.jsonl").exists()
     assert not Path("mine/checkpoints").exists()
     Path("other").mkdir()
@@ -105,11 +105,11 @@ def test_fresh_removes_a_run_and_nothing_else() -> None:
     assert Path("other/notes.txt").read_text() == "precious"
 
 
-def test_what_was_told_of_later_steps_is_left_out() -> None:
+def test_metrics_of_later_steps_are_dropped() -> None:
     directory = claimed(dir="mine")
     lines = ['{"step": 1, "loss": 2.5}', '{"step": 2, "loss": 2.0}', '{"step": 2, "eval_loss": 2.1}', '{"step": 3}']
     Path("mine/metrics.jsonl").write_text("\n".join([*lines, '{"step": 4, "lo']))
-    directory.forget_after(2)
+    directory.drop_metrics_after(2)
     assert Path("mine/metrics.jsonl").read_text().splitlines() == lines[:3]
 
 
@@ -135,7 +135,7 @@ def test_numbers_are_what_a_tracker_can_plot() -> None:
     assert numbers({**RECORD, "note": "x"}) == {"loss": 5.125, "tokens_per_s": 18312.0, "memory_gib": 1.3}
 
 
-def test_every_tracker_has_a_package_and_is_asked_for_by_name() -> None:
+def test_every_tracker_has_a_package_and_is_selected_by_name() -> None:
     assert set(TRACKERS) == {"tensorboard", "wandb", "mlflow"}
     with pytest.raises(ShoalError, match=r"\[wandb\]"):
         needs("surely_not_there", what="a test", extra="wandb")
@@ -273,7 +273,7 @@ def test_the_bar_is_that_of_an_evaluation_while_it_lasts() -> None:
     assert " 35% evaluating 1,200 of 3,423 samples" in out.getvalue()
 
 
-def test_quiet_shows_nothing_but_what_must_be_said() -> None:
+def test_quiet_prints_only_messages_that_must_not_be_missed() -> None:
     target, out = console(terminal=False)
     line = Quiet(target)
     line.show(RECORD, 0.5)

@@ -1,4 +1,4 @@
-"""A plan survives printing and parsing, is closed for any number of ranks by one rule, and tells all that is wrong."""
+"""A plan survives printing and parsing, resolves for any number of ranks by one rule, and reports all problems."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_canonical_words() -> None:
     assert str(Plan.parse("bf16 mb=4 zb recompute=full pp=2 tp=1")) == "tp=1 pp=2 zb mb=4 recompute=full bf16"
 
 
-def test_of_takes_whatever_says_a_plan() -> None:
+def test_of_takes_plans_words_mappings_and_none() -> None:
     plan = Plan(tp=2, precision="bf16")
     assert Plan.of(plan) is plan
     assert Plan.of("tp=2 bf16") == plan
@@ -167,7 +167,7 @@ def test_resolve(text: str, world_size: int, resolved: str) -> None:
     [
         ("zero=0", 4, "dp_replicate", "dp_shard", False),
         ("zero=3", 4, "dp_replicate", "dp_shard", True),
-        ("zero=3", 1, "dp_replicate", "dp_shard", False),  # nobody to share with
+        ("zero=3", 1, "dp_replicate", "dp_shard", False),  # no rank to share with
         ("zero=0 cp=2", 4, "dp_cp", "dp_shard_cp", False),
         ("zero=1 cp=2", 2, "dp_cp", "dp_shard_cp", True),  # ranks of one sample share parameters, too
         ("zero=3 dp_replicate=2 dp_shard=1", 2, "dp_replicate", "dp_shard", False),
@@ -214,23 +214,23 @@ def test_all_problems_of_a_text_at_once() -> None:
     text = "tp=x tp=2 zero=5 bf61 fp16 bf16 mbb=3 recompute=some pp mb=-3 offload"
     assert message_of(lambda: Plan.parse(text)) == [
         f"10 problems in plan '{text}'",
-        "  tp='x' is not a whole number of at least 1",
+        "  tp must be a whole number of at least 1, got 'x'",
         "      fix: tp=1, tp=2, ...",
-        "  tp is said twice: tp=x and tp=2",
-        "      fix: leave one of them out",
-        "  zero=5 does not exist",
+        "  tp is set twice: tp=x and tp=2",
+        "      fix: remove one of them",
+        "  zero must be 0, 1, 2 or 3, got 5",
         "      fix: zero=0, 1, 2 or 3",
         "  'bf61' is not a word of a plan",
         "      fix: bf16",
-        "  precision is said twice: fp16 and bf16",
-        "      fix: leave one of them out",
+        "  precision is set twice: fp16 and bf16",
+        "      fix: remove one of them",
         "  a plan has no key 'mbb'",
         "      fix: mb",
-        "  recompute='some' does not exist",
+        "  recompute must be none, selective or full, got 'some'",
         "      fix: recompute=none, selective or full",
         "  'pp' needs a value",
         "      fix: pp=2",
-        "  mb=-3 is not a whole number of at least 1",
+        "  mb must be a whole number of at least 1, got -3",
         "      fix: mb=1, mb=2, ...",
         "  'offload' needs a value",
         "      fix: offload=none, optimizer or parameters",
@@ -260,12 +260,12 @@ def test_a_word_that_is_like_no_other_gets_all_words() -> None:
         ("recompute_swiglu=false", "run.recompute_swiglu: false"),
     ],
 )
-def test_what_others_call_it_and_what_is_said_elsewhere(word: str, fix: str) -> None:
+def test_names_of_other_systems_and_of_other_sections(word: str, fix: str) -> None:
     assert message_of(lambda: Plan.parse(word))[-1] == f"      fix: {fix}"
 
 
-def test_an_alias_says_a_key_as_well() -> None:
-    assert "  zero is said twice: FSDP and zero=2" in message_of(lambda: Plan.parse("FSDP zero=2"))
+def test_an_alias_sets_a_key_as_well() -> None:
+    assert "  zero is set twice: FSDP and zero=2" in message_of(lambda: Plan.parse("FSDP zero=2"))
 
 
 def test_all_problems_of_a_mapping_at_once() -> None:
@@ -274,28 +274,34 @@ def test_all_problems_of_a_mapping_at_once() -> None:
         "7 problems in the plan",
         "  a plan has no key 'dp_shrad'",
         "      fix: dp_shard",
-        "  zero=True does not exist",
+        "  zero must be 0, 1, 2 or 3, got True",
         "      fix: zero=0, 1, 2 or 3",
-        "  tp='2' is not a whole number of at least 1",
+        "  tp must be a whole number of at least 1, got '2'",
         "      fix: tp=1, tp=2, ...",
-        "  mb=1.0 is not a whole number of at least 1",
+        "  mb must be a whole number of at least 1, got 1.0",
         "      fix: mb=1, mb=2, ...",
-        "  compress=' a' does not exist",
+        "  compress must be fp16, bf16, int8, 1bit, topk, randomk or powersgd, got ' a'",
         "      fix: compress=fp16, bf16, int8, 1bit, topk:0.01, randomk:0.1 or powersgd:4",
-        "  precision=None does not exist",
+        "  precision must be fp64, fp32, bf16, fp16 or fp8, got None",
         "      fix: precision=fp64, fp32, bf16, fp16 or fp8",
-        "  schedule='2f2b' does not exist",
+        "  schedule must be gpipe, 1f1b, interleaved, looped, zb, zbv or dualpipev, got '2f2b'",
         "      fix: schedule=gpipe, 1f1b, interleaved, looped, zb, zbv or dualpipev",
     ]
 
 
 def test_values_are_checked_however_a_plan_is_made() -> None:
-    assert message_of(lambda: Plan(tp=0)) == ["tp=0 is not a whole number of at least 1", "    fix: tp=1, tp=2, ..."]
+    assert message_of(lambda: Plan(tp=0)) == [
+        "tp must be a whole number of at least 1, got 0",
+        "    fix: tp=1, tp=2, ...",
+    ]
     assert message_of(lambda: Plan(tp=0, zero=1.0))[0] == "2 problems in the plan"  # type: ignore[arg-type]
-    assert message_of(lambda: replace(Plan(), compress=""))[0] == "compress='' does not exist"
+    assert (
+        message_of(lambda: replace(Plan(), compress=""))[0]
+        == "compress must be fp16, bf16, int8, 1bit, topk, randomk or powersgd, got ''"
+    )
     assert message_of(lambda: Plan.of(["tp=2"])) == [  # type: ignore[arg-type]
-        "['tp=2'] is not a plan",
-        "    fix: words such as 'tp=2 zero=3', or the same as a mapping",
+        "a plan must be words or a mapping, got ['tp=2']",
+        "    fix: 'tp=2 zero=3' or {'tp': 2}",
     ]
     assert message_of(lambda: Plan.of({1: 2}))[0] == "a plan has no key '1'"  # type: ignore[dict-item]
 
@@ -333,24 +339,24 @@ def test_values_are_checked_however_a_plan_is_made() -> None:
         (
             "dp_shard=2 ddp",
             2,
-            "dp_shard=2 with zero=0: nothing would be sharded",
+            "dp_shard=2 needs zero=1 or more, got zero=0",
             "zero=1, 2 or 3, or dp_replicate=2 instead of dp_shard=2",
         ),
-        ("1f1b", 2, "1f1b orders the stages of a pipeline, but pp=1", "pp=2 or more, or leave 1f1b out"),
-        ("v=2 pp=1", 2, "v=2 orders the stages of a pipeline, but pp=1", "pp=2 or more, or leave v=2 out"),
-        ("1f1b v=2 pp=2", 2, "1f1b cannot have v=2 stages per rank", "v=1, or interleaved"),
-        ("dualpipev v=1 pp=2", 2, "dualpipev cannot have v=1 stages per rank", "v=2, or interleaved"),
+        ("1f1b", 2, "1f1b orders the stages of a pipeline, but pp=1", "pp=2 or more, or remove 1f1b"),
+        ("v=2 pp=1", 2, "v=2 orders the stages of a pipeline, but pp=1", "pp=2 or more, or remove v=2"),
+        ("1f1b v=2 pp=2", 2, "1f1b must have v=1 stages per rank, got v=2", "v=1, or interleaved"),
+        ("dualpipev v=1 pp=2", 2, "dualpipev must have v=2 stages per rank, got v=1", "v=2, or interleaved"),
         (
             "fsdp ep=3",
             4,
             "ep=3 does not divide dp_shard=4 x cp=1 = 4",
-            "ep=1, 2 or 4, or a dp_shard x cp that 3 divides: more ranks, or less of other axes",
+            "ep=1, 2 or 4, or a dp_shard x cp that 3 divides",
         ),
-        ("ring tp=2", 2, "ring divides tokens among cp ranks, but cp=1", "cp=2, or leave ring out"),
+        ("ring tp=2", 2, "ring divides tokens among cp ranks, but cp=1", "cp=2, or remove ring"),
         (
             "cp=2 ep=2 zero=0",
             2,
-            "ep=2 with zero=0: whoever holds other experts than its neighbours has a shard of the model",
+            "ep=2 shards the experts and needs zero=1 or more, got zero=0",
             "zero=1, 2 or 3",
         ),
     ],
@@ -361,7 +367,7 @@ def test_a_plan_that_does_not_fit(text: str, world_size: int, what: str, fix: st
     assert message_of(lambda: plan.resolve(world_size)) == [head, f"  {what}", f"      fix: {fix}"]
 
 
-def test_all_misfits_at_once() -> None:
+def test_all_problems_of_a_plan_at_once() -> None:
     lines = message_of(lambda: Plan.parse("dp_shard=2 zero=0 tp=3 1f1b ep=3").resolve(8))
     assert lines[0] == "5 problems in plan 'dp_shard=2 tp=3 ep=3 zero=0 1f1b' on 8 ranks"
 
@@ -412,7 +418,7 @@ def test_the_door_opens_without_torch_and_without_pydantic() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_every_field_says_what_its_values_mean() -> None:
+def test_every_field_documents_its_values() -> None:
     lines = [line.strip() for line in inspect.getsource(Plan).splitlines()]
     for field in fields(Plan):
         declared = next(number for number, line in enumerate(lines) if line.startswith(f"{field.name}:"))

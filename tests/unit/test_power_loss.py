@@ -236,7 +236,7 @@ def goes_on(path: Path, done: Callable[[Any], None]) -> None:
         directory = RunDirectory.claim(RECIPE, "1")
         directory.begin(RECIPE)
         done(1)
-        directory.forget_after(1)
+        directory.drop_metrics_after(1)
         sink = JsonLines(Path(RUN) / "metrics.jsonl")
         sink.write({"step": 2, "loss": 7.0})
         sink.close()
@@ -251,7 +251,7 @@ def look_at_run(path: Path) -> tuple[int, list[str]]:
         return 0, []
     try:
         with chdir(path):
-            RunDirectory.foreseen(RECIPE, "latest").forget_after(2)
+            RunDirectory.preview(RECIPE, "latest").drop_metrics_after(2)
         json.loads((folder / "environment.json").read_text())
         has_ended = (folder / "summary.json").exists() and json.loads((folder / "summary.json").read_text())["steps"]
         lines = (folder / "metrics.jsonl").read_text().splitlines() if (folder / "metrics.jsonl").exists() else []

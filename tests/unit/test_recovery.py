@@ -225,7 +225,7 @@ def test_a_place_where_another_run_saves_now_is_not_written_to(tmp_path: Path, m
     saves, said = tmp_path / "saves", list[str]()
     saves.mkdir()
     left = left_in_memory(tmp_path / "memory", str(saves))
-    monkeypatch.setattr(run_directory, "PATIENCE", 0.1)
+    monkeypatch.setattr(run_directory, "LOCK_TIMEOUT", 0.1)
     with run_directory.locked(saves), memory_tier(str(tmp_path / "memory"), said.append, saves_to=str(saves)):
         pass
     assert (Store(saves).steps(), Store(left).steps()) == ([], [5])

@@ -1,4 +1,4 @@
-"""Pipeline schedules on paper: their order, what is refused, what they cost, and how they are drawn."""
+"""Pipeline schedules on paper: their order, what is rejected, what they cost, and how they are drawn."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_the_table_that_is_broken_below_is_whole() -> None:
         ("1F0", ".  ", "1B0 needs 1F0, which never runs"),
         ("0 | 0F0", "0 | .  ", "0B0 needs 0F0, which never runs"),
         ("3 | 0B0    1F1", "3 | 0F1    1F1", "0F1 repeats 0F1 of tick 1"),
-        ("3 | 0B0    1F1", "3 | 1B0    1F1", "1B0 is on rank 0, but stage 1 on 1"),
+        ("3 | 0B0    1F1", "3 | 1B0    1F1", "1B0 must be on rank 1, got rank 0"),
         ("0F1", "0F7", "0F7 does not exist"),
         ("3 | 0B0", "3 | 0I0", "0W0 never runs"),
         ("3 | 0B0", "3 | 0W0", "0W0 needs 0I0, which never runs"),
@@ -152,7 +152,7 @@ def test_the_message_of_a_fault() -> None:
         simulate(ScheduleTable.parse(broken), EQUAL)
 
 
-def test_a_deadlock_names_who_waits_for_what() -> None:
+def test_a_deadlock_names_the_waiting_ranks_and_their_inputs() -> None:
     orders = [[Action.parse(text) for text in line.split()] for line in ("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1")]
     with pytest.raises(ShoalError, match="rank 0 waits at 0B0 for 1I0; rank 1 waits at 1F1 for 0F1"):
         align(orders, num_stages=2)
@@ -160,25 +160,25 @@ def test_a_deadlock_names_who_waits_for_what() -> None:
 
 @pytest.mark.parametrize("text", ["", "1f1b", TWO_RANKS.replace("2 ranks", "3 ranks")])
 def test_what_is_no_table(text: str) -> None:
-    with pytest.raises(ShoalError, match=r"is not the first line of a schedule|2 slots for 3 ranks"):
+    with pytest.raises(ShoalError, match=r"is not the first line of a schedule|must have 3 slots, one per rank, got 2"):
         ScheduleTable.parse(text)
 
 
 @pytest.mark.parametrize(
     ("word", "p", "v", "m", "what", "fix"),
     [
-        ("1f1b", 4, 1, 3, "1f1b on pp=4 ranks cannot run 3 microbatches: fewer than its 4", "1, 4 or 5 micro"),
-        ("gpipe", 4, 1, 2, "gpipe on pp=4 ranks cannot run 2 microbatches: fewer than its 4", "1, 4 or 5 micro"),
+        ("1f1b", 4, 1, 3, "1f1b on pp=4 ranks cannot run 3 microbatches: with fewer than 4", "1, 4 or 5 micro"),
+        ("gpipe", 4, 1, 2, "gpipe on pp=4 ranks cannot run 2 microbatches: with fewer than 4", "1, 4 or 5 micro"),
         ("interleaved", 4, 2, 11, "they do not fall into 2 equal rounds", "10, 12 or 15 micro"),
         ("zb", 2, 1, 5, "they do not fall into 2 equal rounds", "4, 6 or 8 micro"),
         ("dualpipev", 4, 2, 1, "it needs one for each of its 2 x pp = 8 stages", "8 or 9 micro"),
-        ("zbv", 4, 1, 8, "zbv cannot have v=1 stages per rank", "v=2, or interleaved"),
-        ("1f1b", 4, 2, 8, "1f1b cannot have v=2 stages per rank", "v=1, or interleaved"),
+        ("zbv", 4, 1, 8, "zbv must have v=2 stages per rank, got v=1", "v=2, or interleaved"),
+        ("1f1b", 4, 2, 8, "1f1b must have v=1 stages per rank, got v=2", "v=1, or interleaved"),
         ("interleave", 4, 2, 8, "'interleave' is not a schedule", "interleaved"),
-        ("1f1b", 0, 1, 4, "pp=0 is less than 1", "pp=1 or more"),
+        ("1f1b", 0, 1, 4, "pp must be at least 1, got 0", "pp=1"),
     ],
 )
-def test_refusals_name_what_is_legal(word: Schedule, p: int, v: int, m: int, what: str, fix: str) -> None:
+def test_errors_name_the_legal_values(word: Schedule, p: int, v: int, m: int, what: str, fix: str) -> None:
     (problem,) = check_schedule(word, num_ranks=p, v=v, num_microbatches=m)
     assert what in problem.what
     assert problem.fix.startswith(fix)

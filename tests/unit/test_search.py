@@ -11,7 +11,7 @@ import pytest
 
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.schedules.generate import check_schedule
-from shoal.blueprint.validation.legality import SPLIT_BACKWARD
+from shoal.blueprint.validation.pipeline import SPLIT_BACKWARD
 from shoal.errors import ShoalError
 from shoal.planner.alternatives import alternatives
 from shoal.planner.candidates import misfits_of

@@ -97,7 +97,7 @@ def test_training_and_held_out_have_no_token_in_common(lengths: list[int], seque
     assert max(seen) < min(unseen)
 
 
-def test_ids_outside_are_refused() -> None:
+def test_ids_outside_are_rejected() -> None:
     packed = PackedTokens([np.arange(20)], sequence=4, vocabulary=None, origin="")
     with pytest.raises(IndexError, match="0 to 4 of a dataset of 4"):
         packed.batch(np.array([0, 4]))
@@ -249,7 +249,7 @@ def test_synthetic_samples_depend_on_id_and_seed_alone(kind: str) -> None:
     assert not torch.equal(next(iter(dataset.batch(ids).values())), next(iter(other.batch(ids).values())))
 
 
-def test_synthetic_images_can_be_told_apart() -> None:
+def test_synthetic_images_are_distinguishable() -> None:
     dataset = SyntheticImages(seed=0, num_samples=600, size=16, classes=5)
     batch = everything(dataset)
     assert batch["images"].shape == (600, 3, 16, 16)
@@ -273,10 +273,10 @@ def test_hugging_face_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for name in ("rows", "splits", "files"):
         training, _ = opened(f"hf:{tmp_path / name}", seq_len=2, validation=0)
         assert everything(training)["tokens"].ravel().tolist() == [*b"one", END, *b"three"][:8], name
-    with pytest.raises(ShoalError, match=r"no column 'titles'; it has: text, title\n    fix: --data\.text_field title"):
+    with pytest.raises(ShoalError, match=r"\(text, title\), got 'titles'\n    fix: --data\.text_field title"):
         opened(f"hf:{tmp_path / 'rows'}", text_field="titles")
     datasets.DatasetDict({"test": rows}).save_to_disk(tmp_path / "untrained")
-    with pytest.raises(ShoalError, match="has no split 'train', only test"):
+    with pytest.raises(ShoalError, match="must have the split 'train', got test"):
         opened(f"hf:{tmp_path / 'untrained'}")
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with pytest.raises(ShoalError, match="'nobody/nothing' cannot be opened: "):
@@ -296,7 +296,7 @@ def test_tokenizer(tmp_path: Path) -> None:
     assert training.vocabulary == 4
     assert everything(training)["tokens"].tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
     assert everything(training)["labels"].tolist() == [[1, 2, 3, IGNORE]] * 2
-    with pytest.raises(ShoalError, match=r"broken\.json is no tokenizer: "):
+    with pytest.raises(ShoalError, match=r"must be a tokenizer\.json, got .*broken\.json: "):
         opened(tmp_path / "a.jsonl", tokenizer=str(tmp_path / "broken.json"))
     with pytest.raises(ShoalError, match=r"--data.tokenizer bytes"):
         opened(tmp_path / "a.jsonl", tokenizer="byts")
@@ -315,9 +315,9 @@ BAD: list[tuple[Callable[[Path], Any], dict[str, Any], str, str]] = [
     (lambda d: write(d / "corpus.txt").parent / "corpsu.txt", {}, "no such file or folder: {d}/corpsu.txt",
      "--data.source {d}/corpus.txt"),
     (lambda d: d / "none" / "a.txt", {}, "no such file or folder: {d}/none/a.txt ({d} exists, none in it does not)",
-     "--data.source with a path that exists, or python, or synthetic"),
+     "--data.source PATH, or python, or synthetic"),
     (lambda d: "python3", {}, "no such file or folder: ", "--data.source python"),
-    (lambda d: write(d / "a.txt", ""), {}, "{d}/a.txt is empty: 1 text file(s) of 0 bytes", "text in it"),
+    (lambda d: write(d / "a.txt", ""), {}, "must have text in it, got 1 text file(s) of 0 bytes", "text in it"),
     (lambda d: write(d / "a.txt"), {"seq_len": 256},
      "take 514 tokens, but the longest document stream has 101", "--data.seq_len 49 or --data.validation 0"),
     (lambda d: write(d / "a.txt"), {"seq_len": 256, "validation": 0},
@@ -325,25 +325,25 @@ BAD: list[tuple[Callable[[Path], Any], dict[str, Any], str, str]] = [
      "--data.seq_len 100 or more data"),
     (lambda d: write(d / "a.txt"), {"seq_len": 4, "validation": 0.999}, "(--data.validation 0.999)",
      "--data.validation 0"),
-    (lambda d: write(d / "a.o").parent, {}, "holds 1 files, none of them text", "one file in it"),
-    (lambda d: write(d / "a.o").parent, {"format": "text"}, "no text files in {d}", "one file in it"),
-    (lambda d: (write(d / "a.txt"), write(d / "b.bin"))[0].parent, {}, "several kinds: 1 text, 1 tokens",
+    (lambda d: write(d / "a.o").parent, {}, "got 1 files with other endings", "--data.source {d}/FILE"),
+    (lambda d: write(d / "a.o").parent, {"format": "text"}, "no text files in {d}", "--data.source {d}/FILE"),
+    (lambda d: (write(d / "a.txt"), write(d / "b.bin"))[0].parent, {}, "of one kind, got 1 text, 1 tokens",
      "--data.format text"),
-    (lambda d: write(d / "a.jsonl", '{"text": "a"}\n{"text": \n'), {}, "a.jsonl line 2 is not JSON", "lines such as"),
+    (lambda d: write(d / "a.jsonl", '{"text": "a"}\n{"text": \n'), {}, "a.jsonl line 2 must be JSON", "lines such as"),
     (lambda d: write(d / "a.jsonl", '\n{"texts": "a"}\n'), {},
      "a.jsonl line 2 has no key 'text'; its text keys are: texts", "--data.text_field texts"),
-    (lambda d: write(d / "a.jsonl", "[1]"), {}, "line 1 is a JSON list, not an object", "lines such as"),
-    (lambda d: write(d / "a.jsonl", '{"text": 3}'), {}, "'text' is int, not text", "--data.text_field"),
+    (lambda d: write(d / "a.jsonl", "[1]"), {}, "line 1 must be a JSON object, got a list", "lines such as"),
+    (lambda d: write(d / "a.jsonl", '{"text": 3}'), {}, "'text' must be text, got int", "--data.text_field"),
     (lambda d: write(d / "a.jsonl", "\n"), {}, "no JSONL lines with text", "lines such as"),
-    (lambda d: write(d / "a.bin", "x" * 101), {}, "has 101 bytes, which is not a whole number of uint16 tokens of 2",
+    (lambda d: write(d / "a.bin", "x" * 101), {}, "whole number of uint16 tokens of 2 bytes, got 101 bytes",
      "--data.token_dtype"),
-    (lambda d: write(d / "a.bin", ""), {}, "has 0 bytes", "a shard that is not empty"),
-    (lambda d: write(d / "a.bin", b"\xff" * 96), {"token_dtype": "int32"}, "holds the token id -1", "uint32"),
-    (lambda d: write(d / "a.npy"), {}, "a.npy is no .npy file", "numpy.save"),
-    (lambda d: write(d / "a.bin", "x" * 100), {"mask_documents": True}, "token shards do not say", "--data.end_token"),
+    (lambda d: write(d / "a.bin", ""), {}, "got 0 bytes", "--data.source PATH without a.bin"),
+    (lambda d: write(d / "a.bin", b"\xff" * 96), {"token_dtype": "int32"}, "at least 0, got -1", "uint32"),
+    (lambda d: write(d / "a.npy"), {}, "a.npy must be a .npy file", "numpy.save"),
+    (lambda d: write(d / "a.bin", "x" * 100), {"mask_documents": True}, "needs --data.end_token", "--data.end_token"),
     (lambda d: write(d / "a.txt").parent, {"format": "tokens"}, "no token shards", "--data.format auto"),
-    (lambda d: write(d / "a.png").parent, {}, "has 0 folders and 1 images", "one folder per class: {d}/cat/1.png"),
-    (lambda d: write(d / "a.png"), {}, "a.png is one image", "--data.source FOLDER"),
+    (lambda d: write(d / "a.png").parent, {}, "got 0 folders and 1 images", "one folder per class: {d}/cat/1.png"),
+    (lambda d: write(d / "a.png"), {}, "got the image {d}/a.png", "--data.source "),
     (lambda d: "synthetic", {"synthetic_samples": 1}, "holding out 0.01 of 1 samples", "--data.validation 0"),
 ]  # fmt: skip
 
@@ -360,7 +360,7 @@ def test_bad_input(tmp_path: Path, make: Callable[[Path], Any], settings: dict[s
 def test_npy_of_another_shape_or_type(tmp_path: Path) -> None:
     for content in (np.zeros((2, 3), dtype=np.int64), np.zeros(30)):
         np.save(tmp_path / "a.npy", content)
-        with pytest.raises(ShoalError, match="a shard is one row of integers"):
+        with pytest.raises(ShoalError, match="must hold one row of integers"):
             opened(tmp_path / "a.npy")
 
 

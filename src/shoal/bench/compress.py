@@ -100,7 +100,7 @@ def measure(placement: Placement | None, store: dist.Store | None, job: Job, ask
 
 def _try(job: Job, world: World, words: str, weighed: Estimate, ask: CompressRequest) -> Trial:
     recipe, said = job.recipe, Plan.parse(words)
-    every = said.synchrony.every if said.synchrony is not None else 1
+    every = said.sync_spec.every if said.sync_spec is not None else 1
     num_steps = -(-ask.steps // every) * every
     run = build_run(_with_few_exact_steps(recipe, said, num_steps), world, sync_traffic(recipe.plan, words))
     run.prepare(build_for_layout(recipe.model, recipe.run.seed))

@@ -1,4 +1,7 @@
-"""Values without processes, devices or torch that say what should happen. Planner and runtime read the same ones."""
+"""Plans, layouts, schedules and collectives as values without processes, devices or torch.
+
+Planner and runtime read the same values.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Words that people type first, who come from other systems or look in another place, and what is meant here."""
+"""Names of other systems or of other sections of a recipe, and the names to use here."""
 
 from __future__ import annotations
 
-ELSEWHERE = {
+OTHER_SYSTEMS = {
     "learning_rate": "optim.lr",
     "max_grad_norm": "optim.clip",
     "gradient_clip_val": "optim.clip",
@@ -50,9 +50,9 @@ ELSEWHERE = {
     "data_parallel_shard_degree": "plan.dp_shard",
     "data_parallel_replicate_degree": "plan.dp_replicate",
 }
-"""Keys of other systems' settings → those of a recipe."""
+"""Keys of other systems' settings → keys of a recipe."""
 
-SETTINGS = {
+OTHER_SECTIONS = {
     "compile": "run.compile: true",
     "weights": "optim.param_dtype: bf16",
     "states": "optim.state_dtype: bf16",
@@ -67,10 +67,10 @@ SETTINGS = {
     "sequence": "data.seq_len: 256",
     "nproc": "launch.nproc: 2",
 }
-"""Keys of other sections of a recipe that people look for in a plan, as they are said there."""
+"""Keys that belong to another section of a recipe, not to the plan → how that section spells them."""
 
-SAME = {
+OTHER_NAMES = {
     **{"float8": "fp8", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"},
     **{"float64": "fp64", "double": "fp64", "selective": "recompute=selective", "full": "recompute=full"},
 }
-"""What torch and others call a word of a plan."""
+"""Names that torch and others use → the word of a plan."""

@@ -1,8 +1,8 @@
-"""How gradients travel between replicas in fewer bytes: the words of a plan, and what each costs on the wire.
+"""Gradient compression between replicas: the values of `compress=` in a plan, and the bytes that each sends.
 
 A gradient of n numbers of 4 bytes, W replicas; bytes that a rank sends, about:
 
-word            what travels                                            bytes                    feeds back   unbiased
+word            sent                                                    bytes                    residual     unbiased
 (none)          the numbers                                             2 (W-1)/W x 4 n          -            yes
 bf16, fp16      each in 2 bytes                                         2 (W-1)/W x 2 n          no           nearly
 int8            each in 1, rounded at random; a scale for every 256     2 (W-1)/W x 1.016 n      no           yes
@@ -12,8 +12,8 @@ randomk:0.1     a tenth, drawn at random, the same on all ranks         2 (W-1)/
 powersgd:4      two narrow matrices in place of a wide one              2 (W-1)/W x 16 (a + b)   yes          no
                                                                         of each matrix a x b
 
-*Feeds back*: what did not travel is kept and added to the next step's gradient, so that nothing is lost for good.
-Sums are always in the gradient's own precision: numbers are narrow on the wire only.
+*Residual* (error feedback): the part that was not sent is stored and added to the next step's gradient. Sums are always
+in the gradient's own precision: numbers are compressed for transport only.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ Method = Literal["fp16", "bf16", "int8", "1bit", "topk", "randomk", "powersgd"]
 METHODS: tuple[Method, ...] = get_args(Method)
 
 INT8_BLOCK = 256
-"""Numbers that share a scale."""
+"""Numbers that share one scale."""
 SIGN_BLOCK = 1024
 TOPK_BLOCK = 1024
 SCALE_BYTES = 4
 PAIR_BYTES = 4
-"""A number that was chosen, as bf16, and its place in its block."""
+"""A selected number, as bf16, and its index in its block."""
 _DEFAULTS: dict[Method, float] = {"topk": 0.01, "randomk": 0.1, "powersgd": 4}
 
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """A method, and its one number: which part is sent (topk, randomk), or the rank (powersgd).
+    """A method and its parameter: the fraction that is sent (topk, randomk), or the rank (powersgd).
 
     >>> str(Compression.parse("powersgd"))
     'powersgd:4'
@@ -53,8 +53,8 @@ class Compression:
 
     @classmethod
     def parse(cls, word: str) -> Compression:
-        """Read the word of a plan; raises a ShoalError that says what would be right."""
-        problem = problem_of(word)
+        """Read the value of `compress=`; raises a ShoalError with the fix."""
+        problem = check_word(word)
         if problem is not None:
             raise ShoalError(problem)
         name, _, amount = word.partition(":")
@@ -66,23 +66,22 @@ class Compression:
 
     @property
     def feeds_back(self) -> bool:
-        """Whether what did not travel is kept for the next step."""
+        """Whether the method stores a residual for the next step (error feedback)."""
         return self.method in ("1bit", "topk", "powersgd")
 
     @property
     def warmup_steps(self) -> int:
-        """How many of the first steps send gradients as they are, unless somebody says otherwise."""
+        """The default number of first steps without compression."""
         return 0 if self.method in ("fp16", "bf16", "int8") else 50
 
     @property
     def error_bound(self) -> float:
-        """How far the mean may be off when nothing is owed from before: at most so many times the root of the mean
-        square of the replicas' own gradients.
+        """The largest error of the mean with an empty residual, relative to the RMS norm of the replicas' gradients.
 
-        Narrow numbers are rounded twice, by a part of themselves; int8 by less than a step of a scale that a block of
-        256 shares; what is left out, or what a sign leaves, is no larger than the whole. randomk is right on average
-        only: what it draws, it makes as many times larger. fp16 has no numbers below 6e-8 or above 65,504: gradients
-        there vanish, or are not finite and drop the step.
+        fp16 and bf16 round twice, by a relative error. int8 rounds by less than one step of a scale that a block of 256
+        shares. The unsent part of topk, and the error of a sign, is no larger than the whole. randomk is right on
+        average only: it multiplies the numbers that it draws by its stride. fp16 has no numbers below 6e-8 or above
+        65,504: gradients there vanish, or are not finite and drop the step.
         """
         match self.method:
             case "fp16":
@@ -103,19 +102,20 @@ class Compression:
 
     @property
     def kept_in_block(self) -> int:
-        """Of topk: how many of a block travel."""
+        """Of topk: the numbers of a block that are sent."""
         assert self.amount is not None
         return max(1, round(self.amount * TOPK_BLOCK))
 
     @property
     def stride(self) -> int:
-        """Of randomk: one of how many travels."""
+        """Of randomk: one number of this many is sent."""
         assert self.amount is not None
         return max(1, round(1 / self.amount))
 
     def bytes_sent(self, shapes: Iterable[tuple[int, ...]], world: int, width: int = 4) -> int:
-        """By one rank for gradients of these shapes, in numbers of `width` bytes, as one bucket: *predicted*, with what
-        fills up the last blocks.
+        """Predicted bytes that one rank sends for gradients of these shapes in one bucket, padding included.
+
+        `width` is the size of one number in bytes.
 
         >>> Compression("int8").bytes_sent([(100,)], world=2)
         520
@@ -141,7 +141,9 @@ class Compression:
                 return exact_bytes(first * width, world) + exact_bytes(second * width, world)
 
     def part_sent(self, world: int) -> float:
-        """Of what gradients would take, for the planner, which knows no shapes: of large square matrices.
+        """The compressed size as a fraction of the uncompressed one, for a large square matrix.
+
+        The planner uses it, since it has no shapes.
 
         >>> round(Compression("int8").part_sent(8), 3)
         0.254
@@ -150,7 +152,7 @@ class Compression:
         return self.bytes_sent([(4096, 4096)], world) / plain if plain else 1.0
 
     def powersgd_size(self, shape: tuple[int, ...]) -> int:
-        """Numbers that stand for a gradient: of two narrow matrices, or its own, if those would not be fewer.
+        """Numbers that powersgd sends for a gradient: two narrow matrices, or the gradient itself if that is smaller.
 
         >>> Compression("powersgd", 4).powersgd_size((512, 256))
         3072
@@ -162,7 +164,7 @@ class Compression:
 
 
 def exact_bytes(num_bytes: int, world: int) -> int:
-    """That a rank sends for the sum of so many bytes over all ranks, by a ring.
+    """Bytes that a rank sends for a ring all-reduce of `num_bytes`.
 
     >>> exact_bytes(300, world=3)
     400
@@ -171,25 +173,25 @@ def exact_bytes(num_bytes: int, world: int) -> int:
 
 
 def _by_parts(size: int, world: int, *, block: int, block_bytes: int) -> int:
-    """To the owner of each part, and its mean to all; parts are filled up to whole blocks."""
+    """Bytes of a reduce-scatter and an all-gather; parts are padded to whole blocks."""
     return 2 * (world - 1) * ceil(size / (world * block)) * block_bytes
 
 
 def as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns of a tensor that is read as a matrix; of a vector, one row."""
+    """Rows and columns of a tensor as a matrix; a vector has one row."""
     return (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
 
 
-def problem_of(word: object) -> Problem | None:
-    """What is wrong with a word after `compress=`, if anything is."""
+def check_word(word: object) -> Problem | None:
+    """Check a value of `compress=`; None: it is valid."""
     name, colon, amount = str(word).partition(":")
+    what = f"compress must be {listed(METHODS)}, got {word!r}"
     if word in ("none", "auto"):
-        fix = "leave compress out" if word == "none" else "sync=auto, which chooses compress too"
-        return Problem(f"compress={word!r} does not exist", fix)
-    examples = listed([str(Compression(method, _DEFAULTS.get(method))) for method in METHODS])
+        return Problem(what, "remove compress" if word == "none" else "sync=auto, which chooses compress too")
     if not isinstance(word, str) or name not in METHODS:
         near = nearest(name.lower(), METHODS)
-        return Problem(f"compress={word!r} does not exist", f"compress={near}" if near else f"compress={examples}")
+        examples = listed([str(Compression(method, _DEFAULTS.get(method))) for method in METHODS])
+        return Problem(what, f"compress={near}" if near else f"compress={examples}")
     if not colon:
         return None
     if name not in _DEFAULTS:
@@ -199,7 +201,9 @@ def problem_of(word: object) -> Problem | None:
     except ValueError:
         number = -1.0
     if name == "powersgd" and not (number >= 1 and number.is_integer()):
-        return Problem(f"compress={word}: the rank is not a whole number of at least 1", "compress=powersgd:4")
+        what = f"the rank of compress=powersgd must be a whole number of at least 1, got {amount!r}"
+        return Problem(what, "compress=powersgd:4")
     if name != "powersgd" and not 0 < number <= 1:
-        return Problem(f"compress={word}: the part that is sent is not between 0 and 1", f"compress={name}:0.01")
+        what = f"the fraction of compress={name} must be above 0 and at most 1, got {amount!r}"
+        return Problem(what, f"compress={name}:0.01")
     return None

@@ -1,20 +1,20 @@
-"""Attention over divided sequences, on paper: who holds which tokens, who computes what when, and what it holds.
+"""Context parallelism as numbers: the tokens of each rank, the steps of ring attention, their traffic and memory.
 
-torch's attention kernels know one device. Context parallelism divides the tokens of a sequence over `cp` ranks, and
-the rules of that are plain numbers. They are written once, here: `shoal.parallel.context.attention` runs `ring_steps`
-on the tokens that `zigzag` gives to a rank, and the planner counts work and memory from the same two.
+torch's attention kernels run on one device. Context parallelism divides the tokens of a sequence over `cp` ranks. Its
+rules are written once, here. `shoal.parallel.context.attention` runs `ring_steps` on the tokens of `zigzag`, and the
+planner counts work and memory from the same two functions.
 
-A causal query sees only what is before it, so whoever has the end of a sequence has the most to do. Ring attention cuts
-the sequence into 2 cp chunks and gives each rank an early one and a late one, folded like a zig-zag:
+A causal query attends only to earlier tokens, so the rank with the end of a sequence has the most work. Ring attention
+cuts the sequence into 2 cp chunks and gives each rank an early one and a late one, folded like a zig-zag:
 
     chunk    0  1  2  3  4  5  6  7        cp=4: rank 0 holds 0 and 7, rank 1 holds 1 and 6, ...
     rank     0  1  2  3  3  2  1  0
 
-Then every step of every rank is the same amount of work, and no step computes anything that the mask throws away:
+Then every step of every rank is the same amount of work, and no step computes masked pairs:
 
     step 0           own keys               all queries x all keys, causal
-    keys of before   source < rank          all queries x their early chunk: their late chunk is after all of mine
-    keys of after    source > rank          late queries x all their keys: my early queries are before all of theirs
+    earlier keys     source < rank          all queries x their early chunk: their late chunk is after all own tokens
+    later keys       source > rank          late queries x all their keys: own early queries are before all of theirs
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from shoal.blueprint.plan import Plan
 
 Shape = tuple[int, ...]
 Range = tuple[int, int]
-"""Tokens from the first up to, but not with, the last."""
+"""Tokens from start to stop, stop excluded."""
 
 
-# ---- who holds which tokens -----------------------------------------------------------------------------------------
+# ---- tokens of a rank -----------------------------------------------------------------------------------------------
 
 
 def zigzag(tokens: int, rank: int, cp: int) -> list[Range]:
@@ -56,24 +56,24 @@ def contiguous(tokens: int, rank: int, cp: int) -> list[Range]:
     return [(rank * part, (rank + 1) * part)]
 
 
-# ---- who computes what when -----------------------------------------------------------------------------------------
+# ---- steps of a ring ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """What a rank of a ring computes while the next keys and values are on their way."""
+class RingStep:
+    """The work of one rank while the next keys and values travel."""
 
     source: int
-    """The place on the cp axis whose keys and values it has at hand."""
+    """The position on the cp axis that the keys and values come from."""
     queries: Literal["all", "late"]
-    """Which of its own queries look at them."""
+    """The part of its own queries that attends to them."""
     keys: Literal["all", "early"]
     is_causal: bool
     """Whether queries and keys are the same tokens, so that the later half of the pairs is masked."""
 
 
-def ring_steps(rank: int, cp: int, causal: bool = True) -> Iterator[Step]:
-    """What a rank computes, step by step; keys and values travel from each rank to the next one.
+def ring_steps(rank: int, cp: int, causal: bool = True) -> Iterator[RingStep]:
+    """The steps of a rank; keys and values travel from each rank to the next one.
 
     >>> [(step.source, step.queries, step.keys) for step in ring_steps(1, 3)]
     [(1, 'all', 'all'), (0, 'all', 'early'), (2, 'late', 'all')]
@@ -81,13 +81,13 @@ def ring_steps(rank: int, cp: int, causal: bool = True) -> Iterator[Step]:
     for number in range(cp):
         source = (rank - number) % cp
         if not causal:
-            yield Step(source, "all", "all", is_causal=False)
+            yield RingStep(source, "all", "all", is_causal=False)
         elif source == rank:
-            yield Step(source, "all", "all", is_causal=True)
+            yield RingStep(source, "all", "all", is_causal=True)
         elif source < rank:
-            yield Step(source, "all", "early", is_causal=False)
+            yield RingStep(source, "all", "early", is_causal=False)
         else:
-            yield Step(source, "late", "all", is_causal=False)
+            yield RingStep(source, "late", "all", is_causal=False)
 
 
 def ring_work(cp: int, tokens: int, causal: bool = True) -> list[int]:
@@ -99,13 +99,13 @@ def ring_work(cp: int, tokens: int, causal: bool = True) -> list[int]:
     return [sum(_pairs(step, tokens // cp) for step in ring_steps(rank, cp, causal)) for rank in range(cp)]
 
 
-def _pairs(step: Step, own: int) -> int:
+def _pairs(step: RingStep, own: int) -> int:
     queries = own if step.queries == "all" else own // 2
     keys = own if step.keys == "all" else own // 2
     return own * (own + 1) // 2 if step.is_causal else queries * keys
 
 
-# ---- what travels ---------------------------------------------------------------------------------------------------
+# ---- traffic --------------------------------------------------------------------------------------------------------
 
 
 def ring_elements(plan: Plan, *, samples: int, keys: Shape) -> int:
@@ -130,20 +130,19 @@ def repeated_kv_heads(num_kv_heads: int, cp: int) -> int:
     return lcm(num_kv_heads, cp)
 
 
-# ---- what it holds --------------------------------------------------------------------------------------------------
+# ---- memory ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMemory:
-    """Bytes that one attention holds on a rank for one microbatch. What a kernel needs for itself comes on top: see
-    `cpu_kernel_bytes`."""
+    """Bytes of one attention on a rank for one microbatch, without the workspace of a kernel (`cpu_kernel_bytes`)."""
 
     kept: int
-    """From its forward to its backward: queries, keys, values, the output, and the log-sum-exp of every query."""
+    """Stored from its forward to its backward: queries, keys, values, the output, and the log-sum-exp of each query."""
     peak_forward: int
-    """The most while its forward runs, queries, keys and values that it is given included."""
+    """The peak of its forward, its inputs included."""
     peak_backward: int
-    """The most while its backward runs, the gradient that it is given included."""
+    """The peak of its backward, the gradient of the output included."""
 
 
 def attention_memory(
@@ -157,23 +156,24 @@ def attention_memory(
     size_bytes: int,
     causal: bool = True,
 ) -> AttentionMemory:
-    """Bytes of attention over a sequence of so many tokens, whole, on the rank of a plan that holds most. *Predicted*,
-    from the buffers that `shoal.parallel.context.ring` and `shoal.parallel.context.ulysses` have at a time. With q, kv,
-    out, lse for the bytes of a rank's tokens, and c ranks:
+    """Predicted bytes of attention over a whole sequence, on the rank of a plan with the largest peak.
+
+    They follow from the buffers of `shoal.parallel.context.ring` and `shoal.parallel.context.ulysses`. q, kv, out and
+    lse are the bytes of a rank's tokens, and c is the number of ranks:
 
     | context | kept                | forward                                 | backward                               |
     |---------|---------------------|-----------------------------------------|----------------------------------------|
     | none    | q + kv + out + lse  | as kept                                 | kept + out + q + kv                    |
-    | ring    | the same, of T/c    | a block that comes, one that is used,   | the same blocks, three of gradients    |
-    |         |                     | the output of a step and their sum      | and what a step has found              |
+    | ring    | the same, of T/c    | an incoming block, one in use, the      | the same blocks, three of gradients    |
+    |         |                     | output of a step and their sum          | and the result of a step               |
     | ulysses | the same, of N/c    | three packed copies of q + kv, three of | kept + 2 out + q + kv, or three packed |
-    |         | heads and all T     | out, and what it was given              | copies                                 |
+    |         | heads and all T     | out, and the inputs                     | copies                                 |
     """
     cp, tp = plan.layout.cp, plan.layout.tp
     rows = samples * tokens // cp
     heads, kv_heads = num_heads // tp, num_kv_heads // tp
     row = head_dim * size_bytes
-    held = _Held(
+    held = _RankBytes(
         q=rows * heads * row,
         kv=2 * rows * kv_heads * row,
         lse=rows * heads * max(4, size_bytes),
@@ -192,8 +192,9 @@ def attention_memory(
 
 
 def cpu_kernel_bytes(num_queries: int, num_threads: int) -> int:
-    """What torch's kernel for CPUs takes for itself in a backward, however many keys there are: every thread a block of
-    scores and one of their gradients, 512 keys wide, in float32.
+    """Workspace of torch's CPU kernel in a backward, for any number of keys.
+
+    Every thread has a block of scores and one of their gradients, 512 keys wide, in float32.
 
     >>> cpu_kernel_bytes(8192, num_threads=2)
     2097152
@@ -203,22 +204,22 @@ def cpu_kernel_bytes(num_queries: int, num_threads: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _RankBytes:
     """Bytes of one rank's tokens; the output is as large as the queries."""
 
     q: int
     kv: int
     lse: int
     widening: int
-    """How many times larger sums are: they are kept in at least float32."""
+    """The size of a sum in elements: sums are at least float32."""
 
     @property
     def kept(self) -> int:
         return 2 * self.q + self.kv + self.lse
 
 
-def _ulysses_memory(held: _Held, times: int) -> AttentionMemory:
-    """`times`: how often key/value heads are repeated."""
+def _ulysses_memory(held: _RankBytes, times: int) -> AttentionMemory:
+    """Bytes under ulysses; `times` is the number of repeats of each key/value head."""
     kv = held.kv * times
     kept, packed = 2 * held.q + kv + held.lse, held.q + kv
     given = held.q + held.kv + (kv if times > 1 else 0)
@@ -229,25 +230,24 @@ def _ulysses_memory(held: _Held, times: int) -> AttentionMemory:
     )
 
 
-def _share(step: Step) -> tuple[float, float]:
-    """How much of its queries, and of the keys at hand, a rank computes with."""
+def _share(step: RingStep) -> tuple[float, float]:
+    """The fractions of its queries and of the current keys that a rank computes with."""
     return (1.0 if step.queries == "all" else 0.5), (1.0 if step.keys == "all" else 0.5)
 
 
 def _blocks(number: int, num_steps: int) -> int:
-    """Keys and values of others at a step: those it works with, and those that come."""
+    """Blocks of keys and values from other ranks at a step: the one in use, and the incoming one."""
     return (number > 0) + (number < num_steps - 1)
 
 
-def _ring_forward(held: _Held, steps: list[Step]) -> Iterator[int]:
-    """Bytes at the fullest moments of every step: when it passes a block on, when it has attended, and while its output
-    is merged."""
-    total, given = held.q * held.widening + held.lse, held.q + 2 * held.kv  # as given, and packed to be sent
+def _ring_forward(held: _RankBytes, steps: list[RingStep]) -> Iterator[int]:
+    """Bytes at the peaks of every step: at a send, after the attention, and while its output is merged."""
+    total, given = held.q * held.widening + held.lse, held.q + 2 * held.kv  # the inputs, and kv packed to be sent
     for number, step in enumerate(steps):
         queries, _ = _share(step)
         part = queries * (held.q + held.lse)
         blocks = given + _blocks(number, len(steps)) * held.kv
-        if 1 < number < len(steps) - 1:  # what was passed on before is still there
+        if 1 < number < len(steps) - 1:  # the block of the last send is still allocated
             yield int(blocks + held.kv + total)
         yield int(blocks + (total if number else 0) + part)
         if number:
@@ -256,9 +256,8 @@ def _ring_forward(held: _Held, steps: list[Step]) -> Iterator[int]:
     yield int(given + held.kv + total + (held.q if held.widening > 1 else 0))
 
 
-def _ring_backward(held: _Held, steps: list[Step]) -> Iterator[int]:
-    """Bytes at the fullest moments of every step: when it has found its gradients, when those of a block leave, and
-    at the end, when all are brought to the precision of their tensors."""
+def _ring_backward(held: _RankBytes, steps: list[RingStep]) -> Iterator[int]:
+    """Bytes at the peaks of every step: with its gradients, at a send of a block's gradients, and at the final cast."""
     wide_q, wide_kv = held.q * held.widening, held.kv * held.widening
     always = held.kept + held.q + wide_q + wide_kv
     for number, step in enumerate(steps):

@@ -1,22 +1,22 @@
-"""Faults on demand: what is to go wrong, on which rank and when, so that a test or a person can see what happens then.
+"""Fault injection: faults on a chosen rank at a chosen time, for tests and for trying out recovery.
 
     SHOAL_FAULTS="kill_at=rank:1,step:5 disk_full_at=rank:0,write:3,errno:EIO" shoal train ...
 
-    kill_at              the process is killed, as `kill -9` does
-    corrupt_at           one bit of what is written differs from what was meant; of the next write, if this is none
-    disk_full_at         an operation of the disk fails after a part of it; `errno:EIO` for another reason than no space
-    slow_disk_at         an operation of the disk takes longer, by `seconds:2`
+    kill_at              the process is killed, as by `kill -9`
+    corrupt_at           one bit of the written data is flipped; of the next write, if this operation is no write
+    disk_full_at         a disk operation fails half way; `errno:EIO` for another reason than no space
+    slow_disk_at         a disk operation takes longer, by `seconds:2`
     fail_allreduce_at    the exchange of a step fails on this rank
 
-A fault happens wherever all that it names holds, and nothing that it leaves out matters:
+A fault happens wherever all of its conditions hold:
 
     rank:1          on this rank
     step:5          in this step, or in the save of this step
     save:2          in the second save
-    write:3         at the third operation of the disk: of the run, or of the save that is named
-    generation:1    after the first restart; left out, only before any; `any`, always
+    write:3         at the third disk operation of the run, or of the named save
+    generation:1    after the first restart; without it, only before any restart; `any`, always
 
-A `kill_at` that names neither a write nor a save is for the step itself, and not for its save.
+A `kill_at` without a write or a save applies to the step itself, not to its save.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shoal.errors import ShoalError, listed, nearest
 
 VARIABLE = "SHOAL_FAULTS"
 GENERATION = "SHOAL_GENERATION"
-"""How often the processes of this run were started again."""
+"""The number of restarts of this run."""
 
 KINDS = ("kill_at", "corrupt_at", "disk_full_at", "slow_disk_at", "fail_allreduce_at")
 CONDITIONS = ("rank", "step", "write", "save", "generation")
@@ -39,7 +39,7 @@ SETTINGS = ("seconds", "errno")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One thing that goes wrong; a condition that is None is not asked for."""
+    """One fault; a condition of None always holds."""
 
     kind: str
     rank: int | None = None
@@ -52,22 +52,22 @@ class Fault:
 
     @property
     def is_of_disk(self) -> bool:
-        """Whether it happens in an operation of the disk."""
+        """Whether it happens in a disk operation."""
         return self.kind in ("corrupt_at", "disk_full_at", "slow_disk_at") or bool(self.write or self.save)
 
     @property
     def is_of_save(self) -> bool:
-        """Whether it counts the operations of one save, and not those of the run."""
+        """Whether `write` counts the operations of one save, not those of the run."""
         return self.save is not None or self.step is not None
 
     def error(self, filename: object) -> OSError:
-        """What an operation on a file says when this happens to it."""
+        """The error that a file operation raises under this fault."""
         return OSError(self.errno, os.strerror(self.errno), str(filename))
 
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Those that were ordered.
+    """All configured faults.
 
     >>> faults = Faults.parse("kill_at=rank:1,step:5 slow_disk_at=write:2,seconds:0.5").on(rank=1)
     >>> faults.due("kill_at", step=5) is None, faults.due("kill_at", step=6) is None
@@ -78,17 +78,17 @@ class Faults:
 
     @classmethod
     def parse(cls, text: str) -> Faults:
-        """From words: `KIND=CONDITION:NUMBER,...`, separated by spaces."""
+        """Read words `KIND=CONDITION:NUMBER,...`, separated by spaces."""
         return cls(tuple(_fault(word) for word in text.split()))
 
     @classmethod
     def here(cls, rank: int, environ: Mapping[str, str] = os.environ) -> Faults:
-        """Those of this process, from its environment."""
+        """The faults of this process, from its environment."""
         ordered = cls.parse(environ.get(VARIABLE, ""))
         return ordered.on(rank, int(environ.get(GENERATION, "0"))) if ordered.ordered else ordered
 
     def on(self, rank: int, generation: int = 0) -> Faults:
-        """Those of one rank, after so many restarts."""
+        """The faults of one rank, after this many restarts."""
         return Faults(
             tuple(
                 fault for fault in self.ordered if fault.rank in (None, rank) and fault.generation in (None, generation)
@@ -104,12 +104,12 @@ class Faults:
         save: int | None = None,
         write_of_save: int | None = None,
     ) -> Fault | None:
-        """The fault of a kind that happens now, in a step; or, with `write`, in an operation of the disk."""
+        """The fault of a kind that happens now, in a step or, with `write`, in a disk operation."""
         for fault in self.ordered:
             if fault.kind == kind and fault.is_of_disk == (write is not None):
                 number = write_of_save if fault.is_of_save else write
-                asked = ((fault.step, step), (fault.write, number), (fault.save, save))
-                if all(wanted is None or wanted == given for wanted, given in asked):
+                conditions = ((fault.step, step), (fault.write, number), (fault.save, save))
+                if all(expected is None or expected == now for expected, now in conditions):
                     return fault
         return None
 
@@ -117,20 +117,22 @@ class Faults:
 def _fault(word: str) -> Fault:
     kind, equals, rest = word.partition("=")
     if kind in KINDS and not equals:
-        raise ShoalError(f"{VARIABLE} has {word!r}, and does not say when", fix=f"{kind}=step:5")
+        raise ShoalError(f"{VARIABLE} has {word!r}: {kind} needs a condition", fix=f"{kind}=step:5")
     if kind not in KINDS:
-        raise ShoalError(f"{VARIABLE} has {word!r}: there is no fault {kind!r}", fix=_meant(kind, KINDS))
-    said: dict[str, int | float | None] = {}
+        raise ShoalError(f"{VARIABLE} has {word!r}: unknown fault {kind!r}", fix=_meant(kind, KINDS))
+    values: dict[str, int | float | None] = {}
     for pair in rest.split(",") if rest else ():
         name, _, text = pair.partition(":")
         if name not in CONDITIONS + SETTINGS:
-            raise ShoalError(f"{VARIABLE} has {word!r}: there is no {name!r}", fix=_meant(name, CONDITIONS + SETTINGS))
-        if name in said:
-            raise ShoalError(f"{VARIABLE} has {word!r}: it says {name} twice", fix=f"one {name} for each fault")
+            raise ShoalError(
+                f"{VARIABLE} has {word!r}: unknown condition {name!r}", fix=_meant(name, CONDITIONS + SETTINGS)
+            )
+        if name in values:
+            raise ShoalError(f"{VARIABLE} has {word!r}: {name} is set twice", fix=f"one {name} for each fault")
         if kind == "fail_allreduce_at" and name in ("write", "save"):
             raise ShoalError(f"{VARIABLE} has {word!r}: an exchange has no {name}", fix=f"{kind}=rank:1,step:5")
-        said[name] = _value(word, name, text)
-    return Fault(kind=kind, **said)  # type: ignore[arg-type]  # each name has the value that `_value` gives it
+        values[name] = _value(word, name, text)
+    return Fault(kind=kind, **values)  # type: ignore[arg-type]  # `_value` returns the type of each name
 
 
 def _value(word: str, name: str, text: str) -> int | float | None:
@@ -145,9 +147,10 @@ def _value(word: str, name: str, text: str) -> int | float | None:
             return value
     except (ValueError, AttributeError):
         pass
-    wanted = {"errno": "a name such as ENOSPC, EIO or EACCES", "seconds": "a number of seconds"}
-    fix = f"{name}:{wanted.get(name, f'a whole number from {lowest} on')}"
-    raise ShoalError(f"{VARIABLE} has {word!r}: {name} cannot be {text!r}", fix=fix)
+    rules = {"errno": "a name such as ENOSPC, EIO or EACCES", "seconds": "a number of seconds"}
+    rule = rules.get(name, f"a whole number of at least {lowest}")
+    example = {"errno": "EIO", "seconds": "2"}.get(name, str(lowest))
+    raise ShoalError(f"{VARIABLE} has {word!r}: {name} must be {rule}, got {text!r}", fix=f"{name}:{example}")
 
 
 def _meant(word: str, known: tuple[str, ...]) -> str:

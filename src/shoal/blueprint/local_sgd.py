@@ -1,13 +1,13 @@
-"""How often replicas hear of each other: at every step, or every H steps. The words of a plan after `sync=`.
+"""How often replicas synchronize: at every step, or every H steps (local SGD, DiLoCo). The values of `sync=` in a plan.
 
     auto        chosen when a run begins (`shoal.train.recipe.sync_autotune`)
     (none)      gradients are averaged at every step: all replicas are one model
-    local:8     islands: each makes 8 steps of its own, then their weights are averaged
-    diloco:50   islands: each makes 50 steps of its own; how far they have come, on average, is one step of an outer
-                optimizer (SGD with Nesterov momentum) of the weights that they share
+    local:8     each replica makes 8 local steps, then their weights are averaged
+    diloco:50   each replica makes 50 local steps; the mean change of weights is one step of an outer optimizer
+                (SGD with Nesterov momentum) of the shared weights
 
-An island is all ranks with the same place on dp_replicate. `local:H` is `diloco:H` whose outer optimizer just takes the
-mean: learning rate 1, no momentum.
+A replica is all ranks with the same position on dp_replicate. `local:H` equals `diloco:H` with an outer optimizer of
+learning rate 1 and no momentum, which takes the mean.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from shoal.errors import Problem, ShoalError, listed, nearest
 Way = Literal["local", "diloco"]
 WAYS: tuple[Way, ...] = get_args(Way)
 AUTO = "auto"
-"""To be chosen when a run begins, `compress` with it, by what a step takes and what the link can do."""
+"""Choose `sync` and `compress` when a run begins, from the measured step time and link."""
 EXAMPLES: dict[Way, str] = {"local": "local:8", "diloco": "diloco:50"}
 
 
 @dataclass(frozen=True, slots=True)
 class SyncSpec:
-    """That replicas meet every so many steps.
+    """The method, and the number of local steps between two synchronizations.
 
     >>> SyncSpec.parse("diloco:50")
     SyncSpec(way='diloco', every=50)
@@ -37,8 +37,8 @@ class SyncSpec:
 
     @classmethod
     def parse(cls, word: str) -> SyncSpec:
-        """Read the word of a plan; raises a ShoalError that says what would be right."""
-        problem = problem_of(word)
+        """Read the value of `sync=`; raises a ShoalError with the fix."""
+        problem = check_word(word)
         if problem is not None:
             raise ShoalError(problem)
         name, _, every = word.partition(":")
@@ -48,8 +48,8 @@ class SyncSpec:
         return f"{self.way}:{self.every}"
 
 
-def problem_of(word: object) -> Problem | None:
-    """What is wrong with a word after `sync=`, if anything is."""
+def check_word(word: object) -> Problem | None:
+    """Check a value of `sync=`; None: it is valid."""
     name, colon, every = str(word).partition(":")
     if word == AUTO:
         return None
@@ -57,20 +57,19 @@ def problem_of(word: object) -> Problem | None:
     near = nearest(name.lower(), WAYS)
     example = next((f"sync={EXAMPLES[way]}" for way in WAYS if way == near), "")
     if not isinstance(word, str) or name not in WAYS:
-        known = "sync=local:8, diloco:50 or auto; without it, replicas meet at every step"
-        return Problem(
-            f"sync={word!r} does not exist", f"sync={near}:{every}" if near and is_number else example or known
-        )
+        fix = f"sync={near}:{every}" if near and is_number else example or "sync=local:8, diloco:50 or auto"
+        return Problem(f"sync must be local:STEPS, diloco:STEPS or auto, got {word!r}", fix)
     if not colon:
-        return Problem(f"sync={word}: how many steps islands make on their own is missing", example)
+        return Problem(f"sync={word} needs a number of local steps", example)
     if not is_number:
-        return Problem(f"sync={word}: {every!r} is not a whole number of at least 1", example)
+        return Problem(f"the local steps of sync={name} must be a whole number of at least 1, got {every!r}", example)
     return None
 
 
 def due(step: int, every: int, fragments: int) -> list[int]:
-    """Which fragments of the weights are exchanged after a step, counted from 1: each every `every` steps, one after
-    the other; the last one where an exchange of all would be.
+    """The fragments of the weights that are exchanged after a step, counted from 1.
+
+    Each is exchanged every `every` steps, one after the other. The last one is due where an exchange of all would be.
 
     >>> [(step, due(step, 4, 2)) for step in range(1, 9) if due(step, 4, 2)]
     [(2, [0]), (4, [1]), (6, [0]), (8, [1])]
@@ -78,16 +77,16 @@ def due(step: int, every: int, fragments: int) -> list[int]:
     return [one for one in range(fragments) if (step - (one + 1) * every // fragments) % every == 0]
 
 
-def reject_fragments(fragments: int, delay: int, every: int) -> Problem | None:
-    """Fragments that could not all be exchanged between two exchanges of the first."""
+def check_fragments(fragments: int, delay: int, every: int) -> Problem | None:
+    """Check that all fragments can be exchanged between two exchanges of the first; None: they can."""
     if not 1 <= fragments <= every:
         return Problem(
-            f"{fragments} fragments cannot take turns within {every} steps",
+            f"comm.fragments must be from 1 to {every}, the local steps of sync=, got {fragments}",
             f"--comm.fragments {listed(n for n in (1, 2, 4, 8) if n <= every)}",
         )
     if not 0 <= delay < every:
         return Problem(
-            f"what is sent arrives {delay} steps later, and the next is sent after {every}",
-            f"--comm.outer_delay 0, or less than {every}",
+            f"comm.outer_delay must be below {every}, the local steps of sync=, got {delay}",
+            f"--comm.outer_delay {listed(dict.fromkeys((0, every - 1)))}",
         )
     return None

@@ -1,9 +1,8 @@
-"""What predictions need to know of a model, without torch: its shapes, and who holds which piece under a plan.
+"""The shapes of a model as a value without torch, and the piece of each rank under a plan.
 
-torch knows the shapes of a model once it is built, and the pieces of a rank once the ranks are started. An
-`ModelShapes` is a value: `shoal.parallel.trace_shapes` reads it off a model without memory, or a test
-writes it down. The rules below (stages, units, pieces) are those by which `shoal.parallel.compose` lays a model over
-its ranks:
+torch has the shapes of a model once it is built, and the pieces of a rank once the ranks are started. A `ModelShapes`
+needs neither: `shoal.parallel.trace_shapes` reads it from a model on the meta device, or a test writes it.
+`shoal.parallel.compose` distributes a model by the rules below (stages, units, pieces):
 
     whole model ─ stages (pp) ─▶ parts of a rank ─ cuts (tp, ep) ─▶ pieces ─ units (dp_shard) ─▶ gathered together
 """
@@ -16,90 +15,89 @@ from functools import cached_property, lru_cache
 from math import prod
 from typing import Literal
 
-from shoal.blueprint.description import Description, Split
+from shoal.blueprint.description import Description, Split, supports_sequence_parallel
 from shoal.blueprint.partition import partition
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.schedules.table import stage_ranks
-from shoal.blueprint.validation.legality import divides_tokens
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
 
 GATHERED_STAGES = 3
-"""Of more stages than this on one rank, torch keeps only those gathered that compute next."""
+"""With more stages than this on one rank, torch gathers only those that compute next."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TPBoundary:
-    """A place in the forward where an activation enters or leaves what tensor parallelism has split."""
+    """A point in the forward where an activation enters or leaves a region that tensor parallelism has split."""
 
     module: str
-    """The split layer at which it crosses."""
+    """The split layer at this boundary."""
     way: Literal["enter", "leave", "logits"]
     """logits: it leaves a head that is split by vocabulary."""
     shape: Shape
-    """What crosses, whole, of one sample."""
+    """The whole activation of one sample."""
     has_backward: bool = True
-    """Whether a gradient comes back the same way."""
+    """Whether a gradient crosses in the backward."""
     is_repeated: bool = True
-    """Whether a block that is recomputed crosses here again. After the last thing that its backward needs, it stops."""
+    """Whether recompute crosses it again. Recompute stops after the last tensor that the backward needs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSite:
-    """An attention: where tokens look at other tokens, which context parallelism has given to other ranks."""
+    """An attention, whose tokens attend to tokens that context parallelism has given to other ranks."""
 
     module: str
     queries: Shape
     """Of one sample: (heads, tokens, head dim)."""
     keys: Shape
-    """The same of keys, and of values."""
+    """The shape of keys, and of values."""
     has_backward: bool = True
     is_repeated: bool = True
-    """Whether a block that is recomputed attends again."""
+    """Whether recompute runs it again."""
     is_output_repeated: bool = True
-    """Whether it then also needs what came out."""
+    """Whether recompute also needs its output."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DispatchSite:
-    """Experts, to which tokens travel where they are divided over ranks."""
+    """Experts. Where ep divides them, tokens travel to their ranks."""
 
     module: str
     num_experts: int
     rows: int
-    """Pairs of a token and an expert that computes it, of one sample."""
+    """Pairs of a token and its expert, of one sample."""
     dim: int
     """Elements of a row."""
     is_predicted: bool = True
-    """Whether every token has so many rows, and not only some that are chosen as they come."""
+    """Whether the number of rows is fixed, not data-dependent."""
     num_returns: int = 2
-    """On how many of the two ways, there and back, a gradient travels."""
+    """How many of the two exchanges, dispatch and combine, have a gradient."""
     is_repeated: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterSite:
-    """A router, which may have to look at a whole sequence."""
+    """A router, which may need a whole sequence."""
 
     module: str
     num_experts: int
     has_auxiliary: bool = False
-    """Whether its loss asks how often each expert was chosen."""
+    """Whether its loss needs the load of each expert."""
     gathers_scores: bool = False
-    """Whether it compares the tokens of a sequence with each other: capacity, and expert choice."""
+    """Whether it compares the tokens of a sequence: capacity, and expert choice."""
     is_repeated: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShapes:
-    """A model as predictions see it."""
+    """The parts of a model that decide its traffic and memory."""
 
     description: Description
     parameters: Shapes
     """Name → whole shape, in the order of the model; a tied one under its first name only."""
     stream: Shape
-    """What travels from block to block for one sample: (tokens, model dim)."""
+    """The activation between blocks for one sample: (tokens, model dim)."""
     crossings: tuple[TPBoundary, ...] = ()
     """In the order of the forward. Several layers that read the same activation share one."""
     attentions: tuple[AttentionSite, ...] = ()
@@ -108,11 +106,11 @@ class ModelShapes:
     frozen: frozenset[str] = frozenset()
     """Parameters that need no gradient."""
     lookups: frozenset[str] = frozenset()
-    """Parameters of embeddings, which cost nothing to compute with."""
+    """Parameters of embeddings, whose lookup costs no computation."""
     units_by_size: tuple[str, ...] = field(default=())
-    """For a model without blocks: submodules that are sharded as one, children before parents."""
+    """For a model without blocks: submodules that are sharding units, children before parents."""
     units_beside_experts: tuple[str, ...] = field(default=())
-    """The same where experts are divided over ep, and are units of their own already."""
+    """The same where ep divides experts, which are units of their own."""
 
     def shape(self, name: str) -> Shape:
         """The whole shape of a parameter, also by the second name of a tied one."""
@@ -185,14 +183,14 @@ class Sizes:
     weight: int
     """Parameters, their gradients between microbatches, and the optimizer's state."""
     compute: int
-    """What parameters are gathered in, and activations travel in."""
+    """Gathered parameters, and activations in messages."""
     reduce: int
-    """What shards of gradients are reduced in."""
+    """Gradients in a reduce-scatter."""
     loss: int
 
     @classmethod
     def of(cls, plan: Plan) -> Sizes:
-        """Those of a plan's precision; the table of `shoal.numerics.precision` in bytes."""
+        """The sizes of a plan's precision: the table of `shoal.numerics.precision` in bytes."""
         weight = 8 if plan.precision == "fp64" else 4
         lower = {"bf16": 2, "fp16": 2, "fp8": 2}
         return cls(weight=weight, compute=lower.get(plan.precision, weight), reduce=weight, loss=weight)
@@ -203,36 +201,36 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class StageShapes:
-    """The model, or one stage of it, as one rank holds it."""
+    """One stage of a model, or the whole model, on one rank."""
 
     stage: int
     modules: tuple[str, ...]
-    """The submodules of the description that live there."""
+    """The submodules of the description in this stage."""
     pieces: Shapes
-    """Name → shape of what a rank of tp and ep holds of each parameter."""
+    """Name → shape of the piece that a rank of tp and ep holds of each parameter."""
 
 
-def parts(plan: Plan, anatomy: ModelShapes, rank: int) -> list[StageShapes]:
+def parts(plan: Plan, model: ModelShapes, rank: int) -> list[StageShapes]:
     """What a rank holds of a model, before anything is sharded."""
     return [
-        StageShapes(stage, modules, {name: piece(plan, anatomy, name, rank=rank) for name in anatomy.names_in(modules)})
-        for stage, modules in own_stages(plan, anatomy, rank)
+        StageShapes(stage, modules, {name: piece(plan, model, name, rank=rank) for name in model.names_in(modules)})
+        for stage, modules in own_stages(plan, model, rank)
     ]
 
 
-def own_stages(plan: Plan, anatomy: ModelShapes, rank: int) -> list[tuple[int, tuple[str, ...]]]:
+def own_stages(plan: Plan, model: ModelShapes, rank: int) -> list[tuple[int, tuple[str, ...]]]:
     """The stages of a rank, each with its submodules."""
     stage_owners, place = owners(plan), plan.layout.coordinate(rank)["pp"]
-    every = enumerate(stages(plan, anatomy))
+    every = enumerate(stages(plan, model))
     return [(stage, modules) for stage, modules in every if stage_owners[stage] == place]
 
 
-def stages(plan: Plan, anatomy: ModelShapes) -> list[tuple[str, ...]]:
+def stages(plan: Plan, model: ModelShapes) -> list[tuple[str, ...]]:
     """The submodules of every stage; without a pipeline, one stage with all."""
-    description, num_stages = anatomy.description, plan.layout.pp * (plan.v or 1)
+    description, num_stages = model.description, plan.layout.pp * (plan.v or 1)
     if plan.layout.pp == 1:
         return [named(description) or ("",)]
-    bounds = stage_bounds(anatomy, num_stages=num_stages)
+    bounds = stage_bounds(model, num_stages=num_stages)
     before = [description.before_blocks, *[()] * (num_stages - 1)]
     after = [*[()] * (num_stages - 1), description.after_blocks]
     return [
@@ -241,48 +239,48 @@ def stages(plan: Plan, anatomy: ModelShapes) -> list[tuple[str, ...]]:
 
 
 def owners(plan: Plan) -> tuple[int, ...]:
-    """The place on the pp axis of every stage."""
+    """The position on the pp axis of every stage."""
     return stage_ranks(plan.schedule or "", num_ranks=plan.layout.pp, v=plan.v or 1)
 
 
-def stage_bounds(anatomy: ModelShapes, *, num_stages: int) -> list[tuple[int, int]]:
+def stage_bounds(model: ModelShapes, *, num_stages: int) -> list[tuple[int, int]]:
     """Which blocks each stage has, balanced by what they cost to compute; embedding and head count too."""
-    if num_stages not in anatomy._bounds:
-        anatomy._bounds[num_stages] = _stage_bounds(anatomy, num_stages)
-    return anatomy._bounds[num_stages]
+    if num_stages not in model._bounds:
+        model._bounds[num_stages] = _stage_bounds(model, num_stages)
+    return model._bounds[num_stages]
 
 
-def _stage_bounds(anatomy: ModelShapes, num_stages: int) -> list[tuple[int, int]]:
-    description = anatomy.description
-    costs = [matmul_elements(anatomy, name) for name in description.blocks]
-    first = sum(matmul_elements(anatomy, name) for name in description.before_blocks)
-    last = sum(matmul_elements(anatomy, name) for name in description.after_blocks)
+def _stage_bounds(model: ModelShapes, num_stages: int) -> list[tuple[int, int]]:
+    description = model.description
+    costs = [matmul_elements(model, name) for name in description.blocks]
+    first = sum(matmul_elements(model, name) for name in description.before_blocks)
+    last = sum(matmul_elements(model, name) for name in description.after_blocks)
     return [(stage.start, stage.stop) for stage in partition(costs, num_stages, first=first, last=last)]
 
 
-def matmul_elements(anatomy: ModelShapes, module: str) -> float:
+def matmul_elements(model: ModelShapes, module: str) -> float:
     """What a submodule costs to compute per token, in elements of its matrices. To look up an embedding is free, and of
     the experts only those cost that compute the token."""
-    if module not in anatomy._costs:
-        anatomy._costs[module] = _matmul_elements(anatomy, module)
-    return anatomy._costs[module]
+    if module not in model._costs:
+        model._costs[module] = _matmul_elements(model, module)
+    return model._costs[module]
 
 
-def _matmul_elements(anatomy: ModelShapes, module: str) -> float:
-    description = anatomy.description
+def _matmul_elements(model: ModelShapes, module: str) -> float:
+    description = model.description
     active = (description.active_experts or 1) / description.num_experts if description.num_experts else 1.0
-    shapes = {name: anatomy.shape(name) for name in anatomy.names_in([module])}
+    shapes = {name: model.shape(name) for name in model.names_in([module])}
     return float(
         sum(
             prod(shape) * (active if experts_of(description, name) else 1.0)
             for name, shape in shapes.items()
-            if len(shape) > 1 and name not in anatomy.lookups
+            if len(shape) > 1 and name not in model.lookups
         )
     )
 
 
 def named(description: Description) -> tuple[str, ...]:
-    """All submodules that a description names as places for parameters."""
+    """All submodules of a description that hold parameters."""
     return (*description.before_blocks, *description.blocks, *description.after_blocks)
 
 
@@ -291,16 +289,16 @@ def named(description: Description) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Submodules that are filled, split and gathered together."""
+    """Submodules that are initialized, split and gathered together."""
 
     names: tuple[str, ...]
     is_block: bool = False
     is_last: bool = False
     """Whether the forward ends with it."""
     is_root: bool = False
-    """Whether it is gathered with what no other unit holds."""
+    """Whether it is gathered with all parameters that no other unit holds."""
     is_rest: bool = False
-    """Whether its names are those of single modules, without what is inside them."""
+    """Whether its names mean single modules without their submodules."""
 
     def holds(self, name: str) -> bool:
         """Whether a submodule belongs to it."""
@@ -308,10 +306,9 @@ class Unit:
 
 
 def units(description: Description, present: Collection[str]) -> Iterator[Unit]:
-    """The units of a part, of which these submodules have parameters. Without blocks, all is one unit.
+    """The units of a stage in which the submodules `present` have parameters. Without blocks, all is one unit.
 
-    The embedding and the head are units of their own, unless they share a parameter: then only the unit that holds
-    everything else, the root, can hold both.
+    The embedding and the head are units of their own, unless they share a parameter: then the root unit holds both.
     """
     before = tuple(name for name in description.before_blocks if name in present)
     after = tuple(name for name in description.after_blocks if name in present)
@@ -330,18 +327,18 @@ def units(description: Description, present: Collection[str]) -> Iterator[Unit]:
         yield Unit(after, is_last=True)
 
 
-def sharded_units(plan: Plan, anatomy: ModelShapes, part: StageShapes) -> list[tuple[Unit, Shapes]]:
-    """The units of a part with the pieces in each: what `fully_shard` gathers together. None is empty.
+def sharded_units(plan: Plan, model: ModelShapes, part: StageShapes) -> list[tuple[Unit, Shapes]]:
+    """The nonempty units of a stage with their pieces, as `fully_shard` gathers them.
 
-    Experts that ep has divided are a unit of their own, inside their block and sharded before it.
+    Experts under ep are a unit of their own, inside their block and sharded before it.
     """
     present = [module for module in part.modules if any(_is_in(name, [module]) for name in part.pieces)]
-    found = list(units(anatomy.description, present))
-    if not anatomy.description.blocks:
-        by_size = anatomy.units_beside_experts if plan.layout.ep > 1 else anatomy.units_by_size
+    found = list(units(model.description, present))
+    if not model.description.blocks:
+        by_size = model.units_beside_experts if plan.layout.ep > 1 else model.units_by_size
         found = [*(Unit((name,)) for name in by_size), Unit(("",), is_root=True)]
     left = dict(part.pieces)
-    homes = {name: experts_of(anatomy.description, name) if plan.layout.ep > 1 else None for name in left}
+    homes = {name: experts_of(model.description, name) if plan.layout.ep > 1 else None for name in left}
     filled = []
     for unit in found:
         own = {name: left.pop(name) for name in list(left) if _is_in(name, unit.names)}
@@ -354,7 +351,7 @@ def sharded_units(plan: Plan, anatomy: ModelShapes, part: StageShapes) -> list[t
 
 @dataclass(frozen=True)
 class ShardGroup:
-    """Who shares each parameter with a rank: all who hold the same of it, unless nothing is sharded."""
+    """The ranks that share each parameter with a rank: all that hold the same piece, unless nothing is sharded."""
 
     plan: Plan
     description: Description
@@ -388,8 +385,7 @@ class ShardGroup:
         return shard(shape, index=self._places[self.axis(name)], degree=self.degree(name))
 
     def padded(self, name: str, shape: Shape) -> int:
-        """Elements that FSDP2 keeps and sends for them, the same on every rank: the last ranks fill up what they
-        lack."""
+        """Elements of FSDP2's padded shard, the same on every rank."""
         return shard(shape, index=0, degree=self.degree(name))
 
 
@@ -400,16 +396,16 @@ CUT_DIMS: Mapping[Split, Mapping[str, int]] = {
     Split.ROW: {"weight": 1},
     Split.VOCABULARY: {"weight": 0, "bias": 0},
 }
-"""How a layer is split → which dim of each of its parameters tp cuts. ep cuts dim 0 of all in `Split.EXPERTS`."""
+"""Split of a layer → the dim of each of its parameters that tp cuts. ep cuts dim 0 of all in `Split.EXPERTS`."""
 
 
-def piece(plan: Plan, anatomy: ModelShapes, name: str, *, rank: int) -> Shape:
-    """The shape of what one rank of tp and ep holds of a parameter."""
-    shape = anatomy.shape(name)
+def piece(plan: Plan, model: ModelShapes, name: str, *, rank: int) -> Shape:
+    """The shape of the piece of a parameter on one rank of tp and ep."""
+    shape = model.shape(name)
     module, _, own = name.rpartition(".")
-    how = split_of(anatomy.description, module)
+    how = split_of(model.description, module)
     axis, dim = "tp", CUT_DIMS.get(how, {}).get(own) if how is not None else None
-    if experts_of(anatomy.description, name):
+    if experts_of(model.description, name):
         axis, dim = "ep", 0
     if dim is None:
         return shape
@@ -431,7 +427,7 @@ def experts_of(description: Description, parameter: str) -> str | None:
 
 
 def _around(parameter: str) -> list[str]:
-    """The submodules that a parameter is in, from the outermost to its own.
+    """The submodules around a parameter, from the outermost to its own.
 
     >>> _around("model.norm.weight")
     ['model', 'model.norm']
@@ -446,10 +442,10 @@ def split_of(description: Description, module: str) -> Split | None:
 
 
 def splits_tokens(plan: Plan, description: Description) -> bool:
-    """Whether sequence parallelism is on: as the plan says, else wherever the model allows it."""
+    """Whether sequence parallelism is on: by the plan's `sp`, else wherever the model allows it."""
     if plan.layout.tp == 1:
         return False
-    return plan.sp if plan.sp is not None else divides_tokens(description)
+    return plan.sp if plan.sp is not None else supports_sequence_parallel(description)
 
 
 def is_partial(description: Description, name: str, *, splits_tokens: bool) -> bool:
@@ -462,12 +458,12 @@ def is_partial(description: Description, name: str, *, splits_tokens: bool) -> b
 
 
 def shard(shape: Shape, *, index: int, degree: int) -> int:
-    """Elements of a piece that one of the ranks that share it has: some of its rows."""
+    """Elements of one rank's shard of a piece: some of its rows."""
     return prod(shape) if degree == 1 else chunk(shape[0], index=index, degree=degree) * prod(shape[1:])
 
 
 def chunk(size: int, *, index: int, degree: int) -> int:
-    """How many of `size` things part `index` of `degree` has: all as many, but the last ones fewer or none.
+    """The size of part `index` when `size` is cut into `degree` parts as torch.chunk does; the last may be empty.
 
     >>> [chunk(37, index=index, degree=4) for index in range(4)]
     [10, 10, 10, 7]

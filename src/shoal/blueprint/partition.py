@@ -1,9 +1,12 @@
-"""Where to cut a model into stages so that no stage is slower than it must be.
+"""Cut a model into pipeline stages of balanced cost.
 
 Torch takes the stages that it is given. A pipeline runs at the speed of its slowest stage, and equal numbers of blocks
-are not equal work: the embedding sits on the first stage, the head and the loss on the last. So blocks are dealt out by
-cost. The largest stage is made as small as it can be; among the ways to do that, the sum of squares, which is smallest
-where the stages are most alike; among equals, the one whose early stages are short, since those keep most activations.
+are not equal work: the embedding sits on the first stage, the head and the loss on the last. So blocks are assigned by
+cost. Criteria, in this order:
+
+1. the smallest largest stage;
+2. the smallest sum of squares, which makes stages alike;
+3. short early stages, since those store most activations.
 """
 
 from __future__ import annotations
@@ -16,11 +19,11 @@ from itertools import accumulate, pairwise
 from shoal.errors import Problem, ShoalError, listed, raise_if
 
 RESOLUTION = 2**32
-"""Costs are compared as whole numbers, this many for the whole model: sums of floats would break ties by rounding."""
+"""Costs are compared as integers that sum to this: sums of floats would break ties by rounding."""
 
 
 def partition(costs: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0) -> tuple[range, ...]:
-    """The blocks of each stage, at least one each. `first` and `last` are what runs before and after all blocks.
+    """The blocks of each stage, at least one each. `first` and `last` are the costs before and after all blocks.
 
     >>> partition([1, 1, 1, 1, 1, 1, 1, 1], 4)
     (range(0, 2), range(2, 4), range(4, 6), range(6, 8))
@@ -40,12 +43,12 @@ def partition(costs: Sequence[float], num_stages: int, *, first: float = 0.0, la
 
 def _problems(costs: Sequence[float], num_stages: int, first: float, last: float) -> list[Problem]:
     problems = [
-        Problem(f"{name} costs {cost}", "a number of at least 0")
+        Problem(f"the cost of {name} must be at least 0, got {cost}", "0")
         for name, cost in [("first", first), ("last", last), *((f"block {i}", cost) for i, cost in enumerate(costs))]
         if not 0 <= cost < math.inf
     ]
     if not costs:
-        raise ShoalError("a model without blocks cannot be cut into stages", fix="pp=1")
+        raise ShoalError("stages need blocks, but the model describes none", fix="pp=1")
     if not 1 <= num_stages <= len(costs):
         legal = range(1, len(costs) + 1)
         fix = f"pp x v = {listed(legal) if len(costs) <= 4 else f'1 to {len(costs)}'}"
@@ -54,12 +57,12 @@ def _problems(costs: Sequence[float], num_stages: int, first: float, last: float
 
 
 def _smallest_largest(units: Sequence[int], num_stages: int) -> int:
-    """The least that the largest stage can cost. Cutting a stage in two never makes the largest larger."""
+    """The lowest possible cost of the largest stage. Cutting a stage in two never raises it."""
     return bisect_left(range(sum(units) + 1), True, key=lambda limit: _num_needed(units, limit) <= num_stages)
 
 
 def _num_needed(units: Sequence[int], limit: int) -> float:
-    """How many stages there are if each takes as many blocks as the limit lets it."""
+    """The number of stages if each takes as many blocks as the limit allows."""
     num_stages, room = 0, -1
     for cost in units:
         if cost > limit:
@@ -71,13 +74,13 @@ def _num_needed(units: Sequence[int], limit: int) -> float:
 
 
 def _most_even(units: Sequence[int], num_stages: int, *, limit: int) -> list[int]:
-    """Where each stage starts, and the end, for the least sum of squares of stages that keep the limit."""
+    """The start of each stage, and the end, for the least sum of squares of stages within the limit."""
     before = [0, *accumulate(units)]  # cost of the first i blocks
     best: list[float] = [
         0,
         *[math.inf] * len(units),
-    ]  # least sum of squares for the first i blocks, in the stages so far
-    starts: list[list[int]] = []  # stage → i → where that stage starts if it ends before block i
+    ]  # least sum of squares of the first i blocks so far
+    starts: list[list[int]] = []  # stage → i → the start of that stage if it ends before block i
     for _ in range(num_stages):
         row, start_of = [math.inf] * len(best), [0] * len(best)
         for end in range(1, len(best)):

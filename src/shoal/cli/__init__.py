@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
     if arguments is None:  # the process is for this command alone, and ends with it
         ended_with = main(sys.argv[1:])
-        leave_in_time(ended_with, who=f"shoal {' '.join(sys.argv[1:2])}")
+        leave_in_time(ended_with, name=f"shoal {' '.join(sys.argv[1:2])}")
         return ended_with
     words = [word for word in arguments if not _LOCAL_RANK.fullmatch(word)]
     verb = words[0] if words else "--help"

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar, get_origin
 
 import tyro
 
-from shoal.blueprint.aliases import ELSEWHERE
+from shoal.blueprint.aliases import OTHER_SYSTEMS
 from shoal.config.duration import Duration
 from shoal.config.flag_aliases import instead_of
 from shoal.config.load import load_recipe
@@ -68,7 +68,7 @@ def _sort(words: list[str], own: dict[str, Any]) -> tuple[list[str], list[tuple[
                 continue
             problems += [] if equals or _may_stand_alone(name) else [_without_value(name)]
             near = nearest(option, own) if "." not in name and name not in SHORT.values() else None
-            if near is not None and ELSEWHERE.get(option) is None:
+            if near is not None and OTHER_SYSTEMS.get(option) is None:
                 problems.append(Problem(f"what is --{name}?", f"did you mean --{near.replace('_', '-')}?"))
             else:
                 overrides.append((name, value if equals else "true"))

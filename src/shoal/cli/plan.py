@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from shoal.blueprint.plan import Plan
+from shoal.blueprint.plan_parser import parse_words
 from shoal.blueprint.validation.bf16_weights import reject_bf16_weights
 from shoal.cli.console import WIDTH, show
 from shoal.cli.parse_units import size_in_bytes
@@ -212,7 +213,7 @@ def wanted_of(options: Options) -> dict[str, Any]:
     """The words that every plan must have, as keys and values."""
     own = {name: getattr(options, name) for name in (*WORDS, "precision")}
     said = {name: value for name, value in own.items() if value is not None}
-    words = Plan.read(options.plan)
+    words = parse_words(options.plan)
     raise_if(
         Problem(f"{name} is said twice: {words[name]} in --plan, and --{name} {said[name]}", "leave one of them out")
         for name in said

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import tyro
 
+from shoal.blueprint.layout_drawing import draw_layout
 from shoal.blueprint.plan import Plan
 from shoal.cli.memory_check import has_no_accelerator, host_memory, parameters_of_preset, refuse_too_large, too_large
 from shoal.cli.overrides import parse
@@ -194,7 +195,7 @@ def _saves_to(recipe: Recipe, resume: str) -> str:
     from shoal.observe.run_directory import RunDirectory
 
     wanted = "fresh" if recipe.run.overwrite else resume
-    return recipe.checkpoint.dir or str(RunDirectory.foreseen(recipe, wanted).path / "checkpoints")
+    return recipe.checkpoint.dir or str(RunDirectory.preview(recipe, wanted).path / "checkpoints")
 
 
 @contextmanager
@@ -301,7 +302,7 @@ def _show_plan(job: Job, options: Train, out: TextIO) -> None:
     if options.json:
         print(json.dumps({"recipe": job.recipe.model_dump(mode="json"), "ranks": layout.world_size}), file=out)
     else:
-        print(dump_recipe(job.recipe) + "\n" + layout.draw(), file=out)
+        print(dump_recipe(job.recipe) + "\n" + draw_layout(layout), file=out)
 
 
 def _keep_and_show(summary: dict[str, Any], options: Train, out: TextIO) -> bool:

@@ -1,4 +1,4 @@
-"""How long: `1000step`, `2epoch`, `1e9tok`, `10min`. One spelling for every length, so that none is ambiguous."""
+"""Durations with a unit: `1000step`, `2epoch`, `1e9tok`, `10min`."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Duration:
             amount = math.nan
         if unit is None or not math.isfinite(amount):
             raise ShoalError(
-                f"{text!r} is not a duration",
-                fix=f"a number and a unit ({listed(UNITS)}), such as 1000step, 2epoch, 1e9tok or 10min",
+                f"a duration must be a number and a unit ({listed(UNITS)}), got {text!r}",
+                fix="1000step, 2epoch, 1e9tok or 10min",
             )
         return cls(amount, unit)
 
@@ -56,7 +56,7 @@ class Duration:
         return self.amount * SECONDS[self.unit] if self.unit in SECONDS else None
 
     def steps(self, *, batch: int, samples_per_epoch: int, tokens_per_sample: int) -> int | None:
-        """The optimizer steps that reach it, rounded up; None for a length of time, which only a clock can tell.
+        """The optimizer steps that reach it, rounded up; None for a length of time.
 
         >>> Duration.parse("2epoch").steps(batch=8, samples_per_epoch=100, tokens_per_sample=1)
         25

@@ -1,8 +1,7 @@
-"""Options of torchrun, accelerate, DeepSpeed, Lightning, the Hugging Face Trainer, Megatron-LM and torchtitan, and what
-to type behind `shoal train` instead.
+"""Command-line options of other systems, and the options of `shoal train` that replace them.
 
-Braces hold an example: a number that was typed takes its place, and where it begins with `=`, any word. What follows
-`#` is a remark.
+The systems are torchrun, accelerate, DeepSpeed, Lightning, the Hugging Face Trainer, Megatron-LM and torchtitan. Braces
+hold an example: a typed number replaces it, and where it begins with `=`, any word. The text after `#` is a remark.
 """
 
 from __future__ import annotations
@@ -85,13 +84,13 @@ _INSTEAD = {
     "--model.preset llama3-8b": "model_name model_name_or_path",
     "shoal train recipe.yaml  # without an option": "config config_file",
 }
-"""What to type → options that it stands for, with underscores."""
+"""Option of `shoal train` → options of other systems, with underscores."""
 
 FLAGS = {name: typed for typed, names in _INSTEAD.items() for name in names.split()}
 
 
 def instead_of(name: str, typed: str = "") -> str | None:
-    """What to type instead of an option of another system, with its value where it fits; None: it is of none.
+    """The replacement of another system's option, with its value where it fits; None: the option is unknown.
 
     >>> instead_of("lr", "1e-3"), instead_of("--nproc-per-node"), instead_of("max-steps", "50")
     ('--optim.lr 1e-3', '--nproc 4', '--run.duration 50step')

@@ -1,7 +1,7 @@
-"""From a YAML file and the words of a command line to a `Recipe`, or to the list of everything that is wrong with them.
+"""Load a `Recipe` from a YAML file and command-line overrides, or report all of their problems.
 
-The file and the overrides become one tree before anything is checked, so there is a single place where a value is
-judged, and a person sees all problems at once, wherever they typed them.
+The file and the overrides become one tree before anything is checked. So values are checked in a single place, and all
+problems are reported at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from shoal.blueprint.aliases import ELSEWHERE
+from shoal.blueprint.aliases import OTHER_SYSTEMS
 from shoal.blueprint.plan import Plan
 from shoal.config.recipe import Recipe
 from shoal.errors import Problem, ShoalError, listed, nearest
@@ -25,27 +25,27 @@ from shoal.safe_parsing import OutOfBounds, parse_yaml, read_text, short
 Tree = dict[str, Any]
 
 FEW = 5
-"""So many values of a key are all named where another one was said; of more, the nearest."""
+"""A message lists all legal values of a key up to this number, else the nearest one."""
 
 
 RECIPE_ENDINGS = ("", ".yaml", ".yml", ".json")
-"""A file with another ending, and without a section of a recipe, is taken for data."""
+"""A file with another ending and without a section of a recipe counts as data."""
 
 
 def load_recipe(path: Path | None, overrides: Iterable[tuple[str, str]] = ()) -> Recipe:
-    """The recipe in the file (None: all defaults) with `("optim.lr", "3e-4")` and the like laid over it."""
+    """The recipe in the file (None: all defaults) with overrides such as `("optim.lr", "3e-4")`."""
     tree = {} if path is None else read_yaml(path)
     problems: list[Problem] = []
     overrides = list(overrides)
-    _forget_other_model(tree, dict(overrides).get("model.name"))
+    _drop_other_model(tree, dict(overrides).get("model.name"))
     for key, text in overrides:
         problems += _open_plan(tree) if key.startswith("plan.") else []
         put(tree, key, parse_value(key, text))
     return build_recipe(tree, title=str(path) if path else "the settings", problems=problems)
 
 
-def _forget_other_model(tree: Tree, name: str | None) -> None:
-    """Keys under `model:` belong to the model that the file names; another one's are said beside its name."""
+def _drop_other_model(tree: Tree, name: str | None) -> None:
+    """Drop the keys under `model:` if an override names another model than the file."""
     model = tree.get("model")
     if name is not None and isinstance(model, dict) and model.get("name", "llama") != name:
         tree["model"] = {"name": name}
@@ -55,26 +55,24 @@ def read_yaml(path: Path) -> Tree:
     """The mapping in a YAML (or JSON) file."""
     may_be_data = path.suffix not in RECIPE_ENDINGS
     try:
-        text = read_text(path, fix="give the path of a YAML file")
+        text = read_text(path, fix="shoal train PATH.yaml")
     except FileNotFoundError:
         names = {file.stem: file for file in path.parent.glob("*.yaml")} if path.parent.is_dir() else {}
         near = names.get(nearest(path.stem, names) or "")
         raise ShoalError(
             f"there is no recipe {str(path)!r}",
-            fix=f"did you mean {near}?" if near else "give the path of a YAML file, or none to use the defaults",
+            fix=f"did you mean {near}?" if near else "shoal train PATH.yaml, or shoal train for the defaults",
         ) from None
     except (OSError, ShoalError) as error:
         if path.is_dir() or (may_be_data and isinstance(error, ShoalError)):
             raise _is_data(path) from None
         if isinstance(error, ShoalError):
             raise
-        raise ShoalError(
-            f"the recipe {str(path)!r} cannot be read: {error}", fix="give the path of a YAML file"
-        ) from None
+        raise ShoalError(f"the recipe {str(path)!r} cannot be read: {error}", fix="shoal train PATH.yaml") from None
     if path.suffix == ".py":
         raise ShoalError(f"{path} is a Python program, not a recipe", fix=f"python {path}, or torchrun {path}")
     try:
-        tree = parse_yaml(text, str(path), "mend the line that it names", _NoTwins)
+        tree = parse_yaml(text, str(path), "correct the line in the message", _UniqueKeys)
     except ShoalError as error:
         if may_be_data and not isinstance(error, OutOfBounds):
             raise _is_data(path) from None
@@ -85,35 +83,35 @@ def read_yaml(path: Path) -> Tree:
         return {}
     if not isinstance(tree, dict):
         raise ShoalError(
-            f"{path} holds a {type(tree).__name__}, not a mapping", fix="start with a section, for example `model:`"
+            f"{path} must hold a mapping, got a {type(tree).__name__}", fix="start with a section, for example `model:`"
         )
     return tree
 
 
 def _is_data(path: Path) -> ShoalError:
-    """The message for a text, a file of tokens or a folder where a recipe is expected."""
-    kind = "is a folder" if path.is_dir() else "holds no section of a recipe, such as `model:`"
+    """The error for a text, a file of tokens or a folder where a recipe is expected."""
+    kind = "it is a folder" if path.is_dir() else "it has no section such as `model:`"
     return ShoalError(
-        f"{str(path)!r} {kind}: a recipe is a YAML file, and data is named by data.source",
-        fix=f"shoal train --data.source {shlex.quote(str(path))}, to train the default model on it; or the path of a"
-        " YAML file",
+        f"a recipe must be a YAML file, got {str(path)!r}: {kind}",
+        fix=f"shoal train --data.source {shlex.quote(str(path))} to train the default model on it, or shoal train"
+        " PATH.yaml",
     )
 
 
-class _NoTwins(yaml.SafeLoader):
-    """YAML in which a key that stands twice in one mapping is a mistake, not a choice of the last."""
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML that rejects duplicate keys in one mapping."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key in (key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key in seen:
-                raise yaml.constructor.ConstructorError(problem=f"{key!r} stands twice", problem_mark=node.start_mark)
+                raise yaml.constructor.ConstructorError(problem=f"duplicate key {key!r}", problem_mark=node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
 
 
 def parse_value(key: str, text: str) -> Any:
-    """A value as typed on the command line: YAML, and `None` as Python's users write it."""
+    """Parse a value from the command line: YAML, or `None`."""
     if text == "None":
         return None
     if key == "plan":
@@ -138,8 +136,11 @@ def put(tree: Tree, key: str, value: Any) -> None:
 
 
 def _open_plan(tree: Tree) -> list[Problem]:
-    """Turn a plan that was given as words into keys, which are judged with the whole tree. Words that cannot be read
-    are told here and then gone: each mistake is told once, and keys beside them are judged too."""
+    """Turn the words of a plan into keys, which are checked with the whole tree.
+
+    Words that cannot be read are reported here and dropped. So each mistake is reported once, and keys beside them are
+    checked too.
+    """
     plan = tree.get("plan")
     if isinstance(plan, dict):
         return []
@@ -153,9 +154,9 @@ def _open_plan(tree: Tree) -> list[Problem]:
 
 
 def build_recipe(tree: Tree, *, title: str, problems: Iterable[Problem] = ()) -> Recipe:
-    """Check a whole tree; everything that is wrong with it comes in one `ShoalError`."""
+    """Check a whole tree; one `ShoalError` has all of its problems."""
     found = list(problems)
-    # `run:` with nothing below it says nothing.
+    # An empty section, such as `run:`, is None.
     tree = {key: value for key, value in copy.deepcopy(tree).items() if value is not None}
     if isinstance(tree.get("model"), str):
         tree["model"] = {"name": tree["model"]}
@@ -171,11 +172,11 @@ def build_recipe(tree: Tree, *, title: str, problems: Iterable[Problem] = ()) ->
 
 
 def _note_auto(tree: Tree) -> None:
-    """A plan that says `auto` asks for the planner, unless the recipe says that it does not."""
+    """Set `run.planned` for a plan with the word `auto`, unless the recipe sets it."""
     words = tree.get("plan")
     if isinstance(words, str) and "auto" in words.lower().split():
         if not isinstance(tree.setdefault("run", {}), dict):
-            return  # which is told as a mistake
+            return  # the validation reports it
         tree["run"].setdefault("planned", True)
 
 
@@ -185,7 +186,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def difference(old: Tree, new: Tree) -> list[str]:
-    """One line for each key whose value differs: `optim.lr: 0.001 → 0.002`."""
+    """One line for each key with a different value: `optim.lr: 0.001 → 0.002`."""
     flat_old, flat_new = dict(flatten(old)), dict(flatten(new))
     keys = [*flat_old, *(key for key in flat_new if key not in flat_old)]
     pairs = [(key, flat_old.get(key), flat_new.get(key)) for key in keys]
@@ -214,12 +215,12 @@ def known_keys() -> dict[str, str]:
 
 
 def unknown_key(key: str) -> Problem:
-    """The message for a key that no recipe has."""
+    """The problem of an unknown key."""
     last = key.rpartition(".")[2]
     known = known_keys()
     by_last = {name.rpartition(".")[2]: name for name in known}
     namesakes = [name for name in known if name.rpartition(".")[2] == last]
-    match = ELSEWHERE.get(last) or (namesakes[0] if len(namesakes) == 1 else nearest(key, known))
+    match = OTHER_SYSTEMS.get(last) or (namesakes[0] if len(namesakes) == 1 else nearest(key, known))
     match = match or by_last.get(nearest(last, by_last) or "")
     fix = f"did you mean {match}?" if match else "`shoal train --help` lists all keys"
     return Problem(f"unknown key {key!r}", fix)
@@ -235,14 +236,16 @@ def _problems_of(error: Any) -> Iterator[Problem]:
     elif error["type"] == "literal_error":
         words = [word.strip("'") for word in error["ctx"]["expected"].replace(" or ", ", ").split(", ")]
         near = nearest(str(error["input"])[:200].lower(), words) if len(words) > FEW else None
-        yield Problem(f"{key}: there is no {short(error['input'])}", f"--{key} {near or listed(words)}")
+        known = near or listed(words)
+        yield Problem(f"{key} must be {listed(words)}, got {short(error['input'])}", f"--{key} {known}")
     elif error["type"].startswith("bool_"):
-        yield Problem(f"{key}: {short(error['input'])} is neither true nor false", f"--{key} true or false")
+        yield Problem(f"{key} must be true or false, got {short(error['input'])}", f"--{key} true or false")
     else:
-        message = error["msg"][0].lower() + error["msg"][1:]
+        rule = error["msg"].replace("Input should ", "must ", 1)
+        rule = rule if rule.startswith("must ") else f"is wrong: {rule}"
         about = " ".join(known_keys().get(key, "").split())
         fix = f"{key} is: {about}" if about else f"keys of the section {key}, such as {_first_key(key)}"
-        yield Problem(f"{key}: {message}, but it is {short(error['input'])}", fix)
+        yield Problem(f"{key} {rule}, got {short(error['input'])}", fix)
 
 
 def _first_key(section: str) -> str:

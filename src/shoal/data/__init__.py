@@ -1,5 +1,5 @@
-"""Samples: where they come from, in which order they are seen, and how they reach a rank in time.
+"""Training data: its sources, the order of its samples, and the loading of batches.
 
-A source opens to a `Dataset` (open.py), the order says which sample stands where (order.py), and a `Loader` brings each
-rank its share of every step (loading.py). Nothing is imported here, so that `shoal.data.order` stays free of torch.
+A source opens to a `Dataset` (sources/open.py), the order is a pure function (order.py), and a `Loader` gives each rank
+its share of every step (loader.py). Nothing is imported here, so that `shoal.data.order` stays free of torch.
 """

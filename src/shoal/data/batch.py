@@ -1,4 +1,4 @@
-"""A batch is any nest of mappings, tuples and lists of tensors of the same length. How to cut and move one."""
+"""Cut and move batches: nested mappings, tuples and lists of tensors of the same length."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from shoal.errors import ShoalError
 
-IGNORE = -100  # a label that does not count; torch's own default
+IGNORE = -100  # a label that the loss ignores; torch's own default
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """The same nest with the function applied to every tensor in it; anything else stays as it is."""
+    """Apply a function to every tensor of a nested batch; other values stay as they are."""
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
@@ -40,8 +40,8 @@ def length(batch: Any) -> int:
     if len(lengths) != 1:
         found = f"tensors of lengths {sorted(lengths)}" if lengths else f"no tensor in a {type(batch).__name__}"
         raise ShoalError(
-            f"a batch needs one number of samples, but there are {found}",
-            fix="let the first dimension of every tensor in a batch be the samples",
+            f"all tensors of a batch must have the same first dimension, got {found}",
+            fix="use the first dimension of every tensor for the samples",
         )
     return lengths.pop()
 
@@ -52,7 +52,7 @@ def rows(batch: Any, start: int, stop: int) -> Any:
 
 
 def parts(batch: Any, size: int | None) -> list[Any]:
-    """The batch in parts of `size` samples, the last one smaller if need be; None: in one part."""
+    """The batch in parts of `size` samples; the last one may be smaller. None: in one part."""
     if size is None:
         return [batch]
     count = length(batch)
@@ -60,14 +60,14 @@ def parts(batch: Any, size: int | None) -> list[Any]:
 
 
 def to_device(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """The batch on a device, floating-point parts as `dtype`.
+    """The batch on a device, floating-point tensors as `dtype`.
 
-    From pinned memory, nobody waits: the host goes on, and since it is a step ahead of the device, a GPU copies the
-    next batch while it computes with this one, in a stream of its own.
+    Copies from pinned memory do not block the host, which is a step ahead of the device. So a GPU copies the next batch
+    while it computes with this one, in a stream of its own.
     """
 
     def move(tensor: Tensor) -> Tensor:
-        there = tensor.to(device, non_blocking=True)  # first: what is cast on the host would not be pinned any more
+        there = tensor.to(device, non_blocking=True)  # first: a tensor that is cast on the host is not pinned any more
         return there.to(dtype) if tensor.is_floating_point() else there
 
     if device.type != "cuda":
@@ -89,12 +89,12 @@ def to_device(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 @functools.cache
 def stream_of_copies(device: torch.device) -> torch.cuda.Stream:
-    """In which a device copies batches from the host."""
+    """The stream in which a device copies batches from the host."""
     return torch.cuda.Stream(device)
 
 
 def weight_of(batch: Any) -> int:
-    """How many things of a batch count: labels that are not `IGNORE` if it has labels, else samples.
+    """The weight of a batch in a mean: its labels that are not `IGNORE` if it has labels, else its samples.
 
     >>> weight_of({"tokens": torch.zeros(2, 3), "labels": torch.tensor([[1, 2, -100], [4, -100, -100]])})
     3

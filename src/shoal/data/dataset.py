@@ -1,7 +1,7 @@
-"""What a dataset is to the rest of shoal: a number of samples, and a way to get any of them as one batch.
+"""The interface of a dataset: a number of samples, and any of them as one batch.
 
-torch's `Dataset` hands out single samples that a `collate_fn` must glue together again. Here a whole batch is asked for
-at once, which for tokens is one gather instead of a Python loop. Any object with these members will do.
+torch's `Dataset` returns single samples that a `collate_fn` must stack. Here one call returns a whole batch, which for
+tokens is one gather instead of a Python loop. Any object with these members works.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Dataset(Protocol):
 
     @property
     def labels_per_sample(self) -> int | None:
-        """How many labels of every sample count; None: that differs, and is counted in every batch."""
+        """The labels of every sample that count; None: they vary, and are counted in every batch."""
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether a batch is made without reading a file, which may take any time."""
+        """Whether a batch is made without reading a file, which may take long."""
 
     def __len__(self) -> int: ...
 
@@ -42,14 +42,14 @@ class Dataset(Protocol):
         """These samples, in this order, stacked along dim 0."""
 
     def describe(self) -> str:
-        """One line for a person: where it is from and how much it is."""
+        """One line about its origin and size."""
 
     def digest(self) -> str:
-        """A hash that other samples do not have, as far as `fingerprint` says; empty: settings decide all of them."""
+        """A hash of the samples; empty: the settings decide all samples."""
 
 
 class Part:
-    """A run of consecutive samples of another dataset, as a dataset of its own."""
+    """A range of consecutive samples of another dataset."""
 
     def __init__(self, whole: Dataset, start: int, stop: int, description: str) -> None:
         self.whole, self.start, self.stop = whole, start, stop
@@ -67,16 +67,16 @@ class Part:
         return self.whole.batch(ids + self.start)
 
     def describe(self) -> str:
-        """What it was said to be, and its size."""
+        """Its description, and its size."""
         return f"{self._description}; {len(self):,} samples"
 
     def digest(self) -> str:
-        """That of the whole: how much of it is in this part is counted."""
+        """The digest of the whole; a fingerprint has the size of the part."""
         return self.whole.digest()
 
 
 def num_held_out(num_samples: int, fraction: float) -> int:
-    """How many of the last samples are kept for evaluation: none if the fraction is 0, else at least one.
+    """The number of held-out samples: none if the fraction is 0, else at least one.
 
     >>> num_held_out(1000, 0.01), num_held_out(7, 0.01), num_held_out(7, 0.0)
     (10, 1, 0)
@@ -85,7 +85,7 @@ def num_held_out(num_samples: int, fraction: float) -> int:
 
 
 def split_last(whole: Dataset, fraction: float, description: str) -> tuple[Part, Part]:
-    """The first samples for training, the last ones held out."""
+    """Split off the last samples for evaluation."""
     cut = len(whole) - num_held_out(len(whole), fraction)
     if cut < 1:
         raise ShoalError(

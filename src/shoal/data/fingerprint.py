@@ -10,7 +10,7 @@ from shoal.data.dataset import Dataset
 from shoal.data.sources.digest import hashed
 
 METHOD = 1
-"""Increased when digests of the same data change: those of two methods cannot be compared."""
+"""Version of the digest. Digests of different versions cannot be compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,22 +20,22 @@ class Fingerprint:
     samples: int
     held_out: int
     digest: str
-    """Of the samples to train on and the held-out ones; empty: their content is not looked at."""
+    """Digest of the training samples and the held-out ones; empty: the content is not hashed."""
     method: int = METHOD
 
     @classmethod
     def of(cls, training: Dataset, held_out: Dataset) -> Fingerprint:
-        """Take it."""
+        """Compute it from both datasets."""
         both = [training.digest(), held_out.digest()]
         digest = hashed(part.encode() for part in both) if any(both) else ""
         return cls(len(training), len(held_out), digest)
 
     def to_mapping(self) -> dict[str, Any]:
-        """As it stands in the manifest of a checkpoint."""
+        """The entry in the manifest of a checkpoint."""
         return asdict(self)
 
     def difference(self, saved: Mapping[str, Any]) -> str:
-        """What is not as it was saved, in words; empty: all of it is, as far as can be said."""
+        """The changes since a saved fingerprint, in words; empty: none found."""
         was = {name: saved.get(name) for name in ("samples", "held_out", "digest")}
         found = [
             f"{what}: {before:,} → {now:,}"

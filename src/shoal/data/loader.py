@@ -1,9 +1,9 @@
-"""Batches in time: each step's share of the global batch, prepared ahead of the rank that asks for it.
+"""Load batches: a rank's share of each step's global batch, prepared ahead of use.
 
-torch's `DataLoader` knows how to run worker processes, and is used for that. It does not know where it is: its position
-is that of its workers, which have run ahead, so it cannot be resumed; it starts processes even where a thread would do;
-and it draws a number from the global generator, which changes the model's randomness. A `Loader` has one integer for a
-place, the samples that the *consumer* has taken over all ranks, and what prepares the batches is a pure function of it:
+torch's `DataLoader` runs the worker processes here. Alone it cannot resume, since its position is that of its workers,
+which have run ahead. It starts processes even where a thread would do. It also draws a number from the global
+generator, which changes the model's randomness. The position of a `Loader` is one integer: the samples that the
+*consumer* has taken over all ranks. A batch is a pure function of its position:
 
     consumer     position ──▶ p      p+b     p+2b            Loader(..., position=p) continues here, on any degree
     prefetched                        ▒▒▒▒    ▒▒▒▒            made ahead, not counted, made again after a restart
@@ -28,17 +28,17 @@ from shoal.data.prefetch import Inline, Prefetch, Processes, Thread
 from shoal.errors import ShoalError
 
 SLOW_BATCH = 0.010
-"""Seconds that a batch may take before `auto` starts processes, which cost a few milliseconds per batch themselves."""
+"""Seconds per batch above which `auto` starts processes, which themselves cost a few milliseconds per batch."""
 
 FAST_BATCH = 0.0005
-"""Seconds below which a batch that is in memory is made when it is asked for, unless it has to be pinned."""
+"""Seconds per batch below which `auto` makes in-memory batches on demand, unless they are pinned."""
 
 MOST_PROCESSES = 4
 
 
 @dataclass(frozen=True)
 class RankStream:
-    """What one rank sees of the stream, as a function of the position. Frozen, so workers can hold a copy."""
+    """The samples of one rank, as a function of the position. Frozen, so that workers can have a copy."""
 
     dataset: Dataset
     seed: int
@@ -56,11 +56,11 @@ class RankStream:
 class Loader:
     """An endless iterator over this rank's share of every step's global batch.
 
-    `workers` is the number of processes that prepare batches; 0 means one thread of this process; `auto` times the
-    first two batches and writes what it found and chose into `decision`: one of both, or neither, for batches that are
-    made at once. The batches are the same in all cases.
+    `workers` is the number of processes that prepare batches; 0 means one thread of this process. `auto` times the
+    first two batches, chooses processes, a thread or neither, and writes the reason into `decision`. The batches are
+    the same in all cases.
     `pin` puts them into page-locked memory, from which a GPU copies faster; without CUDA it does nothing.
-    `timeout` is how many seconds the consumer waits for a batch; None: without a limit.
+    `timeout` is the longest wait for a batch in seconds; None: no limit.
     """
 
     def __init__(
@@ -84,33 +84,33 @@ class Loader:
         self._prefetch = prefetch
         self._pin = pin and torch.cuda.is_available()
         self._timeout = timeout
-        self._timed: deque[Batch] = deque()  # made while deciding, handed out first
+        self._timed: deque[Batch] = deque()  # made while timing, returned first
         self._source: Prefetch | None = None
         self._stop: weakref.finalize[[], Loader] | None = None
         self._closed = False
         self.decision = ""
-        """What prepares the batches and why; empty before the first batch."""
+        """The way in which batches are prepared, and the reason; empty before the first batch."""
         self.seconds_waited = 0.0
-        """How long the consumer has waited for batches so far."""
+        """Seconds that the consumer has waited for batches so far."""
 
     @property
     def position(self) -> int:
-        """The samples that all ranks together have taken so far. Batches that only wait to be taken do not count."""
+        """The samples that all ranks together have taken so far. Prefetched batches do not count."""
         return self._position
 
     @property
     def batch(self) -> int:
-        """Samples of a step, of all ranks."""
+        """Samples per step, over all ranks."""
         return self._share.batch
 
     @property
     def labels_per_sample(self) -> int | None:
-        """How many labels of every sample count; None: that differs."""
+        """The labels of every sample that count; None: they vary."""
         return self._share.dataset.labels_per_sample
 
     @property
     def epoch(self) -> float:
-        """How often the whole dataset has been seen, as a fraction."""
+        """The number of passes over the dataset so far, as a fraction."""
         return self._position / len(self._share.dataset)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -118,7 +118,7 @@ class Loader:
 
     def __next__(self) -> Batch:
         if self._closed:
-            raise RuntimeError("this Loader is closed; make a new one with position=loader.position")
+            raise RuntimeError("this Loader is closed; create a new one with position=loader.position")
         began = time.perf_counter()
         try:
             batch = self._take()
@@ -131,7 +131,7 @@ class Loader:
         return batch
 
     def close(self) -> None:
-        """End the thread or the processes. Happens by itself when the Loader is no longer used or has raised."""
+        """End the thread or the processes. Garbage collection or an exception of the Loader does it too."""
         self._closed = True
         self._timed.clear()
         self._source = None
@@ -160,9 +160,9 @@ class Loader:
         self._stop = weakref.finalize(self, source.stop)
 
     def _decide(self) -> int | None:
-        """How many processes; 0: a thread; None: neither."""
+        """The number of processes; 0: a thread; None: neither."""
         if self._workers != "auto":
-            self.decision = f"{_named(self._workers)}, as asked"
+            self.decision = f"{_named(self._workers)}, as set"
             return self._workers
         seconds = []
         for number in range(2):
@@ -170,7 +170,7 @@ class Loader:
             batch = self._share[self._position + number * self._share.batch]
             seconds.append(time.perf_counter() - began)
             self._timed.append({key: value.pin_memory() for key, value in batch.items()} if self._pin else batch)
-        fastest = min(seconds)  # the first batch also pays for cold caches and imports
+        fastest = min(seconds)  # the first batch includes cold caches and imports
         is_inline = self._share.dataset.is_in_memory and fastest < FAST_BATCH and not self._pin
         workers = None if is_inline else 0 if fastest <= SLOW_BATCH else min(MOST_PROCESSES, os.cpu_count() or 1)
         self.decision = (
@@ -182,10 +182,9 @@ class Loader:
 
 
 def evaluation_batches(dataset: Dataset, *, batch: int, coordinate: int = 0, degree: int = 1) -> Iterator[Batch]:
-    """This rank's share of every sample exactly once, in order, never padded; the last batch is what is left.
+    """This rank's share of every sample exactly once, in order and without padding; the last batch may be smaller.
 
-    Where a batch has fewer samples than there are ranks, some ranks get none of it and go on to the next, so ranks may
-    see different numbers of batches.
+    Where a batch has fewer samples than ranks, some ranks skip it. So ranks may get different numbers of batches.
     """
     for start in range(0, len(dataset), batch):
         part = share(min(batch, len(dataset) - start), coordinate, degree)
@@ -201,12 +200,12 @@ def _named(workers: int | None) -> str:
 
 def _verify(dataset: Dataset, *, batch: int, coordinate: int, degree: int, position: int) -> None:
     if len(dataset) == 0:
-        raise ShoalError("the dataset has 0 samples, and a Loader never ends", fix="a dataset with at least one sample")
+        raise ShoalError("the dataset must have at least one sample, got 0", fix="--data.source PATH with samples")
     if batch < degree:
         raise ShoalError(
-            f"a batch of {batch} samples cannot give each of {degree} data-parallel ranks one",
+            f"the batch must have a sample for each of {degree} data-parallel ranks, got {batch}",
             fix=f"--data.global_batch {degree}",
         )
     if position < 0:
-        raise ShoalError(f"position {position} is before the first sample", fix="position=0")
-    share(batch, coordinate, degree)  # says so if there is no such coordinate
+        raise ShoalError(f"position must be at least 0, got {position}", fix="position=0")
+    share(batch, coordinate, degree)  # raises for a coordinate outside of the degree

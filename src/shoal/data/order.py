@@ -1,9 +1,9 @@
-"""Which sample stands where: the order as a pure function, so that no rank, worker or checkpoint has to remember it.
+"""The order of the samples as a pure function, so that no rank, worker or checkpoint has to store it.
 
-torch's `DistributedSampler` holds a permutation of the whole dataset on every rank, pads the last batch with repeats,
-and cuts the order by the number of ranks; resumed on another number it shows some samples twice and others never. Here
-the samples of a run are one endless stream. Position k of it is in epoch `k // size`, and a keyed permutation of that
-epoch says which sample lies there. A run's place in the data is therefore one integer, whatever the world.
+torch's `DistributedSampler` stores a permutation of the whole dataset on every rank, pads the last batch with repeats,
+and cuts the order by the number of ranks. Resumed on another number, it repeats some samples and skips others. Here the
+samples of a run are one endless stream. Position k is in epoch `k // size`, and a keyed permutation of that epoch gives
+the sample. So the position of a run in the data is one integer, on any number of ranks.
 
     seed 0, size 5, batch 4, 2 ranks
     epoch      ├──────── 0 ───────┤├──────── 1 ───────┤├── 2 ──
@@ -13,9 +13,9 @@ epoch says which sample lies there. A run's place in the data is therefore one i
     rank         0   0   1   1   0   0   1   1   0   0   1   1
 
 The permutation is a Feistel network over a grid of `rows × columns >= size` cells: add to the row a hash of the column,
-to the column a hash of the row, and so on. Each round can be undone, so all of them are a bijection of the cells. A
-value that falls on one of the few cells beyond `size` is sent through again until it does not ("cycle walking"), which
-keeps it a bijection of [0, size). Nothing is stored, and one access costs as much among 10 samples as among 10**12.
+to the column a hash of the row, and so on. Each round is invertible, so all of them are a bijection of the cells. A
+value on one of the few cells beyond `size` passes again until it is below ("cycle walking"), so the result is a
+bijection of [0, size). Nothing is stored, and one access costs as much among 10 samples as among 10**12.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ ROUNDS = 8  # 4 make a Feistel network pseudo-random in theory; 8 leave room for
 def sample_ids(seed: int, size: int, start: int, count: int) -> npt.NDArray[np.int64]:
     """The samples at positions start, start + 1, ..., start + count - 1 of the stream.
 
-    Within an epoch every sample comes exactly once; the range may begin and end anywhere.
+    Within an epoch every sample occurs exactly once; the range may begin and end anywhere.
 
     >>> sorted(sample_ids(seed=0, size=5, start=5, count=5).tolist())
     [0, 1, 2, 3, 4]
     """
     if size < 1 or start < 0 or count < 0:
         raise ShoalError(
-            f"no order over {size} samples from position {start} for {count}",
-            fix="a dataset with at least one sample, and a position and a count that are not negative",
+            f"size must be at least 1, start and count at least 0, got size={size}, start={start}, count={count}",
+            fix="size=1, start=0, count=1",
         )
     positions = start + np.arange(count, dtype=np.int64)
     epochs, offsets = np.divmod(positions, size)
@@ -56,9 +56,9 @@ def sample_ids(seed: int, size: int, start: int, count: int) -> npt.NDArray[np.i
 
 
 def stream_ids(seed: int, size: int, start: int, count: int) -> npt.NDArray[np.int64]:
-    """The same, for a reader that moves along the stream: a block of positions is computed once and cached.
+    """`sample_ids` for sequential reads: a block of positions is computed once and cached.
 
-    The arithmetic of one position costs as many calls into numpy as that of thousands.
+    One position costs as many numpy calls as thousands.
     """
     first, last = start // _BLOCK, (start + max(count, 1) - 1) // _BLOCK
     blocks = [_block(seed, size, number) for number in range(first, last + 1)]
@@ -75,16 +75,16 @@ def _block(seed: int, size: int, number: int) -> npt.NDArray[np.int64]:
 
 
 def share(batch: int, coordinate: int, degree: int) -> slice:
-    """The part of a global batch that data coordinate `coordinate` of `degree` takes.
+    """The part of a global batch of data coordinate `coordinate` of `degree`.
 
-    Parts are contiguous and disjoint, together they are the batch, and their sizes differ by at most one.
+    Parts are contiguous and disjoint, cover the batch, and differ in size by at most one.
 
     >>> [share(10, coordinate, 4) for coordinate in range(4)]
     [slice(0, 2, None), slice(2, 5, None), slice(5, 7, None), slice(7, 10, None)]
     """
     if not 0 <= coordinate < degree:
         raise ShoalError(
-            f"data coordinate {coordinate} is not one of {degree}", fix=f"a coordinate from 0 to {degree - 1}"
+            f"the data coordinate must be from 0 to {degree - 1}, got {coordinate}", fix=f"0 to {degree - 1}"
         )
     return slice(batch * coordinate // degree, batch * (coordinate + 1) // degree)
 
@@ -107,5 +107,5 @@ def _feistel(values: U64, keys: U64, rows: int, columns: int) -> U64:
 
 
 def _bits(half: U64, key: U64) -> U64:
-    """56 random bits: few enough that adding a row or a column cannot wrap around, which would not be undoable."""
+    """56 random bits: few enough that adding a row or a column cannot overflow, which would not be invertible."""
     return mix(half ^ key) >> np.uint64(8)

@@ -1,10 +1,8 @@
-"""Making batches ahead of their use, by one thread or by worker processes; or when they are asked for. All make a batch
-by its position.
+"""Prepare batches ahead of use by a thread or by worker processes, or make them on demand.
 
-A thread starts at once and hands batches over without a copy, which is enough for tokens. Processes have their own
-interpreter lock and can use more cores, which is for batches that are work to make, such as images to be decoded. A
-batch of a few tokens is sooner made than handed over: beside a step on a CPU, the thread takes the interpreter's lock
-from it.
+A thread starts at once and passes batches without a copy, which is enough for tokens. Processes have their own
+interpreter lock and use more cores, which suits expensive batches, such as images to decode. A batch of a few tokens is
+faster made on demand: on a CPU, a thread competes with the step for the interpreter lock.
 """
 
 from __future__ import annotations
@@ -28,37 +26,37 @@ SECONDS_TO_STOP = 2.0
 
 
 class Batches(Protocol):
-    """Any batch by its position."""
+    """Batches by position."""
 
     def __getitem__(self, position: int) -> Batch: ...
 
 
 class Prefetch(Protocol):
-    """Something that prepares batches and can be stopped."""
+    """A stoppable producer of batches."""
 
     def take(self) -> Batch:
-        """The next batch, or what went wrong while it was made."""
+        """Return the next batch, or raise the error of its producer."""
 
     def stop(self) -> None:
-        """End threads and processes; a second time does nothing."""
+        """End threads and processes; a second call does nothing."""
 
 
 class Inline:
-    """Nothing is made ahead."""
+    """Make batches on demand."""
 
     def __init__(self, batches: Batches, positions: Iterable[int]) -> None:
         self._batches, self._positions = batches, iter(positions)
 
     def take(self) -> Batch:
-        """Make a batch."""
+        """Make the next batch."""
         return self._batches[next(self._positions)]
 
     def stop(self) -> None:
-        """Nothing runs."""
+        """Do nothing: there is no thread."""
 
 
 class Thread:
-    """One thread that keeps at most `prefetch` batches ready."""
+    """One thread that prepares at most `prefetch` batches."""
 
     def __init__(
         self, batches: Batches, positions: Iterable[int], *, prefetch: int, pin: bool, timeout: float | None = None
@@ -72,19 +70,18 @@ class Thread:
         self._thread.start()
 
     def take(self) -> Batch:
-        """Wait for a batch and make room for another."""
+        """Wait for a batch, and let the thread prepare another."""
         try:
             made = self._ready.get(timeout=self._timeout)
         except queue.Empty:
             raise _not_ready(self._timeout) from None
         if isinstance(made, BaseException):
-            raise made  # its traceback still shows where in the thread it was raised
+            raise made  # its traceback shows the thread
         self._room.release()
         return made
 
     def stop(self) -> None:
-        """Wake the thread up and wait until it has gone, which takes as long as the batch that it is making; but not
-        for ever. It is a daemon, and ends with the process."""
+        """Wake the thread and wait up to two seconds for the end of its batch. It is a daemon."""
         self._stopping.set()
         self._room.release()
         if self._thread is not threading.current_thread():  # garbage collection may happen on any thread
@@ -99,7 +96,7 @@ def _fill(
     room: threading.Semaphore,
     stopping: threading.Event,
 ) -> None:
-    """The thread. It knows no Loader, so that a forgotten Loader can be collected while it runs."""
+    """The body of the thread. It has no reference to the Loader, so that an unused Loader can be collected."""
     try:
         for position in positions:
             room.acquire()
@@ -107,20 +104,21 @@ def _fill(
                 return
             batch = batches[position]
             ready.put({key: value.pin_memory() for key, value in batch.items()} if pin else batch)
-    except BaseException as error:  # whatever it is, the consumer must hear of it and not wait for ever
+    except BaseException as error:  # the consumer would wait without end
         ready.put(error)
 
 
 def _ignore_signals(worker: int) -> None:
-    """A scheduler that asks a run to end asks all of its processes. The training process decides when; until then it
-    needs its batches."""
+    """Ignore stop signals. A scheduler signals all processes, but the training process decides when to stop."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 
 class _Answers:
-    """Batches of a worker process. A `ShoalError` is an answer too: torch would rebuild it from its text and a
-    traceback, without its fix and its exit code."""
+    """Batches of a worker process. A `ShoalError` is returned as a value.
+
+    torch would rebuild a raised one from its text and a traceback, without its fix and its exit code.
+    """
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
@@ -135,12 +133,12 @@ class _Answers:
 def _not_ready(seconds: float | None) -> RunFailed:
     return RunFailed(
         f"the next batch was not ready within {seconds:g} s",
-        fix="look at what the dataset waits for; or a longer --launch.timeout",
+        fix=f"--launch.timeout {2 * (seconds or 0):g}, or a faster data source",
     )
 
 
 class Processes:
-    """Worker processes of torch's `DataLoader`, whose sampler is our positions; a worker makes whole batches."""
+    """Worker processes of torch's `DataLoader` with positions as its sampler; a worker makes whole batches."""
 
     def __init__(
         self,
@@ -155,7 +153,7 @@ class Processes:
         self._timeout = timeout
         fork = "fork" in multiprocessing.get_all_start_methods()  # then workers share the dataset instead of copying it
         loader: DataLoader[Batch | ShoalError] = DataLoader(
-            _Answers(batches),  # type: ignore[arg-type]  # a map from index to sample is all that is asked of it
+            _Answers(batches),  # type: ignore[arg-type]  # a map from index to sample is enough
             sampler=positions,
             batch_size=None,
             num_workers=workers,
@@ -166,14 +164,14 @@ class Processes:
             worker_init_fn=_ignore_signals,
             generator=torch.Generator(),  # else it draws from the global one, and the model's randomness changes
         )
-        with warnings.catch_warnings():  # Python 3.12 warns of forks beside threads; workers touch neither
+        with warnings.catch_warnings():  # Python 3.12 warns of forks beside threads; workers use none of them
             warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
             before = set(multiprocessing.active_children())
             self._iterator: Iterator[Batch | ShoalError] | None = iter(loader)
             self._workers = set(multiprocessing.active_children()) - before
 
     def take(self) -> Batch:
-        """The next batch; an exception of a worker carries that worker's traceback in its text."""
+        """Return the next batch; an exception of a worker has that worker's traceback in its text."""
         assert self._iterator is not None
         made: Batch | Exception
         try:
@@ -185,7 +183,7 @@ class Processes:
         return made
 
     def stop(self) -> None:
-        """Let go of the iterator, which is the public way to end its processes; kill those that are still there."""
+        """Drop the iterator, which is the public way to end its processes; kill those that remain."""
         self._iterator = None
         for worker in self._workers:
             if worker.is_alive():  # it is in the middle of a batch, and ignores SIGTERM

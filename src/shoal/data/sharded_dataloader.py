@@ -1,8 +1,8 @@
-"""A user's own `DataLoader`, dealt out over the ranks: `batch_size` is the global batch, each rank takes its share.
+"""Shard a user's own `DataLoader` over the ranks: `batch_size` is the global batch, and each rank takes its share.
 
-torch gives `DistributedSampler`, which pads the last batch with samples seen twice, wants `set_epoch` to be called, and
-changes the global batch with the number of ranks. Here the global batches are those of one process: the same samples in
-the same order on any number of ranks, each once per epoch.
+torch's `DistributedSampler` pads the last batch with repeated samples, needs `set_epoch`, and changes the global batch
+with the number of ranks. Here the global batches are those of one process: the same samples in the same order on any
+number of ranks, each once per epoch.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from shoal.hash_rng import hashed_number
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank computes of one global batch."""
+    """One rank's part of one global batch."""
 
     batch: Any
     counts: bool
-    """False: there was no sample for this rank, and one of another's stands in."""
+    """False: there was no sample for this rank, and another rank's sample stands in with weight 0."""
     offset: int
-    """The place of its first sample in the global batch."""
+    """The index of its first sample in the global batch."""
     largest: int
     """Samples of the largest share of this batch."""
     is_for_all: bool
@@ -38,39 +38,39 @@ class Share:
 
 
 class ShardedDataLoader:
-    """One rank's share of every global batch of a loader; iterate once per epoch, each epoch is shuffled anew."""
+    """One rank's share of every global batch of a loader. Iterate once per epoch; each epoch has its own order."""
 
     def __init__(self, loader: DataLoader[Any], *, seed: int, coordinate: int, degree: int) -> None:
         if isinstance(loader.sampler, DistributedSampler):
             raise ShoalError(
-                "this DataLoader has a DistributedSampler: it is already dealt out over ranks",
-                fix="pass the plain DataLoader(dataset, batch_size=GLOBAL, shuffle=True)",
+                "the DataLoader must have no DistributedSampler, since shoal shards it over the ranks",
+                fix="DataLoader(dataset, batch_size=GLOBAL, shuffle=True)",
             )
         self.loader, self.seed, self.coordinate, self.degree = loader, seed, coordinate, degree
         self.epoch = 0
-        """The epoch that begins next; while one goes on, the one after it."""
+        """The epoch that begins next; during an epoch, the one after it."""
         self._current: int | None = None
         self._taken = 0
-        """Batches of the current epoch that were taken; without one, those that the next epoch leaves out."""
+        """Batches taken of the current epoch; outside of an epoch, batches that the next one skips."""
         self.needs_equal_steps: Callable[[], bool] = lambda: False
-        """Whether ranks meet in every forward, so that one without a batch would keep the others waiting."""
+        """Whether ranks communicate in every forward, so that all of them need the same number of batches."""
         self.cut: Callable[[Any], Any] = lambda batch: batch
         """A rank's tokens of a batch, where sequences are divided over ranks."""
         self.is_iterated_directly = False
-        """True inside of `for batch in loader`, where ranks may get different numbers of batches."""
+        """True inside `for batch in loader`, where ranks may get different numbers of batches."""
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        """Every sample of this rank's once, for a validation of one's own. A training loop uses `Run.batches`."""
+        """Every sample of this rank once, for a user's own validation. A training loop uses `Run.batches`."""
         self.is_iterated_directly = True
         try:
             for share in self.shares():
                 if not share.is_for_all and self.needs_equal_steps():
                     raise ShoalError(
-                        "the last batch has fewer samples than there are ranks, and under this plan all ranks have to"
-                        " take part in every forward",
+                        "the last batch has fewer samples than ranks, but under this plan all ranks must take part in"
+                        " every forward",
                         fix="run.evaluate(loader), or DataLoader(..., drop_last=True)",
                     )
                 if share.counts:
@@ -79,11 +79,11 @@ class ShardedDataLoader:
             self.is_iterated_directly = False
 
     def own_batches(self) -> Iterator[Any]:
-        """Every sample of this rank's once; ranks may get different numbers of batches."""
+        """Every sample of this rank once; ranks may get different numbers of batches."""
         return (share.batch for share in self.shares() if share.counts)
 
     def shares(self) -> Iterator[Share]:
-        """This rank's share of every batch; as many on every rank, stand-ins among them."""
+        """This rank's share of every batch, stand-ins included; every rank has as many."""
         epoch, self.epoch = self.epoch, self.epoch + 1
         first, self._taken = (0, 0) if self._current is not None else (self._taken, self._taken)
         self._current = epoch
@@ -100,8 +100,7 @@ class ShardedDataLoader:
 
     @property
     def position(self) -> tuple[int, int]:
-        """An epoch, and how many batches of it were taken. Set it to go on from there: the next epoch is that one, and
-        leaves those out."""
+        """The epoch, and the number of batches taken of it. Set it to resume there."""
         return (self.epoch if self._current is None else self._current, self._taken)
 
     @position.setter
@@ -111,8 +110,7 @@ class ShardedDataLoader:
 
     @property
     def kind(self) -> dict[str, Any]:
-        """What decides which samples are in which batch. A stream has no number of samples, and nothing is known of
-        what a sample holds."""
+        """The settings that decide the samples of each batch. A stream has no number of samples."""
         loader = self.loader
         is_stream = isinstance(loader.dataset, IterableDataset)
         samples = len(loader.dataset) if not is_stream else None  # type: ignore[arg-type]
@@ -126,8 +124,8 @@ class ShardedDataLoader:
         }
 
     def _by_index(self, epoch: int, first: int) -> Iterator[Share]:
-        """Load only this rank's samples, from the batch `first` on."""
-        torch.manual_seed(hashed_number(self.seed, epoch, self.coordinate))  # each rank augments in its own way
+        """Load only this rank's samples, from batch `first` on."""
+        torch.manual_seed(hashed_number(self.seed, epoch, self.coordinate))  # augmentation differs between ranks
         size = len(self.loader.dataset)  # type: ignore[arg-type]
         shuffled = isinstance(self.loader.sampler, RandomSampler)
         order = sample_ids(self.seed, size, epoch * size, size) if shuffled else np.arange(size)
@@ -136,14 +134,14 @@ class ShardedDataLoader:
         batches = [order[start : start + batch_size] for start in range(0, size, batch_size)][first : len(self.loader)]
         places = [share(len(batch), self.coordinate, self.degree) for batch in batches]
         mine = [batch[place] for batch, place in zip(batches, places, strict=True)]
-        # A rank must take part in every step; where there is no sample for it, it computes one that counts for nothing.
+        # A rank must take part in every step; without a sample of its own, it computes one with weight 0.
         filled = [ids if len(ids) else batch[:1] for ids, batch in zip(mine, batches, strict=True)]
         for place, ids, batch in zip(places, batches, _with_batches(self.loader, filled), strict=True):
             yield self._share(batch, place, len(ids))
 
     def _by_slicing(self, epoch: int, first: int) -> Iterator[Share]:
-        """Load everything, keep this rank's rows: for streams and for samplers of the user's own."""
-        torch.manual_seed(hashed_number(self.seed, epoch))  # what draws, draws alike on every rank
+        """Load all samples and take this rank's rows, for streams and a user's own samplers."""
+        torch.manual_seed(hashed_number(self.seed, epoch))  # the same draws on every rank
         for batch in itertools.islice(self.loader, first, None):
             place = share(length(batch), self.coordinate, self.degree)
             counts = place.stop > place.start
@@ -161,7 +159,7 @@ class ShardedDataLoader:
 
 
 def _can_be_indexed(loader: DataLoader[Any]) -> bool:
-    """Whether its order is ours to decide: every sample once, shuffled or not."""
+    """Whether shoal may decide its order: every sample once, shuffled or not."""
     if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
         return False
     if isinstance(loader.sampler, RandomSampler):

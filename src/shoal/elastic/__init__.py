@@ -1,1 +1,1 @@
-"""Going on after a failure: what starts workers again, and what is kept for them in the meantime."""
+"""Resume after a failure: restarts of the workers, and checkpoints in memory for them."""

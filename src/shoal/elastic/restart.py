@@ -1,9 +1,9 @@
-"""Start again after a failure, a few times, with growing pauses.
+"""Restart after a failure, a limited number of times, with growing pauses.
 
 generation 0 ── step 1 ── 2 ── 3 ── † ─ pause ─ generation 1 ── from the last checkpoint ── 3 ── 4 ── ...
 
-A generation shares nothing with the one before it but the checkpoints: its workers meet in a place of their own, and
-none of them ever looks for a peer that is dead.
+A generation shares only the checkpoints with the one before it. Its workers have a rendezvous of their own, so none of
+them waits for a dead peer.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from shoal.errors import RunFailed
 T = TypeVar("T")
 
 FIRST_PAUSE = 0.05
-"""Seconds before the first restart: a process that was killed is worth no waiting."""
+"""Seconds before the first restart; a killed process needs no waiting."""
 LONGEST_PAUSE = 30.0
 LONG_ENOUGH = 300.0
-"""Seconds after which a generation that fails has done so for a reason of its own: pauses begin anew."""
+"""Seconds of a generation after which its failure counts as unrelated to the one before: pauses start over."""
 
 
 def pause_before(restart: int) -> float:
@@ -35,11 +35,11 @@ def pause_before(restart: int) -> float:
 
 
 def with_restarts(start: Callable[[int], T], *, most: int, say: Callable[[str], None]) -> T:
-    """What `start(generation)` returns, started again when it fails.
+    """Return `start(generation)`, restarted when it fails.
 
-    `most` counts restarts since a step was saved that is newer than all before it: a run that makes progress is
-    restarted as often as it takes. Raised at once are a mistake of a person or in a program, memory that does not
-    suffice, and an exception that comes back in the same step: it would come back once more.
+    `most` is the number of restarts since the newest saved step, so a run that makes progress is restarted without a
+    limit. Errors of the user or of a program, a lack of memory, and an exception that repeats in the same step are
+    raised at once.
     """
     used, recent, newest, before = 0, 0, -1, ""
     for generation in itertools.count():
@@ -53,20 +53,20 @@ def with_restarts(start: Callable[[int], T], *, most: int, say: Callable[[str], 
             cause, last = _without_addresses(error.cause), before
             is_again = bool(cause) and cause == last and not made_progress
             if is_again and error.may_pass and most:
-                say("not restarted: the same exception was raised in the same step before the restart, too")
+                say("not restarted: the same exception was raised in the same step before the restart")
             if used >= most or not error.may_pass or is_again:
                 raise
             used, before = used + 1, cause
             recent = 1 if time.monotonic() - began > LONG_ENOUGH else recent + 1
             first = str(error).splitlines()[0]
             since = f" since step {newest} was saved" if newest >= 0 else ""
-            say(f"{first}\n  all workers are started again from the last checkpoint: restart {used} of {most}{since}")
+            say(f"{first}\n  restarting all workers from the last checkpoint: restart {used} of {most}{since}")
             time.sleep(pause_before(recent))
     raise AssertionError("a generation either returns or raises")
 
 
 def _without_addresses(text: str) -> str:
-    """The same exception has other addresses in its text each time.
+    """Remove addresses from the text of an exception, which differ each time.
 
     >>> _without_addresses("<Thing at 0x7f30a1> failed")
     '<Thing at 0x> failed'

@@ -1,1 +1,1 @@
-"""Starting processes. A launcher decides nothing about the run; it hands every worker its place and watches over it."""
+"""Start worker processes, give each its rank, and monitor them. A launcher decides nothing about the run."""

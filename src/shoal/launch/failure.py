@@ -1,8 +1,8 @@
-"""Which worker failed first, and what to say about it.
+"""Find the worker that failed first, and describe its failure.
 
-When one rank dies, the others lose their connection to it and fail too, within milliseconds and often with a louder
-text. Only the cause is worth a person's time. So every worker writes down what happened and when, and a failure that
-can only be the echo of another (a lost peer, a timeout) never wins over one that explains itself.
+When one rank dies, the others lose their connection to it and fail too, within milliseconds and often with a longer
+text. Only the cause is useful. So every worker records its failure and the time. A failure that can only be the
+consequence of another (a lost peer, a timeout) never ranks before one with a cause of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from shoal.errors import LostPeer, RunFailed, ShoalError
 
-HEAD_START = 2.0  # seconds: a sudden death is seen by the parent later than by its peers, whose connections break
+HEAD_START = 2.0  # seconds: the parent sees a sudden death later than the peers, whose connections break
 SHORT_OF_MEMORY = 0.9  # of the host's memory in use
 _ECHO = re.compile(
     r"connection (closed|reset|refused|was likely closed)|broken pipe|timed out|application timeout|wait timeout",
@@ -34,21 +34,21 @@ LESS_MEMORY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What happened to one worker."""
+    """The failure of one worker."""
 
     rank: int
     at: float
-    """When, on the clock that all processes of this machine share."""
+    """The time on the monotonic clock of this machine."""
     what: str
     details: str = ""
-    """The traceback, where there is one."""
+    """The traceback, if there is one."""
     is_echo: bool = False
     """True: most likely the consequence of another worker's failure."""
     is_sudden: bool = False
-    """True: the worker ended without a word, so `at` is when the parent saw it."""
+    """True: the worker left no record, so `at` is when the parent saw its end."""
     may_pass: bool = False
-    """True: it may go well the next time: a process was killed, a connection lost, a device failed. A mistake in a
-    program is made again, and memory that was too small once is too small again."""
+    """True: a restart may succeed: a process was killed, a connection lost, a device failed. A program error and a lack
+    of memory would repeat."""
     fix: str = ""
 
 
@@ -58,7 +58,7 @@ def first_failure(failures: Iterable[Failure]) -> Failure:
 
 
 def failure_of(rank: int, error: BaseException) -> Failure:
-    """An exception that was just caught in the main function of a worker."""
+    """The failure of an exception that was just caught in the main function of a worker."""
     at = time.monotonic()
     has_no_memory = is_out_of_memory(error)
     trace = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of that main function
@@ -74,7 +74,7 @@ def failure_of(rank: int, error: BaseException) -> Failure:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on the host or on a device; torch has several ways to say so."""
+    """Whether an allocation failed, on the host or on a device; torch has several errors for it."""
     is_of_system = isinstance(error, RuntimeError | OSError)
     return isinstance(error, MemoryError) or (is_of_system and bool(_NO_MEMORY.search(str(error))))
 
@@ -82,14 +82,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 def _in_words(error: BaseException) -> str:
     if isinstance(error, SystemExit) and error.code in (0, None):
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
-        return f"sys.exit(0) was called before its work was done{notes}"
+        return f"sys.exit(0) was called before the end of the run{notes}"
     return "".join(traceback.format_exception_only(error)).strip() or type(error).__name__
 
 
 def write_failure(directory: Path, failure: Failure, error: BaseException) -> None:
-    """Called by a worker: leave the story where `read_failure` finds it, whole or not at all."""
+    """Write a worker's failure for `read_failure`, atomically."""
     if isinstance(error, ShoalError):
-        with contextlib.suppress(Exception):  # one that cannot be pickled is told like any other
+        with contextlib.suppress(Exception):  # one that cannot be pickled is reported like any other
             _error_path(directory, failure.rank).write_bytes(pickle.dumps(error))
     part = _failure_path(directory, failure.rank).with_suffix(".part")
     part.write_text(json.dumps(asdict(failure)))
@@ -97,7 +97,7 @@ def write_failure(directory: Path, failure: Failure, error: BaseException) -> No
 
 
 def read_failure(directory: Path, rank: int) -> Failure | None:
-    """What the worker wrote, if it did."""
+    """The failure that a worker wrote; None: it wrote none."""
     try:
         return Failure(**json.loads(_failure_path(directory, rank).read_text()))
     except FileNotFoundError:
@@ -105,59 +105,57 @@ def read_failure(directory: Path, rank: int) -> Failure | None:
 
 
 def sudden_end(rank: int, exit_code: int, memory: Memory) -> Failure:
-    """A worker that ended before its function did and left nothing behind."""
+    """The failure of a worker that ended before its function returned and wrote no failure."""
     if exit_code >= 0:
-        what = (
-            f"ended with exit code {exit_code} before its function returned, while the other ranks were still at work"
-        )
+        what = f"ended with exit code {exit_code} before its function returned, while the other ranks were running"
     else:
         what = f"was killed by signal {-exit_code} ({_signal_name(-exit_code)})"
     if exit_code == -signal.SIGKILL:
-        what += memory.verdict()
+        what += memory.explanation()
     # Exit code 0 is a choice of the program (`os._exit(0)`), which it would make again.
     return Failure(rank=rank, at=time.monotonic(), what=what, is_sudden=True, may_pass=exit_code != 0)
 
 
 def as_exception(failure: Failure, *, directory: Path, num_workers: int) -> ShoalError:
-    """The person's own mistake as the worker raised it; anything else as a `RunFailed` with the worker's traceback."""
+    """A user's error as the worker raised it; anything else as a `RunFailed` with the worker's traceback."""
     with contextlib.suppress(FileNotFoundError):
         error = pickle.loads(_error_path(directory, failure.rank).read_bytes())
         assert isinstance(error, ShoalError)
         return error
-    who = f"rank {failure.rank} of {num_workers}"
-    told = f"{who} {failure.what}" if failure.is_sudden else f"{who} failed: {failure.what}\n{failure.details}"
-    ended = RunFailed(told, fix=failure.fix)
-    ended.may_pass = failure.may_pass
-    return ended
+    rank = f"rank {failure.rank} of {num_workers}"
+    text = f"{rank} {failure.what}" if failure.is_sudden else f"{rank} failed: {failure.what}\n{failure.details}"
+    failed = RunFailed(text, fix=failure.fix)
+    failed.may_pass = failure.may_pass
+    return failed
 
 
 @dataclass(slots=True)
 class Memory:
-    """The memory of this host in the last seconds, since a process that the kernel killed for it has given it back."""
+    """The memory use of this host in the last seconds. After a kill by the kernel, current use would be too low."""
 
     total: int = 0
     recent: tuple[int, ...] = ()
     oom_kills_before: int | None = None
 
     def look(self) -> None:
-        """Take note of the memory in use now."""
+        """Record the memory in use now."""
         if self.oom_kills_before is None:
             self.oom_kills_before = _counter("/proc/vmstat", "oom_kill")
         available = _counter("/proc/meminfo", "MemAvailable:") * 1024
         self.total = _counter("/proc/meminfo", "MemTotal:") * 1024
         self.recent = (*self.recent[-24:], self.total - available)
 
-    def verdict(self) -> str:
-        """Whether the host was short of memory, as the end of a sentence; empty if it was not."""
+    def explanation(self) -> str:
+        """The end of a sentence about a lack of host memory; empty: there was none."""
         used = max(self.recent, default=0)
         numbers = f"host memory in use was {used / 2**30:.1f} of {self.total / 2**30:.1f} GiB"
         if self.oom_kills_before is not None and _counter("/proc/vmstat", "oom_kill") > self.oom_kills_before:
-            return f": the kernel ran out of memory for it; {numbers}"
+            return f": the kernel killed a process for lack of memory; {numbers}"
         return f"; {numbers}: it likely ran out" if used > SHORT_OF_MEMORY * self.total > 0 else ""
 
 
 def _counter(path: str, name: str) -> int:
-    """A number from one of the kernel's tables; 0 where there is none."""
+    """A number from one of the kernel's tables; 0: there is none."""
     try:
         lines = Path(path).read_text().splitlines()
     except OSError:

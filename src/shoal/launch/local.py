@@ -1,8 +1,8 @@
-"""Workers on this machine: started in milliseconds, watched, and gone when the call returns, whatever happened.
+"""Start workers on this machine in milliseconds, monitor them, and end them before the call returns.
 
-`torch.multiprocessing.spawn` imports torch anew in every worker (two seconds each), needs a port, shows whichever
-failure it looked at first, and leaves workers behind when it is killed itself. `launch` forks this process, in which
-torch is loaded, lets the workers meet in a file, shows the failure that came first, and leaves nothing behind.
+`torch.multiprocessing.spawn` imports torch again in every worker (two seconds each), needs a port, shows whichever
+failure it saw first, and leaves workers behind when it is killed itself. `launch` forks this process, in which torch is
+loaded. Its workers connect through a file, it shows the failure that came first, and it leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from shoal.launch.worker import PASSED_ON, Assignment, board_path, saved_path, v
 T = TypeVar("T")
 StartMethod = Literal["auto", "fork", "forkserver", "spawn"]
 
-TURN = 0.2  # seconds between two looks at signals, deadlines and memory; the end of a worker is seen at once
-SETTLE = 0.3  # seconds after the first failure in which an earlier one may still come to light
-SETTLE_ON_ECHO = 1.5  # the same, when all that is known so far is that somebody lost a peer
+TURN = 0.2  # seconds between two checks of signals, deadlines and memory; the end of a worker is seen at once
+SETTLE = 0.3  # seconds after the first failure in which an earlier one may still be reported
+SETTLE_ON_ECHO = 1.5  # the same, when all failures so far are lost peers
 
 
 def launch(
@@ -53,33 +53,33 @@ def launch(
     grace_period: float = 30.0,
     timeout: float = 600.0,
 ) -> list[T]:
-    """Call `function(placement, store, *args)` in `nproc` workers on this machine; what they returned, by rank.
+    """Call `function(placement, store, *args)` in `nproc` workers on this machine; return their values by rank.
 
-    If a worker fails, the others get SIGTERM, `grace` seconds later SIGKILL, and the first failure is raised: a
-    ShoalError as it is, anything else as `RunFailed`. Ctrl-C and SIGTERM are passed on to the workers once. They have
-    `grace_period` seconds to return; if they all do, so does `launch`. A second signal or the end of patience kills
-    them, and KeyboardInterrupt or SystemExit is raised. `start` auto: a fork, unless this process has what a fork
-    breaks. A worker fails too if a signal (SIGSTOP) has stopped it for `timeout` seconds, or if it has not returned so
-    many seconds after another one has.
+    If a worker fails, the others get SIGTERM, and SIGKILL `grace` seconds later. The first failure is raised: a
+    ShoalError as it is, anything else as `RunFailed`. Ctrl-C and SIGTERM are forwarded to the workers once. They have
+    `grace_period` seconds to return; if they all do, so does `launch`. A second signal, or the end of that period,
+    kills them, and KeyboardInterrupt or SystemExit is raised. `start` auto: a fork, unless a fork would break this
+    process. A worker also fails if a signal (SIGSTOP) has stopped it for `timeout` seconds, or if it returns more than
+    `timeout` seconds after another one.
     """
     method = ("fork" if fork_is_safe() else "forkserver") if start == "auto" else start
     with scratch_folder() as directory:
-        crew = WorkerGroup(directory=directory, grace=grace, grace_period=grace_period, timeout=timeout)
+        group = WorkerGroup(directory=directory, grace=grace, grace_period=grace_period, timeout=timeout)
         try:
-            with crew.receiving_signals():
-                crew.start(method, nproc, function, args)
-                crew.watch()
-            crew.raise_outcome()
+            with group.receiving_signals():
+                group.start(method, nproc, function, args)
+                group.watch()
+            group.raise_outcome()
             return [pickle.loads(value_path(directory, rank).read_bytes()) for rank in range(nproc)]
         finally:
-            crew.kill()
+            group.kill()
 
 
 def default_nproc(device: str = "auto") -> int:
-    """One worker per GPU, or a single one without.
+    """One worker per GPU, or one without GPUs.
 
-    torch counts GPUs by starting CUDA where the management library (NVML) is missing, and then this process could no
-    longer be forked. So a short-lived fork counts, and leaves this process as it was.
+    Without the management library (NVML), torch counts GPUs by starting CUDA, and this process could no longer be
+    forked. So a short-lived fork counts them.
     """
     if device == "cpu":
         return 1
@@ -89,9 +89,9 @@ def default_nproc(device: str = "auto") -> int:
 def fork_is_safe() -> bool:
     """Whether a forked child of this process can compute.
 
-    A thread pool of OpenMP, once used, is broken in the child: its first parallel loop waits for ever. Python's own
-    threads may hold locks that nobody will release there, and CUDA refuses. OpenBLAS also has threads, but ends them
-    before a fork, so after a trial fork only the ones that matter are left.
+    A used thread pool of OpenMP is broken in the child: its first parallel loop hangs. Locks of Python's own threads
+    are never released there, and CUDA fails. OpenBLAS also has threads, but ends them before a fork. So after a trial
+    fork only the threads that matter are left.
     """
     if sys.platform != "linux" or threading.active_count() > 1 or torch.cuda.is_initialized():
         return False
@@ -109,34 +109,34 @@ class WorkerGroup:
     timeout: float = 600.0
     processes: list[BaseProcess] = field(default_factory=list)
     running: dict[Any, int] = field(default_factory=dict)
-    """What tells of a worker's end → its rank."""
+    """Handle that becomes ready at a worker's end → its rank."""
     ended: dict[int, Failure | None] = field(default_factory=dict)
-    """Rank → how it failed; None: it did its work."""
-    verdict: Failure | None = None
-    """The failure that explains the others, fixed before the others are told to stop."""
+    """Rank → its failure; None: it returned."""
+    cause: Failure | None = None
+    """The failure that explains the others, decided before the others get SIGTERM."""
     signals: list[int] = field(default_factory=list)
-    """Signals that this process received and that are still to be passed on or acted upon."""
+    """Received signals that are still to be handled."""
     passed_on: int | None = None
-    is_told: bool = False
-    """Whether somebody has been told of workers that did not stop in time."""
+    is_reported: bool = False
+    """Whether workers that did not stop in time have been reported."""
     deadline: float | None = None
-    """When workers that are still there are killed."""
+    """The time at which remaining workers are killed."""
     returned: dict[int, float] = field(default_factory=dict)
-    """Rank → when it was seen that it has left its value, although its process may still be there."""
+    """Rank → when its value was seen, although its process may still run."""
     stopped: dict[int, float] = field(default_factory=dict)
-    """Rank → how many seconds it was seen stopped by a signal, without a break."""
+    """Rank → seconds for which it was seen stopped by a signal, without a break."""
     memory: Memory = field(default_factory=Memory)
     lifeline_end: Any = None
 
     def start(self, method: str, nproc: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        """Start the workers; they begin at once."""
+        """Start the workers."""
         context: Any = multiprocessing.get_context(method)
         if method == "forkserver":
             context.set_forkserver_preload(["torch.distributed"])
         lifeline, self.lifeline_end = context.Pipe(duplex=False)
         key = secrets.token_bytes(32)
         Board.create(board_path(self.directory), nproc)
-        with lifeline, _signals_blocked():  # until a forked worker has put its own handlers in place
+        with lifeline, _signals_blocked():  # until a forked worker has installed its own handlers
             for rank in range(nproc):
                 assignment = Assignment(
                     rank=rank,
@@ -160,42 +160,42 @@ class WorkerGroup:
             self.memory.look()
             for end in wait(list(self.running), timeout=TURN):
                 self._note_end(end)
-            self._look_at_running()
+            self._check_running()
             if self.signals:
                 self._pass_on(self.signals.pop(0))
-            if not any(self.ended.values()) and not self._late():
+            if not any(self.ended.values()) and not self._overdue():
                 first_seen = None  # a late worker has returned, or a stopped one continues
             elif first_seen is None:
                 first_seen = time.monotonic()
-            if first_seen is not None and self.verdict is None and self.passed_on is None:
-                self._judge(since=first_seen)
+            if first_seen is not None and self.cause is None and self.passed_on is None:
+                self._decide_cause(since=first_seen)
             if self.deadline is not None and time.monotonic() > self.deadline:
-                self._say_who_is_late()
+                self._report_killed()
                 self._signal_all(signal.SIGKILL)
 
     def raise_outcome(self) -> None:
-        """Do nothing if every worker did its work."""
+        """Raise the cause of the failures; return if every worker returned."""
         failures = [failure for failure in self.ended.values() if failure is not None]
         if not failures:
             return
-        if self.verdict is None and self.passed_on == signal.SIGINT:
+        if self.cause is None and self.passed_on == signal.SIGINT:
             raise KeyboardInterrupt
-        if self.verdict is None and self.passed_on is not None:
+        if self.cause is None and self.passed_on is not None:
             raise SystemExit(128 + self.passed_on)
-        verdict = self.verdict or first_failure(failures)
-        error = as_exception(verdict, directory=self.directory, num_workers=len(self.processes))
+        cause = self.cause or first_failure(failures)
+        error = as_exception(cause, directory=self.directory, num_workers=len(self.processes))
         if isinstance(error, RunFailed):
             with contextlib.suppress(OSError, ValueError):
                 error.saved_step = int(saved_path(self.directory).read_text())
-            error.cause = "" if verdict.is_sudden else verdict.what
+            error.cause = "" if cause.is_sudden else cause.what
         raise error
 
     def kill(self) -> None:
-        """End every worker that is still there, at once, and wait until it is gone."""
+        """Kill every remaining worker and wait for its end."""
         self._signal_all(signal.SIGKILL)
         for process in self.processes:
             process.join(self.grace)
-            if process.exitcode is None:  # the kernel cannot end it: it waits for a device, or for a file system
+            if process.exitcode is None:  # the kernel cannot end it while it waits for a device or a file system
                 print(f"shoal: process {process.pid} ({process.name}) does not end", file=sys.stderr, flush=True)
             else:
                 process.close()
@@ -208,15 +208,15 @@ class WorkerGroup:
 
     @contextlib.contextmanager
     def receiving_signals(self) -> Iterator[None]:
-        """Keep SIGINT and SIGTERM for `watch`. Only the main thread can; elsewhere they go where they went before."""
+        """Queue SIGINT and SIGTERM for `watch`. Only the main thread can; elsewhere handlers stay as they are."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
 
-        def keep(number: int, frame: FrameType | None) -> None:
+        def enqueue(number: int, frame: FrameType | None) -> None:
             self.signals.append(number)
 
-        before = {number: signal.signal(number, keep) for number in PASSED_ON}
+        before = {number: signal.signal(number, enqueue) for number in PASSED_ON}
         try:
             yield
         finally:
@@ -228,7 +228,7 @@ class WorkerGroup:
         self.stopped.pop(rank, None)
         _close_end(end)
         process = self.processes[rank]
-        _kill_group(process)  # what the worker started and did not end
+        _kill_group(process)  # remaining children of the worker
         process.join()
         failure = read_failure(self.directory, rank)
         if failure is None and not value_path(self.directory, rank).exists():
@@ -237,46 +237,45 @@ class WorkerGroup:
         if failure is None:
             self.returned.setdefault(rank, time.monotonic())
 
-    def _judge(self, *, since: float) -> None:
-        """Decide which failure came first, as soon as no earlier one can come to light, and stop the others."""
+    def _decide_cause(self, *, since: float) -> None:
+        """Decide which failure came first, once no earlier one can appear, and stop the other workers."""
         written = [read_failure(self.directory, rank) for rank in self.running.values()]
-        failures = [failure for failure in (*self.ended.values(), *written, *self._late()) if failure is not None]
+        failures = [failure for failure in (*self.ended.values(), *written, *self._overdue()) if failure is not None]
         if not failures:
             return
         candidate = self._explained(first_failure(failures))
         time_to_settle = SETTLE_ON_ECHO if candidate.is_echo else SETTLE
         if self.running and time.monotonic() < since + time_to_settle:
             return
-        self.verdict = candidate
+        self.cause = candidate
         self.deadline = time.monotonic() + self.grace
         self._signal_all(signal.SIGTERM)
-        for rank in self.stopped:  # which do not act on any other signal
+        for rank in self.stopped:  # a stopped process acts on no other signal
             self._signal(rank, signal.SIGKILL)
 
-    def _look_at_running(self) -> None:
-        """Note which workers have returned a value, and which are stopped; end those that do not leave."""
+    def _check_running(self) -> None:
+        """Record which workers have returned or are stopped; kill those that do not exit after their return."""
         now = time.monotonic()
         for rank in self.running.values():
             if is_stopped(_pid(self.processes[rank])):
-                # Counted, not read from a clock: a signal to all processes of a job stops this one, too.
+                # Counted in turns, not read from a clock: a signal to all processes of a job stops this one, too.
                 self.stopped[rank] = self.stopped.get(rank, 0.0) + TURN
             else:
                 self.stopped.pop(rank, None)
             if rank not in self.returned and value_path(self.directory, rank).exists():
                 self.returned[rank] = now
-            if (
-                now > self.returned.get(rank, now) + shutdown.seconds_for_handlers(self.timeout) + 1.0
-            ):  # it cannot even end itself
+            limit = (
+                shutdown.seconds_for_handlers(self.timeout) + 1.0
+            )  # a worker that can end itself has done so by then
+            if now > self.returned.get(rank, now) + limit:
                 self._signal(rank, signal.SIGKILL)
 
-    def _late(self) -> list[Failure]:
-        """Workers that have used up the timeout."""
+    def _overdue(self) -> list[Failure]:
+        """Failures of workers that have exceeded the timeout."""
         now, late = time.monotonic(), []
         for rank in self.running.values():
             if self.stopped.get(rank, 0.0) > self.timeout:
-                what = (
-                    f"was stopped by a signal (SIGSTOP) for {self.timeout:g} s, in which the other ranks waited for it"
-                )
+                what = f"was stopped by a signal (SIGSTOP) for {self.timeout:g} s, while the other ranks waited"
                 late.append(Failure(rank=rank, at=now, what=what, is_sudden=True, may_pass=True))
             elif rank not in self.returned and now > min(self.returned.values(), default=now) + self.timeout:
                 first = min(self.returned, key=self.returned.__getitem__)
@@ -285,7 +284,7 @@ class WorkerGroup:
         return late
 
     def _explained(self, candidate: Failure) -> Failure:
-        """The failure, or, if it is that of a rank that waited in vain, the rank that it waited for."""
+        """The failure or, for a rank that timed out on a stopped one, the failure of the stopped rank."""
         silent = [rank for rank in self.running.values() if read_failure(self.directory, rank) is None]
         if not candidate.is_echo or candidate.rank in silent or not silent:
             return candidate
@@ -297,29 +296,30 @@ class WorkerGroup:
         return candidate
 
     def _pass_on(self, number: int) -> None:
-        if self.passed_on is not None:  # the second time a person means it
+        if self.passed_on is not None:  # a second signal kills
             self._signal_all(signal.SIGKILL)
             return
         self.passed_on = number
         self.deadline = min(self.deadline or float("inf"), time.monotonic() + self.grace_period)
         self._signal_all(number)
 
-    def _say_who_is_late(self) -> None:
-        if self.passed_on is None or self.is_told or not self.running:
+    def _report_killed(self) -> None:
+        if self.passed_on is None or self.is_reported or not self.running:
             return
-        self.is_told = True
+        self.is_reported = True
         late = f"rank {listed(sorted(self.running.values()))}".replace(" or ", " and ")
         name = signal.Signals(self.passed_on).name
-        what = f"{late} did not stop within {self.grace_period:g} s of {name}, and was killed; what is saved stays"
-        print(f"shoal: {what}\n    fix: a longer --launch.grace_period, or shorter steps", file=sys.stderr, flush=True)
+        what = f"{late} did not stop within {self.grace_period:g} s of {name}, and was killed; saved checkpoints remain"
+        fix = f"--launch.grace_period {2 * self.grace_period:g}, or shorter steps"
+        print(f"shoal: {what}\n    fix: {fix}", file=sys.stderr, flush=True)
 
     def _signal_all(self, number: int) -> None:
-        """To the workers alone, since their helpers are theirs to end; but SIGKILL to everything they started."""
+        """Signal the workers only, which end their own helpers; SIGKILL also goes to all that they started."""
         for rank in self.running.values():
             self._signal(rank, number)
 
     def _signal(self, rank: int, number: int) -> None:
-        """Only to a worker that was not seen to end: afterwards another process may get its number."""
+        """Signal a worker that was not seen to end: afterwards another process may get its pid."""
         if rank not in self.running.values():
             return
         process = self.processes[rank]
@@ -330,10 +330,9 @@ class WorkerGroup:
 
 
 def _end_of(process: BaseProcess) -> Any:
-    """Something to wait on that becomes ready when the process ends.
+    """A handle that becomes ready when the process ends.
 
-    A process's `sentinel` is a pipe that its own children inherit, so it stays silent while one of them lives; a pidfd
-    of the kernel does not.
+    A process's `sentinel` is a pipe that its children inherit, so it is not ready while one of them runs. A pidfd is.
     """
     return os.pidfd_open(_pid(process)) if hasattr(os, "pidfd_open") else process.sentinel
 
@@ -344,7 +343,7 @@ def _close_end(end: Any) -> None:
 
 
 def _kill_group(process: BaseProcess) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # no such group: the worker had not yet made it
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the worker may not have made its group yet
         os.killpg(_pid(process), signal.SIGKILL)
 
 
@@ -356,7 +355,7 @@ def _pid(process: BaseProcess) -> int:
 def _in_a_fork(count: Callable[[], int]) -> int:
     """A number up to 255 that a forked child counts; 0 if it fails."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of what `fork_is_safe` tries out
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks; `fork_is_safe` tests one
         child = os.fork()
     if child == 0:
         counted = 0

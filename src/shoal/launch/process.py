@@ -1,4 +1,4 @@
-"""A process as the kernel shows it under /proc; empty answers where there is no /proc, or no such process."""
+"""The state of a process from /proc; empty where there is no /proc, or no such process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def _fields(pid: int) -> list[str]:
-    """What `stat` says after the name, which may hold spaces and parentheses."""
+    """The fields of `stat` after the name, which may hold spaces and parentheses."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,8 +1,8 @@
-"""Folders that belong to a process: a lock says whether it lives, and the next process removes those of dead ones.
+"""Temporary folders with a lock that shows whether their process runs; the next process removes abandoned ones.
 
-A process that is killed (`kill -9`, a lost machine) cannot remove its temporary folder. The lock (`flock`) of a folder
-goes with the process that holds it, however that ends, so a folder whose lock can be taken has no owner any more. Where
-a file system has no locks, nothing is removed.
+A killed process (`kill -9`, a lost machine) cannot remove its temporary folder. The kernel releases its lock (`flock`)
+however the process ends, so a folder without a held lock has no owner any more. Where a file system has no locks,
+nothing is removed.
 """
 
 from __future__ import annotations
@@ -25,27 +25,26 @@ from shoal.errors import ShoalError
 
 LOCK = "lock"
 MOST = 100
-"""Folders that one process looks at."""
+"""Folders that one process checks."""
 OLD = 3600.0
-"""Seconds after which a folder without a lock is taken for one whose owner died before it made one."""
+"""Age in seconds from which a folder without a lock file counts as abandoned."""
 
 
 def scratch_prefix() -> str:
-    """How the temporary folders of launchers of this user begin on this host. Hosts may share the parent folder, and
-    not the locks in it."""
+    """The prefix of this user's temporary folders on this host. Hosts may share the parent folder, not its locks."""
     return f"shoal-launch-{os.getuid()}-{_host()}-"
 
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A temporary folder, for as long as the context lasts; those of dead launchers are removed first."""
+    """A temporary folder for the duration of the context; abandoned ones are removed first."""
     try:
         sweep(Path(tempfile.gettempdir()), scratch_prefix())
         folder, lock = _made()
     except OSError as error:
-        what = f"no temporary folder can be created: {error.strerror or error}"
+        what = f"cannot create a temporary folder: {error.strerror or error}"
         where = f" ({error.filename})" if error.filename else ""
-        raise ShoalError(what + where, fix="export TMPDIR=/a/folder/that/you/can/write/to") from None
+        raise ShoalError(what + where, fix="export TMPDIR=/a/writable/folder") from None
     try:
         yield folder
     finally:
@@ -54,7 +53,7 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def sweep(where: Path, prefix: str) -> None:
-    """Remove the folders of this user whose owner is dead."""
+    """Remove the abandoned folders of this user."""
     with suppress(OSError):
         for folder in itertools.islice(where.glob(f"{prefix}*"), MOST):
             with _abandoned(folder) as is_abandoned:
@@ -71,7 +70,7 @@ def _held(folder: Path) -> BinaryIO:
 
 
 def _is_of(lock: BinaryIO, folder: Path) -> bool:
-    """Whether the lock is still that of the folder. Before it was held, another process may have removed both."""
+    """Whether the lock still belongs to the folder, which another process may have removed before."""
     with suppress(OSError):
         return (folder / LOCK).stat().st_ino == os.fstat(lock.fileno()).st_ino
     return False
@@ -79,7 +78,7 @@ def _is_of(lock: BinaryIO, folder: Path) -> bool:
 
 @contextmanager
 def _abandoned(folder: Path) -> Iterator[bool]:
-    """Whether a folder is of this user alone and its owner is dead; during the context no other process can hold it."""
+    """Whether a private folder of this user is abandoned; during the context no other process can lock it."""
     handle: int | None = None
     is_abandoned = False
     try:
@@ -92,7 +91,7 @@ def _abandoned(folder: Path) -> Iterator[bool]:
             is_abandoned = True
     except FileNotFoundError:
         pass
-    except OSError:  # its owner lives, or it is not a lock file
+    except OSError:  # its owner runs, or it is not a lock file
         is_abandoned = False
     try:
         yield is_abandoned
@@ -102,7 +101,7 @@ def _abandoned(folder: Path) -> Iterator[bool]:
 
 
 def _host() -> str:
-    """Twelve digits that no other host has, and that the containers of one host share, as they share its locks."""
+    """Twelve digits that identify the host. Containers of one host share them, as they share its locks."""
     try:
         text = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -1,7 +1,7 @@
-"""The end of a process that has done its work: what user code has left running does not hold it up.
+"""End a finished process in bounded time, whatever user code has left running.
 
-Python joins every thread that is not a daemon and every child process of `multiprocessing`, and calls every exit
-handler, each without a limit. A thread that sleeps for an hour would keep a finished run for an hour.
+Python joins every non-daemon thread and every child process of `multiprocessing`, and calls every exit handler, each
+without a limit. A thread that sleeps for an hour would hold up a finished run for an hour.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ import time
 from multiprocessing.process import BaseProcess
 
 SECONDS_TO_LEAVE = 4.0
-"""Seconds that threads and child processes have to end after the work is done."""
+"""Seconds that threads and child processes have to end after the run."""
 SECONDS_FOR_EXIT_HANDLERS = 60.0
-"""The same for exit handlers: they may upload what a run has logged."""
+"""The same for exit handlers, which may upload logs."""
 
 
 def seconds_for_handlers(timeout: float | None = None) -> float:
-    """Seconds that exit handlers have in a run in which a wait may take `timeout`; None: no such run is known."""
+    """Seconds that exit handlers have in a run with this `launch.timeout`; None: not known."""
     return max(SECONDS_TO_LEAVE, min(SECONDS_FOR_EXIT_HANDLERS, timeout or SECONDS_FOR_EXIT_HANDLERS))
 
 
-def leave_in_time(exit_code: int, *, who: str, timeout: float | None = None) -> None:
-    """Start a thread that reports what is still running after some seconds, and ends this process: at once, unless
-    only an exit handler is left. `timeout`: see `seconds_for_handlers`."""
+def leave_in_time(exit_code: int, *, name: str, timeout: float | None = None) -> None:
+    """Start a thread that ends this process after some seconds and reports what was still running.
+
+    It waits longer if only an exit handler is left. `timeout`: see `seconds_for_handlers`.
+    """
     most = seconds_for_handlers(timeout)
 
     def end() -> None:
@@ -35,11 +37,11 @@ def leave_in_time(exit_code: int, *, who: str, timeout: float | None = None) -> 
         time.sleep(seconds)
         if not _left_running() and most > seconds:
             handler = f"an exit handler{_place_of_main_thread()}"
-            _say(f"shoal: {who} is done, and waits for {handler}, {most:g} s at most")
+            _say(f"shoal: {name} is done, and waits for {handler}, {most:g} s at most")
             time.sleep(most - seconds)
             seconds = most
         left = ", ".join(_left_running()) or f"an exit handler{_place_of_main_thread()}"
-        _say(f"shoal: {who} is done, and left {left} running; ended after {seconds:g} s")
+        _say(f"shoal: {name} is done, and left {left} running; ended after {seconds:g} s")
         for child in _children():
             child.kill()
         for stream in (sys.stdout, sys.stderr):
@@ -71,7 +73,7 @@ def _holds_up(thread: threading.Thread) -> bool:
 
 
 def _place_of_main_thread() -> str:
-    """Where the main thread is, as ` (file:line)`, unless that is in Python's own files."""
+    """The position of the main thread, as ` (file:line)`; empty in Python's own files."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None or frame.f_code.co_filename.startswith((os.path.dirname(os.__file__), "<")):
         return ""

@@ -1,8 +1,8 @@
-"""The life of one local worker: takes its place, calls the function, leaves behind a value or the story of its failure.
+"""The main function of one local worker: it calls the function and writes its value or its failure.
 
-A worker leads a process group of its own, so that Ctrl-C in a terminal reaches only the parent, and so that the helpers
-it starts (loader processes) can be ended with it. It never outlives its parent: a thread waits on a pipe whose other
-end only the parent holds, and the kernel closes that end however the parent dies.
+A worker leads a process group of its own. So Ctrl-C in a terminal reaches only the parent, and the helpers of a worker
+(loader processes) can be ended with it. A worker never outlives its parent: a thread waits on a pipe whose other end
+only the parent has open, and the kernel closes that end however the parent ends.
 """
 
 from __future__ import annotations
@@ -27,50 +27,49 @@ from shoal.comm.rendezvous.environment import Placement
 from shoal.launch.failure import failure_of, write_failure
 from shoal.launch.shutdown import leave_in_time
 
-_HANG_UP = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)  # nohup has it ignored
+_HANG_UP = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)  # nohup ignores it
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *_HANG_UP)
-"""Signals that ask a run to end in good order: of a person, of a scheduler, of Slurm before its time is up, and of a
-terminal that is closed."""
+"""Signals that request a clean stop: Ctrl-C, a scheduler, Slurm before its time limit, and a closed terminal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """What a worker is told by its parent."""
+    """The parameters of a worker from its parent."""
 
     rank: int
     num_workers: int
     directory: Path
-    """Where the workers meet, and where their values and failures are left."""
+    """The folder of the workers' store, values and failures."""
     lifeline: Connection
-    """Becomes readable when the parent is gone."""
+    """Becomes readable when the parent has ended."""
     to_close: Connection | None
     """The parent's end of the lifeline, where a fork has copied it into this process."""
     environ: Mapping[str, str]
     key: bytes = field(repr=False)
-    """A secret of this launch, by which the workers know each other's connections."""
+    """A secret of this launch that authenticates connections between workers."""
     timeout: float | None = None
-    """Seconds that any wait of the run may take; None: not known."""
+    """The longest wait of the run in seconds; None: not known."""
 
 
 def work(assignment: Assignment, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """The main function of a worker process; ends the process itself if anything went wrong."""
-    _settle_in(assignment)
+    """The main function of a worker process; exits the process after a failure."""
+    _set_up(assignment)
     _progress.directory = assignment.directory
     rank, directory = assignment.rank, assignment.directory
     try:
         value = function(_placement(assignment), _store(assignment), *args)
         _write_atomically(value_path(directory, rank), pickle.dumps(value))
-        leave_in_time(0, who=f"rank {rank}", timeout=assignment.timeout)
+        leave_in_time(0, name=f"rank {rank}", timeout=assignment.timeout)
     except BaseException as error:
         write_failure(directory, failure_of(rank, error), error)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
-        os._exit(1)  # at once: leaving in good order would wait for threads and connections that may never answer
+        os._exit(1)  # a normal exit would wait for threads and connections that may never end
 
 
 def note_saved(step: int) -> None:
-    """Leave word, as a worker of `launch`, that a step was saved; in any other process, do nothing. Any thread may."""
+    """Record for `launch` that a step was saved; outside of its workers, do nothing. Thread-safe."""
     with _progress.lock:
         if _progress.directory is not None and step > _progress.newest:
             _progress.newest = step
@@ -80,10 +79,10 @@ def note_saved(step: int) -> None:
 
 @dataclass
 class _Progress:
-    """The newest step that this process saved, as a worker of `launch`."""
+    """The newest step that this worker saved."""
 
     directory: Path | None = None
-    """None: this process is no worker."""
+    """None: this process is no worker of `launch`."""
     newest: int = -1
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -92,36 +91,33 @@ _progress = _Progress()
 
 
 def saved_path(directory: Path) -> Path:
-    """Where the workers leave the newest step that was saved."""
+    """The file with the newest saved step."""
     return directory / "saved-step"
 
 
 def board_path(directory: Path) -> Path:
-    """Where the workers exchange numbers."""
+    """The file in which the workers exchange numbers."""
     return directory / "board"
 
 
 def value_path(directory: Path, rank: int) -> Path:
-    """Where a worker leaves what its function returned."""
+    """The file with the return value of a worker."""
     return directory / f"value-{rank}.pickle"
 
 
 def lead_own_group() -> None:
-    """Become the leader of a new process group, unless the parent has already made this process one."""
+    """Become the leader of a new process group, unless this process is one already."""
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
 
 
 def end_with_parent(lifeline: Connection, directory: Path) -> None:
-    """From now on this process and the group that it leads end when the other end of the lifeline is closed.
-
-    The directory goes too, since nobody else is left who knows of it.
-    """
+    """End this process and its group when the other end of the lifeline closes, and remove the directory."""
 
     def wait_for_the_end() -> None:
         try:
             with contextlib.suppress(EOFError, OSError):
-                lifeline.recv_bytes()  # nobody ever sends
+                lifeline.recv_bytes()  # returns only when the parent ends: nothing is ever sent
             shutil.rmtree(directory, ignore_errors=True)
         finally:
             os.killpg(os.getpid(), signal.SIGKILL)
@@ -129,9 +125,9 @@ def end_with_parent(lifeline: Connection, directory: Path) -> None:
     threading.Thread(target=wait_for_the_end, name="lifeline", daemon=True).start()
 
 
-def _settle_in(assignment: Assignment) -> None:
+def _set_up(assignment: Assignment) -> None:
     lead_own_group()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a fork inherits the parent's, which pass signals on
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a fork inherits the parent's, which forward signals
     for number in PASSED_ON[1:]:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
@@ -140,7 +136,7 @@ def _settle_in(assignment: Assignment) -> None:
     end_with_parent(assignment.lifeline, assignment.directory)
     os.environ.update(assignment.environ)
     if "lo" in (name for _, name in socket.if_nameindex()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all peers are here, so nobody else needs to reach them
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all peers are on this host
 
 
 def _placement(assignment: Assignment) -> Placement:
@@ -157,7 +153,7 @@ def _placement(assignment: Assignment) -> Placement:
 
 
 def _store(assignment: Assignment) -> dist.Store:
-    """A file instead of a port: nothing listens, nothing can be taken, and nobody else can write to it."""
+    """A store in a file instead of a port: nothing listens, and no other user can write to it."""
     return dist.FileStore(str(assignment.directory / "store"), assignment.num_workers)
 
 

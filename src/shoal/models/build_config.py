@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.utils import skip_init
 
-from shoal.blueprint.validation.bounds import absurd
+from shoal.blueprint.validation.bounds import check_bounds
 from shoal.errors import Problem, listed, nearest, raise_if
 
 Config = TypeVar("Config")
@@ -53,7 +53,7 @@ def build_config(model: str, presets: Mapping[str, Config], default: Config, arg
             overrides[name] = _fitted(overrides[name], hints[name])
         except ValueError:
             problems.append(Problem(f"{name} is {overrides[name]!r}", f"{name}: {_in_words(hints[name])}"))
-    problems += absurd(overrides.items())
+    problems += check_bounds(overrides.items())
     raise_if(sorted(problems, key=str), title=f"model {model!r}")
     base: Any = default if preset is None else presets[preset]
     changed: Config = dataclasses.replace(base, **overrides)  # refuses numbers that do not go together

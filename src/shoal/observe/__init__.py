@@ -1,1 +1,1 @@
-"""Looking at a run: its directory, its metrics, the line on the terminal. Nothing here changes what is computed."""
+"""The outputs of a run: its directory, its metrics, its progress line. Nothing here changes its numbers."""

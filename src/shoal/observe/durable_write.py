@@ -1,7 +1,7 @@
-"""Directories and small files that survive a power loss.
+"""Write directories and small files that survive a power loss.
 
-After a power loss a disk holds the bytes of a file as of the last fsync of that file, and the names in a directory as
-of the last fsync of that directory. Anything later may be there, in part or not at all, and in any order.
+After a power loss a disk holds the bytes of a file as of its last fsync, and the names in a directory as of that
+directory's last fsync. Later changes may be there, in part or not at all, and in any order.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from pathlib import Path
 from shoal.files import opened
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Errors of a disk, or of a user's quota, that has no room left."""
+"""Errors of a full disk, or of a full quota."""
 
 
 def sync(path: Path) -> None:
-    """Return when the names in a directory, or the bytes of a file, are on the disk. A directory that this user may
-    write to and not read, or of a file system that syncs no directories, cannot be synced, and is used without."""
+    """Return when the names in a directory, or the bytes of a file, are on the disk.
+
+    A directory that this user cannot read, or on a file system without directory syncs, is skipped.
+    """
     try:
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -33,10 +35,10 @@ def sync(path: Path) -> None:
 
 
 def make_directory(path: Path, *, private: bool = False) -> None:
-    """Create a directory and its parents, and return when their names are on the disk. `private`: only this user may
-    enter the directory; one that exists keeps its mode.
+    """Create a directory and its parents, and return when their names are on the disk.
 
-    Existing parents are synced as well: a process that was killed may have created them without a sync.
+    `private`: a new directory has mode 0700; the mode of an existing one does not change. Existing parents are synced
+    as well: a killed process may have created them without a sync.
     """
     path.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
     resolved = path.resolve()
@@ -46,13 +48,13 @@ def make_directory(path: Path, *, private: bool = False) -> None:
 
 
 _NO_SYNC = (errno.EACCES, errno.EPERM, errno.EINVAL, errno.EROFS, errno.ENOTSUP)
-"""Errors of a directory of someone else, or of a file system that syncs no directories."""
+"""Errors of another user's directory, or of a file system without directory syncs."""
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a small file, of which a crash or a full disk leaves the old text or the new one, and no part file.
+    """Write a small file atomically: a crash or a full disk leaves the old text or the new one, and no part file.
 
-    Which of the two a power loss leaves is certain after the next `sync`.
+    After a power loss, the new text is certain only if `sync` has followed.
     """
     part = path.with_suffix(".part")
     try:
@@ -68,7 +70,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def room(path: Path, error: OSError) -> str:
-    """What to add to the message of a full disk: ` (12,288 bytes free)`. Empty for another error."""
+    """The end of a message about a full disk: ` (12,288 bytes free)`. Empty for another error."""
     if error.errno not in FULL:
         return ""
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Metrics of a run: one JSON object per line, always; trackers beside it when asked for.
+"""Metrics of a run: one JSON object per line, and trackers if configured.
 
 Every sink takes the same flat record `{"step": 3, "loss": 5.1, ...}`. The keys are documented in docs/metrics.md.
 """
@@ -28,30 +28,30 @@ Say = Callable[[str], None]
 
 
 class Sink(Protocol):
-    """Somewhere that records go."""
+    """A destination of records."""
 
     def write(self, record: Record) -> None:
-        """Take one record."""
+        """Write one record."""
 
     def close(self) -> None:
-        """Everything taken so far is durable afterwards."""
+        """Make all records durable and close."""
 
 
 class JsonLines:
-    """A file with one JSON object per line, which holds whole lines only.
+    """A file with one JSON object per line and no partial lines.
 
-    A disk that is full, or fails, does not end the run: lines wait in memory and are written with a later one. Those
-    that do not fit there, or are still waiting at the end, are lost, which is reported.
+    A full or failing disk does not end the run: lines wait in memory and are written with a later one. Lines that do
+    not fit there, or still wait at the end, are lost and reported.
     """
 
     MOST_WAITING = 10_000
-    """Lines that wait; the oldest are lost first."""
+    """The largest number of waiting lines; the oldest are lost first."""
 
     def __init__(self, path: Path, say: Say | None = None) -> None:
         self._path, self._say = path, say or print_to_stderr
         self._file = opened(path, "ab", buffering=0)
         self._waiting: deque[tuple[int, bytes]] = deque()
-        """Steps and lines that the disk has not taken yet."""
+        """Steps and lines that are not written yet."""
         self._lost: list[int] = []
         """The first and the last step whose lines are lost."""
         self._is_failing = False
@@ -89,7 +89,7 @@ class JsonLines:
             self._file.close()
 
     def _flush(self) -> None:
-        """Write what is waiting; a line that the disk took only a part of is cut off again."""
+        """Write the waiting lines; a partly written line is truncated."""
         while self._waiting:
             _, line = self._waiting[0]
             before = os.fstat(self._file.fileno()).st_size
@@ -108,14 +108,14 @@ class JsonLines:
 
 
 class Guarded:
-    """A tracker whose failure is reported once, and ends its records but not the run."""
+    """A tracker that is disabled at its first failure, which is reported; the run continues."""
 
     def __init__(self, name: str, sink: Sink, say: Say) -> None:
         self._name, self._sink, self._say = name, sink, say
         self._has_failed = False
 
     def write(self, record: Record) -> None:
-        """Pass a record on, unless an earlier one has failed."""
+        """Forward a record, unless an earlier one has failed."""
         self._try(lambda: self._sink.write(record), f"since step {record['step']}")
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ class Guarded:
 
 
 def print_to_stderr(text: str) -> None:
-    """For a rank that has no progress line."""
+    """Print a message of a rank without a progress line."""
     print(f"shoal: {text}", file=sys.stderr, flush=True)
 
 
@@ -155,7 +155,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run in W&B; offline and online are its own settings (WANDB_MODE)."""
+    """A run in W&B; WANDB_MODE selects offline or online."""
 
     def __init__(self, directory: Path, name: str, settings: Record) -> None:
         self._run = needs("wandb", what="the tracker wandb", extra="wandb").init(
@@ -172,7 +172,7 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """A run in MLflow; the tracking server is its own setting (MLFLOW_TRACKING_URI)."""
+    """A run in MLflow; MLFLOW_TRACKING_URI selects the tracking server."""
 
     def __init__(self, directory: Path, name: str, settings: Record) -> None:
         self._mlflow = needs("mlflow", what="the tracker mlflow", extra="mlflow")
@@ -196,12 +196,12 @@ TRACKERS: dict[str, Callable[[Path, str, Record], Sink]] = {
 
 
 def numbers(record: Record) -> dict[str, float]:
-    """The entries of a record that are numbers, but for the step itself."""
+    """The numeric entries of a record, without the step."""
     return {n: v for n, v in record.items() if isinstance(v, int | float) and not isinstance(v, bool) and n != "step"}
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Measured: the largest allocation on the device so far; on a CPU, the largest resident size of this process."""
+    """The measured peak allocation on the device so far; on a CPU, the peak resident size of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss counts bytes there and KiB elsewhere
@@ -209,7 +209,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def jsonable(record: Record) -> dict[str, Any]:
-    """The record with NaN and infinity, which JSON has no words for, as strings.
+    """The record with NaN and infinity as strings, since JSON has no such numbers.
 
     >>> jsonable({"step": 1, "loss": float("nan")})
     {'step': 1, 'loss': 'nan'}

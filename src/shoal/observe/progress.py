@@ -1,4 +1,4 @@
-"""The line that a person watches: live on a terminal, an occasional plain line in a log file, nothing when quiet."""
+"""The progress line: a live bar on a terminal, an occasional plain line in a log file, nothing when quiet."""
 
 from __future__ import annotations
 
@@ -12,60 +12,62 @@ from rich.table import Column
 from rich.text import Text
 
 _PLAIN_EVERY = 10.0  # seconds between two lines in a log file
-_PLAIN_AFTER = 1.0  # seconds that an evaluation takes before a log file hears of it: most are over by then
+_PLAIN_AFTER = 1.0  # seconds of an evaluation before its first line in a log file: most are over by then
 
 
 class ProgressLine(Protocol):
-    """Shows how far a run is. `done` goes from 0 to 1."""
+    """The progress of a run. `done` goes from 0 to 1."""
 
     def show(self, record: Mapping[str, Any], done: float) -> None:
-        """A step was made."""
+        """Show a finished step."""
 
     def evaluating(self, done: int, total: int) -> None:
-        """So many of the held-out samples are scored; an evaluation begins with 0 of them."""
+        """Show the number of scored held-out samples; an evaluation begins with 0 of them."""
 
     def note(self, text: str) -> None:
-        """Something that a person who watches wants to know."""
+        """Print information, unless quiet."""
 
     def say(self, text: str) -> None:
-        """Something that a person must read."""
+        """Print a message that must not be missed."""
 
     def close(self) -> None:
-        """The run is over."""
+        """End the line."""
 
 
 class Quiet:
-    """Says nothing but what must be said."""
+    """Prints only messages that must not be missed."""
 
     def __init__(self, console: Console, unit: str = "tok") -> None:
         self._console, self._unit = console, unit
 
     def show(self, record: Mapping[str, Any], done: float) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def evaluating(self, done: int, total: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def note(self, text: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def say(self, text: str) -> None:
-        """On its own line."""
+        """Print a line."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=not self._console.is_terminal)
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class Left:
-    """How long a run will take yet, by the steps since its first one: that one may compile, and those before it were
-    made by an earlier run."""
+    """The remaining time of a run, from the steps since its first one.
+
+    The first step may compile, and steps before it belong to an earlier run.
+    """
 
     def __init__(self) -> None:
         self._first: tuple[float, float] | None = None
 
     def after(self, now: float, done: float) -> str:
-        """A step was made; nothing is known of the next ones after the first."""
+        """The remaining time after a step; empty after the first one."""
         began, before = self._first = self._first or (now, done)
         return time_left(now - began, (done - before) / (1.0 - before)) if done < 1.0 else ""
 
@@ -79,11 +81,11 @@ class Plain(Quiet):
         self._left = Left()
 
     def note(self, text: str) -> None:
-        """On its own line."""
+        """Print a line."""
         self.say(text)
 
     def show(self, record: Mapping[str, Any], done: float) -> None:
-        """A line, if the last one is long enough ago or this is the first or the last step."""
+        """Print a line every ten seconds, and for the first and the last step."""
         now = time.monotonic()
         left = self._left.after(now, done)
         if record["step"] == 1 or done >= 1.0 or now - self._last >= _PLAIN_EVERY:
@@ -91,7 +93,7 @@ class Plain(Quiet):
             self.say(f"{done:4.0%}  {status(record, self._unit)}{left}")
 
     def evaluating(self, done: int, total: int) -> None:
-        """A line soon after it has begun, if it is not over by then, and one every ten seconds."""
+        """Print a line after one second, and then every ten seconds."""
         now = time.monotonic()
         if not done:
             self._evaluation, self._next = now, now + _PLAIN_AFTER
@@ -118,17 +120,17 @@ class Live(Quiet):
         self._task = self._progress.add_task("", total=1.0, status="")
 
     def note(self, text: str) -> None:
-        """Above the bar."""
+        """Print a line above the bar."""
         self.say(text)
 
     def show(self, record: Mapping[str, Any], done: float) -> None:
-        """Redraw. The bar begins with the first step, so that whatever fails before leaves the terminal as it was."""
+        """Redraw. The bar begins with the first step, so that an earlier failure leaves the terminal as it was."""
         self._progress.start()
         left = self._left.after(time.monotonic(), done)
         self._progress.update(self._task, completed=done, status=status(record, self._unit) + left)
 
     def evaluating(self, done: int, total: int) -> None:
-        """Redraw: the bar is the evaluation's until the next step."""
+        """Redraw. The bar shows the evaluation until the next step."""
         self._progress.start()
         now = time.monotonic()
         if not done:
@@ -137,7 +139,7 @@ class Live(Quiet):
         self._progress.update(self._task, completed=done / total, status=scored(done, total) + left)
 
     def close(self) -> None:
-        """Take the bar away; the table that follows says the rest."""
+        """Remove the bar; a table follows."""
         self._progress.stop()
 
 
@@ -147,7 +149,7 @@ class _Status(ProgressColumn):
 
 
 def progress_line(console: Console, *, quiet: bool, unit: str = "tok") -> ProgressLine:
-    """The right one for where the output goes. `unit` is what is counted per second: `tok` or `sample`."""
+    """The progress line for the kind of output. `unit` is counted per second: `tok` or `sample`."""
     if quiet:
         return Quiet(console)
     return Live(console, unit) if console.is_terminal else Plain(console, unit)
@@ -170,7 +172,7 @@ def scored(done: int, total: int) -> str:
 
 
 def time_left(elapsed: float, done: float) -> str:
-    """`  1:05 left`, once there is something to reckon with."""
+    """`  1:05 left`; empty before the first progress and at the end."""
     if not 0.0 < done < 1.0:
         return ""
     minutes, seconds = divmod(round(elapsed * (1.0 - done) / done), 60)
@@ -179,7 +181,7 @@ def time_left(elapsed: float, done: float) -> str:
 
 
 def human(number: float) -> str:
-    """Three digits and a letter.
+    """Format a number with three digits and a letter.
 
     >>> human(18312), human(1.5e9), human(42)
     ('18.3k', '1.5G', '42')

@@ -11,7 +11,7 @@ from torch import nn
 from shoal.blueprint.description import Description, matches
 from shoal.blueprint.model_shapes import is_inside
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.validation.legality import check_plan
+from shoal.blueprint.validation.check import check_plan
 from shoal.comm.collectives import all_gather_plain
 from shoal.errors import Problem, ShoalError, nearest, raise_if
 from shoal.numerics.fp8.convert import NARROW, is_fit_for_fp8

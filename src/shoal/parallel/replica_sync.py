@@ -109,13 +109,13 @@ def _own_sync(group: ReplicaGroup, sync: SyncPolicy, seed: int) -> GradientReduc
     is_whole = not group.is_sharded and group.parts[0].stage is None
     if is_whole:
         make_equal(group.parts[0].model, transport)
-    if plan.synchrony is not None:
+    if plan.sync_spec is not None:
         _reject_tied_replicas(plan, mesh, group.description)
         return LocalSGD(
             named,
             comm_threads,
             average,
-            plan.synchrony,
+            plan.sync_spec,
             sync.outer,
             bucket_bytes,
             seed,

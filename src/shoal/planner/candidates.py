@@ -1,7 +1,6 @@
 """What there is to try: every layout of a task's devices whose degrees divide what they have to divide.
 
-The same rules as a run's (`legality`) say what a plan on paper may be; here are only those that keep most of the
-layouts from being made at all.
+`check_plan` has all rules that a run's plan obeys. Here are only those that keep most layouts from being made.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 from shoal.blueprint.description import Description, Split
 from shoal.blueprint.layout import divisors
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.validation.legality import check_plan
+from shoal.blueprint.validation.check import check_plan
 from shoal.errors import Problem
 from shoal.planner.task import Task
 from shoal.predict.workload import Workload

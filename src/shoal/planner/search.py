@@ -10,7 +10,7 @@ them need not be judged, and what is left out is left out for a reason that alwa
     zero        in a pipeline, shoal holds for 2 and 3 what it holds for 1 (`blueprint.memory`)
 
 Plans that are predicted within 5 % of the best are as good as anybody can tell: the simplest comes first. A plan that
-comes out is one that `legality` lets run.
+comes out is one that `check_plan` lets run.
 """
 
 from __future__ import annotations

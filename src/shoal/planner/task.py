@@ -7,7 +7,7 @@ from functools import cached_property
 
 from shoal.blueprint.description import Description
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.validation.bounds import absurd
+from shoal.blueprint.validation.bounds import check_bounds
 from shoal.errors import raise_if
 from shoal.predict.cluster import Cluster
 from shoal.predict.estimate.peak_memory import PeakMemory, peak_memory
@@ -39,7 +39,7 @@ class Task:
     """Bytes of a device that may be used. None: all but a small part, since predictions are off by some per cent."""
 
     def __post_init__(self) -> None:
-        raise_if(absurd([("--seq-len", self.sequence), ("--global-batch", self.global_batch)]))
+        raise_if(check_bounds([("--seq-len", self.sequence), ("--global-batch", self.global_batch)]))
 
     @cached_property
     def room(self) -> float:

@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from shoal.blueprint.validation.bounds import absurd
+from shoal.blueprint.validation.bounds import check_bounds
 from shoal.errors import ShoalError, listed, nearest, raise_if
 
 GIB = 2.0**30
@@ -141,7 +141,9 @@ class Cluster:
         for key in ("per_node", "nodes"):
             if getattr(self, key) < 1:
                 raise ShoalError(f"{key}={getattr(self, key)} is not a number of machines", fix=f"{key}=1 or more")
-        raise_if(absurd([("per_node", self.per_node), ("nodes", self.nodes), ("devices", self.per_node * self.nodes)]))
+        raise_if(
+            check_bounds([("per_node", self.per_node), ("nodes", self.nodes), ("devices", self.per_node * self.nodes)])
+        )
 
     def __hash__(self) -> int:
         return hash((self.device, self.per_node, self.nodes))

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from shoal.blueprint.validation.bounds import absurd
+from shoal.blueprint.validation.bounds import check_bounds
 from shoal.errors import Problem, ShoalError, nearest, raise_if
 
 
@@ -109,7 +109,7 @@ class Workload:
         raise_if(
             [Problem(f"{k}={getattr(self, k)}", f"{k}=1 or more") for k in counts if getattr(self, k) < 1], self.name
         )
-        raise_if(absurd((each.name, getattr(self, each.name)) for each in fields(self)), self.name)
+        raise_if(check_bounds((each.name, getattr(self, each.name)) for each in fields(self)), self.name)
         if not self.kv_heads:
             object.__setattr__(self, "kv_heads", self.heads)
         if not self.head_dim:

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from shoal.blueprint.layout import GROUP_AXES
 from shoal.blueprint.local_sgd import AUTO
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.validation.legality import check_plan, legal_plans, num_chunks
+from shoal.blueprint.validation.check import check_plan
+from shoal.blueprint.validation.context import num_chunks
+from shoal.blueprint.validation.enumerate import legal_plans
 from shoal.config.recipe import ModelSection, Recipe
 from shoal.data.batch import length, rows
 from shoal.data.order import sample_ids

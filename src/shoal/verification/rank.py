@@ -112,7 +112,7 @@ def _meet_as_asked(
 ) -> None:
     """What compression does to the first gradient, and what is sent when replicas meet as the plan says."""
     plans = [replace(asked, sync=None)] if asked.compress else []
-    for plan in [*plans, *([shortened(asked)] if asked.synchrony is not None else [])]:
+    for plan in [*plans, *([shortened(asked)] if asked.sync_spec is not None else [])]:
         run = Run(plan, loss=case.loss, seed=case.seed, clip=None, world=world, warmup_steps=0)
         _prepare(run, case)
         share = _share(run, case.batches[0])

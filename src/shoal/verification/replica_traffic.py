@@ -36,7 +36,7 @@ class ReplicaTraffic:
 
 def shortened(plan: Plan) -> Plan:
     """The plan with islands that meet soon."""
-    synchrony = plan.synchrony
+    synchrony = plan.sync_spec
     if synchrony is None:
         return plan
     return replace(plan, sync=str(replace(synchrony, every=min(synchrony.every, MOST_STEPS))))
@@ -47,7 +47,7 @@ def replica_traffic(
 ) -> ReplicaTraffic | None:
     """What a run of the hurried plan sends when replicas meet. Every rank calls it. None: there is nobody to meet.
     `plan` is the one that was asked for; `step` makes a step of the run."""
-    composed, every = run.composed, plan.synchrony.every if plan.synchrony is not None else 1
+    composed, every = run.composed, plan.sync_spec.every if plan.sync_spec is not None else 1
     comm_threads = composed.comm_threads
     if comm_threads is None:
         return None

@@ -1,8 +1,8 @@
-"""What the algorithms of collectives send, as messages one after the other, in which form they are easy to prove.
+"""The messages of collective algorithms, as a sequential list, which is easy to prove.
 
-`shoal.blueprint.collectives.steps` says what may travel at the same time, and what it costs. An algorithm is put
-together from a few pieces: a ring, a tree, two trees, exchanges of halves. A function for each collective returns the
-messages of one algorithm, and into how many blocks they cut a tensor.
+`shoal.blueprint.collectives.steps` packs them into concurrent rounds and computes their cost. An algorithm combines a
+few pieces: a ring, a tree, two trees, exchanges of halves. A function for each collective returns the messages of one
+algorithm, and the number of blocks that they cut a tensor into.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 Blocks = tuple[int, ...]
 Parts = Sequence[Blocks]
-"""For each member of a group, the blocks that are its own."""
+"""For each member of a group, the blocks that it owns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +29,14 @@ class Move:
     target: int
     blocks: Blocks
     adds: bool
-    """True: what arrives is added to what is there; else it takes its place."""
+    """True: the target adds the blocks to its own; else it replaces its own."""
 
 
-# ---- what algorithms are made of -------------------------------------------------------------------------------------
+# ---- building blocks -------------------------------------------------------------------------------------------------
 
 
 def _ring_scatter(members: Sequence[int], parts: Parts) -> Iterator[Move]:
-    """Sums go round; member i ends up with that of part i."""
+    """Partial sums travel around the ring; member i ends with the sum of part i."""
     n = len(members)
     for k in range(n - 1):
         for i in range(n):
@@ -44,7 +44,7 @@ def _ring_scatter(members: Sequence[int], parts: Parts) -> Iterator[Move]:
 
 
 def _ring_gather(members: Sequence[int], parts: Parts) -> Iterator[Move]:
-    """Member i has part i; parts go round until all have them."""
+    """Member i has part i; parts travel around the ring until all members have them."""
     n = len(members)
     for k in range(n - 1):
         for i in range(n):
@@ -67,7 +67,7 @@ class Tree:
         return order
 
     def below(self) -> dict[int, set[int]]:
-        """Rank → itself and those below it."""
+        """Rank → itself and its descendants."""
         found = {rank: {rank} for rank in self.top_down}
         for rank in reversed(self.top_down):
             if rank in self.parent:
@@ -75,17 +75,17 @@ class Tree:
         return found
 
     def reduce(self, blocks: Blocks) -> Iterator[Move]:
-        """Sums come up to the root."""
+        """Send partial sums up to the root."""
         for rank in reversed(self.top_down[1:]):
             yield Move(rank, self.parent[rank], blocks, adds=True)
 
     def broadcast(self, blocks: Blocks) -> Iterator[Move]:
-        """What the root has goes down to all."""
+        """Send the root's blocks down to all ranks."""
         for rank in self.top_down[1:]:
             yield Move(self.parent[rank], rank, blocks, adds=False)
 
     def scatter(self, parts: Parts) -> Iterator[Move]:
-        """The root has all parts; each rank gets those of the ranks below it."""
+        """The root has all parts; each rank gets its own and those of its descendants."""
         below = self.below()
         for rank in self.top_down[1:]:
             blocks = tuple(block for each in sorted(below[rank]) for block in parts[each])
@@ -94,16 +94,16 @@ class Tree:
 
 @lru_cache
 def binary_tree(world: int) -> Tree:
-    """Rank r below (r - 1) / 2: rank 0 is the root."""
+    """A tree in which the parent of rank r is (r - 1) / 2 and rank 0 is the root."""
     return Tree(0, {rank: (rank - 1) // 2 for rank in range(1, world)})
 
 
 @lru_cache
 def two_trees(world: int) -> tuple[Tree, Tree]:
-    """Two trees in which almost nobody has children in both, so that each carries half and both directions are busy.
+    """Two trees in which almost no rank has children in both. Each carries half, so both directions are busy.
 
-    The first is in order: odd ranks are inside, and even ones leaves. The second is the first one shifted by a rank, or
-    mirrored if their number is even, where a shift would bring a leaf to the top.
+    In the first, odd ranks are inner nodes and even ones leaves. The second is the first one shifted by a rank, or
+    mirrored if the number of ranks is even, where a shift would make a leaf the root.
     """
     first = _in_order(world)
     turned: Callable[[int], int] = (lambda r: (r + 1) % world) if world % 2 else (lambda r: world - 1 - r)
@@ -115,8 +115,10 @@ def _in_order(world: int) -> Tree:
     parent: dict[int, int] = {}
 
     def built(low: int, high: int) -> int:
-        """The top of the ranks from `low` to `high`: the one of them that is divisible by the largest power of two,
-        counted from 1; so that leaves are even."""
+        """The root of ranks `low` to `high`: counted from 1, the one that the largest power of two divides.
+
+        So leaves are even.
+        """
         top = max(range(low, high), key=lambda rank: ((rank + 1) & -(rank + 1), -rank))
         if low < top:
             parent[built(low, top)] = top
@@ -129,11 +131,11 @@ def _in_order(world: int) -> Tree:
 
 @dataclass(frozen=True)
 class _Folded:
-    """As many ranks as a power of two allows; each other one has a partner among them that speaks for it."""
+    """The largest power of two of ranks is active; each other rank has an active partner that sends for it."""
 
     active: list[int]
     partner: dict[int, int]
-    """Who is spoken for → by whom."""
+    """Inactive rank → its active partner."""
 
     @classmethod
     def of(cls, world: int) -> _Folded:
@@ -142,17 +144,17 @@ class _Folded:
         pairs = {2 * i + 1: 2 * i for i in range(extra)}
         return cls([rank for rank in range(world) if rank not in pairs], pairs)
 
-    def spoken_for(self, parts: Parts) -> list[Blocks]:
+    def with_partners(self, parts: Parts) -> list[Blocks]:
         """For each active rank, its own part and that of its partner."""
         others = {by: parts[rank] for rank, by in self.partner.items()}
         return [tuple(parts[rank]) + tuple(others.get(rank, ())) for rank in self.active]
 
     def halve(self, parts: Parts) -> Iterator[Move]:
-        """Exchange halves of what is left with ever nearer ranks; active rank i ends up with the sum of part i."""
+        """Exchange halves with ever nearer ranks; active rank i ends with the sum of part i."""
         yield from self._exchange(parts, down=True)
 
     def double(self, parts: Parts) -> Iterator[Move]:
-        """The other way round, without sums."""
+        """The reverse of `halve`, without sums."""
         yield from self._exchange(parts, down=False)
 
     def _exchange(self, parts: Parts, *, down: bool) -> Iterator[Move]:
@@ -161,7 +163,7 @@ class _Folded:
         for distance in reversed(distances) if down else distances:
             for i in range(n):
                 peer = i ^ distance
-                low = (peer if down else i) // distance * distance  # whose side of the pair is sent
+                low = (peer if down else i) // distance * distance  # the side of the pair that is sent
                 blocks = tuple(block for j in range(low, low + distance) for block in parts[j])
                 yield Move(self.active[i], self.active[peer], blocks, adds=down)
 
@@ -181,7 +183,7 @@ def _nodes(world: int, node: int) -> list[list[int]]:
 # ---- the collectives -------------------------------------------------------------------------------------------------
 
 Made = tuple[list[Move], int]
-"""Moves, one after the other, and how many blocks there are."""
+"""Moves in sequence, and the number of blocks."""
 
 
 def _all_reduce(algorithm: Algorithm, world: int, segments: int, node: int) -> Made:
@@ -230,7 +232,7 @@ def _reduce_scatter(algorithm: Algorithm, world: int, segments: int, node: int) 
     elif algorithm == "halving":
         folded = _Folded.of(world)
         moves += [Move(rank, by, _flat(parts), adds=True) for rank, by in folded.partner.items()]
-        moves += folded.halve(folded.spoken_for(parts))
+        moves += folded.halve(folded.with_partners(parts))
         moves += [Move(by, rank, parts[rank], adds=False) for rank, by in folded.partner.items()]
     elif algorithm == "hierarchical":
         nodes = _nodes(world, node)
@@ -250,8 +252,7 @@ def _reduce_scatter(algorithm: Algorithm, world: int, segments: int, node: int) 
 
 
 def _all_gather(algorithm: Algorithm, world: int, segments: int, node: int) -> Made:
-    """A reduce-scatter backwards: where a part came together, it spreads from. Nobody is sent what it has from the
-    beginning, its own part."""
+    """A reduce-scatter in reverse. No rank receives its own part, which it has from the beginning."""
     moves, num_blocks = _reduce_scatter(algorithm, world, segments, node)
     per = num_blocks // world
     back = [
@@ -262,7 +263,7 @@ def _all_gather(algorithm: Algorithm, world: int, segments: int, node: int) -> M
 
 
 def _trees_of_parts(algorithm: Algorithm, world: int) -> tuple[tuple[Tree, ...], list[list[Blocks]]]:
-    """The trees, and for each of them the blocks of every rank's part that it carries."""
+    """The trees, and for each of them the blocks that it carries of every rank's part."""
     trees = two_trees(world) if algorithm == "double_tree" else (binary_tree(world),)
     count = len(trees)
     return trees, [[(rank * count + which,) for rank in range(world)] for which in range(count)]
@@ -275,7 +276,7 @@ def _broadcast(algorithm: Algorithm, world: int, segments: int, node: int) -> Ma
         folded = _Folded.of(world)
         parts, n = _singles(len(folded.active)), len(folded.active)
         distance = n // 2
-        while distance:  # every holder gives the upper half of what it has away
+        while distance:  # every rank with blocks sends the upper half of them
             for i in range(0, n, 2 * distance):
                 upper = _flat(parts[i + distance : i + 2 * distance])
                 moves.append(Move(folded.active[i], folded.active[i + distance], upper, adds=False))
@@ -301,12 +302,12 @@ def _broadcast(algorithm: Algorithm, world: int, segments: int, node: int) -> Ma
     for block in range(count):
         tree = trees[block % len(trees)]
         moves += [Move(0, tree.root, (block,), adds=False)] * (tree.root != 0)
-        moves += [m for m in tree.broadcast((block,)) if m.target != 0]  # which has it
+        moves += [m for m in tree.broadcast((block,)) if m.target != 0]  # rank 0 has the block
     return moves, count
 
 
 def _lifted(move: Move, node: int) -> Move:
-    """From nodes to their first ranks."""
+    """Map a message between nodes to one between their first ranks."""
     return Move(move.source * node, move.target * node, move.blocks, move.adds)
 
 
@@ -321,15 +322,14 @@ def _all_to_all(algorithm: Algorithm, world: int, segments: int, node: int) -> M
         for k in ranks[1:]:
             moves += [Move(r, (r + k) % world, (of(r, (r + k) % world),), adds=False) for r in ranks]
     elif algorithm == "ring":
-        for k in ranks[
-            1:
-        ]:  # at the k-th hop, a rank passes on what began k - 1 ranks before it and has k or more to go
+        for k in ranks[1:]:
+            # At the k-th hop, a rank forwards blocks that started k - 1 ranks before it and have k or more hops to go.
             for r in ranks:
                 s = (r - k + 1) % world
                 on_the_way = tuple(of(s, (s + far) % world) for far in range(k, world))
                 moves.append(Move(r, (r + 1) % world, on_the_way, adds=False))
     elif algorithm == "halving":
-        for bit in range((world - 1).bit_length()):  # blocks jump by the bits of the way that they have to go
+        for bit in range((world - 1).bit_length()):  # blocks jump by the bits of their distance
             jump, done = 1 << bit, (1 << bit) - 1
             for r in ranks:
                 blocks = tuple(
@@ -363,7 +363,7 @@ def _all_to_all(algorithm: Algorithm, world: int, segments: int, node: int) -> M
 
 
 def _halves(algorithm: Algorithm, world: int) -> list[tuple[Tree, Callable[[int, int], bool]]]:
-    """Trees, and which pairs of ranks each of them serves."""
+    """Trees, and the pairs of ranks that each of them serves."""
     if algorithm == "tree":
         return [(binary_tree(world), lambda s, t: True)]
     first, second = two_trees(world)

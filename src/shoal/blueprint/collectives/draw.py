@@ -13,11 +13,11 @@ from shoal.blueprint.collectives.algorithms import Move
 from shoal.blueprint.collectives.steps import Steps
 
 WIDTH, HEIGHT, MARGIN = 90, 34, 40
-"""Of a column (a rank) and of a row (a round) in an SVG, and around them."""
+"""Width of a column (a rank), height of a row (a round), and the margin, in an SVG."""
 
 
 def draw(listed: Steps) -> str:
-    """One line for each round: from whom, which blocks, to whom; + where they are added up."""
+    """One line for each round: source, blocks, target; + where the blocks are added."""
     most = max((listed.sent(rank) for rank in range(listed.world)), default=0)
     head = (
         f"{listed.algorithm} {listed.kind}, {listed.world} ranks, {sum(listed.sizes):,} elements in"
@@ -38,7 +38,7 @@ def _arrow(move: Move, listed: Steps) -> str:
 
 
 def _named(blocks: tuple[int, ...], listed: Steps) -> str:
-    """Letters, while there are enough; of many blocks, the first and the last."""
+    """Letters for up to 26 blocks, else numbers; of more than four names, the first and the last."""
     few = len(listed.sizes) <= 26
     names = [chr(ord("a") + block) if few else str(block) for block in blocks]
     if len(names) > 4:
@@ -47,7 +47,7 @@ def _named(blocks: tuple[int, ...], listed: Steps) -> str:
 
 
 def svg(listed: Steps) -> str:
-    """Ranks are columns, rounds go down; a message is an arrow, filled where what arrives is added up."""
+    """Draw ranks as columns, rounds downwards, and messages as arrows; the colour shows where blocks are added."""
     width = 2 * MARGIN + WIDTH * max(1, listed.world - 1)
     height = 2 * MARGIN + HEIGHT * len(listed.rounds)
     parts = [

@@ -1,17 +1,17 @@
-"""Collectives as lists of messages: who sends which part of a tensor to whom, and when. Pure; `comm` carries them out.
+"""Collectives as lists of messages: source, target and blocks of each, in rounds. Pure; `comm` executes them.
 
-A tensor is cut into blocks, and a message carries some of them. A list of messages one after the other is easy
-to write down and to prove; which of them may travel at the same time then follows from what each one needs:
+A tensor is cut into blocks, and a message carries some of them. A sequential list of messages is easy to write and to
+prove. The data dependencies then decide which messages may travel at the same time:
 
     ring, 3 ranks, all-reduce              round 1      round 2      round 3      round 4
     every rank has blocks a b c            0 ─c─▶ 1     0 ─b─▶ 1     0 ─a─▶ 1     0 ─c─▶ 1
-    ─▶ adds up in the first half,          1 ─a─▶ 2     1 ─c─▶ 2     1 ─b─▶ 2     1 ─a─▶ 2
+    ─▶ adds in the first half,             1 ─a─▶ 2     1 ─c─▶ 2     1 ─b─▶ 2     1 ─a─▶ 2
        replaces in the second              2 ─b─▶ 0     2 ─a─▶ 0     2 ─c─▶ 0     2 ─b─▶ 0
 
 In a round every rank sends one message at most and receives one at most. Bytes, messages, the cost in latency and
 bandwidth, and the picture, all come from the list.
 
-    what             before                              after
+    collective       before                              after
     all_reduce       every rank: all blocks              every rank: their sums
     reduce_scatter   every rank: all blocks              rank r: the sums of part r
     all_gather       rank r: part r                      every rank: all parts
@@ -42,7 +42,7 @@ class Steps:
     rounds: tuple[tuple[Move, ...], ...]
 
     def elements(self, move: Move) -> int:
-        """That a message carries."""
+        """Elements that a message carries."""
         return sum(self.sizes[block] for block in move.blocks)
 
     def moves(self) -> Iterator[Move]:
@@ -58,20 +58,22 @@ class Steps:
         return sum(move.source == rank for move in self.moves())
 
     def links(self) -> dict[tuple[int, int], int]:
-        """From whom to whom → elements."""
+        """(source, target) → elements."""
         found: dict[tuple[int, int], int] = defaultdict(int)
         for move in self.moves():
             found[move.source, move.target] += self.elements(move)
         return dict(found)
 
     def critical(self) -> tuple[int, int]:
-        """Rounds, and elements of the longest message of each round together: what `seconds` takes latency and the time
-        of an element by."""
+        """The number of rounds, and the sum of the longest messages of all rounds in elements.
+
+        `seconds` multiplies them by the latency and by the time of an element.
+        """
         longest = (max((self.elements(move) for move in moves), default=0) for moves in self.rounds)
         return len(self.rounds), sum(longest)
 
     def seconds(self, *, latency: float, bandwidth: float, bytes_per_element: int = 4) -> float:
-        """The cost over links that are all alike: a round takes as long as its longest message."""
+        """The cost over equal links: a round takes as long as its longest message."""
         return self.seconds_over(lambda source, target: (latency, bandwidth), bytes_per_element)
 
     def seconds_over(
@@ -80,9 +82,11 @@ class Steps:
         bytes_per_element: int = 4,
         wire: Callable[[int, int], Hashable] | None = None,
     ) -> float:
-        """The same over links that differ: `link(source, target)` is latency and bandwidth. `wire(source, target)` says
-        what a message goes over: those of a round that go over the same wire share its bandwidth. None: each has its
-        own."""
+        """The cost over different links: `link(source, target)` is latency and bandwidth.
+
+        `wire(source, target)` identifies the physical link of a message. Messages of a round on the same wire share its
+        bandwidth. None: each pair has its own.
+        """
         named = wire or (lambda source, target: (source, target))
         total = 0.0
         for moves in self.rounds:
@@ -107,30 +111,32 @@ def steps(
     segments: int = 1,
     node: int | None = None,
 ) -> Steps:
-    """The messages of a collective over a tensor of `size` elements: of the whole one for all_reduce, broadcast,
-    reduce_scatter (input) and all_gather (output); of what one rank gives for all_to_all.
+    """The messages of a collective over a tensor of `size` elements.
 
-    segments    into how many pieces trees and chains cut what they pass on, so that levels work at the same time
-    node        ranks of a node, for the hierarchical one
+    `size` is the whole tensor for all_reduce, broadcast, reduce_scatter (input) and all_gather (output), and the input
+    of one rank for all_to_all.
+
+    segments    pieces that trees and chains cut their data into, so that levels work at the same time
+    node        ranks of a node, for the hierarchical algorithm
 
     >>> steps("all_reduce", "ring", 4, 1000).sent(rank=2)
     1500
     """
     if algorithm == "hierarchical" and (not node or world % node):
         raise ShoalError(
-            f"{world} ranks cannot be divided into nodes of {node or 'an unknown number of'} ranks",
+            f"node must divide the {world} ranks of a hierarchical collective, got {node}",
             fix=f"node={listed(n for n in range(1, world + 1) if world % n == 0)}",
         )
     moves, num_blocks = MADE[kind](algorithm, world, max(1, segments), node or 1)
     if root:
         moves = [Move((m.source + root) % world, (m.target + root) % world, m.blocks, m.adds) for m in moves]
     sizes = _sizes(kind, world, size, num_blocks)
-    kept = (_without_empty(move, sizes) for move in moves)
-    return Steps(kind, algorithm, world, sizes, in_rounds([move for move in kept if move.blocks]))
+    filled = (_without_empty(move, sizes) for move in moves)
+    return Steps(kind, algorithm, world, sizes, in_rounds([move for move in filled if move.blocks]))
 
 
 def cut(size: int, parts: int) -> list[int]:
-    """Sizes of parts that are as alike as can be, the larger ones first.
+    """Sizes of parts that differ by one at most, the larger ones first.
 
     >>> cut(10, 4)
     [3, 3, 2, 2]
@@ -139,7 +145,7 @@ def cut(size: int, parts: int) -> list[int]:
 
 
 def _sizes(kind: Kind, world: int, size: int, num_blocks: int) -> tuple[int, ...]:
-    """Of the blocks. Where ranks own parts, a part is cut further if there are more blocks than ranks."""
+    """Sizes of the blocks. Where ranks own parts, a part is cut further if there are more blocks than ranks."""
     if kind == "all_to_all":
         return tuple(cut(size, world) * world)
     if kind in ("reduce_scatter", "all_gather"):
@@ -152,8 +158,11 @@ def _without_empty(move: Move, sizes: Sequence[int]) -> Move:
 
 
 def in_rounds(moves: Sequence[Move]) -> tuple[tuple[Move, ...], ...]:
-    """Messages that are right one after the other, as early as they may travel: after what they carry has arrived, not
-    before what they replace has been sent on, and one out and one in for each rank at a time."""
+    """Pack a sequential list of messages into the earliest possible rounds.
+
+    A message travels after its blocks have arrived, and not before the blocks that it replaces have been sent. A rank
+    sends one message and receives one at a time.
+    """
     written: dict[tuple[int, int], int] = defaultdict(lambda: -1)
     read: dict[tuple[int, int], int] = defaultdict(lambda: -1)
     sending: dict[int, set[int]] = defaultdict(set)
@@ -178,5 +187,5 @@ def in_rounds(moves: Sequence[Move]) -> tuple[tuple[Move, ...], ...]:
 
 
 def offsets(sizes: Sequence[int]) -> list[int]:
-    """Where blocks begin, and where the last one ends."""
+    """The offset of each block, and the end of the last one."""
     return [0, *accumulate(sizes)]

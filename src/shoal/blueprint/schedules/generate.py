@@ -1,8 +1,8 @@
-"""The pipeline schedules: one small pure function each, with its small case drawn above it, and what each one asks for.
+"""The pipeline schedules: one small pure function each, with its small case drawn above it, and the rules of each.
 
 Torch has these schedules inside the classes that run them (`torch.distributed.pipelining.schedules`). Here each is the
-list of what one rank computes, in exactly torch's order, made without torch: `make` puts the ranks side by side in a
-`ScheduleTable`. A test holds every word against torch's own objects, and against what they really ran.
+list of actions of one rank, in exactly torch's order, made without torch. `make_schedule` puts the ranks side by side
+in a `ScheduleTable`. A test compares every schedule with torch's own objects, and with the order that torch ran.
 
 In the drawings a rank is a line, time goes to the right, and `.` is waiting. p is the number of ranks, m the number of
 microbatches, v the stages per rank.
@@ -47,14 +47,14 @@ def make_schedule(word: Schedule, *, num_ranks: int, v: int, num_microbatches: i
     )
 
 
-# ---- what is legal --------------------------------------------------------------------------------------------------
+# ---- rules ----------------------------------------------------------------------------------------------------------
 
 
 def check_schedule(word: str, *, num_ranks: int, v: int, num_microbatches: int) -> list[Problem]:
-    """What keeps a schedule from being made, with the values that would do. Empty: nothing.
+    """Problems of a schedule with its ranks, stages and microbatches. Empty: it can be made.
 
-    Torch refuses some of it only when the run starts, and lets the rest run with ranks that have nothing to do. One
-    microbatch is legal wherever torch can run it: that is plain model parallelism, one rank at a time.
+    Torch rejects some of them only when the run starts, and runs others with idle ranks. One microbatch is legal
+    wherever torch can run it: that is plain model parallelism, one rank at a time.
 
     >>> print(*check_schedule("interleaved", num_ranks=4, v=2, num_microbatches=9))
     interleaved on pp=4 ranks cannot run 9 microbatches: they do not fall into 2 equal rounds
@@ -63,11 +63,12 @@ def check_schedule(word: str, *, num_ranks: int, v: int, num_microbatches: int) 
     if word not in get_args(Schedule):
         return [Problem(f"{word!r} is not a schedule", nearest(word, get_args(Schedule)) or listed(get_args(Schedule)))]
     counts = {"pp": num_ranks, "v": v, "microbatches": num_microbatches}
-    problems = [Problem(f"{key}={n!r} is less than 1", f"{key}=1 or more") for key, n in counts.items() if n < 1]
+    problems = [Problem(f"{key} must be at least 1, got {n!r}", f"{key}=1") for key, n in counts.items() if n < 1]
     if problems:
         return problems
     if v != (legal_v := VIRTUAL_STAGES.get(word, v)):
-        problems.append(Problem(f"{word} cannot have v={v} stages per rank", f"v={legal_v}, or interleaved"))
+        what = f"{word} must have v={legal_v} stages per rank, got v={v}"
+        problems.append(Problem(what, f"v={legal_v}, or interleaved"))
     if why := _too_few_or_uneven(word, num_ranks, num_microbatches):
         what = f"{word} on pp={num_ranks} ranks cannot run {num_microbatches} microbatches: {why}"
         fix = f"{listed(_legal_around(word, num_ranks, num_microbatches))} microbatches: change data.global_batch or mb"
@@ -76,28 +77,28 @@ def check_schedule(word: str, *, num_ranks: int, v: int, num_microbatches: int) 
 
 
 def _too_few_or_uneven(word: str, num_ranks: int, num_microbatches: int) -> str:
-    """Why this number of microbatches does not do; empty if it does."""
+    """The reason why this number of microbatches is illegal; empty: it is legal."""
     if word == "dualpipev":
         least = 2 * num_ranks
         return f"it needs one for each of its 2 x pp = {least} stages" if num_microbatches < least else ""
     if 1 < num_microbatches < num_ranks:
-        return f"fewer than its {num_ranks} ranks, some would always wait"
+        return f"with fewer than {num_ranks}, some ranks would always wait"
     rounds = _num_rounds(num_ranks, num_microbatches)
     if word in ("interleaved", "zb") and num_microbatches % rounds:
         return f"they do not fall into {rounds} equal rounds"
     return ""
 
 
-@lru_cache(maxsize=4096)  # a search asks it of thousands of plans
+@lru_cache(maxsize=4096)  # a search calls it for thousands of plans
 def _legal_around(word: str, num_ranks: int, num_microbatches: int) -> list[int]:
-    """Some numbers of microbatches that do: the largest below, and the next two above."""
+    """Legal numbers of microbatches: the largest below, and the next two above."""
     ceiling = max(num_microbatches, 2 * num_ranks) + 2 * num_ranks
     legal = [m for m in range(1, ceiling + 1) if not _too_few_or_uneven(word, num_ranks, m)]
     return [*[m for m in legal if m < num_microbatches][-1:], *[m for m in legal if m > num_microbatches][:2]]
 
 
 def _num_rounds(num_ranks: int, num_microbatches: int) -> int:
-    """Into how many groups interleaved and zb divide the microbatches; a group passes all stages of a rank in turn."""
+    """The number of groups of microbatches in interleaved and zb; a group passes all stages of a rank in turn."""
     return max(1, num_microbatches // num_ranks)
 
 
@@ -146,8 +147,8 @@ def _interleaved(rank: int, p: int, v: int, m: int) -> Iterator[Action]:
 
 
 def _zb(rank: int, p: int, v: int, m: int) -> Iterator[Action]:
-    # rank 0   F0 F1 .  I0 W0 F2 I1 W1 F3 I2 W2 I3 W3          1f1b whose backward is cut in two: the other ranks wait
-    # rank 1   .  F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3          for I alone, and W fills what was idle
+    # rank 0   F0 F1 .  I0 W0 F2 I1 W1 F3 I2 W2 I3 W3          1f1b with the backward cut in two: other ranks wait for
+    # rank 1   .  F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3          I alone, and W fills the idle time
     per_round = m // _num_rounds(p, m)
     ahead = min(v * m, (v - 1) * per_round + (p - 1 - rank))
     forward, inputs, weights = (_in_rounds(rank, p, v, m, kind) for kind in (F, I, W))
@@ -160,7 +161,7 @@ def _zb(rank: int, p: int, v: int, m: int) -> Iterator[Action]:
 
 
 def _in_rounds(rank: int, p: int, v: int, m: int, kind: Kind) -> list[Action]:
-    """All of one kind that a rank has to do: microbatches in rounds, and in a round one stage after the other."""
+    """All actions of one kind of a rank: microbatches in rounds, and in a round one stage after the other."""
     per_round = m // _num_rounds(p, m)
     stages = range(rank, p * v, p) if kind is F else range(rank + p * (v - 1), -1, -p)
     firsts = range(0, m, per_round)
@@ -171,12 +172,12 @@ def _in_rounds(rank: int, p: int, v: int, m: int, kind: Kind) -> list[Action]:
 
 
 class _Script:
-    """What a rank does, written down one action at a time; each kind of each stage takes the microbatches in order."""
+    """The actions of a rank, appended one at a time; each kind of each stage takes the microbatches in order."""
 
     def __init__(self) -> None:
         self.lines: list[Action | Pair] = []
         self.done: Counter[tuple[int, Kind]] = Counter()
-        self.owed: deque[Action] = deque()  # weight gradients whose input gradients have run, oldest first
+        self.deferred: deque[Action] = deque()  # weight gradients whose input gradients have run, oldest first
 
     def add(self, stage: int, *kinds: Kind) -> None:
         self.lines += [self._next(stage, kind) for kind in kinds]
@@ -184,9 +185,9 @@ class _Script:
     def add_pair(self, *, forward: int, backward: int) -> None:
         self.lines.append(Pair(self._next(forward, F), self._next(backward, B)))
 
-    def pay(self) -> None:
-        if self.owed:
-            self.lines.append(self.owed.popleft())
+    def add_deferred(self) -> None:
+        if self.deferred:
+            self.lines.append(self.deferred.popleft())
 
     def _next(self, stage: int, kind: Kind) -> Action:
         counted = I if kind is B else kind
@@ -195,7 +196,7 @@ class _Script:
         if kind is B:
             self.done[stage, W] += 1
         if kind is I:
-            self.owed.append(action._replace(kind=W))
+            self.deferred.append(action._replace(kind=W))
         return action
 
 
@@ -203,7 +204,7 @@ def _zbv(rank: int, p: int, v: int, m: int) -> Iterator[Action | Pair]:
     # rank 0   0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2 .
     # rank 1   .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
     down, up = rank, 2 * p - 1 - rank  # the stages of this rank: on the way down the V, and on the way up
-    full = max(m, 2 * p - 1)  # fewer microbatches do as these would, and leave out those that are not there
+    full = max(m, 2 * p - 1)  # with fewer microbatches, the order is that of `full` without the missing ones
     script = _Script()
     for _ in range(2 * (p - rank) - 1):
         script.add(down, F)
@@ -241,7 +242,7 @@ def _dualpipev(rank: int, p: int, v: int, m: int) -> Iterator[Action | Pair]:
         script.add(up, F)
     for _ in range(before):
         script.add(up, I)
-        script.pay()
+        script.add_deferred()
         script.add(up, F)
     for i in range(m - 2 * p + after):
         if i == 0 and not before:  # the turn of the V: apart, the backward starts its way up sooner
@@ -256,10 +257,10 @@ def _dualpipev(rank: int, p: int, v: int, m: int) -> Iterator[Action | Pair]:
     for i in range(2 * after):  # whole backwards first, then input gradients alone
         script.add((up, down)[i % 2], B if i < after else I)
     for _ in range(before):
-        script.pay()
+        script.add_deferred()
         script.add(down, I)
-    while script.owed:
-        script.pay()
+    while script.deferred:
+        script.add_deferred()
     yield from script.lines
 
 

@@ -1,10 +1,10 @@
-"""How long a schedule takes, where its ranks wait, and how much each of them has to keep: the same table, with seconds.
+"""Simulate a schedule: its duration, where its ranks wait, and how many activations each of them stores.
 
 The textbook's bubble, (p − 1)(F + B), holds for equal stages and free sends. A real model has an embedding on its first
-stage, a head on its last and a link between them. So the table itself is played: every rank runs its own order, and
-each action starts when the rank is free and what the action needs has arrived.
+stage, a head on its last and a link between them. So the table itself is simulated: every rank runs its own order, and
+each action starts when the rank is free and its inputs have arrived.
 
-Everything here is predicted. What a stage costs comes from the caller.
+All numbers are predicted. The caller gives the costs of the stages.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class StageCost:
     def __post_init__(self) -> None:
         for name in ("forward", "input_grad", "weight_grad"):
             if not 0 <= (seconds := getattr(self, name)) < math.inf:
-                raise ShoalError(f"{name}={seconds} is not a number of seconds", fix=f"{name}=0 or more")
+                raise ShoalError(f"{name} must be a number of seconds of at least 0, got {seconds}", fix=f"{name}=0")
 
     def seconds(self, kind: Kind) -> float:
-        """Of one action."""
+        """Seconds of one action."""
         match kind:
             case Kind.F:
                 return self.forward
@@ -45,7 +45,7 @@ class StageCost:
 
 
 class Span(NamedTuple):
-    """When something ran, in seconds since the step began."""
+    """The start and end of a slot, in seconds since the step began."""
 
     slot: Action | Pair
     start: float
@@ -54,7 +54,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """A schedule that has been played."""
+    """The result of a simulation."""
 
     table: ScheduleTable
     costs: tuple[StageCost, ...]
@@ -80,27 +80,27 @@ class Timeline:
 
     @property
     def bubble_seconds(self) -> float:
-        """How long the rank that has most to do waited: what the schedule costs beyond the work itself."""
+        """Seconds that the busiest rank waited: the cost of the schedule beyond the work itself."""
         return self.total - max(self.busy)
 
     @property
     def gaps(self) -> tuple[float, ...]:
-        """Seconds that each rank waited after it had begun and before it was done.
+        """Seconds that each rank waited between its first and its last action.
 
-        What a rank waits outside of that is lost only because all ranks begin and end a step together.
+        Waiting outside of that is lost only because all ranks begin and end a step together.
         """
-        lived = [rank[-1].end - rank[0].start if rank else 0.0 for rank in self.spans]
-        return tuple(max(0.0, whole - busy) for whole, busy in zip(lived, self.busy, strict=True))
+        active = [rank[-1].end - rank[0].start if rank else 0.0 for rank in self.spans]
+        return tuple(max(0.0, whole - busy) for whole, busy in zip(active, self.busy, strict=True))
 
 
 def simulate(
     table: ScheduleTable, cost: StageCost | Sequence[StageCost], *, send: float = 0.0, overlap: float = 0.0
 ) -> Timeline:
-    """Play a schedule. `cost` is one for all stages, or one per stage.
+    """Simulate a schedule. `cost` is one for all stages, or one per stage.
 
-    `send` is how long a result takes to another rank; sending keeps nobody from computing. `overlap` is the part of the
-    shorter half of an overlapped pair that hides behind the longer: 0, one after the other, as torch runs them on one
-    device; 1, the pair takes as long as its longer half.
+    `send` is the time of a result to another rank; sending does not block computation. `overlap` is the fraction of the
+    shorter half of an overlapped pair that is hidden behind the longer. 0: one after the other, as torch runs them on
+    one device. 1: the pair takes as long as its longer half.
 
     >>> from shoal.blueprint.schedules.generate import make_schedule
     >>> table = make_schedule("1f1b", num_ranks=4, v=1, num_microbatches=8)
@@ -110,15 +110,16 @@ def simulate(
     """
     costs = _per_stage(cost, table.num_stages)
     if not (0 <= send < math.inf and 0 <= overlap <= 1):
-        raise ShoalError(f"send={send}, overlap={overlap} cannot be", fix="send=0 or more seconds, overlap=0 to 1")
-    arrived: dict[Action, tuple[float, int]] = {}  # a result → when it was there, and on which rank
+        what = f"send must be at least 0 and overlap from 0 to 1, got send={send} and overlap={overlap}"
+        raise ShoalError(what, fix="send=0, overlap=0")
+    arrived: dict[Action, tuple[float, int]] = {}  # a result → its time and its rank
     free = [0.0] * table.num_ranks
     spans: list[list[Span]] = [[] for _ in free]
     for _, rank, slot in table.ticks():
         start = free[rank]
         for need in (need for part in slot.parts for need in part.needs(table.num_stages)):
             if need not in arrived:
-                table.validate()  # says what is wrong with the table
+                table.validate()  # raises
             seconds, source = arrived[need]
             start = max(start, seconds if source == rank else seconds + send)
         end = free[rank] = start + _seconds(slot, costs, overlap)
@@ -128,24 +129,25 @@ def simulate(
 
 
 def in_flight(table: ScheduleTable, weights: Sequence[float] | None = None) -> tuple[float, ...]:
-    """Per rank, the most that it ever keeps for backwards still to come, in microbatches of one stage.
+    """Per rank, the largest number of stored activations, in microbatches of one stage.
 
-    A forward keeps its activations until the whole backward, or the weight-gradient part of it, is done. `weights` says
-    how much a microbatch keeps on each stage: bytes, or layers. It is decided by the order alone, not by the clock.
+    Activations are stored from the forward until the whole backward, or its weight-gradient part, is done. `weights`
+    is the size of a microbatch on each stage, in bytes or layers. The order alone decides the result, not the clock.
 
     >>> from shoal.blueprint.schedules.generate import make_schedule
     >>> in_flight(make_schedule("1f1b", num_ranks=4, v=1, num_microbatches=8))
     (4.0, 3.0, 2.0, 1.0)
     """
     if weights is not None and len(weights) != table.num_stages:
-        raise ShoalError(f"{len(weights)} weights for {table.num_stages} stages", fix="one weight per stage")
+        what = f"weights must have one entry for each of {table.num_stages} stages, got {len(weights)}"
+        raise ShoalError(what, fix="one weight per stage")
     most = []
     for rank in range(table.num_ranks):
-        kept = peak = 0.0
+        stored = peak = 0.0
         for part in (part for slot in table.order(rank) for part in slot.parts):
             weight = float(weights[part.stage]) if weights is not None else 1.0
-            kept += weight * {Kind.F: 1, Kind.I: 0, Kind.W: -1, Kind.B: -1}[part.kind]
-            peak = max(peak, kept)
+            stored += weight * {Kind.F: 1, Kind.I: 0, Kind.W: -1, Kind.B: -1}[part.kind]
+            peak = max(peak, stored)
         most.append(peak)
     return tuple(most)
 
@@ -153,11 +155,12 @@ def in_flight(table: ScheduleTable, weights: Sequence[float] | None = None) -> t
 def _per_stage(cost: StageCost | Sequence[StageCost], num_stages: int) -> tuple[StageCost, ...]:
     costs = (cost,) * num_stages if isinstance(cost, StageCost) else tuple(cost)
     if len(costs) != num_stages:
-        raise ShoalError(f"{len(costs)} costs for {num_stages} stages", fix="one cost per stage, or one for all")
+        what = f"cost must be one for all stages or one for each of {num_stages}, got {len(costs)}"
+        raise ShoalError(what, fix="one cost per stage, or one for all")
     return costs
 
 
 def _seconds(slot: Action | Pair, costs: Sequence[StageCost], overlap: float) -> float:
-    """A pair starts when both of its halves can and sends nothing before both are done: so torch runs it."""
+    """Seconds of a slot. As in torch, a pair starts when both halves can, and sends only when both are done."""
     lengths = [costs[part.stage].seconds(part.kind) for part in slot.parts]
     return sum(lengths) - (overlap * min(lengths) if len(lengths) > 1 else 0.0)

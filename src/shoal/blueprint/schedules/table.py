@@ -1,11 +1,11 @@
-"""A pipeline schedule as a value: which rank computes what at which tick. Print it, read it back, check it, compare it.
+"""A pipeline schedule as a value: the action of each rank at each tick. Print it, parse it, validate it, compare it.
 
-Torch keeps the order of a schedule inside the object that runs it, which needs stages, which need a process group. A
-`ScheduleTable` needs nothing, so the planner counts its bubble, the runtime is held to its order and the report draws
-it. Its actions are spelled as torch spells them: `2F0` is the forward of microbatch 0 on stage 2.
+Torch stores the order of a schedule inside the object that runs it, which needs stages, which need a process group. A
+`ScheduleTable` needs none of them. The planner counts its bubble, the runtime executes its order and the report draws
+it. Its actions are spelled as in torch: `2F0` is the forward of microbatch 0 on stage 2.
 
-A row is a tick. What an action needs has run at an earlier tick; so a table that is valid cannot deadlock. Ticks say
-what comes before what, not how long it takes: seconds are the business of `simulate`.
+A row is a tick. The inputs of an action come from earlier ticks, so a valid table cannot deadlock. Ticks give an order,
+not a duration: `simulate` computes seconds.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from typing import NamedTuple
 from shoal.errors import ShoalError
 
 V_SHAPED = ("zbv", "dualpipev")
-"""Schedules whose stages go down the ranks and come back: 0 1 2 3 3 2 1 0. All others go around: 0 1 2 3 0 1 2 3."""
+"""Schedules with stages that go down the ranks and back: 0 1 2 3 3 2 1 0. All others go around: 0 1 2 3 0 1 2 3."""
 
 
 class Kind(Enum):
-    """What is computed. B is I and W in one go."""
+    """The kind of an action. B is I and W in one."""
 
     F = "F"  # forward
     B = "B"  # backward, whole
     I = "I"  # backward: gradient of the stage's input, which the previous stage waits for  # noqa: E741
-    W = "W"  # backward: gradient of the stage's weights, which nobody waits for
+    W = "W"  # backward: gradient of the stage's weights, which no other stage waits for
 
 
 class Action(NamedTuple):
@@ -61,13 +61,13 @@ class Action(NamedTuple):
 
     @property
     def results(self) -> tuple[Action, ...]:
-        """What is known once it has run, spelled as the smallest actions that give it: B gives what I and W give."""
+        """Its results, named by the smallest actions that give them: B gives the results of I and W."""
         if self.kind is not Kind.B:
             return (self,)
         return self._replace(kind=Kind.I), self._replace(kind=Kind.W)
 
     def needs(self, num_stages: int) -> tuple[Action, ...]:
-        """The results that must be there before it can run."""
+        """The results that it needs before it can run."""
         if self.kind is Kind.F:
             return (self._replace(stage=self.stage - 1),) if self.stage else ()
         if self.kind is Kind.W:
@@ -98,12 +98,12 @@ class Pair(NamedTuple):
 
 
 Slot = Action | Pair | None
-"""What a rank does in a tick. None: it waits."""
+"""The content of a tick on one rank. None: the rank waits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleTable:
-    """Rows of ticks, columns of ranks. `make` in `schedules` builds the legal ones, `parse` reads any.
+    """Rows of ticks, columns of ranks. `make_schedule` builds the legal ones, `parse` reads any.
 
     >>> print(
     ...     ScheduleTable.parse('''
@@ -126,16 +126,16 @@ class ScheduleTable:
     """Stages per rank."""
     num_microbatches: int
     slots: tuple[tuple[Slot, ...], ...]
-    """Per rank, what it does tick by tick; all ranks have the same number of ticks."""
+    """Per rank, its slots tick by tick; all ranks have the same number of ticks."""
 
     @property
     def num_stages(self) -> int:
-        """Over all ranks."""
+        """The stages of all ranks."""
         return self.num_ranks * self.v
 
     @property
     def num_ticks(self) -> int:
-        """From the first forward to the last backward."""
+        """The ticks from the first forward to the last backward."""
         return len(self.slots[0])
 
     @property
@@ -144,11 +144,11 @@ class ScheduleTable:
         return stage_ranks(self.word, num_ranks=self.num_ranks, v=self.v)
 
     def order(self, rank: int) -> tuple[Action | Pair, ...]:
-        """What a rank runs, one after the other: its column without the waiting."""
+        """The actions of a rank in order: its column without the empty slots."""
         return tuple(slot for slot in self.slots[rank] if slot is not None)
 
     def ticks(self) -> Iterator[tuple[int, int, Action | Pair]]:
-        """Everything that runs, as (tick, rank, slot), in an order in which it can run."""
+        """All slots as (tick, rank, slot), in an order in which they can run."""
         for tick, row in enumerate(zip(*self.slots, strict=True)):
             yield from ((tick, rank, slot) for rank, slot in enumerate(row) if slot is not None)
 
@@ -157,12 +157,12 @@ class ScheduleTable:
 
     @property
     def title(self) -> str:
-        """Its first line."""
+        """The first line of its text."""
         return f"{self.word} on {self.num_ranks} ranks, v={self.v}, {self.num_microbatches} microbatches"
 
     @classmethod
     def parse(cls, text: str) -> ScheduleTable:
-        """The reverse of `str`, for any table, also one that cannot run."""
+        """The reverse of `str`, for any table, also an invalid one."""
         lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
         match = re.fullmatch(r"(\w+) on (\d+) ranks, v=(\d+), (\d+) microbatches", lines[0] if lines else "")
         if not match:
@@ -174,12 +174,13 @@ class ScheduleTable:
         rows = [[_read_slot(cell) for cell in line.partition("|")[2].split()] for line in lines[2:]]
         for row, line in zip(rows, lines[2:], strict=True):
             if len(row) != num_ranks:
-                raise ShoalError(f"{len(row)} slots for {num_ranks} ranks: {line}", fix="one slot per rank; . to wait")
+                what = f"a row must have {num_ranks} slots, one per rank, got {len(row)}: {line}"
+                raise ShoalError(what, fix="one slot per rank; . to wait")
         columns = tuple(tuple(row[rank] for row in rows) for rank in range(num_ranks))
         return cls(word=match[1], num_ranks=num_ranks, v=int(match[3]), num_microbatches=int(match[4]), slots=columns)
 
     def validate(self) -> None:
-        """Raise if it cannot run, and show where: everything once, on its own rank, after what it needs."""
+        """Raise unless every action runs once, on its own rank and after its inputs. The message shows the tick."""
         faults = sorted(_faults(self), key=lambda fault: fault.tick)
         if not faults:
             return
@@ -204,7 +205,7 @@ def stage_ranks(word: str, *, num_ranks: int, v: int) -> tuple[int, ...]:
 
 
 def align(orders: Sequence[Sequence[Action | Pair]], *, num_stages: int) -> tuple[tuple[Slot, ...], ...]:
-    """Columns of a table for what each rank runs in order: every action at the first tick at which it can run."""
+    """Columns of a table from the order of each rank: every action at the first tick at which it can run."""
     columns: list[list[Slot]] = [[] for _ in orders]
     places = [0] * len(orders)
     known: set[Action] = set()
@@ -230,7 +231,7 @@ class _Fault(NamedTuple):
 
 def _faults(table: ScheduleTable) -> Iterator[_Fault]:
     owners, last = table.stage_rank, max(0, table.num_ticks - 1)
-    ran: dict[Action, tuple[int, Action]] = {}  # a result → when it came, and from which action
+    ran: dict[Action, tuple[int, Action]] = {}  # a result → its tick and its action
     for tick, rank, slot in table.ticks():
         for action in slot.parts:
             if action.stage >= table.num_stages or action.microbatch >= table.num_microbatches:
@@ -239,11 +240,11 @@ def _faults(table: ScheduleTable) -> Iterator[_Fault]:
                 continue
             if rank != owners[action.stage]:
                 owner = owners[action.stage]
-                yield _Fault(tick, f"{action} is on rank {rank}, but stage {action.stage} on {owner}", f"rank {owner}")
+                yield _Fault(tick, f"{action} must be on rank {owner}, got rank {rank}", f"rank {owner}")
             for result in action.results:
                 if result in ran:
                     earlier = ran[result]
-                    yield _Fault(tick, f"{action} repeats {earlier[1]} of tick {earlier[0]}", "leave one of them out")
+                    yield _Fault(tick, f"{action} repeats {earlier[1]} of tick {earlier[0]}", "remove one of them")
                 ran.setdefault(result, (tick, action))
     for tick, _, slot in table.ticks():
         for action in slot.parts:
@@ -269,7 +270,7 @@ def _deadlock(
         if place < len(order):
             lacks = [n for part in order[place].parts for n in part.needs(num_stages) if n not in known]
             waiting.append(f"rank {rank} waits at {order[place]} for {', '.join(map(str, lacks))}")
-    return ShoalError("the schedule deadlocks: " + "; ".join(waiting), fix="run what is waited for earlier")
+    return ShoalError("the schedule deadlocks: " + "; ".join(waiting), fix="run the missing actions earlier")
 
 
 def _read_slot(cell: str) -> Slot:

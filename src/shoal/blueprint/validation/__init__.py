@@ -1,1 +1,1 @@
-"""Whether a plan fits a model."""
+"""Checks of a plan against a model, before any process starts."""

@@ -1,4 +1,4 @@
-"""Weights that are kept in bfloat16 (`optim.param_dtype: bf16`): which plans they are for."""
+"""Weights in bfloat16 (`optim.param_dtype: bf16`): the plans that support them."""
 
 from __future__ import annotations
 
@@ -8,27 +8,25 @@ from shoal.blueprint.plan import Plan
 from shoal.errors import Problem, raise_if
 
 COMPUTES_SO = ("bf16", "fp8")
-"""Precisions whose products are of bfloat16, or less."""
+"""Precisions whose matrix products use bfloat16 or less."""
 
 
 def reject_bf16_weights(
     plan: Plan, *, weights: str = "--optim.param_dtype fp32", precision: str = "--plan.precision bf16"
 ) -> None:
-    """Raise for a plan that they are not for. `weights` and `precision` are what to type instead, where somebody else
-    than a run refuses."""
+    """Raise if a plan does not support them. `weights` and `precision` are the fixes to print."""
     raise_if(_problems(plan, weights, precision), title=f"plan '{plan.brief()}'")
 
 
 def _problems(plan: Plan, weights: str, precision: str) -> Iterator[Problem]:
-    """What in a plan would see more of weights than bfloat16 has, or keep or send them otherwise than rounded at
-    random, one by one."""
+    """Values of a plan that need weights of more precision, or that store or send them without stochastic rounding."""
     if plan.precision not in COMPUTES_SO:
-        what = "weights in bf16 are for the precisions bf16 and fp8, whose products see no more of them, not for"
-        yield Problem(f"{what} {plan.precision}", f"{weights}, or {precision}")
-    for axis, word, why in (
-        ("sync", f"sync={plan.sync}", "which adds up small changes of weights on its way"),
-        ("compress", f"compress={plan.compress}", "which keeps what did not travel in their precision"),
-        ("offload", f"offload={plan.offload}", "whose copies on the host are torch's to update"),
+        what = f"weights in bf16 need the precision bf16 or fp8, got {plan.precision}"
+        yield Problem(what, f"{weights}, or {precision}")
+    for key, why in (
+        ("sync", "which accumulates small changes of weights"),
+        ("compress", "which stores its residual in their dtype"),
+        ("offload", "whose copies on the host are updated by torch"),
     ):
-        if getattr(plan, axis) not in (None, "none"):
-            yield Problem(f"weights in bf16 are not built for {word}, {why}", f"{weights}, or no {axis}")
+        if (value := getattr(plan, key)) not in (None, "none"):
+            yield Problem(f"weights in bf16 do not support {key}={value}, {why}", f"{weights}, or no {key}")

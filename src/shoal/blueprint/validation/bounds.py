@@ -1,4 +1,4 @@
-"""The largest numbers that anything here counts to. Beyond them a mistyped number keeps a process busy for days."""
+"""Upper bounds of the numbers in a setting. Without them a mistyped number would keep a process busy for days."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ MOST = {
     "devices": MOST_DEVICES, "nodes": MOST_DEVICES, "per_node": MOST_DEVICES, "sequence": MOST_SEQUENCE,
     "--seq-len": MOST_SEQUENCE, "batch": MOST_BATCH, "--global-batch": MOST_BATCH,
 }  # fmt: skip
-"""What a number is called → the largest that it may be."""
+"""Name of a number → its largest value."""
 MOST_OF_ANY = 2**40
 
 
-def absurd(values: Iterable[tuple[str, object]]) -> list[Problem]:
-    """A problem for each number that is larger than anything of its name can be.
+def check_bounds(values: Iterable[tuple[str, object]]) -> list[Problem]:
+    """A problem for each number above the bound of its name.
 
-    >>> absurd([("layers", 10**8)])[0].what
-    'layers=100000000 is more than the 4096 that shoal counts to'
+    >>> check_bounds([("layers", 10**8)])[0].what
+    'layers must be at most 4096, got 100000000'
     """
     found = []
     for name, value in values:
         most = MOST.get(name, MOST_OF_ANY)
         for number in value if isinstance(value, tuple | list) else (value,):
             if isinstance(number, int) and number > most:
-                what = f"{name}={str(number)[:40]} is more than the {most} that shoal counts to"
-                found.append(Problem(what, f"{name}={most} or less"))
+                found.append(Problem(f"{name} must be at most {most}, got {str(number)[:40]}", f"{name}={most}"))
     return found

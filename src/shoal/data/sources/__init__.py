@@ -1,1 +1,1 @@
-"""Where samples come from: text, token shards, images, Hugging Face datasets, synthetic ones."""
+"""Sources of samples: text, token shards, images, Hugging Face datasets, synthetic ones."""

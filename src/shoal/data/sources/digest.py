@@ -1,6 +1,6 @@
-"""A hash of samples that is cheap to compute: equal for a copy, different for other values.
+"""A cheap hash of samples: equal for a copy, different for other values.
 
-A digest covers values, in the order in which samples are numbered; never a path or a time, since a copy is the same
+A digest covers values, in the order in which samples are numbered. It has no path and no time, since a copy is the same
 data. It covers
 
     tokens (also text, after its tokenizer)   up to `WHOLE` bytes: every token. More: the length of every stream, its
@@ -23,7 +23,7 @@ import numpy.typing as npt
 from shoal.data.sources.files import unreadable
 
 WHOLE = 64 * 2**20
-"""Bytes of tokens up to which all of them are hashed: a fifth of a second."""
+"""Bytes of tokens up to which all of them are hashed, in a fifth of a second."""
 
 BLOCK = 64 * 2**10
 NUM_BLOCKS = 512
@@ -31,19 +31,19 @@ END = 4 * 2**10
 """Bytes at both ends of each stream, of streams that are not hashed whole."""
 
 FILES = 512
-"""Images that are looked into."""
+"""Images of which the content is hashed."""
 
 Tokens = npt.NDArray[np.integer]
 
 
 def digest_of_streams(streams: Sequence[Tokens]) -> str:
-    """A digest of tokens, of all of them if they are few."""
+    """A digest of tokens: of all up to `WHOLE` bytes, else of a part."""
     total = sum(stream.nbytes for stream in streams)
     return hashed(_all_parts(streams) if total <= WHOLE else _some_parts(streams, total))
 
 
 def digest_of_files(root: Path, files: Sequence[Path]) -> str:
-    """A digest of many small files: all names, and the ends of some."""
+    """A digest of many small files: all names, and both ends of some."""
 
     def parts() -> Iterator[bytes]:
         for file in files:
@@ -55,7 +55,7 @@ def digest_of_files(root: Path, files: Sequence[Path]) -> str:
 
 
 def hashed(parts: Iterable[bytes | memoryview]) -> str:
-    """One digest of parts, with their lengths: where one ends and the next begins makes a difference."""
+    """One digest of parts and their lengths, so that boundaries make a difference."""
     state = hashlib.blake2b(digest_size=16)
     for part in parts:
         state.update(len(part).to_bytes(8, "little"))

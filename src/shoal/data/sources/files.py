@@ -1,4 +1,4 @@
-"""Finding files: what a path means, what lies under a folder, and what to say when it does not exist."""
+"""Find data files: the format of a path, the files below a folder, and errors for missing ones."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ IMAGE_ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".t
 ENDINGS = {"text": TEXT_ENDINGS, "jsonl": JSONL_ENDINGS, "tokens": TOKEN_ENDINGS, "images": IMAGE_ENDINGS}
 
 CLEAR_MAJORITY = 0.9
-"""The part of a folder's known files that must be of one kind before that kind is taken without asking."""
+"""The fraction of a folder's known files that must be of one kind for `data.format: auto`."""
 
 
 def existing(source: str, words: Iterable[str] = (), setting: str = "data.source") -> Path:
-    """The path that `source` names. `words` are other things that it could have been meant to be."""
+    """The existing path of `source`. `words` are legal values that are no paths."""
     path = Path(source).expanduser().absolute()
-    if os.path.exists(path):  # False, where Path.exists raises, for what may not be looked at
+    if os.path.exists(path):  # False for an inaccessible path, where Path.exists raises
         return path
     folder = next(parent for parent in path.parents if os.path.isdir(parent))
     missing = path.relative_to(folder).parts[0]
@@ -45,16 +45,16 @@ def existing(source: str, words: Iterable[str] = (), setting: str = "data.source
     where = "" if folder == path.parent else f" ({folder} exists, {missing} in it does not)"
     raise ShoalError(
         f"no such file or folder: {path}{where}",
-        fix=f"--{setting} {meant}" if meant else f"--{setting} with a path that exists{alternatives}",
+        fix=f"--{setting} {meant}" if meant else f"--{setting} PATH{alternatives}",
     )
 
 
 def files_under(path: Path, endings: Collection[str] | None = None, excluded: Collection[str] = ()) -> list[Path]:
-    """The file itself, or all files below a folder in sorted order, except hidden ones and excluded folders."""
+    """The file itself, or all files below a folder in sorted order, without hidden ones and excluded folders."""
     if not path.is_dir():
         return [path]
     found: list[str] = []
-    for folder, folders, names in os.walk(path, onerror=_refuse):
+    for folder, folders, names in os.walk(path, onerror=_raise_unreadable):
         folders[:] = [name for name in folders if name not in excluded and not name.startswith((".", "__pycache__"))]
         found += [os.path.join(folder, name) for name in names if not name.startswith(".")]
     return [Path(name) for name in sorted(found) if endings is None or os.path.splitext(name)[1].lower() in endings]
@@ -69,8 +69,8 @@ def read_bytes(path: Path) -> bytes:
         raise unreadable(path, error) from error
 
 
-def refuse_irregular(path: Path) -> None:
-    """Raise if a path is no regular file, before a package opens it: a FIFO would keep it waiting for ever."""
+def reject_irregular(path: Path) -> None:
+    """Raise if a path is no regular file, before a package opens it and blocks on a FIFO."""
     try:
         os.close(open_regular(path))
     except OSError as error:
@@ -78,19 +78,23 @@ def refuse_irregular(path: Path) -> None:
 
 
 def unreadable(path: Path, error: OSError) -> ShoalError:
-    """What to say of a file that is there and cannot be read."""
-    return ShoalError(f"cannot read {path}: {error.strerror or error}", fix=f"check it with: ls -l {path}")
+    """The error for an existing file that cannot be read."""
+    return ShoalError(f"cannot read {path}: {error.strerror or error}", fix=f"ls -l {path}")
 
 
 def kind_of(path: Path) -> str:
-    """What a path holds, told from endings: text, jsonl, tokens or images.
+    """The format of a path by its endings: text, jsonl, tokens or images.
 
-    A single file of unknown ending is text, since it was named on purpose. A folder is what nearly all its files are.
+    A single file of unknown ending is text, since it was named on purpose. A folder has the format of nearly all its
+    files.
     """
     if not path.is_dir():
         kind = next((kind for kind, endings in ENDINGS.items() if path.suffix.lower() in endings), "text")
         if kind == "images":
-            raise ShoalError(f"{path} is one image, not a folder with one folder per class", fix="--data.source FOLDER")
+            raise ShoalError(
+                f"data.source must be a folder with one folder of images per class, got the image {path}",
+                fix=f"--data.source {path.parent.parent}",
+            )
         return kind
     found = [file.suffix.lower() for file in files_under(path)]
     counts = {kind: sum(ending in endings for ending in found) for kind, endings in ENDINGS.items()}
@@ -98,17 +102,17 @@ def kind_of(path: Path) -> str:
     kind = max(counts, key=lambda name: counts[name])
     if not total:
         raise ShoalError(
-            f"{path} holds {len(found)} files, none of them text, JSONL, token shards or images by its ending",
-            fix="--data.source with one file in it, which is read whatever its ending",
+            f"{path} must hold text, JSONL, token shards or images, got {len(found)} files with other endings",
+            fix=f"--data.source {path}/FILE, which is read whatever its ending",
         )
     if counts[kind] < CLEAR_MAJORITY * total:
         mixture = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-        raise ShoalError(f"{path} holds files of several kinds: {mixture}", fix=f"say which: --data.format {kind}")
+        raise ShoalError(f"{path} must hold files of one kind, got {mixture}", fix=f"--data.format {kind}")
     return kind
 
 
 def megabytes(size: int) -> str:
-    """`10.3 MB`; small sizes in bytes.
+    """Format a size in MB, small ones in bytes.
 
     >>> megabytes(10_300_000), megabytes(512)
     ('10.3 MB', '512 bytes')
@@ -116,5 +120,5 @@ def megabytes(size: int) -> str:
     return f"{size / 1e6:,.1f} MB" if size >= 100_000 else f"{size:,} bytes"
 
 
-def _refuse(error: OSError) -> None:
+def _raise_unreadable(error: OSError) -> None:
     raise unreadable(Path(error.filename), error) from error

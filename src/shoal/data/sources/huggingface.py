@@ -20,7 +20,7 @@ def hugging_face(source: str, field: str) -> Corpus:
     columns = [str(name) for name in table.column_names]
     if field not in columns:
         raise ShoalError(
-            f"{source} has no column {field!r}; it has: {', '.join(columns)}",
+            f"data.text_field must be a column of {source} ({', '.join(columns)}), got {field!r}",
             fix=f"--data.text_field {nearest(field, columns) or columns[0]}",
         )
     documents = [text.encode("utf-8", errors="replace") for text in table[field] if text]
@@ -30,7 +30,7 @@ def hugging_face(source: str, field: str) -> Corpus:
 
 
 def _load(datasets: Any, name: str) -> Any:
-    """One table of rows. The package raises errors of many kinds (network, names, configs), whose text is kept."""
+    """Open one table of rows. The package raises many kinds of errors (network, names, configs); their text is kept."""
     try:
         folder = Path(name).expanduser()
         if any((folder / mark).exists() for mark in _SAVED):
@@ -47,8 +47,8 @@ def _load(datasets: Any, name: str) -> Any:
     if isinstance(loaded, dict):
         if SPLIT not in loaded:
             raise ShoalError(
-                f"{name} has no split {SPLIT!r}, only {', '.join(loaded)}",
-                fix=f"hf:{name}/{next(iter(loaded))}, the folder of a split",
+                f"{name} must have the split {SPLIT!r}, got {', '.join(loaded)}",
+                fix=f"--data.source hf:{name}/{next(iter(loaded))}",
             )
         return loaded[SPLIT]
     return loaded

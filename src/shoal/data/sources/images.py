@@ -1,4 +1,4 @@
-"""Images from a folder with one folder per class, decoded when a batch is asked for."""
+"""Images from a folder with one folder per class, decoded when a batch is made."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 from shoal.data.dataset import Batch, Ids
 from shoal.data.order import sample_ids
 from shoal.data.sources.digest import digest_of_files
-from shoal.data.sources.files import IMAGE_ENDINGS, files_under, refuse_irregular
+from shoal.data.sources.files import IMAGE_ENDINGS, files_under, reject_irregular
 from shoal.errors import ShoalError, needs
 
 LISTING_SEED = 0  # the same for every run, so that the held-out images are the same whatever the run's seed
 
 
 class ImageFolder:
-    """`images` (B, 3, S, S, float32 with mean 0.5 and deviation 0.5 taken out, so in [-1, 1]) and `labels` (B, int64).
+    """`images` (B, 3, S, S, float32, normalised by mean 0.5 and deviation 0.5 to [-1, 1]) and `labels` (B, int64).
 
-    Files are numbered in a fixed shuffled order: the last ones, which are held out, are then of all classes.
+    Files are numbered in a fixed shuffled order, so that the held-out last ones are of all classes.
     """
 
     tokens_per_sample = None
@@ -35,7 +35,7 @@ class ImageFolder:
         if not files:
             loose = len(files_under(path, IMAGE_ENDINGS))
             raise ShoalError(
-                f"{path} has {len(classes)} folders and {loose} images, but no folder with images in it",
+                f"{path} must have folders with images in them, got {len(classes)} folders and {loose} images",
                 fix=f"one folder per class: {path}/cat/1.png, {path}/dog/2.png",
             )
         shuffled = sample_ids(LISTING_SEED, len(files), 0, len(files))
@@ -59,11 +59,11 @@ class ImageFolder:
         return {"images": images.div_(127.5).sub_(1.0), "labels": torch.from_numpy(labels)}
 
     def describe(self) -> str:
-        """How many, of what, where."""
+        """Number of images, classes and path."""
         return self._origin
 
     def digest(self) -> str:
-        """Of the names, which decide the labels, and of some of the content."""
+        """The digest of the names, which decide the labels, and of some of the content."""
         return self._digest
 
     @cached_property
@@ -78,7 +78,7 @@ class _Pillow:
     def decode(self, file: Path, size: int) -> Any:
         from PIL import Image, UnidentifiedImageError
 
-        refuse_irregular(file)
+        reject_irregular(file)
         try:
             with Image.open(file) as image:
                 return np.asarray(image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR))

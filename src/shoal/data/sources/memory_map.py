@@ -1,4 +1,4 @@
-"""Files that are mapped into memory: to read one beyond its end kills the process (SIGBUS), and says nothing."""
+"""Checks of memory-mapped files: a read beyond the end kills the process (SIGBUS) without a message."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import numpy as np
 from shoal.errors import RunFailed
 
 
-def refuse_shortened(array: np.ndarray[Any, Any]) -> None:
+def reject_shortened(array: np.ndarray[Any, Any]) -> None:
     """Raise if the file of a mapped array is shorter than it was when it was mapped; one call of fstat."""
     mapping = _mapping_of(array)
     if mapping is not None and mapping.size() < len(mapping):
         raise RunFailed(
             f"{getattr(array, 'filename', None) or 'a data file'} was shortened while it was read: it had"
             f" {len(mapping):,} bytes when the run began, and has {mapping.size():,}",
-            fix="restore the file; the same command then resumes from the last checkpoint",
+            fix="restore the file and run the same command, which resumes from the last checkpoint",
         )
 
 
 def is_mapped(array: np.ndarray[Any, Any]) -> bool:
-    """Whether it is read from a file when it is used."""
+    """Whether an array is memory-mapped."""
     return _mapping_of(array) is not None
 
 
 def _mapping_of(array: np.ndarray[Any, Any]) -> mmap.mmap | None:
-    """The mapping that an array, or the array that it is a slice of, was made from."""
+    """The mapping behind an array or a slice of one; None: it is in memory."""
     base: Any = array
     while isinstance(base, np.ndarray):
         base = base.base

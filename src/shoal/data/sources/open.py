@@ -1,4 +1,4 @@
-"""From `data.source` to two datasets: one to train on, one held out. The only place that knows all kinds of sources."""
+"""Open `data.source` as two datasets: one to train on, one held out. Only this file imports all kinds of sources."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from shoal.data.sources.tokens import Shards, open_shards
 from shoal.errors import ShoalError
 
 WORDS = ("python", "synthetic")
-"""Sources that are no paths. A file of that name is reached as `./python`."""
+"""Sources that are no paths. A file of that name is `./python`."""
 
 
 def open_datasets(section: DataSection, seed: int) -> tuple[Dataset, Dataset]:
     """The training samples and the held-out ones: the last `validation` of all samples, at least one unless it is 0.
 
-    Neither has a token of the other. The seed matters to `synthetic` alone, whose rule it decides.
+    They share no token. The seed matters only for `synthetic`, where it decides the rule.
     """
     if section.source == "synthetic":
         return _synthetic(section, seed)
@@ -51,8 +51,8 @@ def _text(section: DataSection, corpus: Corpus) -> tuple[Dataset, Dataset]:
 def _shards(section: DataSection, shards: Shards) -> tuple[Dataset, Dataset]:
     if section.mask_documents and section.end_token is None:
         raise ShoalError(
-            "--data.mask_documents True must know where a document ends, and token shards do not say",
-            fix="--data.end_token with the id that your tokenizer ends documents with (GPT-2: 50256)",
+            "--data.mask_documents True needs --data.end_token for token shards, got none",
+            fix="--data.end_token 50256, the end token of GPT-2, or that of your tokenizer",
         )
     return _packed(section, shards.streams, shards.vocabulary, shards.origin, section.end_token)
 

@@ -1,12 +1,12 @@
-"""Documents as one long stream of tokens, cut into samples of equal length. No padding, so every position trains.
+"""Pack documents into one stream of tokens, cut into samples of equal length without padding.
 
     stream   t0 t1 t2 t3 │ t4 t5 t6 t7 │ t8 t9           sequence T = 4
     sample 0 [t0 t1 t2 t3] t4                            inputs are the first T of T + 1 tokens,
-    sample 1              [t4 t5 t6 t7] t8               labels the last T: the shift is made here and nowhere else
+    sample 1              [t4 t5 t6 t7] t8               labels the last T: the shift is made only here
                                            t9            fewer than T + 1 remain: not used
 
-Where one document ends and the next begins is told by the end token inside the sample itself, not by a table of
-offsets: a memory-mapped file of any size is opened without being read, and each batch reads its own pages only.
+The end token inside a sample marks where a document ends; there is no table of offsets. So a memory-mapped file of any
+size is opened without being read, and each batch reads its own pages only.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from numpy.lib.stride_tricks import sliding_window_view
 from shoal.data.batch import IGNORE
 from shoal.data.dataset import Batch, Ids, num_held_out
 from shoal.data.sources.digest import Tokens, digest_of_streams
-from shoal.data.sources.memory_map import is_mapped, refuse_shortened
+from shoal.data.sources.memory_map import is_mapped, reject_shortened
 from shoal.errors import ShoalError
 
 
 class PackedTokens:
-    """Samples of `sequence` tokens from one or more streams; no sample crosses from one stream into another.
+    """Samples of `sequence` tokens from one or more streams; no sample spans two streams.
 
-    A batch has `tokens` and `labels` (both B, T, int64). With `documents` it also has `documents` (B, T, int32): the
-    index, within the sample, of the document that each token is in; and a label that would be the first token of
-    another document is IGNORE. The end token belongs to the document that it ends.
+    A batch has `tokens` and `labels` (both B, T, int64). With `documents` it also has `documents` (B, T, int32), the
+    index of each token's document within the sample. A label that is the first token of another document is IGNORE. The
+    end token belongs to the document that it ends.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class PackedTokens:
         return batch
 
     def describe(self) -> str:
-        """Origin, samples, and what is left over."""
+        """Origin, number of samples, and unused tokens."""
         holding = [len(stream) for stream in self._streams if num_samples(len(stream), self.tokens_per_sample)]
         used = len(self) * self.tokens_per_sample + len(holding)  # the last label of a stream is no sample's input
         left_over = sum(len(stream) for stream in self._streams) - used
@@ -76,22 +76,22 @@ class PackedTokens:
         return f"{self._origin}; {len(self):,} samples of {self.tokens_per_sample:,} tokens{rest}"
 
     def digest(self) -> str:
-        """Of the tokens. How they are cut into samples is said by settings."""
+        """The digest of the tokens. The settings decide how they are cut into samples."""
         return digest_of_streams(self._streams)
 
-    def refuse_shortened(self) -> None:
+    def reject_shortened(self) -> None:
         """Raise if a file has lost tokens since it was opened."""
         for stream in self._streams:
-            refuse_shortened(stream)
+            reject_shortened(stream)
 
     def _gather(self, ids: Ids) -> Tokens:
-        """B × (T + 1) tokens. One copy of rows per stream that the batch touches, no loop over samples."""
+        """B × (T + 1) tokens, by one copy per stream of the batch, without a loop over samples."""
         if len(ids) and not 0 <= ids.min() <= ids.max() < len(self):
             raise IndexError(f"samples {ids.min()} to {ids.max()} of a dataset of {len(self)}")
         which = np.searchsorted(self._ends, ids, side="right")
         gathered = np.empty((len(ids), self.tokens_per_sample + 1), dtype=np.result_type(np.uint8, *self._streams))
         for number in np.unique(which):
-            refuse_shortened(self._streams[number])
+            reject_shortened(self._streams[number])
             rows = which == number
             before = self._ends[number - 1] if number else 0
             windows = sliding_window_view(self._streams[number], self.tokens_per_sample + 1)[:: self.tokens_per_sample]
@@ -100,7 +100,7 @@ class PackedTokens:
 
 
 def num_samples(num_tokens: int, sequence: int) -> int:
-    """How many samples a stream holds.
+    """The number of samples in a stream.
 
     >>> num_samples(10, 4), num_samples(9, 4), num_samples(8, 4)
     (2, 2, 1)
@@ -109,22 +109,22 @@ def num_samples(num_tokens: int, sequence: int) -> int:
 
 
 def split_streams(streams: Sequence[Tokens], sequence: int, fraction: float) -> tuple[list[Tokens], list[Tokens]]:
-    """Cut off the end, so that the last `fraction` of the samples and all others have no token in common.
+    """Split off the last `fraction` of the samples, so that both parts share no token.
 
-    The cut falls where the number of samples says, mostly inside a document: documents cannot always be kept whole.
+    The number of samples decides the cut, which is mostly inside a document.
     """
     if not any(len(stream) for stream in streams):
-        raise ShoalError("the data holds no tokens at all", fix="a --data.source with text in it")
-    wanted = num_held_out(sum(num_samples(len(stream), sequence) for stream in streams), fraction)
+        raise ShoalError("the data must hold at least one token, got none", fix="--data.source PATH with text in it")
+    remaining = num_held_out(sum(num_samples(len(stream), sequence) for stream in streams), fraction)
     training, held_out = list(streams), list[Tokens]()
-    while wanted and training:
+    while remaining and training:
         stream = training.pop()
         holds = num_samples(len(stream), sequence)
-        taken = min(wanted, holds)
+        taken = min(remaining, holds)
         cut = 0 if taken == holds else len(stream) - (taken * sequence + 1)
         training += [stream[:cut]] if cut else []
         held_out.insert(0, stream[cut:])
-        wanted -= taken
+        remaining -= taken
     if not any(num_samples(len(stream), sequence) for stream in training):
         raise _too_short(streams, sequence, fraction)
     return training, held_out

@@ -1,7 +1,7 @@
-"""Made-up samples that a model can learn. Each is computed from its id, so nothing is stored and any size is free.
+"""Synthetic samples that a model can learn. Each is computed from its id, so nothing is stored and any size is free.
 
-Random tokens would test speed only: their loss cannot fall. These follow a rule that is different for every seed, so a
-falling loss proves that training works, and how far it can fall is known beforehand.
+Random tokens would test speed only: their loss cannot fall. These follow a rule that depends on the seed. So a falling
+loss proves that training works, and its lowest value is known beforehand.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from shoal.data.order import sample_ids
 from shoal.hash_rng import hashed, unit_interval
 
 NOISE = 0.1
-"""The part of the tokens that do not follow from the one before."""
+"""The fraction of the tokens that do not follow from the one before."""
 
-_START, _JUMP, _LABEL, _WINDOW, _PATTERN, _POOL = range(6)  # what a hash is for, so that no two uses share numbers
+_START, _JUMP, _LABEL, _WINDOW, _PATTERN, _POOL = range(6)  # purposes of a hash, so that no two share numbers
 
 
 class SyntheticTokens:
-    """All tokens stand in a ring, in an order keyed by the seed. Nine times in ten the next token is the next in the
-    ring, else the sample jumps to a random place.
+    """Samples from a noisy walk around a ring of all tokens, in an order keyed by the seed.
+
+    Nine times in ten the next token is the next in the ring, else the sample jumps to a random place.
 
         ring   7 → 2 → 5 → 0 → ... → 7          sample   2 5 0 │ 9 1 │ 5 0 ...
     """
@@ -62,19 +63,19 @@ class SyntheticTokens:
         return -follows * math.log(follows) - (vocabulary - 1) * other * math.log(other)
 
     def describe(self) -> str:
-        """The rule, its size, and the loss that it allows."""
+        """The rule, its size, and its lowest possible loss."""
         return (
             f"synthetic tokens from a noisy rule over {self.vocabulary} tokens, {self.tokens_per_sample:,} per sample,"
             f" lowest possible loss {self.best_loss:.3f}"
         )
 
     def digest(self) -> str:
-        """None: the settings and the seed decide every sample."""
+        """Empty: the settings and the seed decide every sample."""
         return ""
 
 
 class SyntheticImages:
-    """Every class has a coarse pattern of its own, and every image is its class's pattern under as much noise again."""
+    """Every class has a coarse pattern, and every image is its class's pattern plus noise of the same size."""
 
     tokens_per_sample = None
     labels_per_sample = 1
@@ -104,7 +105,7 @@ class SyntheticImages:
         return f"synthetic images of {self.vocabulary} classes, {self._size} x {self._size}"
 
     def digest(self) -> str:
-        """None: the settings and the seed decide every sample."""
+        """Empty: the settings and the seed decide every sample."""
         return ""
 
 

@@ -16,7 +16,7 @@ NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents and, for a person, where they are from."""
+    """Documents, and a description of their origin."""
 
     documents: list[bytes]
     origin: str
@@ -38,12 +38,13 @@ def text_files(path: Path) -> Corpus:
     if not files:
         raise ShoalError(
             f"no text files in {path} (known endings: {' '.join(sorted(TEXT_ENDINGS))})",
-            fix="--data.source with one file in it, which is read whatever its ending",
+            fix=f"--data.source {path}/FILE, which is read whatever its ending",
         )
     documents = _read_all(files)
     if not documents:
         raise ShoalError(
-            f"{path} is empty: {len(files)} text file(s) of 0 bytes", fix="a --data.source with text in it"
+            f"{path} must have text in it, got {len(files)} text file(s) of 0 bytes",
+            fix="--data.source PATH with text in it",
         )
     kind = "text files in" if path.is_dir() else "text file"
     return Corpus(documents, _origin(documents, f"{kind} {path}"))
@@ -54,7 +55,7 @@ def jsonl_files(path: Path, field: str) -> Corpus:
     files = files_under(path, JSONL_ENDINGS)
     documents = [text for file in files for text in _lines(file, field) if text]
     if not documents:
-        raise ShoalError(f"no JSONL lines with text in {path}", fix='a file with lines such as {"text": "..."}')
+        raise ShoalError(f"no JSONL lines with text in {path}", fix='lines such as {"text": "..."}')
     return Corpus(documents, _origin(documents, f"JSONL documents in {path}"))
 
 
@@ -68,9 +69,10 @@ def _text_of(line: bytes, field: str, where: str) -> bytes:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ShoalError(f"{where} is not JSON: {error}", fix='lines such as {"text": "..."}') from error
+        raise ShoalError(f"{where} must be JSON: {error}", fix='lines such as {"text": "..."}') from error
     if not isinstance(row, dict):
-        raise ShoalError(f"{where} is a JSON {type(row).__name__}, not an object", fix='lines such as {"text": "..."}')
+        what = f"{where} must be a JSON object, got a {type(row).__name__}"
+        raise ShoalError(what, fix='lines such as {"text": "..."}')
     if field not in row:
         keys = sorted(key for key, value in row.items() if isinstance(value, str))
         meant = nearest(field, keys) or next(iter(keys), "KEY")
@@ -79,7 +81,8 @@ def _text_of(line: bytes, field: str, where: str) -> bytes:
             fix=f"--data.text_field {meant}",
         )
     if not isinstance(row[field], str):
-        raise ShoalError(f"{where}: {field!r} is {type(row[field]).__name__}, not text", fix="--data.text_field KEY")
+        what = f"{where}: {field!r} must be text, got {type(row[field]).__name__}"
+        raise ShoalError(what, fix="--data.text_field KEY")
     text: str = row[field]
     return text.encode("utf-8", errors="replace")
 

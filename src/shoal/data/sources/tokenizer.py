@@ -1,6 +1,6 @@
-"""Text to token ids: bytes, which need nothing, or a Hugging Face tokenizer.json.
+"""Tokenize text: by bytes, without a package, or by a Hugging Face tokenizer.json.
 
-Both end every document with an end token, which is how packed samples know their documents apart.
+Both end every document with an end token, which separates documents in packed samples.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from shoal.data.sources.digest import Tokens
-from shoal.data.sources.files import existing, refuse_irregular
+from shoal.data.sources.files import existing, reject_irregular
 from shoal.errors import ShoalError, needs
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
@@ -46,16 +46,17 @@ class Bytes:
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json`. Where it has no end token that we know of, one id is added behind its last."""
+    """A `tokenizer.json`. Without a known end token, one id is added after its last."""
 
     def __init__(self, path: str) -> None:
         tokenizers = needs("tokenizers", what="data.tokenizer", extra="hf")
         file = existing(path, words=["bytes"], setting="data.tokenizer")
-        refuse_irregular(file)
+        reject_irregular(file)
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the package raises bare Exceptions
-            raise ShoalError(f"{file} is no tokenizer: {error}", fix="--data.tokenizer PATH/tokenizer.json") from error
+            what = f"data.tokenizer must be a tokenizer.json, got {file}: {error}"
+            raise ShoalError(what, fix="--data.tokenizer PATH/tokenizer.json") from error
         size = int(self._tokenizer.get_vocab_size())
         known = [self._tokenizer.token_to_id(token) for token in END_TOKENS]
         self.end_token = next((number for number in known if number is not None), size)

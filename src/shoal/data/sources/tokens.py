@@ -1,4 +1,4 @@
-"""Token shards: files of nothing but token ids, made by somebody's tokenizer. They stay on disk, mapped into memory."""
+"""Token shards: files of token ids only. They stay on disk, mapped into memory."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 import numpy as np
 
 from shoal.data.sources.digest import Tokens
-from shoal.data.sources.files import TOKEN_ENDINGS, files_under, megabytes, refuse_irregular, unreadable
+from shoal.data.sources.files import TOKEN_ENDINGS, files_under, megabytes, reject_irregular, unreadable
 from shoal.errors import ShoalError
 
 READ_AT_MOST = 1 << 30
-"""Bytes of shards that are read through to find the largest token id; of more than that it stays unknown."""
+"""Bytes of shards up to which the largest token id is searched; beyond that it is unknown."""
 
 _CHUNK = 1 << 24
 
 
 @dataclass(frozen=True)
 class Shards:
-    """The streams, one per file, and what is known of them."""
+    """The streams, one per file, their vocabulary if known, and their origin."""
 
     streams: list[Tokens]
     vocabulary: int | None
@@ -40,13 +40,13 @@ def open_shards(path: Path, dtype: str) -> Shards:
 
 
 def _map_bin(file: Path, dtype: str) -> Tokens:
-    refuse_irregular(file)
+    reject_irregular(file)
     try:
         size, width = file.stat().st_size, np.dtype(dtype).itemsize
         if size == 0 or size % width:
             raise ShoalError(
-                f"{file} has {size:,} bytes, which is not a whole number of {dtype} tokens of {width} bytes",
-                fix="--data.token_dtype with the type it was written in" if size else "a shard that is not empty",
+                f"{file} must hold a whole number of {dtype} tokens of {width} bytes, got {size:,} bytes",
+                fix="--data.token_dtype DTYPE of the file" if size else f"--data.source PATH without {file.name}",
             )
         return np.memmap(file, dtype=dtype, mode="r")
     except OSError as error:
@@ -54,25 +54,25 @@ def _map_bin(file: Path, dtype: str) -> Tokens:
 
 
 def _map_npy(file: Path) -> Tokens:
-    refuse_irregular(file)
+    reject_irregular(file)
     try:
         stream = np.load(file, mmap_mode="r", allow_pickle=False)
     except OSError as error:
         raise unreadable(file, error) from error
     except (ValueError, EOFError) as error:
-        raise ShoalError(f"{file} is no .npy file: {error}", fix="numpy.save(file, tokens)") from error
+        raise ShoalError(f"{file} must be a .npy file: {error}", fix="numpy.save(file, tokens)") from error
     if stream.ndim != 1 or not np.issubdtype(stream.dtype, np.integer):
         raise ShoalError(
-            f"{file} holds {stream.dtype} of shape {stream.shape}; a shard is one row of integers",
+            f"{file} must hold one row of integers, got {stream.dtype} of shape {stream.shape}",
             fix="numpy.save(file, tokens.ravel().astype('uint16'))",
         )
     return stream  # type: ignore[no-any-return]
 
 
 def _largest(file: Path, stream: Tokens) -> int:
-    """The largest id, read in chunks so that little of the file is in memory at a time."""
+    """The largest id, read in chunks to save memory."""
     chunks = [stream[start : start + _CHUNK] for start in range(0, len(stream), _CHUNK)]
     smallest = min((int(chunk.min()) for chunk in chunks), default=0) if stream.dtype.kind == "i" else 0
     if smallest < 0:
-        raise ShoalError(f"{file} holds the token id {smallest}; ids start at 0", fix="--data.token_dtype uint32")
+        raise ShoalError(f"token ids must be at least 0, got {smallest} in {file}", fix="--data.token_dtype uint32")
     return max((int(chunk.max()) for chunk in chunks), default=0)

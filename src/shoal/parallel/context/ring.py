@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.blueprint.context_parallel import Step, ring_steps
+from shoal.blueprint.context_parallel import RingStep, ring_steps
 from shoal.comm.autograd_function import differentiable_once
 from shoal.numerics.ops.attention import Attended, attend, attend_backward, merge_
 from shoal.numerics.precision import wide
@@ -76,7 +76,7 @@ class Exchange:
         return self.received.to(self.device)
 
 
-def around(block: Tensor, ring: Ring, causal: bool) -> Iterator[tuple[Step, Tensor]]:
+def around(block: Tensor, ring: Ring, causal: bool) -> Iterator[tuple[RingStep, Tensor]]:
     """Yield the blocks of all ranks, mine first; while one is used, the next is in flight."""
     for number, step in enumerate(ring_steps(ring.index, ring.degree, causal)):
         is_last = number == ring.degree - 1
@@ -151,7 +151,7 @@ def _some(x: Tensor, which: str, dim: int) -> Tensor:
     return x if which == "all" else x.narrow(dim, half if which == "late" else 0, half)
 
 
-def _sight(step: Step, documents: Tensor | None, ring: Ring, causal: bool) -> dict[str, Any]:
+def _sight(step: RingStep, documents: Tensor | None, ring: Ring, causal: bool) -> dict[str, Any]:
     """Return which keys the queries of a step may see: a flag is enough, unless samples are packed."""
     if documents is None:
         return {"is_causal": step.is_causal}

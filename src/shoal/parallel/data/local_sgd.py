@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.blueprint.local_sgd import SyncSpec, due, reject_fragments
+from shoal.blueprint.local_sgd import SyncSpec, check_fragments, due
 from shoal.comm.compression.reduce import Average
 from shoal.comm.mesh import Mesh
 from shoal.comm.replicas.overlap import Overlap
@@ -83,7 +83,7 @@ class LocalSGD(GradientSync):
     """With a delay: the mean of θ - θᵢ, until it is applied."""
 
     def __post_init__(self) -> None:
-        raise_if(filter(None, [reject_fragments(self.outer.fragments, self.outer.delay, self.sync.every)]))
+        raise_if(filter(None, [check_fragments(self.outer.fragments, self.outer.delay, self.sync.every)]))
         trained = {name: p for name, p in self.named.items() if p.requires_grad}
         self.fragments = [
             BucketAverager(part, self.comm_threads, self.average, self.bucket_bytes, self.seed, self.kind_of)
@@ -126,7 +126,7 @@ class LocalSGD(GradientSync):
 
     def norm_group(self, mesh: Mesh) -> dist.ProcessGroup:
         """An island clips by its own norm."""
-        return mesh.group("island")
+        return mesh.group("replica")
 
     def agree_on_norm(self, norm: Tensor, mesh: Mesh, *, step: int, scale: float, clip: float | None) -> Tensor:
         """Islands have norms of their own; but where one's is not finite, no island's is: whatever is decided by that,
@@ -140,7 +140,7 @@ class LocalSGD(GradientSync):
             seen = torch.full_like(norm, 1 / scale)
             if clip is not None:
                 seen *= (clip * scale / (norm + 1e-6)).clamp_max(1.0)
-            bad = self.step_scale.update(bad, own, step, times=seen, replicas=between, own=mesh.group("island"))
+            bad = self.step_scale.update(bad, own, step, times=seen, replicas=between, own=mesh.group("replica"))
         return torch.where(bad > 0, torch.full_like(norm, torch.nan), norm)
 
     @torch.no_grad()

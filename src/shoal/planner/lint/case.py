@@ -1,7 +1,7 @@
 """One plan before the rules of `lint_rules`: its numbers, the plans around it, and what those would save.
 
-Changes to a plan are keys and values (`{"tp": 8, "dp_shard": 16}`). Those that `legality` would not let run are passed
-over, and so are those that do not fit. All numbers are predicted.
+Changes to a plan are keys and values (`{"tp": 8, "dp_shard": 16}`). Those that `check_plan` rejects are skipped, and so
+are those that do not fit. All numbers are predicted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from shoal.blueprint.layout import divisors
 from shoal.blueprint.plan import BARE_WORDS, Plan
-from shoal.blueprint.validation.legality import check_plan
+from shoal.blueprint.validation.check import check_plan
 from shoal.errors import ShoalError
 from shoal.planner.candidates import can_cut, can_split, description_of, microbatches
 from shoal.planner.search import SCHEDULES, search

@@ -62,7 +62,7 @@ class Degrees(NamedTuple):
 
 def _part_sent(plan: Plan) -> float:
     part = 1.0 if plan.compression is None else plan.compression.part_sent(plan.dp_replicate or 1)
-    return part / (plan.synchrony.every if plan.synchrony is not None else 1)
+    return part / (plan.sync_spec.every if plan.sync_spec is not None else 1)
 
 
 def _kept_for_peers(plan: Plan) -> int:

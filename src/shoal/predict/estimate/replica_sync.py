@@ -101,8 +101,8 @@ def predict(words: str, island: ReplicaShape, link: Link, replicas: int, codec: 
     num_buckets = max(1, round(island.size * island.width / BUCKET_BYTES))
     sending = num_bytes / link.bandwidth + _messages(compression) * num_buckets * link.latency
     encoding = per_number * island.size
-    if plan.synchrony is not None:
-        every = plan.synchrony.every
+    if plan.sync_spec is not None:
+        every = plan.sync_spec.every
         agreeing = 2 * link.latency  # on the loss, and on whether a gradient is finite, in every step
         exchange = sending + encoding / LANES  # nothing is computed meanwhile
         return Step(words, island.compute + agreeing + exchange / every, num_bytes / every)

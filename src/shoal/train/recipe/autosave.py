@@ -27,7 +27,7 @@ from shoal.checkpoint.storage.store import Store, find
 from shoal.comm.all_or_none import on_main
 from shoal.config.duration import Duration
 from shoal.config.recipe import Recipe
-from shoal.config.resume_compat import refuse_changes
+from shoal.config.resume_compat import reject_changes
 from shoal.errors import ShoalError
 from shoal.files import PrivateFolder
 from shoal.launch.worker import note_saved
@@ -288,7 +288,7 @@ def nothing_to_resume(store: Store) -> ShoalError:
 def refuse_other_recipe(manifest: Manifest, recipe: Recipe, store: Store) -> None:
     """Raise if the run of a step cannot go on as this recipe."""
     if saved := manifest.state.get("recipe"):  # weights that were imported have none
-        refuse_changes(saved, recipe, where=store.where)
+        reject_changes(saved, recipe, where=store.where)
 
 
 def refuse_other_data(manifest: Manifest, job: Job, store: Store) -> str:

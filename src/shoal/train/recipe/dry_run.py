@@ -19,9 +19,9 @@ def dry_run(job: Job, resume: str) -> None:
     resume = "fresh" if settings.overwrite else resume
     if settings.start_from is not None and "://" not in settings.start_from:
         look_for_start(recipe, is_fresh=resume == "fresh")
-    directory = RunDirectory.foreseen(recipe, resume)
+    directory = RunDirectory.preview(recipe, resume)
     is_elsewhere = kept.dir is not None  # where steps may be although the directory is new
-    goes_on = resume not in ("auto", "fresh") or (resume == "auto" and (directory.goes_on or is_elsewhere))
+    goes_on = resume not in ("auto", "fresh") or (resume == "auto" and (directory.resumes or is_elsewhere))
     if not goes_on or "://" in (kept.dir or ""):
         return
     store = Store.at(kept.dir or directory.path / "checkpoints")

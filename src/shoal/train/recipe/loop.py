@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from torch.distributed import Store
 
+from shoal.blueprint.layout_drawing import draw_layout
 from shoal.checkpoint.storage.manifest import Manifest
 from shoal.comm.all_or_none import on_main
 from shoal.comm.rendezvous.environment import Placement
@@ -138,7 +139,7 @@ def _kept(
         keeper.refuse_too_little_room()
         keeper.claim_store()
         is_elsewhere = job.recipe.checkpoint.dir is not None  # where steps may be although the directory is new
-        goes_on = resume not in ("auto", "fresh") or (resume == "auto" and (directory.goes_on or is_elsewhere))
+        goes_on = resume not in ("auto", "fresh") or (resume == "auto" and (directory.resumes or is_elsewhere))
         manifest = keeper.go_on(resume) if goes_on else None
         num_steps = steps_of(job)
         if num_steps is not None and run.steps_done > num_steps:
@@ -176,7 +177,7 @@ def _begin(directory: RunDirectory, job: Job, steps_done: int) -> tuple[int, flo
     """Returns the last evaluation of what the run goes on after."""
     directory.begin(job.recipe)
     # Its end, if it is there already, is told once more.
-    directory.forget_after(steps_done, and_its_evaluation=steps_done == steps_of(job))
+    directory.drop_metrics_after(steps_done, and_its_evaluation=steps_done == steps_of(job))
     return directory.last_evaluation()
 
 
@@ -186,11 +187,11 @@ def _claim_directory(world: World, recipe: Recipe, resume: str) -> RunDirectory:
 
     def claim() -> tuple[Path, bool]:
         own.append(RunDirectory.claim(recipe, resume))
-        return own[0].path, own[0].goes_on
+        return own[0].path, own[0].resumes
 
     fix = "--run.dir SOMEWHERE that you may write to"
     path, goes_on = on_main(world, claim, failed="the run has no directory", fix=fix)
-    return own[0] if own else RunDirectory(path, goes_on=goes_on)
+    return own[0] if own else RunDirectory(path, resumes=goes_on)
 
 
 def _steps(
@@ -324,7 +325,7 @@ def _headline(run: Run, job: Job, lr: float) -> str:
             " (linear scaling rule)"
         )
     if run.world.size > 1:
-        lines += [" " * 7 + line for line in run.plan.layout.draw(devices_per_node=run.world.local_size).splitlines()]
+        lines += [" " * 7 + line for line in draw_layout(run.plan.layout, run.world.local_size).splitlines()]
     return "\n".join(lines)
 
 

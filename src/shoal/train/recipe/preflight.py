@@ -11,10 +11,10 @@ import numpy as np
 from torch import nn
 
 from shoal.blueprint.description import Description
-from shoal.blueprint.local_sgd import reject_fragments
+from shoal.blueprint.local_sgd import check_fragments
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.validation.bf16_weights import reject_bf16_weights
-from shoal.blueprint.validation.legality import check_plan
+from shoal.blueprint.validation.check import check_plan
 from shoal.comm.world import World
 from shoal.config.no_effect import no_effect
 from shoal.config.recipe import Recipe, RunSection
@@ -88,7 +88,7 @@ def reject_shortened_data(job: Job) -> None:
     """Raise if a file of the data has become shorter since it was opened. A process that reads beyond its end dies."""
     for data in (job.training, job.held_out):
         if isinstance(data, PackedTokens):
-            data.refuse_shortened()
+            data.reject_shortened()
 
 
 @dataclass
@@ -114,9 +114,9 @@ def _without_torchao() -> Iterator[Problem]:
 
 
 def _unfit_fragments(recipe: Recipe) -> Iterator[Problem]:
-    comm, synchrony = recipe.comm, recipe.plan.synchrony
+    comm, synchrony = recipe.comm, recipe.plan.sync_spec
     if synchrony is not None:
-        yield from filter(None, [reject_fragments(comm.fragments, comm.outer_delay, synchrony.every)])
+        yield from filter(None, [check_fragments(comm.fragments, comm.outer_delay, synchrony.every)])
 
 
 def _idle_settings(recipe: Recipe) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""What is left of settings when `sync=auto` has chosen a way that does not use them."""
+"""Settings that `sync=auto` leaves without effect are reset to their defaults."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from shoal.config.no_effect import no_effect, without_no_effect
 from shoal.config.recipe import CommSection, Recipe
 
 
-def test_what_was_chosen_can_be_run_again() -> None:
+def test_the_recipe_of_a_chosen_plan_is_valid() -> None:
     comm = CommSection(outer_lr=0.5, fragments=2, warmup_steps=3, algorithm="ring")
     for words in ("", "compress=powersgd", "sync=diloco:50 compress=int8", "sync=local:1 compress=powersgd"):
         plan = Plan.parse(words).resolve(2)

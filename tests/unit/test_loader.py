@@ -1,4 +1,4 @@
-"""A loader gives every sample once per epoch, goes on where it stopped on any degree, and leaves nothing behind."""
+"""A loader gives every sample once per epoch, resumes on any degree, and leaves no thread or process behind."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_thread_and_processes_give_the_same_batches() -> None:
     for workers in (0, 1, 2):
         loader = Loader(Numbers(100), seed=2, batch=6, coordinate=1, degree=2, workers=workers)
         got.append(taken(loader, 10))
-        assert loader.decision.endswith("as asked")
+        assert loader.decision.endswith("as set")
         loader.close()
     assert got[0] == got[1] == got[2]
 
@@ -254,13 +254,13 @@ def test_weight_of_a_batch() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"batch": 2, "degree": 4}, "batch of 2 .* each of 4"), ({"batch": 4, "position": -1}, "position -1"),
-     ({"batch": 4, "coordinate": 2, "degree": 2}, "coordinate 2 is not one of 2")],
+    [({"batch": 2, "degree": 4}, "each of 4 .*, got 2"), ({"batch": 4, "position": -1}, "at least 0, got -1"),
+     ({"batch": 4, "coordinate": 2, "degree": 2}, "coordinate must be from 0 to 1, got 2")],
 )  # fmt: skip
-def test_impossible_settings_are_refused(settings: dict[str, int], message: str) -> None:
+def test_invalid_settings_are_rejected(settings: dict[str, int], message: str) -> None:
     with pytest.raises(ShoalError, match=message):
         Loader(Numbers(10), seed=0, **settings)  # type: ignore[arg-type]
-    with pytest.raises(ShoalError, match="0 samples"):
+    with pytest.raises(ShoalError, match="at least one sample, got 0"):
         Loader(Numbers(0), seed=0, batch=1)
 
 

@@ -141,9 +141,9 @@ def test_a_collate_function_stays() -> None:
     assert global_batches(epoch_of(dealt(loader, 2)))[0] == [0, 10, 20, 30]
 
 
-def test_a_sampler_that_already_deals_is_refused() -> None:
+def test_a_distributed_sampler_is_rejected() -> None:
     loader = DataLoader(NUMBERS, sampler=DistributedSampler(NUMBERS, num_replicas=2, rank=0))
-    with pytest.raises(ShoalError, match=r"already dealt out.*\n.*batch_size=GLOBAL"):
+    with pytest.raises(ShoalError, match=r"must have no DistributedSampler.*\n.*batch_size=GLOBAL"):
         dealt(loader, 2)
 
 

@@ -66,9 +66,9 @@ def test_equal_blocks(num_blocks: int, num_stages: int, first: float, last: floa
         ([1, 1], 3, r"2 blocks cannot be cut into 3 stages of at least one\n    fix: pp x v = 1 or 2"),
         ([1] * 32, 64, r"32 blocks cannot be cut into 64 stages of at least one\n    fix: pp x v = 1 to 32"),
         ([1, 1], 0, "2 blocks cannot be cut into 0 stages"),
-        ([], 1, "a model without blocks"),
-        ([1, -1], 1, "block 1 costs -1"),
-        ([1, float("nan")], 1, "block 1 costs nan"),
+        ([], 1, "stages need blocks"),
+        ([1, -1], 1, "the cost of block 1 must be at least 0, got -1"),
+        ([1, float("nan")], 1, "the cost of block 1 must be at least 0, got nan"),
     ],
 )
 def test_what_cannot_be_cut(costs: list[float], num_stages: int, text: str) -> None:

@@ -1,0 +1,140 @@
+"""The vocabulary of a plan, and the parser that reads it.
+
+The parser turns `tp=2 zero=3 bf16` into keys and values, and reports every word that it cannot read at once. It builds
+no `Plan`: `plan` imports this file, never the reverse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, get_args
+
+from shoal.blueprint import compression, local_sgd
+from shoal.blueprint.aliases import OTHER_NAMES, OTHER_SECTIONS
+from shoal.errors import Problem, listed, nearest, raise_if
+
+Schedule = Literal["gpipe", "1f1b", "interleaved", "looped", "zb", "zbv", "dualpipev"]
+Recompute = Literal["none", "selective", "full"]
+Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
+Offload = Literal["none", "optimizer", "parameters"]
+Context = Literal["ring", "ulysses"]
+
+DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
+COUNTS = (*DEGREES, "v", "mb")
+CHOICES: Mapping[str, tuple[Any, ...]] = {
+    "zero": (0, 1, 2, 3),
+    "schedule": get_args(Schedule),
+    "recompute": get_args(Recompute),
+    "precision": get_args(Precision),
+    "offload": get_args(Offload),
+    "context": get_args(Context),
+}
+KEYS = (
+    *("dp_replicate", "dp_shard", "cp", "context", "tp", "pp", "ep", "zero", "schedule", "v", "sp", "mb"),
+    *("recompute", "precision", "offload", "compress", "sync"),
+)
+"""The fields of `Plan`, in their order."""
+
+BARE_WORDS: Mapping[str, tuple[str, Any]] = {
+    **{word: ("schedule", word) for word in get_args(Schedule)},
+    **{word: ("precision", word) for word in get_args(Precision)},
+    **{"ddp": ("zero", 0), "no_shard": ("zero", 0), "shard_grad_op": ("zero", 2)},
+    **{"fsdp": ("zero", 3), "full_shard": ("zero", 3), "hybrid_shard": ("zero", 3)},
+    **{word: ("context", word) for word in get_args(Context)},
+    "sp": ("sp", True),
+}
+"""Words without a key → key and value. They include torch's names of sharding strategies."""
+
+EXAMPLES = {"compress": "int8", "sync": "diloco:50"}
+SWITCH = {"on": True, "off": False, "true": True, "false": False}
+
+
+def parse_words(text: str) -> dict[str, Any]:
+    """Read the words of a plan into keys and values; `auto` stands for no word.
+
+    Values that equal a default are included.
+
+    >>> parse_words("recompute=none fp32")
+    {'recompute': 'none', 'precision': 'fp32'}
+    """
+    values: dict[str, Any] = {}
+    spelled: dict[str, str] = {}
+    problems: list[Problem] = []
+    for word in (word for word in text.split() if word.lower() != "auto"):
+        if isinstance(parsed := _parse_word(word), Problem):
+            problems.append(parsed)
+            continue
+        key, value = parsed
+        if key in values:
+            problems.append(Problem(f"{key} is set twice: {spelled[key]} and {word}", "remove one of them"))
+        values[key], spelled[key] = value, word
+        problems += check_values({key: value})
+    if spelled.get("zero", "").lower() == "hybrid_shard" and not {"dp_replicate", "dp_shard"} & values.keys():
+        what = "HYBRID_SHARD shards inside groups of ranks and replicates over the groups, but no degree is set"
+        problems.append(Problem(what, "add dp_replicate=<number of nodes>"))
+    raise_if(problems, f"plan {text!r}")
+    return values
+
+
+def check_values(values: Mapping[str, Any]) -> Iterator[Problem]:
+    """Problems of each value by itself."""
+    for key, value in values.items():
+        if value is None and key not in ("recompute", "precision", "offload"):
+            continue
+        if key in COUNTS and (type(value) is not int or value < 1):  # True is an int, but not a degree
+            yield Problem(f"{key} must be a whole number of at least 1, got {value!r}", f"{key}=1, {key}=2, ...")
+        elif key in CHOICES and (type(value), value) not in [(type(legal), legal) for legal in CHOICES[key]]:
+            legal = listed(CHOICES[key])
+            yield Problem(f"{key} must be {legal}, got {value!r}", f"{key}={legal}")
+        elif key == "sp" and not isinstance(value, bool):
+            yield Problem(f"sp must be on or off, got {value}", "sp=on or sp=off")
+        elif key == "compress":
+            yield from filter(None, [compression.check_word(value)])
+        elif key == "sync":
+            yield from filter(None, [local_sgd.check_word(value)])
+
+
+def unknown_key(key: str) -> Problem:
+    """The problem of a key that is no field of a plan."""
+    return Problem(f"a plan has no key {key!r}", OTHER_SECTIONS.get(key) or _nearest_or_all(key, KEYS))
+
+
+def _parse_word(word: str) -> tuple[str, Any] | Problem:
+    """The key and the value of one word."""
+    key, equals, value = word.partition("=")
+    key = key.lower()
+    if not equals:
+        return BARE_WORDS[key] if key in BARE_WORDS else _not_a_word(word, key)
+    if key not in KEYS:
+        return unknown_key(key)
+    if key == "sp":
+        return key, SWITCH.get(value.lower(), value)
+    is_number = key in (*COUNTS, "zero") and value.removeprefix("-").isdecimal()
+    return key, int(value) if is_number else value
+
+
+def _not_a_word(word: str, key: str) -> Problem:
+    """The problem of a word without a value that is no bare word."""
+    if key in KEYS:
+        return Problem(f"{word!r} needs a value", f"{key}={listed(CHOICES.get(key, [EXAMPLES.get(key, '2')]))}")
+    if (meant := OTHER_SECTIONS.get(key) or OTHER_NAMES.get(key)) is not None:
+        return Problem(f"{word!r} is not a word of a plan", meant)
+    if (meant := _with_key(key)) is not None:
+        return Problem(f"{word!r} needs its key", meant)
+    known = dict.fromkeys([*BARE_WORDS, *KEYS])
+    values = [*compression.METHODS, *local_sgd.WAYS]
+    near = _with_key(nearest(key, values) or "") if nearest(key, known) is None else None
+    return Problem(f"{word!r} is not a word of a plan", near or _nearest_or_all(word, known))
+
+
+def _with_key(word: str) -> str | None:
+    """A value of `compress` or `sync` with its key; None: it is neither."""
+    name = word.partition(":")[0]
+    if name in compression.METHODS:
+        return f"compress={word}"
+    way = next((way for way in local_sgd.WAYS if way == name), None)
+    return None if way is None else f"sync={word if word != way else local_sgd.EXAMPLES[way]}"
+
+
+def _nearest_or_all(word: str, known: Iterable[str]) -> str:
+    return nearest(word.lower(), known := list(known)) or f"one of {', '.join(known)}"
