@@ -101,7 +101,7 @@ def take_turns(placement: Placement, store: dist.Store, job: Job) -> tuple[list[
         "shoal.train.recipe.build_run no longer builds the Loader: patch the module that does"
     )
     build_run.Loader = TakingTurns  # the one thing that differs from `shoal train`
-    loop.train(placement, store, job, loop.RunInvocation(quiet=True, began=time.time()))
+    loop.train(placement, store, job, loop.RunInvocation(quiet=True, start_time=time.time()))
     both = TakingTurns.last
     return both.ours[WARMUP:], both.theirs[WARMUP:]
 

@@ -252,7 +252,7 @@ def test_diff_tells_what_differs_and_how_much(here: Path, capsys: pytest.Capture
         ("export runs/tiny runs", "is there already; nothing was touched"),
         ("export runs/tiny runs --overwrite", "which no export has written; nothing was touched"),
         ("export runs/tiny new --format huggingface --optimizer", "weights alone"),
-        ("export runs/tiny new --format huggingface --shard-size many", "'many' is not an amount"),
+        ("export runs/tiny new --format huggingface --shard-size many", "got 'many'"),
         ("export runs/tiny new --step 9", "one of those that are there: 1, 2"),
         ("export runs/tiny runs/tiny/checkpoints/latest/new", "latest is a file, and"),
         (

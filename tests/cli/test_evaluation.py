@@ -91,7 +91,7 @@ def test_who_is_asked_to_stop_in_the_last_evaluation(
     began = time.monotonic()
     assert started.wait() == 130, started.said
     assert time.monotonic() - began < 5
-    assert started.said == "stopping without the rest of the evaluation; Ctrl-C again ends at once\n"
+    assert started.said == "stopping without the rest of the evaluation; press Ctrl-C again to end at once\n"
     told = started.json
     assert (told["was_stopped"], told["steps"], told["saved_step"], told["eval_loss"]) == (True, 3, 3, None)
     assert evaluations(folder) == []

@@ -61,14 +61,14 @@ def test_auto_chooses_and_says_why(host: Host, tmp_path: Path) -> None:
     ]
     ended = host.run("train", *words, "--run.duration", "3step", "--run.dir", str(tmp_path / "run"), cwd=tmp_path)
     assert ended.code == 0
-    lines = [line.removeprefix("meet   ") for line in ended.said.splitlines() if line.startswith("meet ")]
+    lines = [line.removeprefix("sync   ") for line in ended.said.splitlines() if line.startswith("sync ")]
     assert lines[0].startswith("sync=auto is ")
     assert "Mbit/s" in lines[0]
     assert lines[1].startswith("comm.algorithm auto is ")
     assert "builtin " in lines[1]
     assert lines[2].startswith("run.bucket_mb auto is ")
     assert "ms, measured" in lines[2]
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["chosen"] == lines
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["auto_choices"] == lines
     assert "auto" not in (tmp_path / "run" / "recipe.yaml").read_text().split("plan:")[1].split("\n")[0]
 
 

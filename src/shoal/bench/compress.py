@@ -110,7 +110,7 @@ def _try(job: Job, world: World, words: str, weighed: Estimate, ask: CompressReq
     eval_loss = _evaluated(run, job, ask.evaluate)
     run.composed.close()
     losses = [loss for _, loss in curve]
-    step = predict(words, weighed.island, weighed.link, weighed.replicas, weighed.codec)
+    step = predict(words, weighed.replica, weighed.link, weighed.replicas, weighed.codec)
     reached = next((at for at, loss in _smoothed(curve) if ask.until is not None and loss <= ask.until), None)
     _tell(world, f"{words or 'as they are'}: {_per_step(curve, every):.3f} s a step, loss {losses[-1]:.4f}")
     return Trial(
@@ -176,10 +176,10 @@ def _smoothed(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def _evaluated(run: Run, job: Job, samples: int) -> float | None:
-    if not len(job.held_out) or not samples:
+    if not len(job.validation) or not samples:
         return None
     size = run.plan.microbatch_size(job.recipe.data.global_batch) * run.degree
-    batches: Any = evaluation_batches(job.held_out, batch=size, coordinate=run.coordinate, degree=run.degree)
+    batches: Any = evaluation_batches(job.validation, batch=size, coordinate=run.coordinate, degree=run.degree)
     return run.evaluate(itertools.islice(batches, max(1, samples // size)))
 
 

@@ -103,7 +103,7 @@ def main(arguments: Sequence[str]) -> int:
         return_unknown_args=True,
         config=(tyro.conf.FlagCreatePairsOff,),
     )
-    raise_if(Problem(f"what is {word!r}?", f"`{prog} --help` lists all options") for word in rest)
+    raise_if(Problem(f"unknown argument {word!r}", f"`{prog} --help` lists all options") for word in rest)
     return act(options)
 
 

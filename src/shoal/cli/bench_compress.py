@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
     from shoal.predict.estimate.replica_sync import sync_traffic
     from shoal.train.recipe.preflight import preflight
 
-    job = preflight(recipe, ranks, tries_other_ways=True)
+    job = preflight(recipe, ranks, tries_other_syncs=True)
     plan = job.recipe.plan
     if plan.layout.dp_replicate < 2:
         fix = "--nproc 2 or more" if ranks == 1 else "--plan.dp_replicate 2, and ranks enough for two of them"
@@ -114,11 +114,11 @@ def _measured(place: Placement | None, ranks: int, job: Job, ask: CompressReques
 
 def to_mapping(found: CompressTrials) -> dict[str, Any]:
     """For machines; times in seconds."""
-    link, island, plain = found.weighed.link, found.weighed.island, found.plain
+    link, replica, plain = found.weighed.link, found.weighed.replica, found.plain
     return {
         "replicas": found.replicas,
-        "parameters": island.size,
-        "compute_seconds": island.compute,
+        "parameters": replica.size,
+        "compute_seconds": replica.compute,
         "link": {"latency_seconds": link.latency, "bytes_per_second": link.bandwidth},
         "codec_seconds_per_number": found.weighed.codec,
         "chosen": found.weighed.chosen.words or PLAIN,
@@ -137,8 +137,8 @@ def to_mapping(found: CompressTrials) -> dict[str, Any]:
 
 def render(console: Console, found: CompressTrials) -> None:
     """A table, and what was measured before."""
-    link, island = found.weighed.link, found.weighed.island
-    table = Table(title=f"{found.replicas} replicas of {island.size:,} parameters")
+    link, replica = found.weighed.link, found.weighed.replica
+    table = Table(title=f"{found.replicas} replicas of {replica.size:,} parameters")
     for name in (
         "way",
         "sent a step, counted",
@@ -154,7 +154,7 @@ def render(console: Console, found: CompressTrials) -> None:
         table.add_row(*_row(tried, found.plain, is_chosen=tried.words == found.weighed.chosen.words))
     console.print(table)
     console.print(
-        f"measured before: {island.compute:.3f} s a step without meeting; the link carries"
+        f"measured before: {replica.compute:.3f} s a step without meeting; the link carries"
         f" {link.bandwidth * 8 / 1e6:,.1f} Mbit/s from each rank, {link.latency * 1e3:.2f} ms a collective"
     )
     console.print(f"chosen (*): {found.weighed.chosen.name}: {found.weighed.why}")

@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
         return_unknown_args=True,
         config=(tyro.conf.FlagCreatePairsOff,),
     )
-    raise_if(Problem(f"what is {word!r}?", "`shoal calibrate --help` lists all options") for word in rest)
+    raise_if(Problem(f"unknown argument {word!r}", "`shoal calibrate --help` lists all options") for word in rest)
     raise_if(_problems(options))
     path = _writable(options.out)
     out = sys.stdout

@@ -1,4 +1,4 @@
-"""A run and its batches as a recipe tells them: the one place where settings become arguments of the library."""
+"""Build a run and its loader from a recipe: the one place where settings become arguments of the library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.train.run import Run
 
 
 def build_run(recipe: Recipe, world: World, plan: Plan | None = None) -> Run:
-    """What the recipe says, as the library takes it; under another plan, if one is given."""
+    """Build the run of a recipe; `plan` replaces the recipe's own."""
     optim, settings = recipe.optim, recipe.run
     return Run(
         plan or recipe.plan,
@@ -42,7 +42,7 @@ def build_run(recipe: Recipe, world: World, plan: Plan | None = None) -> Run:
 
 
 def build_loader(job: Job, run: Run, *, workers: int | Literal["auto"]) -> Loader:
-    """This rank's share of every global batch, from where the run is."""
+    """The loader of this rank's share of every global batch, from the current step."""
     recipe = job.recipe
     return Loader(
         job.training,
