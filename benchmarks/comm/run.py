@@ -186,7 +186,7 @@ def bench() -> str:
     seconds = time.perf_counter() - began
     found = json.loads(ended.stdout)
     rows = [row_of_fit(each) for each in found["fits"]]
-    held = found["held_out"]
+    held = found["validation"]
     said = (
         f"`shoal bench comm --json` took **{seconds:.0f} s**; the bar is 90 s. At {held['number']} sizes that were held"
         f" out, α and β are off by **{held['median']:.1%}** in the median and {held['worst']:.0%} at worst, and"
@@ -201,7 +201,9 @@ def row_of_fit(each: dict[str, Any]) -> dict[str, str]:
         "algorithm": each["algorithm"],
         "α, fitted": f"{each['alpha'] * 1e6:.0f} µs",
         "1 / β, fitted": f"{1e-9 / each['beta']:.2f} GB/s" if each["beta"] else "–",
-        "error at sizes held out": ", ".join(f"{h['bytes'] // 1024:,} KB {h['error']:+.1%}" for h in each["held_out"]),
+        "error at sizes held out": ", ".join(
+            f"{h['bytes'] // 1024:,} KB {h['error']:+.1%}" for h in each["validation"]
+        ),
     }
 
 

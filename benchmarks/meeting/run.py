@@ -99,22 +99,22 @@ def settings(**values: Any) -> list[str]:
 
 def link() -> tuple[str, str, list[dict[str, str]], str]:
     words = [f"--model.{name}={value}" for name, value in MODEL_25M.items()]
-    words += settings(data__source="synthetic", data__vocabulary=6144, data__sequence=16, data__batch=2)
-    words += settings(comm__exact_steps=0)
+    words += settings(data__source="synthetic", data__vocabulary=6144, data__seq_len=16, data__global_batch=2)
+    words += settings(comm__warmup_steps=0)
     said = over_a_link("100mbit", [*words, "--steps", "4", "--methods", *LINK_WAYS], timeout=1500)
-    plain = said["ways"][0]["seconds"]
+    plain = said["methods"][0]["seconds"]
     alone = said["compute_seconds"]
     rows = []
-    for way in said["ways"]:
+    for way in said["methods"]:
         rows.append(
             {
-                "way": way["words"],
+                "way": way["method"],
                 "MB sent a step": f"{way['bytes'] / 1e6:.3f}",
                 "step, predicted": f"{way['predicted']:.3f} s",
                 "step, measured": f"{way['seconds']:.3f} s",
                 "predicted / measured": f"{way['predicted'] / way['seconds']:.2f}",
                 "x faster": f"{plain / way['seconds']:.2f}",
-                "bar": f"{BARS[way['words']]:g}" if way["words"] in BARS else "",
+                "bar": f"{BARS[way['method']]:g}" if way["method"] in BARS else "",
             }
         )
     question = (
@@ -134,14 +134,14 @@ def link() -> tuple[str, str, list[dict[str, str]], str]:
 def loss(seeds: int, steps: int, ways: Sequence[str]) -> tuple[str, str, list[dict[str, str]], str]:
     every: dict[str, list[float]] = {way: [] for way in ways}
     for seed in range(seeds):
-        words = settings(run__seed=seed, data__sequence=64, data__batch=16, launch__nproc=4, steps=steps)
+        words = settings(run__seed=seed, data__seq_len=64, data__global_batch=16, launch__nproc=4, steps=steps)
         ended = subprocess.run(
             [*SHOAL, *words, "--methods", *ways], capture_output=True, text=True, check=False, timeout=3000
         )
         if ended.returncode:
             raise RuntimeError(ended.stderr[-3000:])
-        for way in json.loads(ended.stdout)["ways"]:
-            every[way["words"]].append(way["eval_loss"])
+        for way in json.loads(ended.stdout)["methods"]:
+            every[way["method"]].append(way["eval_loss"])
         print(f"seed {seed}: {every}", file=sys.stderr, flush=True)
     rows = []
     for way, losses in every.items():
@@ -165,16 +165,16 @@ def loss(seeds: int, steps: int, ways: Sequence[str]) -> tuple[str, str, list[di
 
 
 def race() -> tuple[str, str, list[dict[str, str]], str]:
-    words = settings(data__sequence=64, data__batch=16, steps=600, **{"until-loss": RACE_LOSS})
+    words = settings(data__seq_len=64, data__global_batch=16, steps=600, **{"until-loss": RACE_LOSS})
     words += settings(optim__schedule="constant", optim__lr=1e-3)
     said = over_a_link("10mbit", [*words, "--methods", *RACE_WAYS], timeout=2400)
-    plain = said["ways"][0]["seconds_to_loss"]
+    plain = said["methods"][0]["seconds_to_loss"]
     rows = []
-    for way in said["ways"]:
+    for way in said["methods"]:
         reached = way["seconds_to_loss"]
         rows.append(
             {
-                "way": way["words"],
+                "way": way["method"],
                 f"seconds to a loss of {RACE_LOSS}": "not reached" if reached is None else f"{reached:.1f}",
                 "steps": str(way["steps"]),
                 "a step": f"{way['seconds']:.3f} s",
@@ -194,8 +194,8 @@ def _curves(said: dict[str, Any]) -> str:
     lines = ["\nLoss after so many seconds:\n"]
     marks = [1, 2, 5, 10, 20, 50, 100, 200, 500]
     rows = []
-    for way in said["ways"]:
-        row = {"way": way["words"]}
+    for way in said["methods"]:
+        row = {"way": way["method"]}
         for mark in marks:
             before = [loss for at, loss in way["curve"] if at <= mark]
             ended = way["curve"][-1][0] < mark and row.get(f"{marks[marks.index(mark) - 1]} s") in ("", None)
