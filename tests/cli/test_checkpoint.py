@@ -294,7 +294,7 @@ def test_an_export_replaces_an_earlier_one_if_asked(here: Path, capsys: pytest.C
         "bytes": 67 * 4, "config": False,
     }  # fmt: skip
     assert "is there already" in told(capsys, "export", "runs/tiny", "a.safetensors", code=2)
-    assert "step 2 is in a.safetensors" in told(capsys, "export", "runs/tiny", "a.safetensors", "--overwrite")
+    assert "exported step 2 to a.safetensors" in told(capsys, "export", "runs/tiny", "a.safetensors", "--overwrite")
     said = say(capsys, "import", "a.safetensors", "ours")
     assert (said["tensors"], said["optimizer_states"], said["step"], said["skipped"]) == (4, 0, 0, [])
     assert say(capsys, "diff", "ours", "runs/tiny", "--weights")["equal"]
@@ -308,7 +308,7 @@ def test_the_recipe_of_the_run_says_what_the_model_is(tmp_path: Path, capsys: py
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
         run.save(tmp_path / "run" / "checkpoints")
     source, to = str(tmp_path / "run"), tmp_path / "hf"
-    assert "--recipe FILE would" in told(capsys, "export", source, str(to), "--format", "huggingface")
+    assert "fix: --recipe FILE" in told(capsys, "export", source, str(to), "--format", "huggingface")
     recipe = dump_recipe(Recipe.model_validate({"model": {"name": "llama", **LLAMA}}))
     (tmp_path / "recipe.yaml").write_text(recipe)
     again = ["export", source, str(to), "--format", "huggingface", "--overwrite"]

@@ -646,9 +646,9 @@ def test_verify_states_the_bound(words: str) -> None:
     batch = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
     proof = shoal.verify(functools.partial(build, "llama"), batch, words, nproc=2)
     assert proof.equal
-    assert proof.bounded is not None
-    assert 1e-6 < proof.bounded.error <= proof.bounded.bound < 1.01
-    assert not replace(proof, bounded=replace(proof.bounded, error=2.0)).equal
+    assert proof.compression_error is not None
+    assert 1e-6 < proof.compression_error.error <= proof.compression_error.bound < 1.01
+    assert not replace(proof, compression_error=replace(proof.compression_error, error=2.0)).equal
 
 
 @pytest.mark.parametrize(

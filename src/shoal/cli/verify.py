@@ -79,13 +79,13 @@ def _one(options: Verify, recipe: Recipe, out: TextIO) -> int:
     from shoal.verification.api import case_of, verify_case
     from shoal.verification.report import render, to_mapping
 
-    case = case_of(recipe, _num_ranks(recipe), _how(options))
-    proof = verify_case(case)
+    case = case_of(recipe, _num_ranks(recipe), _settings(options))
+    result = verify_case(case)
     if options.json:
-        print(json.dumps(to_mapping(proof)), file=out)
+        print(json.dumps(to_mapping(result)), file=out)
     else:
-        show(lambda console: render(console, proof), out)
-    return 0 if proof.equal else 1
+        show(lambda console: render(console, result), out)
+    return 0 if result.equal else 1
 
 
 def _matrix(options: Verify, recipe: Recipe, out: TextIO) -> int:
@@ -95,20 +95,20 @@ def _matrix(options: Verify, recipe: Recipe, out: TextIO) -> int:
     from shoal.verification.report import matrix_row, matrix_table, to_mapping
 
     console = Console(file=sys.stderr)
-    proofs = []
-    cases = list(legal_cases(recipe, _num_ranks(recipe), _how(options)))
+    results = []
+    cases = list(legal_cases(recipe, _num_ranks(recipe), _settings(options)))
     for number, case in enumerate(cases, 1):
-        proofs.append(verify_case(case))
-        console.print(f"{number}/{len(cases)}  {matrix_row(proofs[-1])}", highlight=False)
-    are_equal = all(proof.verdict.equal for proof in proofs)
+        results.append(verify_case(case))
+        console.print(f"{number}/{len(cases)}  {matrix_row(results[-1])}", highlight=False)
+    are_equal = all(result.verdict.equal for result in results)
     if options.json:
-        print(json.dumps({"equal": are_equal, "proofs": [to_mapping(proof) for proof in proofs]}), file=out)
+        print(json.dumps({"equal": are_equal, "results": [to_mapping(result) for result in results]}), file=out)
     else:
-        show(lambda console: console.print(matrix_table(proofs)), out)
+        show(lambda console: console.print(matrix_table(results)), out)
     return 0 if are_equal else 1
 
 
-def _how(options: Verify) -> VerifySettings:
+def _settings(options: Verify) -> VerifySettings:
     from shoal.verification.api import VerifySettings
 
     return VerifySettings(
