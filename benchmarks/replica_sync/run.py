@@ -1,6 +1,6 @@
 """What do ways of meeting gain over a slow link, what do they cost in loss, and was it foretold?
 
-python benchmarks/meeting/run.py [--parts link loss race] [--ways ...]
+python benchmarks/replica_sync/run.py [--parts link loss race] [--ways ...]
 
 link    two hosts with 100 Mbit/s between them, a llama of 25 M parameters, two sequences of 16 tokens a step: seconds
         of a step by each way, predicted before and measured
