@@ -169,7 +169,7 @@ def test_islands_are_not_called_equal(ran: dict[str, Ran]) -> None:
     assert ran["islands for reading"].code == 0
     assert out.startswith("local SGD")
     assert "bytes sent, every 4 steps" in out
-    assert "all have the same weights" in " ".join(out.split())
+    assert "after a sync their weights are equal" in " ".join(out.split())
 
 
 def test_it_can_be_read(ran: dict[str, Ran]) -> None:
@@ -249,7 +249,7 @@ def test_which_precisions_are_told_of(plan: str, precision: str | None, note: st
 @pytest.mark.parametrize("offload", ["optimizer", "parameters"])
 def test_offload_on_a_cpu_is_not_called_verified(capfd: pytest.CaptureFixture[str], offload: str) -> None:
     """On a CPU offload changes nothing, so "equal" says nothing of it: the text and the JSON say so."""
-    note = f"offload={offload} has no effect on a CPU: not verified"
+    note = f"offload={offload} was not verified: it has no effect on a CPU"
     words = ["verify", "--plan", f"zero=1 offload={offload}", "--nproc", "1", "--device", "cpu", "--steps", "1"]
     assert main(words) == 0
     assert note in " ".join(capfd.readouterr().out.split())
