@@ -1,13 +1,13 @@
-"""Are our collectives as fast as torch's, do they fill a wire, and does the cost of a list say what a slow link costs?
+"""Are shoal's collectives as fast as torch's, do they use the full link, and do their lists predict slow links?
 
 python benchmarks/comm/run.py [--parts same wire nodes bench] [--rounds 15]
 
 same    4 ranks of this machine, 64 MB of float32: our all-reduce and gloo's own, in turns
 wire    two hosts with 1 Gbit/s between them: bytes that a rank sends in a second, against the shaped rate
 nodes   2 x 2 ranks with 100 Mbit/s between the pairs: hierarchical against a flat ring, measured and by their lists
-bench   `shoal bench comm --json` with its defaults: how long it takes, and its errors at sizes that were held out
+bench   `shoal bench comm --json` with its defaults: how long it takes, and its errors at validation sizes
 
-Hosts are network namespaces (`hosts.py`), for which it takes root.
+Hosts are network namespaces (`hosts.py`), which need root.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What does `shoal train` cost against a DDP loop written by hand, and how long does it take to the first step?
+"""What is the overhead of `shoal train` over a plain DDP loop, and how long does it take to the first step?
 
 python benchmarks/overhead/run.py [--steps 60] [--repeats 5] [--smoke]
 
-Both loops run in the same two processes and take turns step by step, so that both see the same machine: shoal's loop
-asks its loader for a batch, and the loader first makes a step of the other loop. Timed are whole steps, with the data.
+Both loops run in the same two processes and alternate step by step, so that both have the same conditions: shoal's loop
+gets a batch from its loader, and the loader first makes a step of the other loop. Steps are timed with their data.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""What do ways of meeting gain over a slow link, what do they cost in loss, and was it foretold?
+"""How much faster are compression and local SGD over a slow link, what do they cost in loss, and is it predicted?
 
-python benchmarks/replica_sync/run.py [--parts link loss race] [--ways ...]
+python benchmarks/replica_sync/run.py [--parts link loss race]
 
-link    two hosts with 100 Mbit/s between them, a llama of 25 M parameters, two sequences of 16 tokens a step: seconds
-        of a step by each way, predicted before and measured
-loss    4 ranks, a tiny llama on the default corpus, three seeds: held-out loss after as many samples by each way
-race    two hosts with 10 Mbit/s between them, the tiny llama: seconds until the loss has come down to 2.6
+link    two hosts with 100 Mbit/s between them, a llama of 25 M parameters, two sequences of 16 tokens a step: step time
+        of each method, predicted and then measured
+loss    4 ranks, a tiny llama on the default corpus, three seeds: validation loss of each method after as many samples
+race    two hosts with 10 Mbit/s between them, the tiny llama: seconds until the loss is 2.6
 
-Hosts are network namespaces (`../comm/hosts.py`), for which it takes root. Each part is one run of
-`shoal bench compress --json`, or three.
+Hosts are network namespaces (`../comm/hosts.py`), which need root. Each part is one run of `shoal bench compress
+--json`, or three.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MODEL_25M = {
     "hidden": 512, "num_layers": 6, "num_heads": 8, "num_kv_heads": 4, "ffn": 1536, "vocabulary": 6144,
     "max_sequence": 64,
 }  # fmt: skip
-LINK_WAYS = (
+LINK_METHODS = (
     "plain",
     "compress=bf16",
     "compress=fp16",
@@ -56,15 +56,15 @@ BARS = {
     "sync=diloco:50": 15.0,
 }
 OF_STEPS = tuple(f"sync=local:1 compress={method}" for method in ("powersgd:4", "1bit", "randomk:0.1", "topk:0.01"))
-"""What is left out or late is that of Adam's steps, not of gradients that Adam divides by."""
-LOSS_WAYS = (
+"""Methods that compress the updates of AdamW and not its gradients."""
+LOSS_METHODS = (
     *("plain", "compress=bf16", "compress=fp16", "compress=int8", *OF_STEPS, "compress=powersgd:4"),
     *("sync=local:8", "sync=diloco:50", "sync=diloco:50 compress=int8"),
 )
 CLOSE = ("compress=bf16", "compress=fp16", "compress=int8", "compress=powersgd:4", OF_STEPS[0])
-"""Ways whose loss is to stay within 2 % of plain; the others within 5 %."""
+"""Methods whose loss must be within 2 % of plain; the others within 5 %."""
 RACE_LOSS = 2.6
-RACE_WAYS = (
+RACE_METHODS = (
     *("plain", "compress=bf16", "compress=int8", "compress=powersgd:4", "compress=1bit", "compress=topk:0.01"),
     *("sync=local:8 compress=int8", "sync=diloco:50 compress=int8"),
 )
@@ -75,22 +75,22 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=["link", "loss", "race"], default=["link", "loss", "race"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=300, help="of the part loss")
-    asked = arguments(parser, parts=["loss"], seeds=1, steps=2)
-    ways = ("plain", "compress=int8") if asked.smoke else LOSS_WAYS
-    for part in asked.parts:
-        made = {"link": link, "loss": lambda: loss(asked.seeds, asked.steps, ways), "race": race}[part]()
+    options = arguments(parser, parts=["loss"], seeds=1, steps=2)
+    methods = ("plain", "compress=int8") if options.smoke else LOSS_METHODS
+    for part in options.parts:
+        made = {"link": link, "loss": lambda: loss(options.seeds, options.steps, methods), "race": race}[part]()
         title, question, rows, rest = made
         text = f"{heading(title, question)}\n{table(rows)}\n{rest}"
-        write(f"meeting-{part}", text)
+        write(f"replica-sync-{part}", text)
         print(text, flush=True)
 
 
 def over_a_link(rate: str, words: list[str], timeout: float) -> dict[str, Any]:
-    """What rank 0 says, of two hosts."""
-    with hosts.made(2, rate=rate, prefix="shoal-meeting", network="10.79.0") as both:
+    """The JSON of rank 0, from two hosts."""
+    with hosts.made(2, rate=rate, prefix="shoal-sync", network="10.79.0") as both:
         ended = hosts.checked(hosts.run(both, [*SHOAL, *words], timeout=timeout))
-    said: dict[str, Any] = json.loads(ended[0].stdout)
-    return said
+    result: dict[str, Any] = json.loads(ended[0].stdout)
+    return result
 
 
 def settings(**values: Any) -> list[str]:
@@ -101,65 +101,65 @@ def link() -> tuple[str, str, list[dict[str, str]], str]:
     words = [f"--model.{name}={value}" for name, value in MODEL_25M.items()]
     words += settings(data__source="synthetic", data__vocabulary=6144, data__seq_len=16, data__global_batch=2)
     words += settings(comm__warmup_steps=0)
-    said = over_a_link("100mbit", [*words, "--steps", "4", "--methods", *LINK_WAYS], timeout=1500)
-    plain = said["methods"][0]["seconds"]
-    alone = said["compute_seconds"]
+    result = over_a_link("100mbit", [*words, "--steps", "4", "--methods", *LINK_METHODS], timeout=1500)
+    plain = result["methods"][0]["seconds"]
+    alone = result["compute_seconds"]
     rows = []
-    for way in said["methods"]:
+    for method in result["methods"]:
         rows.append(
             {
-                "way": way["method"],
-                "MB sent a step": f"{way['bytes'] / 1e6:.3f}",
-                "step, predicted": f"{way['predicted']:.3f} s",
-                "step, measured": f"{way['seconds']:.3f} s",
-                "predicted / measured": f"{way['predicted'] / way['seconds']:.2f}",
-                "x faster": f"{plain / way['seconds']:.2f}",
-                "bar": f"{BARS[way['method']]:g}" if way["method"] in BARS else "",
+                "method": method["method"],
+                "MB sent a step": f"{method['bytes'] / 1e6:.3f}",
+                "step, predicted": f"{method['predicted']:.3f} s",
+                "step, measured": f"{method['seconds']:.3f} s",
+                "predicted / measured": f"{method['predicted'] / method['seconds']:.2f}",
+                "speedup": f"{plain / method['seconds']:.2f}",
+                "bar": f"{BARS[method['method']]:g}" if method["method"] in BARS else "",
             }
         )
     question = (
-        f"Two hosts with 100 Mbit/s between them, one rank each; a llama of {said['parameters']:,} parameters in"
-        f" float32, 2 x 16 tokens a step. A step without meeting takes {alone:.3f} s, so that plain gradients spend"
-        f" {1 - alone / plain:.1%} of their step on the wire, *measured*. The link as it was measured before:"
-        f" {said['link']['bytes_per_second'] * 8 / 1e6:.1f} Mbit/s. Of islands, the mean over 50 steps and a meeting."
+        f"Two hosts with 100 Mbit/s between them, one rank each; a llama of {result['parameters']:,} parameters in"
+        f" float32, 2 x 16 tokens a step. A step without communication takes {alone:.3f} s; plain gradients spend"
+        f" {1 - alone / plain:.1%} of their step on communication, *measured*. The link, measured before:"
+        f" {result['link']['bytes_per_second'] * 8 / 1e6:.1f} Mbit/s. For local SGD, the mean over 50 steps and a sync."
     )
     return (
-        "Ways to meet over 100 Mbit/s",
+        "Compression and local SGD over 100 Mbit/s",
         question,
         rows,
-        f"Chosen by `sync=auto`: {said['chosen'] or 'none'}; {said['why']}.\n",
+        f"Chosen by `sync=auto`: {result['chosen'] or 'none'}; {result['why']}.\n",
     )
 
 
-def loss(seeds: int, steps: int, ways: Sequence[str]) -> tuple[str, str, list[dict[str, str]], str]:
-    every: dict[str, list[float]] = {way: [] for way in ways}
+def loss(seeds: int, steps: int, methods: Sequence[str]) -> tuple[str, str, list[dict[str, str]], str]:
+    every: dict[str, list[float]] = {method: [] for method in methods}
     for seed in range(seeds):
         words = settings(run__seed=seed, data__seq_len=64, data__global_batch=16, launch__nproc=4, steps=steps)
         ended = subprocess.run(
-            [*SHOAL, *words, "--methods", *ways], capture_output=True, text=True, check=False, timeout=3000
+            [*SHOAL, *words, "--methods", *methods], capture_output=True, text=True, check=False, timeout=3000
         )
         if ended.returncode:
             raise RuntimeError(ended.stderr[-3000:])
-        for way in json.loads(ended.stdout)["methods"]:
-            every[way["method"]].append(way["eval_loss"])
+        for method in json.loads(ended.stdout)["methods"]:
+            every[method["method"]].append(method["eval_loss"])
         print(f"seed {seed}: {every}", file=sys.stderr, flush=True)
     rows = []
-    for way, losses in every.items():
+    for method, losses in every.items():
         ratios = [own / plain for own, plain in zip(losses, every["plain"], strict=True)]
-        bar = 0.02 if way in CLOSE else 0.05
+        bar = 0.02 if method in CLOSE else 0.05
         rows.append(
             {
-                "way": way,
-                "held-out loss": ", ".join(f"{one:.4f}" for one in losses),
-                "of plain": f"{statistics.fmean(ratios):.4f}",
+                "method": method,
+                "validation loss": ", ".join(f"{one:.4f}" for one in losses),
+                "ratio to plain": f"{statistics.fmean(ratios):.4f}",
                 "worst seed": f"{max(ratios):.4f}",
-                "bar": f"{1 + bar:.2f}" if way != "plain" else "",
-                "holds": "" if way == "plain" else ("yes" if max(ratios) <= 1 + bar else "NO"),
+                "bar": f"{1 + bar:.2f}" if method != "plain" else "",
+                "holds": "" if method == "plain" else ("yes" if max(ratios) <= 1 + bar else "NO"),
             }
         )
     question = (
         f"The tiny llama on the default corpus, 4 ranks, {steps} steps of 16 sequences of 64 tokens, AdamW, {seeds}"
-        " seeds: the loss over 64 held-out sequences, of the weights that all share."
+        " seeds: the loss over 64 validation sequences, of the synchronised weights."
     )
     return "Loss after as many samples", question, rows, ""
 
@@ -167,38 +167,38 @@ def loss(seeds: int, steps: int, ways: Sequence[str]) -> tuple[str, str, list[di
 def race() -> tuple[str, str, list[dict[str, str]], str]:
     words = settings(data__seq_len=64, data__global_batch=16, steps=600, **{"until-loss": RACE_LOSS})
     words += settings(optim__schedule="constant", optim__lr=1e-3)
-    said = over_a_link("10mbit", [*words, "--methods", *RACE_WAYS], timeout=2400)
-    plain = said["methods"][0]["seconds_to_loss"]
+    result = over_a_link("10mbit", [*words, "--methods", *RACE_METHODS], timeout=2400)
+    plain = result["methods"][0]["seconds_to_loss"]
     rows = []
-    for way in said["methods"]:
-        reached = way["seconds_to_loss"]
+    for method in result["methods"]:
+        reached = method["seconds_to_loss"]
         rows.append(
             {
-                "way": way["method"],
+                "method": method["method"],
                 f"seconds to a loss of {RACE_LOSS}": "not reached" if reached is None else f"{reached:.1f}",
-                "steps": str(way["steps"]),
-                "a step": f"{way['seconds']:.3f} s",
-                "x faster": "" if reached is None else f"{plain / reached:.2f}",
+                "steps": str(method["steps"]),
+                "a step": f"{method['seconds']:.3f} s",
+                "speedup": "" if reached is None else f"{plain / reached:.2f}",
             }
         )
     question = (
-        f"Two hosts with 10 Mbit/s between them, one rank each; the tiny llama ({said['parameters']:,} parameters) on"
+        f"Two hosts with 10 Mbit/s between them, one rank each; the tiny llama ({result['parameters']:,} parameters) on"
         f" the default corpus, 16 sequences of 64 tokens a step, constant rate, until the mean loss of five steps is"
-        f" {RACE_LOSS}; 600 steps at most. A step without meeting takes {said['compute_seconds']:.3f} s."
+        f" {RACE_LOSS}; 600 steps at most. A step without communication takes {result['compute_seconds']:.3f} s."
     )
-    return "A race to a loss over 10 Mbit/s", question, rows, _curves(said)
+    return "A race to a loss over 10 Mbit/s", question, rows, _curves(result)
 
 
-def _curves(said: dict[str, Any]) -> str:
-    """Loss over time, a few points of each way."""
+def _curves(result: dict[str, Any]) -> str:
+    """Loss over time, a few points of each method."""
     lines = ["\nLoss after so many seconds:\n"]
     marks = [1, 2, 5, 10, 20, 50, 100, 200, 500]
     rows = []
-    for way in said["methods"]:
-        row = {"way": way["method"]}
+    for method in result["methods"]:
+        row = {"method": method["method"]}
         for mark in marks:
-            before = [loss for at, loss in way["curve"] if at <= mark]
-            ended = way["curve"][-1][0] < mark and row.get(f"{marks[marks.index(mark) - 1]} s") in ("", None)
+            before = [loss for at, loss in method["curve"] if at <= mark]
+            ended = method["curve"][-1][0] < mark and row.get(f"{marks[marks.index(mark) - 1]} s") in ("", None)
             row[f"{mark} s"] = "" if not before or ended else f"{statistics.fmean(before[-5:]):.2f}"
         rows.append(row)
     return "\n".join([*lines, table(rows)])

@@ -108,7 +108,7 @@ def test_a_person_is_told_that_it_evaluates_and_how_it_was_stopped(host: Host, f
     os.kill(started.pid, signal.SIGTERM)
     assert started.wait() == 130
     assert started.told.startswith("stopped early")
-    assert "the same command, from step 3" in started.told
+    assert "it starts at step 3" in started.told
     ended = host.run(*words, cwd=folder)
     assert ended.code == 0, ended.said
     assert "all of them made before" in ended.told

@@ -130,7 +130,7 @@ class Careless(Biased):
         return logits[..., None] if self.wrong == "changes" else logits
 
 
-@pytest.mark.parametrize(("wrong", "message"), [("forgets", "did not call it"), ("changes", "returns something else")])
+@pytest.mark.parametrize(("wrong", "message"), [("forgets", "did not call it"), ("changes", "must return the output")])
 def test_a_head_that_is_none(wrong: str, message: str) -> None:
     model = Careless(wrong)
     with Run("fp64") as run:
