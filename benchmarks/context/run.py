@@ -1,4 +1,4 @@
-"""Does the memory of attention fall as 1/cp, is it what the planner says, and has every rank as much to do?
+"""Does the memory of attention fall as 1/cp, is it as predicted, and has every rank the same work?
 
 python benchmarks/context/run.py [--tokens 8192,16384,32768] [--degrees 1,2,4]
 
@@ -8,8 +8,8 @@ model, where they are made by a projection that keeps its input only.
 
 kept      *counted*: bytes of all storages that autograd saves from the forward to the backward, each once
 peak      *measured*: the most memory of the process (VmHWM) in forward and backward, above what it had before its
-          queries, keys and values were made; *predicted* by `blueprint.attention` for tensors, and for what torch's
-          kernel takes for itself in the backward: a MiB a thread
+          queries, keys and values were made; *predicted* by `blueprint.context_parallel` for tensors, and for torch's
+          own buffers in the backward: a MiB a thread
 pairs     *counted*: pairs of a query and a key that a rank's kernels were called for, of all heads
 """
 

@@ -1,4 +1,4 @@
-"""Does a run on one GPU take the memory and the time that the planner says it will?
+"""Does a run on one GPU take the memory and the time that the planner predicts?
 
 python benchmarks/planner/gpu.py [--cluster cluster.yaml] [--steps 8] [--cases 0 5] [--dry]
 

@@ -1,11 +1,11 @@
-"""Does a plan take the memory and the time that the planner says it will, on this machine's CPU?
+"""Does a plan take the memory and the time that the planner predicts, on this machine's CPU?
 
 python benchmarks/planner/run.py --cpu [--cluster cluster.yaml] [--rounds 2] [--steps 4]
 
 A llama of four layers is trained with two processes under six plans: DDP, ZeRO-1, 2 and 3, tensor and pipeline
 parallel. Everything is predicted first, and written to the result, before anything of it is run.
 
-memory    *predicted*: `PeakMemory.allocated` of the fullest rank, what its tensors take. *Measured*: the most memory of
+memory    *predicted*: `PeakMemory.allocated` of the rank that holds most, its tensors. *Measured*: the most memory of
           the process (VmHWM) in two steps after the first, above what it had when it had trained a tiny model under
           the same plan; of the rank that has most
 step      *predicted*: `StepTime.total` and its interval of 80 %, on the cluster that `shoal calibrate` has measured

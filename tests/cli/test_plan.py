@@ -242,7 +242,7 @@ WRONG = {
     "a price below 0": ("llama3-8b --cluster h100:8 --price -1", "--price -1.0 is below 0", "--price 2.5"),
     "a file without a function": ("net.py --cluster h100:8", "which function of it?", "net.py:function"),
     "said twice": ("llama3-8b --cluster h100:8 --plan tp=2 --tp 4", "tp is said twice", "leave one"),
-    "no amount": ("llama3-8b --cluster h100:8 --max-memory lots", "'lots' is not an amount", "70GiB"),
+    "no amount": ("llama3-8b --cluster h100:8 --max-memory lots", "got 'lots'", "70GiB"),
     "no config": ("nowhere/config.json --cluster h100:8", "cannot be read", "config.json"),
     "no file": ("llama3-8b --cluster nowhere.yaml", "cannot be read", "shoal calibrate"),
     "weights in less than products see": (

@@ -198,7 +198,7 @@ def test_weights_that_tp_ranks_share_stay_the_same(world: World, plan: str) -> N
 def test_what_cannot_go_together_is_refused(world: World) -> None:
     with pytest.raises(ShoalError, match="the changing loss scale of fp16"):
         Run("fp16 compress=topk", world=world)
-    with pytest.raises(ShoalError, match=r"got cp=2 with zero=0|dp_replicate=1: there is one"):
+    with pytest.raises(ShoalError, match=r"got cp=2 with zero=0|but dp_replicate=1"):
         Run("cp=2 sync=diloco:4", world=world)
     for words in ("zero=3 compress=1bit", "tp=2 sync=diloco:4"):
         with pytest.raises(ShoalError, match="but dp_replicate=1"):
@@ -646,9 +646,9 @@ def test_verify_states_the_bound(words: str) -> None:
     batch = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
     proof = shoal.verify(functools.partial(build, "llama"), batch, words, nproc=2)
     assert proof.equal
-    assert proof.bounded is not None
-    assert 1e-6 < proof.bounded.error <= proof.bounded.bound < 1.01
-    assert not replace(proof, bounded=replace(proof.bounded, error=2.0)).equal
+    assert proof.compression_error is not None
+    assert 1e-6 < proof.compression_error.error <= proof.compression_error.bound < 1.01
+    assert not replace(proof, compression_error=replace(proof.compression_error, error=2.0)).equal
 
 
 @pytest.mark.parametrize(

@@ -64,4 +64,4 @@ def test_it_trains_on_a_cpu(path: Path, beside: Beside) -> None:
     assert summary["ranks"] == recipe.launch.nproc
     assert 0.0 < summary["loss_first"] < 10.0
     assert summary["eval_loss"] is not None
-    assert Path(summary["directory"]) / "summary.json" in summaries
+    assert Path(summary["run_directory"]) / "summary.json" in summaries

@@ -130,7 +130,7 @@ class Careless(Biased):
         return logits[..., None] if self.wrong == "changes" else logits
 
 
-@pytest.mark.parametrize(("wrong", "message"), [("forgets", "did not call it"), ("changes", "returns something else")])
+@pytest.mark.parametrize(("wrong", "message"), [("forgets", "did not call it"), ("changes", "must return the output")])
 def test_a_head_that_is_none(wrong: str, message: str) -> None:
     model = Careless(wrong)
     with Run("fp64") as run:
@@ -234,7 +234,7 @@ def test_a_forward_that_changes_logits_is_not_given_a_loss_to_change(change: Any
     with Run("fp64") as run:
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-2))
         run.evaluate([nothing])  # of which any change is the same
-        with pytest.raises(ShoalError, match="something else than what that head returned"):
+        with pytest.raises(ShoalError, match="must return the output of the head"):
             run.step(batch())
 
 

@@ -330,10 +330,13 @@ def test_a_smaller_copy_has_the_same_anatomy(preset: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "texts"),
     [
-        ({"num_experts": 0, "hidden": -1}, ["model 'moe'", "num_experts is 0", "hidden is -1"]),
+        (
+            {"num_experts": 0, "hidden": -1},
+            ["model 'moe'", "num_experts must be above 0, got 0", "hidden must be above 0, got -1"],
+        ),
         ({"num_dense_layers": 4}, ["num_dense_layers=4 of num_layers=4 leave no layer to experts"]),
-        ({"bias_rate": -0.1}, ["bias_rate is -0.1", "bias_rate: 0 or more"]),
-        ({"num_expert": 4}, ["there is no setting 'num_expert'", "num_experts"]),
+        ({"bias_rate": -0.1}, ["bias_rate must be 0 or more, got -0.1"]),
+        ({"num_expert": 4}, ["unknown setting 'num_expert'", "num_experts"]),
         ({"top_k": 9}, ["top_k=9 of num_experts=8"]),
     ],
 )

@@ -32,7 +32,7 @@ from shoal.errors import ShoalError
 from shoal.files import PrivateFolder
 from shoal.observe.metrics import JsonLines
 from shoal.observe.run_directory import RunDirectory
-from shoal.train.recipe.memory_rescue import rescue
+from shoal.train.recipe.memory_rescue import flush_memory_tier
 from tests.power import Operation, Recorder, Replay, Tree, read_tree, states, write_tree
 
 RANKS = 2
@@ -200,7 +200,7 @@ def two_saves(path: Path) -> None:
 def from_memory(path: Path, done: Callable[[Any], None]) -> None:
     """A run has ended, and what it kept in memory goes to the disk."""
     with PrivateFolder(path / "memory") as folder:
-        assert rescue(folder, Store(path / ROOT)) == 5
+        assert flush_memory_tier(folder, Store(path / ROOT)) == 5
     done(5)
 
 

@@ -1,4 +1,4 @@
-"""What a verb draws for people, printed at once."""
+"""Print the tables of a verb at once."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 WIDTH = 150
-"""Columns of wide tables where nobody says how many there are."""
+"""Columns of wide tables where the output is no terminal."""
 
 
 def show(draw: Callable[[Console], None], out: TextIO, *, width: int | None = None) -> None:
-    """Drawn first and printed then: rich would end the process with code 1 if nobody reads on. `width` counts where
-    `out` is no terminal."""
+    """Draw to memory, then print: rich would end the process with code 1 on a closed pipe. `width` applies where `out`
+    is no terminal."""
     from rich.console import Console
 
     console = Console(file=out, width=None if out.isatty() else width)

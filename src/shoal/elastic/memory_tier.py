@@ -22,12 +22,12 @@ from shoal.observe.run_directory import locked
 from shoal.train.recipe.memory_rescue import (
     DISK,
     cannot_hold,
+    flush_memory_tier,
     memory_folder,
     newest_in,
     place_of,
     private_folders,
     recorded_place,
-    rescue,
     say_ignored,
 )
 
@@ -146,7 +146,7 @@ def _rescued(folder: PrivateFolder, newest: int, disk: Store) -> int | None:
             stack.enter_context(locked(disk.root))
             if (disk.root.parent / LOCK).exists():  # the lock of a run directory
                 stack.enter_context(locked(disk.root.parent))
-        return rescue(folder, disk)
+        return flush_memory_tier(folder, disk)
 
 
 def _remove(folder: PrivateFolder, name: str, parent: int) -> None:

@@ -1,4 +1,4 @@
-"""Build the run and the loader of a recipe."""
+"""Build a run and its loader from a recipe: the one place where settings become arguments of the library."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from shoal.train.run import Run
 
 
 def build_run(recipe: Recipe, world: World, plan: Plan | None = None) -> Run:
-    """The run of a recipe; under another plan, if one is given."""
+    """Build the run of a recipe; `plan` replaces the recipe's own."""
     return Run(plan or recipe.plan, world=world, **settings_of(recipe))
 
 
 def build_loader(job: Job, run: Run, *, workers: int | Literal["auto"]) -> Loader:
-    """This rank's share of every global batch, from where the run is."""
+    """The loader of this rank's share of every global batch, from the current step."""
     recipe = job.recipe
     return Loader(
         job.training,

@@ -1,8 +1,8 @@
-"""The folders in a memory file system that hold the state of runs, and what is saved to a disk from one of them.
+"""Folders in a memory file system that hold the state of runs, and the copy of the newest step to a disk.
 
-Every user of the machine can write to /dev/shm, under any name. So a folder is used only if it is this user's own and
-private (`shoal.files.PrivateFolder`), everything is read relative to its descriptor, and nothing is copied that does
-not have the hash that its manifest says. Where to copy it, the run says; a folder never does.
+Every user of the machine can write to /dev/shm, under any name. So a folder is used only if it belongs to this user and
+is private (`shoal.files.PrivateFolder`). Everything is read relative to its descriptor. A chunk is copied only if it
+has the hash in its manifest. The run names the place to copy to; the folder does not.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from shoal.files import PrivateFolder, shared_folder
 DISK = "disk"
 """A file beside the steps in memory that names the place where the run saves."""
 _MOST_PATH = 4096
+MEMORY_FIX = "--checkpoint.memory_dir MEMORY_FILE_SYSTEM, or --checkpoint.memory_every 0step"
 
 Say = Callable[[str], None]
 
@@ -44,15 +45,12 @@ def memory_folder(where: str) -> Iterator[int]:
 
 
 def cannot_hold(where: str, error: OSError) -> ShoalError:
-    """For a directory that is no place for the state of a run."""
-    return ShoalError(
-        f"{where!r} cannot hold the state of this run: {error.strerror or error}",
-        fix="--checkpoint.memory_dir of a memory file system, or --checkpoint.memory_every 0step",
-    )
+    """The error for a directory that cannot hold memory folders."""
+    return ShoalError(f"{where!r} cannot hold the state of this run: {error.strerror or error}", fix=MEMORY_FIX)
 
 
 def private_folders(parent: int, prefix: str) -> Iterator[tuple[str, PrivateFolder | OSError]]:
-    """Everything in a directory whose name begins so: the folder, opened, or the reason why it is not used."""
+    """All folders in a directory with this prefix: each opened, or the reason why it is not used."""
     for name in sorted(os.listdir(parent)):
         if not name.startswith(prefix):
             continue
@@ -67,8 +65,7 @@ def private_folders(parent: int, prefix: str) -> Iterator[tuple[str, PrivateFold
 
 
 def own_folder(where: str, prefix: str, say: Say) -> Path:
-    """The folder whose name begins so and that is private to this user; a new one with an unpredictable name, if there
-    is none."""
+    """The folder with this prefix that is private to this user; else a new one with an unpredictable name."""
     ignored: dict[str, OSError] = {}
     with memory_folder(where) as parent:
         for name, found in private_folders(parent, prefix):
@@ -83,7 +80,7 @@ def own_folder(where: str, prefix: str, say: Say) -> Path:
 
 
 def say_ignored(where: str, ignored: Mapping[str, OSError], say: Say) -> None:
-    """One line for all folders that have the name of one of ours and are not used."""
+    """Report, in one line, all folders with our prefix that are not used."""
     if ignored:
         name, error = next(iter(ignored.items()))
         more = f", and {len(ignored) - 1} more" if len(ignored) > 1 else ""
@@ -91,8 +88,8 @@ def say_ignored(where: str, ignored: Mapping[str, OSError], say: Say) -> None:
 
 
 def newest_in(folder: PrivateFolder) -> tuple[int, str] | None:
-    """The newest step in a folder, and the name of its own folder; None: there is none. `OSError` if something in there
-    has the name of a step and is not this user's."""
+    """The newest step in a folder, and the name of its subfolder; None: there is none. `OSError` if something there has
+    the name of a step and does not belong to this user."""
     found: list[tuple[int, int, str]] = []
     for name in folder.names():
         if match := STEP.fullmatch(name):
@@ -106,16 +103,16 @@ def newest_in(folder: PrivateFolder) -> tuple[int, str] | None:
 
 
 def recorded_place(folder: PrivateFolder) -> str:
-    """The place where the run of a folder saves; empty: it does not say."""
+    """The place where the run of a folder saves; empty: it is not recorded."""
     try:
         return folder.read(DISK, _MOST_PATH).decode()
     except (FileNotFoundError, UnicodeDecodeError):
         return ""
 
 
-def rescue(folder: PrivateFolder, disk: Store) -> int | None:
-    """Copy the newest step in memory to a disk, if that has none as new; returns the step. Chunks that do not have
-    their hash are not copied, and then nothing is: `ShoalError`."""
+def flush_memory_tier(folder: PrivateFolder, disk: Store) -> int | None:
+    """Copy the newest step in memory to a disk that has no step as new; returns the step. If a chunk does not have its
+    hash, copy nothing and raise `ShoalError`."""
     newest = newest_in(folder)
     if newest is None or newest[0] <= max(disk.steps(), default=-1):
         return None
@@ -124,11 +121,16 @@ def rescue(folder: PrivateFolder, disk: Store) -> int | None:
         source = stack.enter_context(folder.folder(name))
         manifest = Manifest.parse(source.read(NAME, MOST_BYTES))
         if manifest.step != step:
-            raise ShoalError(f"{name} says that it is of step {manifest.step}", fix="remove it: it is damaged")
+            raise ShoalError(
+                f"the manifest of {name} must be of step {step}, got {manifest.step}",
+                fix=f"remove {name}, which is damaged",
+            )
         files = {name: stack.enter_context(os.fdopen(source.open(name), "rb")) for name in manifest.files}
         for name, file in manifest.files.items():
             if (size := os.fstat(files[name].fileno()).st_size) != file.size:
-                raise ShoalError(f"{name} has {size:,} bytes, and the manifest says {file.size:,}", fix="remove it")
+                raise ShoalError(
+                    f"{name} must have {file.size:,} bytes, got {size:,}", fix=f"remove {name}, which is damaged"
+                )
         draft = disk.begin(step)
         try:
             for name, file in manifest.files.items():
@@ -143,9 +145,12 @@ def rescue(folder: PrivateFolder, disk: Store) -> int | None:
 
 
 def _checked(read: Callable[[int], bytes], name: str, file: File) -> Iterator[bytes]:
-    """The chunks of a file, each of which has its hash."""
-    for number, wanted in enumerate(file.hashes):
+    """The chunks of a file; raises at one that does not have its hash."""
+    for number, expected in enumerate(file.hashes):
         chunk = read(CHUNK)
-        if hashlib.sha256(chunk).hexdigest() != wanted:
-            raise ShoalError(f"chunk {number} of {name} does not have the hash that its manifest says", fix="remove it")
+        if hashlib.sha256(chunk).hexdigest() != expected:
+            raise ShoalError(
+                f"chunk {number} of {name} does not have the hash in its manifest",
+                fix=f"remove {name}, which is damaged",
+            )
         yield chunk

@@ -90,10 +90,10 @@ def test_states_are_counted(words: tuple[str, ...], ranks: int, bytes_each: int)
 def test_what_fits_to_the_byte_is_not_rejected() -> None:
     recipe = recipe_of("plan", "zero=0")
     plan = recipe.plan.resolve(4)
-    memory_check.refuse_too_large(recipe, plan, 1000, ranks=4, memory=64_000)
-    memory_check.refuse_too_large(recipe, plan, 1000, ranks=4, memory=0)  # nobody knows
+    memory_check.reject_too_large(recipe, plan, 1000, ranks=4, memory=64_000)
+    memory_check.reject_too_large(recipe, plan, 1000, ranks=4, memory=0)  # unknown
     with pytest.raises(ShoalError) as caught:
-        memory_check.refuse_too_large(recipe, plan, 1000, ranks=4, memory=63_999)
+        memory_check.reject_too_large(recipe, plan, 1000, ranks=4, memory=63_999)
     assert caught.value.problems[0].fix.startswith("--plan.zero 3, or --optim.state_dtype bf16;")
 
 

@@ -75,7 +75,7 @@ def test_microbatches_of_two_shapes(world: World) -> None:
 
 
 def test_a_loss_that_asks_the_model_twice() -> None:
-    with pytest.raises(ShoalError, match="the loss calls the model twice"):
+    with pytest.raises(ShoalError, match="the loss must call the model once"):
         shoal.verify(Tower, batch(), "pp=2 mb=4", loss=asks_twice)
 
 

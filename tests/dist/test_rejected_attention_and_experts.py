@@ -14,7 +14,7 @@ from shoal.comm.world import World
 from shoal.errors import ShoalError
 from shoal.train.run import Run
 from tests.dist.pool import on_ranks
-from tests.dist.test_refused_layouts import prepared
+from tests.dist.test_rejected_layouts import prepared
 
 
 class Reader(nn.Module):
