@@ -136,7 +136,7 @@ def _idle_settings(recipe: Recipe) -> Iterator[Problem]:
     optim = recipe.optim
     is_own = optim.name == "adamw" and optim.implementation == "auto"
     other = optim.name if optim.name != "adamw" else f"optim.implementation {optim.implementation}"
-    for key in ("states", "weights"):
+    for key in ("state_dtype", "param_dtype"):
         if getattr(optim, key) == "bf16" and not is_own:
             what = f"optim.{key} bf16 is for adamw with its own kernel, not for {other}"
             yield Problem(what, f"--optim.{key} fp32, or --optim.name adamw --optim.implementation auto")
