@@ -320,7 +320,7 @@ def test_auto_does_not_plan_for_weights_that_it_would_refuse(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     recipe = tmp_path / "base.yaml"
-    recipe.write_text("plan: {precision: bf16}\noptim: {weights: bf16}\n")
+    recipe.write_text("plan: {precision: bf16}\noptim: {param_dtype: bf16}\n")
     words = ["train", str(recipe), *QUICK, "--nproc", "1", "--device", "cpu", "--dry-run"]
     assert main([*words, "--plan", "auto mb=2"]) == 2
     err = capsys.readouterr().err

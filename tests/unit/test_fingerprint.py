@@ -72,7 +72,7 @@ def test_changed_shards_have_another_fingerprint(shards: Path, change: Callable[
 
 def test_the_settings_of_samples_change_the_counts(shards: Path) -> None:
     before = taken(shards).to_mapping()
-    assert "samples: 134 → 67; held-out samples: 15 → 7" in taken(shards, sequence=16).difference(before)
+    assert "samples: 134 → 67; held-out samples: 15 → 7" in taken(shards, seq_len=16).difference(before)
     assert "held-out samples: 15 → 74" in taken(shards, validation=0.5).difference(before)
     assert taken("synthetic", synthetic_samples=50).difference(taken("synthetic").to_mapping()).startswith("samples")
 

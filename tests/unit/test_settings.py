@@ -62,7 +62,7 @@ def test_lists_are_yaml() -> None:
 @pytest.mark.parametrize(
     ("key", "meant"),
     [
-        ("run.states", "optim.state_dtype"),
+        ("run.state_dtype", "optim.state_dtype"),
         ("run.lr", "optim.lr"),
         ("run.mb", "plan.mb"),
         ("optim.compile", "run.compile"),
@@ -74,7 +74,7 @@ def test_lists_are_yaml() -> None:
     ],
 )
 def test_a_key_of_another_section_is_found_by_its_own_name(key: str, meant: str) -> None:
-    """Not by letters that the whole of it has in common with others: run.states was taken for run.trackers."""
+    """Not by letters that the whole of it has in common with others: run.state_dtype was taken for run.trackers."""
     assert unknown_key(key).fix == f"did you mean {meant}?"
 
 
@@ -165,7 +165,7 @@ def test_what_is_not_a_recipe_is_refused(tmp_path: Path, text: str, message: str
         ),
         ("run: {compile: inductor}", "fix: --run.compile true or false"),
         ("run: {fp8: blockwise}", "fix: --run.fp8 tensorwise or rowwise"),
-        ("optim: {states: fp16}", "fix: --optim.state_dtype fp32 or bf16"),
+        ("optim: {state_dtype: fp16}", "fix: --optim.state_dtype fp32 or bf16"),
         ("comm: {algorithm: rings}", "fix: --comm.algorithm ring$"),
         ("optim: {weight_decay: -1}", r"L2 penalty \(sgd\) of every parameter with at least two dimensions\.$"),
         ("checkpoint: {keep: 1}", "two at least, since one may be damaged"),

@@ -121,7 +121,7 @@ def test_python_needs_nothing_and_is_quick() -> None:
 def test_text_file(tmp_path: Path) -> None:
     file = tmp_path / "a.anything"
     file.write_bytes(bytes(range(100)))
-    training, held_out = opened(file, sequence=8, validation=0)
+    training, held_out = opened(file, seq_len=8, validation=0)
     expected = reference_samples([*range(100), END], 8)
     assert everything(training)["labels"].tolist() == [sample[1:] for sample in expected]
     assert len(held_out) == 0
@@ -139,7 +139,7 @@ def test_folder_of_text_is_read_sorted_and_without_the_rest(tmp_path: Path) -> N
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    training, _ = opened(tmp_path, sequence=1, validation=0, documents=True)
+    training, _ = opened(tmp_path, seq_len=1, validation=0, mask_documents=True)
     stream = [*b"a", END, *b"zz", END, *b"bbb", END] if "a.py" < "a/z.txt" else [*b"zz", END, *b"a", END, *b"bbb", END]
     batch = everything(training)
     assert batch["tokens"].ravel().tolist() == stream[:-1]
@@ -149,7 +149,7 @@ def test_folder_of_text_is_read_sorted_and_without_the_rest(tmp_path: Path) -> N
 def test_jsonl(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "h\\u00e9"}\n\n{"text": "you", "id": 3}\n')
-    training, _ = opened(file, sequence=2, validation=0)
+    training, _ = opened(file, seq_len=2, validation=0)
     assert everything(training)["tokens"].ravel().tolist() == [*"hé".encode(), END, *b"yo"]
     assert "2 JSONL documents" in training.describe()
 
@@ -161,19 +161,21 @@ def test_shards_are_mapped_and_samples_stay_inside_one(tmp_path: Path) -> None:
     first, second = np.arange(11, dtype=np.uint16), np.arange(100, 108, dtype=np.uint16)
     first.tofile(tmp_path / "0.bin")
     np.save(tmp_path / "1.npy", second)
-    training, _ = opened(tmp_path, sequence=3, validation=0)
+    training, _ = opened(tmp_path, seq_len=3, validation=0)
     assert isinstance(training, PackedTokens)
     assert all(isinstance(stream, np.memmap) for stream in training._streams)
     expected = reference_samples(first.tolist(), 3) + reference_samples(second.tolist(), 3)
     assert everything(training)["tokens"].tolist() == [sample[:-1] for sample in expected]
     assert training.vocabulary == 108
-    held_in_memory = opened(tmp_path, sequence=3, validation=0.2)
+    held_in_memory = opened(tmp_path, seq_len=3, validation=0.2)
     assert all(isinstance(stream, np.memmap) for part in held_in_memory for stream in part._streams)  # type: ignore[attr-defined]
 
 
 def test_shards_with_an_end_token_have_documents(tmp_path: Path) -> None:
     np.array([5, 9, 6, 7, 9, 8], dtype=np.int32).tofile(tmp_path / "a.bin")
-    training, _ = opened(tmp_path / "a.bin", sequence=5, validation=0, token_dtype="int32", documents=True, end_token=9)
+    training, _ = opened(
+        tmp_path / "a.bin", seq_len=5, validation=0, token_dtype="int32", mask_documents=True, end_token=9
+    )
     batch = everything(training)
     assert batch["documents"].tolist() == [[0, 0, 1, 1, 1]]
     assert batch["labels"].tolist() == [[9, IGNORE, 7, 9, IGNORE]]
@@ -182,7 +184,7 @@ def test_shards_with_an_end_token_have_documents(tmp_path: Path) -> None:
 def test_vocabulary_of_very_large_shards_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.arange(50, dtype=np.uint16).tofile(tmp_path / "a.bin")
     monkeypatch.setattr("shoal.data.sources.tokens.READ_AT_MOST", 99)
-    assert opened(tmp_path, sequence=3)[0].vocabulary is None
+    assert opened(tmp_path, seq_len=3)[0].vocabulary is None
 
 
 # ── images ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -214,7 +216,7 @@ def test_image_folder(tmp_path: Path) -> None:
 
 
 def test_synthetic_tokens_follow_their_rule() -> None:
-    training, held_out = opened("synthetic", synthetic_samples=400, vocabulary=16, sequence=64, validation=0.1)
+    training, held_out = opened("synthetic", synthetic_samples=400, vocabulary=16, seq_len=64, validation=0.1)
     assert (len(training), len(held_out), training.vocabulary) == (360, 40, 16)
     batch = everything(training)
     torch.testing.assert_close(batch["tokens"][:, 1:], batch["labels"][:, :-1])
@@ -269,7 +271,7 @@ def test_hugging_face_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "files").mkdir()
     rows.to_json(tmp_path / "files" / "train.jsonl")
     for name in ("rows", "splits", "files"):
-        training, _ = opened(f"hf:{tmp_path / name}", sequence=2, validation=0)
+        training, _ = opened(f"hf:{tmp_path / name}", seq_len=2, validation=0)
         assert everything(training)["tokens"].ravel().tolist() == [*b"one", END, *b"three"][:8], name
     with pytest.raises(ShoalError, match=r"no column 'titles'; it has: text, title\n    fix: --data\.text_field title"):
         opened(f"hf:{tmp_path / 'rows'}", text_field="titles")

@@ -15,7 +15,7 @@ from shoal.config.recipe import CommSection, Recipe
 from shoal.errors import Problem
 
 OUTER = ("outer_lr", "outer_momentum")
-ISLANDS = (*OUTER, "fragments", "delay", "rescale")
+ISLANDS = (*OUTER, "fragments", "outer_delay", "rescale")
 
 
 def no_effect(recipe: Recipe, plan: Plan) -> Iterator[Problem]:
@@ -64,7 +64,7 @@ def _unused(comm: CommSection, plan: Plan) -> Iterator[str]:
     else:
         yield from OUTER if synchrony.way == "local" else ["rescale"]
         if reject_fragments(comm.fragments, comm.outer_delay, synchrony.every) is not None:
-            yield from ("fragments", "delay")
+            yield from ("fragments", "outer_delay")
 
 
 def _usual(name: str) -> object:

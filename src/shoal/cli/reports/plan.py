@@ -150,7 +150,7 @@ def _command(choice: Choice, options: Options) -> str:
     words += [f"--nproc {choice.devices}"] if task.cluster.nodes == 1 else []  # several are started by torchrun
     words += [f"--data.seq_len {task.sequence}"] if task.workload.is_transformer else []
     words += [f"--data.global_batch {task.global_batch}"]
-    words += [f"--optim.{key} bf16" for key in ("weights", "states") if getattr(options, key) == "bf16"]
+    words += [f"--optim.{key} bf16" for key in ("param_dtype", "state_dtype") if getattr(options, key) == "bf16"]
     words += ["--run.compile true"] if task.compiles else []
     return " ".join(words)
 
