@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -50,7 +51,7 @@ def to_fp8(block: nn.Module, scaling: Scaling, device: torch.device, *, narrow: 
 
 def _convert_by_torchao(layers: list[nn.Linear], scaling: Scaling, device: torch.device) -> None:
     try:
-        with _silence("torchao", "torch.utils._pytree"):  # what it says when it is imported is not for our users
+        with _without_warnings("torchao", "torch.utils._pytree"):  # about torchao's own code: no user can act on them
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError:
         raise ShoalError("rowwise fp8 needs torchao, which is not installed", fix=to_install("fp8")) from None
@@ -64,13 +65,15 @@ def _convert_by_torchao(layers: list[nn.Linear], scaling: Scaling, device: torch
 
 
 @contextmanager
-def _silence(*names: str) -> Iterator[None]:
+def _without_warnings(*names: str) -> Iterator[None]:
+    """Ignore Python's warnings, and the warnings of these loggers."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings(action="ignore"):  # Python warns of torchao's docstrings when it compiles them
+            yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
