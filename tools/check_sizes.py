@@ -192,8 +192,7 @@ def imported(tree: ast.AST, names: set[str]) -> set[str]:
             submodules = [f"{node.module}.{alias.name}" for alias in node.names]
             found |= {name if name in names else str(node.module) for name in submodules}
         elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            for other in node.orelse:
-                found |= imported(other, names)
+            found |= imported(ast.Module(node.orelse, []), names)
         else:
             found |= imported(node, names)
     return found & names
@@ -203,7 +202,8 @@ def imported(tree: ast.AST, names: set[str]) -> set[str]:
 
 
 def report(modules: list[Module]) -> None:
-    nodes = [(module, node) for module in modules for node in ast.walk(module.tree)]
+    walked = ((module, node) for module in modules for node in ast.walk(module.tree))
+    nodes = [(module, node) for module, node in walked if isinstance(node, ast.stmt | ast.expr)]
     functions = [(module, function) for module in modules for _, function in module.functions]
     sizes = [len(module.lines) for module in modules]
     median = statistics.median(length(function) for _, function in functions)
