@@ -51,7 +51,7 @@ def to_fp8(block: nn.Module, scaling: Scaling, device: torch.device, *, narrow: 
 
 def _convert_by_torchao(layers: list[nn.Linear], scaling: Scaling, device: torch.device) -> None:
     try:
-        with _without_warnings("torchao", "torch.utils._pytree"):  # about torchao's own code: no user can act on them
+        with _silence("torchao", "torch.utils._pytree"):  # import messages that users cannot act on
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError:
         raise ShoalError("rowwise fp8 needs torchao, which is not installed", fix=to_install("fp8")) from None
@@ -65,7 +65,7 @@ def _convert_by_torchao(layers: list[nn.Linear], scaling: Scaling, device: torch
 
 
 @contextmanager
-def _without_warnings(*names: str) -> Iterator[None]:
+def _silence(*names: str) -> Iterator[None]:
     """Ignore Python's warnings, and the warnings of these loggers."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
