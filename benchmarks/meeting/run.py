@@ -99,7 +99,7 @@ def settings(**values: Any) -> list[str]:
 
 def link() -> tuple[str, str, list[dict[str, str]], str]:
     words = [f"--model.{name}={value}" for name, value in MODEL_25M.items()]
-    words += settings(data__source="synthetic", data__vocabulary=6144, data__sequence=16, data__batch=2)
+    words += settings(data__source="synthetic", data__vocabulary=6144, data__seq_len=16, data__global_batch=2)
     words += settings(comm__exact_steps=0)
     said = over_a_link("100mbit", [*words, "--steps", "4", "--methods", *LINK_WAYS], timeout=1500)
     plain = said["ways"][0]["seconds"]
@@ -134,7 +134,7 @@ def link() -> tuple[str, str, list[dict[str, str]], str]:
 def loss(seeds: int, steps: int, ways: Sequence[str]) -> tuple[str, str, list[dict[str, str]], str]:
     every: dict[str, list[float]] = {way: [] for way in ways}
     for seed in range(seeds):
-        words = settings(run__seed=seed, data__sequence=64, data__batch=16, launch__nproc=4, steps=steps)
+        words = settings(run__seed=seed, data__seq_len=64, data__global_batch=16, launch__nproc=4, steps=steps)
         ended = subprocess.run(
             [*SHOAL, *words, "--methods", *ways], capture_output=True, text=True, check=False, timeout=3000
         )
@@ -165,7 +165,7 @@ def loss(seeds: int, steps: int, ways: Sequence[str]) -> tuple[str, str, list[di
 
 
 def race() -> tuple[str, str, list[dict[str, str]], str]:
-    words = settings(data__sequence=64, data__batch=16, steps=600, **{"until-loss": RACE_LOSS})
+    words = settings(data__seq_len=64, data__global_batch=16, steps=600, **{"until-loss": RACE_LOSS})
     words += settings(optim__schedule="constant", optim__lr=1e-3)
     said = over_a_link("10mbit", [*words, "--methods", *RACE_WAYS], timeout=2400)
     plain = said["ways"][0]["seconds_to_loss"]

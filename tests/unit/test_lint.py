@@ -185,11 +185,11 @@ def test_what_a_fix_promises_is_what_the_planner_predicts(code: str, broken: Try
 
 
 def check_promises(broken: Try) -> None:
-    task, before = broken.task, broken.task.judged(broken.resolved)
+    task, before = broken.task, broken.task.predict(broken.resolved)
     for found in broken.lints().values():
         if found.saves is None:
             continue
-        after = task.judged(promised(broken, found))
+        after = task.predict(promised(broken, found))
         assert after.plan == found.saves.plan
         assert task.fits(after.memory)
         check_that_it_divides(task, after.plan)
@@ -332,7 +332,7 @@ def test_changes_that_cannot_run_are_passed_over(change: dict[str, int], tokens:
     model = replace(MODELS["gpt3-1.3b"], ffn=ffn)
     task = replace(LLAMA.task, workload=model, cluster=Cluster.parse("h100:8x2"), sequence=tokens, global_batch=64)
     plan = Plan.parse("zero=1 mb=1 bf16").resolve(16)
-    assert (Case(task, task.judged(plan)).changed(change) is not None) == can_run
+    assert (Case(task, task.predict(plan)).changed(change) is not None) == can_run
 
 
 def test_copies_that_do_not_fit_are_sharded() -> None:

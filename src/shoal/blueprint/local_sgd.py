@@ -28,8 +28,8 @@ EXAMPLES: dict[Way, str] = {"local": "local:8", "diloco": "diloco:50"}
 class SyncSpec:
     """That replicas meet every so many steps.
 
-    >>> Synchrony.parse("diloco:50")
-    Synchrony(way='diloco', every=50)
+    >>> SyncSpec.parse("diloco:50")
+    SyncSpec(way='diloco', every=50)
     """
 
     way: Way

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Literal
 
-from shoal.blueprint.description import Description, Split, matches
+from shoal.blueprint.description import Description, Split
 from shoal.blueprint.partition import partition
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.schedules.table import stage_ranks
@@ -120,14 +120,62 @@ class ModelShapes:
 
     def names_in(self, modules: Collection[str]) -> list[str]:
         """The parameters of some submodules; a tied one under its second name only where its first is elsewhere."""
-        own = [name for name in self.parameters if _is_in(name, modules)]
+        if "" in modules:
+            return list(self.parameters)
+        order = self._order
+        own = sorted({name for module in modules for name in self._names_below.get(module, ())}, key=order.__getitem__)
         seconds = [second for first, second in self.description.tied if _is_in(second, modules) and first not in own]
         return own + seconds
 
+    @cached_property
+    def _order(self) -> Mapping[str, int]:
+        return {name: number for number, name in enumerate(self.parameters)}
+
+    @cached_property
+    def _names_below(self) -> Mapping[str, list[str]]:
+        """Submodule → the parameters in it."""
+        found: dict[str, list[str]] = {}
+        for name in self.parameters:
+            for module in _around(name):
+                found.setdefault(module, []).append(name)
+        return found
+
+    @cached_property
+    def _bounds(self) -> dict[int, list[tuple[int, int]]]:
+        """What `stage_bounds` has found."""
+        return {}
+
+    @cached_property
+    def _costs(self) -> dict[str, float]:
+        """What `matmul_elements` has found."""
+        return {}
+
     def trained(self, pieces: Shapes) -> dict[str, Shape]:
         """Those that get a gradient."""
-        frozen = self.frozen | {second for first, second in self.description.tied if first in self.frozen}
-        return {name: shape for name, shape in pieces.items() if name not in frozen}
+        return {name: shape for name, shape in pieces.items() if self.is_trained(name)}
+
+    def is_trained(self, name: str) -> bool:
+        """Whether a parameter gets a gradient."""
+        return name not in self._frozen
+
+    @cached_property
+    def _frozen(self) -> frozenset[str]:
+        return self.frozen | {second for first, second in self.description.tied if first in self.frozen}
+
+    def kinds_in(self, modules: tuple[str, ...]) -> Mapping[str, int]:
+        """The parameters of some submodules, alike ones of several layers under one name → how many they are."""
+        if modules not in self._kinds:
+            kinds: dict[tuple[str, Shape, bool], list[str]] = {}
+            for name in self.names_in(modules):
+                kind = (self.description.kind_of(name), self.shape(name), self.is_trained(name))
+                kinds.setdefault(kind, []).append(name)
+            self._kinds[modules] = {names[0]: len(names) for names in kinds.values()}
+        return self._kinds[modules]
+
+    @cached_property
+    def _kinds(self) -> dict[tuple[str, ...], Mapping[str, int]]:
+        """What `kinds_in` has found."""
+        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,12 +214,17 @@ class StageShapes:
 
 def parts(plan: Plan, anatomy: ModelShapes, rank: int) -> list[StageShapes]:
     """What a rank holds of a model, before anything is sharded."""
-    stage_owners, place = owners(plan), plan.layout.coordinate(rank)["pp"]
     return [
         StageShapes(stage, modules, {name: piece(plan, anatomy, name, rank=rank) for name in anatomy.names_in(modules)})
-        for stage, modules in enumerate(stages(plan, anatomy))
-        if stage_owners[stage] == place
+        for stage, modules in own_stages(plan, anatomy, rank)
     ]
+
+
+def own_stages(plan: Plan, anatomy: ModelShapes, rank: int) -> list[tuple[int, tuple[str, ...]]]:
+    """The stages of a rank, each with its submodules."""
+    stage_owners, place = owners(plan), plan.layout.coordinate(rank)["pp"]
+    every = enumerate(stages(plan, anatomy))
+    return [(stage, modules) for stage, modules in every if stage_owners[stage] == place]
 
 
 def stages(plan: Plan, anatomy: ModelShapes) -> list[tuple[str, ...]]:
@@ -194,6 +247,12 @@ def owners(plan: Plan) -> tuple[int, ...]:
 
 def stage_bounds(anatomy: ModelShapes, *, num_stages: int) -> list[tuple[int, int]]:
     """Which blocks each stage has, balanced by what they cost to compute; embedding and head count too."""
+    if num_stages not in anatomy._bounds:
+        anatomy._bounds[num_stages] = _stage_bounds(anatomy, num_stages)
+    return anatomy._bounds[num_stages]
+
+
+def _stage_bounds(anatomy: ModelShapes, num_stages: int) -> list[tuple[int, int]]:
     description = anatomy.description
     costs = [matmul_elements(anatomy, name) for name in description.blocks]
     first = sum(matmul_elements(anatomy, name) for name in description.before_blocks)
@@ -204,6 +263,12 @@ def stage_bounds(anatomy: ModelShapes, *, num_stages: int) -> list[tuple[int, in
 def matmul_elements(anatomy: ModelShapes, module: str) -> float:
     """What a submodule costs to compute per token, in elements of its matrices. To look up an embedding is free, and of
     the experts only those cost that compute the token."""
+    if module not in anatomy._costs:
+        anatomy._costs[module] = _matmul_elements(anatomy, module)
+    return anatomy._costs[module]
+
+
+def _matmul_elements(anatomy: ModelShapes, module: str) -> float:
     description = anatomy.description
     active = (description.active_experts or 1) / description.num_experts if description.num_experts else 1.0
     shapes = {name: anatomy.shape(name) for name in anatomy.names_in([module])}
@@ -296,22 +361,31 @@ class ShardGroup:
     rank: int
 
     @cached_property
+    def _degrees(self) -> Mapping[str, int]:
+        is_sharded, layout = self.plan.is_sharded, self.plan.layout
+        return {axis: layout.degree(axis) if is_sharded else 1 for axis in (self.plan.shard_axis, "edp")}
+
+    @cached_property
     def _places(self) -> Mapping[str, int]:
-        return {axis: self.plan.layout.place(self.rank, axis) for axis in (self.plan.shard_axis, "edp")}
+        is_sharded, layout = self.plan.is_sharded, self.plan.layout
+        return {axis: layout.place(self.rank, axis) if is_sharded else 0 for axis in (self.plan.shard_axis, "edp")}
+
+    @cached_property
+    def _axes(self) -> tuple[bool, str]:
+        return self.plan.layout.ep > 1, self.plan.shard_axis
 
     def axis(self, name: str) -> str:
         """Along which a parameter is sharded."""
-        is_divided = self.plan.layout.ep > 1 and experts_of(self.description, name) is not None
-        return "edp" if is_divided else self.plan.shard_axis
+        divides_experts, axis = self._axes
+        return "edp" if divides_experts and experts_of(self.description, name) is not None else axis
 
     def degree(self, name: str) -> int:
         """How many they are."""
-        return self.plan.layout.degree(self.axis(name)) if self.plan.is_sharded else 1
+        return self._degrees[self.axis(name)]
 
     def own(self, name: str, shape: Shape) -> int:
         """Elements that the rank has of a piece."""
-        index = self._places[self.axis(name)] if self.plan.is_sharded else 0
-        return shard(shape, index=index, degree=self.degree(name))
+        return shard(shape, index=self._places[self.axis(name)], degree=self.degree(name))
 
     def padded(self, name: str, shape: Shape) -> int:
         """Elements that FSDP2 keeps and sends for them, the same on every rank: the last ranks fill up what they
@@ -337,16 +411,21 @@ def piece(plan: Plan, anatomy: ModelShapes, name: str, *, rank: int) -> Shape:
     axis, dim = "tp", CUT_DIMS.get(how, {}).get(own) if how is not None else None
     if experts_of(anatomy.description, name):
         axis, dim = "ep", 0
-    degree = plan.layout.degree(axis)
-    if dim is None or degree == 1:
+    if dim is None:
         return shape
-    index = plan.layout.coordinate(rank)[axis]
+    degree, index = _place_of(plan, axis, rank)
     return (*shape[:dim], chunk(shape[dim], index=index, degree=degree), *shape[dim + 1 :])
+
+
+@lru_cache(maxsize=2**12)
+def _place_of(plan: Plan, axis: str, rank: int) -> tuple[int, int]:
+    """The degree of an axis, and the place of a rank on it."""
+    return plan.layout.degree(axis), plan.layout.coordinate(rank)[axis]
 
 
 def experts_of(description: Description, parameter: str) -> str | None:
     """The experts that a parameter belongs to: the submodule that is said to be some, with all inside it."""
-    if Split.EXPERTS not in description.splits.values():
+    if not description.has_experts:
         return None
     return next((module for module in _around(parameter) if split_of(description, module) is Split.EXPERTS), None)
 
@@ -363,7 +442,7 @@ def _around(parameter: str) -> list[str]:
 
 def split_of(description: Description, module: str) -> Split | None:
     """How a submodule may be split; None: not at all."""
-    return next((how for pattern, how in description.splits.items() if matches(pattern, module)), None)
+    return description.split_of(module)
 
 
 def splits_tokens(plan: Plan, description: Description) -> bool:

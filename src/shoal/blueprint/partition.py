@@ -22,9 +22,9 @@ RESOLUTION = 2**32
 def partition(costs: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0) -> tuple[range, ...]:
     """The blocks of each stage, at least one each. `first` and `last` are what runs before and after all blocks.
 
-    >>> balance([1, 1, 1, 1, 1, 1, 1, 1], 4)
+    >>> partition([1, 1, 1, 1, 1, 1, 1, 1], 4)
     (range(0, 2), range(2, 4), range(4, 6), range(6, 8))
-    >>> balance([1, 1, 1, 1, 1, 1, 1, 1], 4, last=2)
+    >>> partition([1, 1, 1, 1, 1, 1, 1, 1], 4, last=2)
     (range(0, 2), range(2, 4), range(4, 7), range(7, 8))
     """
     raise_if(_problems(costs, num_stages, first, last))

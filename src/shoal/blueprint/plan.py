@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from math import prod
 from typing import Any, Literal, get_args
 
@@ -197,7 +198,7 @@ class Plan:
     def layout(self) -> Layout:
         """The ranks on their axes."""
         self._check_resolved()
-        return Layout(**{name: getattr(self, name) for name in DEGREES})
+        return _layout(*[getattr(self, name) for name in DEGREES])
 
     def resolve(self, world_size: int) -> Plan:
         """This plan for a number of ranks, with nothing left open.
@@ -275,6 +276,11 @@ class Plan:
 
 EXAMPLES = {"compress": "int8", "sync": "diloco:50"}
 SWITCH = {"on": True, "off": False, "true": True, "false": False}
+
+
+@lru_cache(maxsize=2**12)
+def _layout(*degrees: int) -> Layout:
+    return Layout(**dict(zip(DEGREES, degrees, strict=True)))
 
 
 def _spelled(value: Any) -> str:

@@ -13,6 +13,7 @@ from shoal.predict.cluster import Cluster
 from shoal.predict.estimate.peak_memory import PeakMemory, peak_memory
 from shoal.predict.estimate.step_time import StepTime, step_time
 from shoal.predict.framework_profile import SHOAL, FrameworkProfile
+from shoal.predict.predict import Prediction, predict
 from shoal.predict.workload import Workload
 
 SPARE = 0.05
@@ -46,7 +47,7 @@ class Task:
         return self.cluster.device.memory * (1 - SPARE) if self.max_memory is None else self.max_memory
 
     def memory(self, plan: Plan) -> PeakMemory:
-        """Of the fullest rank of a resolved plan."""
+        """Of the fullest rank of a resolved plan; a search asks for it alone first."""
         size, batch = self.sequence, self.global_batch
         return peak_memory(self.workload, plan, self.cluster, sequence=size, global_batch=batch, habits=self.habits)
 
@@ -55,9 +56,10 @@ class Task:
         size, batch = self.sequence, self.global_batch
         return step_time(self.workload, plan, self.cluster, sequence=size, global_batch=batch, habits=self.habits)
 
-    def judged(self, plan: Plan) -> PlanEstimate:
+    def predict(self, plan: Plan) -> Prediction:
         """Both."""
-        return PlanEstimate(plan, self.memory(plan), self.time(plan))
+        size, batch = self.sequence, self.global_batch
+        return predict(plan, self.workload, self.cluster, seq_len=size, global_batch=batch, profile=self.habits)
 
     def saved(self, plan: Plan) -> Saved:
         """What a checkpoint of a resolved plan is: weights and moments, each rank its part; of replicas, the first."""
@@ -78,12 +80,3 @@ class Saved:
     total: float
     copied: float
     """In the host memory of a rank, while it is written: a step waits for the copy alone."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlanEstimate:
-    """A plan, and what it would need."""
-
-    plan: Plan
-    memory: PeakMemory
-    time: StepTime

@@ -27,6 +27,8 @@ class FrameworkProfile:
     """Whether somebody has measured runs of it."""
     is_known_together: bool = True
     """And on several devices."""
+    has_exact_states: bool = False
+    """Whether parameters, gradients and optimizer state are counted to the byte (`predict.exact`), as shoal shards."""
 
     # ---- states ----
     weight: float = 2
@@ -254,6 +256,7 @@ LEARNT = (
 SHOAL = FrameworkProfile(
     name="shoal",
     is_known_together=False,
+    has_exact_states=True,
     source="docs/concepts/gpu.md, predict/exact/memory.py: float32 weights, autocast, lean layers, fused loss",
     weight=4,
     master=0,
@@ -308,9 +311,9 @@ def shoal_profile(
     """Those of a run with `run.compile` and `run.recompute_swiglu` on or off, and moments and weights in fp32 or bf16
     (`optim.state_dtype`, `optim.param_dtype`).
 
-    >>> shoal_habits(compile=True, states="bf16").moments
+    >>> shoal_profile(compile=True, states="bf16").moments
     4.0
-    >>> narrow = shoal_habits(weights="bf16", states="bf16")
+    >>> narrow = shoal_profile(weights="bf16", states="bf16")
     >>> narrow.weight, narrow.gradient, narrow.optimizer_traffic
     (2, 2, 17.0)
     """

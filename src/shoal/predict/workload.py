@@ -90,6 +90,10 @@ class Workload:
     """Features of the experts that every token visits, together."""
     dense_layers: int = 0
     """Layers that have a plain feed-forward although there are experts."""
+    has_auxiliary_loss: bool = True
+    """Whether a loss balances the experts, which counts tokens over all ranks."""
+    routes_by_sequence: bool = False
+    """Whether routers compare the tokens of a sequence: capacity, expert choice."""
     latent: Latent | None = None
     causal: bool = True
     window: int = 0

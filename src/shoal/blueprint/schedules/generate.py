@@ -26,7 +26,7 @@ F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741  (torch's letters)
 def make_schedule(word: Schedule, *, num_ranks: int, v: int, num_microbatches: int) -> ScheduleTable:
     """The table of a schedule.
 
-    >>> print(make("1f1b", num_ranks=2, v=1, num_microbatches=2))
+    >>> print(make_schedule("1f1b", num_ranks=2, v=1, num_microbatches=2))
     1f1b on 2 ranks, v=1, 2 microbatches
     tick | rank0  rank1
        0 | 0F0    .
@@ -56,7 +56,7 @@ def check_schedule(word: str, *, num_ranks: int, v: int, num_microbatches: int) 
     Torch refuses some of it only when the run starts, and lets the rest run with ranks that have nothing to do. One
     microbatch is legal wherever torch can run it: that is plain model parallelism, one rank at a time.
 
-    >>> print(*illegal("interleaved", num_ranks=4, v=2, num_microbatches=9))
+    >>> print(*check_schedule("interleaved", num_ranks=4, v=2, num_microbatches=9))
     interleaved on pp=4 ranks cannot run 9 microbatches: they do not fall into 2 equal rounds
         fix: 8, 10 or 12 microbatches: change data.global_batch or mb
     """

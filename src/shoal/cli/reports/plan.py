@@ -14,8 +14,9 @@ from shoal.planner.explain import Laws, Move, RuleOfThumb, Scale, laws, moves, r
 from shoal.planner.lint.lint import Lint, lint
 from shoal.planner.search import SearchResult, search, tradeoffs
 from shoal.planner.suggestions import AS_OPTIONS, refuse_contradictions
-from shoal.planner.task import PlanEstimate, Task
+from shoal.planner.task import Task
 from shoal.predict.cluster import GIB
+from shoal.predict.predict import Prediction
 from shoal.predict.workload import Workload
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class Choice:
     """A plan that was found, and on how many devices."""
 
     task: Task
-    verdict: PlanEstimate
+    verdict: Prediction
 
     @property
     def devices(self) -> int:
@@ -314,7 +315,7 @@ def _render_nothing(console: Console, told: Answer) -> None:
         console.print(f"  {remedy}", highlight=False)
 
 
-def _tradeoffs(told: Answer) -> dict[str, list[PlanEstimate]]:
+def _tradeoffs(told: Answer) -> dict[str, list[Prediction]]:
     """Other plans by what they give for what. Those of the whole cluster are not compared with a plan of a part."""
     first = told.best[0]
     if first.devices != told.task.cluster.num_devices:
@@ -351,7 +352,7 @@ def assumed(options: Options, workload: Workload) -> dict[str, str]:
     return {name: f"{getattr(workload, name)} ({reasons[name]})" for name in names}
 
 
-def _render_causes(console: Console, verdict: PlanEstimate) -> None:
+def _render_causes(console: Console, verdict: Prediction) -> None:
     """Memory and time of one plan, by cause, with bars."""
     memory, time = verdict.memory, verdict.time
     parts = [(name, getattr(memory, name) / GIB) for name in MEMORY if getattr(memory, name) > 0.005 * memory.total]

@@ -11,8 +11,9 @@ from shoal.blueprint.plan import Plan
 from shoal.errors import ShoalError
 from shoal.planner.search import search
 from shoal.planner.suggestions import smallest_changes
-from shoal.planner.task import PlanEstimate, Task
+from shoal.planner.task import Task
 from shoal.predict.cluster import larger
+from shoal.predict.predict import Prediction
 
 if TYPE_CHECKING:
     from shoal.cli.plan import Options
@@ -27,7 +28,7 @@ class Suggestion:
 
     add: dict[str, Any]
     drop: tuple[str, ...]
-    best: PlanEstimate
+    best: Prediction
 
     @property
     def flags(self) -> str:

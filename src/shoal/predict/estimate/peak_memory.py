@@ -40,6 +40,8 @@ from shoal.predict.estimate.rank_share import (
     num_microbatches,
     rank_share,
 )
+from shoal.predict.exact.memory import Memory
+from shoal.predict.exact.states import exact_states
 from shoal.predict.framework_profile import SHOAL, FrameworkProfile
 from shoal.predict.workload import Block, Workload
 
@@ -166,7 +168,17 @@ def _of_rank(
             ending=(again or kept + kept_casts) + working + stream,
             closing=2 * tokens * workload.hidden * 4,  # the gradient of what was looked up, and the same in order
         )
-    return _summed(plan, on, cluster, habits, held, moments, place, m)
+    exact = None
+    if habits.has_exact_states:
+        exact = exact_states(
+            workload,
+            plan,
+            place=place,
+            weight=int(habits.weight),
+            gradient=int(habits.gradient),
+            optimizer_states=habits.moments / habits.weight,
+        )
+    return _summed(plan, on, cluster, habits, held, moments, place, m, exact)
 
 
 class Moments(NamedTuple):
@@ -196,9 +208,16 @@ def _summed(
     moments: Moments,
     place: int,
     m: int,
+    exact: Memory | None = None,
 ) -> PeakMemory:
-    """States and transients beside activations, at the fuller of two moments."""
+    """States and transients beside activations, at the fuller of two moments. `exact`: the states, counted."""
     parameters, gradients, optimizer = states(held, on, habits)
+    if exact is not None:
+        for_peers = (
+            habits.weight * on.kept_for_peers / (habits.master + habits.moments + habits.weight * on.kept_for_peers)
+        )
+        parameters, gradients = exact.parameters, exact.gradients
+        optimizer = exact.optimizer + for_peers * optimizer
     gathered, gathered_late, reducing = transients(held, on, habits, moments.working)
     activations, logits = moments.activations, moments.logits
     reducing += moments.reducing

@@ -81,7 +81,7 @@ class Step:
 def sync_traffic(plan: Plan, words: str) -> Plan:
     """The plan with another way to meet.
 
-    >>> str(meeting_by(Plan.parse("tp=2 sync=auto"), "compress=int8"))
+    >>> str(sync_traffic(Plan.parse("tp=2 sync=auto"), "compress=int8"))
     'tp=2 compress=int8'
     """
     said = Plan.parse(words)

@@ -13,9 +13,10 @@ from shoal.errors import ShoalError
 from shoal.planner.backtest.rows import append
 from shoal.planner.search import search
 from shoal.planner.suggestions import refuse_contradictions, smallest_changes
-from shoal.planner.task import PlanEstimate, Task
+from shoal.planner.task import Task
 from shoal.predict.cluster import GIB, Cluster, is_measured_here
 from shoal.predict.framework_profile import shoal_profile
+from shoal.predict.predict import Prediction
 from shoal.predict.workload import Workload, from_hugging_face
 from shoal.train.build_model import build_model, describe, without_memory
 
@@ -30,7 +31,7 @@ DIMENSIONS = {
 """What the config of a transformer calls its dimensions → what a workload calls them."""
 
 
-def planned(recipe: Recipe, num_ranks: int, per_node: int) -> tuple[Recipe, PlanEstimate]:
+def planned(recipe: Recipe, num_ranks: int, per_node: int) -> tuple[Recipe, Prediction]:
     """The recipe with the best plan of this many ranks, so many on each machine; what its own plan says is kept."""
     if recipe.optim.param_dtype == "bf16":  # the planner leaves the precision as it is; `--plan auto` has replaced it
         instead = replace(recipe.plan, precision="bf16")
@@ -75,7 +76,7 @@ def note(recipe: Recipe, summary: Mapping[str, Any], path: Path) -> None:
     cluster = replace(cluster_for(recipe.launch.device), per_node=summary["ranks"], nodes=1)
     is_measured = cluster.is_measured
     task = _task(recipe, workload, cluster)
-    predicted = task.judged(recipe.plan)
+    predicted = task.predict(recipe.plan)
     append(
         path,
         {
@@ -138,7 +139,12 @@ def dimensions_of(model: nn.Module) -> dict[str, Any] | None:
     if any(said[name] is None for name in ("hidden", "layers", "heads", "ffn", "vocabulary")):
         return None
     shared = (getattr(config, "num_shared_experts", 0) or 0) * (said["expert_ffn"] or 0)
-    return {"shared_ffn": shared, **{name: value for name, value in said.items() if value is not None}}
+    by_expert = getattr(config, "choice", "token") == "expert"
+    routing = {
+        "has_auxiliary_loss": not by_expert and bool(getattr(config, "auxiliary_coefficient", True)),
+        "routes_by_sequence": by_expert or getattr(config, "capacity_factor", None) is not None,
+    }
+    return {"shared_ffn": shared, **routing, **{name: value for name, value in said.items() if value is not None}}
 
 
 def _traced(model: nn.Module, recipe: Recipe) -> Workload:
