@@ -8,6 +8,7 @@ So all ranks measure the same thing at the same time, and the slowest counts. `s
 from __future__ import annotations
 
 import os
+import platform
 import socket
 import time
 import warnings
@@ -27,7 +28,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
 from shoal.bench.fit_cluster import BYTES, Reading, Readings
-from shoal.bench.machine import cpu_name, memory_of_rank, outside_of_allocator, supports, synchronize
 from shoal.comm.collectives import all_gather, reduce_scatter
 from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.world import World
@@ -147,12 +147,12 @@ def measure(
             bench.run()
         return Readings(
             readings=tuple(bench.readings),
-            device=torch.cuda.get_device_name(world.device) if is_cuda else cpu_name(),
+            device=torch.cuda.get_device_name(world.device) if is_cuda else _cpu_name(),
             kind=world.device.type,
             num_ranks=world.size,
             num_threads=torch.get_num_threads(),
-            memory=memory_of_rank(world),
-            context=outside_of_allocator(world.device) if is_cuda else context,
+            memory=_memory(world),
+            context=_outside_of_allocator(world.device) if is_cuda else context,
             host=socket.gethostname(),
             torch=torch.__version__,
             date=date.today().isoformat(),
@@ -191,7 +191,7 @@ class Bench:
     def run(self) -> None:
         """Measure everything."""
         words = self.precisions()
-        attended = len([word for word in self.sizes.attended if supports(self.device, word)])
+        attended = len([word for word in self.sizes.attended if _supports(self.device, word)])
         parts: list[tuple[str, int, Callable[[], None]]] = [
             *((f"products in {word}", len(self.sizes.products), partial(self.products, word)) for word in words),
             ("attention", attended * len(self.sizes.attention), self.attention),
@@ -210,7 +210,7 @@ class Bench:
 
     def precisions(self) -> list[str]:
         """In which this device can multiply."""
-        return [word for word in self.sizes.precisions if supports(self.device, word)]
+        return [word for word in self.sizes.precisions if _supports(self.device, word)]
 
     # ---- what is measured -------------------------------------------------------------------------------------------
 
@@ -234,7 +234,7 @@ class Bench:
 
     def attention(self) -> None:
         """Causal, forward and backward. The backward computes the scores again, so both are 3.5 times the forward."""
-        words = [word for word in self.sizes.attended if supports(self.device, word)]
+        words = [word for word in self.sizes.attended if _supports(self.device, word)]
         for precision, num_tokens in product(words, self.sizes.attention):
             shape = (1, self.sizes.heads, num_tokens, HEAD_DIM)
             q, k, v, grad = (torch.randn(shape, device=self.device, dtype=DTYPES[precision]) for _ in range(4))
@@ -294,11 +294,11 @@ class Bench:
 
     def timed(self, work: Callable[[], object], number: int) -> float:
         """Seconds for so many, one after the other."""
-        synchronize(self.device)
+        _synchronize(self.device)
         start = time.perf_counter()
         for _ in range(number):
             work()
-        synchronize(self.device)
+        _synchronize(self.device)
         return time.perf_counter() - start
 
     def elapsed(self) -> float:
@@ -401,6 +401,35 @@ def _collectives(world: World, num_bytes: int) -> dict[str, Callable[[], object]
     }
 
 
+# ---- the machine ----------------------------------------------------------------------------------------------------
+
+
+def _supports(device: torch.device, precision: str) -> bool:
+    if device.type == "cpu":
+        return precision != "fp8"
+    if precision == "bf16":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return precision != "fp8" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _memory(world: World) -> float:
+    """Bytes that a rank has to itself: its GPU's, or its share of the host's."""
+    if world.device.type == "cuda":
+        return float(torch.cuda.mem_get_info(world.device)[1])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / world.local_size
+
+
+def _outside_of_allocator(device: torch.device) -> float:
+    """Bytes of a GPU in use that torch's allocator knows nothing of: context, libraries, communicators."""
+    free, total = torch.cuda.mem_get_info(device)
+    return float(total - free - torch.cuda.memory_reserved(device))
+
+
 def _resident_after_a_step(world: World) -> float:
     """Bytes of this process in memory when it has trained and talked a little, and holds next to no tensor: all that is
     measured later would leave libraries in memory that a run may never need."""
@@ -409,6 +438,20 @@ def _resident_after_a_step(world: World) -> float:
     build_optimizer(model.parameters(), OptimSection(), lr=1e-3).step()
     world.barrier()
     return float(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+
+
+def _cpu_name() -> str:
+    """As the system calls it. ARM's does not say; then its architecture must do."""
+    lines = _cpu_lines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"CPU {names[0] if names else platform.machine()}"
+
+
+def _cpu_lines() -> list[str]:
+    try:
+        return Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []
 
 
 def _progress(world: World, quiet: bool) -> Progress:
