@@ -8,9 +8,9 @@ ARGS ?=
 BIN := .venv/bin
 # Says when .venv was made. It holds the seconds that took until `make test` has told them, and then nothing.
 STAMP := .venv/stamp
-CHECKS := check-format check-lint check-types check-imports check-spelling
+CHECKS := check-format check-lint check-types check-imports check-spelling check-sizes check-words
 
-.PHONY: help train test test-all matrix reshard check sizes clean $(CHECKS)
+.PHONY: help train test test-all matrix reshard check sizes package clean $(CHECKS)
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,8 +47,18 @@ check-imports: $(STAMP)  ## does every module import only from below?
 check-spelling: $(STAMP)  ## look for misspelt words
 	$(BIN)/codespell
 
+check-sizes: $(STAMP)  ## are files, classes and functions small, without import cycles?
+	$(BIN)/python tools/check_sizes.py --check
+
+check-words: $(STAMP)  ## is what a user reads in plain words? after removing some: .venv/bin/python tools/check_words.py --update
+	$(BIN)/python tools/check_words.py
+
 sizes:  ## report the numbers worth watching: lengths, nesting, annotations, cycles
 	$(PYTHON) tools/check_sizes.py $(ARGS)
+
+package: $(STAMP)  ## build the wheel and the sdist into dist/
+	rm -rf build dist
+	$(BIN)/python -m build $(ARGS)
 
 clean:  ## remove the environment, caches and build outputs; runs/ stays
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist src/*.egg-info

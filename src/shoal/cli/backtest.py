@@ -11,7 +11,7 @@ from typing import Annotated
 
 import tyro
 
-from shoal.cli.console import WIDTH, show
+from shoal.cli.reports.console import WIDTH, show
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from shoal.cli.console import WIDTH, show
 from shoal.cli.overrides import parse
+from shoal.cli.reports.console import WIDTH, show
 from shoal.comm.rendezvous.environment import Placement, read_environment
 from shoal.errors import ShoalError
 

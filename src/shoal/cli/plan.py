@@ -13,8 +13,8 @@ import tyro
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.plan_parser import parse_words
 from shoal.blueprint.validation.bf16_weights import reject_bf16_weights
-from shoal.cli.console import WIDTH, show
 from shoal.cli.parse_units import size_in_bytes
+from shoal.cli.reports.console import WIDTH, show
 from shoal.errors import Problem, ShoalError, raise_if
 from shoal.planner.task import Task
 from shoal.predict.cluster import Cluster
@@ -117,13 +117,25 @@ class Options:
     json: bool = False
     """Print one JSON object and nothing else on stdout."""
 
+    def task(self) -> Task:
+        """Return the model, the cluster and the batch that they name."""
+        return task_of(self)
+
+    def wanted(self) -> dict[str, Any]:
+        """Return the keys and values that every plan must have."""
+        return wanted_of(self)
+
+    def limits(self) -> tuple[str, ...]:
+        """Return the names of the options that limit which plans there are."""
+        return tuple(name for name in ("plan", *WORDS) if getattr(self, name) not in (None, ""))
+
 
 def main(arguments: Sequence[str]) -> int:
     """Plan; 0 when there is a plan, 1 when none fits."""
     options = tyro.cli(Options, args=list(arguments), prog="shoal plan", config=(tyro.conf.FlagCreatePairsOff,))
     from shoal.cli.reports.plan import answer, render, to_mapping
 
-    task, wanted = task_of(options), wanted_of(options)
+    task, wanted = options.task(), options.wanted()
     found = answer(task, wanted, options)
     if options.json:
         print(json.dumps(to_mapping(found), allow_nan=False))

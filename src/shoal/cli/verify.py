@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import tyro
 
-from shoal.cli.console import show
 from shoal.cli.overrides import parse
+from shoal.cli.reports.console import show
 from shoal.comm.rendezvous.environment import read_environment
 from shoal.config.recipe import Recipe
 from shoal.errors import ShoalError

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.blueprint.plan import Plan
 from shoal.cli.parse_units import count_of
-from shoal.cli.reports.plan_suggestions import Suggestion, given, suggestions
+from shoal.cli.reports.plan_suggestions import Suggestion, suggestions
 from shoal.planner.alternatives import Rejected, alternatives
 from shoal.planner.explain import Laws, Move, RuleOfThumb, Scale, laws, moves, rules_of_thumb, scaling
 from shoal.planner.lint.lint import Lint, lint
@@ -127,7 +127,7 @@ def answer(task: Task, wanted: Mapping[str, Any], options: Options) -> Answer:
     if options.tokens is not None:
         told.tokens = count_of(options.tokens)
     if not choices:
-        told.refused = list(found.refused) if given(options) else []
+        told.refused = list(found.refused) if options.limits() else []
         told.remedies = suggestions(options, task, dict(wanted), is_refused=bool(told.refused))
         return told
     first = choices[0]
@@ -231,24 +231,7 @@ def _run(told: Answer) -> dict[str, Any]:
 def render(console: Console, told: Answer) -> None:
     """As tables."""
     task = told.task
-    size = f"{task.workload.parameters / 1e9:.3g} B parameters"
-    what = f" of {task.sequence:,} tokens" if task.sequence > 1 else ""
-    console.print(
-        f"[bold]{task.workload.name}[/bold], {size}, on {task.cluster.num_devices} x {task.cluster.device.name},"
-        f" {task.global_batch:,} samples{what} a step",
-        highlight=False,
-    )
-    if told.assumed:
-        taken = ", ".join(f"--{name.replace('_', '-')} {what}" for name, what in told.assumed.items())
-        console.print(f"assumed: {taken}", highlight=False)
-    measured = "measured on this machine" if task.cluster.is_measured else "from datasheets and published runs"
-    if task.cluster.num_devices > 1 and not task.cluster.device.is_host:
-        measured += ", and shoal was never run on several GPUs"
-    console.print(
-        f"[dim]all numbers predicted, rates {measured}; {told.found.num_judged:,} plans judged,"
-        f" {told.found.num_too_large:,} larger than {task.room / GIB:.1f} GiB[/dim]\n",
-        highlight=False,
-    )
+    _render_title(console, told)
     if not told.best:
         _render_nothing(console, told)
         return
@@ -291,6 +274,29 @@ def render(console: Console, told: Answer) -> None:
         days, hours = run["days"], run["device_hours"]
         console.print(f"\n{told.tokens:.3g} tokens: {days:,.1f} days, {hours:,.0f} device-hours{cost}", highlight=False)
     console.print(f"\n{told.command}", highlight=False, soft_wrap=True)  # in one line, to be copied
+
+
+def _render_title(console: Console, told: Answer) -> None:
+    """The model, the cluster, and where the numbers come from."""
+    task = told.task
+    size = f"{task.workload.parameters / 1e9:.3g} B parameters"
+    what = f" of {task.sequence:,} tokens" if task.sequence > 1 else ""
+    console.print(
+        f"[bold]{task.workload.name}[/bold], {size}, on {task.cluster.num_devices} x {task.cluster.device.name},"
+        f" {task.global_batch:,} samples{what} a step",
+        highlight=False,
+    )
+    if told.assumed:
+        taken = ", ".join(f"--{name.replace('_', '-')} {what}" for name, what in told.assumed.items())
+        console.print(f"assumed: {taken}", highlight=False)
+    measured = "measured on this machine" if task.cluster.is_measured else "from datasheets and published runs"
+    if task.cluster.num_devices > 1 and not task.cluster.device.is_host:
+        measured += ", and shoal was never run on several GPUs"
+    console.print(
+        f"[dim]all numbers predicted, rates {measured}; {told.found.num_judged:,} plans judged,"
+        f" {told.found.num_too_large:,} larger than {task.room / GIB:.1f} GiB[/dim]\n",
+        highlight=False,
+    )
 
 
 def _render_nothing(console: Console, told: Answer) -> None:

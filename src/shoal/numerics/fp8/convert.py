@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -64,12 +65,14 @@ def _convert_by_torchao(layers: list[nn.Linear], scaling: Scaling, device: torch
 
 @contextmanager
 def _silence(*names: str) -> Iterator[None]:
+    """Ignore Python's warnings, and the warnings of these loggers."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings(action="ignore"):  # Python warns of torchao's docstrings when it compiles them
+            yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
