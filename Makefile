@@ -8,9 +8,9 @@ ARGS ?=
 BIN := .venv/bin
 # Says when .venv was made. It holds the seconds that took until `make test` has told them, and then nothing.
 STAMP := .venv/stamp
-CHECKS := check-format check-lint check-types check-imports check-spelling
+CHECKS := check-format check-lint check-types check-imports check-spelling check-docs
 
-.PHONY: help train test test-all matrix reshard check sizes clean $(CHECKS)
+.PHONY: help train test test-all matrix reshard check docs sizes clean $(CHECKS)
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,11 +47,17 @@ check-imports: $(STAMP)  ## does every module import only from below?
 check-spelling: $(STAMP)  ## look for misspelt words
 	$(BIN)/codespell
 
+check-docs: $(STAMP)  ## build the documentation elsewhere: do all links and references of it lead somewhere?
+	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q -d "$$folder"
+
+docs: $(STAMP)  ## build the documentation, with the API reference, into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q $(ARGS)
+
 sizes:  ## report the numbers worth watching: lengths, nesting, annotations, cycles
 	$(PYTHON) tools/check_sizes.py $(ARGS)
 
 clean:  ## remove the environment, caches and build outputs; runs/ stays
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist src/*.egg-info
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist site src/*.egg-info
 	find src tests tools -name __pycache__ -prune -exec rm -rf {} +
 
 # pip compiles on one core, compileall on all of them; what cannot be compiled (templates, say) is never imported.

@@ -5,8 +5,11 @@ tests/unit/test_pictures.py compares the committed files with what this script d
 
 from __future__ import annotations
 
+import re
+import tomllib
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from shoal.blueprint.collectives import draw as collectives
 from shoal.blueprint.collectives.steps import steps
@@ -16,7 +19,8 @@ from shoal.blueprint.schedules import draw as schedules
 from shoal.blueprint.schedules.generate import make_schedule
 from shoal.blueprint.schedules.simulate import StageCost, simulate
 
-FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docs" / "pictures"
 
 STYLE = """\
 svg { --text: #1f2328; --line: #afb8c1; --node0: #ddf4ff; --node1: #fff8c5; --copy: #0969da; --add: #bc4c00; }
@@ -39,7 +43,37 @@ def pictures() -> dict[str, str]:
         "zbv.svg": schedule("zbv", v=2),
         "layout.svg": layout(Plan.parse("pp=2 dp_shard=2 tp=2").resolve(8).layout, devices_per_node=4),
         "ring.svg": ring(num_ranks=4),
+        **badges(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]),
     }
+
+
+def badges(project: dict[str, Any]) -> dict[str, str]:
+    """The versions that pyproject.toml and constraints.txt name."""
+    pythons = re.findall(r"Python :: (3\.\d+)", " ".join(project["classifiers"]))
+    [oldest] = (found[1] for line in project["dependencies"] if (found := re.fullmatch(r"torch>=(.+)", line)))
+    [newest] = re.findall(r"^torch==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    return {
+        "badge-python.svg": badge("python", " | ".join(pythons)),
+        "badge-torch.svg": badge("torch", f"{oldest} to {newest}"),
+        "badge-licence.svg": badge("licence", project["license"]),
+    }
+
+
+def badge(name: str, value: str) -> str:
+    """A name on grey and a value on blue, white on both in either mode."""
+    left, right = 14 + 7 * len(name), 14 + 7 * len(value)
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + right}" height="20" role="img">',
+            f"<title>{name}: {value}</title>",
+            f'<rect width="{left + right}" height="20" rx="3" fill="#57606a"/>',
+            f'<path d="M{left},0 h{right - 3} a3,3 0 0 1 3,3 v14 a3,3 0 0 1 -3,3 h-{right - 3} z" fill="#0969da"/>',
+            '<g fill="#fff" font-family="ui-sans-serif, system-ui, sans-serif" font-size="12" text-anchor="middle">',
+            f'<text x="{left / 2:g}" y="14">{name}</text><text x="{left + right / 2:g}" y="14">{value}</text>',
+            "</g></svg>",
+            "",
+        ]
+    )
 
 
 def schedule(word: Schedule, v: int) -> str:
