@@ -321,6 +321,28 @@ def test_the_tour_counts_lines() -> None:
         assert abs(counted - int(said)) <= counted / 10, f"{link} has {counted} lines, docs/tour.md says {said}"
 
 
+TOPICS = (
+    "gradient compression", "DiLoCo", "autosave", "1F1B table", "fused loss", "memory prediction", "hang timeout",
+    "Slurm", "activation checkpointing", "fp8",
+)  # fmt: skip
+
+
+def test_the_tour_says_where_things_are() -> None:
+    rows = re.findall(r"^\| ([^|]+) \| .*\]\(\.\./src/", (ROOT / "docs" / "tour.md").read_text(), re.MULTILINE)
+    assert [topic for topic in TOPICS if not any(topic in row for row in rows)] == []
+
+
+def test_the_drawn_layers_are_those_of_the_contract() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = next(contract["layers"] for contract in contracts if contract.get("containers") == ["shoal"])
+    page = ROOT / "docs" / "decisions"
+    [rooms] = [block.text for block in blocks_of(page / "0021-rooms.md") if block.text.startswith("cli")]
+    assert [line.split("  ")[0] for line in rooms.splitlines()] == layers
+    [drawn] = [block.text for block in blocks_of(page / "0001-paper-and-machine.md") if "errors" in block.text]
+    words = re.sub(r"^(paper, no torch|machine)", "", drawn, flags=re.MULTILINE)
+    assert [" ".join(layer.split()) for layer in words.split("\N{RIGHTWARDS ARROW}")] == layers[::-1]
+
+
 def test_every_metric_is_documented_and_no_other(beside: Beside) -> None:
     page = (ROOT / "docs" / "metrics.md").read_text()
     of_steps, of_summary = page.split("## summary.json")
