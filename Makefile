@@ -6,6 +6,8 @@ SHELL := bash
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
+# Never with -q: mkdocs then misses the warnings that `strict` in mkdocs.yml turns into errors.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 # Says when .venv was made. It holds the seconds that took until `make test` has told them, and then nothing.
 STAMP := .venv/stamp
 CHECKS := check-format check-lint check-types check-imports check-spelling check-docs
@@ -48,10 +50,10 @@ check-spelling: $(STAMP)  ## look for misspelt words
 	$(BIN)/codespell
 
 check-docs: $(STAMP)  ## build the documentation elsewhere: do all links and references of it lead somewhere?
-	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q -d "$$folder"
+	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && $(MKDOCS) build -d "$$folder"
 
 docs: $(STAMP)  ## build the documentation, with the API reference, into site/
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q $(ARGS)
+	$(MKDOCS) build $(ARGS)
 
 sizes:  ## report the numbers worth watching: lengths, nesting, annotations, cycles
 	$(PYTHON) tools/check_sizes.py $(ARGS)
