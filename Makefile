@@ -6,11 +6,13 @@ SHELL := bash
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
+# Never with -q: mkdocs then misses the warnings that `strict` in mkdocs.yml turns into errors.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 # Says when .venv was made. It holds the seconds that took until `make test` has told them, and then nothing.
 STAMP := .venv/stamp
-CHECKS := check-format check-lint check-types check-imports check-spelling check-sizes check-words
+CHECKS := check-format check-lint check-types check-imports check-spelling check-sizes check-words check-docs
 
-.PHONY: help train test test-all matrix reshard check sizes package clean $(CHECKS)
+.PHONY: help train test test-all matrix reshard check docs sizes package clean $(CHECKS)
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +55,12 @@ check-sizes: $(STAMP)  ## are files, classes and functions small, without import
 check-words: $(STAMP)  ## is what a user reads in plain words? after removing some: .venv/bin/python tools/check_words.py --update
 	$(BIN)/python tools/check_words.py
 
+check-docs: $(STAMP)  ## build the documentation elsewhere: do all links and references of it lead somewhere?
+	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && $(MKDOCS) build -d "$$folder"
+
+docs: $(STAMP)  ## build the documentation, with the API reference, into site/
+	$(MKDOCS) build $(ARGS)
+
 sizes:  ## report the numbers worth watching: lengths, nesting, annotations, cycles
 	$(PYTHON) tools/check_sizes.py $(ARGS)
 
@@ -61,7 +69,7 @@ package: $(STAMP)  ## build the wheel and the sdist into dist/
 	$(BIN)/python -m build $(ARGS)
 
 clean:  ## remove the environment, caches and build outputs; runs/ stays
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist src/*.egg-info
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist site src/*.egg-info
 	find src tests tools -name __pycache__ -prune -exec rm -rf {} +
 
 # pip compiles on one core, compileall on all of them; what cannot be compiled (templates, say) is never imported.

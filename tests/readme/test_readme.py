@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,9 +168,14 @@ def test_a_command_runs(command: Command, ran: dict[str, Ran]) -> None:
 
 @pytest.mark.parametrize("command", OTHERS, ids=str)
 def test_another_command_runs(command: Command) -> None:
-    """A target of make is only asked for; an example has a test of its own."""
+    """A target of make is only asked for; an example has a test of its own; CI installs as pip is told to here."""
     words = shlex.split(command.text)
-    assert words[0] in ("make", "python"), f"who runs {words[0]}?"
+    assert words[0] in ("make", "python", "pip"), f"who runs {words[0]}?"
+    if words[0] == "pip":
+        [extras] = re.fullmatch(r"pip install -e \.(?:\[([\w,]+)\])?", " ".join(words)).groups()  # type: ignore[union-attr]
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        assert set(extras.split(",") if extras else ()) <= set(project["optional-dependencies"])
+        return
     if words[0] == "make":
         asked = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
         assert asked.returncode == 0, asked.stderr
@@ -313,6 +319,28 @@ def test_the_tour_counts_lines() -> None:
     for link, said in rows:
         counted = len((ROOT / "docs" / link).read_text().splitlines())
         assert abs(counted - int(said)) <= counted / 10, f"{link} has {counted} lines, docs/tour.md says {said}"
+
+
+TOPICS = (
+    "gradient compression", "DiLoCo", "autosave", "1F1B table", "fused loss", "memory prediction", "hang timeout",
+    "Slurm", "activation checkpointing", "fp8",
+)  # fmt: skip
+
+
+def test_the_tour_says_where_things_are() -> None:
+    rows = re.findall(r"^\| ([^|]+) \| .*\]\(\.\./src/", (ROOT / "docs" / "tour.md").read_text(), re.MULTILINE)
+    assert [topic for topic in TOPICS if not any(topic in row for row in rows)] == []
+
+
+def test_the_drawn_layers_are_those_of_the_contract() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = next(contract["layers"] for contract in contracts if contract.get("containers") == ["shoal"])
+    page = ROOT / "docs" / "decisions"
+    [rooms] = [block.text for block in blocks_of(page / "0021-rooms.md") if block.text.startswith("cli")]
+    assert [line.split("  ")[0] for line in rooms.splitlines()] == layers
+    [drawn] = [block.text for block in blocks_of(page / "0001-paper-and-machine.md") if "errors" in block.text]
+    words = re.sub(r"^(paper, no torch|machine)", "", drawn, flags=re.MULTILINE)
+    assert [" ".join(layer.split()) for layer in words.split("\N{RIGHTWARDS ARROW}")] == layers[::-1]
 
 
 def test_every_metric_is_documented_and_no_other(beside: Beside) -> None:
