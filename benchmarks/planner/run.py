@@ -45,8 +45,8 @@ from shoal.numerics.optim.build import build_optimizer
 from shoal.planner.task import Task
 from shoal.predict.cluster import Cluster
 from shoal.predict.cluster_parser import parse_cluster
-from shoal.predict.framework_profile import shoal_profile
 from shoal.predict.predict import Prediction
+from shoal.predict.presets.frameworks import shoal_profile
 from shoal.predict.workload import Workload
 from shoal.train.run import Run
 

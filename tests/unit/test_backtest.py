@@ -21,7 +21,7 @@ from shoal.planner.backtest.report import backtest, to_mapping
 from shoal.planner.backtest.rows import COLUMNS, PAPER_FIGURES, Row, append, read
 from shoal.predict.estimate.peak_memory import PeakMemory
 from shoal.predict.estimate.step_time import SPREAD, StepTime
-from shoal.predict.framework_profile import SHOAL
+from shoal.predict.presets.frameworks import SHOAL
 
 RUN = {
     "source": "pytorch/torchtitan benchmarks",

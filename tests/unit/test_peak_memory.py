@@ -17,7 +17,8 @@ from shoal.predict.estimate import peak_memory as module
 from shoal.predict.estimate.activations import kept_per_token
 from shoal.predict.estimate.peak_memory import PeakMemory, peak_memory
 from shoal.predict.estimate.rank_share import in_flight, layers_of_stages
-from shoal.predict.framework_profile import MEGATRON_LM, SHOAL, SHOAL_EAGER, FrameworkProfile, shoal_profile
+from shoal.predict.framework_profile import FrameworkProfile
+from shoal.predict.presets.frameworks import MEGATRON_LM, SHOAL, SHOAL_EAGER, shoal_profile
 from shoal.predict.presets.models import MODELS
 from shoal.predict.workload import Block, Workload
 

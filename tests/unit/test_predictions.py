@@ -16,13 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.blueprint.context_parallel import attention_memory, contiguous, ring_steps, ring_work, zigzag
 from shoal.blueprint.description import Description, Split
-from shoal.blueprint.model_shapes import (
-    AttentionSite,
-    DispatchSite,
-    ModelShapes,
-    RouterSite,
-    Sizes,
-    TPBoundary,
+from shoal.blueprint.model_shapes import AttentionSite, DispatchSite, ModelShapes, RouterSite, Sizes, TPBoundary
+from shoal.blueprint.placement import (
     is_partial,
     matmul_elements,
     named,

@@ -14,7 +14,8 @@ from shoal.predict.cluster import Cluster
 from shoal.predict.cluster_parser import parse_cluster
 from shoal.predict.estimate.peak_memory import peak_memory
 from shoal.predict.estimate.step_time import SPREAD, StepTime, bubble, step_time
-from shoal.predict.framework_profile import ALL, MEGATRON, SHOAL, FrameworkProfile, shoal_profile
+from shoal.predict.framework_profile import FrameworkProfile
+from shoal.predict.presets.frameworks import ALL, MEGATRON, SHOAL, shoal_profile
 from shoal.predict.presets.models import MODELS
 
 H100 = parse_cluster("h100:8x4")

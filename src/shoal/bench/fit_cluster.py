@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shoal.predict.cluster import Cluster, Device, Link, Tier
-from shoal.predict.framework_profile import SHOAL
 from shoal.predict.presets.clusters import DEVICES, TIERS, Entry
+from shoal.predict.presets.frameworks import SHOAL
 from shoal.predict.presets.peak_flops import peak_flops
 
 MESSAGES = ("send", "all_gather", "reduce_scatter", "all_reduce")

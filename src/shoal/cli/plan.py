@@ -148,7 +148,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def task_of(options: Options) -> Task:
     """What is to be trained, on what."""
-    from shoal.predict.framework_profile import shoal_profile
+    from shoal.predict.presets.frameworks import shoal_profile
 
     cluster = parse_cluster(options.cluster)
     if options.price is not None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shoal.blueprint.description import Description, matches
-from shoal.blueprint.model_shapes import is_inside
+from shoal.blueprint.placement import is_inside
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.validation.check import check_plan
 from shoal.comm.collectives import all_gather_plain

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.blueprint.description import Description
-from shoal.blueprint.model_shapes import ModelShapes, Unit, is_inside, named, owners, splits_tokens, stage_bounds, units
+from shoal.blueprint.model_shapes import ModelShapes
+from shoal.blueprint.placement import Unit, is_inside, named, owners, splits_tokens, stage_bounds, units
 from shoal.blueprint.plan import Plan
 from shoal.comm.mesh import Mesh
 from shoal.numerics.fp8.convert import to_fp8

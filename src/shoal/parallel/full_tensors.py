@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.blueprint.layout import AXES
-from shoal.blueprint.model_shapes import chunk
+from shoal.blueprint.placement import chunk
 from shoal.blueprint.plan import Plan
 from shoal.comm.collectives import all_gather_plain, join
 from shoal.comm.mesh import Mesh

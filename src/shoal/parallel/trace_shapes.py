@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from shoal.blueprint.description import Description, Split
-from shoal.blueprint.model_shapes import AttentionSite, DispatchSite, ModelShapes, RouterSite, TPBoundary, split_of
+from shoal.blueprint.model_shapes import AttentionSite, DispatchSite, ModelShapes, RouterSite, TPBoundary
+from shoal.blueprint.placement import split_of
 from shoal.errors import ShoalError
 from shoal.parallel.context.attention import Attention
 from shoal.parallel.data.fsdp import units_by_size

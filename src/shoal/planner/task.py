@@ -12,8 +12,9 @@ from shoal.errors import raise_if
 from shoal.predict.cluster import Cluster
 from shoal.predict.estimate.peak_memory import PeakMemory, peak_memory
 from shoal.predict.estimate.step_time import StepTime, step_time
-from shoal.predict.framework_profile import SHOAL, FrameworkProfile
+from shoal.predict.framework_profile import FrameworkProfile
 from shoal.predict.predict import Prediction, predict
+from shoal.predict.presets.frameworks import SHOAL
 from shoal.predict.workload import Workload
 
 SPARE = 0.05

@@ -19,7 +19,8 @@ from shoal.predict.estimate.step_time import StepTime, step_time
 from shoal.predict.exact.memory import Memory, memory
 from shoal.predict.exact.shapes import shapes_of
 from shoal.predict.exact.traffic import Operations, traffic
-from shoal.predict.framework_profile import SHOAL, FrameworkProfile
+from shoal.predict.framework_profile import FrameworkProfile
+from shoal.predict.presets.frameworks import SHOAL
 from shoal.predict.workload import Workload
 
 

@@ -42,7 +42,8 @@ from shoal.predict.estimate.rank_share import (
 )
 from shoal.predict.exact.memory import Memory
 from shoal.predict.exact.states import exact_states
-from shoal.predict.framework_profile import SHOAL, FrameworkProfile
+from shoal.predict.framework_profile import FrameworkProfile
+from shoal.predict.presets.frameworks import SHOAL
 from shoal.predict.workload import Block, Workload
 
 

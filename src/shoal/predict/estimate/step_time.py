@@ -25,7 +25,8 @@ from shoal.predict.estimate.communication import data_parallel
 from shoal.predict.estimate.compute import head_pass, launched, layer_pass
 from shoal.predict.estimate.rank_share import Degrees, layers_of_ranks, microbatch, num_microbatches, rank_share
 from shoal.predict.estimate.work import Work
-from shoal.predict.framework_profile import SHOAL, FrameworkProfile
+from shoal.predict.framework_profile import FrameworkProfile
+from shoal.predict.presets.frameworks import SHOAL
 from shoal.predict.workload import Workload
 
 HOST_LINK = 25e9

@@ -33,8 +33,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from shoal.blueprint import model_shapes as rules
-from shoal.blueprint.model_shapes import ModelShapes, ShardGroup, Sizes
+from shoal.blueprint import placement as rules
+from shoal.blueprint.model_shapes import ModelShapes, Sizes
+from shoal.blueprint.placement import ShardGroup
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.schedules.generate import make_schedule
 from shoal.blueprint.schedules.table import Kind

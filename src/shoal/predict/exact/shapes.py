@@ -13,14 +13,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from shoal.blueprint.description import Description, Split
-from shoal.blueprint.model_shapes import (
-    AttentionSite,
-    DispatchSite,
-    ModelShapes,
-    RouterSite,
-    Shape,
-    TPBoundary,
-)
+from shoal.blueprint.model_shapes import AttentionSite, DispatchSite, ModelShapes, RouterSite, Shape, TPBoundary
 from shoal.predict.workload import Workload
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens", "lm_head", "model.norm"

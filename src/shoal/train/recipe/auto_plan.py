@@ -16,9 +16,9 @@ from shoal.planner.suggestions import refuse_contradictions, smallest_changes
 from shoal.planner.task import Task
 from shoal.predict.cluster import GIB, Cluster
 from shoal.predict.cluster_parser import is_measured_here, parse_cluster
-from shoal.predict.framework_profile import shoal_profile
 from shoal.predict.huggingface_config import from_hugging_face
 from shoal.predict.predict import Prediction
+from shoal.predict.presets.frameworks import shoal_profile
 from shoal.predict.workload import Workload
 from shoal.train.build_model import build_model, describe, without_memory
 
