@@ -40,6 +40,7 @@ from shoal.models.moe import Moe, MoeConfig
 from shoal.numerics.optim.build import build_optimizer
 from shoal.planner.task import Task
 from shoal.predict.cluster import Cluster
+from shoal.predict.cluster_parser import cluster_from_yaml, parse_cluster
 from shoal.predict.framework_profile import shoal_profile
 from shoal.predict.predict import Prediction
 from shoal.predict.workload import Workload
@@ -329,7 +330,7 @@ def calibrated(path: Path) -> Cluster:
     """This machine, measured now by the command that a person would use."""
     command = [sys.executable, "-m", "shoal", "calibrate", "--out", str(path), "--json"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return Cluster.from_yaml(path)
+    return cluster_from_yaml(path)
 
 
 def compare(cases: Sequence[Case], cluster: Cluster, num_steps: int, is_dry: bool) -> None:
@@ -369,7 +370,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         said, kept = asked.cluster, asked.keep or Path(folder) / "cluster.yaml"
-        cluster = Cluster.parse(said) if said else calibrated(kept)
+        cluster = parse_cluster(said) if said else calibrated(kept)
     compare([CASES[number] for number in asked.cases], cluster, asked.steps, asked.dry)
 
 

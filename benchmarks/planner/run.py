@@ -44,6 +44,7 @@ from shoal.models import llama
 from shoal.numerics.optim.build import build_optimizer
 from shoal.planner.task import Task
 from shoal.predict.cluster import Cluster
+from shoal.predict.cluster_parser import parse_cluster
 from shoal.predict.framework_profile import shoal_profile
 from shoal.predict.predict import Prediction
 from shoal.predict.workload import Workload
@@ -345,7 +346,7 @@ def main() -> None:
 
 def compare(arguments: Any, shape: Shape) -> None:
     if arguments.cluster:
-        cluster = Cluster.parse(arguments.cluster)
+        cluster = parse_cluster(arguments.cluster)
     else:
         cluster = cluster_of(calibrate(nproc=NUM_RANKS, device="cpu", seconds=arguments.seconds, quiet=True))
     papers = {name: paper for name, paper in predictions(cluster, shape).items() if name in arguments.plans}

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from shoal.cli import main
-from shoal.predict.cluster import Cluster
+from shoal.predict.cluster_parser import cluster_from_yaml
 from tests.cli.host import Host
 from tests.cli.test_train import SHOAL
 
@@ -89,7 +89,7 @@ def test_the_planner_reads_what_was_written(
 ) -> None:
     said, folder = found
     file = folder / "c.yaml"
-    cluster = Cluster.from_yaml(file)
+    cluster = cluster_from_yaml(file)
     assert cluster.to_mapping() == said["cluster"]
     assert (cluster.per_node, cluster.nodes) == (2, 1)
     assert "measured" in cluster.inside.source
@@ -131,7 +131,7 @@ def test_two_hosts_are_two_tiers(two_hosts: list[Any], tmp_path: Path) -> None:
     assert said["link_bandwidth"]["across"]["together"] < shaped < said["link_bandwidth"]["within"]["together"]
     assert {each["algorithm"] for each in said["timings"] if each["tier"] == "across"} >= {"ring", "hierarchical"}
     assert not any(each["algorithm"] == "hierarchical" for each in said["timings"] if each["tier"] == "within")
-    cluster = Cluster.from_yaml(out)
+    cluster = cluster_from_yaml(out)
     assert (cluster.per_node, cluster.nodes) == (2, 2)
     assert cluster.between.bandwidth < shaped < cluster.inside.bandwidth
 

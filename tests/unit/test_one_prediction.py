@@ -13,7 +13,7 @@ import torch
 from shoal.blueprint.model_shapes import ModelShapes
 from shoal.blueprint.plan import Plan
 from shoal.parallel.trace_shapes import trace_shapes
-from shoal.predict.cluster import Cluster
+from shoal.predict.cluster_parser import parse_cluster
 from shoal.predict.exact.memory import memory
 from shoal.predict.exact.traffic import traffic
 from shoal.predict.predict import messages, predict, states
@@ -49,7 +49,7 @@ def test_the_peak_stands_on_these_states(case: Proven) -> None:
     """Of the fullest rank. Gradients count from the second microbatch on, when they lie between two backwards."""
     shapes, workload = both(case.model, num_layers_for(case.words, case.num_ranks))
     plan = replace(Plan.parse(f"{case.words} fp64").resolve(case.num_ranks), offload="none", mb=1)
-    cluster = Cluster.parse(f"h100:{case.num_ranks}")
+    cluster = parse_cluster(f"h100:{case.num_ranks}")
     found = predict(plan, workload, cluster, seq_len=TOKENS, global_batch=BATCH * case.num_ranks).memory
     rank = plan.layout.rank(pp=found.stage)
     counted = memory(plan, shapes, rank=rank)

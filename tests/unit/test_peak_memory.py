@@ -11,7 +11,7 @@ from shoal.blueprint.plan import Plan
 from shoal.blueprint.schedules import simulate
 from shoal.blueprint.schedules.generate import make_schedule
 from shoal.numerics.fp8 import convert, products
-from shoal.predict.cluster import Cluster
+from shoal.predict.cluster_parser import parse_cluster
 from shoal.predict.estimate import fp8_memory
 from shoal.predict.estimate import peak_memory as module
 from shoal.predict.estimate.activations import kept_per_token
@@ -22,7 +22,7 @@ from shoal.predict.presets.models import MODELS
 from shoal.predict.workload import Block, Workload
 
 GPT = MODELS["gpt3-175b"].resized(positions=0)
-H200 = Cluster.parse("h200:8")
+H200 = parse_cluster("h200:8")
 WITH_ANY_V = [("interleaved", 2), ("interleaved", 4), ("looped", 2), ("zb", 1), ("zb", 2)]
 
 
@@ -144,7 +144,7 @@ def test_ends_are_gathered_alone() -> None:
 def test_gloo_copies_what_it_scatters() -> None:
     model = MODELS["llama3-1b"]
     found = peak_memory(
-        model, Plan.parse("zero=2 mb=1").resolve(2), Cluster.parse("cpu:2"), sequence=16, global_batch=8
+        model, Plan.parse("zero=2 mb=1").resolve(2), parse_cluster("cpu:2"), sequence=16, global_batch=8
     )
     assert found.logits == 0
     head = 4 * model.head_parameters
@@ -311,7 +311,7 @@ def test_three_numbers_are_told_apart() -> None:
 def test_a_cpu_has_no_workspaces() -> None:
     plan, said = Plan.parse("mb=2").resolve(1), {"sequence": 512, "global_batch": 4}
     there = peak_memory(MODELS["llama3-1b"], plan, H200, **said)
-    here = peak_memory(MODELS["llama3-1b"], plan, Cluster.parse("cpu:2"), **said)
+    here = peak_memory(MODELS["llama3-1b"], plan, parse_cluster("cpu:2"), **said)
     assert here.buffers == here.allocator == 0
     stream = 2 * 512 * 2048 * 4
     assert here.activations - there.activations == 2 * stream  # what the last norm gives, and a copy of its input

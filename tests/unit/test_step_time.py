@@ -11,12 +11,13 @@ from shoal.blueprint.plan import Plan
 from shoal.blueprint.schedules.generate import make_schedule
 from shoal.blueprint.schedules.simulate import StageCost, simulate
 from shoal.predict.cluster import Cluster
+from shoal.predict.cluster_parser import parse_cluster
 from shoal.predict.estimate.peak_memory import peak_memory
 from shoal.predict.estimate.step_time import SPREAD, StepTime, bubble, step_time
 from shoal.predict.framework_profile import ALL, MEGATRON, SHOAL, FrameworkProfile, shoal_profile
 from shoal.predict.presets.models import MODELS
 
-H100 = Cluster.parse("h100:8x4")
+H100 = parse_cluster("h100:8x4")
 WITH_ANY_V = [("interleaved", 2), ("interleaved", 4), ("looped", 2), ("zb", 1), ("zb", 2)]
 
 
@@ -152,7 +153,7 @@ def test_numbers_in_fp32_travel_as_such() -> None:
 
 def test_a_cpu_hides_no_message() -> None:
     """Who sends does not compute meanwhile."""
-    cpu = Cluster.parse("cpu:2")
+    cpu = parse_cluster("cpu:2")
     fast = replace(cpu, inside=replace(cpu.inside, bandwidth=1e15, latency=0.0, base=0.0))
     for words in ("fp32 zero=0 mb=1", "fp32 zero=3 mb=1"):
         slow = predicted(words, ranks=2, model="llama3-1b", cluster=cpu, sequence=512, global_batch=4)
@@ -163,11 +164,11 @@ def test_a_cpu_hides_no_message() -> None:
 
 
 def test_a_cpu_pays_for_every_action_of_a_pipeline() -> None:
-    cpu = Cluster.parse("cpu:2")
+    cpu = parse_cluster("cpu:2")
     said = {"ranks": 2, "model": "llama3-1b", "sequence": 512, "global_batch": 8}
     simple, divided = (predicted(f"fp32 pp=2 {word} mb=1", cluster=cpu, **said) for word in ("1f1b", "zb"))  # type: ignore[arg-type]
     assert divided.host - simple.host == pytest.approx(8 * 0.4e-3), "gradients of weights are one more"
-    assert predicted("bf16 pp=2 zb mb=1", ranks=2, cluster=Cluster.parse("h100:2"), global_batch=8).host == 0
+    assert predicted("bf16 pp=2 zb mb=1", ranks=2, cluster=parse_cluster("h100:2"), global_batch=8).host == 0
 
 
 def test_a_compiler_and_states_in_bf16_save_time() -> None:
@@ -186,7 +187,7 @@ def test_a_compiler_and_states_in_bf16_save_time() -> None:
 
 def test_a_traced_model_has_a_time() -> None:
     found = predicted(
-        "mb=64", model="resnet50", ranks=8, sequence=1, global_batch=1024, cluster=Cluster.parse("h100:8")
+        "mb=64", model="resnet50", ranks=8, sequence=1, global_batch=1024, cluster=parse_cluster("h100:8")
     )
     assert found.matmul > 0
     assert found.total < 5

@@ -21,7 +21,8 @@ from shoal.cli.reports import bench as report
 from shoal.cli.reports.console import WIDTH, show
 from shoal.comm.rendezvous.environment import Placement, read_environment
 from shoal.errors import Problem, ShoalError, listed, nearest, raise_if
-from shoal.predict.cluster import Cluster, is_measured_here
+from shoal.predict.cluster import Cluster
+from shoal.predict.cluster_parser import is_measured_here, parse_cluster
 
 if TYPE_CHECKING:
     from shoal.bench.comm import BenchRequest, CommTimings
@@ -219,7 +220,7 @@ def _check_file(path: Path | None, ending: str) -> list[Problem]:
 
 def _known_cluster(options: Comm, ranks: int) -> Cluster:
     """The cluster whose devices are combined with the measured links."""
-    return Cluster.parse(options.cluster or ("here" if is_measured_here() else f"cpu:{ranks}"))
+    return parse_cluster(options.cluster or ("here" if is_measured_here() else f"cpu:{ranks}"))
 
 
 def _measured(options: Comm, sizes: tuple[int, ...], place: Placement | None, ranks: int) -> CommTimings:

@@ -15,7 +15,8 @@ import tyro
 
 from shoal.comm.rendezvous.environment import read_environment
 from shoal.errors import Problem, ShoalError, raise_if
-from shoal.predict.cluster import Cluster, here_file, is_measured_here
+from shoal.predict.cluster import Cluster
+from shoal.predict.cluster_parser import here_file, is_measured_here
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -18,6 +18,8 @@ from shoal.cli.reports.console import WIDTH, show
 from shoal.errors import Problem, ShoalError, raise_if
 from shoal.planner.task import Task
 from shoal.predict.cluster import Cluster
+from shoal.predict.cluster_parser import parse_cluster
+from shoal.predict.presets.models import find_model
 from shoal.predict.workload import Workload
 
 BATCH_TOKENS = 2**22
@@ -148,7 +150,7 @@ def task_of(options: Options) -> Task:
     """What is to be trained, on what."""
     from shoal.predict.framework_profile import shoal_profile
 
-    cluster = Cluster.parse(options.cluster)
+    cluster = parse_cluster(options.cluster)
     if options.price is not None:
         cluster = replace(cluster, price=options.price)
     workload = workload_of(options)
@@ -214,7 +216,7 @@ def workload_of(options: Options) -> Workload:
 
         model, inputs = load(options.model, sequence=options.seq_len)
         return workload_of(model, inputs, name=options.model, precision=wanted_of(options)["precision"])
-    named = Workload.of(options.model)
+    named = find_model(options.model)
     if said and not named.is_transformer:
         what = f"{options.model} is no transformer, and --{next(iter(said))} is a dimension of one"
         raise ShoalError(what, fix="leave it out")
@@ -232,7 +234,7 @@ def wanted_of(options: Options) -> dict[str, Any]:
         if name in words and words[name] != said[name]
     )
     wanted = {**words, **said}
-    wanted.setdefault("precision", _usual_precision(Cluster.parse(options.cluster)))
+    wanted.setdefault("precision", _usual_precision(parse_cluster(options.cluster)))
     plan = Plan.of(wanted)  # refuses what cannot be
     if options.param_dtype == "bf16":
         reject_bf16_weights(plan, weights="--param-dtype fp32", precision="--precision bf16")

@@ -25,7 +25,7 @@ from shoal.comm.rendezvous.environment import Placement, read_environment
 from shoal.config.load import dump_recipe
 from shoal.config.recipe import Recipe
 from shoal.errors import RunFailed, ShoalError
-from shoal.predict.cluster import is_measured_here
+from shoal.predict.cluster_parser import is_measured_here
 
 if TYPE_CHECKING:
     from shoal.train.recipe.preflight import Job

@@ -12,7 +12,7 @@ from shoal.errors import ShoalError
 from shoal.planner.search import search
 from shoal.planner.suggestions import smallest_changes
 from shoal.planner.task import Task
-from shoal.predict.cluster import larger
+from shoal.predict.cluster_parser import larger
 from shoal.predict.predict import Prediction
 
 if TYPE_CHECKING:

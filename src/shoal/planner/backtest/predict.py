@@ -17,6 +17,7 @@ from shoal.planner.backtest.nanotron_sweep import late, scatters
 from shoal.planner.backtest.rows import Row
 from shoal.predict import framework_profile as known
 from shoal.predict.cluster import GIB, Cluster
+from shoal.predict.cluster_parser import parse_cluster
 from shoal.predict.estimate.peak_memory import PeakMemory, peak_memory, states
 from shoal.predict.estimate.rank_share import Degrees, RankShare, head_cost, layers_of_stages
 from shoal.predict.estimate.step_time import StepTime, step_time
@@ -446,7 +447,7 @@ NETWORKS = (
 def cluster_of(row: Row) -> Cluster:
     """The machines of a row."""
     if name := row.text("cluster"):
-        return Cluster.parse(name)
+        return parse_cluster(name)
     word = row.text("gpu").lower()
     names = [name for spelled, name in GPUS if spelled in (word or "a100" * _is_ci(row))]
     if not names:

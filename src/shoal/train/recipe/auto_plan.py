@@ -14,10 +14,12 @@ from shoal.planner.backtest.rows import append
 from shoal.planner.search import search
 from shoal.planner.suggestions import refuse_contradictions, smallest_changes
 from shoal.planner.task import Task
-from shoal.predict.cluster import GIB, Cluster, is_measured_here
+from shoal.predict.cluster import GIB, Cluster
+from shoal.predict.cluster_parser import is_measured_here, parse_cluster
 from shoal.predict.framework_profile import shoal_profile
+from shoal.predict.huggingface_config import from_hugging_face
 from shoal.predict.predict import Prediction
-from shoal.predict.workload import Workload, from_hugging_face
+from shoal.predict.workload import Workload
 from shoal.train.build_model import build_model, describe, without_memory
 
 if TYPE_CHECKING:
@@ -164,11 +166,11 @@ def cluster_for(device: str) -> Cluster:
     import torch
 
     is_cpu = device == "cpu" or not torch.cuda.is_available()
-    if is_measured_here() and (here := Cluster.parse("here")).device.is_host == is_cpu:
+    if is_measured_here() and (here := parse_cluster("here")).device.is_host == is_cpu:
         return here
     if device != "cpu" and torch.cuda.is_available():
-        return Cluster.parse(preset_of(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory))
-    return Cluster.parse("cpu")
+        return parse_cluster(preset_of(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory))
+    return parse_cluster("cpu")
 
 
 def preset_of(name: str, memory: int) -> str:
