@@ -203,7 +203,7 @@ CASES = {
         "zero=0 instead of zero=3",
     ),
     "no such data": ("train --data.source shrot.txt", "no such file or folder", "short.txt"),
-    "empty corpus": ("train --data.source empty.txt", "empty.txt is empty", "with text in it"),
+    "empty corpus": ("train --data.source empty.txt", "empty.txt must have text in it", "with text in it"),
     "corpus too short": ("train --data.source short.txt", "take 514 tokens", "--data.seq_len 2"),
     "no tokenizer there": ("train --data.tokenizer missing.json", "missing.json", "data.tokenizer"),
     "no such model": ("train --model.name lama", "there is no model 'lama'", "llama"),
