@@ -1,4 +1,4 @@
-"""A loader gives every sample once per epoch, goes on where it stopped on any degree, and leaves nothing behind."""
+"""A loader gives every sample once per epoch, resumes where it stopped on any degree, and leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is left of settings when `sync=auto` has chosen a way that does not use them."""
+"""Settings that remain when `sync=auto` has chosen a method that does not use them."""
 
 from __future__ import annotations
 
