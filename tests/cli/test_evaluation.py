@@ -1,4 +1,4 @@
-"""A run that is asked to stop while it evaluates: it stops, has lost no step, and evaluates when it goes on."""
+"""A run that is stopped while it evaluates loses no step, and evaluates when it resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that this machine cannot hold is rejected before anything is allocated, and one that it can is not."""
+"""A model that does not fit this machine is rejected before anything is allocated."""
 
 from __future__ import annotations
 

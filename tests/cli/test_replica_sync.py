@@ -1,4 +1,4 @@
-"""Ways for replicas to meet, from the command line: tried against each other, and chosen."""
+"""Compression and local SGD from the command line: compared with each other, and chosen by `sync=auto`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that is interrupted goes on as if it had not been: the same command, real signals, no rank spared."""
+"""An interrupted run resumes as if it had not been interrupted: the same command, real signals, on any rank."""
 
 from __future__ import annotations
 

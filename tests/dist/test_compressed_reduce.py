@@ -1,4 +1,4 @@
-"""Means over replicas, exact and compressed: what arrives, what is owed, and how many bytes it takes."""
+"""Means over replicas, exact and compressed: their values, their residuals, and their bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives by their lists: every algorithm gives what torch gives, and sends what its list says."""
+"""Collectives by their lists: every algorithm equals torch's, and sends the bytes of its list."""
 
 from __future__ import annotations
 

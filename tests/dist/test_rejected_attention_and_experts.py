@@ -1,4 +1,4 @@
-"""What people get wrong with attention, documents, routers and experts of their own is said in one message."""
+"""Wrong use of attention, documents, routers and experts raises one message."""
 
 from __future__ import annotations
 

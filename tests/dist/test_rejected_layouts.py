@@ -1,4 +1,4 @@
-"""What a layout cannot do is said in one message, on every rank, and nobody is left waiting."""
+"""An invalid layout raises one message on every rank, and no rank is left waiting."""
 
 from __future__ import annotations
 

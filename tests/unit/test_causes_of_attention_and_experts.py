@@ -1,4 +1,4 @@
-"""What a defect of attention over ranks, of routers and of experts leaves behind, and the words that it is told by."""
+"""The likely causes of defects in context parallelism, routers and experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two runs are equal or not: no NaN, name or shape slips through, and each kind of defect is told by its trace."""
+"""Comparison of two runs: no NaN, name or shape is missed, and each kind of defect is named."""
 
 from __future__ import annotations
 

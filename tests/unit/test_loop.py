@@ -1,4 +1,4 @@
-"""The loop's own decisions: the learning rate of each step, whose initial weights count."""
+"""The training loop: the learning rate of each step, and the initial weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers that keep less, against the same in plain torch."""
+"""Memory-saving layers, compared with plain torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints at a URL: the same promises where there is no rename, and clear words where there is no such store."""
+"""Checkpoints at a URL: the same guarantees without rename, and clear errors for unknown stores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Peaks are those of the datasheet, and a device that nobody described has none."""
+"""Peak FLOP/s are those of the datasheet, and an unknown device has none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicted memory: the textbook's formulas written out, and what the schedules themselves hold."""
+"""Predicted peak memory: the textbook's formulas, and the activations of the schedules."""
 
 from __future__ import annotations
 

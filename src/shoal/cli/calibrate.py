@@ -40,8 +40,7 @@ class Calibrate:
     """The YAML file to write. None: ~/.config/shoal/here.yaml, which `--cluster here` reads."""
 
     nproc: int | None = None
-    """Ranks that measure at the same time. None: one for each GPU; on the CPU two, since a message needs two
-    ranks."""
+    """Ranks that measure at the same time. None: one for each GPU; on the CPU two, to measure messages."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: GPUs, if there are any."""

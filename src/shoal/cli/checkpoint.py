@@ -215,8 +215,8 @@ def _verify(options: Verify) -> int:
             steps.append(SavedStep(folder, read_manifest(folder)))
         except ShoalError as error:
             verdicts[folder] = StepVerdict(0, (Damage("manifest.json", error.problems[0].what),), ())
-    with _progress_bar("verifying", sum(step.num_bytes for step in steps), options) as tell:
-        verdicts |= {step.path: verify(step, tell) for step in steps}
+    with _progress_bar("verifying", sum(step.num_bytes for step in steps), options) as advance:
+        verdicts |= {step.path: verify(step, advance) for step in steps}
     ordered = {folder: verdicts[folder] for folder in folders}
     _answer(
         options, lambda: report.of_verdicts(ordered), lambda console: report.draw_verdicts(console, ordered)
@@ -228,8 +228,8 @@ def _diff(options: Diff) -> int:
     first, second = find(options.first), find(options.second)
     from shoal.checkpoint.diff import compare
 
-    with _progress_bar("comparing", first.model_bytes if options.weights else first.num_bytes, options) as tell:
-        found = compare(first, second, weights_only=options.weights, tell=tell)
+    with _progress_bar("comparing", first.model_bytes if options.weights else first.num_bytes, options) as advance:
+        found = compare(first, second, weights_only=options.weights, tell=advance)
     _answer(
         options,
         lambda: report.of_comparison(found),
@@ -244,12 +244,12 @@ def _export(options: Export) -> int:
     from shoal.checkpoint.formats.export import ExportSettings, export, model_in
 
     model = _model_section(options, step) if options.format == "huggingface" else None
-    how = ExportSettings(
+    settings = ExportSettings(
         format=options.format, optimizer=options.optimizer, shard_bytes=shard_bytes, overwrite=options.overwrite,
         model=model or model_in(step),
     )  # fmt: skip
-    with _progress_bar("exporting", step.num_bytes if options.optimizer else step.model_bytes, options) as tell:
-        exported = export(step, options.to, how, tell)
+    with _progress_bar("exporting", step.num_bytes if options.optimizer else step.model_bytes, options) as advance:
+        exported = export(step, options.to, settings, advance)
     result = {
         "from": str(step.path), "step": step.manifest.step, "to": str(options.to), "format": options.format,
         "tensors": exported.tensors, "bytes": exported.num_bytes, "config": exported.config,
@@ -275,10 +275,12 @@ def _import(options: Import) -> int:
         raise ShoalError(f"--step must be 0 or more, got {options.step}", fix="--step 0")
     from shoal.checkpoint.formats.import_ import ImportSettings, import_checkpoint, read
 
-    how = ImportSettings(format=options.format, step=options.step, prefix=options.prefix, overwrite=options.overwrite)
-    found = read(options.source, how)
-    with _progress_bar("importing", found.num_bytes, options) as tell:
-        path = import_checkpoint(found, options.to, how, tell)
+    settings = ImportSettings(
+        format=options.format, step=options.step, prefix=options.prefix, overwrite=options.overwrite
+    )
+    found = read(options.source, settings)
+    with _progress_bar("importing", found.num_bytes, options) as advance:
+        path = import_checkpoint(found, options.to, settings, advance)
     result = {
         "from": str(options.source), "format": found.format, "path": str(path), "step": options.step,
         "tensors": len(found.model), "optimizer_states": len(found.states), "bytes": found.num_bytes,

@@ -1,10 +1,9 @@
-"""A mixture of experts in the manner of Mixtral, Qwen3 and DeepSeek: a Llama whose feed-forwards are many, of which
-each token visits a few.
+"""A mixture of experts like Mixtral, Qwen3 and DeepSeek: a Llama with many feed-forwards, of which a token uses a few.
 
-Attention, norms and embeddings are Llama's own, under the same names; new are `mlp.router`, `mlp.experts` and, for what
-every token visits, `mlp.shared`. Like Llama this is single-device code: what divides experts over ranks, and what a run
-wants to know about their load, hangs itself into the router and the experts. In plain torch, add
-`shoal.parallel.expert.router.auxiliary_loss(model)` to the loss, and call `update_biases(model)` after each step.
+Attention, norms and embeddings are Llama's own, under the same names. New are `mlp.router`, `mlp.experts` and, for
+shared experts, `mlp.shared`. Like Llama this is single-device code: expert parallelism and the counting of loads attach
+to the router and the experts. In plain torch, add `shoal.parallel.expert.router.auxiliary_loss(model)` to the loss, and
+call `update_biases(model)` after each step.
 
 The preset `deepseek-v3` has grouped-query attention in place of latent attention, and does not limit the choice to
 groups of experts: its size and traffic are DeepSeek-V3's, but its checkpoints do not fit.

@@ -96,7 +96,7 @@ def _target_of(loss: Tensor) -> Tensor | None:
     return target
 
 
-def refuse_shifted_twice(inputs: Any, labels: Tensor) -> None:
+def reject_shifted_twice(inputs: Any, labels: Tensor) -> None:
     """Raise if labels are already the next tokens, for a model that shifts them."""
     for tokens in inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple) else [inputs]:
         if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.shape != labels.shape:

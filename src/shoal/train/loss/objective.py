@@ -26,7 +26,7 @@ from shoal.parallel.fused_loss_head import LossHead
 from shoal.parallel.tensor import TensorParallel, vocabulary_cross_entropy
 from shoal.train.loss.call_recorder import CallRecorder, Unrecorded
 from shoal.train.loss.counting import Kind, Loss, kind_of, read_loss
-from shoal.train.loss.labels import OWN_LOSS, is_shifting, needs_labels, refuse_shifted_twice, shifted, takes_labels
+from shoal.train.loss.labels import OWN_LOSS, is_shifting, needs_labels, reject_shifted_twice, shifted, takes_labels
 
 LossFunction = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | float]]
 
@@ -85,7 +85,7 @@ class CrossEntropy:
     def check(self, batch: Any) -> None:
         """Raise if a label of a batch is no class of the model. Labels on a GPU are not read, which would block."""
         if self.num_classes is not None and _labels(batch).device.type == "cpu":
-            refuse_labels(_labels(batch), self.num_classes)
+            reject_labels(_labels(batch), self.num_classes)
 
     def loss_sum(self, model: nn.Module, batch: Any, weight: float) -> Tensor | Loss:
         """Cross-entropy in at least float32, summed over the labels that are not ignored."""
@@ -121,17 +121,17 @@ class CrossEntropy:
                 output = _output(model, batch, passes_labels=self.rule.needs)
             total = self._sum_of(_logits(output), labels, None)
             return Loss(total, Kind.PAIR, (labels != IGNORE).sum(), is_shifted=False)
-        refuse_shapes(logits, labels, fix=OWN_LOSS)
+        reject_shapes(logits, labels, fix=OWN_LOSS)
         assert isinstance(logits, Tensor)
         self._note_classes(labels, logits.shape[-1])
         is_shifted = is_shifting(own, logits, labels)
         if is_shifted:
-            refuse_shifted_twice(_inputs(batch), labels)
+            reject_shifted_twice(_inputs(batch), labels)
             labels = shifted(labels)
         return Loss(self._sum_of(logits, labels, None), Kind.PAIR, (labels != IGNORE).sum(), is_shifted)
 
     def _sum_of(self, logits: Any, labels: Tensor, num_logits: int | None) -> Tensor:
-        refuse_shapes(logits, labels)
+        reject_shapes(logits, labels)
         self._note_classes(labels, num_logits or logits.shape[-1])
         rows = logits.to(wide(logits.dtype)).flatten(0, -2)
         if num_logits:
@@ -141,7 +141,7 @@ class CrossEntropy:
     def _note_classes(self, labels: Tensor, num_classes: int) -> None:
         """Check the labels of the first batch. `check` reads those of later batches before they are on the device."""
         if self.num_classes is None and not labels.is_floating_point():
-            refuse_labels(labels, num_classes)
+            reject_labels(labels, num_classes)
             self.num_classes = num_classes
 
 
@@ -291,7 +291,7 @@ def _uncompiled() -> AbstractContextManager[Any]:
 # ---- what is rejected ------------------------------------------------------------------------------------------------
 
 
-def refuse_shapes(logits: Any, labels: Tensor, *, fix: str = "") -> None:
+def reject_shapes(logits: Any, labels: Tensor, *, fix: str = "") -> None:
     """Raise if cross-entropy cannot compare the logits and labels."""
     if not isinstance(logits, Tensor) or labels.is_floating_point():
         raise _not_whole(
@@ -345,7 +345,7 @@ def _reject_bare_loss(output: Any) -> None:
         )
 
 
-def refuse_labels(labels: Tensor, num_classes: int) -> None:
+def reject_labels(labels: Tensor, num_classes: int) -> None:
     """Raise if a label is no class of the model, or if there is one class, whose cross-entropy is always 0."""
     if num_classes == 1:
         raise ShoalError(
