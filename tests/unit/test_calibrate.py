@@ -191,6 +191,7 @@ def test_tables_show_every_reading() -> None:
 # ---- this machine ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.alone
 def test_two_ranks_measure_this_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "cluster.yaml"
     assert verb.main(["--nproc", "2", "--device", "cpu", "--seconds", "1", "--out", str(path), "--json"]) == 0
@@ -229,6 +230,7 @@ def rate_of_one_thread() -> float:
     return 2 * 512**3 / min(seconds)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("milliseconds", [1, 20])
 def test_a_reading_is_the_time_of_one(milliseconds: int) -> None:
     with World.start(None, device="cpu") as world:
@@ -239,12 +241,14 @@ def test_a_reading_is_the_time_of_one(milliseconds: int) -> None:
     assert reading.rate == 7.0 / reading.seconds
 
 
+@pytest.mark.alone
 def test_it_takes_as_long_as_it_may() -> None:
     """Products that are slow, as 16-bit ones on a CPU, are not taken more often than there is time for."""
     found = calibrate(nproc=2, device="cpu", seconds=8, quiet=True)
     assert found.took <= 2 * 8  # 1.3 on an idle machine; it was 2.7
 
 
+@pytest.mark.alone
 def test_work_that_takes_longer_than_there_is_time_for_is_measured_once() -> None:
     calls: list[float] = []
     with World.start(None, device="cpu") as world:
