@@ -95,7 +95,7 @@ MUTATIONS = [
         "config/no_effect.py",
         "and not plan.sync and not plan.compress:",
         "and not plan.sync and plan.compress:",
-        "tests/cli/test_bad_input.py",
+        "tests/cli/test_bad_input.py::test_refused[exact first steps of all]",
     ),
     # ---- predict
     M(
@@ -325,14 +325,14 @@ MUTATIONS = [
         "cli/overrides.py",
         'value if equals else "true"',
         'value if equals else "false"',
-        "tests/cli/test_train.py",
+        "tests/cli/test_train.py::test_deterministic",
     ),
     M(
-        "an amount without a unit is bytes",
+        "GiB are MiB",
         "cli/parse_units.py",
-        'SIZES = {"": 2.0**30,',
-        'SIZES = {"": 1.0,',
-        "tests/cli/test_plan.py",
+        '"gib": 2.0**30, "tib"',
+        '"gib": 2.0**20, "tib"',
+        "tests/cli/test_plan.py::test_mistakes_get_one_message",
     ),
 ]
 
