@@ -49,7 +49,6 @@ def found(host: Host, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[st
     return ended.json, folder
 
 
-@pytest.mark.alone
 def test_every_collective_by_every_algorithm_at_every_size(found: tuple[dict[str, Any], Path]) -> None:
     said, _ = found
     cells = {(each["kind"], each["algorithm"], each["bytes"]) for each in said["timings"]}
@@ -64,14 +63,12 @@ def test_every_collective_by_every_algorithm_at_every_size(found: tuple[dict[str
     assert said["seconds"] < 6 + 10
 
 
-@pytest.mark.alone
 def test_what_was_sent_is_what_the_list_says(found: tuple[dict[str, Any], Path]) -> None:
     counted = [each for each in found[0]["timings"] if each["sent_counted"] is not None]
     assert len(counted) > 50
     assert all(each["sent_counted"] == each["sent_listed"] > 0 for each in counted)
 
 
-@pytest.mark.alone
 def test_numbers_hold_together(found: tuple[dict[str, Any], Path]) -> None:
     """What tests can say of time on a machine that others use, too."""
     said, _ = found
@@ -87,7 +84,6 @@ def test_numbers_hold_together(found: tuple[dict[str, Any], Path]) -> None:
     assert "ring all_reduce, 2 ranks" in "\n".join(said["pictures"])
 
 
-@pytest.mark.alone
 def test_the_planner_reads_what_was_written(
     found: tuple[dict[str, Any], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,7 +98,6 @@ def test_the_planner_reads_what_was_written(
     assert json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.alone
 def test_the_plot_is_a_picture(found: tuple[dict[str, Any], Path]) -> None:
     drawn = ElementTree.parse(found[1] / "p.svg").getroot()
     texts = [each.text for each in drawn.iter() if each.tag.endswith("text")]
@@ -124,7 +119,6 @@ def two_hosts() -> Iterator[list[Any]]:
         pytest.skip(f"needs the right to make network namespaces: {error}")
 
 
-@pytest.mark.alone
 def test_two_hosts_are_two_tiers(two_hosts: list[Any], tmp_path: Path) -> None:
     out = tmp_path / "c.yaml"
     words = ["--kinds", "all_reduce", "--algorithms", "ring", "hierarchical", "builtin", "--sizes", "1KB", "1MB", "4MB"]

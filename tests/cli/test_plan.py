@@ -40,7 +40,6 @@ LLAMA = "--hidden 4096 --layers 32 --heads 32 --kv-heads 8 --ffn 14336 --vocabul
 TOO_LARGE = "llama3-70b --cluster h100:8 --seq-len 8192 --global-batch 64"
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(("words", "bound"), [(LARGE, 3.0), (SMALL, 1.0)])
 def test_it_is_fast(words: str, bound: float) -> None:
     """At the latest when it is tried for the third time."""

@@ -191,7 +191,6 @@ def test_tables_show_every_reading() -> None:
 # ---- this machine ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.alone
 def test_two_ranks_measure_this_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "cluster.yaml"
     assert verb.main(["--nproc", "2", "--device", "cpu", "--seconds", "1", "--out", str(path), "--json"]) == 0
@@ -241,7 +240,6 @@ def test_a_reading_is_the_time_of_one(milliseconds: int) -> None:
     assert reading.rate == 7.0 / reading.seconds
 
 
-@pytest.mark.alone
 def test_it_takes_as_long_as_it_may() -> None:
     """Products that are slow, as 16-bit ones on a CPU, are not taken more often than there is time for."""
     found = calibrate(nproc=2, device="cpu", seconds=8, quiet=True)

@@ -155,7 +155,6 @@ def test_presets_on_meta_have_the_published_size(preset: str) -> None:
         assert 10e6 < count < 20e6
 
 
-@pytest.mark.alone
 def test_the_largest_is_built_on_meta_within_a_second() -> None:
     """At the latest when it is tried for the third time: a machine that is shared has slow moments."""
 
