@@ -16,8 +16,9 @@ import pytest
 
 from tests.turns import turn
 
-# What cannot be divided and takes minutes comes first, and small files come last, so that all processes end together.
-FIRST_PARTS = ["benchmarks", "readme", "examples", "cli", "dist"]
+# Seconds first, then processes, then everything that is built on both: of that, what takes a minute or more comes first,
+# so that several processes end at about the same time.
+ORDER = ["unit", "dist", "benchmarks", "readme", "examples", "cli/test_resume", "cli/test_verify", "cli", ""]
 
 
 def part_of(node_id: str) -> str:
@@ -27,9 +28,8 @@ def part_of(node_id: str) -> str:
 
 
 def place(item: pytest.Item) -> tuple[bool, int]:
-    """Where an item stands in the order: by part, and after all parts those that run alone."""
-    part = part_of(item.nodeid)
-    number = FIRST_PARTS.index(part) if part in FIRST_PARTS else len(FIRST_PARTS)
+    """Where an item stands in the order; after all others come those that run alone."""
+    number = next((number for number, part in enumerate(ORDER) if item.nodeid.startswith(f"tests/{part}")), 0)
     return item.get_closest_marker("alone") is not None, number
 
 
