@@ -16,8 +16,8 @@ import pytest
 
 from tests.turns import turn
 
-# Seconds first, then processes, then everything that is built on both: of that, what takes a minute or more comes first,
-# so that several processes end at about the same time.
+# Seconds first, then processes, then everything that is built on both. Of that, what takes a minute or more comes
+# first, so that several processes end at about the same time.
 ORDER = ["unit", "dist", "benchmarks", "readme", "examples", "cli/test_resume", "cli/test_verify", "cli", ""]
 
 
