@@ -20,11 +20,14 @@ help:  ## list the targets
 train: $(STAMP)  ## train the tiny recipe: two processes on this machine's CPU
 	$(BIN)/shoal train recipes/tiny.yaml $(ARGS)
 
+# All tests run in a process more than there are cores; a part of them (ARGS) in one, which starts sooner and says more.
+PARALLEL := -q -n auto --dist loadgroup
+
 test: $(STAMP)  ## run the tests; ARGS goes to pytest
-	@seconds=$$(cat $(STAMP)); : > $(STAMP); ENVIRONMENT_SECONDS=$$seconds $(BIN)/pytest $(ARGS)
+	@seconds=$$(cat $(STAMP)); : > $(STAMP); ENVIRONMENT_SECONDS=$$seconds $(BIN)/pytest $(or $(ARGS),$(PARALLEL))
 
 test-all: $(STAMP)  ## run the tests, with every row of every wide table: half an hour
-	SHOAL_ALL=1 $(BIN)/pytest $(ARGS)
+	SHOAL_ALL=1 $(BIN)/pytest $(or $(ARGS),$(PARALLEL))
 
 matrix: $(STAMP)  ## verify every legal layout of 1, 2, 4 and 8 ranks, dense and with experts: some hours
 	$(BIN)/python benchmarks/verify/run.py --matrix 1,2,4,8,16,32 $(ARGS)

@@ -230,6 +230,7 @@ def test_a_run_at_its_end_has_nothing_to_do_and_a_shorter_one_is_refused(host: H
     assert (tmp_path / "run" / "summary.json").exists()
 
 
+@pytest.mark.alone
 def test_the_clock_saves_once_an_interval(host: Host, tmp_path: Path) -> None:
     words = short(
         "--run.dir", "run", "--checkpoint.every", "0.25sec", "--checkpoint.keep", "99", "--run.duration", "1.5sec"

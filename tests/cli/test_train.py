@@ -263,6 +263,7 @@ def test_durations_that_count_work(here: Here, duration: str, steps: int) -> Non
     assert records(Path("runs/run"))[-1]["epoch"] == pytest.approx(steps * 4 / 64)
 
 
+@pytest.mark.alone
 def test_duration_by_the_clock(here: Here) -> None:
     ended = here(*MADE_UP, "--run.duration", "0.5sec", "--optim.warmup", "0.1sec", "--json")
     assert ended.json["steps"] > 3

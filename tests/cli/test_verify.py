@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from shoal.cli import main
 from shoal.config.load import load_recipe
 from shoal.errors import ShoalError
 from shoal.verification.api import VerifySettings, _notes, case_of
-from tests.beside import Beside
 from tests.readme.fork_host import Ran, run_commands
 
 pytestmark = pytest.mark.timeout(300)  # the first test that asks for `ran` waits for all its commands
@@ -95,12 +95,9 @@ def run_all() -> dict[str, Ran]:
         return dict(zip(COMMANDS, run_commands(commands, timeout=280), strict=True))
 
 
-BESIDE = [run_all]
-
-
 @pytest.fixture(scope="module")
-def ran(beside: Beside) -> dict[str, Ran]:
-    outcomes: dict[str, Ran] = beside.result(run_all)
+def ran(once: Callable[..., Any]) -> dict[str, Ran]:
+    outcomes: dict[str, Ran] = once(run_all)
     return outcomes
 
 

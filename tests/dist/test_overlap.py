@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import pytest
 import torch
 from torch import nn
 
@@ -32,6 +33,7 @@ def test_times_of_gradients_that_ddp_sends(world: World) -> None:
     assert len(set(seconds)) == len(seconds), "the timers stood still"
 
 
+@pytest.mark.alone
 @on_ranks(2)
 def test_times_are_those_of_their_own_step(world: World) -> None:
     """A backward that is slow once is slow in the report of that step."""

@@ -61,6 +61,7 @@ def seconds_per_reduction(world: World) -> float:
     return (time.monotonic() - began) / 200
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_host_reduction_is_cheap(world_size: int, pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
     seconds = max(pool.run(seconds_per_reduction, world_size))

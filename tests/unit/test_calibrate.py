@@ -230,6 +230,7 @@ def rate_of_one_thread() -> float:
     return 2 * 512**3 / min(seconds)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("milliseconds", [1, 20])
 def test_a_reading_is_the_time_of_one(milliseconds: int) -> None:
     with World.start(None, device="cpu") as world:
@@ -246,6 +247,7 @@ def test_it_takes_as_long_as_it_may() -> None:
     assert found.took <= 2 * 8  # 1.3 on an idle machine; it was 2.7
 
 
+@pytest.mark.alone
 def test_work_that_takes_longer_than_there_is_time_for_is_measured_once() -> None:
     calls: list[float] = []
     with World.start(None, device="cpu") as world:

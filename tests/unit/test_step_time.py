@@ -211,6 +211,7 @@ def test_every_cause_has_a_spread() -> None:
     assert set(predicted("bf16 zero=3 mb=1").causes()) == set(SPREAD)
 
 
+@pytest.mark.alone
 def test_one_call_of_both_takes_no_time() -> None:
     """A search asks ten thousand times; the bar is 100 microseconds, and this machine may be busy."""
     model, plan = MODELS["llama3-405b"], Plan.parse("bf16 tp=8 pp=2 zero=1 mb=1").resolve(32)
