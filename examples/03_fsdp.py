@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.comm.world import World
 from shoal.launch.local import launch
-from shoal.parallel.live_memory import live_memory
+from shoal.parallel.inspect.live_memory import live_memory
 
 MIB, LIMIT = 2**20, 512 * 2**20
 FEATURES, HIDDEN, CLASSES, NUM_BLOCKS, BATCH, STEPS = 640, 2560, 10, 12, 32, 5

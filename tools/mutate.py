@@ -70,7 +70,7 @@ MUTATIONS = [
     ),
     M(
         "fragments are exchanged one turn early",
-        "blueprint/local_sgd.py",
+        "blueprint/replicas/local_sgd.py",
         "(step - (one + 1) * every // fragments)",
         "(step - one * every // fragments)",
         "tests/dist/test_replicas.py::test_fragments_take_turns_and_late_ones_keep_what_was_done_meanwhile",
@@ -270,14 +270,14 @@ MUTATIONS = [
     # ---- train
     M(
         "the loss scale is never undone",
-        "train/optimizer_step.py",
+        "train/step/optimizer_step.py",
         "coefficient / self.loss_scale.scale)",
         "coefficient)",
         "tests/unit/test_run.py::test_the_loss_scale_changes_nothing_but_the_scale",
     ),
     M(
         "an update with a NaN is applied",
-        "train/optimizer_step.py",
+        "train/step/optimizer_step.py",
         "is_applied = self.keeps_nonfinite or math.isfinite(norm)",
         "is_applied = True",
         "tests/unit/test_run.py::test_nan_can_be_skipped",

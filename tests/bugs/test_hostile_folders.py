@@ -32,8 +32,8 @@ from shoal.checkpoint.storage.manifest import CHUNK, Entry, File, Manifest, Piec
 from shoal.checkpoint.storage.store import Store
 from shoal.elastic.memory_tier import memory_tier
 from shoal.errors import ShoalError
-from shoal.train.recipe.autosave import memory_folder_prefix
-from shoal.train.recipe.memory_rescue import own_folder
+from shoal.train.recipe.saving.autosave import memory_folder_prefix
+from shoal.train.recipe.saving.memory_rescue import own_folder
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be several users")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.blueprint.compression import Compression
+from shoal.blueprint.replicas.compression import Compression
 from shoal.comm.compression.reduce import Bucket, Seeds, build_average
 from shoal.comm.replicas.transport import Transport
 from shoal.comm.world import World

@@ -22,8 +22,8 @@ from shoal.numerics.local_tensor import to_local
 from shoal.parallel import parallel_model
 from shoal.parallel.data import ddp, fsdp
 from shoal.parallel.pipeline import pipeline
-from shoal.train.global_loss import GlobalLoss
-from shoal.train.step_engine import StepEngine
+from shoal.train.loss.global_loss import GlobalLoss
+from shoal.train.step.engine import StepEngine
 from shoal.verification.case import Case
 from shoal.verification.rank import verify_in
 from tests.cover import covered

@@ -26,7 +26,7 @@ from shoal.parallel.context.attention import ContextParallel
 from shoal.parallel.data import ddp, fsdp
 from shoal.parallel.expert import experts, loads, router
 from shoal.train import run_state
-from shoal.train.global_loss import GlobalLoss
+from shoal.train.loss.global_loss import GlobalLoss
 from shoal.verification.case import Case
 from shoal.verification.rank import verify_in
 from tests.cover import covered

@@ -12,7 +12,7 @@ import torch
 
 from shoal.blueprint.model_shapes import ModelShapes
 from shoal.blueprint.plan import Plan
-from shoal.parallel.trace_shapes import trace_shapes
+from shoal.parallel.inspect.trace_shapes import trace_shapes
 from shoal.predict.cluster_parser import parse_cluster
 from shoal.predict.exact.memory import memory
 from shoal.predict.exact.traffic import traffic

@@ -35,7 +35,7 @@ from shoal.parallel import compose
 from shoal.parallel.context import ring, ulysses
 from shoal.parallel.context.attention import Attention, attended
 from shoal.parallel.data import ddp
-from shoal.parallel.trace_shapes import trace_shapes
+from shoal.parallel.inspect.trace_shapes import trace_shapes
 from shoal.predict.exact.memory import memory
 from shoal.predict.exact.traffic import BUCKET_BYTES, Messages, traffic
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shoal.models import llama, moe
-from shoal.parallel.trace_shapes import trace_shapes
+from shoal.parallel.inspect.trace_shapes import trace_shapes
 from shoal.predict.exact.shapes import shapes_of
 from shoal.predict.presets.models import MODELS
 from shoal.predict.workload import Workload

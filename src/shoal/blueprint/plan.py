@@ -13,7 +13,6 @@ from functools import lru_cache
 from math import prod
 from typing import Any
 
-from shoal.blueprint import compression, local_sgd
 from shoal.blueprint.layout import Layout, divisors
 from shoal.blueprint.plan_conflicts import VIRTUAL_STAGES as VIRTUAL_STAGES
 from shoal.blueprint.plan_conflicts import check_conflicts, check_world_size, multiples_around
@@ -24,6 +23,7 @@ from shoal.blueprint.plan_parser import KEYS, Context, Offload, check_values, pa
 from shoal.blueprint.plan_parser import Precision as Precision
 from shoal.blueprint.plan_parser import Recompute as Recompute
 from shoal.blueprint.plan_parser import Schedule as Schedule
+from shoal.blueprint.replicas import compression, local_sgd
 from shoal.errors import Problem, ShoalError, listed, raise_if
 
 

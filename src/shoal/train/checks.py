@@ -22,7 +22,7 @@ from shoal.numerics.local_tensor import is_dtensor, is_fsdp
 from shoal.parallel.parallel_model import ParallelModel
 from shoal.train.build_model import describe
 from shoal.train.loss.objective import LabelRule
-from shoal.train.step import OpenStep
+from shoal.train.step.report import OpenStep
 
 # ---- words of other systems -----------------------------------------------------------------------------------------
 

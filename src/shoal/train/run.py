@@ -28,13 +28,13 @@ from shoal.parallel.policies import Policies, Settings, setting_names, settings_
 from shoal.train.checks import reject_options, reject_several, reject_unprepared
 from shoal.train.evaluate import evaluate
 from shoal.train.loss.objective import CrossEntropy, LossFunction, Objective, objective_of
-from shoal.train.open_step import counts_like_data, open_step
 from shoal.train.replica_check import ReplicaCheck
 from shoal.train.run_checkpoint import load_run, save_run, wait_for
 from shoal.train.run_prepare import prepare
 from shoal.train.run_state import RunState
-from shoal.train.step import Counted, StepReport
-from shoal.train.step_engine import StepEngine
+from shoal.train.step.engine import StepEngine
+from shoal.train.step.open_step import counts_like_data, open_step
+from shoal.train.step.report import Counted, StepReport
 
 
 class Run(RunState):

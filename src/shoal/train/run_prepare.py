@@ -24,7 +24,7 @@ from shoal.train.rebind_optimizer import rebind_optimizer
 from shoal.train.run_checkpoint import loader_changes
 from shoal.train.run_state import RunState
 from shoal.train.schedulers import check_optimizer, encoded_state, is_scheduler
-from shoal.train.step_engine import StepEngine
+from shoal.train.step.engine import StepEngine
 
 
 def prepare(engine: StepEngine, things: tuple[Any, ...]) -> tuple[Any, ...]:

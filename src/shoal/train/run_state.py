@@ -37,8 +37,8 @@ from shoal.parallel.policies import Policies
 from shoal.parallel.tensor import TensorParallel
 from shoal.train.checks import reject_open
 from shoal.train.loss.objective import CrossEntropy, Objective
-from shoal.train.optimizer_step import Updates
-from shoal.train.step import OpenStep, StepReport
+from shoal.train.step.optimizer_step import Updates
+from shoal.train.step.report import OpenStep, StepReport
 
 
 class RunState:

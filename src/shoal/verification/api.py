@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.blueprint.layout import GROUP_AXES
-from shoal.blueprint.local_sgd import AUTO
 from shoal.blueprint.plan import Plan
+from shoal.blueprint.replicas.local_sgd import AUTO
 from shoal.blueprint.validation.check import check_plan
 from shoal.blueprint.validation.context import num_chunks
 from shoal.blueprint.validation.enumerate import legal_plans

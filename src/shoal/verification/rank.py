@@ -28,9 +28,9 @@ from shoal.numerics.local_tensor import to_local
 from shoal.parallel.context.attention import Attention
 from shoal.parallel.expert.experts import Experts
 from shoal.parallel.expert.router import Router
-from shoal.parallel.live_memory import live_memory, peak_bytes
+from shoal.parallel.inspect.live_memory import live_memory, peak_bytes
+from shoal.parallel.inspect.trace_shapes import trace_shapes
 from shoal.parallel.parallel_model import ParallelModel
-from shoal.parallel.trace_shapes import trace_shapes
 from shoal.predict.exact.memory import Memory, has_moment, memory
 from shoal.predict.exact.traffic import Messages, traffic
 from shoal.train.build_model import describe, without_memory

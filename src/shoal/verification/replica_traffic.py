@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 
-from shoal.blueprint.compression import exact_bytes
 from shoal.blueprint.plan import Plan
+from shoal.blueprint.replicas.compression import exact_bytes
 from shoal.parallel.data.bucket_averager import BucketAverager
 from shoal.train.run import Run
 

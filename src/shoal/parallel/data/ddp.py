@@ -2,8 +2,8 @@
 of them); gradients are averaged once per step.
 
 torch gives `DistributedDataParallel`. It averages over ranks and synchronises at every backward. The loss law wants a
-sum over the *global* batch, and accumulation wants one synchronisation per step: `shoal.train.global_loss` scales the
-loss of each microbatch for the first, `DDPSync` below does the second.
+sum over the *global* batch, and accumulation wants one synchronisation per step: `shoal.train.loss.global_loss` scales
+the loss of each microbatch for the first, `DDPSync` below does the second.
 """
 
 from __future__ import annotations

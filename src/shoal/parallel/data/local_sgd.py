@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.blueprint.local_sgd import SyncSpec, check_fragments, due
+from shoal.blueprint.replicas.local_sgd import SyncSpec, check_fragments, due
 from shoal.comm.compression.reduce import Average
 from shoal.comm.mesh import Mesh
 from shoal.comm.replicas.overlap import Overlap

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod, sqrt
 
-from shoal.blueprint.compression import Compression
 from shoal.blueprint.plan import Plan
+from shoal.blueprint.replicas.compression import Compression
 from shoal.predict.exact.traffic import BUCKET_BYTES
 
 BACKWARD = 2 / 3

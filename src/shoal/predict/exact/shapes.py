@@ -1,6 +1,6 @@
 """From the dimensions of a transformer to its `ModelShapes`: what the exact predictions count.
 
-A built model gives its shapes by a trace (`shoal.parallel.live_memory.trace_shapes`). The planner has only dimensions,
+A built model gives its shapes by a trace (`shoal.parallel.inspect.trace_shapes`). The planner has only dimensions,
 and makes the same value from them here, so that the same functions count the bytes of both. A test compares the two for
 every kind of model that shoal has.
 

@@ -18,7 +18,7 @@ from shoal.comm.world import World
 from shoal.errors import ShoalError
 from shoal.train.loss.counting import Kind, Loss, are_alike, evidence_of
 from shoal.train.loss.objective import sum_from_mean
-from shoal.train.step import OpenStep
+from shoal.train.step.report import OpenStep
 
 PAIR_FIX = (
     "return (sum, count) from the loss: return F.cross_entropy(..., reduction='sum'), (labels != -100).sum()"

@@ -8,14 +8,14 @@ from shoal.checkpoint.storage.manifest import Manifest
 from shoal.checkpoint.storage.store import Store
 from shoal.errors import ShoalError
 from shoal.observe.run_directory import RunDirectory
-from shoal.train.recipe.autosave import (
+from shoal.train.recipe.preflight import Job
+from shoal.train.recipe.saving.autosave import (
     nothing_to_resume,
     reject_bad_start_from,
     reject_other_data,
     reject_other_recipe,
 )
-from shoal.train.recipe.preflight import Job
-from shoal.train.recipe.run_storage import may_resume
+from shoal.train.recipe.saving.run_storage import may_resume
 
 
 def dry_run(job: Job, resume: str) -> None:

@@ -25,7 +25,7 @@ from shoal.train.build_model import build_for_layout, describe
 from shoal.train.recipe.build_run import build_loader, build_run
 from shoal.train.recipe.fault_injection import inject_faults
 from shoal.train.recipe.preflight import Job, reject_unlike_data, steps_of, units
-from shoal.train.recipe.run_storage import NoStorage, open_storage, start_with_weights
+from shoal.train.recipe.saving.run_storage import NoStorage, open_storage, start_with_weights
 from shoal.train.recipe.step_metrics import StepMetrics
 from shoal.train.recipe.stop_signals import StopRequest, stop_on_signals
 from shoal.train.recipe.sync_autotune import advice, algorithm_chosen, bucket_chosen, resolve_sync

@@ -11,8 +11,8 @@ import numpy as np
 from torch import nn
 
 from shoal.blueprint.description import Description
-from shoal.blueprint.local_sgd import check_fragments
 from shoal.blueprint.plan import Plan
+from shoal.blueprint.replicas.local_sgd import check_fragments
 from shoal.blueprint.validation.bf16_weights import reject_bf16_weights
 from shoal.blueprint.validation.check import check_plan
 from shoal.comm.world import World

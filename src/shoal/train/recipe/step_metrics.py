@@ -27,7 +27,7 @@ from shoal.observe.progress import ProgressLine
 from shoal.predict.presets.peak_flops import peak_flops
 from shoal.train.recipe.preflight import Job
 from shoal.train.run import Run
-from shoal.train.step import StepReport
+from shoal.train.step.report import StepReport
 
 Record = dict[str, Any]
 

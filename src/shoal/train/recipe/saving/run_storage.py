@@ -13,8 +13,8 @@ from shoal.config.recipe import Recipe
 from shoal.errors import ShoalError
 from shoal.observe.progress import ProgressLine
 from shoal.observe.run_directory import RunDirectory
-from shoal.train.recipe.autosave import Autosaver, check_start_from, load_start_weights
 from shoal.train.recipe.preflight import Job, steps_of
+from shoal.train.recipe.saving.autosave import Autosaver, check_start_from, load_start_weights
 from shoal.train.run import Run
 
 

@@ -18,7 +18,7 @@ from shoal.train.loss.counting import Kind
 from shoal.train.loss.late_count import agree, agree_on_kind, convention, is_late, refuse_uncounted
 from shoal.train.loss.objective import CrossEntropy, MeanOf
 from shoal.train.run_state import RunState
-from shoal.train.step import OpenStep
+from shoal.train.step.report import OpenStep
 
 
 class GlobalLoss:

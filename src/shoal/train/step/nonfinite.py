@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.comm.world import World
-from shoal.train.step import PendingStep
+from shoal.train.step.report import PendingStep
 
 
 def nonfinite_places(world: World, pending: PendingStep) -> str:

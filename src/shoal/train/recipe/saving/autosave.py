@@ -32,8 +32,8 @@ from shoal.errors import ShoalError
 from shoal.files import PrivateFolder
 from shoal.launch.worker import note_saved
 from shoal.observe.run_directory import locked
-from shoal.train.recipe.memory_rescue import DISK, MEMORY_FIX, memory_folder, own_folder, place_of
 from shoal.train.recipe.preflight import Job, units
+from shoal.train.recipe.saving.memory_rescue import DISK, MEMORY_FIX, memory_folder, own_folder, place_of
 from shoal.train.run import Run
 from shoal.train.run_checkpoint import holder_of, restore, settle_to_save, state_of
 

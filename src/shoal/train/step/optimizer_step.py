@@ -24,8 +24,8 @@ from shoal.numerics.local_tensor import to_local
 from shoal.numerics.offload import HostCopies
 from shoal.numerics.optim.build import step_scaled, takes_scale
 from shoal.parallel.policies import OnNan, StepPolicy
-from shoal.train.nonfinite import nonfinite_places
-from shoal.train.step import PendingStep
+from shoal.train.step.nonfinite import nonfinite_places
+from shoal.train.step.report import PendingStep
 
 
 @dataclass(kw_only=True)

@@ -14,7 +14,7 @@ from shoal.parallel.context.attention import mark_cut
 from shoal.train.checks import reject_arguments, reject_batch, reject_direct_loop
 from shoal.train.loss.objective import CrossEntropy
 from shoal.train.run_state import RunState
-from shoal.train.step import Counted, OpenStep
+from shoal.train.step.report import Counted, OpenStep
 
 
 def open_step(

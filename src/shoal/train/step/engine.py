@@ -30,14 +30,14 @@ from shoal.numerics.async_scalars import AsyncScalars
 from shoal.parallel.data.ddp import explain_unused
 from shoal.parallel.pipeline.pipeline import MicrobatchFeed
 from shoal.train.checks import reject_own_loop, reject_unknown_batch, with_all_backwards
-from shoal.train.global_loss import GlobalLoss
 from shoal.train.loss.counting import Loss, read_loss
+from shoal.train.loss.global_loss import GlobalLoss
 from shoal.train.loss.late_count import take
 from shoal.train.loss.message import LossMessage
 from shoal.train.loss.objective import call_of, loss_of_output
-from shoal.train.open_step import open_without_batch, reject_iterated_loaders, step_of
 from shoal.train.run_state import RunState
-from shoal.train.step import OpenStep, PendingStep, StepReport
+from shoal.train.step.open_step import open_without_batch, reject_iterated_loaders, step_of
+from shoal.train.step.report import OpenStep, PendingStep, StepReport
 
 
 class StepEngine:
