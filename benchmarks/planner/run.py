@@ -104,7 +104,7 @@ def predictions(cluster: Cluster, shape: Shape) -> dict[str, Prediction]:
     """Name of a plan → what the planner says of it."""
     task = Task(
         workload=shape.workload(), cluster=cluster, sequence=shape.sequence, global_batch=shape.batch,
-        habits=shoal_profile(compile=False),
+        profile=shoal_profile(compile=False),
     )  # fmt: skip
     return {name: task.predict(Plan.parse(words).resolve(NUM_RANKS)) for name, words in PLANS.items()}
 

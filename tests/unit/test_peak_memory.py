@@ -31,10 +31,10 @@ LLAMA = MODELS["llama3-8b"]
 
 
 def predicted(
-    words: str, *, ranks: int = 8, model: str = "llama3-8b", habits: FrameworkProfile = SHOAL, **more: int
+    words: str, *, ranks: int = 8, model: str = "llama3-8b", profile: FrameworkProfile = SHOAL, **more: int
 ) -> PeakMemory:
     said = {"sequence": 4096, "global_batch": 64, **more}
-    return peak_memory(MODELS[model], Plan.parse(words).resolve(ranks), H200, habits=habits, **said)
+    return peak_memory(MODELS[model], Plan.parse(words).resolve(ranks), H200, profile=profile, **said)
 
 
 def test_a_classic_block_keeps_what_korthikanti_counts() -> None:
@@ -127,7 +127,7 @@ def test_layers_that_tp_divides_keep_what_autograd_keeps() -> None:
 
 def test_without_a_compiler_a_backward_needs_room() -> None:
     words = "bf16 mb=8 recompute=selective"
-    eager = predicted(words, ranks=1, habits=SHOAL_EAGER)
+    eager = predicted(words, ranks=1, profile=SHOAL_EAGER)
     compiled = predicted(words, ranks=1)
     assert compiled.logits > 0
     assert eager.logits == 0, "its fullest moment is another one"
@@ -158,7 +158,7 @@ def test_a_head_has_a_gradient_beside_the_one_that_adds_up() -> None:
 
 
 def test_states_in_bf16_are_half_as_large() -> None:
-    full, half = (predicted("bf16 mb=1", ranks=1, habits=shoal_profile(states=states)) for states in ("fp32", "bf16"))
+    full, half = (predicted("bf16 mb=1", ranks=1, profile=shoal_profile(states=states)) for states in ("fp32", "bf16"))
     assert full.optimizer == 2 * half.optimizer == pytest.approx(8 * LLAMA.parameters, rel=1e-3)
     assert shoal_profile(compile=False, states="bf16").passes == SHOAL_EAGER.passes
 
@@ -169,7 +169,7 @@ def test_full_recompute_keeps_an_input_per_layer() -> None:
     inputs = 32 * tokens * 4096 * 2
     stream = tokens * 4096 * 2
     layer = kept_per_token(LLAMA, SHOAL_EAGER, tp=1, sp=False, sequence=4096, size=2.0) * tokens
-    eager = predicted("bf16 zero=3 mb=2 recompute=full", habits=SHOAL_EAGER)
+    eager = predicted("bf16 zero=3 mb=2 recompute=full", profile=SHOAL_EAGER)
     assert full.activations == pytest.approx(inputs + stream)
     assert eager.activations == pytest.approx(inputs + layer + 2 * stream), "one layer is computed again"
     assert full.total < none.total
@@ -206,8 +206,8 @@ def test_compiled_layers_hold_what_was_measured_on_a_gpu(
     """GiB of torch.cuda.max_memory_allocated on an H200: benchmarks/results/planner_nvidia-h200_2026-11-15.md, and
     h200-longest and h200-speed of the same day."""
     plan = Plan.parse(f"bf16 mb={mb} recompute={recompute}").resolve(1)
-    habits = shoal_profile(states=states)
-    found = peak_memory(model, plan, H200, sequence=sequence, global_batch=mb * microbatches, habits=habits)
+    profile = shoal_profile(states=states)
+    found = peak_memory(model, plan, H200, sequence=sequence, global_batch=mb * microbatches, profile=profile)
     assert found.allocated / 2**30 == pytest.approx(measured, rel=0.004)
 
 
@@ -230,9 +230,9 @@ def test_fp8_holds_what_was_measured_on_a_gpu(
 ) -> None:
     """GiB of torch.cuda.max_memory_allocated on an H200: h200-speed and h200-fp8 of 2026-11-16, and a run with a large
     vocabulary and narrow keys."""
-    habits = shoal_profile(states=states, weights=weights)
+    profile = shoal_profile(states=states, weights=weights)
     plan = Plan.parse(f"fp8 mb={mb}").resolve(1)
-    found = peak_memory(model, plan, H200, sequence=sequence, global_batch=mb, habits=habits)
+    found = peak_memory(model, plan, H200, sequence=sequence, global_batch=mb, profile=profile)
     assert found.allocated / 2**30 == pytest.approx(measured, rel=0.006)
 
 
@@ -255,8 +255,8 @@ def test_layers_are_narrow_on_paper_where_they_are_in_a_run() -> None:
 
 def test_a_compiler_keeps_casts_of_weights_and_sharding_has_none() -> None:
     casts = 2 * (LLAMA.attention_parameters + LLAMA.ffn_parameters * 2 / 3)
-    whole = predicted("bf16 mb=8", ranks=1, habits=SHOAL).activations
-    gathered = predicted("bf16 zero=3 mb=8", habits=SHOAL).activations
+    whole = predicted("bf16 mb=8", ranks=1, profile=SHOAL).activations
+    gathered = predicted("bf16 zero=3 mb=8", profile=SHOAL).activations
     assert whole - gathered == pytest.approx(32 * casts)
     in_float32_anyway = 32 * 8 * 4096 * (4 * 32 + 2 * 4)  # sums of scores, and what norms divide by
     assert predicted("fp32 mb=8", ranks=1).activations == pytest.approx(2 * gathered - in_float32_anyway)
@@ -264,7 +264,7 @@ def test_a_compiler_keeps_casts_of_weights_and_sharding_has_none() -> None:
 
 def test_a_tied_head_has_its_gradient_early() -> None:
     tied, untied = (
-        module.rank_share(LLAMA.resized(tied=tied), 0, tp=1, pp=1, v=1, ep=1, is_v_shaped=False, habits=SHOAL)
+        module.rank_share(LLAMA.resized(tied=tied), 0, tp=1, pp=1, v=1, ep=1, is_v_shaped=False, profile=SHOAL)
         for tied in (True, False)
     )
     assert untied.late - tied.late == LLAMA.head_parameters

@@ -173,7 +173,7 @@ def task_of(options: Options) -> Task:
         cluster=cluster,
         sequence=sequence,
         global_batch=batch,
-        habits=shoal_profile(compile=not options.eager, states=options.state_dtype, weights=options.param_dtype),
+        profile=shoal_profile(compile=not options.eager, states=options.state_dtype, weights=options.param_dtype),
         compiles=not options.eager,
         max_memory=None if options.max_memory is None else _room(options.max_memory, cluster),
     )

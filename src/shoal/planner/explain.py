@@ -135,7 +135,7 @@ def laws(task: Task, best: Prediction) -> Laws:
     part = 0.0 if count == 1 else max(0.0, (best.time.total * count / one - 1) / (count - 1))
     sharers = (plan.dp_shard or 1) * (plan.cp or 1) if plan.zero else (plan.dp_replicate or 1) * (plan.cp or 1)
     link = task.cluster.link(sharers, plan.tp or 1)
-    held = task.workload.parameters / ((plan.tp or 1) * (plan.pp or 1)) * task.habits.reduce
+    held = task.workload.parameters / ((plan.tp or 1) * (plan.pp or 1)) * task.profile.reduce
     latency = link.latency_of_gather()
     return Laws(part, math.inf if part == 0 else 1 / part, held, latency, link.gather(held) - latency)
 

@@ -31,7 +31,7 @@ class Task:
     """Tokens of a sample."""
     global_batch: int
     """Samples of a step, over all ranks."""
-    habits: FrameworkProfile = SHOAL
+    profile: FrameworkProfile = SHOAL
     compiles: bool = True
     """Whether torch.compile captures blocks, which some schedules do not allow."""
     description: Description | None = None
@@ -50,21 +50,21 @@ class Task:
     def memory(self, plan: Plan) -> PeakMemory:
         """Of the fullest rank of a resolved plan; a search asks for it alone first."""
         size, batch = self.sequence, self.global_batch
-        return peak_memory(self.workload, plan, self.cluster, sequence=size, global_batch=batch, habits=self.habits)
+        return peak_memory(self.workload, plan, self.cluster, sequence=size, global_batch=batch, profile=self.profile)
 
     def time(self, plan: Plan) -> StepTime:
         """Of a step of a resolved plan."""
         size, batch = self.sequence, self.global_batch
-        return step_time(self.workload, plan, self.cluster, sequence=size, global_batch=batch, habits=self.habits)
+        return step_time(self.workload, plan, self.cluster, sequence=size, global_batch=batch, profile=self.profile)
 
     def predict(self, plan: Plan) -> Prediction:
         """Both."""
         size, batch = self.sequence, self.global_batch
-        return predict(plan, self.workload, self.cluster, seq_len=size, global_batch=batch, profile=self.habits)
+        return predict(plan, self.workload, self.cluster, seq_len=size, global_batch=batch, profile=self.profile)
 
     def saved(self, plan: Plan) -> Saved:
         """What a checkpoint of a resolved plan is: weights and moments, each rank its part; of replicas, the first."""
-        total = self.workload.parameters * (self.habits.weight + self.habits.moments)
+        total = self.workload.parameters * (self.profile.weight + self.profile.moments)
         layout = plan.layout
         sharers = layout.dp_shard * layout.cp if plan.zero else 1
         return Saved(total=total, copied=total / (layout.tp * layout.pp * sharers))

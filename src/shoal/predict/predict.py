@@ -45,8 +45,8 @@ def predict(
     """Memory and time of a resolved plan."""
     return Prediction(
         plan,
-        peak_memory(model, plan, cluster, sequence=seq_len, global_batch=global_batch, habits=profile),
-        step_time(model, plan, cluster, sequence=seq_len, global_batch=global_batch, habits=profile),
+        peak_memory(model, plan, cluster, sequence=seq_len, global_batch=global_batch, profile=profile),
+        step_time(model, plan, cluster, sequence=seq_len, global_batch=global_batch, profile=profile),
     )
 
 

@@ -1,9 +1,9 @@
 """One row of a table → what the planner would have said of that run, or the reason why it cannot say anything.
 
-A row gives dimensions, degrees and words. Here they become a workload, a plan, a cluster and habits: the objects that
-`shoal plan` works with. Facts about published systems (which network, which attention) are in the tables below, with
-the words by which a source is recognised. Nothing here is fitted to a single row; what was observed on many runs of one
-sweep, and is not understood, says so (`nanotron_sweep`).
+A row gives dimensions, degrees and words. Here they become a workload, a plan, a cluster and a profile: the objects
+that `shoal plan` works with. Facts about published systems (which network, which attention) are in the tables below,
+with the words by which a source is recognised. Nothing here is fitted to a single row; what was observed on many runs
+of one sweep, and is not understood, says so (`nanotron_sweep`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Prediction:
     """Why nothing can be predicted; empty if something can."""
     workload: Workload | None = None
     plan: Plan | None = None
-    habits: FrameworkProfile | None = None
+    profile: FrameworkProfile | None = None
     time: StepTime | None = None
     memory: PeakMemory | None = None
     measured_s: float | None = None
@@ -73,9 +73,9 @@ def _predict(row: Row, is_blind: bool) -> Prediction:
     if "ZeRO" in row.text("source") and "ANALYTIC" in row.text("source"):
         return _of_table(row)
     workload = workload_of(row)
-    habits = habits_of(row)
+    profile = profile_of(row)
     if is_blind:
-        habits = habits.as_documented()
+        profile = profile.as_documented()
     sequence = row.whole("seq") or sequence_of(row)
     plan, global_batch = plan_of(row, workload)
     if is_blind and not row.text("plan"):
@@ -85,25 +85,25 @@ def _predict(row: Row, is_blind: bool) -> Prediction:
     gib = row.number("mem_gib")
     place = (plan.pp or 1) - 1 if _is_ci(row) else None
     memory = peak_memory(
-        workload, plan, cluster, sequence=sequence, global_batch=global_batch, habits=habits, stage=place
+        workload, plan, cluster, sequence=sequence, global_batch=global_batch, profile=profile, stage=place
     )
-    held = memory.total * (1.0 if habits.is_known else HEADROOM)
+    held = memory.total * (1.0 if profile.is_known else HEADROOM)
     time = None
     if global_batch:
-        time = step_time(workload, plan, cluster, sequence=sequence, global_batch=global_batch, habits=habits)
-        if habits is known.NANOTRON:
+        time = step_time(workload, plan, cluster, sequence=sequence, global_batch=global_batch, profile=profile)
+        if profile is known.NANOTRON:
             time = late(time, workload, plan, cluster, global_batch, memory.total <= cluster.device.memory)
     return Prediction(
         row=row,
         workload=workload,
         plan=plan,
-        habits=habits,
+        profile=profile,
         time=time,
         memory=memory,
         measured_s=seconds,
         measured_gib=gib,
         predicted_gib=_as_printed(row, memory),
-        fits=held <= cluster.device.memory and not _has_empty_stage(workload, plan, habits),
+        fits=held <= cluster.device.memory and not _has_empty_stage(workload, plan, profile),
         is_dense=not workload.experts,
         is_full=_is_full(row),
         counts_time=_counts_time(row),
@@ -115,11 +115,11 @@ HEADROOM = 1.2
 BigScience hold at most that much more."""
 
 
-def _has_empty_stage(workload: Workload, plan: Plan, habits: FrameworkProfile) -> bool:
+def _has_empty_stage(workload: Workload, plan: Plan, profile: FrameworkProfile) -> bool:
     """Whether a pipeline rank would have nothing to compute, which no system survives."""
     pp = plan.pp or 1
-    counts = layers_of_stages(workload.layers, pp * (plan.v or 1), head_cost(workload), habits.cut)
-    if habits.cut != "thresholds":
+    counts = layers_of_stages(workload.layers, pp * (plan.v or 1), head_cost(workload), profile.cut)
+    if profile.cut != "thresholds":
         return 0 in counts
     unused = next((i for i, layers in enumerate(reversed(counts)) if layers), 0)
     return unused > 2  # the head takes one stage, the loss may take another
@@ -133,11 +133,11 @@ def _of_table(row: Row) -> Prediction:
     billions, devices, stage = row.number("params_b"), row.whole("n_gpus"), row.whole("zero_stage")
     if billions is None or devices is None or stage is None:
         raise Unpredictable("params_b, n_gpus or zero_stage is not published")
-    habits = replace(known.MEGATRON, name="zero", gradient=2)
+    profile = replace(known.MEGATRON, name="zero", gradient=2)
     held = RankShare(layers=1, dense=billions * 1e9, experts=0.0, unit=0.0, root=0.0)
     plan = Plan(dp_shard=devices, zero=stage, precision="bf16")
-    gib = sum(states(held, Degrees.of(plan, habits), habits)) / GIB
-    return Prediction(row=row, habits=habits, measured_gib=row.number("mem_gib"), predicted_gib=gib)
+    gib = sum(states(held, Degrees.of(plan, profile), profile)) / GIB
+    return Prediction(row=row, profile=profile, measured_gib=row.number("mem_gib"), predicted_gib=gib)
 
 
 # ---- the system -----------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ SYSTEMS: tuple[tuple[str, FrameworkProfile], ...] = (
 where parameters are sharded, else for Megatron."""
 
 
-def habits_of(row: Row) -> FrameworkProfile:
+def profile_of(row: Row) -> FrameworkProfile:
     """The system that ran a row."""
     source = row.text("source").lower()
     if source == "shoal":
@@ -174,13 +174,13 @@ def habits_of(row: Row) -> FrameworkProfile:
         return known.DEEPSPEED
     if "torchtitan" in source and re.search(r"202[34]", source):
         return known.TORCHTITAN_2024
-    for word, habits in SYSTEMS:
+    for word, profile in SYSTEMS:
         if word.lower() in source:
-            return _as_noted(row, habits)
+            return _as_noted(row, profile)
     return _as_noted(row, known.TORCHTITAN if row.whole("zero_stage") == 3 else known.MEGATRON)
 
 
-def _as_noted(row: Row, habits: FrameworkProfile) -> FrameworkProfile:
+def _as_noted(row: Row, profile: FrameworkProfile) -> FrameworkProfile:
     """What the notes of a row say of it."""
     notes = row.text("notes")
     changes: dict[str, object] = {}
@@ -191,8 +191,8 @@ def _as_noted(row: Row, habits: FrameworkProfile) -> FrameworkProfile:
     if _is_ci(row):
         changes |= _of_ci(row.text("model"), row.text("gpu"), notes)
     if not changes:
-        return habits
-    return replace(habits, name=f"{habits.name} {sorted(changes.items())}", **changes)  # type: ignore[arg-type]
+        return profile
+    return replace(profile, name=f"{profile.name} {sorted(changes.items())}", **changes)  # type: ignore[arg-type]
 
 
 def _of_ci(model: str, gpu: str, notes: str) -> dict[str, object]:

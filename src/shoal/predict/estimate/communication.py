@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.predict.cluster import Cluster, Link
-from shoal.predict.estimate.rank_share import Degrees
+from shoal.predict.estimate.rank_share import RankShare, StepContext
 from shoal.predict.estimate.work import Work, bytes_in
 from shoal.predict.framework_profile import FrameworkProfile
 from shoal.predict.workload import Workload
@@ -14,14 +14,14 @@ CONTENTION = 0.1
 # ---- messages between layers ----------------------------------------------------------------------------------------
 
 
-def tensor_parallel(workload: Workload, cluster: Cluster, habits: FrameworkProfile, work: Work, again: int) -> float:
+def tensor_parallel(workload: Workload, cluster: Cluster, profile: FrameworkProfile, work: Work, again: int) -> float:
     """Four all-reduces of the activations, or with sp, as many pairs of gather and scatter and two gathers more."""
     if work.tp == 1:
         return 0.0
     link, rounds = cluster.link(work.tp, 1), 4 + 2 * again
     size = bytes_in(work.precision) * work.samples * work.sequence / work.cp * workload.hidden
     travel = (2 * rounds + 2) * link.gather(size) if work.sp else rounds * link.reduce(size)
-    return habits.tp_exposed * travel + 2 * rounds * (1 + work.sp) * (link.nodes - 1) * habits.crossing
+    return profile.tp_exposed * travel + 2 * rounds * (1 + work.sp) * (link.nodes - 1) * profile.crossing
 
 
 def context_parallel(workload: Workload, cluster: Cluster, work: Work, again: int, attention: float) -> float:
@@ -50,29 +50,21 @@ def expert_parallel(workload: Workload, cluster: Cluster, work: Work, again: int
 # ---- data parallelism -----------------------------------------------------------------------------------------------
 
 
-def data_parallel(
-    dense: float,
-    experts: float,
-    on: Degrees,
-    cluster: Cluster,
-    habits: FrameworkProfile,
-    m: int,
-    micro: float,
-    backward: float,
-    layers: int,
-) -> float:
+def data_parallel(step: StepContext, share: RankShare, *, micro: float, backward: float) -> float:
     """Seconds that gradients and parameters travel while nothing is computed. `micro` is what one microbatch takes, and
     `backward` the part of it in whose shadow they travel."""
+    on, cluster, profile, m = step.on, step.cluster, step.profile, step.m
+    dense, experts, layers = share.dense, share.experts, share.layers
     if on.replicas * on.shards == 1:
         return 0.0
-    window = backward * habits.shadow
+    window = backward * profile.shadow
     whole = cluster.link(on.replicas * on.shards, on.tp)
-    copying = 2 * habits.copies_in_traffic / (cluster.device.bandwidth * cluster.device.streaming)  # seconds of a byte
+    copying = 2 * profile.copies_in_traffic / (cluster.device.bandwidth * cluster.device.streaming)  # seconds of a byte
     if on.zero == 0:
-        size = (dense + experts) * max(habits.reduce, on.size) * on.part_sent
-        buckets = max(1.0, size / habits.bucket_size)
+        size = (dense + experts) * max(profile.reduce, on.size) * on.part_sent
+        buckets = max(1.0, size / profile.bucket_size)
         travel = buckets * whole.reduce(size / buckets) + copying * size / 2
-        return _exposed(travel, window, habits.overlaps_gradients)
+        return _exposed(travel, window, profile.overlaps_gradients)
     scatter = gather = across = 0.0
     sharers = max(1, on.shards // on.ep)
     for numel, link in (
@@ -81,20 +73,20 @@ def data_parallel(
     ):
         if not numel:
             continue
-        more = _more_messages(link, layers * habits.messages)
-        scattered, gathered = numel * max(habits.reduce, on.size), numel * max(habits.gather, on.size)
+        more = _more_messages(link, layers * profile.messages)
+        scattered, gathered = numel * max(profile.reduce, on.size), numel * max(profile.gather, on.size)
         scatter += link.gather(scattered) + more + copying * scattered
         gather += link.gather(gathered) + more + copying * gathered
         if on.replicas > 1:
             outer = cluster.link(on.replicas, on.tp * on.shards)
-            across += outer.reduce(numel * max(habits.reduce, on.size) * on.part_sent / link.degree)
+            across += outer.reduce(numel * max(profile.reduce, on.size) * on.part_sent / link.degree)
     if on.zero == 3 and on.pp == 1:
-        each = _exposed(gather, micro - backward, habits.overlaps_gathers)
-        each += _exposed(gather + scatter, backward, habits.overlaps_gathers)
-        return m * each + _exposed(across, window, habits.overlaps_gradients)
+        each = _exposed(gather, micro - backward, profile.overlaps_gathers)
+        each += _exposed(gather + scatter, backward, profile.overlaps_gathers)
+        return m * each + _exposed(across, window, profile.overlaps_gradients)
     if on.zero == 2 and on.pp == 1:
-        return m * _exposed(scatter, window, habits.overlaps_gradients) + gather + across
-    return _exposed(scatter + across, window, habits.overlaps_gradients) + gather
+        return m * _exposed(scatter, window, profile.overlaps_gradients) + gather + across
+    return _exposed(scatter + across, window, profile.overlaps_gradients) + gather
 
 
 def _more_messages(link: Link, count: float) -> float:

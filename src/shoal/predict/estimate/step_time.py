@@ -23,7 +23,15 @@ from shoal.blueprint.plan import Plan
 from shoal.predict.cluster import Cluster
 from shoal.predict.estimate.communication import data_parallel
 from shoal.predict.estimate.compute import head_pass, launched, layer_pass
-from shoal.predict.estimate.rank_share import Degrees, layers_of_ranks, microbatch, num_microbatches, rank_share
+from shoal.predict.estimate.rank_share import (
+    Degrees,
+    RankShare,
+    StepContext,
+    layers_of_ranks,
+    microbatch,
+    num_microbatches,
+    rank_share,
+)
 from shoal.predict.estimate.work import Work
 from shoal.predict.framework_profile import FrameworkProfile
 from shoal.predict.presets.frameworks import SHOAL
@@ -113,20 +121,18 @@ def step_time(
     *,
     sequence: int,
     global_batch: int,
-    habits: FrameworkProfile = SHOAL,
+    profile: FrameworkProfile = SHOAL,
 ) -> StepTime:
     """Of a resolved plan."""
     if cluster.device.is_host:
-        habits = habits.on_host
-    on = Degrees.of(plan, habits)
+        profile = profile.on_host
+    on = Degrees.of(plan, profile)
     m, samples = num_microbatches(plan, global_batch), microbatch(plan, global_batch)
-    if workload.is_transformer:
-        causes = _of_layers(workload, plan, on, cluster, sequence, samples, m, habits)
-    else:
-        causes = _of_blocks(workload, plan, on, cluster, samples, m, habits)
+    step = StepContext(workload, plan, on, cluster, sequence, samples, m, profile)
+    causes = _of_layers(step) if workload.is_transformer else _of_blocks(step)
     total = sum(causes.values())
     variance = COMMON**2 + sum((SPREAD[name] * seconds / total) ** 2 for name, seconds in causes.items())
-    is_known = habits.is_known and (habits.is_known_together or cluster.is_measured or cluster.num_devices == 1)
+    is_known = profile.is_known and (profile.is_known_together or cluster.is_measured or cluster.num_devices == 1)
     width = (MEASURED if cluster.is_measured else 1.0) * (1.0 if is_known else STRANGER)
     factor = math.exp(EIGHTY * math.sqrt(variance) * width)
     tokens = global_batch * sequence
@@ -141,23 +147,15 @@ def step_time(
     )
 
 
-def _of_layers(
-    workload: Workload,
-    plan: Plan,
-    on: Degrees,
-    cluster: Cluster,
-    sequence: int,
-    samples: int,
-    m: int,
-    habits: FrameworkProfile,
-) -> dict[str, float]:
+def _of_layers(step: StepContext) -> dict[str, float]:
     """Seconds of a transformer, by cause."""
+    workload, plan, on, cluster, sequence, samples, m, profile = step
     work = Work(on.tp, on.cp, on.ep, on.splits_tokens, samples, sequence, plan.precision, plan.recompute, plan.context)
-    layer = layer_pass(workload, cluster, habits, work)
+    layer = layer_pass(workload, cluster, profile, work)
     tokens = samples * sequence / on.cp
-    head = head_pass(workload, cluster.device, habits, on.tp, tokens, plan.precision)
+    head = head_pass(workload, cluster.device, profile, on.tp, tokens, plan.precision)
     pace = layer.total
-    busy = [layers * pace for layers in layers_of_ranks(workload, on.pp, on.v, on.is_v_shaped, habits.cut)]
+    busy = [layers * pace for layers in layers_of_ranks(workload, on.pp, on.v, on.is_v_shaped, profile.cut)]
     home = 0 if on.is_v_shaped else on.pp - 1  # of the head
     busy[home] += head
     slowest = max(busy)
@@ -167,7 +165,7 @@ def _of_layers(
     if on.pp > 1:
         boundary = cluster.link(2, on.replicas * on.shards * on.tp)
         send = 2 * boundary.send(tokens * workload.hidden * on.size / (on.tp if on.splits_tokens else 1))
-    held = rank_share(workload, 0, tp=on.tp, pp=on.pp, v=on.v, ep=on.ep, is_v_shaped=on.is_v_shaped, habits=habits)
+    held = rank_share(workload, 0, tp=on.tp, pp=on.pp, v=on.v, ep=on.ep, is_v_shaped=on.is_v_shaped, profile=profile)
     backward = slowest * (3 if plan.recompute == "full" else 2) / (4 if plan.recompute == "full" else 3)
     owned = held.dense / (on.shards if on.zero else 1) + held.experts / (max(1, on.shards // on.ep) if on.zero else 1)
     device = cluster.device
@@ -176,16 +174,16 @@ def _of_layers(
         "attention": layer.attention * passes,
         "memory_bound": layer.memory * passes,
         "head": head * m * (place == home),
-        "host": layer.waiting * passes + actions(plan.schedule, on, m) * habits.host_action * device.host_factor,
+        "host": layer.waiting * passes + actions(plan.schedule, on, m) * profile.host_action * device.host_factor,
         "tp": layer.tp * passes,
         "cp": layer.cp * passes,
         "ep": layer.ep * passes,
         "pp": send * m * on.v,
         "bubble": bubble(plan.schedule or "1f1b", on.pp, on.v, m) * (sum(busy) - slowest + (on.pp - 1) * on.v * send),
-        "dp": data_parallel(held.dense, held.experts, on, cluster, habits, m, slowest, backward, held.layers),
-        "optimizer": owned * habits.optimizer_traffic / (device.bandwidth * device.streaming),
+        "dp": data_parallel(step, held, micro=slowest, backward=backward),
+        "optimizer": owned * profile.optimizer_traffic / (device.bandwidth * device.streaming),
         "offload": owned * 16 / HOST_LINK if plan.offload != "none" else 0.0,
-        "fixed": launched(habits, cluster) * habits.fixed * device.host_factor,
+        "fixed": launched(profile, cluster) * profile.fixed * device.host_factor,
     }
 
 
@@ -214,28 +212,28 @@ def actions(schedule: str | None, on: Degrees, m: int) -> int:
 # ---- traced models --------------------------------------------------------------------------------------------------
 
 
-def _of_blocks(
-    workload: Workload, plan: Plan, on: Degrees, cluster: Cluster, samples: int, m: int, habits: FrameworkProfile
-) -> dict[str, float]:
+def _of_blocks(step: StepContext) -> dict[str, float]:
     """Seconds of a traced model, by cause: blocks instead of layers, divided evenly."""
+    workload, plan, on, cluster, _, samples, m, profile = step
     device, again = cluster.device, 1 if plan.recompute == "full" else 0
     stream = device.bandwidth * device.streaming
     share = samples / on.tp / on.pp
     matmul = sum(block.flops for block in workload.blocks) * share * (3 + again)
-    matmul /= device.rate(plan.precision) * habits.efficiency
+    matmul /= device.rate(plan.precision) * profile.efficiency
     memory = sum(block.traffic or 3 * block.saved for block in workload.blocks) * share * (2.5 + again) / stream
     launches = sum(block.kernels for block in workload.blocks) * (3 + again) * LAUNCH * device.host_factor / on.pp
     host = max(0.0, launches - matmul - memory)
     micro = matmul + memory + host
     numel = workload.parameters / on.tp / on.pp
     owned = numel / (on.shards if on.zero else 1)
+    held = RankShare(len(workload.blocks), numel, 0.0, 0.0, 0.0)
     return dict.fromkeys(SPREAD, 0.0) | {
         "matmul": matmul * m,
         "memory_bound": memory * m,
         "host": host * m,
         "bubble": bubble(plan.schedule or "1f1b", on.pp, on.v, m) * (on.pp - 1) * micro,
-        "dp": data_parallel(numel, 0.0, on, cluster, habits, m, micro, micro * 2 / 3, len(workload.blocks)),
-        "optimizer": owned * habits.optimizer_traffic / stream,
+        "dp": data_parallel(step, held, micro=micro, backward=micro * 2 / 3),
+        "optimizer": owned * profile.optimizer_traffic / stream,
         "offload": owned * 16 / HOST_LINK if plan.offload != "none" else 0.0,
-        "fixed": launched(habits, cluster) * habits.fixed * device.host_factor,
+        "fixed": launched(profile, cluster) * profile.fixed * device.host_factor,
     }

@@ -70,11 +70,11 @@ def shoal_profile(
     >>> narrow.weight, narrow.gradient, narrow.optimizer_traffic
     (2, 2, 17.0)
     """
-    habits = SHOAL if compile else SHOAL_EAGER
-    habits = habits if recompute_swiglu else replace(habits, keeps_product=True)
+    profile = SHOAL if compile else SHOAL_EAGER
+    profile = profile if recompute_swiglu else replace(profile, keeps_product=True)
     if weights == "bf16":
-        habits = habits.with_narrow_weights()
-    return habits.with_narrow_moments() if states == "bf16" else habits
+        profile = profile.with_narrow_weights()
+    return profile.with_narrow_moments() if states == "bf16" else profile
 
 
 MEGATRON = FrameworkProfile(
@@ -215,8 +215,8 @@ AUTOMODEL = FrameworkProfile(
 PRIMUS = FrameworkProfile(name="primus", source="AMD Primus: Megatron and torchtitan backends on ROCm")
 
 ALL = {
-    habits.name: habits
-    for habits in (
+    profile.name: profile
+    for profile in (
         SHOAL,
         SHOAL_EAGER,
         MEGATRON,

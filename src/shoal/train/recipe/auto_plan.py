@@ -58,7 +58,7 @@ def _suggestions(recipe: Recipe, task: Task) -> Iterator[str]:
         ((name, value),) = change.items()
         plan, changed = recipe.plan, task
         if name == "state_dtype":
-            changed, flag = replace(task, habits=task.habits.with_narrow_moments()), f"--optim.state_dtype {value}"
+            changed, flag = replace(task, profile=task.profile.with_narrow_moments()), f"--optim.state_dtype {value}"
         elif name == "seq_len":
             changed, flag = replace(task, sequence=value), f"--data.seq_len {value}"
         else:
@@ -102,7 +102,7 @@ def _task(recipe: Recipe, workload: Workload, cluster: Cluster) -> Task:
         cluster=cluster,
         sequence=recipe.data.seq_len if workload.is_transformer else 1,
         global_batch=recipe.data.global_batch,
-        habits=shoal_profile(
+        profile=shoal_profile(
             compile=recipe.run.compile,
             states=recipe.optim.state_dtype,
             weights=recipe.optim.param_dtype,
