@@ -30,9 +30,6 @@ KNOWN: dict[str, dict[str, int]] = {
     "parameters": {
         "shoal.data.loader.Loader.__init__": 10,
         "shoal.parallel.expert.router.Router.__init__": 11,
-        "shoal.predict.estimate.peak_memory._of_rank": 9,
-        "shoal.predict.estimate.peak_memory._summed": 9,
-        "shoal.predict.estimate.communication.data_parallel": 9,
         "shoal.predict.exact.traffic.traffic": 9,
         "shoal.verification.api.verify": 12,
         # Triton kernels take pointers, strides and sizes one by one.

@@ -329,7 +329,7 @@ MUTATIONS = [
     ),
     M(
         "GiB are MiB",
-        "cli/parse_units.py",
+        "config/parse_units.py",
         '"gib": 2.0**30, "tib"',
         '"gib": 2.0**20, "tib"',
         "tests/cli/test_plan.py::test_mistakes_get_one_message",

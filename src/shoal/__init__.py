@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shoal.parallel.expert.router import Router as Router
     from shoal.parallel.tensor import ColumnParallelLinear as ColumnParallelLinear
     from shoal.parallel.tensor import RowParallelLinear as RowParallelLinear
+    from shoal.planner.answer import plan as plan
     from shoal.train.run import Run as Run
     from shoal.verification.api import verify as verify
 
@@ -37,6 +38,7 @@ _HOMES = {
     "DocumentMask": "shoal.parallel.context.attention",
     "Experts": "shoal.parallel.expert.experts",
     "Layout": "shoal.blueprint.layout",
+    "plan": "shoal.planner.answer",
     "Plan": "shoal.blueprint.plan",
     "Recipe": "shoal.config.recipe",
     "OuterOptimizer": "shoal.parallel.data.local_sgd",

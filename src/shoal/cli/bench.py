@@ -16,10 +16,10 @@ import tyro
 from shoal.bench.timings import BUILTIN, CHOICES
 from shoal.blueprint.collectives.algorithms import KINDS, Kind
 from shoal.cli import bench_compress
-from shoal.cli.parse_units import sizes_between
 from shoal.cli.reports import bench as report
 from shoal.cli.reports.console import WIDTH, show
 from shoal.comm.rendezvous.environment import Placement, read_environment
+from shoal.config.parse_units import sizes_between
 from shoal.errors import Problem, ShoalError, listed, nearest, raise_if
 from shoal.predict.cluster import Cluster
 from shoal.predict.cluster_parser import is_measured_here, parse_cluster

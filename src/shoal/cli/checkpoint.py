@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from shoal.checkpoint.storage.locate import SavedStep, find, folder_of, folders_of, listing, read_manifest
-from shoal.cli.parse_units import size_in_bytes
 from shoal.cli.reports import checkpoint as report
 from shoal.cli.reports.console import WIDTH, show
+from shoal.config.parse_units import size_in_bytes
 from shoal.errors import Problem, ShoalError, nearest, raise_if
 
 if TYPE_CHECKING:

@@ -1,22 +1,20 @@
-"""What to type behind `shoal plan` when nothing fits: options of that verb, each tried before it is suggested."""
+"""What to type behind `shoal plan` when nothing fits: request of that verb, each tried before it is suggested."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shoal.blueprint.plan import Plan
 from shoal.errors import ShoalError
+from shoal.planner.request import PlanRequest
 from shoal.planner.search import search
 from shoal.planner.suggestions import smallest_changes
 from shoal.planner.task import Task
 from shoal.predict.cluster_parser import larger
 from shoal.predict.predict import Prediction
-
-if TYPE_CHECKING:
-    from shoal.cli.plan import Options
 
 DOUBLINGS = 14
 """Of a cluster, that are tried."""
@@ -24,7 +22,7 @@ DOUBLINGS = 14
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """Options to add and to leave out, and the best plan that there is then."""
+    """PlanRequest to add and to leave out, and the best plan that there is then."""
 
     add: dict[str, Any]
     drop: tuple[str, ...]
@@ -44,40 +42,40 @@ class Suggestion:
         return f"{how}: {self.best.plan.brief()} takes {self.best.memory.total / 2**30:.1f} GiB"
 
 
-def suggestions(options: Options, task: Task, wanted: dict[str, Any], *, is_refused: bool) -> list[Suggestion]:
+def suggestions(request: PlanRequest, task: Task, wanted: dict[str, Any], *, is_refused: bool) -> list[Suggestion]:
     """All single changes that make a plan fit, the cheapest first."""
-    changes = _changes(options, task, wanted, is_refused)
-    found = [one for change in changes if (one := _tried(options, task, *change))]
+    changes = _changes(request, task, wanted, is_refused)
+    found = [one for change in changes if (one := _tried(request, task, *change))]
     if found and is_refused:
         return found
-    names = islice(larger(options.cluster), DOUBLINGS)
-    bigger = (_tried(options, task, {"cluster": name}, _layout_words(options)) for name in names)
+    names = islice(larger(request.cluster), DOUBLINGS)
+    bigger = (_tried(request, task, {"cluster": name}, _layout_words(request)) for name in names)
     return [*found, *islice(filter(None, bigger), 1)]
 
 
 def _changes(
-    options: Options, task: Task, wanted: dict[str, Any], is_refused: bool
+    request: PlanRequest, task: Task, wanted: dict[str, Any], is_refused: bool
 ) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
     for change in smallest_changes(task, Plan.of(wanted)):
         yield change, ()
-    if is_refused and not options.eager:
+    if is_refused and not request.eager:
         yield {"eager": True}, ()
-    if is_refused and options.schedule is not None:
-        yield {}, ("schedule", "v") if options.v is not None else ("schedule",)
-    if limits := options.limits():
+    if is_refused and request.schedule is not None:
+        yield {}, ("schedule", "v") if request.v is not None else ("schedule",)
+    if limits := request.limits():
         yield {}, limits
 
 
-def _layout_words(options: Options) -> tuple[str, ...]:
+def _layout_words(request: PlanRequest) -> tuple[str, ...]:
     """Those that a larger cluster may have to do without."""
-    return tuple(name for name in options.limits() if name not in ("recompute", "offload"))
+    return tuple(name for name in request.limits() if name not in ("recompute", "offload"))
 
 
-def _tried(options: Options, task: Task, add: dict[str, Any], drop: tuple[str, ...]) -> Suggestion | None:
+def _tried(request: PlanRequest, task: Task, add: dict[str, Any], drop: tuple[str, ...]) -> Suggestion | None:
     """The change, if a plan fits then. The batch stays as it is, also where it would follow from what is changed; it
     grows where a cluster has more devices than there are samples."""
-    changed = replace(options, **{name: _default(options, name) for name in drop})
-    if "plan" in drop and (precision := options.wanted()["precision"]) != changed.wanted()["precision"]:
+    changed = replace(request, **{name: _default(request, name) for name in drop})
+    if "plan" in drop and (precision := request.wanted()["precision"]) != changed.wanted()["precision"]:
         add = {**add, "precision": precision}
     changed = replace(changed, **add)
     try:
@@ -92,5 +90,5 @@ def _tried(options: Options, task: Task, add: dict[str, Any], drop: tuple[str, .
     return Suggestion(add, drop, best[0]) if best else None
 
 
-def _default(options: Options, name: str) -> Any:
-    return next(entry.default for entry in fields(options) if entry.name == name)
+def _default(request: PlanRequest, name: str) -> Any:
+    return next(entry.default for entry in fields(request) if entry.name == name)
