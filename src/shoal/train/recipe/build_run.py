@@ -7,7 +7,7 @@ from typing import Literal
 from shoal.blueprint.plan import Plan
 from shoal.comm.world import World
 from shoal.config.recipe import Recipe
-from shoal.data.loader import Loader
+from shoal.data.loader import Loader, RankStream
 from shoal.train.recipe.preflight import Job, fused_loss_of, outer_of
 from shoal.train.run import Run
 
@@ -45,11 +45,13 @@ def build_loader(job: Job, run: Run, *, workers: int | Literal["auto"]) -> Loade
     """This rank's share of every global batch, from where the run is."""
     recipe = job.recipe
     return Loader(
-        job.training,
-        seed=recipe.run.seed,
-        batch=recipe.data.global_batch,
-        coordinate=run.coordinate,
-        degree=run.degree,
+        RankStream(
+            job.training,
+            seed=recipe.run.seed,
+            batch=recipe.data.global_batch,
+            coordinate=run.coordinate,
+            degree=run.degree,
+        ),
         position=run.steps_done * recipe.data.global_batch,
         workers=workers,
         prefetch=recipe.data.prefetch,
