@@ -6,11 +6,13 @@ SHELL := bash
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
+# Never with -q: mkdocs then misses the warnings that `strict` in mkdocs.yml turns into errors.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 # Says when .venv was made. It holds the seconds that took until `make test` has told them, and then nothing.
 STAMP := .venv/stamp
-CHECKS := check-format check-lint check-types check-imports check-spelling
+CHECKS := check-format check-lint check-types check-imports check-spelling check-sizes check-words check-docs
 
-.PHONY: help train test test-all matrix reshard check sizes clean $(CHECKS)
+.PHONY: help train test test-all matrix reshard check docs sizes package clean $(CHECKS)
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -18,11 +20,14 @@ help:  ## list the targets
 train: $(STAMP)  ## train the tiny recipe: two processes on this machine's CPU
 	$(BIN)/shoal train recipes/tiny.yaml $(ARGS)
 
+# All tests run in a process more than there are cores; a part of them (ARGS) in one, which starts sooner and says more.
+PARALLEL := -q -n auto --dist loadgroup
+
 test: $(STAMP)  ## run the tests; ARGS goes to pytest
-	@seconds=$$(cat $(STAMP)); : > $(STAMP); ENVIRONMENT_SECONDS=$$seconds $(BIN)/pytest $(ARGS)
+	@seconds=$$(cat $(STAMP)); : > $(STAMP); ENVIRONMENT_SECONDS=$$seconds $(BIN)/pytest $(or $(ARGS),$(PARALLEL))
 
 test-all: $(STAMP)  ## run the tests, with every row of every wide table: half an hour
-	SHOAL_ALL=1 $(BIN)/pytest $(ARGS)
+	SHOAL_ALL=1 $(BIN)/pytest $(or $(ARGS),$(PARALLEL))
 
 matrix: $(STAMP)  ## verify every legal layout of 1, 2, 4 and 8 ranks, dense and with experts: some hours
 	$(BIN)/python benchmarks/verify/run.py --matrix 1,2,4,8,16,32 $(ARGS)
@@ -47,11 +52,27 @@ check-imports: $(STAMP)  ## does every module import only from below?
 check-spelling: $(STAMP)  ## look for misspelt words
 	$(BIN)/codespell
 
+check-sizes: $(STAMP)  ## are files, classes and functions small, without import cycles?
+	$(BIN)/python tools/check_sizes.py --check
+
+check-words: $(STAMP)  ## is what a user reads in plain words? after removing some: .venv/bin/python tools/check_words.py --update
+	$(BIN)/python tools/check_words.py
+
+check-docs: $(STAMP)  ## build the documentation elsewhere: do all links and references of it lead somewhere?
+	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && $(MKDOCS) build -d "$$folder"
+
+docs: $(STAMP)  ## build the documentation, with the API reference, into site/
+	$(MKDOCS) build $(ARGS)
+
 sizes:  ## report the numbers worth watching: lengths, nesting, annotations, cycles
 	$(PYTHON) tools/check_sizes.py $(ARGS)
 
+package: $(STAMP)  ## build the wheel and the sdist into dist/
+	rm -rf build dist
+	$(BIN)/python -m build $(ARGS)
+
 clean:  ## remove the environment, caches and build outputs; runs/ stays
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist src/*.egg-info
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist site src/*.egg-info
 	find src tests tools -name __pycache__ -prune -exec rm -rf {} +
 
 # pip compiles on one core, compileall on all of them; what cannot be compiled (templates, say) is never imported.

@@ -1,4 +1,4 @@
-"""What every result file says beside its numbers: hardware, versions, date, command."""
+"""Write result files with hardware, versions, date and command."""
 
 from __future__ import annotations
 

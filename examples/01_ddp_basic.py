@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/01_ddp_basic.py          # two: the same losses
     srun --ntasks 16 python examples/01_ddp_basic.py              # sixteen, under Slurm
 
-`batch_size` below is the global batch: each rank takes its share of it, and the printed loss is that of all of it.
+`batch_size` below is the global batch: each rank takes its share, and the printed loss is that of the global batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import shoal
 
 
 class Classifier(nn.Module):
-    """Which of three classes a point belongs to."""
+    """A classifier of points into three classes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,15 +39,15 @@ model = Classifier()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 loader = DataLoader(points(1024), batch_size=64, shuffle=True)
 
-run = shoal.Run()  # finds out by itself how many ranks there are, and which one this is
+run = shoal.Run()  # finds the number of ranks and its own rank
 model, optimizer, loader = run.prepare(model, optimizer, loader)
 
 for epoch in range(3):
     losses = []
     for batch in run.batches(loader):
-        loss = run.step(batch)  # forward, backward, update; cross-entropy, unless Run(loss=...) says otherwise
+        loss = run.step(batch)  # forward, backward, update; cross-entropy, unless Run(loss=...) is set
         losses.append(loss.item())
-    if run.is_main:  # one rank speaks for all
+    if run.is_main:  # print on one rank
         print(f"epoch {epoch}  loss {sum(losses) / len(losses):.4f}  on {run.world.size} rank(s)")
 
 run.close()

@@ -1,9 +1,9 @@
-"""A loop of your own over microbatches: the batch stays the same, the memory that its activations take does not.
+"""Gradient accumulation: your own loop over microbatches, which saves memory for activations.
 
     python examples/02_gradient_accumulation.py
     torchrun --nproc-per-node 2 examples/02_gradient_accumulation.py
 
-Some labels are -100 and do not count, so each microbatch has a different number of labels that do. The mean of the
+Some labels are -100 and are ignored, so microbatches have different numbers of labels. The mean of the
 microbatches' means would then not be the mean over the batch. `run.backward` weighs each microbatch by its labels, so
 the losses below are equal for both sizes, and for any number of ranks.
 """
@@ -21,7 +21,7 @@ TOKENS, CLASSES = 6, 5
 
 
 def sequences(count: int) -> TensorDataset:
-    """Tokens whose label is a linear function of them; three of ten labels do not count."""
+    """Tokens whose label is a linear function of them; three of ten labels are ignored."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(count, TOKENS, 8, generator=generator)
     labels = (inputs @ torch.randn(8, CLASSES, generator=generator)).argmax(-1)
@@ -40,7 +40,7 @@ def train(run: shoal.Run) -> list[float]:
         for inputs, labels in run.microbatches(batch):  # gradients are synchronised in the last one only
             loss = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten())  # a mean, as usual
             run.backward(loss)
-        losses.append(run.update().loss.item())  # clips by the global norm, steps, forgets the gradients
+        losses.append(run.update().loss.item())  # clips by the global norm, steps, clears the gradients
     if run.is_main:
         print(f"mb={run.plan.mb}  losses {' '.join(f'{loss:.4f}' for loss in losses)}")
     return losses

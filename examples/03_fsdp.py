@@ -2,11 +2,11 @@
 
     python examples/03_fsdp.py
 
-A rank may take 512 MiB beyond what Python and torch have taken, and Linux refuses it more. The model has 39 million
+A rank may allocate 512 MiB beyond Python and torch; Linux enforces the limit. The model has 39 million
 parameters: 150 MiB in float32, as much for its gradients and twice that for Adam, 601 MiB in all. Under `zero=3` each
 of four ranks keeps a quarter of everything, and gathers a block at a time, just before it computes.
 
-One command shows both, so this file starts its ranks itself. A script of your own says `shoal.Run("zero=3")` and is
+One command shows both, so this file starts its ranks itself. Your own script uses `shoal.Run("zero=3")` and is
 started by torchrun or srun, as example 01 is.
 """
 
@@ -25,14 +25,14 @@ from torch import Tensor, nn
 import shoal
 from shoal.comm.world import World
 from shoal.launch.local import launch
-from shoal.parallel.live_memory import live_memory
+from shoal.parallel.inspect.live_memory import live_memory
 
 MIB, LIMIT = 2**20, 512 * 2**20
 FEATURES, HIDDEN, CLASSES, NUM_BLOCKS, BATCH, STEPS = 640, 2560, 10, 12, 32, 5
 
 
 class Network(nn.Module):
-    """Residual blocks and a classifier; nothing in it knows of ranks."""
+    """Residual blocks and a classifier, written for one device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,12 +48,12 @@ class Network(nn.Module):
         return self.head(x)
 
     def describe(self) -> shoal.Description:
-        """What is gathered together. Without it, shoal would choose submodules by their size."""
+        """The units that are gathered together. Without it, shoal would choose submodules by their size."""
         return shoal.Description(blocks=tuple(f"blocks.{i}" for i in range(NUM_BLOCKS)), after_blocks=("head",))
 
 
 def train(placement, store, plan: str) -> None:
-    """What one rank does."""
+    """Train on one rank."""
     ctypes.CDLL(None).mallopt(-3, 2**20)  # M_MMAP_THRESHOLD: what is freed goes back, or the limit would count it, too
     taken = int(Path("/proc/self/status").read_text().partition("VmData:")[2].split()[0]) * 1024
     resource.setrlimit(resource.RLIMIT_DATA, (taken + LIMIT, taken + LIMIT))

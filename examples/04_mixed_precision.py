@@ -1,10 +1,10 @@
-"""One model in float32, bfloat16 and float16: what the three words of a plan change, and what they do not.
+"""Mixed precision: one model in float32, bfloat16 and float16.
 
     python examples/04_mixed_precision.py
     torchrun --nproc-per-node 2 examples/04_mixed_precision.py
 
-In all three the weights and the optimizer stay in float32; the word decides what forward and backward compute in.
-float16 has a small range, so its loss is multiplied by a scale that halves on overflow (that step is dropped, on every
+In all three the weights and the optimizer stay in float32; the precision is that of forward and backward.
+float16 has a small range, so its loss is multiplied by a scale that halves on overflow (that step is skipped, on every
 rank) and doubles again after 2000 steps without one. A loop with `run.step` needs no line for any of this.
 """
 
@@ -43,7 +43,7 @@ def train(run: shoal.Run) -> None:
         print(f"{run.plan.precision}  loss {loss.item():.4f}{scale if run.precision.scales_loss else ''}")
 
 
-# A CPU without bfloat16 arithmetic takes a slower way, and torch says so at length.
+# A CPU without bfloat16 arithmetic uses slower code, and torch warns about it.
 warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
 
 for precision in ("fp32", "bf16", "fp16"):

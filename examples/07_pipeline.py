@@ -1,12 +1,12 @@
-"""A pipeline: the model cut in two, each half on a rank of its own, microbatches on their way through both.
+"""Pipeline parallelism: the model is cut in two stages, one on each rank, and microbatches pass through both.
 
     python examples/07_pipeline.py
 
-A schedule decides in which order a rank takes the forwards and backwards of its microbatches: how long it waits for the
-other rank, and how much it keeps meanwhile. It never decides what is computed. So this file draws two schedules, trains
+A schedule is the order of the forwards and backwards on a rank. It decides how long a rank waits for the
+other rank, and how many activations it keeps, but not the result. So this file draws two schedules, trains
 with both, and lets `shoal.verify` compare every gradient and weight with those of one process.
 
-One command shows all of it, so this file starts its ranks itself. A script of your own says `shoal.Run("pp=2 mb=2")`
+One command shows all of it, so this file starts its ranks itself. Your own script uses `shoal.Run("pp=2 mb=2")`
 and is started by torchrun or srun, as example 01 is.
 """
 
@@ -26,7 +26,7 @@ FEATURES, CLASSES, NUM_BLOCKS, BATCH, MICROBATCH = 32, 10, 4, 12, 2
 
 
 class Network(nn.Module):
-    """Written for one device. `describe` is all that a pipeline has to know of it."""
+    """Written for one device. A pipeline needs its `describe` only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,12 +38,12 @@ class Network(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         x = self.enter(inputs)
-        for block in self.blocks:  # a stage has only some of them; the others hand on what they are given
+        for block in self.blocks:  # a stage has only some of them; the others return their input
             x = block(x)
         return self.head(x)
 
     def describe(self) -> shoal.Description:
-        """It may be cut between blocks. What runs before them stays on the first stage, what runs after on the last."""
+        """It may be cut between blocks. Modules before them are on the first stage, modules after them on the last."""
         blocks = tuple(f"blocks.{i}" for i in range(NUM_BLOCKS))
         return shoal.Description(before_blocks=("enter",), blocks=blocks, after_blocks=("head",))
 
@@ -54,12 +54,12 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def train(placement, store, plan: str) -> list[float]:
-    """What one rank does. Every rank of a pipeline sees the whole batch, and every rank gets the loss."""
+    """Train on one rank. Every rank of a pipeline gets the full batch, and every rank gets the loss."""
     torch.manual_seed(0)
     model = Network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with shoal.Run(plan, clip=1.0, world=World.start(placement, device="cpu", store=store)) as run:
-        model, optimizer = run.prepare(model, optimizer)  # of the model, this rank keeps its own stages
+        model, optimizer = run.prepare(model, optimizer)  # this rank keeps its own stages of the model
         return [run.step(batch()).item() for _ in range(5)]
 
 

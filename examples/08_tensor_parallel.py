@@ -1,13 +1,13 @@
-"""Tensor parallelism: every layer cut in two, both halves computing the same samples. Two ways to say it.
+"""Tensor parallelism: every layer is cut in two, and both halves compute the same samples. Two ways to write it.
 
     python examples/08_tensor_parallel.py                               # one process: whole layers
     torchrun --nproc-per-node 2 examples/08_tensor_parallel.py          # two ranks, half of each layer: the same losses
 
-described   the model is written for one device and says in `describe` how its layers may be split; shoal splits them
-by hand     the model's author writes ColumnParallelLinear and RowParallelLinear; everything else stays whole
+described   the model is written for one device, and its `describe` says how layers may be split; shoal splits them
+by hand     the model uses ColumnParallelLinear and RowParallelLinear; everything else is replicated
 
 A column-parallel layer has some of the output features on each rank, and the row-parallel one after it takes just
-those: nothing is sent between the two. What row-parallel layers return is summed over the ranks.
+those: nothing is sent between the two. The outputs of row-parallel layers are summed over the ranks.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ class Described(NextToken):
     def describe(self) -> shoal.Description:
         splits = {
             "embedding": shoal.Split.VOCABULARY,  # each rank has the rows of some tokens
-            "blocks.*.norm": shoal.Split.SEQUENCE,  # whole on each rank, which norms its own positions only
+            "blocks.*.norm": shoal.Split.SEQUENCE,  # replicated; each rank norms its own positions only
             "blocks.*.up": shoal.Split.COLUMN,
             "blocks.*.down": shoal.Split.ROW,
-            "head": shoal.Split.VOCABULARY,  # and the logits of some tokens: no rank ever has them all
+            "head": shoal.Split.VOCABULARY,  # each rank has the logits of some tokens
         }
         blocks = ("blocks.0", "blocks.1")
         return shoal.Description(before_blocks=("embedding",), blocks=blocks, after_blocks=("head",), splits=splits)
 
 
 tokens = torch.randint(VOCABULARY, (256, 8), generator=torch.Generator().manual_seed(1))
-data = TensorDataset(tokens, (3 * tokens + 1) % VOCABULARY)  # what follows a token depends on it alone
+data = TensorDataset(tokens, (3 * tokens + 1) % VOCABULARY)  # the next token depends on the token alone
 for way in ("described", "by hand"):
     with shoal.Run(f"tp={DEGREE} mb=16", clip=1.0) as run:
-        torch.manual_seed(0)  # a layer that is split draws all of its values on every rank, and keeps its part
+        torch.manual_seed(0)  # a split layer draws all of its values on every rank, and keeps its part
         model = Described() if way == "described" else NextToken(run.tensor)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         model, optimizer, loader = run.prepare(model, optimizer, DataLoader(data, batch_size=64, shuffle=True))

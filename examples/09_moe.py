@@ -1,10 +1,10 @@
-"""A mixture of experts of your own: many feed-forwards of which each token visits two, divided over the ranks.
+"""Expert parallelism: your own mixture of experts, of which each token uses two, divided over the ranks.
 
-    python examples/09_moe.py                               # one process: all experts at home
+    python examples/09_moe.py                               # one process has all experts
     torchrun --nproc-per-node 2 examples/09_moe.py          # two ranks, half of the experts on each: the same losses
 
-The model is written for one device. `shoal.Router` chooses, `shoal.Experts` computes, `settle` lets the run know how
-busy each expert was, and `describe` says what they are. Under `ep=2` tokens travel to the rank that has their expert,
+The model is written for one device. `shoal.Router` chooses, `shoal.Experts` computes, `settle` reports how
+busy each expert was, and `describe` names them. Under `ep=2` tokens are sent to the rank that has their expert,
 and back.
 """
 
@@ -39,7 +39,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(FEATURES)
         self.qkv, self.out = nn.Linear(FEATURES, 3 * FEATURES), nn.Linear(FEATURES, FEATURES)
-        self.attention = shoal.Attention()  # causal; under cp it also sees the tokens of other ranks
+        self.attention = shoal.Attention()  # causal; under cp also over the tokens of other ranks
         self.expert_norm = nn.LayerNorm(FEATURES)
         self.router = shoal.Router(FEATURES, NUM_EXPERTS, top_k=2, auxiliary_coefficient=0.02)
         self.experts = shoal.Experts(FEATURES, 2 * FEATURES, NUM_EXPERTS)
@@ -48,7 +48,7 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, NUM_HEADS, -1)).permute(2, 0, 3, 1, 4)
         x = x + self.out(self.attention(q, k, v).transpose(1, 2).flatten(2))
         normed = self.expert_norm(x)
-        routing, *facts = self.router(normed)  # which experts for which token; facts: how busy they are
+        routing, *facts = self.router(normed)  # the experts of each token; facts: their loads
         y = self.experts(normed.flatten(0, 1), routing).view_as(x)
         return x + self.router.settle(y, *facts)
 
@@ -71,7 +71,7 @@ class MixtureOfExperts(nn.Module):
             before_blocks=("enter",),
             blocks=tuple(f"blocks.{i}" for i in range(NUM_BLOCKS)),
             after_blocks=("head",),
-            splits={"blocks.*.experts": shoal.Split.EXPERTS},  # what ep may divide
+            splits={"blocks.*.experts": shoal.Split.EXPERTS},  # ep may divide it
             num_experts=NUM_EXPERTS,
             active_experts=2,
             num_heads=NUM_HEADS,
@@ -80,7 +80,7 @@ class MixtureOfExperts(nn.Module):
 
 
 def sequences(count: int) -> TensorDataset:
-    """Each goes up by a stride of its own, which the model has to find out from the tokens before."""
+    """Each sequence rises by its own stride, which the model has to find from the tokens before."""
     generator = torch.Generator().manual_seed(1)
     start, stride = (torch.randint(1, n, (count, 1), generator=generator) for n in (VOCABULARY, 5))
     whole = (start + stride * torch.arange(TOKENS + 1)) % VOCABULARY

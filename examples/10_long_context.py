@@ -1,13 +1,13 @@
-"""A sequence that does not fit: one process runs out of memory over it, four that share its tokens train on it.
+"""Context parallelism: a sequence that does not fit into one process trains on four that share its tokens.
 
     python examples/10_long_context.py
 
-What a process keeps for the backward grows with the tokens that it has. Under `cp=4` each of four ranks has a quarter
-of every sequence; keys and values go round in a ring, so that each token still sees all tokens before it.
+The memory for the backward grows with the tokens of a process. Under `cp=4` each of four ranks has a quarter
+of every sequence; keys and values are passed in a ring, so that each token still attends to all tokens before it.
 
-First both ways are measured without a limit, one step each. Then no process may take more than half-way between the
-two needs, and Linux refuses it more. One command shows both, so this file starts its ranks itself. A script of your own
-says `shoal.Run("cp=4")` and is started by torchrun or srun, as example 01 is.
+First both are measured without a limit, one step each. Then the limit of a process is half-way between the
+two needs, enforced by Linux. One command shows both, so this file starts its ranks itself. Your own script
+uses `shoal.Run("cp=4")` and is started by torchrun or srun, as example 01 is.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 class NextToken(nn.Module):
-    """Written for one device. That its tokens may come from several places of a sequence, `positions` says."""
+    """Written for one device. `positions` are the places of its tokens in the sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class NextToken(nn.Module):
         return self.head(x)
 
     def describe(self) -> shoal.Description:
-        """The name of the argument by which `forward` is told where its tokens are is all that cp has to know."""
+        """cp needs the name of the argument of `forward` for the positions of its tokens."""
         blocks = tuple(f"blocks.{i}" for i in range(NUM_BLOCKS))
         return shoal.Description(
             before_blocks=("embedding",), blocks=blocks, after_blocks=("head",), positions="positions"
@@ -74,7 +74,7 @@ class NextToken(nn.Module):
 
 
 def turned(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotary positions: pairs of features turned by an angle that grows with the place."""
+    """Rotary positions: pairs of features rotated by an angle that grows with the position."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat(
         [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1
@@ -82,12 +82,12 @@ def turned(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def taken() -> int:
-    """Bytes of this process that its limit counts."""
+    """Bytes of this process that count for its limit."""
     return int(Path("/proc/self/status").read_text().partition("VmData:")[2].split()[0]) * 1024
 
 
 class Peak(threading.Thread):
-    """The most that this process has taken, looked at a few hundred times a second."""
+    """The most bytes of this process, sampled a few hundred times a second."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -99,7 +99,7 @@ class Peak(threading.Thread):
 
 
 def train(placement, store, plan: str, steps: int, limit: int | None) -> tuple[list[float], int]:
-    """What one rank does; returns the losses and the bytes that it needed beyond what it began with."""
+    """Train on one rank; returns the losses and the bytes that it needed beyond those at the start."""
     before, peak = taken(), Peak()
     if limit is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (before + limit, before + limit))

@@ -1,18 +1,24 @@
-"""What all tests share: the order of their parts, what runs beside the first of them, what is left out of a short run
-or without a GPU, and how long each part took."""
+"""What all tests share: the order of their parts, how processes divide them, which are left out of a short run or
+without a GPU, and how long each part took."""
 
 from __future__ import annotations
 
+import functools
 import os
+import shutil
+import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
-from pathlib import PurePosixPath
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 import pytest
 
-from tests.beside import Beside
+from tests.turns import turn
 
-FIRST_PARTS = ["unit", "dist"]  # seconds first, then processes, then everything that is built on both
+# Seconds first, then processes, then everything that is built on both. Of that, what takes a minute or more comes
+# first, so that several processes end at about the same time.
+ORDER = ["unit", "dist", "benchmarks", "readme", "examples", "cli/test_resume", "cli/test_verify", "cli", ""]
 
 
 def part_of(node_id: str) -> str:
@@ -21,10 +27,10 @@ def part_of(node_id: str) -> str:
     return folder_or_file[0].removeprefix("test_").removesuffix(".py")
 
 
-def place(item: pytest.Item) -> int:
-    """Where an item's part stands in the order; parts that are not named come last."""
-    part = part_of(item.nodeid)
-    return FIRST_PARTS.index(part) if part in FIRST_PARTS else len(FIRST_PARTS)
+def place(item: pytest.Item) -> tuple[bool, int]:
+    """Where an item stands in the order; after all others come those that run alone."""
+    number = next((number for number, part in enumerate(ORDER) if item.nodeid.startswith(f"tests/{part}")), 0)
+    return item.get_closest_marker("alone") is not None, number
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -37,32 +43,68 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if on_gpu and not has_gpu():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    for item in items:
+        if item.get_closest_marker("alone"):
+            item.add_marker(pytest.mark.xdist_group("alone"))
 
 
-BESIDE = pytest.StashKey[Beside]()
+# ---- several processes: `make test` without ARGS, by pytest-xdist ---------------------------------------------------
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    session.config.stash[BESIDE] = Beside()
-    asking = [item for item in session.items if "beside" in getattr(item, "fixturenames", ())]
-    jobs = {job: None for item in asking for job in getattr(getattr(item, "module", None), "BESIDE", ())}
-    if jobs and any(part_of(item.nodeid) == "unit" for item in session.items) and not session.config.option.collectonly:
-        session.config.stash[BESIDE].start(list(jobs))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: much of a test is waiting, for a process to start or for a time to be out."""
+    return len(os.sched_getaffinity(0)) + 1
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if part_of(item.nodeid) != "unit":
-        item.config.stash[BESIDE].stop()
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A process is given a file at a time, in our order, because the tests of a file share what they have started."""
+    from xdist.scheduler import LoadGroupScheduling
+
+    class ByFile(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            group: str = super()._split_scope(nodeid)
+            if group != nodeid:  # those that run alone, at the end and in one process
+                return group
+            return "examples" if part_of(nodeid) == "examples" else nodeid.partition("::")[0]
+
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if BESIDE in session.config.stash:  # else something was wrong with the tests before any could be run
-        session.config.stash[BESIDE].close()
+TURNS = pytest.StashKey[Path]()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a process where the locks are."""
+    if TURNS not in node.config.stash:
+        node.config.stash[TURNS] = Path(tempfile.mkdtemp(prefix="shoal-tests-"))
+    node.workerinput["turns"] = str(node.config.stash[TURNS])
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if TURNS in config.stash:
+        shutil.rmtree(config.stash[TURNS])
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # first: nobody's time runs out while it waits for its turn
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    folder = getattr(item.config, "workerinput", {}).get("turns")
+    if folder is None:
+        return (yield)
+    with turn(Path(folder), is_alone=item.get_closest_marker("alone") is not None):
+        return (yield)
+
+
+# ---- all ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
-def beside(pytestconfig: pytest.Config) -> Beside:
-    return pytestconfig.stash[BESIDE]
+def once() -> Callable[[Callable[[], Any]], Any]:
+    """What a function returns, for all tests that ask; it is called when the first one does."""
+    return functools.cache(lambda job: job())
 
 
 def has_gpu() -> bool:
@@ -72,7 +114,8 @@ def has_gpu() -> bool:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    terminalreporter.section("time by part")
+    processes = getattr(terminalreporter.config.option, "numprocesses", None)
+    terminalreporter.section("time by part" + (f", added up over {processes} processes" if processes else ""))
     if seconds := os.environ.get("ENVIRONMENT_SECONDS"):  # set by `make test` when it has just made the environment
         terminalreporter.line(f"{'environment':<16} {'':>10} {float(seconds):8.1f} s")
     for part, num_tests, seconds_spent in time_by_part(terminalreporter):

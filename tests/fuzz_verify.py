@@ -269,7 +269,7 @@ def judge(outcome: Outcome) -> Judged:
     if outcome.code == 2:
         return _rejected(told)
     if outcome.code != 0 or not told.get("equal"):
-        first = told.get("first") or told.get("error") or "equal is false"
+        first = told.get("first_difference") or told.get("error") or "equal is false"
         return Judged("finding", f"exit code {outcome.code}: {json.dumps(first)}")
     wrong = list(_miscounted(told))
     return Judged("finding", "; ".join(wrong)) if wrong else Judged("verified", _worst(told))

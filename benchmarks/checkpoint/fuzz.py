@@ -1,10 +1,10 @@
-"""Does anything that somebody sends make the parsers of a checkpoint do something else than read it or refuse it?
+"""Do the parsers of a checkpoint read or reject every input, and do nothing else?
 
 python benchmarks/checkpoint/fuzz.py [--seconds 300] [--seed 0]
 
 Takes valid manifests, and valid headers of files whose hashes are computed anew, and damages them: as bytes (turned,
 cut, repeated, swapped) and as trees (values replaced by others that are wrong, huge, negative, deep, or nearly right).
-Each is read, and then consistent and written as it was read; or refused with a `ShoalError`. Anything else ends this.
+Each is read, and then consistent and written as it was read; or rejected with a `ShoalError`. Anything else fails.
 """
 
 from __future__ import annotations

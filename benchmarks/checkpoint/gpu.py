@@ -1,10 +1,10 @@
-"""What does saving cost a run on a GPU, while it goes on?
+"""What does saving cost a run on a GPU that continues to train?
 
 python benchmarks/checkpoint/gpu.py [--shape 1.5b] [--micro-batch 8] [--dir FOLDER] [--eager]
 
-A llama with AdamW in float32 is trained on random tokens; after some steps it is saved without waiting, and steps go
-on. `held` is how long `run.save(..., wait=False)` takes, from a moment when the GPU is idle; the memory for the copy is
-taken beside the steps before. Steps are timed from one synchronisation to the next.
+A llama with AdamW in float32 is trained on random tokens. After some steps it is saved without waiting, and training
+continues. `held` is how long `run.save(..., wait=False)` takes, from a moment when the GPU is idle; the memory for the
+copy is allocated during the steps before. Steps are timed from one synchronisation to the next.
 """
 
 from __future__ import annotations

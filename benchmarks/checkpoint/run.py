@@ -1,10 +1,10 @@
-"""What does a checkpoint cost, against the copy and the disk that it cannot do without, and against torch's own?
+"""What does a checkpoint cost, compared with the minimal copy and write, and compared with torch's own?
 
 python benchmarks/checkpoint/run.py [--gib 1] [--rounds 7] [--dir FOLDER]
 
-A ZeRO-3 run on two ranks with AdamW; its state is saved and loaded by each way, in turns, so that all of them see the
-same machine. A time is that of the slower rank, from a moment when both are ready. `held` is how long a training loop
-waits, `durable` how long it takes until all bytes are on the disk. `dd` writes zeros from one process. Before a cold
+A ZeRO-3 run on two ranks with AdamW; its state is saved and loaded by each method, alternating, so that all have the
+same conditions. A time is that of the slower rank, from a moment when both are ready. `held`: how long a training loop
+waits; `durable`: until all bytes are on the disk. `dd` writes zeros from one process. Before a cold
 load, the files are dropped from the page cache.
 """
 

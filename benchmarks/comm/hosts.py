@@ -5,9 +5,9 @@
 
     host 0 ── cable ──┐
                       ├── switch        every cable carries `rate` in each direction, and `rate` alone is shaped:
-    host 1 ── cable ──┘                 what ranks of one host say to each other stays inside of it
+    host 1 ── cable ──┘                 messages between ranks of one host stay inside of it
 
-Needs root, and the programs ip and tc (iproute2). What a killed run has left behind is removed by the next one;
+Needs root, and the programs ip and tc (iproute2). The next run removes what a killed run has left;
 a process has one set of hosts of a prefix at a time.
 """
 

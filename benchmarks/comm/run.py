@@ -1,13 +1,13 @@
-"""Are our collectives as fast as torch's, do they fill a wire, and does the cost of a list say what a slow link costs?
+"""Are shoal's collectives as fast as torch's, do they use the full link, and do their lists predict slow links?
 
 python benchmarks/comm/run.py [--parts same wire nodes bench] [--rounds 15]
 
 same    4 ranks of this machine, 64 MB of float32: our all-reduce and gloo's own, in turns
 wire    two hosts with 1 Gbit/s between them: bytes that a rank sends in a second, against the shaped rate
 nodes   2 x 2 ranks with 100 Mbit/s between the pairs: hierarchical against a flat ring, measured and by their lists
-bench   `shoal bench comm --json` with its defaults: how long it takes, and its errors at sizes that were held out
+bench   `shoal bench comm --json` with its defaults: how long it takes, and its errors at validation sizes
 
-Hosts are network namespaces (`hosts.py`), for which it takes root.
+Hosts are network namespaces (`hosts.py`), which need root.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from report import arguments, heading, table, write
 
 from shoal.blueprint.collectives import steps
 from shoal.blueprint.collectives.algorithms import Algorithm
-from shoal.comm.message_collectives import Stepped
+from shoal.comm.message_collectives import MessageCollectives
 from shoal.comm.rendezvous.environment import Placement, read_environment
 from shoal.comm.world import World
 from shoal.launch.local import launch
@@ -59,7 +59,9 @@ def in_turns(
     with World.start(placement, device="cpu", store=store, threads=1) as world:
         x = torch.empty(size // 4).fill_(0.0)
         group = world.control_group
-        ours = {a: Stepped(group, a, node=node if a == "hierarchical" else None) for a in algorithms if a != GLOO}  # type: ignore[arg-type]
+        ours = {
+            a: MessageCollectives(group, a, node=node if a == "hierarchical" else None) for a in algorithms if a != GLOO
+        }  # type: ignore[arg-type]
         times: Times = {algorithm: [] for algorithm in algorithms}
         for number in range(rounds + 1):
             order = algorithms if number % 2 else algorithms[::-1]
@@ -186,7 +188,7 @@ def bench() -> str:
     seconds = time.perf_counter() - began
     found = json.loads(ended.stdout)
     rows = [row_of_fit(each) for each in found["fits"]]
-    held = found["held_out"]
+    held = found["validation"]
     said = (
         f"`shoal bench comm --json` took **{seconds:.0f} s**; the bar is 90 s. At {held['number']} sizes that were held"
         f" out, α and β are off by **{held['median']:.1%}** in the median and {held['worst']:.0%} at worst, and"
@@ -201,7 +203,9 @@ def row_of_fit(each: dict[str, Any]) -> dict[str, str]:
         "algorithm": each["algorithm"],
         "α, fitted": f"{each['alpha'] * 1e6:.0f} µs",
         "1 / β, fitted": f"{1e-9 / each['beta']:.2f} GB/s" if each["beta"] else "–",
-        "error at sizes held out": ", ".join(f"{h['bytes'] // 1024:,} KB {h['error']:+.1%}" for h in each["held_out"]),
+        "error at sizes held out": ", ".join(
+            f"{h['bytes'] // 1024:,} KB {h['error']:+.1%}" for h in each["validation"]
+        ),
     }
 
 

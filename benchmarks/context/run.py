@@ -1,4 +1,4 @@
-"""Does the memory of attention fall as 1/cp, is it what the planner says, and has every rank as much to do?
+"""Does the memory of attention fall as 1/cp, is it as predicted, and has every rank the same work?
 
 python benchmarks/context/run.py [--tokens 8192,16384,32768] [--degrees 1,2,4]
 
@@ -8,8 +8,8 @@ model, where they are made by a projection that keeps its input only.
 
 kept      *counted*: bytes of all storages that autograd saves from the forward to the backward, each once
 peak      *measured*: the most memory of the process (VmHWM) in forward and backward, above what it had before its
-          queries, keys and values were made; *predicted* by `blueprint.attention` for tensors, and for what torch's
-          kernel takes for itself in the backward: a MiB a thread
+          queries, keys and values were made; *predicted* by `blueprint.context_parallel` for tensors, and for torch's
+          own buffers in the backward: a MiB a thread
 pairs     *counted*: pairs of a query and a key that a rank's kernels were called for, of all heads
 """
 
@@ -154,7 +154,7 @@ def on_rank(placement: Placement, store: dist.Store, kind: str, tokens: int) -> 
         attention = Attention()
         if world.size > 1:
             assert dist.group.WORLD is not None
-            attention.context = ContextParallel(dist.group.WORLD, kind=kind, wire=world.device)  # type: ignore[arg-type]
+            attention.context = ContextParallel(dist.group.WORLD, kind=kind, comm_device=world.device)  # type: ignore[arg-type]
         forward(attention, 4096 // world.size).backward()  # what comes into being once: threads, connections
         world.barrier()
         return measured(attention, tokens // world.size, world)

@@ -1,15 +1,15 @@
-"""What do experts cost on a GPU against a dense model of as many active parameters, and does a bias keep them busy?
+"""What do experts cost on a GPU compared with a dense model of equal active parameters, and does a bias balance them?
 
 python benchmarks/experts/run.py --gpu [--microbatches 2,4] [--compile off,on] [--rounds 3] [--models dense,moe]
 python benchmarks/experts/run.py --profile [--microbatches 4] [--compile on]     # where a step of the mixture goes
 python benchmarks/experts/run.py --balance [--steps 200]                         # on the CPU
 
 --gpu: the preset `1b-active` against a llama of the same depth, width and attention whose feed-forward is as large as
-the experts that one token visits. Both live in one process and take turns, so that both see the same machine. MFU
+the experts of one token. Both run in one process and alternate, so that both have the same conditions. MFU
 counts what `training_flops` counts: active parameters, and attention as far as it is not masked.
 
 --balance: a small mixture on the default corpus whose router is balanced by nothing but the bias of its experts, and
-the same one without. Told is the load of the busiest expert over the mean, layer by layer, over the last steps.
+the same one without. Reported is the load of the busiest expert over the mean, layer by layer, over the last steps.
 """
 
 from __future__ import annotations

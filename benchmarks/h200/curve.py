@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--lr", type=float, default=1e-4)
-    parser.add_argument("--micro-batch", type=int, default=DATA["batch"])
+    parser.add_argument("--micro-batch", type=int, default=DATA["global_batch"])
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--transformers", action="store_true")
     asked = arguments(parser, precision="fp32", steps=1, eager=True, micro_batch=2)

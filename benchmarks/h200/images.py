@@ -1,4 +1,4 @@
-"""ResNet-50 by shoal and by a loop that a person would write, in one process, in turns.
+"""ResNet-50 with shoal and with a plain loop, in one process, alternating.
 
 python benchmarks/h200/images.py [--batch 256] [--rounds 5]
 """

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: a trace of kernels, by kind, against what the device could do at best.
+"""Where the time of a step goes: a trace of kernels, by kind, compared with the limits of the device.
 
 python benchmarks/h200/roofline.py TRACE.json [--steps 3] [--top 30]
 """

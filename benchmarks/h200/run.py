@@ -1,4 +1,4 @@
-"""How fast is shoal on one GPU, against what a person would use instead, and against what the GPU could do?
+"""How fast is shoal on one GPU, compared with the alternatives and with the limit of the GPU?
 
 python benchmarks/h200/run.py TABLE ...   one or more of: speed turns large fp8 rowwise shapes long longest roofline
                                          curve images all

@@ -138,7 +138,7 @@ def shoal(shape: Shape, arguments: argparse.Namespace) -> None:
         ffn=shape.ffn, vocabulary=shape.vocabulary, max_sequence=arguments.sequence,
     )  # fmt: skip
     words = f"mb={arguments.micro_batch} {arguments.precision} recompute={arguments.recompute} {arguments.words}"
-    options = {"weights": arguments.weights, **arguments.options}
+    options = {"param_dtype": arguments.weights, **arguments.options}
     with Run(words, compile=not arguments.eager, clip=arguments.clip, **options) as run:
         with torch.device(DEVICE):
             model = Llama(config)

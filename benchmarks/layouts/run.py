@@ -1,10 +1,10 @@
-"""What does a step of `shoal.Run` cost against the same layout written by hand in plain torch?
+"""What does a step of `shoal.Run` cost, compared with the same layout in plain torch?
 
 python benchmarks/layouts/run.py [--steps 80]
 
 Two layouts on two CPU processes: `zero=3` against a loop over `fully_shard`, and `1f1b` against a loop over torch's
-`Schedule1F1B`. Both loops live in the same processes and take turns step by step, so that both see the same machine.
-They start from the same weights and see the same batches, and their losses have to agree.
+`Schedule1F1B`. Both loops run in the same processes and alternate step by step, so that both have the same conditions.
+They start from the same weights and use the same batches, and their losses must be equal.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How many samples per second does a Loader bring, by a thread and by processes, pinned or not?
+"""How many samples per second does a Loader deliver, with a thread and with processes, pinned or not?
 
 python benchmarks/loading/run.py
 """

@@ -1,17 +1,17 @@
-"""What regret could anybody reach in a sweep who does not look at the run itself?
+"""What is the least regret in a sweep for a predictor that has not seen the run itself?
 
 python benchmarks/planner/floor.py nanotron_sweep.csv [--devices 512]
 
 Every run of a cell is predicted from all *other* runs of that cell, measured times included, by learners of several
 kinds: the nearest runs, a kernel, a quadratic, a Gaussian process. Each learns measured times (alone), or how far the
-planner is off (with the planner). That is more than a planner ever has: where they miss the fastest run, it is not what
-its neighbours say.
+planner is off (with the planner). That is more than a planner ever has: where they miss the fastest run, its neighbours
+do not predict it.
 
 planner   regret of its own pick
 second    regret of the second fastest run: all that can be reached without picking the very fastest
-learners  regret of the run that a learner predicts to be the fastest, each run by one that has not seen it: the least
+learners  regret of the run that a learner predicts as the fastest, each run by one that was not fitted to it: the least
           and the median of all learners, and how many are within 15 %
-fastest   the fastest run as predicted by learners that have not seen it, over measured: the least and the most
+fastest   the fastest run as predicted by learners that were not fitted to it, over measured: the least and the most
 """
 
 from __future__ import annotations

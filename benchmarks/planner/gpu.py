@@ -1,4 +1,4 @@
-"""Does a run on one GPU take the memory and the time that the planner says it will?
+"""Does a run on one GPU take the memory and the time that the planner predicts?
 
 python benchmarks/planner/gpu.py [--cluster cluster.yaml] [--steps 8] [--cases 0 5] [--dry]
 
@@ -38,9 +38,11 @@ from shoal.config.recipe import OptimSection
 from shoal.models.llama import Llama, LlamaConfig
 from shoal.models.moe import Moe, MoeConfig
 from shoal.numerics.optim.build import build_optimizer
-from shoal.planner.task import PlanEstimate, Task
+from shoal.planner.task import Task
 from shoal.predict.cluster import Cluster
-from shoal.predict.framework_profile import shoal_profile
+from shoal.predict.cluster_parser import cluster_from_yaml, parse_cluster
+from shoal.predict.predict import Prediction
+from shoal.predict.presets.frameworks import shoal_profile
 from shoal.predict.workload import Workload
 from shoal.train.run import Run
 
@@ -144,13 +146,13 @@ def workload(config: LlamaConfig) -> Workload:
     )  # fmt: skip
 
 
-def predicted(case: Case, cluster: Cluster) -> PlanEstimate:
+def predicted(case: Case, cluster: Cluster) -> Prediction:
     """What the planner says of a run."""
     task = Task(
         workload=workload(MODELS[case.model]), cluster=cluster, sequence=case.sequence, global_batch=case.batch,
-        habits=shoal_profile(states=case.states),
+        profile=shoal_profile(states=case.states),
     )  # fmt: skip
-    return task.judged(Plan.parse(case.words).resolve(1))
+    return task.predict(Plan.parse(case.words).resolve(1))
 
 
 # ---- on the machine -------------------------------------------------------------------------------------------------
@@ -234,7 +236,7 @@ class Found(NamedTuple):
         return statistics.median(self.seconds)
 
 
-def row(case: Case, paper: PlanEstimate, found: Found | str | None) -> dict[str, str]:
+def row(case: Case, paper: Prediction, found: Found | str | None) -> dict[str, str]:
     memory, step = paper.memory.allocated, paper.time
     said = {
         "run": str(case),
@@ -253,7 +255,7 @@ def row(case: Case, paper: PlanEstimate, found: Found | str | None) -> dict[str,
     return said
 
 
-def verdict(papers: Sequence[PlanEstimate], found: Sequence[Found | str | None]) -> str:
+def verdict(papers: Sequence[Prediction], found: Sequence[Found | str | None]) -> str:
     """How far they are apart, and whether that is near enough."""
     pairs = [(paper, one) for paper, one in zip(papers, found, strict=True) if isinstance(one, Found)]
     if not pairs:
@@ -273,7 +275,7 @@ def verdict(papers: Sequence[PlanEstimate], found: Sequence[Found | str | None])
     )
 
 
-def causes(cases: Sequence[Case], papers: Sequence[PlanEstimate]) -> str:
+def causes(cases: Sequence[Case], papers: Sequence[Prediction]) -> str:
     """Where the planner thinks that memory and time go."""
     names = ("parameters", "gradients", "optimizer", "activations", "buffers", "logits")
     rows = []
@@ -293,7 +295,7 @@ def causes(cases: Sequence[Case], papers: Sequence[PlanEstimate]) -> str:
 def result(
     cluster: Cluster,
     cases: Sequence[Case],
-    papers: Sequence[PlanEstimate],
+    papers: Sequence[Prediction],
     found: Sequence[Found | str | None],
     when: str,
 ) -> str:
@@ -328,7 +330,7 @@ def calibrated(path: Path) -> Cluster:
     """This machine, measured now by the command that a person would use."""
     command = [sys.executable, "-m", "shoal", "calibrate", "--out", str(path), "--json"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return Cluster.from_yaml(path)
+    return cluster_from_yaml(path)
 
 
 def compare(cases: Sequence[Case], cluster: Cluster, num_steps: int, is_dry: bool) -> None:
@@ -368,7 +370,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         said, kept = asked.cluster, asked.keep or Path(folder) / "cluster.yaml"
-        cluster = Cluster.parse(said) if said else calibrated(kept)
+        cluster = parse_cluster(said) if said else calibrated(kept)
     compare([CASES[number] for number in asked.cases], cluster, asked.steps, asked.dry)
 
 

@@ -1,11 +1,11 @@
-"""Does a plan take the memory and the time that the planner says it will, on this machine's CPU?
+"""Does a plan take the memory and the time that the planner predicts, on this machine's CPU?
 
 python benchmarks/planner/run.py --cpu [--cluster cluster.yaml] [--rounds 2] [--steps 4]
 
 A llama of four layers is trained with two processes under six plans: DDP, ZeRO-1, 2 and 3, tensor and pipeline
 parallel. Everything is predicted first, and written to the result, before anything of it is run.
 
-memory    *predicted*: `PeakMemory.allocated` of the fullest rank, what its tensors take. *Measured*: the most memory of
+memory    *predicted*: `PeakMemory.allocated` of the rank that holds most, its tensors. *Measured*: the most memory of
           the process (VmHWM) in two steps after the first, above what it had when it had trained a tiny model under
           the same plan; of the rank that has most
 step      *predicted*: `StepTime.total` and its interval of 80 %, on the cluster that `shoal calibrate` has measured
@@ -42,9 +42,11 @@ from shoal.config.recipe import OptimSection
 from shoal.launch.local import launch
 from shoal.models import llama
 from shoal.numerics.optim.build import build_optimizer
-from shoal.planner.task import PlanEstimate, Task
+from shoal.planner.task import Task
 from shoal.predict.cluster import Cluster
-from shoal.predict.framework_profile import shoal_profile
+from shoal.predict.cluster_parser import parse_cluster
+from shoal.predict.predict import Prediction
+from shoal.predict.presets.frameworks import shoal_profile
 from shoal.predict.workload import Workload
 from shoal.train.run import Run
 
@@ -98,13 +100,13 @@ TINY = Shape(hidden=64, heads=4, kv_heads=2, ffn=128, vocabulary=256, sequence=3
 # ---- on paper -------------------------------------------------------------------------------------------------------
 
 
-def predictions(cluster: Cluster, shape: Shape) -> dict[str, PlanEstimate]:
+def predictions(cluster: Cluster, shape: Shape) -> dict[str, Prediction]:
     """Name of a plan → what the planner says of it."""
     task = Task(
         workload=shape.workload(), cluster=cluster, sequence=shape.sequence, global_batch=shape.batch,
-        habits=shoal_profile(compile=False),
+        profile=shoal_profile(compile=False),
     )  # fmt: skip
-    return {name: task.judged(Plan.parse(words).resolve(NUM_RANKS)) for name, words in PLANS.items()}
+    return {name: task.predict(Plan.parse(words).resolve(NUM_RANKS)) for name, words in PLANS.items()}
 
 
 # ---- on the machine -------------------------------------------------------------------------------------------------
@@ -225,7 +227,7 @@ class Found(NamedTuple):
         return statistics.median(self.seconds)
 
 
-def row(name: str, paper: PlanEstimate, found: Found | None) -> dict[str, str]:
+def row(name: str, paper: Prediction, found: Found | None) -> dict[str, str]:
     memory, step = paper.memory.allocated, paper.time
     told = {
         "plan": f"{name}: `{PLANS[name]}`",
@@ -246,7 +248,7 @@ def row(name: str, paper: PlanEstimate, found: Found | None) -> dict[str, str]:
     return told
 
 
-def causes(papers: Mapping[str, PlanEstimate]) -> str:
+def causes(papers: Mapping[str, Prediction]) -> str:
     """Where the planner thinks that memory and time go."""
     rows = []
     for name, paper in papers.items():
@@ -267,7 +269,7 @@ def causes(papers: Mapping[str, PlanEstimate]) -> str:
 
 def result(
     cluster: Cluster,
-    papers: Mapping[str, PlanEstimate],
+    papers: Mapping[str, Prediction],
     found: Mapping[str, Found],
     shape: Shape,
     when: str,
@@ -303,7 +305,7 @@ def result(
     return "\n".join(lines)
 
 
-def verdict(papers: Mapping[str, PlanEstimate], found: Mapping[str, Found]) -> str:
+def verdict(papers: Mapping[str, Prediction], found: Mapping[str, Found]) -> str:
     """How far the worst are apart, and whether that is near enough."""
     memory = {name: abs(papers[name].memory.allocated / one.peak - 1) for name, one in found.items()}
     seconds = {name: abs(papers[name].time.total / one.median - 1) for name, one in found.items() if one.seconds}
@@ -344,7 +346,7 @@ def main() -> None:
 
 def compare(arguments: Any, shape: Shape) -> None:
     if arguments.cluster:
-        cluster = Cluster.parse(arguments.cluster)
+        cluster = parse_cluster(arguments.cluster)
     else:
         cluster = cluster_of(calibrate(nproc=NUM_RANKS, device="cpu", seconds=arguments.seconds, quiet=True))
     papers = {name: paper for name, paper in predictions(cluster, shape).items() if name in arguments.plans}

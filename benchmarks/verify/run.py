@@ -1,7 +1,7 @@
-"""Does every layout compute what one device computes, and how far off is it?
+"""Does every layout compute the same as one process, and how large are the differences?
 
 python benchmarks/verify/run.py --device cuda --precisions fp32,bf16
-python benchmarks/verify/run.py --matrix 1,2,4,8   # on CPU: every legal layout of so many ranks, in float64: some hours
+python benchmarks/verify/run.py --matrix 1,2,4,8   # on CPU: every valid layout of 1 to 8 ranks, in float64: some hours
 python benchmarks/verify/run.py --matrix 8 --part 0/4 --rows rows-0.json   # a quarter of them; then: --join rows-*.json
 
 Matrix: a dense llama, tied and untied by turns, and a mixture of experts, with two kinds of routers by turns. With 16

@@ -88,7 +88,7 @@ def test_a_gradient_of_a_gradient_is_refused_and_not_wrong() -> None:
     model = build_llama(num_layers=1, hidden=16, num_heads=2, num_kv_heads=2, ffn=32, vocabulary=8, max_sequence=8)
     logits = model(torch.randint(0, 8, (2, 8)))
     for value, inputs in ((loss, [h, weight]), (logits.sum(), list(model.parameters()))):
-        with pytest.raises(ShoalError, match="a gradient of a gradient"):
+        with pytest.raises(ShoalError, match="create_graph=True needs a second derivative"):
             torch.autograd.grad(value, inputs, create_graph=True)
         torch.autograd.grad(value, inputs)
 
@@ -101,5 +101,5 @@ def test_a_gradient_of_a_gradient_of_experts_is_refused_in_the_same_words() -> N
     x, up = torch.randn(6, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True)
     rows = rows_by_expert(torch.tensor([[4, 2]]), 6)
     for value in (gated(x, up, None), spread(x, rows), collect(x, rows)):
-        with pytest.raises(ShoalError, match="a gradient of a gradient"):
+        with pytest.raises(ShoalError, match="create_graph=True needs a second derivative"):
             torch.autograd.grad(value.square().sum(), x, create_graph=True)

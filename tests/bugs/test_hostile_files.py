@@ -282,7 +282,7 @@ def test_a_hostile_word_is_one_message(tmp_path: Path, words: list[str]) -> None
         (["plan", "llama3-8b", "--layers", "100000000", "--cluster", "h100:8"], "layers=100000000"),
         (["plan", "llama3-8b", "--cluster", "h100:8x100000000"], "nodes=100000000"),
         (["plan", "llama3-8b", "--global-batch", "1000000000000", "--cluster", "h100:8"], "batch=1000000000000"),
-        (["plan", "llama3-8b", "--seq-len", "1000000000000", "--cluster", "h100:8"], "seq=1000000000000"),
+        (["plan", "llama3-8b", "--seq-len", "1000000000000", "--cluster", "h100:8"], "seq-len=1000000000000"),
         (["plan", "config.json", "--cluster", "h100:8"], "layers=100000000"),
         (["train", "--dry-run", "--model.num_layers", "100000000"], "num_layers=100000000"),
         (["train", "--dry-run", "--model.num_layers", "100000000", "--plan", "auto"], "num_layers=100000000"),

@@ -32,8 +32,8 @@ from shoal.checkpoint.storage.manifest import CHUNK, Entry, File, Manifest, Piec
 from shoal.checkpoint.storage.store import Store
 from shoal.elastic.memory_tier import memory_tier
 from shoal.errors import ShoalError
-from shoal.train.recipe.autosave import name_in_memory
-from shoal.train.recipe.memory_rescue import own_folder
+from shoal.train.recipe.saving.autosave import memory_folder_prefix
+from shoal.train.recipe.saving.memory_rescue import own_folder
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be several users")
 
@@ -276,7 +276,7 @@ def start_beside(scene: Scene) -> list[str]:
     with memory_tier(str(scene.shared), said.append, saves_to=str(scene.saves)) as root:
         is_own_and_empty(root, but={"lock"})
     assert not root.exists()
-    found = own_folder(str(scene.shared), name_in_memory(RUN), said.append)
+    found = own_folder(str(scene.shared), memory_folder_prefix(RUN), said.append)
     is_own_and_empty(found)
     found.rmdir()
     return said
@@ -354,7 +354,7 @@ def scene(request: pytest.FixtureRequest) -> Iterator[Scene]:
 
 def names_for(scene: Scene) -> list[Path]:
     """Of the folders of a launcher, and of a run without one: as it is looked for, and as it was before."""
-    own = name_in_memory(RUN).replace(f"-{os.geteuid()}-", f"-{scene.uid}-")
+    own = memory_folder_prefix(RUN).replace(f"-{os.geteuid()}-", f"-{scene.uid}-")
     return [scene.shared / name for name in (f"shoal-tier-{scene.uid}-hostile", f"{own}hostile", own.rstrip("-"))]
 
 

@@ -92,7 +92,7 @@ def test_ls_lists_what_is_there(here: Path, capsys: pytest.CaptureFixture[str]) 
         found = say(capsys, "ls", place)["checkpoints"]
         assert [one["step"] for one in found] == [1, 2]
         assert [one["is_latest"] for one in found] == [False, True]
-        assert [one["trouble"] for one in found] == [None, None]
+        assert [one["problem"] for one in found] == [None, None]
         assert found[0]["parameters"] == 4 * 8 + 8 + 8 * 3 + 3
         assert found[0]["tensors"] == 12
         assert found[0]["plan"] == "zero=0 mb=2"
@@ -101,7 +101,7 @@ def test_ls_lists_what_is_there(here: Path, capsys: pytest.CaptureFixture[str]) 
     assert "latest" in out
     assert "zero=0 mb=2" in out
     [one] = say(capsys, "ls", str(TINY / "step-00000001"), "--tensors")["checkpoints"]
-    assert {"name": "model/0.weight", "dtype": "F32", "shape": [8, 4], "pieces": 1} in one["tensor_list"]
+    assert {"name": "model/0.weight", "dtype": "F32", "shape": [8, 4], "shards": 1} in one["tensor_list"]
     assert "optimizer/exp_avg_sq/2.bias" in told(capsys, "ls", str(TINY), "--tensors")
 
 
@@ -113,7 +113,7 @@ def test_ls_names_what_is_not_whole(here: Path, capsys: pytest.CaptureFixture[st
     (TINY / "step-00000005").mkdir()
     (TINY / ".draft-step-00000006").mkdir()
     shutil.copytree(TINY / "step-00000001", TINY / "aside-step-00000007")
-    found = {Path(one["path"]).name: one["trouble"] for one in say(capsys, "ls", "runs/tiny")["checkpoints"]}
+    found = {Path(one["path"]).name: one["problem"] for one in say(capsys, "ls", "runs/tiny")["checkpoints"]}
     assert found["step-00000003"].startswith("damaged: shard-00000.safetensors has 5 bytes, and the manifest says")
     assert found["step-00000004"].startswith("damaged: the manifest has no 'format'")
     assert found["step-00000005"] == "damaged: it has no manifest.json"
@@ -135,11 +135,11 @@ def test_torch_stays_away(here: Path, words: list[str]) -> None:
 
 def test_what_is_whole_is_said_to_be(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = say(capsys, "verify", "runs/tiny", "--all")
-    assert found["whole"]
+    assert found["intact"]
     assert [one["bytes"] for one in found["checkpoints"]] == [
         (TINY / step / SHARD).stat().st_size for step in ("step-00000001", "step-00000002")
     ]
-    assert told(capsys, "verify", "runs/tiny").startswith("whole    runs/tiny/checkpoints/step-00000002: all ")
+    assert told(capsys, "verify", "runs/tiny").startswith("intact   runs/tiny/checkpoints/step-00000002: all ")
 
 
 @pytest.mark.parametrize("place", [0, 9, 200, -1])
@@ -149,13 +149,13 @@ def test_a_flipped_bit_is_found(here: Path, capsys: pytest.CaptureFixture[str], 
     data[place] ^= 1
     path.write_bytes(data)
     found = say(capsys, "verify", "runs/tiny", "--all", code=1)
-    assert [one["whole"] for one in found["checkpoints"]] == [False, True]
+    assert [one["intact"] for one in found["checkpoints"]] == [False, True]
     damage = found["checkpoints"][0]["damages"][0]
     assert (damage["file"], damage["begin"], damage["end"]) == (str(SHARD), 0, len(data))
     assert "model/0.weight" in damage["tensors"]
-    assert say(capsys, "verify", "runs/tiny")["whole"]  # the newest
+    assert say(capsys, "verify", "runs/tiny")["intact"]  # the newest
     out = told(capsys, "verify", "runs/tiny", "--step", "1", code=1)
-    assert re.search(r"shard-00000.safetensors bytes 0 to [\d,]+ are not those .* they hold .*model/0.weight", out)
+    assert re.search(r"shard-00000.safetensors bytes 0 to [\d,]+ are not those .*, in .*model/0.weight", out)
 
 
 def test_damage_in_a_large_file_is_told_with_its_bytes_and_tensors(
@@ -197,9 +197,9 @@ def test_files_that_are_short_gone_swapped_or_of_another_step_are_found(
     (second / SHARD).write_bytes((first / SHARD).read_bytes())  # of the step before
     assert damages()[0]["what"] == "are not those that were written"
     (second / SHARD).write_bytes(whole)
-    assert say(capsys, "verify", str(second))["whole"]
+    assert say(capsys, "verify", str(second))["intact"]
     (second / "notes.txt").write_text("nobody reads this")
-    assert say(capsys, "verify", str(second))["checkpoints"][0]["unlisted"] == ["notes.txt"]
+    assert say(capsys, "verify", str(second))["checkpoints"][0]["unlisted_files"] == ["notes.txt"]
     manifest = json.loads((second / "manifest.json").read_text())
     manifest["tensors"]["model/0.weight"].update(shape=[4, 8])
     manifest["tensors"]["model/0.weight"]["pieces"][0].update(shape=[4, 8])
@@ -240,19 +240,19 @@ def test_diff_tells_what_differs_and_how_much(here: Path, capsys: pytest.Capture
     ("words", "what"),
     [
         ("ls nowhere", "there is no directory nowhere"),
-        ("ls s3://bucket/run", "s3://bucket/run is a URL"),
-        ("export runs/tiny s3://bucket/run", "s3://bucket/run is a URL"),
+        ("ls s3://bucket/run", "got s3://bucket/run"),
+        ("export runs/tiny s3://bucket/run", "got s3://bucket/run"),
         ("ls runs", "there is no checkpoint in runs"),
         ("verify runs", "there is no checkpoint in runs"),
         ("verify runs/tiny --step 7", "one of those that are there: 1, 2"),
-        ("verify runs/tiny --step 1 --all", "leave one of them out"),
+        ("verify runs/tiny --step 1 --all", "exclude each other"),
         ("verify runs/tiny/checkpoints/step-00000001 --step 2", "one of those that are there: 1"),
         ("ls runs/tiny/checkpoints/latest", "is a file, and a checkpoint is a directory"),
         ("diff runs/tiny nowhere", "there is no directory nowhere"),
         ("export runs/tiny runs", "is there already; nothing was touched"),
         ("export runs/tiny runs --overwrite", "which no export has written; nothing was touched"),
         ("export runs/tiny new --format huggingface --optimizer", "weights alone"),
-        ("export runs/tiny new --format huggingface --shard-size many", "'many' is not an amount"),
+        ("export runs/tiny new --format huggingface --shard-size many", "got 'many'"),
         ("export runs/tiny new --step 9", "one of those that are there: 1, 2"),
         ("export runs/tiny runs/tiny/checkpoints/latest/new", "latest is a file, and"),
         (
@@ -263,7 +263,7 @@ def test_diff_tells_what_differs_and_how_much(here: Path, capsys: pytest.Capture
         ("import nowhere new", "there is no nowhere"),
         ("import runs/tiny new --format dcp", "has no .metadata"),
         ("import runs/tiny/checkpoints/step-00000001/shard-00000.safetensors runs/tiny", "nothing was touched"),
-        ("import nowhere new --step -3", "is below 0"),
+        ("import nowhere new --step -3", "must be 0 or more, got -3"),
         ("xport runs/tiny", "fix: shoal checkpoint export"),
     ],
 )
@@ -294,9 +294,9 @@ def test_an_export_replaces_an_earlier_one_if_asked(here: Path, capsys: pytest.C
         "bytes": 67 * 4, "config": False,
     }  # fmt: skip
     assert "is there already" in told(capsys, "export", "runs/tiny", "a.safetensors", code=2)
-    assert "step 2 is in a.safetensors" in told(capsys, "export", "runs/tiny", "a.safetensors", "--overwrite")
+    assert "exported step 2 to a.safetensors" in told(capsys, "export", "runs/tiny", "a.safetensors", "--overwrite")
     said = say(capsys, "import", "a.safetensors", "ours")
-    assert (said["tensors"], said["states"], said["step"], said["left_out"]) == (4, 0, 0, [])
+    assert (said["tensors"], said["optimizer_states"], said["step"], said["skipped"]) == (4, 0, 0, [])
     assert say(capsys, "diff", "ours", "runs/tiny", "--weights")["equal"]
     assert "import of safetensors" in told(capsys, "ls", "ours")
 
@@ -308,7 +308,7 @@ def test_the_recipe_of_the_run_says_what_the_model_is(tmp_path: Path, capsys: py
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
         run.save(tmp_path / "run" / "checkpoints")
     source, to = str(tmp_path / "run"), tmp_path / "hf"
-    assert "--recipe FILE would" in told(capsys, "export", source, str(to), "--format", "huggingface")
+    assert "fix: --recipe FILE" in told(capsys, "export", source, str(to), "--format", "huggingface")
     recipe = dump_recipe(Recipe.model_validate({"model": {"name": "llama", **LLAMA}}))
     (tmp_path / "recipe.yaml").write_text(recipe)
     again = ["export", source, str(to), "--format", "huggingface", "--overwrite"]

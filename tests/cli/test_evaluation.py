@@ -1,4 +1,4 @@
-"""A run that is asked to stop while it evaluates: it stops, has lost no step, and evaluates when it goes on."""
+"""A run that is stopped while it evaluates loses no step, and evaluates when it resumes."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_who_is_asked_to_stop_in_the_last_evaluation(
     began = time.monotonic()
     assert started.wait() == 130, started.said
     assert time.monotonic() - began < 5
-    assert started.said == "stopping without the rest of the evaluation; Ctrl-C again ends at once\n"
+    assert started.said == "stopping without the rest of the evaluation; press Ctrl-C again to end at once\n"
     told = started.json
     assert (told["was_stopped"], told["steps"], told["saved_step"], told["eval_loss"]) == (True, 3, 3, None)
     assert evaluations(folder) == []
@@ -108,7 +108,7 @@ def test_a_person_is_told_that_it_evaluates_and_how_it_was_stopped(host: Host, f
     os.kill(started.pid, signal.SIGTERM)
     assert started.wait() == 130
     assert started.told.startswith("stopped early")
-    assert "the same command, from step 3" in started.told
+    assert "it starts at step 3" in started.told
     ended = host.run(*words, cwd=folder)
     assert ended.code == 0, ended.said
     assert "all of them made before" in ended.told

@@ -107,7 +107,7 @@ def test_a_disk_that_fills_up_before_a_save(host: Host, tmp_path: Path, mount: M
     saves = disk / "saves"
     until(lambda: committed(saves) >= 2, started)
     fill(disk)
-    until(lambda: "NOT SAVED, training goes on" in started.said, started)
+    until(lambda: "NOT SAVED, training continues" in started.said, started)
     os.kill(started.pid, signal.SIGTERM)
     assert started.wait() == 3, started.said
     assert "No space left on device: this rank writes " in started.said

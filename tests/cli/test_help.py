@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 COMMAND = Path(sys.executable).with_name("shoal")  # the script that pip installs
 
 
+@pytest.mark.alone
 def test_help_is_fast() -> None:
     seconds = []
     for _ in range(5):

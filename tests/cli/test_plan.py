@@ -16,7 +16,7 @@ from shoal.cli import main
 from shoal.cli.overrides import parse
 from shoal.cli.train import Train
 from shoal.planner.task import Task
-from shoal.predict.cluster import Cluster
+from shoal.predict.cluster_parser import parse_cluster
 from shoal.predict.workload import Workload
 from tests.cli.host import Host, Started
 
@@ -242,7 +242,7 @@ WRONG = {
     "a price below 0": ("llama3-8b --cluster h100:8 --price -1", "--price -1.0 is below 0", "--price 2.5"),
     "a file without a function": ("net.py --cluster h100:8", "which function of it?", "net.py:function"),
     "said twice": ("llama3-8b --cluster h100:8 --plan tp=2 --tp 4", "tp is said twice", "leave one"),
-    "no amount": ("llama3-8b --cluster h100:8 --max-memory lots", "'lots' is not an amount", "70GiB"),
+    "no amount": ("llama3-8b --cluster h100:8 --max-memory lots", "got 'lots'", "70GiB"),
     "no config": ("nowhere/config.json --cluster h100:8", "cannot be read", "config.json"),
     "no file": ("llama3-8b --cluster nowhere.yaml", "cannot be read", "shoal calibrate"),
     "weights in less than products see": (
@@ -284,7 +284,7 @@ def test_a_checkpoint_is_as_large_as_was_said(host: Host, tmp_path: Path) -> Non
     files = list((tmp_path / "kept/saved/checkpoints").glob("step-*/*.safetensors"))
     task = Task(
         workload=Workload(name="x", hidden=8, layers=1, heads=1, kv_heads=1, ffn=8, vocabulary=9),
-        cluster=Cluster.parse("cpu:2"), sequence=8, global_batch=2,
+        cluster=parse_cluster("cpu:2"), sequence=8, global_batch=2,
     )  # fmt: skip
     per_parameter = task.saved(Plan.parse("zero=3").resolve(2)).total / task.workload.parameters
     newest = max(path.parent for path in files)

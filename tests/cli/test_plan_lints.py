@@ -8,7 +8,7 @@ import pytest
 
 from shoal.cli import main
 from shoal.planner.lint.lint import RULES
-from shoal.predict.cluster import Cluster
+from shoal.predict.cluster_parser import parse_cluster
 from tests.unit.test_lint import CASES, Try
 
 ONLY_IN_PYTHON = {"SH14"}
@@ -69,7 +69,7 @@ def test_sharding_spans_no_more_nodes_than_there_are(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize("per_node", range(1, 10))
 def test_nodes_of_a_group_are_those_that_its_ranks_are_on(per_node: int) -> None:
     for nodes in (1, 2, 3, 4, 6):
-        cluster = Cluster.parse(f"h100:{per_node}x{nodes}")
+        cluster = parse_cluster(f"h100:{per_node}x{nodes}")
         world = per_node * nodes
         shapes = [(d, s) for d in range(1, world + 1) for s in range(1, world + 1) if world % (d * s) == 0]
         for degree, stride in shapes:

@@ -15,7 +15,8 @@ from shoal.blueprint.plan import Plan
 from shoal.cli import main
 from shoal.planner.search import AS_FAST, LESS_MEMORY, LESS_TIME, search, tradeoffs
 from shoal.planner.task import Task
-from shoal.predict.cluster import Cluster, larger
+from shoal.predict.cluster_parser import larger, parse_cluster
+from shoal.predict.presets.models import find_model
 from shoal.predict.workload import Workload
 
 MODELS = ("llama3-1b", "llama3-8b", "gpt3-1.3b", "qwen3-30b-a3b", "resnet50", "mixtral-8x7b")
@@ -33,9 +34,9 @@ def asked(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, st
 
 @pytest.mark.parametrize("model", MODELS)
 def test_each_label_holds_for_the_numbers_below_it(model: str) -> None:
-    workload = Workload.of(model)
+    workload = find_model(model)
     for name, by in product(CLUSTERS, ("time", "memory")):
-        cluster = Cluster.parse(name)
+        cluster = parse_cluster(name)
         tokens = 2048 if workload.is_transformer else 1
         task = Task(workload=workload, cluster=cluster, sequence=tokens, global_batch=16 * cluster.num_devices)
         found = search(task, Plan(precision="bf16"), by=by)  # type: ignore[arg-type]
@@ -129,11 +130,11 @@ def test_experts_are_as_wide_as_the_feed_forward_that_is_assumed() -> None:
 
 
 def test_what_follows_from_a_dimension_follows_it_when_it_changes() -> None:
-    named = Workload.of("llama3-8b")
+    named = find_model("llama3-8b")
     assert named.resized(hidden=2048).head_dim == 64
     assert named.resized(heads=16).head_dim == 256
-    assert Workload.of("gpt3-1.3b").resized(heads=8).kv_heads == 8
-    assert Workload.of("qwen3-32b").resized(hidden=2048).head_dim == 128  # which it says itself
+    assert find_model("gpt3-1.3b").resized(heads=8).kv_heads == 8
+    assert find_model("qwen3-32b").resized(hidden=2048).head_dim == 128  # which it says itself
 
 
 def test_a_model_without_dimensions_is_given_none(capsys: pytest.CaptureFixture[str]) -> None:
@@ -230,8 +231,8 @@ def test_larger_clusters_have_the_form_that_was_typed(said: str, next_ones: list
 def test_a_file_of_a_cluster_takes_a_size(tmp_path: Path) -> None:
     lab = tmp_path / "lab.yaml"
     lab.write_text(yaml.safe_dump({"like": "rtx4090:2", "between": "ethernet-100"}))
-    assert (Cluster.parse(str(lab)).per_node, Cluster.parse(str(lab)).nodes) == (2, 1)
-    bigger = Cluster.parse(f"{lab}:4x3")
+    assert (parse_cluster(str(lab)).per_node, parse_cluster(str(lab)).nodes) == (2, 1)
+    bigger = parse_cluster(f"{lab}:4x3")
     assert (bigger.per_node, bigger.nodes, bigger.between.name) == (4, 3, "ethernet-100")
     assert next(larger(str(lab))) == f"{lab}:2x2"
 

@@ -69,5 +69,5 @@ def test_what_makes_no_sense_is_rejected_before_anything_starts(host: Host, fold
     done = host.run(*words, cwd=folder)
     text = " ".join(done.err.read_text().split())
     assert done.code == 2
-    assert "sync_batch_norm is about batch norm, and the model has none" in text
+    assert "sync_batch_norm needs a batch norm in the model, got none" in text
     assert "--run.check_replicas 100step" in text

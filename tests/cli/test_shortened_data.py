@@ -63,7 +63,8 @@ def test_data_in_place_of_a_recipe_is_answered_with_a_command_that_works(host: H
         ended = host.run("train", name, cwd=tmp_path)
         assert ended.code == 2, (name, ended.said)
         assert f"fix: shoal train --data.source {name}" in " ".join(ended.said.split()), (name, ended.said)
-    more = ["--run.duration", "1step", "--run.fast_dev_run", "--device", "cpu", "--data.seq_len", "64"]
+    more = ["--run.duration", "1step", "--run.fast_dev_run", "--device", "cpu", "--data.seq_len", "64", "--nproc", "1"]
+    more += ["--model.num_layers", "1", "--model.hidden", "32", "--model.ffn", "48"]
     for name in ("corpus.txt", "notes.md", "rows.jsonl"):
         ended = host.run("train", "--data.source", name, *more, cwd=tmp_path)
         assert ended.code == 0, (name, ended.said)

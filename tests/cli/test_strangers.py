@@ -225,7 +225,7 @@ def test_torchrun_and_a_stranger_that_repeats(started: list[subprocess.Popen[str
     text, _ = run.communicate(timeout=60)
     assert "gathered 0 ['rank 0', 'rank 1']" in text, text
     # A stranger that never rests can keep them apart, but then they say so.
-    kept_apart = "answers in place of rank 0" in text or "rank 1 was refused" in text
+    kept_apart = "answers in place of rank 0" in text or "rank 1 was rejected" in text
     assert text.count("gathered 1 ['rank 0', 'rank 1']") == 2 or kept_apart, text
     assert not marker.exists()
 
@@ -238,6 +238,6 @@ def test_another_key_on_one_rank_is_named_by_all(started: list[subprocess.Popen[
     began = time.monotonic()
     texts = [rank.communicate(timeout=20)[0] for rank in ranks]
     assert time.monotonic() - began < 10
-    assert "error rank 1 was refused: it did not prove that it holds the key of this run" in texts[0]
+    assert "error rank 1 was rejected: it did not prove that it holds the key of this run" in texts[0]
     assert "error rank 1 and rank 0 do not hold the same key" in texts[1]
     assert all("export SHOAL_KEY=" in text and "the secret" not in text for text in texts)

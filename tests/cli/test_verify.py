@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from shoal.cli import main
 from shoal.config.load import load_recipe
 from shoal.errors import ShoalError
 from shoal.verification.api import VerifySettings, _notes, case_of
-from tests.beside import Beside
 from tests.readme.fork_host import Ran, run_commands
 
 pytestmark = pytest.mark.timeout(300)  # the first test that asks for `ran` waits for all its commands
@@ -27,14 +27,14 @@ KEYS = {
     *(
         "equal",
         "plan",
-        "world",
+        "ranks",
         "worst",
-        "first",
+        "first_difference",
         "bytes",
         "collectives",
         "memory",
-        "bounded",
-        "meeting",
+        "compression_error",
+        "replica_sync",
         "notes",
         "tolerance",
         "steps",
@@ -95,12 +95,9 @@ def run_all() -> dict[str, Ran]:
         return dict(zip(COMMANDS, run_commands(commands, timeout=280), strict=True))
 
 
-BESIDE = [run_all]
-
-
 @pytest.fixture(scope="module")
-def ran(beside: Beside) -> dict[str, Ran]:
-    outcomes: dict[str, Ran] = beside.result(run_all)
+def ran(once: Callable[..., Any]) -> dict[str, Ran]:
+    outcomes: dict[str, Ran] = once(run_all)
     return outcomes
 
 
@@ -113,8 +110,8 @@ def test_the_proof_of_a_composed_plan(ran: dict[str, Ran]) -> None:
     assert code == 0
     assert told.keys() == KEYS
     assert told["equal"] is True
-    assert told["first"] is None
-    assert told["world"] == 4
+    assert told["first_difference"] is None
+    assert told["ranks"] == 4
     assert {"loss", "grad", "weight", "tensor"} <= told["worst"].keys()
     assert max(told["worst"][key] for key in ("loss", "grad", "weight")) <= 1e-10
     assert told["bytes"].keys() == {"tp", "pp"}
@@ -129,7 +126,7 @@ def test_a_tolerance_that_nothing_meets(ran: dict[str, Ran]) -> None:
     code, told = verified(ran["strict"])
     assert code == 1
     assert told["equal"] is False
-    assert told["first"]["cause"]
+    assert told["first_difference"]["cause"]
 
 
 def test_what_travels_is_that_of_the_plan_as_it_was_asked_for(ran: dict[str, Ran]) -> None:
@@ -138,14 +135,19 @@ def test_what_travels_is_that_of_the_plan_as_it_was_asked_for(ran: dict[str, Ran
         code, told = verified(ran[name])
         assert code == 0
         assert told.keys() == KEYS
-        assert told["bounded"]["holds"] is True
-        assert told["meeting"] == {"axis": "dp_replicate", "every": 1, "alike": True, "has_islands": False}
+        assert told["compression_error"]["is_within_bound"] is True
+        assert told["replica_sync"] == {
+            "axis": "dp_replicate",
+            "every": 1,
+            "has_equal_weights": True,
+            "sends_weights": False,
+        }
         assert told["bytes"].keys() == axes
         assert "dp_replicate" not in told["collectives"]
         for count in told["bytes"].values():
             assert count["predicted"] == count["counted"] > 0
     parameters = verified(ran["compressed"])[1]["memory"]["parameters"]["counted"]
-    assert told["world"] == 4
+    assert told["ranks"] == 4
     sent = verified(ran["compressed"])[1]["bytes"]["dp_replicate"]["counted"]
     assert 2 * parameters / 8 < sent < 2 * parameters / 7  # a byte of eight, and scales; from two ranks
 
@@ -153,19 +155,24 @@ def test_what_travels_is_that_of_the_plan_as_it_was_asked_for(ran: dict[str, Ran
 def test_islands_are_not_called_equal(ran: dict[str, Ran]) -> None:
     code, told = verified(ran["islands"])
     assert code == 0
-    assert told["meeting"] == {"axis": "dp_replicate", "every": 50, "alike": True, "has_islands": True}
+    assert told["replica_sync"] == {
+        "axis": "dp_replicate",
+        "every": 50,
+        "has_equal_weights": True,
+        "sends_weights": True,
+    }
     assert told["bytes"]["dp_replicate"] == verified(ran["compressed"])[1]["bytes"]["dp_replicate"]
     out = ran["islands for reading"].stdout
     assert ran["islands for reading"].code == 0
-    assert out.startswith("islands")
+    assert out.startswith("local SGD")
     assert "bytes sent, every 4 steps" in out
-    assert "all have the same weights" in " ".join(out.split())
+    assert "after a sync their weights are equal" in " ".join(out.split())
 
 
 def test_it_can_be_read(ran: dict[str, Ran]) -> None:
     assert ran["for reading"].code == 0
     out = ran["for reading"].stdout
-    assert "computes what one device" in out
+    assert "computes the same as one process" in out
     assert "dp_replicate" in out
     assert "predicted" in out
     assert "counted" in out
@@ -178,10 +185,10 @@ def test_the_matrix_of_a_model_that_says_nothing(ran: dict[str, Ran]) -> None:
     code, told = verified(ran["matrix"])
     assert code == 0
     assert told["equal"] is True
-    plans = [proof["plan"] for proof in told["proofs"]]
+    plans = [proof["plan"] for proof in told["results"]]
     words = ("dp_replicate=2", "zero=1", "zero=2", "zero=3")
     assert [next(word for word in words if word in plan) for plan in plans] == list(words)
-    assert all(count["predicted"] == count["counted"] for p in told["proofs"] for count in p["bytes"].values())
+    assert all(count["predicted"] == count["counted"] for p in told["results"] for count in p["bytes"].values())
     assert ran["matrix"].stderr.count("/4  ") == 4
 
 
@@ -190,7 +197,7 @@ def test_the_matrix_of_two_ranks(ran: dict[str, Ran]) -> None:
     code, told = verified(ran["matrix of a llama"])
     assert code == 0
     assert told["equal"] is True
-    plans = " ".join(proof["plan"] for proof in told["proofs"])
+    plans = " ".join(proof["plan"] for proof in told["results"])
     for word in (
         "dp_replicate=2",
         "zero=1",
@@ -206,7 +213,7 @@ def test_the_matrix_of_two_ranks(ran: dict[str, Ran]) -> None:
         "dualpipev",
     ):
         assert word in plans
-    assert all(count["predicted"] == count["counted"] for p in told["proofs"] for count in p["bytes"].values())
+    assert all(count["predicted"] == count["counted"] for p in told["results"] for count in p["bytes"].values())
 
 
 def test_a_recipe_of_ones_own_at_its_full_size(ran: dict[str, Ran]) -> None:
@@ -217,15 +224,15 @@ def test_a_recipe_of_ones_own_at_its_full_size(ran: dict[str, Ran]) -> None:
 def test_a_precision_that_was_not_looked_at_is_told(ran: dict[str, Ran]) -> None:
     ended = ran["in 8 bits"]
     assert ended.code == 0
-    assert "fp8 was not looked at: this is of the layout, in fp64" in ended.stdout
+    assert "fp8 was not verified: the layout was, in fp64" in ended.stdout
 
 
 @pytest.mark.parametrize(
     ("plan", "precision", "note"),
     [
-        ("bf16", None, "bf16 was not looked at: this is of the layout, in fp64; --precision bf16 looks at it"),
-        ("fp16", "fp32", "fp16 was not looked at: this is of the layout, in fp32; --precision fp16 looks at it"),
-        ("fp8", "bf16", "fp8 was not looked at: this is of the layout, in bf16"),
+        ("bf16", None, "bf16 was not verified: the layout was, in fp64; --precision bf16 verifies it"),
+        ("fp16", "fp32", "fp16 was not verified: the layout was, in fp32; --precision fp16 verifies it"),
+        ("fp8", "bf16", "fp8 was not verified: the layout was, in bf16"),
         ("bf16", "bf16", None),
         ("fp32", None, None),
     ],
@@ -239,7 +246,7 @@ def test_which_precisions_are_told_of(plan: str, precision: str | None, note: st
 @pytest.mark.parametrize("offload", ["optimizer", "parameters"])
 def test_offload_on_a_cpu_is_not_called_verified(capfd: pytest.CaptureFixture[str], offload: str) -> None:
     """On a CPU offload changes nothing, so "equal" says nothing of it: the text and the JSON say so."""
-    note = f"offload={offload} has no effect on a CPU: not verified"
+    note = f"offload={offload} was not verified: it has no effect on a CPU"
     words = ["verify", "--plan", f"zero=1 offload={offload}", "--nproc", "1", "--device", "cpu", "--steps", "1"]
     assert main(words) == 0
     assert note in " ".join(capfd.readouterr().out.split())
@@ -250,10 +257,10 @@ def test_offload_on_a_cpu_is_not_called_verified(capfd: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("said", "note"),
     [
-        ([("run.compile", "true")], "run.compile true was not looked at: this is of the layout"),
+        ([("run.compile", "true")], "run.compile true was not verified: the layout was"),
         (
             [("run.loss", "plain"), ("optim.state_dtype", "bf16")],
-            "run.loss plain and optim.state_dtype bf16 were not looked at: this is of the layout",
+            "run.loss plain and optim.state_dtype bf16 were not verified: the layout was",
         ),
         ([("run.compile", "false"), ("run.seed", "3")], None),
     ],
@@ -271,7 +278,7 @@ def test_settings_that_were_not_looked_at_are_told(said: list[tuple[str, str]], 
         (["--nproc", "3", "--plan", "tp=2"], "does not divide the number of ranks", "start"),
         (["--nproc", "4", "--plan", "pp=4 1f1b mb=4", "--data.global_batch", "8"], "2 microbatches", "mb"),
         (["--nproc", "2", "--plan", "pp=2 zbv mb=1 recompute=full"], "recompute a block", "recompute=none"),
-        (["--nproc", "2", "--plan", "zero=3", "--precision", "fp7"], "'fp7' cannot be verified in", "fp64"),
+        (["--nproc", "2", "--plan", "zero=3", "--precision", "fp7"], "got 'fp7'", "fp64"),
         (["--nproc", "2", "--plan", "fp8 tp=2"], "1 problem in plan 'tp=2 zero=0 fp8'", "bf16 instead of fp8"),
         (["--nproc", "1", "--plan", "fp8", "--model.name", "OWN"], "fp8 needs blocks", "def describe"),
         (["--nproc", "2", "--plan", "pp=2", "--model.name", "OWN"], "but the model describes none", "def describe"),
@@ -340,5 +347,5 @@ def test_a_module_that_says_nothing_cannot_be_cut() -> None:
 
 
 def test_how_many_ranks_is_said() -> None:
-    with pytest.raises(ShoalError, match="does not say on how many ranks"):
+    with pytest.raises(ShoalError, match="must have a degree, or nproc must be set"):
         shoal.verify(Mixer, (torch.randn(8, 6), torch.randn(8, 6)), "mb=2", loss=squared)

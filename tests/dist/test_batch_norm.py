@@ -261,7 +261,7 @@ def test_it_is_rejected_where_it_makes_no_sense(world: World) -> None:
             run.prepare(model.double())
         assert "sync_batch_norm=False" in str(caught.value)
 
-    refused("", nn.Linear(3, 4), "the model has none")
+    refused("", nn.Linear(3, 4), "needs a batch norm in the model")
     refused("pp=2 mb=1", Net(), "pp=2")
     refused("sync=local:2", Net(), "sync=local:2")
     refused("", nn.Sequential(OwnNorm(3)), "0 is a OwnNorm")
@@ -278,5 +278,5 @@ def test_one_value_of_a_channel_is_no_batch(world: World) -> None:
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     loader = run.prepare(DataLoader(TensorDataset(torch.randn(1, 3), torch.tensor([1])), batch_size=2))
     batch = next(run.batches(loader))
-    with pytest.raises(ShoalError, match="more than one value of each channel"):
+    with pytest.raises(ShoalError, match="more than one value per channel"):
         run.step(batch)

@@ -14,6 +14,8 @@ from shoal.blueprint.plan import Schedule
 from shoal.blueprint.schedules.simulate import StageCost, Timeline
 from tests.dist.pool import Pool
 
+pytestmark = pytest.mark.alone
+
 UNIT = 0.010  # seconds
 BOUND = 1.15  # the runtime's own time is 3 to 5 % of sleeps this short; the rest is what else this machine does
 SCALES = (1, 4)  # on a busy machine, once more with longer sleeps; a wrong simulation is as wrong with those

@@ -119,7 +119,7 @@ def test_rows_go_by_another_device_if_told(world: World) -> None:
     x, routing = rows_of(world.rank, "uneven")
     plain, wired = whole_experts(), whole_experts()
     divide(plain, ExpertParallel(everyone()))
-    divide(wired, ExpertParallel(everyone(), wire=torch.device("cpu")))
+    divide(wired, ExpertParallel(everyone(), comm_device=torch.device("cpu")))
     assert torch.equal(plain(x, routing), wired(x, routing))
     assert copy.deepcopy(wired).parallel is wired.parallel
 

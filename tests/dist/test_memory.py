@@ -11,7 +11,8 @@ from torch import Tensor
 from shoal.blueprint.plan import Plan
 from shoal.comm.world import World
 from shoal.models import llama
-from shoal.parallel.live_memory import live_memory, peak_bytes, trace_shapes
+from shoal.parallel.inspect.live_memory import live_memory, peak_bytes
+from shoal.parallel.inspect.trace_shapes import trace_shapes
 from shoal.predict.exact.memory import Memory, memory
 from shoal.train.run import Run
 from tests.dist.compositions import num_layers_for

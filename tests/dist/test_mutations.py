@@ -17,10 +17,13 @@ from shoal.blueprint.plan import Plan
 from shoal.comm import differentiable_collectives
 from shoal.comm.world import World
 from shoal.models import llama
+from shoal.numerics.gradients import global_norm, norms_of
+from shoal.numerics.local_tensor import to_local
 from shoal.parallel import parallel_model
-from shoal.parallel.data import fsdp
+from shoal.parallel.data import ddp, fsdp
 from shoal.parallel.pipeline import pipeline
-from shoal.train.run import Run
+from shoal.train.loss.global_loss import GlobalLoss
+from shoal.train.step.engine import StepEngine
 from shoal.verification.case import Case
 from shoal.verification.rank import verify_in
 from tests.cover import covered
@@ -79,14 +82,14 @@ def replicas_do_not_talk() -> Any:
 
 def averages_summed() -> Any:
     """dp: the loss is scaled for an average, but the gradients were summed already."""
-    original = Run._total_weight
-    return patch.object(Run, "_total_weight", lambda self, step: original(self, step) / self.degree)
+    original = GlobalLoss.total_weight
+    return patch.object(GlobalLoss, "total_weight", lambda self, step: original(self, step) / self.state.degree)
 
 
 def microbatches_averaged() -> Any:
     """Each microbatch's gradient is divided by the number of microbatches."""
-    original = Run._total_weight
-    return patch.object(Run, "_total_weight", lambda self, step: original(self, step) * len(step.microbatches))
+    original = GlobalLoss.total_weight
+    return patch.object(GlobalLoss, "total_weight", lambda self, step: original(self, step) * len(step.microbatches))
 
 
 def wrong_microbatch() -> Any:
@@ -103,21 +106,19 @@ def wrong_microbatch() -> Any:
 
 def tied_copies_drift() -> Any:
     """pp: embedding and head, one parameter on two stages, each keep their own gradient."""
-    return patch.object(parallel_model.ParallelModel, "_sum_tied", lambda self, first, second: None)
+    return patch.object(parallel_model, "sum_tied", lambda *_: None)
 
 
 def replicas_of_stages_do_not_talk() -> Any:
     """pp x dp_replicate: the average over replicas is forgotten."""
-    return patch.object(parallel_model, "average_gradients", lambda gradients, group: None)
+    return patch.object(ddp, "average_gradients", lambda gradients, group: None)
 
 
 def norm_of_own_shard() -> Any:
     """dp_shard: every rank clips by the norm of its own shard."""
 
     def norm(self: Any, parameters: list[nn.Parameter], **_: Any) -> Tensor:
-        return parallel_model.global_norm(
-            parallel_model.norms_of([parallel_model.to_local(p.grad) for p in parameters if p.grad is not None])
-        )
+        return global_norm(norms_of([to_local(p.grad) for p in parameters if p.grad is not None]))
 
     return patch.object(parallel_model.ParallelModel, "norm", norm)
 
@@ -140,14 +141,14 @@ def replicas_of_shards_do_not_talk() -> Any:
 
 def accumulation_drops_microbatches() -> Any:
     """Gradients come from the last microbatch alone; the earlier ones are lost."""
-    original = Run._backward
+    original = StepEngine._backward
 
     def backward(self: Any, loss_sum: Tensor) -> None:
-        for unit in self.composed.named.values():
+        for unit in self.state.composed.named.values():
             unit.grad = None
         original(self, loss_sum)
 
-    return patch.object(Run, "_backward", backward)
+    return patch.object(StepEngine, "_backward", backward)
 
 
 DEFECTS: list[tuple[Callable[[], Any], int, str, tuple[str, ...]]] = [

@@ -123,7 +123,7 @@ def test_an_error_arrives_as_what_it_is(world: World) -> None:
 def test_data_that_is_not_plain_is_rejected(world: World) -> None:
     """Rank 1 sends a pickle in place of its value."""
     if world.rank == 0:
-        with pytest.raises(RunFailed, match="rank 1 of a group sent what is not plain data"):
+        with pytest.raises(RunFailed, match="rank 1 of a group sent malformed data"):
             world.all_gather_object(0)
         return
     data = b"\1" + pickle.dumps("a pickle")

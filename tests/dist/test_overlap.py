@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import pytest
 import torch
 from torch import nn
 
@@ -21,7 +22,7 @@ def test_times_of_gradients_that_ddp_sends(world: World) -> None:
     seconds = []
     for step in range(42):  # torch by itself times the first ten steps, and then every hundredth
         run.step(torch.ones(8, 64))
-        sent = run.report.hidden if run.report is not None else None
+        sent = run.report.overlap if run.report is not None else None
         assert (sent is not None) == (step in (0, 9, 19, 29, 39))
         if sent is None:
             continue
@@ -32,6 +33,7 @@ def test_times_of_gradients_that_ddp_sends(world: World) -> None:
     assert len(set(seconds)) == len(seconds), "the timers stood still"
 
 
+@pytest.mark.alone
 @on_ranks(2)
 def test_times_are_those_of_their_own_step(world: World) -> None:
     """A backward that is slow once is slow in the report of that step."""
@@ -44,8 +46,8 @@ def test_times_are_those_of_their_own_step(world: World) -> None:
     for step in range(32):
         slow["step"] = step == 19 and world.rank == 1
         run.step(torch.ones(8, 64))
-        if run.report is not None and run.report.hidden is not None:
-            found[step] = run.report.hidden.seconds
+        if run.report is not None and run.report.overlap is not None:
+            found[step] = run.report.overlap.seconds
     slowest = max(found, key=found.__getitem__)
     assert sorted(found) == [0, 9, 19, 29]
     assert found[29] < 0.15

@@ -228,7 +228,7 @@ def refused(world: World, what: str) -> str:
         ("unknown batch", "has to know the batch"),
         ("routers", "has to know the batch"),
         ("whole tokens", "run.own_tokens"),
-        ("too long", "longer than the 16"),
+        ("too long", "at most the model's 16 tokens"),
     ],
 )
 def test_what_would_go_wrong_is_refused(pool: Pool, what: str, words: str) -> None:

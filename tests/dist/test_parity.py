@@ -97,7 +97,7 @@ def train_plainly(recipe: Recipe) -> tuple[list[float], list[float], dict[str, T
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_any_number_of_ranks_computes_what_plain_torch_does(pool: Pool, world_size: int, documents: bool) -> None:
     """1 rank accumulates 4 microbatches, 2 ranks 2, 4 ranks 1."""
-    settings = recipe(documents=documents)
+    settings = recipe(mask_documents=documents)
     if documents:  # ragged indeed: the labels that count differ from one microbatch to the next
         dataset, _ = open_datasets(settings.data, 5)
         counts = [int((dataset.batch(np.arange(i, i + 2))["labels"] != -100).sum()) for i in range(0, 400, 2)]

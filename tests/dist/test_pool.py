@@ -142,6 +142,7 @@ def test_a_local_function_is_refused(pool: Pool) -> None:
         pool.run(lambda world: None, 2)
 
 
+@pytest.mark.alone
 def test_start_and_call_are_fast(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
     began = time.monotonic()
     pool.run(rank_times, 8, 1)

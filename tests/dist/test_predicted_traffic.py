@@ -20,7 +20,7 @@ from shoal.comm.world import World
 from shoal.models import llama
 from shoal.parallel.expert.experts import Experts
 from shoal.parallel.expert.router import Router
-from shoal.parallel.live_memory import trace_shapes
+from shoal.parallel.inspect.trace_shapes import trace_shapes
 from shoal.predict.exact.traffic import traffic
 from shoal.train.run import Run
 from tests.cover import beside, covered

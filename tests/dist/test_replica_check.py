@@ -62,7 +62,7 @@ def test_copies_that_are_the_same_raise_no_alarm(world: World, plan: str) -> Non
     run = own_run(world, plan, clip=0.5)
     for number in range(3):
         one_step(run, number)
-    assert run.replica_check.agreed_at == 3
+    assert run.replicas_agreed_at == 3
 
 
 @pytest.mark.parametrize(

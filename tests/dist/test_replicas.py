@@ -141,7 +141,7 @@ def test_parameters_without_a_gradient(world: World) -> None:
     strict = Run("fp64", world=world, **options)
     strict.prepare(Forked(world.rank))
     strict.prepare(torch.optim.SGD(strict.parameters, lr=0.5))
-    with pytest.raises(ShoalError, match="had no part in the loss of this step"):
+    with pytest.raises(ShoalError, match="some without a gradient on this replica"):
         strict.step(batch)
 
 
@@ -196,9 +196,9 @@ def test_weights_that_tp_ranks_share_stay_the_same(world: World, plan: str) -> N
 
 @on_ranks(2)
 def test_what_cannot_go_together_is_refused(world: World) -> None:
-    with pytest.raises(ShoalError, match="fp16 scales every step's gradients otherwise"):
+    with pytest.raises(ShoalError, match="the changing loss scale of fp16"):
         Run("fp16 compress=topk", world=world)
-    with pytest.raises(ShoalError, match=r"cp=2 is not inside of one|but dp_replicate=1"):
+    with pytest.raises(ShoalError, match=r"got cp=2 with zero=0|but dp_replicate=1"):
         Run("cp=2 sync=diloco:4", world=world)
     for words in ("zero=3 compress=1bit", "tp=2 sync=diloco:4"):
         with pytest.raises(ShoalError, match="but dp_replicate=1"):
@@ -210,12 +210,12 @@ def test_how_much_was_hidden_is_told(world: World) -> None:
     run = started(world, "compress=int8", bucket_mb=0.001)
     run.step(share(run, 0))
     assert run.composed.reducer is not None
-    hidden = run.composed.reducer.hidden
-    assert hidden is not None
-    assert len(run.composed.reducer.averager.loads) > 3
-    assert 0 <= hidden.exposed <= hidden.seconds
-    assert 0 <= hidden.part <= 1
-    assert hidden.bytes > 0
+    overlap = run.composed.reducer.overlap
+    assert overlap is not None
+    assert len(run.composed.reducer.averager.buckets) > 3
+    assert 0 <= overlap.exposed <= overlap.seconds
+    assert 0 <= overlap.part <= 1
+    assert overlap.bytes > 0
 
 
 # ---- islands --------------------------------------------------------------------------------------------------------
@@ -305,14 +305,14 @@ def test_islands_make_their_first_steps_together(world: World) -> None:
     run = started(world, "sync=local:3 compress=topk:0.1 mb=6", warmup_steps=2)
     for step in range(2):
         assert float(run.step(share(run, step))) == pytest.approx(float(plain.step(share(plain, step))), rel=1e-12)
-        sent = run.report.hidden if run.report is not None else None
+        sent = run.report.overlap if run.report is not None else None
         assert sent is not None
         assert sent.bytes >= 8 * sum(parameter.numel() for parameter in run.parameters)
         assert_same(*world.all_gather_object({name: p.detach().clone() for name, p in run.composed.named.items()}))
     for name, weight in plain.weights().items():
         assert torch.allclose(run.weights()[name], weight, rtol=1e-8, atol=1e-10), name
     run.step(share(run, 2))  # of the third, all islands meet, in few bytes
-    sent = run.report.hidden if run.report is not None else None
+    sent = run.report.overlap if run.report is not None else None
     assert sent is not None
     assert 0 < sent.bytes < 8 * sum(parameter.numel() for parameter in run.parameters)
 
@@ -328,19 +328,19 @@ def test_how_far_gradients_lie_apart_is_measured(world: World) -> None:
         spread = LocalStepScale(0.9, torch.zeros(2))
         for step in range(30):
             gradients = [torch.ones(shape) + noise * torch.randn(shape, generator=drawn) for shape in shapes]
-            assert not spread.tell(finite, gradients, step, times=torch.ones(()), islands=everybody, own=alone)
+            assert not spread.update(finite, gradients, step, times=torch.ones(()), replicas=everybody, own=alone)
         expected = ((1 + noise**2) / (1 + noise**2 / 4)) ** 0.5
         assert float(spread.factor(4)) == pytest.approx(expected, rel=0.03)
         before = spread.squares
         gradients[0].fill_(torch.nan)
-        assert spread.tell(torch.ones(()), gradients, 30, times=torch.ones(()), islands=everybody, own=alone)
+        assert spread.update(torch.ones(()), gradients, 30, times=torch.ones(()), replicas=everybody, own=alone)
         assert torch.equal(spread.squares, before)
         assert float(spread.factor(4, most=1.5)) == pytest.approx(min(expected, 1.5), rel=0.03)
     assert float(LocalStepScale(0.9, torch.zeros(2)).factor(4)) == 1.0
     late = LocalStepScale(
         0.9, torch.zeros(2), begins_equal=True
     )  # squares of one model are known, and forgotten slowly
-    late.tell(finite, gradients[1:], 0, times=torch.ones(()), islands=everybody, own=alone)
+    late.update(finite, gradients[1:], 0, times=torch.ones(()), replicas=everybody, own=alone)
     assert float(late.factor(4)) < 1.2
     assert picked([torch.empty(0, 3), torch.empty(0)], 5).numel() == 0
 
@@ -383,8 +383,8 @@ def _stretched(world: World, plan: str) -> tuple[list[float], float]:
     losses = [float(run.step(share(run, step))) for step in range(6)]
     islands = run.composed.islands
     assert islands is not None
-    assert islands.spread is not None
-    return losses, float(islands.spread.factor(2))
+    assert islands.step_scale is not None
+    return losses, float(islands.step_scale.factor(2))
 
 
 @on_ranks(2)
@@ -646,9 +646,9 @@ def test_verify_states_the_bound(words: str) -> None:
     batch = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
     proof = shoal.verify(functools.partial(build, "llama"), batch, words, nproc=2)
     assert proof.equal
-    assert proof.bounded is not None
-    assert 1e-6 < proof.bounded.error <= proof.bounded.bound < 1.01
-    assert not replace(proof, bounded=replace(proof.bounded, error=2.0)).equal
+    assert proof.compression_error is not None
+    assert 1e-6 < proof.compression_error.error <= proof.compression_error.bound < 1.01
+    assert not replace(proof, compression_error=replace(proof.compression_error, error=2.0)).equal
 
 
 @pytest.mark.parametrize(
@@ -700,7 +700,7 @@ def test_a_step_that_is_dropped_leaves_what_is_owed(world: World, method: str, b
     for step in range(6):
         if step == 3:
             assert run.composed.reducer is not None
-            name = run.composed.reducer.averager.loads[0].names[0]
+            name = run.composed.reducer.averager.buckets[0].names[0]
             hook = run.composed.named[name].register_hook(
                 lambda gradient: gradient * (float(bad) if world.rank == 1 else 1.0)
             )

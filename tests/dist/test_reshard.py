@@ -161,7 +161,7 @@ def test_round_a_ring_of_layouts(pool: Pool, tmp_path: Path, kind: str) -> None:
 
 def test_states_of_another_dtype(pool: Pool, tmp_path: Path) -> None:
     ring: list[Layout] = [(2, "zero=3 mb=4"), (1, "mb=6"), (3, "zero=1 mb=4"), (2, "tp=2 mb=4")]
-    round_trip(pool, tmp_path, ring, "llama", states="bf16")
+    round_trip(pool, tmp_path, ring, "llama", state_dtype="bf16")
     dtypes = {tensor.dtype for tensor in whole(tmp_path / "after-3").values()}
     assert dtypes == {torch.float32, torch.bfloat16}
 

@@ -47,6 +47,7 @@ def _save_beside_steps(world: World, now: str, later: str) -> tuple[float, float
         del os.environ[VARIABLE]
 
 
+@pytest.mark.alone
 def test_what_is_written_is_the_step_that_was_copied(pool: Pool, tmp_path: Path) -> None:
     for held, seconds in pool.run(_save_beside_steps, 2, str(tmp_path / "now"), str(tmp_path / "later")):
         assert held < 0.5 < 1.0 < seconds

@@ -51,7 +51,7 @@ SCHEDULERS: dict[str, Make] = {
     "CosineAnnealingWarmRestarts": lambda o: lrs.CosineAnnealingWarmRestarts(o, 4),
     "OneCycleLR": lambda o: lrs.OneCycleLR(o, 0.2, total_steps=10),
     "CyclicLR": lambda o: lrs.CyclicLR(o, 0.01, 0.1, step_size_up=2, mode="exp_range", gamma=0.9),
-    "ReduceLROnPlateau": lambda o: lrs.ReduceLROnPlateau(o, grace_period=0, threshold=0.5),
+    "ReduceLROnPlateau": lambda o: lrs.ReduceLROnPlateau(o, patience=0, threshold=0.5),
 }
 
 

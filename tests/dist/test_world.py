@@ -61,6 +61,7 @@ def seconds_per_reduction(world: World) -> float:
     return (time.monotonic() - began) / 200
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_host_reduction_is_cheap(world_size: int, pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
     seconds = max(pool.run(seconds_per_reduction, world_size))
@@ -129,12 +130,12 @@ def start_without_the_others(place: Placement, store: dist.Store, address: str |
 
 
 def test_nobody_at_the_address() -> None:
-    with pytest.raises(ShoalError, match=r"rank 1 of 2 did not meet the others at 127.0.0.1:1, where rank 0 should"):
+    with pytest.raises(ShoalError, match=r"rank 1 of 2 could not connect to rank 0 at 127.0.0.1:1"):
         launch(start_without_the_others, ("127.0.0.1",), nproc=1)
 
 
 def test_no_way_to_meet() -> None:
-    with pytest.raises(ShoalError, match="2 ranks have no way to meet"):
+    with pytest.raises(ShoalError, match="2 ranks need a rendezvous"):
         launch(start_without_the_others, (None,), nproc=1)
 
 
@@ -179,7 +180,7 @@ def test_picked_device(
         ("cuda", 0, r"device cuda was asked for, but this machine has no CUDA device\n    fix: --launch.device cpu"),
         ("cuda", 2, r"4 ranks on this machine, but 2 CUDA devices[^§]*fix: --launch.nproc 2"),
         ("auto", 2, r"4 ranks on this machine, but 2 CUDA devices"),
-        ("tpu", 2, r"device 'tpu' is not known\n    fix: --launch.device auto, cpu or cuda"),
+        ("tpu", 2, r"device must be auto, cpu or cuda, got 'tpu'\n    fix: --launch.device auto"),
     ],
 )
 def test_refused_device(name: str, num_cuda: int, text: str) -> None:

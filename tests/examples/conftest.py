@@ -9,10 +9,10 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.beside import Beside
 from tests.examples.host import run_examples
 from tests.readme.fork_host import Ran
 
@@ -26,7 +26,7 @@ FOR_REAL, *IN_FORKS = [path.name for path in EXAMPLES]
 
 
 @pytest.fixture(scope="session")
-def one_and_two(beside: Beside) -> Callable[[str], tuple[str, str]]:
+def one_and_two(once: Callable[..., Any]) -> Callable[[str], tuple[str, str]]:
     """The name of an example → the output of `python` and that of `torchrun --nproc-per-node 2`."""
 
     @cache
@@ -35,7 +35,7 @@ def one_and_two(beside: Beside) -> Callable[[str], tuple[str, str]]:
         if name == FOR_REAL:
             with start(path) as one, start(*TORCHRUN, path) as two:  # at the same time
                 return output_of(one), output_of(two)
-        ran = beside.result(in_forks)[name]
+        ran = once(in_forks)[name]
         for each in ran:
             assert each.code == 0, each.stderr[-3000:]
         return ran[0].stdout, ran[1].stdout + ran[2].stdout

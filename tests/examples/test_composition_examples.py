@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from tests.beside import Beside
 from tests.examples.host import run_for_real
 from tests.readme.fork_host import Ran
 
 
 def long_context() -> Ran:
     return run_for_real("10_long_context.py", timeout=230)
-
-
-BESIDE = [long_context]
 
 
 def losses_in(text: str) -> list[float]:
@@ -45,9 +42,9 @@ def test_a_model_of_ones_own_has_half_of_its_experts_on_each_of_two_ranks(
 
 
 @pytest.mark.timeout(240)
-def test_a_sequence_that_does_not_fit_trains_on_four_ranks(beside: Beside) -> None:
+def test_a_sequence_that_does_not_fit_trains_on_four_ranks(once: Callable[..., Any]) -> None:
     """Exit code 0 says that one process was refused and that four have trained."""
-    ran = beside.result(long_context)
+    ran = once(long_context)
     assert ran.code == 0, ran.stdout + ran.stderr[-3000:]
     _, alone, shared, refused, trained = ran.stdout.splitlines()
     need_alone, need_shared = (float(re.findall(r"needs +(\d+) MiB", line)[0]) for line in (alone, shared))

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.conftest import EXAMPLES, in_forks
-
-BESIDE = [in_forks]
+from tests.examples.conftest import EXAMPLES
 
 # float32 is rounded in another order on two ranks, and the losses have four digits; half precision rounds in the third.
 TOLERANCE = {"04_mixed_precision.py": 5e-3}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from tests.beside import Beside
 from tests.examples.host import run_for_real
 from tests.readme.fork_host import Ran
 
@@ -20,9 +20,6 @@ def pipeline() -> Ran:
     return run_for_real("07_pipeline.py", timeout=110)
 
 
-BESIDE = [sharding, pipeline]
-
-
 def losses_in(line: str) -> list[float]:
     """Every number with four digits behind the point.
 
@@ -32,8 +29,8 @@ def losses_in(line: str) -> list[float]:
     return [float(number) for number in re.findall(r"\d+\.\d{4}\b", line)]
 
 
-def test_what_does_not_fit_replicated_trains_sharded(beside: Beside) -> None:
-    ran = beside.result(sharding)
+def test_what_does_not_fit_replicated_trains_sharded(once: Callable[..., Any]) -> None:
+    ran = once(sharding)
     assert ran.code == 0, ran.stderr[-3000:]
     first, failure, second, counted, losses = ran.stdout.splitlines()
     limit = 512  # MiB
@@ -53,8 +50,8 @@ def test_what_does_not_fit_replicated_trains_sharded(beside: Beside) -> None:
     assert losses_in(losses)[-1] < 0.1 * losses_in(losses)[0]
 
 
-def test_a_pipeline_equals_one_process_under_two_schedules(beside: Beside) -> None:
-    ran = beside.result(pipeline)
+def test_a_pipeline_equals_one_process_under_two_schedules(once: Callable[..., Any]) -> None:
+    ran = once(pipeline)
     assert ran.code == 0, ran.stderr[-3000:]
     one_f_one_b, zero_bubble, alone = ran.stdout.strip().split("\n\n")
     assert one_f_one_b.startswith("pp=2 1f1b mb=2: 14% waiting (predicted), in flight (2.0, 1.0)\nrank 0 │0   1   ....")

@@ -143,7 +143,7 @@ TOKENS, DTYPE = 1024, torch.bfloat16
 def on_rank(placement: Placement, store: dist.Store, kind: str, documents: Any) -> list[Any]:
     """Output and gradients of my tokens, put together with everybody's, in host memory."""
     with World.start(placement, device="cuda", backend="gloo", store=store) as world:
-        context = ContextParallel(dist.group.WORLD, kind=kind, wire=torch.device("cpu"))  # type: ignore[arg-type]
+        context = ContextParallel(dist.group.WORLD, kind=kind, comm_device=torch.device("cpu"))  # type: ignore[arg-type]
         attention = Attention()
         attention.context = context
         q, k, v, grad = (context.part(x, 2) for x in drawn(DTYPE, 2, TOKENS, TOKENS))

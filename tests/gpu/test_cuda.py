@@ -74,7 +74,7 @@ def test_every_precision_learns(precision: str) -> None:
         "run": {"duration": "60step", "fp8_min_features": 16 if precision == "fp8" else None},
     }
     job = preflight(build_recipe(tree, title="test"), 1)
-    summary = train(None, None, job, RunInvocation(keep=False, quiet=True, began=0.0))
+    summary = train(None, None, job, RunInvocation(save=False, quiet=True, start_time=0.0))
     assert summary["loss_first"] > 5.0
     assert summary["loss_last"] < 3.5
     assert summary["memory_gib_max"] > 0

@@ -231,7 +231,7 @@ def test_wide_projections_are_together_where_they_are_cast(dtype: torch.dtype, c
 @pytest.fixture(params=["torch's", "shoal's", "shoal's in bf16"])
 def run(request: pytest.FixtureRequest) -> Iterator[Run]:
     weights: Any = "bf16" if "bf16" in request.param else "fp32"
-    with Run("bf16 mb=2", device="cuda", clip=1.0, weights=weights) as run:
+    with Run("bf16 mb=2", device="cuda", clip=1.0, param_dtype=weights) as run:
         run.prepare(block_model())
         if request.param == "torch's":
             run.prepare(torch.optim.AdamW(run.parameters, lr=1e-3, fused=True))

@@ -46,13 +46,13 @@ def test_the_backward_of_a_norm(width: int, num_gradients: int, dtype: torch.dty
 
 
 @pytest.mark.parametrize("width", [64, 2048, 6912])
-@pytest.mark.parametrize("remakes", [True, False])
+@pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 3e-3), (torch.float16, 4e-4), (torch.float32, 1e-6)])
-def test_the_backward_of_gates(width: int, remakes: bool, dtype: torch.dtype, bound: float) -> None:
+def test_the_backward_of_gates(width: int, recompute: bool, dtype: torch.dtype, bound: float) -> None:
     torch.manual_seed(width)
     joint, d_gated = torch.randn(7, 101, 2 * width, device="cuda") * 3, torch.randn(7, 101, width, device="cuda")
     joint, d_gated = joint.to(dtype), d_gated.to(dtype)
-    (d_joint,), gated = swiglu_backward([joint], d_gated, remakes=remakes)
+    (d_joint,), gated = swiglu_backward([joint], d_gated, recompute=recompute)
     exact = joint.double().requires_grad_()
     gate, up = exact.chunk(2, -1)
     expected = F.silu(gate) * up
@@ -60,7 +60,7 @@ def test_the_backward_of_gates(width: int, remakes: bool, dtype: torch.dtype, bo
     assert exact.grad is not None
     assert d_joint.dtype == dtype
     assert relative(d_joint, exact.grad) < bound
-    assert (gated is not None) == remakes
+    assert (gated is not None) == recompute
     assert gated is None or relative(gated, expected.detach()) < bound
 
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -49,13 +49,14 @@ def main() -> None:
     print(json.dumps([asdict(in_a_fork(words)) for words in commands]))
 
 
-def in_a_fork(words: list[str]) -> Ran:
+def in_a_fork(words: list[str], act: Callable[[list[str]], int] | None = None) -> Ran:
+    """What became of a command. `act` is called with its words, and returns its exit code; None: `shoal` itself."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         child = os.fork()
         if child == 0:
             os.dup2(out.fileno(), 1)
             os.dup2(err.fileno(), 2)
-            os._exit(exit_code_of(words))
+            os._exit((act or exit_code_of)(words))
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         texts = []
         for file in (out, err):

@@ -13,6 +13,8 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,6 @@ from typing import Any
 import pytest
 
 from shoal.config.duration import UNITS, Duration
-from tests.beside import Beside
 from tests.cli.test_launchers import OF_TWO
 from tests.readme.fork_host import ROOT, Ran, run_commands
 
@@ -147,12 +148,9 @@ def run_scripts() -> dict[str, Ran]:
     return found
 
 
-BESIDE = [run_all, run_scripts]
-
-
 @pytest.fixture(scope="module")
-def ran(beside: Beside) -> dict[str, Ran]:
-    outcomes: dict[str, Ran] = beside.result(run_all)[0]
+def ran(once: Callable[..., Any]) -> dict[str, Ran]:
+    outcomes: dict[str, Ran] = once(run_all)[0]
     return outcomes
 
 
@@ -167,9 +165,14 @@ def test_a_command_runs(command: Command, ran: dict[str, Ran]) -> None:
 
 @pytest.mark.parametrize("command", OTHERS, ids=str)
 def test_another_command_runs(command: Command) -> None:
-    """A target of make is only asked for; an example has a test of its own."""
+    """A target of make is only asked for; an example has a test of its own; CI installs as pip is told to here."""
     words = shlex.split(command.text)
-    assert words[0] in ("make", "python"), f"who runs {words[0]}?"
+    assert words[0] in ("make", "python", "pip"), f"who runs {words[0]}?"
+    if words[0] == "pip":
+        [extras] = re.fullmatch(r"pip install -e \.(?:\[([\w,]+)\])?", " ".join(words)).groups()  # type: ignore[union-attr]
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        assert set(extras.split(",") if extras else ()) <= set(project["optional-dependencies"])
+        return
     if words[0] == "make":
         asked = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
         assert asked.returncode == 0, asked.stderr
@@ -200,27 +203,27 @@ def test_mistakes_come_in_one_list_as_shown(ran: dict[str, Ran]) -> None:
     assert WRONG in " ".join((ROOT / "docs" / "recipes.md").read_text().split())
 
 
-def test_python_prints_what_is_shown(beside: Beside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_prints_what_is_shown(once: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a block of text follows, that is all that is printed; else it only has to run."""
     monkeypatch.chdir(tmp_path)
     number = 0
     for block, following in zip(BLOCKS, [*BLOCKS[1:], None], strict=True):
         if block.language == "python":
             number += 1
-            printed = run_python(block, beside)
+            printed = run_python(block, once)
             if following is not None and following.language == "text":
                 assert printed == following.text
     assert number
 
 
-def run_python(block: Block, beside: Beside) -> str:
+def run_python(block: Block, once: Callable[..., Any]) -> str:
     """What it prints."""
     if block.text.startswith(">>>"):
         found = doctest.DocTestParser().get_doctest(block.text, {}, block.page.name, None, None)
         assert doctest.DocTestRunner().run(found).failed == 0
         return ""
     if block.is_script:
-        ran: Ran = beside.result(run_scripts)[block.text]
+        ran: Ran = once(run_scripts)[block.text]
         assert ran.code == 0, ran.stderr[-3000:]
         return ran.stdout
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -315,10 +318,32 @@ def test_the_tour_counts_lines() -> None:
         assert abs(counted - int(said)) <= counted / 10, f"{link} has {counted} lines, docs/tour.md says {said}"
 
 
-def test_every_metric_is_documented_and_no_other(beside: Beside) -> None:
+TOPICS = (
+    "gradient compression", "DiLoCo", "autosave", "1F1B table", "fused loss", "memory prediction", "hang timeout",
+    "Slurm", "activation checkpointing", "fp8",
+)  # fmt: skip
+
+
+def test_the_tour_says_where_things_are() -> None:
+    rows = re.findall(r"^\| ([^|]+) \| .*\]\(\.\./src/", (ROOT / "docs" / "tour.md").read_text(), re.MULTILINE)
+    assert [topic for topic in TOPICS if not any(topic in row for row in rows)] == []
+
+
+def test_the_drawn_layers_are_those_of_the_contract() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = next(contract["layers"] for contract in contracts if contract.get("containers") == ["shoal"])
+    page = ROOT / "docs" / "decisions"
+    [rooms] = [block.text for block in blocks_of(page / "0021-rooms.md") if block.text.startswith("cli")]
+    assert [line.split("  ")[0] for line in rooms.splitlines()] == layers
+    [drawn] = [block.text for block in blocks_of(page / "0001-paper-and-machine.md") if "errors" in block.text]
+    words = re.sub(r"^(paper, no torch|machine)", "", drawn, flags=re.MULTILINE)
+    assert [" ".join(layer.split()) for layer in words.split("\N{RIGHTWARDS ARROW}")] == layers[::-1]
+
+
+def test_every_metric_is_documented_and_no_other(once: Callable[..., Any]) -> None:
     page = (ROOT / "docs" / "metrics.md").read_text()
     of_steps, of_summary = page.split("## summary.json")
-    ran, records = beside.result(run_all)
+    ran, records = once(run_all)
     assert ran["kept"].code == 0, ran["kept"].stderr
     assert {key for record in records for key in record} == set(re.findall(r"^\| `(\w+)`", of_steps, re.MULTILINE))
     summary = json.loads(ran["kept"].stdout)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shoal.config.load import load_recipe
 from shoal.config.recipe import Recipe
-from tests.beside import Beside
 from tests.readme.fork_host import ROOT, Ran, run_commands
 
 PATHS = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -50,12 +51,9 @@ def run_all() -> tuple[dict[Path, Ran], set[Path]]:
         return ran, set(Path(folder).glob("*/summary.json"))
 
 
-BESIDE = [run_all]
-
-
 @pytest.mark.parametrize("path", ON_CPU, ids=lambda path: path.stem)
-def test_it_trains_on_a_cpu(path: Path, beside: Beside) -> None:
-    runs, summaries = beside.result(run_all)
+def test_it_trains_on_a_cpu(path: Path, once: Callable[..., Any]) -> None:
+    runs, summaries = once(run_all)
     ran = runs[path]
     assert ran.code == 0, ran.stderr
     summary = json.loads(ran.stdout)
@@ -64,4 +62,4 @@ def test_it_trains_on_a_cpu(path: Path, beside: Beside) -> None:
     assert summary["ranks"] == recipe.launch.nproc
     assert 0.0 < summary["loss_first"] < 10.0
     assert summary["eval_loss"] is not None
-    assert Path(summary["directory"]) / "summary.json" in summaries
+    assert Path(summary["run_directory"]) / "summary.json" in summaries

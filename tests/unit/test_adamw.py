@@ -172,9 +172,9 @@ def test_it_goes_on_from_the_states_of_torchs_own() -> None:
     ("name", "value"), [("states", "fp16"), ("lr", -1e-3), ("betas", (1.0, 0.9)), ("eps", -1.0), ("weight_decay", -0.1)]
 )
 def test_options_that_cannot_be_are_told_when_it_is_made(name: str, value: object) -> None:
-    with pytest.raises(ShoalError, match=f"{name} is"):
+    with pytest.raises(ShoalError, match=f"{name} must be"):
         AdamW(weights(), **{**OPTIONS, name: value})
-    with pytest.raises(ShoalError, match=f"{name} is"):
+    with pytest.raises(ShoalError, match=f"{name} must be"):
         AdamW([{"params": weights(), name: value}], **OPTIONS)
 
 

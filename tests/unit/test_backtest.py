@@ -21,7 +21,7 @@ from shoal.planner.backtest.report import backtest, to_mapping
 from shoal.planner.backtest.rows import COLUMNS, PAPER_FIGURES, Row, append, read
 from shoal.predict.estimate.peak_memory import PeakMemory
 from shoal.predict.estimate.step_time import SPREAD, StepTime
-from shoal.predict.framework_profile import SHOAL
+from shoal.predict.presets.frameworks import SHOAL
 
 RUN = {
     "source": "pytorch/torchtitan benchmarks",
@@ -93,8 +93,8 @@ def test_a_run_of_shoal_is_appended_and_read_back(tmp_path: Path) -> None:
     assert [one.reason for one in found] == ["", ""]
     assert found[0].plan is not None
     assert found[0].plan.zero == 3
-    assert found[0].habits is not None
-    assert found[0].habits.name == "shoal, eager"
+    assert found[0].profile is not None
+    assert found[0].profile.name == "shoal, eager"
     with pytest.raises(ShoalError, match="no column 'duration'"):
         append(path, {"duration": 1})
 
@@ -141,9 +141,9 @@ def test_a_number_of_parameters_tells_of_a_gate() -> None:
 
 def test_a_system_is_known_by_its_source_and_a_stranger_by_its_plan() -> None:
     def name(**cells: str) -> str:
-        habits = predict(row(**cells)).habits
-        assert habits is not None
-        return habits.name
+        profile = predict(row(**cells)).profile
+        assert profile is not None
+        return profile.name
 
     assert name() == "torchtitan"
     assert name(source="pytorch/torchtitan benchmarks/llama3_h100_202412.md") == "torchtitan-2024"
@@ -255,8 +255,8 @@ def test_the_table_of_the_zero_paper_is_exact() -> None:
 def test_without_what_was_learnt_a_system_is_predicted_otherwise() -> None:
     assert predict(row()).predicted_s != predict(row(source="llm-foundry")).predicted_s
     blind = predict(row(source="llm-foundry"), is_blind=True)
-    assert blind.habits is not None
-    assert "documented" in blind.habits.name
+    assert blind.profile is not None
+    assert "documented" in blind.profile.name
 
 
 # ---- scores on cases that can be reckoned by hand -------------------------------------------------------------------
@@ -292,8 +292,8 @@ def test_regret_is_of_the_pick_among_what_fits() -> None:
 
 def test_of_plans_that_are_as_fast_the_one_on_fewer_axes_is_picked() -> None:
     def on(words: str, predicted: float, measured: float, *, known: bool = True) -> Prediction:
-        habits = SHOAL if known else SHOAL.as_documented()
-        return replace(judged(predicted, measured), plan=Plan.parse(words).resolve(32), habits=habits)
+        profile = SHOAL if known else SHOAL.as_documented()
+        return replace(judged(predicted, measured), plan=Plan.parse(words).resolve(32), profile=profile)
 
     def regret(apart: float, *, known: bool = True) -> float:
         runs = [on("tp=2 pp=2", 1.0, 2.0, known=known), on("tp=2", 1.0 + apart, 1.0, known=known)]

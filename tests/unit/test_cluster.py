@@ -12,17 +12,18 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import ShoalError
-from shoal.predict.cluster import Cluster, here_file
+from shoal.predict.cluster import Cluster
+from shoal.predict.cluster_parser import here_file, parse_cluster
 from shoal.predict.presets.clusters import DEVICES, TIERS, preset_device
 from shoal.predict.presets.peak_flops import peak_flops
 
 
 def test_a_preset_says_nodes_and_devices() -> None:
-    cluster = Cluster.parse("h100:8x16")
+    cluster = parse_cluster("h100:8x16")
     assert (cluster.per_node, cluster.nodes, cluster.num_devices) == (8, 16, 128)
     assert cluster.device.peak["bf16"] == peak_flops("NVIDIA H100 80GB HBM3", "bf16")
-    assert Cluster.parse("h200:4").nodes == 1
-    assert Cluster.parse("a100-80").per_node == 8
+    assert parse_cluster("h200:4").nodes == 1
+    assert parse_cluster("a100-80").per_node == 8
 
 
 @pytest.mark.parametrize("name", DEVICES)
@@ -39,7 +40,7 @@ def test_every_preset_is_whole_and_says_where_it_is_from(name: str) -> None:
     "name", ["v100", "a100-40", "a100-80", "h100", "h100-pcie", "h100-nvl", "h200", "b200", "gb200"]
 )
 def test_devices_that_people_have_are_there(name: str) -> None:
-    assert Cluster.parse(f"{name}:8").device.memory > 30e9
+    assert parse_cluster(f"{name}:8").device.memory > 30e9
 
 
 @pytest.mark.parametrize(
@@ -53,16 +54,16 @@ def test_devices_that_people_have_are_there(name: str) -> None:
 )
 def test_a_mistake_is_one_message_with_the_fix(text: str, what: str, fix: str) -> None:
     with pytest.raises(ShoalError) as caught:
-        Cluster.parse(text)
+        parse_cluster(text)
     assert what in str(caught.value)
     assert fix in str(caught.value)
 
 
 def test_a_file_reads_back_what_was_written(tmp_path: Path) -> None:
-    cluster = replace(Cluster.parse("mi300x:8x2"), is_measured=True, price=2.5)
+    cluster = replace(parse_cluster("mi300x:8x2"), is_measured=True, price=2.5)
     path = tmp_path / "here.yaml"
     path.write_text(cluster.to_yaml())
-    assert Cluster.parse(str(path)) == cluster
+    assert parse_cluster(str(path)) == cluster
 
 
 @pytest.fixture
@@ -72,36 +73,36 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_here_is_what_was_measured(home: Path) -> None:
-    cluster = replace(Cluster.parse("mi300x:8"), is_measured=True)
+    cluster = replace(parse_cluster("mi300x:8"), is_measured=True)
     here_file().parent.mkdir(parents=True)
     here_file().write_text(cluster.to_yaml())
     assert here_file().is_relative_to(home)
-    assert Cluster.parse("here") == cluster
-    assert Cluster.parse("here:4") == replace(cluster, per_node=4)
-    assert Cluster.parse("here:4x2") == replace(cluster, per_node=4, nodes=2)
+    assert parse_cluster("here") == cluster
+    assert parse_cluster("here:4") == replace(cluster, per_node=4)
+    assert parse_cluster("here:4x2") == replace(cluster, per_node=4, nodes=2)
     with pytest.raises(ShoalError, match="'many' is not a number of devices"):
-        Cluster.parse("here:many")
+        parse_cluster("here:many")
 
 
 def test_here_that_was_not_measured_says_how(home: Path) -> None:
     with pytest.raises(ShoalError) as caught:
-        Cluster.parse("here:2")
+        parse_cluster("here:2")
     assert f"this machine was not measured: there is no {here_file()}" in str(caught.value)
     assert "fix: shoal calibrate" in str(caught.value)
 
 
 def test_a_file_with_a_mistyped_key_names_the_right_one(tmp_path: Path) -> None:
     path = tmp_path / "here.yaml"
-    path.write_text(Cluster.parse("h100:8").to_yaml().replace("streaming:", "streaming_:"))
+    path.write_text(parse_cluster("h100:8").to_yaml().replace("streaming:", "streaming_:"))
     with pytest.raises(ShoalError) as caught:
-        Cluster.parse(str(path))
+        parse_cluster(str(path))
     assert str(caught.value) == "device has no key 'streaming_'\n    fix: streaming"
 
 
 def written(tmp_path: Path, text: str) -> Cluster:
     path = tmp_path / "ours.yaml"
     path.write_text(text)
-    return Cluster.parse(str(path))
+    return parse_cluster(str(path))
 
 
 def test_a_file_may_be_like_a_preset_but_for_what_it_says(tmp_path: Path) -> None:
@@ -110,7 +111,7 @@ def test_a_file_may_be_like_a_preset_but_for_what_it_says(tmp_path: Path) -> Non
         "like: h100:8x4\nnodes: 2\nprice: 2\nbetween: ethernet-100\n"
         "inside: {bandwidth: 25e9}\ndevice: {peak: {bf16: 9.0e14}}\n",
     )
-    preset = Cluster.parse("h100:8x4")
+    preset = parse_cluster("h100:8x4")
     assert (ours.per_node, ours.nodes, ours.price) == (8, 2, 2)
     assert ours.between == TIERS["ethernet-100"]
     assert ours.inside == replace(preset.inside, bandwidth=25e9)
@@ -139,17 +140,17 @@ def test_a_file_without_links_says_so(tmp_path: Path) -> None:
     path = tmp_path / "here.yaml"
     path.write_text("per_node: 8\n")
     with pytest.raises(ShoalError, match="does not say its device"):
-        Cluster.parse(str(path))
+        parse_cluster(str(path))
 
 
 def test_a_group_inside_a_node_never_sees_the_network() -> None:
-    cluster = Cluster.parse("h100:8x4")
+    cluster = parse_cluster("h100:8x4")
     assert cluster.link(8, 1).bandwidth == cluster.inside.bandwidth
     assert cluster.link(4, 2).nodes == 1
 
 
 def test_a_group_of_one_member_per_node_has_one_share_of_the_network() -> None:
-    cluster = Cluster.parse("h100:8x4")
+    cluster = parse_cluster("h100:8x4")
     alone, whole = cluster.link(4, 8), cluster.link(32, 1)
     assert (alone.nodes, whole.nodes) == (4, 4)
     assert alone.bandwidth == cluster.between.bandwidth
@@ -157,17 +158,17 @@ def test_a_group_of_one_member_per_node_has_one_share_of_the_network() -> None:
 
 
 def test_ring_and_tree() -> None:
-    link = Cluster.parse("h100:8").link(8, 1)
+    link = parse_cluster("h100:8").link(8, 1)
     large, small = 1e9, 1e3
     ring = link.base + 14 * link.latency + 2 * 7 / 8 * large / link.bandwidth
     assert link.reduce(large) == pytest.approx(ring)
     assert link.reduce(small) < link.base + 14 * link.latency, "a tree is faster for short messages"
     assert link.gather(large) == pytest.approx(link.base + 7 * link.latency + 7 / 8 * large / link.bandwidth)
-    assert Cluster.parse("h100:8").link(1, 1).reduce(large) == 0
+    assert parse_cluster("h100:8").link(1, 1).reduce(large) == 0
 
 
 def test_gathers_may_be_slower_than_sums() -> None:
-    cluster = Cluster.parse("h100:8")
+    cluster = parse_cluster("h100:8")
     slow = replace(cluster, inside=replace(cluster.inside, gathering=0.5)).link(8, 1)
     fast, size = cluster.link(8, 1), 1e9
     assert slow.gather(size) - slow.gather(0) == pytest.approx(2 * (fast.gather(size) - fast.gather(0)))
@@ -175,7 +176,7 @@ def test_gathers_may_be_slower_than_sums() -> None:
 
 
 def test_as_many_machines_as_are_needed() -> None:
-    cluster = Cluster.parse("h100:8x4")
+    cluster = parse_cluster("h100:8x4")
     assert cluster.resized(16).nodes == 2
     assert cluster.resized(4).per_node == 4
     with pytest.raises(ShoalError, match="do not fill nodes of 8"):
@@ -189,7 +190,7 @@ from shoal.predict.cluster import Cluster, ShoalError
 os.environ.pop("HOME", None)
 os.setgroups([]); os.setgid(54321); os.setuid(54321)  # after the imports: Python may be in the home of root
 try:
-    Cluster.parse("here")
+    parse_cluster("here")
 except ShoalError as error:
     print(error)
 """

@@ -1,4 +1,4 @@
-"""Two runs are equal or not: no NaN, name or shape slips through, and each kind of defect is told by its trace."""
+"""Comparison of two runs: no NaN, name or shape is missed, and each kind of defect is named."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shoal.blueprint import Layout
 from shoal.verification.compare import Comparison, Disagreement, Observation, compare, relative_difference
 from shoal.verification.diagnosis.causes import likely_cause
 from shoal.verification.diagnosis.evidence import Context, Piece
-from shoal.verification.report import Count, Proof, render, to_mapping
+from shoal.verification.report import Count, VerifyResult, render, to_mapping
 
 Tensors = dict[str, Tensor]
 Change = Callable[[list[Observation]], None]
@@ -295,9 +295,9 @@ def test_replicas_whose_weights_alone_disagree() -> None:
         (
             0.7,
             context(dp_shard=2),
-            "1.42857 times too small, and otherwise right: a scale is wrong, which is no degree",
+            "1.42857 times too small, and otherwise right: a scale is wrong that is no degree",
         ),
-        (-1.0, context(dp_shard=2), "-1 times what it should be"),
+        (-1.0, context(dp_shard=2), "-1 times the right value"),
     ],
 )
 def test_a_constant_factor_is_a_degree(factor: float, said: Context, words: str) -> None:
@@ -364,7 +364,7 @@ def test_one_shard_is_wrong() -> None:
 def test_swapped_slices() -> None:
     steps = with_gradients(s1_down=run()[0].gradients["1.down"].roll(4, 1))
     text = cause_of(steps, context(tp=3))
-    assert "1.down has its slices along dim 1 in the order 2, 0, 1: tp ranks hold each other's piece" in text
+    assert "1.down has its slices along dim 1 in the order 2, 0, 1: tp ranks hold each other's shard" in text
 
 
 def test_one_stage_is_wrong() -> None:
@@ -377,7 +377,7 @@ def test_one_stage_is_wrong() -> None:
 def test_all_stages_up_to_one_are_wrong() -> None:
     steps = where_gradients(lambda name, gradient: gradient + noise(gradient) * (PIECES[name].stage <= 1))
     text = cause_of(steps, context(4, pp=4))
-    assert "Only gradients up to stage 1 are wrong: what stage 2 hands back over pp is wrong" in text
+    assert "Only gradients up to stage 1 are wrong: the gradient that stage 2 sends back over pp is wrong" in text
 
 
 def test_rows_of_the_embedding_tell_which_samples_were_seen() -> None:
@@ -389,12 +389,12 @@ def test_rows_of_the_embedding_tell_which_samples_were_seen() -> None:
 
     text = cause_of(where_gradients(missing), context(2, dp_shard=2, tp=2))
     assert "embedding lacks the gradients of some rows" in text
-    assert "the reduction over dp_shard is missing or not every microbatch counts" in text
+    assert "the reduction over dp_shard is missing or a microbatch is not accumulated" in text
     for change in (missing, lambda name, gradient: gradient + noise(gradient)):
         steps = where_gradients(change)
         steps[0] = replace(steps[0], loss=4.4)
-        assert "samples are dealt wrongly" in cause_of(steps, context(2, dp_shard=2))
-    assert "stage 0 of pp is fed a wrong microbatch" in cause_of(steps, context(2, pp=4))
+        assert "samples are distributed wrongly" in cause_of(steps, context(2, dp_shard=2))
+    assert "stage 0 of pp gets a wrong microbatch" in cause_of(steps, context(2, pp=4))
 
 
 def seen_rows_kept(name: str, gradient: Tensor) -> Tensor:
@@ -411,7 +411,8 @@ def test_the_place_where_the_backward_goes_wrong() -> None:
     wrong = [name for name in PIECES if name not in ("3.down", "3.up")]
     steps = where_gradients(lambda name, gradient: seen_rows_kept(name, gradient) if name in wrong else gradient)
     text = cause_of(steps, context(tp=2))
-    assert "wrong from 3.norm back to embedding: what flows back from 3.up is wrong, perhaps a sum over tp" in text
+    assert "wrong from 3.norm back to embedding: the gradient that flows back from 3.up is wrong" in text
+    assert "perhaps a sum over tp" in text
 
 
 def test_the_forward_is_wrong_and_every_axis_in_use_is_named() -> None:
@@ -435,7 +436,7 @@ def test_the_forward_is_wrong_and_every_axis_in_use_is_named() -> None:
         ),
         (lambda n, g: g.chunk(3)[0], "that of dp_shard rank 0 alone"),
         (lambda n, g: g * math.sqrt(3), "is 3 times too large or small, and that is the degree of dp_shard"),
-        (lambda n, g: g * 0.9, "over dp_shard, tp, pp is not taken as it should be"),
+        (lambda n, g: g * 0.9, "over dp_shard, tp, pp is wrong"),
     ],
 )
 def test_a_wrong_norm_of_right_gradients(pieces: Callable[[str, Tensor], Tensor], words: str) -> None:
@@ -461,7 +462,7 @@ def test_an_update_that_is_scaled(step: int, power: float, words: str) -> None:
 
 def test_a_weight_that_is_not_updated() -> None:
     steps = where_weights(lambda name, weight: INITIAL[name] if name == "1.norm" else weight)
-    assert "The weight of 1.norm is what it was before the step" in cause_of(steps, context(dp_shard=2))
+    assert "The weight of 1.norm is unchanged by the step" in cause_of(steps, context(dp_shard=2))
 
 
 def test_gradients_right_and_weights_not() -> None:
@@ -493,7 +494,7 @@ def test_what_cannot_be_compared_has_a_cause_too() -> None:
         without("2.up"), context(pp=4)
     )
     shaped = with_gradients(s0_up=torch.ones(6, 8, dtype=torch.float64))
-    assert "not put together as they were cut along dim 0 over tp" in cause_of(shaped, context(tp=2))
+    assert "not joined as they were cut along dim 0 over tp" in cause_of(shaped, context(tp=2))
     broken = with_gradients(s0_up=torch.full((12, 8), math.nan, dtype=torch.float64))
     assert "0.up: it is not finite in the candidate" in cause_of(broken, context(tp=2))
     assert "another name" in cause_of(with_gradients(other=torch.ones(3)), context(tp=2))
@@ -532,10 +533,10 @@ def test_any_two_runs_have_a_verdict_and_a_cause(change: Any, apply: Any, step: 
 # ---- the report -----------------------------------------------------------------------------------------------------
 
 
-def proof(candidate: list[Observation], said: Context) -> Proof:
+def proof(candidate: list[Observation], said: Context) -> VerifyResult:
     verdict = judged(candidate)
     cause = None if verdict.first is None else likely_cause(verdict.first, run(), candidate, said)
-    return Proof(
+    return VerifyResult(
         plan="tp=2 pp=2 zero=1 1f1b mb=1",
         world_size=4,
         verdict=verdict,
@@ -547,7 +548,7 @@ def proof(candidate: list[Observation], said: Context) -> Proof:
     )
 
 
-def rendered(shown: Proof, width: int = 100, **options: Any) -> str:
+def rendered(shown: VerifyResult, width: int = 100, **options: Any) -> str:
     console = Console(width=width, record=True, quiet=False, file=open("/dev/null", "w"), **options)  # noqa: SIM115
     with console.file:
         render(console, shown)
@@ -558,7 +559,7 @@ def test_the_object_has_the_promised_keys_and_is_strict_json() -> None:
     mapping = to_mapping(proof(run(), context(tp=2)))
     assert json.loads(json.dumps(mapping, allow_nan=False)) == mapping
     assert mapping["equal"] is True
-    assert mapping["first"] is None
+    assert mapping["first_difference"] is None
     assert {"loss", "grad", "weight", "tensor"} <= set(mapping["worst"])
     assert mapping["bytes"] == {
         "tp": {"predicted": 1_234_567, "counted": 1_234_567},
@@ -566,7 +567,7 @@ def test_the_object_has_the_promised_keys_and_is_strict_json() -> None:
     }
     assert mapping["collectives"]["pp"] == {"send": {"predicted": 8, "counted": 4}}
     assert mapping["memory"]["peak"]["measured"] == 9_000_000
-    assert (mapping["world"], mapping["steps"], mapping["tolerance"]) == (4, 3, TOLERANCE)
+    assert (mapping["ranks"], mapping["steps"], mapping["tolerance"]) == (4, 3, TOLERANCE)
 
 
 def test_the_object_of_a_difference() -> None:
@@ -575,14 +576,14 @@ def test_the_object_of_a_difference() -> None:
     json.dumps(mapping, allow_nan=False)
     assert mapping["equal"] is False
     assert mapping["worst"]["grad"] == "inf"
-    first = mapping["first"]
+    first = mapping["first_difference"]
     assert (first["step"], first["kind"], first["tensor"], first["difference"]) == (0, "gradient", "0.up", "inf")
     assert "0.up" in first["cause"]
 
 
 def test_an_equal_run_is_said_in_the_first_word() -> None:
     text = rendered(proof(run(), context(tp=2)))
-    assert text.startswith("equal  tp=2 pp=2 zero=1 1f1b mb=1 on 4 ranks computes what one device computes")
+    assert text.startswith("equal  tp=2 pp=2 zero=1 1f1b mb=1 on 4 ranks computes the same as one process")
     assert "8.2 s" in text
 
 
@@ -614,7 +615,7 @@ def test_it_stays_within_the_page_and_needs_no_colour(width: int) -> None:
 
 
 def test_a_report_without_traffic_or_memory_has_no_empty_tables() -> None:
-    bare = Proof(plan="auto", world_size=1, verdict=judged(run()), seconds=1.0)
+    bare = VerifyResult(plan="auto", world_size=1, verdict=judged(run()), seconds=1.0)
     text = rendered(bare)
     assert "traffic" not in text
     assert "memory" not in text

@@ -38,13 +38,32 @@ def test_figures_name_their_commit(page: Path) -> None:
         assert f"commit {named[0][2:]}" in (ROOT / "benchmarks" / "results" / link[1]).read_text(), link[1]
 
 
+def newest(pattern: str) -> Path:
+    """The result of this kind with the latest date."""
+    return sorted((ROOT / "benchmarks" / "results").glob(pattern), key=lambda path: path.stem[-10:])[-1]
+
+
 def test_figures_of_the_overhead_are_those_of_the_newest_result() -> None:
-    newest = sorted((ROOT / "benchmarks" / "results").glob("overhead_*.md"), key=lambda path: path.stem[-10:])[-1]
-    ratios = re.findall(r"\| (\d+ x \d+ tokens) \| ([\d.]+ ms) \| ([\d.]+ ms) \| ([\d.]+) \|", newest.read_text())
+    result = newest("overhead_*.md")
+    ratios = re.findall(r"\| (\d+ x \d+ tokens) \| ([\d.]+ ms) \| ([\d.]+ ms) \| ([\d.]+) \|", result.read_text())
     assert len(ratios) == 3
     readme = (ROOT / "README.md").read_text()
     for size, by_hand, ours, ratio in ratios:
-        assert re.search(rf"{size}.*\| {by_hand} \| {ours} \| {ratio} \|", readme), (newest.name, size)
+        assert re.search(rf"{size}.*\| {by_hand} \| {ours} \| {ratio} \|", readme), (result.name, size)
+
+
+def test_figures_of_the_gpu_are_those_of_the_newest_result() -> None:
+    result = newest("h200-speed_*.md")
+    rows = re.findall(
+        r"^\| 1\.50 B \| ([^|]+) \| ([\d,]+) \| ([\d.]+) \| [^|]+ \| ([\d.]+) \|", result.read_text(), re.M
+    )
+    measured = {system: (tokens, float(ratio), memory) for system, tokens, ratio, memory in rows}
+    readme = (ROOT / "README.md").read_text()
+    assert result.name in readme
+    shown = re.findall(r"^\| ([^|]+), bf16 \| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \|$", readme, re.M)
+    assert len(shown) == 3
+    for system, tokens, ratio, memory in shown:
+        assert (tokens, float(ratio), memory) == measured[system], system
 
 
 def test_commits_that_pages_name_exist() -> None:

@@ -58,7 +58,7 @@ def test_what_is_equal_and_as_predicted_is_verified_and_what_has_a_fix_is_reject
 @pytest.mark.parametrize(
     ("outcome", "why"),
     [
-        (judged(1, {**EQUAL, "equal": False, "first": {"tensor": "norm.weight"}}), "norm.weight"),
+        (judged(1, {**EQUAL, "equal": False, "first_difference": {"tensor": "norm.weight"}}), "norm.weight"),
         (judged(0, {**EQUAL, "equal": False}), "equal is false"),
         (judged(0, {**EQUAL, "bytes": {"tp": {"predicted": 8, "counted": 9}}}), "tp bytes: predicted 8, counted 9"),
         (judged(0, {**EQUAL, "memory": {"optimizer": {"predicted": 100, "counted": 102}}}), "memory of optimizer"),

@@ -55,20 +55,20 @@ def test_all_have_one_session_and_another_one_each_time() -> None:
 
 
 def test_another_key_is_named_by_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "PATIENCE", 0.3)
+    monkeypatch.setattr(handshake, "GRACE_PERIOD", 0.3)
     monkeypatch.setattr(handshake, "LINGER", 0.6)
     began = time.monotonic()
     first, second, third = map(str, meet(dist.HashStore(), [GOOD, Key(b"x" * 32, "another file"), GOOD]))
     assert time.monotonic() - began < 5
-    assert first.startswith("rank 1 was refused: it did not prove that it holds the key of this run, which rank 0 on")
+    assert first.startswith("rank 1 was rejected: it did not prove that it holds the key of this run, which rank 0 on")
     assert second.startswith("rank 1 and rank 0 do not hold the same key")
     assert "another file" in second
-    assert third.startswith("rank 1 was refused")
+    assert third.startswith("rank 1 was rejected")
 
 
 def test_what_earlier_ranks_wrote_is_of_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stranger has all values of a meeting, and writes them again without end in place of rank 1."""
-    monkeypatch.setattr(handshake, "PATIENCE", 0.3)
+    monkeypatch.setattr(handshake, "GRACE_PERIOD", 0.3)
     monkeypatch.setattr(handshake, "LINGER", 0.3)
     store = dist.HashStore()
     meet(store, [GOOD] * 2)
@@ -83,7 +83,7 @@ def test_what_earlier_ranks_wrote_is_of_no_use(monkeypatch: pytest.MonkeyPatch) 
 
     stranger = threading.Thread(target=repeat)
     stranger.start()
-    with pytest.raises(ShoalError, match="rank 1 was refused"):
+    with pytest.raises(ShoalError, match="rank 1 was rejected"):
         agree(store, place_of(0, 2), GOOD, run="a run", timeout=5)
     is_over.set()
     stranger.join()
@@ -91,7 +91,7 @@ def test_what_earlier_ranks_wrote_is_of_no_use(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_stranger_that_is_gone_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has written to every name before rank 1 comes, also where rank 0 looks last."""
-    monkeypatch.setattr(handshake, "PATIENCE", 0.1)
+    monkeypatch.setattr(handshake, "GRACE_PERIOD", 0.1)
     monkeypatch.setattr(handshake, "PAUSE", 0.1)
     store, sessions = dist.HashStore(), []
     first = threading.Thread(target=lambda: sessions.append(agree(store, place_of(0, 2), GOOD, run="a run", timeout=5)))
@@ -122,7 +122,7 @@ class Disturbed:
 
 @pytest.mark.parametrize("name", ["challenge", "hello 1", "answer 1", "proof 1", "done"])
 def test_a_value_that_is_overwritten_once_is_written_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "PATIENCE", 1.0)
+    monkeypatch.setattr(handshake, "GRACE_PERIOD", 1.0)
     began = time.monotonic()
     first, second = meet(Disturbed(dist.HashStore(), {name}), [GOOD] * 2)  # type: ignore[arg-type]
     assert isinstance(first, bytes)
@@ -131,7 +131,7 @@ def test_a_value_that_is_overwritten_once_is_written_again(name: str, monkeypatc
 
 
 def test_a_rank_of_another_generation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "PATIENCE", 0.3)
+    monkeypatch.setattr(handshake, "GRACE_PERIOD", 0.3)
     monkeypatch.setattr(handshake, "LINGER", 0.6)
     store, found = dist.HashStore(), []
 
@@ -143,7 +143,7 @@ def test_a_rank_of_another_generation_is_refused(monkeypatch: pytest.MonkeyPatch
 
     thread = threading.Thread(target=late)
     thread.start()
-    with pytest.raises(ShoalError, match="rank 1 was refused"):
+    with pytest.raises(ShoalError, match="rank 1 was rejected"):
         agree(store, place_of(0, 2), GOOD, run="generation 1", timeout=5)
     thread.join()
     assert len(found) == 1
@@ -171,7 +171,7 @@ def test_sealed_values_are_read_by_their_session_under_their_name_alone() -> Non
         ):
             reader.get(name)
     store.set("a", "garbage")
-    with pytest.raises(RunFailed, match="a stranger has changed it"):
+    with pytest.raises(RunFailed, match="another process changed it"):
         sealed.get("a")
 
 
@@ -264,5 +264,5 @@ def test_several_hosts_need_a_home_that_can_be_written(tmp_path: Path, monkeypat
     (tmp_path / "file").touch()
     monkeypatch.setenv("HOME", str(tmp_path / "file"))
     far = Placement(rank=0, world_size=2, local_rank=0, local_world_size=1)
-    with pytest.raises(ShoalError, match=r"the key of this run has no place: [^§]*on every host"):
+    with pytest.raises(ShoalError, match=r"no key file can be used: [^§]*on every host"):
         key_of(far)

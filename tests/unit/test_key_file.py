@@ -70,7 +70,7 @@ def test_another_user_cannot_choose_the_key(fallback: Path, tmp_path: Path, what
     else:
         private(fallback, KNOWN)
         fallback.parent.chmod(0o777)
-    with pytest.raises(ShoalError, match=r"the key of this run has no place[^§]*fix: export SHOAL_KEY="):
+    with pytest.raises(ShoalError, match=r"no key file can be used[^§]*fix: export SHOAL_KEY="):
         key_of(ONE_HOST)
 
 
@@ -107,7 +107,7 @@ except BaseException as error:
 
 def test_a_full_disk_leaves_no_empty_key(home: Path) -> None:
     said = subprocess.run([sys.executable, "-c", MAKE], capture_output=True, text=True, check=True).stdout
-    assert said.startswith("ShoalError the key of this run has no place")
+    assert said.startswith("ShoalError no key file can be used")
     assert os.listdir(home.parent) == []
     assert key_of(HOSTS).source == str(home)
 

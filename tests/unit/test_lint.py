@@ -15,7 +15,7 @@ from shoal.planner.lint.case import WORTH, Case
 from shoal.planner.lint.lint import RULES, Lint, lint
 from shoal.planner.search import search
 from shoal.planner.task import Task
-from shoal.predict.cluster import Cluster
+from shoal.predict.cluster_parser import parse_cluster
 from shoal.predict.presets.models import MODELS
 from shoal.predict.workload import Workload
 
@@ -48,7 +48,7 @@ class Try:
     def task(self) -> Task:
         return Task(
             workload=KNOWN[self.model],
-            cluster=Cluster.parse(self.cluster),
+            cluster=parse_cluster(self.cluster),
             sequence=self.sequence,
             global_batch=self.batch,
         )
@@ -185,11 +185,11 @@ def test_what_a_fix_promises_is_what_the_planner_predicts(code: str, broken: Try
 
 
 def check_promises(broken: Try) -> None:
-    task, before = broken.task, broken.task.judged(broken.resolved)
+    task, before = broken.task, broken.task.predict(broken.resolved)
     for found in broken.lints().values():
         if found.saves is None:
             continue
-        after = task.judged(promised(broken, found))
+        after = task.predict(promised(broken, found))
         assert after.plan == found.saves.plan
         assert task.fits(after.memory)
         check_that_it_divides(task, after.plan)
@@ -330,9 +330,9 @@ def test_logits_that_exist_in_chunks_are_left_alone() -> None:
 def test_changes_that_cannot_run_are_passed_over(change: dict[str, int], tokens: int, ffn: int, can_run: bool) -> None:
     """Sequences are not cut into crumbs, features come out even, and the ranks are those of the cluster."""
     model = replace(MODELS["gpt3-1.3b"], ffn=ffn)
-    task = replace(LLAMA.task, workload=model, cluster=Cluster.parse("h100:8x2"), sequence=tokens, global_batch=64)
+    task = replace(LLAMA.task, workload=model, cluster=parse_cluster("h100:8x2"), sequence=tokens, global_batch=64)
     plan = Plan.parse("zero=1 mb=1 bf16").resolve(16)
-    assert (Case(task, task.judged(plan)).changed(change) is not None) == can_run
+    assert (Case(task, task.predict(plan)).changed(change) is not None) == can_run
 
 
 def test_copies_that_do_not_fit_are_sharded() -> None:
@@ -376,7 +376,7 @@ def test_heads_are_rounded_to_both_sides_and_features_of_tp_ranks_count() -> Non
     (found,) = [one for one in lint(task, Plan.parse("tp=4 mb=8 bf16").resolve(8)) if one.code == "SH04"]
     assert found.fix == "tp=1 or 2, or ffn=8192 or 8224"
     assert "SH04" not in {one.code for one in lint(task, Plan.parse("tp=2 mb=8 bf16").resolve(8))}
-    host = replace(task, cluster=Cluster.parse("cpu:8"))
+    host = replace(task, cluster=parse_cluster("cpu:8"))
     assert "SH04" not in {one.code for one in lint(host, Plan.parse("tp=4 mb=8 bf16").resolve(8))}
 
 
@@ -385,7 +385,7 @@ def test_heads_are_rounded_to_both_sides_and_features_of_tp_ranks_count() -> Non
 )
 def test_layers_that_come_out_even_are_named_where_no_plan_does(layers: int, fix: str) -> None:
     """BigScience took two layers less. Here all devices are in the pipeline, and nothing next to it fits."""
-    model, cluster = BIGSCIENCE.resized(layers=layers), Cluster.parse("h100:1x8")
+    model, cluster = BIGSCIENCE.resized(layers=layers), parse_cluster("h100:1x8")
     task = Task(workload=model, cluster=cluster, sequence=2048, global_batch=512)
     found = {one.code: one for one in lint(task, Plan.parse("pp=8 mb=1 bf16").resolve(8))}
     assert found["SH05"].saves is None
@@ -420,7 +420,7 @@ def test_few_microbatches_are_told_the_batch_that_would_do() -> None:
 
 
 def test_a_batch_that_cannot_be_dealt_names_one_that_can() -> None:
-    task = replace(LLAMA.task, cluster=Cluster.parse("h100:8x2"), global_batch=13)
+    task = replace(LLAMA.task, cluster=parse_cluster("h100:8x2"), global_batch=13)
     (found,) = [one for one in lint(task, Plan.parse("zero=3 mb=1 bf16").resolve(16)) if one.code == "SH14"]
     assert found.saves is not None or found.fix == "a global batch of 16"
     assert "19 % of their places stay empty" in found.numbers

@@ -296,7 +296,7 @@ def test_mistakes_are_named_with_a_way_out() -> None:
     assert "hidden=100 is not divisible by num_heads=8" in str(caught.value)
     assert "num_heads=8 is not divisible by num_kv_heads=3" in str(caught.value)
     assert "num_kv_heads: 1, 2, 4 or 8" in str(caught.value)
-    with pytest.raises(ShoalError, match="head dim is 15"):
+    with pytest.raises(ShoalError, match="head dim must be even"):
         build(hidden=60)
     with pytest.raises(ShoalError) as caught:
         build(ffn=0, vocabulary=-1, norm_eps=0.0)

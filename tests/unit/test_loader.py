@@ -150,6 +150,7 @@ def test_auto_keeps_a_thread_for_fast_data() -> None:
     loader.close()
 
 
+@pytest.mark.alone
 def test_auto_makes_fast_data_from_memory_at_once() -> None:
     data = Numbers(40)
     data.is_in_memory = True  # files may take any time, and a thread is waited for no longer than the timeout
@@ -161,6 +162,7 @@ def test_auto_makes_fast_data_from_memory_at_once() -> None:
     loader.close()
 
 
+@pytest.mark.alone
 def test_auto_starts_processes_for_slow_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     loader = Loader(RankStream(Numbers(40, seconds=0.015), seed=2, batch=4))
@@ -170,6 +172,7 @@ def test_auto_starts_processes_for_slow_data(monkeypatch: pytest.MonkeyPatch) ->
     loader.close()
 
 
+@pytest.mark.alone
 def test_waiting_is_measured() -> None:
     loader = Loader(RankStream(Numbers(40, seconds=0.2), seed=0, batch=4), workers=0)
     next(loader)
@@ -272,7 +275,8 @@ def _fail_in_the_middle(loader: Loader) -> None:
 
 
 def _children() -> list[object]:
-    return list(multiprocessing.active_children())
+    """Without the ranks of tests/dist/pool.py, if there are any."""
+    return [child for child in multiprocessing.active_children() if not child.name.startswith("rank ")]
 
 
 def _has_thread() -> bool:

@@ -1,4 +1,4 @@
-"""The loop's own decisions: the learning rate of each step, whose initial weights count."""
+"""The training loop: the learning rate of each step, and the initial weights."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_first_step_by_the_clock_is_not_wasted() -> None:
 
 def test_the_learning_rate_in_the_metrics_is_the_schedule(tmp_path: Path) -> None:
     sections = {"run": {"duration": "8step", "dir": str(tmp_path / "run")}, "optim": {"lr": 0.01, "warmup": "2step"}}
-    train(None, None, job(**sections), RunInvocation(quiet=True, began=0.0))
+    train(None, None, job(**sections), RunInvocation(quiet=True, start_time=0.0))
     rates = [json.loads(line)["lr"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     expected = [0.005, 0.01, *(0.01 * (0.1 + 0.9 * (1 + math.cos(math.pi * k / 6)) / 2) for k in range(1, 7))]
     assert rates == pytest.approx(expected)
@@ -74,8 +74,8 @@ class Zeroed(nn.Module):
 def test_a_users_model_starts_with_its_own_weights(tmp_path: Path) -> None:
     """A head of zeros gives every token the same chance; pretrained weights would be lost in the same way."""
     (tmp_path / "zeroed.py").write_text(MODEL)
-    manner = RunInvocation(keep=False, quiet=True, began=0.0)
-    summary = train(None, None, job(model=f"{tmp_path}/zeroed.py:Zeroed", run={"duration": "1step"}), manner)
+    invocation = RunInvocation(save=False, quiet=True, start_time=0.0)
+    summary = train(None, None, job(model=f"{tmp_path}/zeroed.py:Zeroed", run={"duration": "1step"}), invocation)
     assert summary["loss_first"] == pytest.approx(math.log(256), rel=1e-6)
 
 
@@ -108,10 +108,10 @@ def test_who_is_interrupted_answers_once_and_in_a_long_first_step_at_once(
     (tmp_path / "interrupted.py").write_text(INTERRUPTED)
     model = {"name": f"{tmp_path}/interrupted.py:Interrupted", "at_step": at_step}
     summary = train(
-        None, None, job(model=model, run={"duration": "9step"}), RunInvocation(keep=False, quiet=True, began=0.0)
+        None, None, job(model=model, run={"duration": "9step"}), RunInvocation(save=False, quiet=True, start_time=0.0)
     )
     assert (summary["was_stopped"], summary["steps"]) == (True, at_step + 1)
-    said = ["stopping after the next step; Ctrl-C again ends at once", "still in the forward"]
+    said = ["stopping after the next step; press Ctrl-C again to end at once", "still in the forward"]
     assert capfd.readouterr().err.splitlines() == (said if at_step == 1 else said[::-1])
 
 
@@ -120,5 +120,7 @@ def test_a_first_step_that_compiles_is_told_of(
 ) -> None:
     monkeypatch.setattr("torch.compile", lambda forward, **_: forward)  # this is about the line
     for compiles in (False, True):
-        train(None, None, job(run={"duration": "1step", "compile": compiles}), RunInvocation(keep=False, began=0.0))
+        train(
+            None, None, job(run={"duration": "1step", "compile": compiles}), RunInvocation(save=False, start_time=0.0)
+        )
         assert ("the first step compiles" in capfd.readouterr().err) == compiles

@@ -71,8 +71,8 @@ def test_the_factor_is_read_at_the_end_of_the_forward() -> None:
     with Run("fp64") as run:
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-2))
         model.model.layers[-1].register_forward_hook(lambda *_: seen.append("last block"))
-        factor = run._factor
-        run._factor = lambda: (seen.append("factor"), factor())[1]  # type: ignore[method-assign]
+        factor = run.engine.factor
+        run.engine.factor = lambda: (seen.append("factor"), factor())[1]  # type: ignore[method-assign]
         run.step(batch())
     assert seen[:2] == ["last block", "factor"]
 
@@ -130,7 +130,7 @@ class Careless(Biased):
         return logits[..., None] if self.wrong == "changes" else logits
 
 
-@pytest.mark.parametrize(("wrong", "message"), [("forgets", "did not call it"), ("changes", "returns something else")])
+@pytest.mark.parametrize(("wrong", "message"), [("forgets", "did not call it"), ("changes", "must return the output")])
 def test_a_head_that_is_none(wrong: str, message: str) -> None:
     model = Careless(wrong)
     with Run("fp64") as run:
@@ -144,7 +144,7 @@ def test_labels_that_do_not_fit(labels: Tensor) -> None:
     model = Careless("")
     with Run("fp64") as run:
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        with pytest.raises(ShoalError, match="whole number for each"):
+        with pytest.raises(ShoalError, match="labels must be one integer for each"):
             run.step({"tokens": batch()["tokens"], "labels": labels})
 
 
@@ -234,7 +234,7 @@ def test_a_forward_that_changes_logits_is_not_given_a_loss_to_change(change: Any
     with Run("fp64") as run:
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-2))
         run.evaluate([nothing])  # of which any change is the same
-        with pytest.raises(ShoalError, match="something else than what that head returned"):
+        with pytest.raises(ShoalError, match="must return the output of the head"):
             run.step(batch())
 
 

@@ -53,7 +53,7 @@ def test_mistakes_come_together() -> None:
     with pytest.raises(ShoalError) as caught:
         build(sizes=(4,), activation="rellu")
     assert len(caught.value.problems) == 2
-    with pytest.raises(ShoalError, match="a list, each a whole number"):
+    with pytest.raises(ShoalError, match="a list, each an integer"):
         build(sizes=3)
 
 

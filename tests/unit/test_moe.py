@@ -330,10 +330,13 @@ def test_a_smaller_copy_has_the_same_anatomy(preset: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "texts"),
     [
-        ({"num_experts": 0, "hidden": -1}, ["model 'moe'", "num_experts is 0", "hidden is -1"]),
+        (
+            {"num_experts": 0, "hidden": -1},
+            ["model 'moe'", "num_experts must be above 0, got 0", "hidden must be above 0, got -1"],
+        ),
         ({"num_dense_layers": 4}, ["num_dense_layers=4 of num_layers=4 leave no layer to experts"]),
-        ({"bias_rate": -0.1}, ["bias_rate is -0.1", "bias_rate: 0 or more"]),
-        ({"num_expert": 4}, ["there is no setting 'num_expert'", "num_experts"]),
+        ({"bias_rate": -0.1}, ["bias_rate must be 0 or more, got -0.1"]),
+        ({"num_expert": 4}, ["unknown setting 'num_expert'", "num_experts"]),
         ({"top_k": 9}, ["top_k=9 of num_experts=8"]),
     ],
 )
@@ -347,7 +350,7 @@ def test_refused_numbers(arguments: dict[str, Any], texts: list[str]) -> None:
 def test_experts_that_cannot_be_divided_are_refused() -> None:
     three = ExpertParallel()
     three.degree = 3
-    with pytest.raises(ShoalError, match="num_experts=8 cannot be divided evenly over ep=3 ranks\n    fix: ep=1, 2, 4"):
+    with pytest.raises(ShoalError, match="num_experts=8 must be divisible by ep=3\n    fix: ep=1, 2, 4"):
         divide(Experts(D, FFN, 8), three)
 
 

@@ -128,7 +128,7 @@ def test_auto_is_fused_on_a_cpu() -> None:
 
 
 def test_nothing_to_train_is_refused() -> None:
-    with pytest.raises(ShoalError, match="no parameter that requires a gradient"):
+    with pytest.raises(ShoalError, match="must have a parameter that requires a gradient"):
         build_optimizer(nn.Linear(2, 2).requires_grad_(False).parameters(), OptimSection(), lr=0.1)
 
 

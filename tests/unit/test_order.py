@@ -100,6 +100,7 @@ def test_union_over_ranks_does_not_depend_on_their_number(
     np.testing.assert_array_equal(union, sample_ids(seed, size, start, batch))
 
 
+@pytest.mark.alone
 def test_is_fast() -> None:
     sample_ids(0, 10**9, 0, 4096)
     fastest = min(_seconds_for_4096(start) for start in range(20))

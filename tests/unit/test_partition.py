@@ -1,4 +1,4 @@
-"""Cutting a model into stages: held against every way to cut it."""
+"""Partition of a model into stages, compared with every other partition."""
 
 from __future__ import annotations
 

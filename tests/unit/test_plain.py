@@ -111,5 +111,5 @@ def test_noise_is_data_or_rejected(noise: bytes) -> None:
 
 def test_too_much_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plain_data, "LIMIT", 1000)
-    with pytest.raises(ValueError, match=r"it has 1,0.. bytes, and at most 1,000 are sent"):
+    with pytest.raises(ValueError, match=r"a value must have at most 1,000 bytes, got 1,0.."):
         plain_data.to_bytes("x" * 1000)

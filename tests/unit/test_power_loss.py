@@ -22,7 +22,7 @@ import torch
 
 from shoal.checkpoint.formats import dcp, export, safetensors
 from shoal.checkpoint.save import Snapshot, save
-from shoal.checkpoint.state.model_state import Held
+from shoal.checkpoint.state.model_state import LocalShard
 from shoal.checkpoint.storage import shard_file
 from shoal.checkpoint.storage.locate import find, read_manifest
 from shoal.checkpoint.storage.manifest import NAME
@@ -32,7 +32,7 @@ from shoal.errors import ShoalError
 from shoal.files import PrivateFolder
 from shoal.observe.metrics import JsonLines
 from shoal.observe.run_directory import RunDirectory
-from shoal.train.recipe.memory_rescue import rescue
+from shoal.train.recipe.saving.memory_rescue import flush_memory_tier
 from tests.power import Operation, Recorder, Replay, Tree, read_tree, states, write_tree
 
 RANKS = 2
@@ -81,7 +81,7 @@ def save_number(root: Path, step: int, number: int, *, keep: int | None = None, 
     def act(rank: int) -> None:
         world: Any = Rank(rank, meeting, board)
         value = values(number, rank)
-        held = Held("model/x", (3 * RANKS, 5), (3 * rank, 0), value, is_told=True)
+        held = LocalShard("model/x", (3 * RANKS, 5), (3 * rank, 0), value, is_saved=True)
         store = main if main is not None and rank == 0 else Store(root)
         save(store, world, Snapshot(step, [held], [value], {}, {"number": number}))
         if rank == 0 and keep is not None:
@@ -200,7 +200,7 @@ def two_saves(path: Path) -> None:
 def from_memory(path: Path, done: Callable[[Any], None]) -> None:
     """A run has ended, and what it kept in memory goes to the disk."""
     with PrivateFolder(path / "memory") as folder:
-        assert rescue(folder, Store(path / ROOT)) == 5
+        assert flush_memory_tier(folder, Store(path / ROOT)) == 5
     done(5)
 
 

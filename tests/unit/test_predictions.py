@@ -16,13 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.blueprint.context_parallel import attention_memory, contiguous, ring_steps, ring_work, zigzag
 from shoal.blueprint.description import Description, Split
-from shoal.blueprint.model_shapes import (
-    AttentionSite,
-    DispatchSite,
-    ModelShapes,
-    RouterSite,
-    Sizes,
-    TPBoundary,
+from shoal.blueprint.model_shapes import AttentionSite, DispatchSite, ModelShapes, RouterSite, Sizes, TPBoundary
+from shoal.blueprint.placement import (
     is_partial,
     matmul_elements,
     named,
@@ -40,7 +35,7 @@ from shoal.parallel import compose
 from shoal.parallel.context import ring, ulysses
 from shoal.parallel.context.attention import Attention, attended
 from shoal.parallel.data import ddp
-from shoal.parallel.live_memory import trace_shapes
+from shoal.parallel.inspect.trace_shapes import trace_shapes
 from shoal.predict.exact.memory import memory
 from shoal.predict.exact.traffic import BUCKET_BYTES, Messages, traffic
 
@@ -534,7 +529,7 @@ class Live(TorchDispatchMode):
 class Alone:
     """A group and a ring whose other ranks are not there: what is received is whatever was in memory."""
 
-    group, wire = None, torch.device("cpu")
+    group, comm_device = None, torch.device("cpu")
 
     def __init__(self, index: int, degree: int) -> None:
         self.index, self.degree = index, degree

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import get_args
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.blueprint.plan import VIRTUAL_STAGES, Schedule
-from shoal.blueprint.schedules.draw import draw
+from shoal.blueprint.schedules.draw import LABEL, WIDTH, boxes, draw, svg
 from shoal.blueprint.schedules.generate import check_schedule, make_schedule
 from shoal.blueprint.schedules.simulate import StageCost, Timeline, in_flight, simulate
 from shoal.blueprint.schedules.table import Action, Kind, Pair, ScheduleTable, align
@@ -333,6 +335,28 @@ def test_drawings_have_the_given_width(made: ScheduleTable, width: int) -> None:
     assert len(lines) == made.num_ranks
     assert len({len(line) for line in lines}) == 1
     assert len(lines[0]) <= width
+
+
+@given(tables())
+def test_a_picture_has_every_action_in_its_place(made: ScheduleTable) -> None:
+    timeline = simulate(made, EQUAL)
+    root = ElementTree.fromstring(svg(timeline, "a & b"))
+    rects = [rect.attrib for rect in root.iter("{http://www.w3.org/2000/svg}rect")]
+    drawn = [
+        (rect["class"][0], float(rect["x"])) for rect in rects if rect["height"] == "28" and rect["class"] != "idle"
+    ]
+    scale = (WIDTH - LABEL) / timeline.total
+    wanted = [box for rank in range(made.num_ranks) for box in boxes(timeline, rank)]
+    assert [kind for kind, _ in drawn] == [box.action.kind.name for box in wanted]
+    assert [x for _, x in drawn] == pytest.approx([LABEL + box.start * scale for box in wanted], abs=0.06)
+    assert f"a & b: bubble {timeline.bubble:.0%}" in {text.text for text in root.iter()}
+
+
+def test_a_picture_follows_light_and_dark_mode() -> None:
+    drawn = svg(played("zbv", 2, 4, 2), "zbv")
+    assert "prefers-color-scheme: dark" in drawn
+    assert "later" in drawn  # the second stage of a rank
+    assert not set(re.findall(r'fill="([^"]*)"', drawn))  # every colour comes from the style
 
 
 SHOWN = [("gpipe", 1), ("1f1b", 1), ("looped", 2), ("interleaved", 2), ("zb", 1), ("zbv", 2), ("dualpipev", 2)]

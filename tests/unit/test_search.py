@@ -19,14 +19,14 @@ from shoal.planner.explain import laws, moves, rules_of_thumb, scaling
 from shoal.planner.search import EQUAL, SearchResult, search
 from shoal.planner.suggestions import refuse_contradictions, smallest_changes
 from shoal.planner.task import Task
-from shoal.predict.cluster import Cluster
+from shoal.predict.cluster_parser import parse_cluster
 from shoal.predict.estimate.peak_memory import peak_memory
-from shoal.predict.workload import Workload
+from shoal.predict.presets.models import find_model
 
 
 def task(model: str = "llama3-8b", cluster: str = "h100:8", sequence: int = 8192, batch: int = 64) -> Task:
     return Task(
-        workload=Workload.of(model), cluster=Cluster.parse(cluster), sequence=sequence, global_batch=batch
+        workload=find_model(model), cluster=parse_cluster(cluster), sequence=sequence, global_batch=batch
     )  # fmt: skip
 
 
@@ -168,7 +168,7 @@ def test_the_fullest_rank_of_a_pipeline_is_found(model: str, words: str) -> None
 
 
 def test_experts_of_other_nodes_are_reached_by_one_share_of_the_network() -> None:
-    cluster = Cluster.parse("h100:8x8")
+    cluster = parse_cluster("h100:8x8")
     seconds = cluster.link(64, 1).exchange(1e9)
     assert seconds == pytest.approx(56 / 64 * 1e9 / cluster.between.bandwidth, rel=0.05)
     assert cluster.link(8, 1).exchange(1e9) < seconds / 4

@@ -106,6 +106,7 @@ def test_ids_outside_are_rejected() -> None:
 # ── text ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.alone
 def test_python_needs_nothing_and_is_quick() -> None:
     opened("python")
     began = time.perf_counter()

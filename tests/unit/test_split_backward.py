@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input
 
-from shoal.parallel.pipeline.split_backward import add_gradients_of_weights, held_by
+from shoal.parallel.pipeline.split_backward import add_gradients_of_weights, edges_of
 
 
 class Both(torch.autograd.Function):
@@ -93,9 +93,9 @@ def test_both_halves_are_the_whole(kind: str, num_microbatches: int) -> None:
     for x in inputs:
         x.grad = None
         outputs = [model(x).square().sum()]
-        held = held_by(outputs)
+        edges = edges_of(outputs)
         found, groups = stage_backward_input(outputs, None, [x], model.parameters())
-        halves.append((found, groups, held))
+        halves.append((found, groups, edges))
     for _, groups, _ in halves:
         add_gradients_of_weights(model.parameters(), groups)
     for (found, _, _), exact in zip(halves, of_inputs, strict=True):

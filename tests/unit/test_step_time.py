@@ -11,12 +11,14 @@ from shoal.blueprint.plan import Plan
 from shoal.blueprint.schedules.generate import make_schedule
 from shoal.blueprint.schedules.simulate import StageCost, simulate
 from shoal.predict.cluster import Cluster
+from shoal.predict.cluster_parser import parse_cluster
 from shoal.predict.estimate.peak_memory import peak_memory
 from shoal.predict.estimate.step_time import SPREAD, StepTime, bubble, step_time
-from shoal.predict.framework_profile import ALL, MEGATRON, SHOAL, FrameworkProfile, shoal_profile
+from shoal.predict.framework_profile import FrameworkProfile
+from shoal.predict.presets.frameworks import ALL, MEGATRON, SHOAL, shoal_profile
 from shoal.predict.presets.models import MODELS
 
-H100 = Cluster.parse("h100:8x4")
+H100 = parse_cluster("h100:8x4")
 WITH_ANY_V = [("interleaved", 2), ("interleaved", 4), ("looped", 2), ("zb", 1), ("zb", 2)]
 
 
@@ -25,12 +27,12 @@ def predicted(
     *,
     ranks: int = 32,
     model: str = "llama3-8b",
-    habits: FrameworkProfile = SHOAL,
+    profile: FrameworkProfile = SHOAL,
     cluster: Cluster = H100,
     **more: int,
 ) -> StepTime:
     said = {"sequence": 4096, "global_batch": 256, **more}
-    return step_time(MODELS[model], Plan.parse(words).resolve(ranks), cluster, habits=habits, **said)
+    return step_time(MODELS[model], Plan.parse(words).resolve(ranks), cluster, profile=profile, **said)
 
 
 def test_causes_add_up_and_rates_follow() -> None:
@@ -99,7 +101,7 @@ def test_sharded_accumulation_pays_its_gathers_again() -> None:
 
 def test_gradients_hide_in_the_shadow_of_the_backward() -> None:
     plain = replace(MEGATRON, name="nothing overlaps", overlaps_gradients=False)
-    assert predicted("bf16 mb=1", habits=plain).dp > 2 * predicted("bf16 mb=1", habits=MEGATRON).dp
+    assert predicted("bf16 mb=1", profile=plain).dp > 2 * predicted("bf16 mb=1", profile=MEGATRON).dp
 
 
 def test_attention_is_as_fast_as_it_was_measured_where_it_was_measured() -> None:
@@ -114,7 +116,7 @@ def test_a_compiler_launches_fewer_kernels() -> None:
     """Than `shoal calibrate` does, which launches all of them."""
     slow = replace(H100, device=replace(H100.device, name="slow", host_factor=20.0), is_measured=True)
     eager, compiled = (
-        predicted("bf16 zero=3 mb=1", cluster=slow, habits=shoal_profile(compile=word), sequence=128)
+        predicted("bf16 zero=3 mb=1", cluster=slow, profile=shoal_profile(compile=word), sequence=128)
         for word in (False, True)
     )
     each = (SHOAL.host_forward + SHOAL.host_backward) * 20
@@ -137,7 +139,7 @@ def test_experts_travel_and_a_ring_hides_behind_attention() -> None:
 
 
 def test_the_head_makes_the_last_stage_the_slowest_where_layers_are_even() -> None:
-    even = predicted("bf16 pp=8 zero=1 mb=1", model="llama3-1b", habits=MEGATRON)
+    even = predicted("bf16 pp=8 zero=1 mb=1", model="llama3-1b", profile=MEGATRON)
     assert even.head > 0
     assert even.bubble > 0
 
@@ -152,7 +154,7 @@ def test_numbers_in_fp32_travel_as_such() -> None:
 
 def test_a_cpu_hides_no_message() -> None:
     """Who sends does not compute meanwhile."""
-    cpu = Cluster.parse("cpu:2")
+    cpu = parse_cluster("cpu:2")
     fast = replace(cpu, inside=replace(cpu.inside, bandwidth=1e15, latency=0.0, base=0.0))
     for words in ("fp32 zero=0 mb=1", "fp32 zero=3 mb=1"):
         slow = predicted(words, ranks=2, model="llama3-1b", cluster=cpu, sequence=512, global_batch=4)
@@ -163,17 +165,17 @@ def test_a_cpu_hides_no_message() -> None:
 
 
 def test_a_cpu_pays_for_every_action_of_a_pipeline() -> None:
-    cpu = Cluster.parse("cpu:2")
+    cpu = parse_cluster("cpu:2")
     said = {"ranks": 2, "model": "llama3-1b", "sequence": 512, "global_batch": 8}
     simple, divided = (predicted(f"fp32 pp=2 {word} mb=1", cluster=cpu, **said) for word in ("1f1b", "zb"))  # type: ignore[arg-type]
     assert divided.host - simple.host == pytest.approx(8 * 0.4e-3), "gradients of weights are one more"
-    assert predicted("bf16 pp=2 zb mb=1", ranks=2, cluster=Cluster.parse("h100:2"), global_batch=8).host == 0
+    assert predicted("bf16 pp=2 zb mb=1", ranks=2, cluster=parse_cluster("h100:2"), global_batch=8).host == 0
 
 
 def test_a_compiler_and_states_in_bf16_save_time() -> None:
     eager, compiled, half = (
-        predicted("bf16 zero=3 mb=2", habits=habits)
-        for habits in (shoal_profile(compile=False), shoal_profile(), shoal_profile(states="bf16"))
+        predicted("bf16 zero=3 mb=2", profile=profile)
+        for profile in (shoal_profile(compile=False), shoal_profile(), shoal_profile(states="bf16"))
     )
     touched = (
         2 * 8 * 4096 * 2.5 * 32 * ((43 + 60 - 10) * 4096 + (12 + 17 - 4) * 14336)
@@ -186,29 +188,30 @@ def test_a_compiler_and_states_in_bf16_save_time() -> None:
 
 def test_a_traced_model_has_a_time() -> None:
     found = predicted(
-        "mb=64", model="resnet50", ranks=8, sequence=1, global_batch=1024, cluster=Cluster.parse("h100:8")
+        "mb=64", model="resnet50", ranks=8, sequence=1, global_batch=1024, cluster=parse_cluster("h100:8")
     )
     assert found.matmul > 0
     assert found.total < 5
 
 
-@pytest.mark.parametrize("habits", ALL.values(), ids=ALL)
-def test_every_system_has_a_source_and_a_finite_prediction(habits: FrameworkProfile) -> None:
-    assert habits.source
-    found = predicted("bf16 tp=2 pp=2 zero=1 mb=1", habits=habits)
+@pytest.mark.parametrize("profile", ALL.values(), ids=ALL)
+def test_every_system_has_a_source_and_a_finite_prediction(profile: FrameworkProfile) -> None:
+    assert profile.source
+    found = predicted("bf16 tp=2 pp=2 zero=1 mb=1", profile=profile)
     assert all(0 <= seconds < 1e3 for seconds in found.causes().values())
-    documented = habits.as_documented()
+    documented = profile.as_documented()
     assert documented.efficiency == FrameworkProfile(name="x").efficiency
-    stranger = predicted("bf16 tp=2 pp=2 zero=1 mb=1", habits=documented)
-    wider = 1.5 if habits.is_known_together else 0.9  # shoal itself is a stranger on several devices
+    stranger = predicted("bf16 tp=2 pp=2 zero=1 mb=1", profile=documented)
+    wider = 1.5 if profile.is_known_together else 0.9  # shoal itself is a stranger on several devices
     assert stranger.high / stranger.low > (found.high / found.low) ** wider
-    assert documented.gradient == habits.gradient
+    assert documented.gradient == profile.gradient
 
 
 def test_every_cause_has_a_spread() -> None:
     assert set(predicted("bf16 zero=3 mb=1").causes()) == set(SPREAD)
 
 
+@pytest.mark.alone
 def test_one_call_of_both_takes_no_time() -> None:
     """A search asks ten thousand times; the bar is 100 microseconds, and this machine may be busy."""
     model, plan = MODELS["llama3-405b"], Plan.parse("bf16 tp=8 pp=2 zero=1 mb=1").resolve(32)

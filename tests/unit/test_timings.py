@@ -1,4 +1,4 @@
-"""Two numbers for each algorithm: found again where the answer is known, and worth what sizes held out say."""
+"""α and β of each algorithm: recovered where they are known, and checked at validation sizes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from shoal.bench.timings import (
     best,
     fit,
     fits,
-    held_out,
     in_doubt,
+    link_bandwidth,
     list_of,
-    wire,
+    validation_sizes,
 )
 from shoal.blueprint.collectives.algorithms import ALGORITHMS, KINDS, Kind
 from shoal.predict.cluster import Cluster
+from shoal.predict.cluster_parser import cluster_from_yaml, parse_cluster
 
 ALPHA, BETA = 200e-6, 1 / 1.5e9
 SIZES = tuple(1024 * 4**power for power in range(10))
@@ -46,41 +47,43 @@ def timing(size: int, *, kind: Kind = "all_reduce", algorithm: str = "ring", ran
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_list_costs_gives_its_two_numbers_back(kind: Kind, algorithm: str) -> None:
     """The list's own `seconds` made these: so the fit is by the same formula."""
-    found = fit([timing(size, kind=kind, algorithm=algorithm) for size in SIZES], held_out(SIZES))
+    found = fit([timing(size, kind=kind, algorithm=algorithm) for size in SIZES], validation_sizes(SIZES))
     assert found.alpha == pytest.approx(ALPHA, rel=1e-6)
     assert found.beta == pytest.approx(BETA, rel=1e-6)
-    assert found.worst_held < 1e-6
-    assert [held.size for held in found.held] == [16 * 1024, 2**20, 64 * 2**20]
+    assert found.worst_error < 1e-6
+    assert [held.size for held in found.validation] == [16 * 1024, 2**20, 64 * 2**20]
 
 
 def test_a_size_that_was_disturbed_does_not_decide() -> None:
     timings = [timing(size) for size in SIZES]
     timings[4] = replace(timings[4], seconds=3 * timings[4].seconds)
-    found = fit(timings, held_out(SIZES))
-    assert found.worst_held < 0.05
+    found = fit(timings, validation_sizes(SIZES))
+    assert found.worst_error < 0.05
 
 
 def test_no_size_is_far_off_where_the_truth_is_bent() -> None:
     """Long messages go a quarter faster than the latency and bandwidth of short ones say."""
     timings = [timing(size) for size in SIZES]
     bent = [replace(each, seconds=each.seconds / (1.25 if each.size > 2**25 else 1.0)) for each in timings]
-    assert fit(bent, held_out(SIZES)).worst_held < 0.15
+    assert fit(bent, validation_sizes(SIZES)).worst_error < 0.15
 
 
 def test_what_a_fit_does_not_explain_is_in_doubt_and_so_are_its_neighbours() -> None:
     timings = [timing(size) for size in SIZES]
-    assert in_doubt(SIZES, fit(timings, held_out(SIZES))) == set()
+    assert in_doubt(SIZES, fit(timings, validation_sizes(SIZES))) == set()
     timings[5] = replace(timings[5], seconds=1.3 * timings[5].seconds)
-    assert in_doubt(SIZES, fit(timings, held_out(SIZES))) == set(SIZES[4:7])
-    assert in_doubt(SIZES[:6], fit(timings[:6], held_out(SIZES))) == set(SIZES[4:6])
+    assert in_doubt(SIZES, fit(timings, validation_sizes(SIZES))) == set(SIZES[4:7])
+    assert in_doubt(SIZES[:6], fit(timings[:6], validation_sizes(SIZES))) == set(SIZES[4:6])
 
 
 def test_held_out_sizes_are_not_fitted_to() -> None:
     timings = [timing(size) for size in SIZES]
-    wrong = [replace(each, seconds=2 * each.seconds) if each.size in held_out(SIZES) else each for each in timings]
-    found = fit(wrong, held_out(SIZES))
+    wrong = [
+        replace(each, seconds=2 * each.seconds) if each.size in validation_sizes(SIZES) else each for each in timings
+    ]
+    found = fit(wrong, validation_sizes(SIZES))
     assert found.alpha == pytest.approx(ALPHA, rel=1e-6)
-    assert [held.error for held in found.held] == pytest.approx([-0.5] * 3)
+    assert [held.error for held in found.validation] == pytest.approx([-0.5] * 3)
 
 
 def test_numbers_are_never_negative() -> None:
@@ -94,7 +97,7 @@ def test_the_fastest_and_the_wire() -> None:
     ring = replace(ring, seconds=tree.seconds / 2)
     send = replace(ring, kind=SEND, algorithm=TOGETHER, seconds=1e-3)
     assert best([ring, tree, send]) == {ring}
-    assert wire([ring, tree, send], "within") == pytest.approx(2**20 / 1e-3)
+    assert link_bandwidth([ring, tree, send], "within") == pytest.approx(2**20 / 1e-3)
     assert ring.bus_bandwidth == pytest.approx(1.5 * ring.bandwidth)
 
 
@@ -109,7 +112,7 @@ def test_one_size_is_no_fit() -> None:
     both = [timing(size) for size in (2**10, 2**20)]
     assert [each.algorithm for each in fits([*both, *alone])] == ["ring"]
     assert fit(both, without=[2**20]).beta == pytest.approx(BETA, rel=1e-3)
-    known = Cluster.parse("cpu:4")
+    known = parse_cluster("cpu:4")
     measured = with_links(known, [replace(alone[0], algorithm=BUILTIN)], per_host=4, num_hosts=1, source="", date="")
     assert measured.inside == known.inside
 
@@ -138,7 +141,7 @@ def of_link(cluster: Cluster, tier: str) -> list[Timing]:
 
 
 def test_links_within_and_across_hosts_are_found_again(tmp_path: Path) -> None:
-    cpu = Cluster.parse("cpu:2x2")
+    cpu = parse_cluster("cpu:2x2")
     inside = replace(cpu.inside, bandwidth=2e9, latency=300e-6, base=100e-6, gathering=0.8)
     between = replace(cpu.between, bandwidth=1e8, latency=400e-6, base=900e-6, gathering=0.9)
     true = replace(cpu, inside=inside, between=between)
@@ -155,11 +158,11 @@ def test_links_within_and_across_hosts_are_found_again(tmp_path: Path) -> None:
         assert mine.reduce(2**26) == pytest.approx(theirs.reduce(2**26), rel=0.1)
     file = tmp_path / "cluster.yaml"
     file.write_text(found.to_yaml())
-    assert Cluster.from_yaml(file) == found
+    assert cluster_from_yaml(file) == found
 
 
 def test_a_tier_that_was_not_measured_stays() -> None:
-    cpu = Cluster.parse("cpu:2")
+    cpu = parse_cluster("cpu:2")
     found = with_links(cpu, of_link(cpu, "within"), per_host=2, num_hosts=1, source="a test", date="")
     assert found.between == cpu.between
     assert found.inside != cpu.inside

@@ -446,7 +446,7 @@ def test_tokens_need_not_be_said(file: str) -> None:
 @pytest.mark.parametrize(
     ("function", "what", "fix"),
     [
-        ("images", "returns a model, but not what its forward takes", "return model, inputs"),
+        ("images", "must return the inputs of its model's forward", "return model, inputs"),
         ("number", "returned int, not an nn.Module", "return the model"),
         ("fails", "failed: KeyError: 'width'", "returns a model"),
         ("tokken", "no function 'tokken'", "tokens"),
@@ -478,11 +478,11 @@ class Gate(nn.Module):
 @pytest.mark.parametrize(
     ("call", "what"),
     [
-        (lambda: trace(LooksAtValues(), torch.empty(2, 4)), "looks at the values of a tensor in gate"),
+        (lambda: trace(LooksAtValues(), torch.empty(2, 4)), "reads the values of a tensor in gate"),
         (lambda: trace(TwoLinears(), torch.empty(2, 9)), "cannot be run on these inputs in first: RuntimeError"),
-        (lambda: trace(TwoLinears(), torch.empty(2, 8), device="tpu"), "cannot be traced for 'tpu'"),
+        (lambda: trace(TwoLinears(), torch.empty(2, 8), device="tpu"), "device must be cpu or cuda, got 'tpu'"),
         (lambda: trace(TwoLinears(), torch.empty(2, 8), precision="fp31"), "precision 'fp31'"),
-        (lambda: trace_samples(TwoLinears(), {}), "the inputs hold no samples"),
+        (lambda: trace_samples(TwoLinears(), {}), "the inputs must have at least one sample"),
     ],
 )
 def test_what_cannot_be_traced(call: Callable[[], Any], what: str) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import ShoalError
-from shoal.predict.presets.models import MODELS
-from shoal.predict.workload import Block, Workload, from_hugging_face
+from shoal.predict.huggingface_config import from_hugging_face
+from shoal.predict.presets.models import MODELS, find_model
+from shoal.predict.workload import Block, Workload
 
 PUBLISHED = {  # billions of parameters, and of active ones where they differ, as the reports print them
     "llama2-7b": (6.74, None),
@@ -81,7 +82,7 @@ CONFIG = {
 def test_a_config_is_the_preset_of_the_same_model(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG))
-    assert Workload.of(str(path)).parameters == MODELS["llama3-8b"].parameters
+    assert find_model(str(path)).parameters == MODELS["llama3-8b"].parameters
 
 
 def test_a_config_with_experts_and_latent_attention() -> None:
@@ -127,7 +128,7 @@ def test_gpt2_has_no_gate_and_a_tied_head() -> None:
 )
 def test_an_unknown_model_is_one_message(what: str, said: str, fix: str) -> None:
     with pytest.raises(ShoalError) as caught:
-        Workload.of(what)
+        find_model(what)
     assert said in str(caught.value)
     assert fix in str(caught.value)
 

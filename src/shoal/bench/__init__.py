@@ -1,1 +1,1 @@
-"""What the planner cannot know by itself: this machine, measured, and any model, counted."""
+"""Measure this machine for the planner, and compare collectives and compression methods."""

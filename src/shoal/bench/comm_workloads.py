@@ -1,6 +1,6 @@
-"""What `shoal bench comm` measures: messages between ranks, and collectives by our lists and by torch.
+"""The operations that `shoal bench comm` measures: messages between ranks, and collectives by shoal and by torch.
 
-A piece of work can be carried out again and again, over the same tensors.
+Each can be repeated on the same tensors.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from torch import Tensor
 
 from shoal.bench.timings import Tier
 from shoal.comm.collectives import all_gather, reduce_scatter
-from shoal.comm.message_collectives import Stepped
+from shoal.comm.message_collectives import MessageCollectives
 
 Work = Callable[[], object]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Ranks that talk to each other: those of a host, or all."""
+    """A group of ranks: those of a host, or all."""
 
     tier: Tier
     group: dist.ProcessGroup
     node: int | None
     hop: int
-    """From a rank to its neighbour: the next one, or across hosts the one in the same place of the next."""
+    """Distance from a rank to its neighbour: the next rank, or the rank with the same index on the next host."""
 
     @property
     def size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self.group.size()
 
 
 def written(elements: int, device: torch.device) -> Tensor:
-    """Memory that is really there: what was never written to costs nothing to read."""
+    """Allocate a tensor and write to it: pages that were never written cost nothing to read."""
     return torch.empty(max(elements, 4096), device=device).fill_(0.0)
 
 
 def _exchange(group: dist.ProcessGroup, *, give: tuple[Tensor, int] | None, take: tuple[Tensor, int] | None) -> None:
-    """One message out, one in, or both at once."""
+    """Send one message, receive one, or both at once."""
     works = [dist.irecv(take[0], group=group, group_src=take[1])] if take else []
     works += [dist.isend(give[0], group=group, group_dst=give[1])] if give else []
     for work in works:
@@ -50,8 +50,8 @@ def _exchange(group: dist.ProcessGroup, *, give: tuple[Tensor, int] | None, take
 
 
 def pair(place: Place, x: Tensor, y: Tensor) -> Work:
-    """Half of there and back, between the first rank and its neighbour, while the others wait. Half a tensor goes each
-    way, so that the whole of it takes the time of a message."""
+    """Ping-pong between the first rank and its neighbour, while the others wait. Each direction carries half of the
+    tensor, so that both together take the time of one message."""
     rank, group = dist.get_rank(place.group), place.group
     there, back = x[: x.numel() // 2], y[: x.numel() - x.numel() // 2]
 
@@ -67,15 +67,15 @@ def pair(place: Place, x: Tensor, y: Tensor) -> Work:
 
 
 def together(place: Place, x: Tensor, y: Tensor) -> Work:
-    """Every rank sends to its neighbour."""
+    """Every rank sends to its neighbour at the same time."""
     rank, group, size = dist.get_rank(place.group), place.group, place.size
     after, before = (rank + place.hop) % size, (rank - place.hop) % size
 
     return lambda: _exchange(group, give=(x, after), take=(y, before))
 
 
-def stepped(kind: str, over: Stepped, x: Tensor) -> Work:
-    """A collective by its list."""
+def stepped(kind: str, over: MessageCollectives, x: Tensor) -> Work:
+    """A collective by shoal's list of messages."""
     part = x[: x.numel() // over.size]
     return {
         "all_reduce": lambda: over.all_reduce(x),

@@ -1,5 +1,7 @@
-"""Ways for replicas to meet, tried on one model and one link: bytes, seconds of a step, and the loss after as many
-samples. What a step will take is *predicted* first, from a step without meeting and from the link; then *measured*."""
+"""Measure gradient compression and local SGD on one model and one link: bytes, step time, and loss by samples.
+
+The step time is *predicted* first, from a step without communication and from the link; then it is *measured*.
+"""
 
 from __future__ import annotations
 
@@ -33,86 +35,88 @@ EVERY = (
     *("sync=local:8", "sync=diloco:50", "sync=diloco:50 compress=int8"),
 )
 SMOOTH = 5
-"""Losses of so many steps are averaged before one says that a loss was reached."""
+"""Steps whose losses are averaged to decide that a loss is reached."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompressRequest:
-    """What to try."""
+    """The methods to measure, and for how long."""
 
-    ways: tuple[str, ...] = EVERY
-    """Words of a plan; one of them is "", gradients as they are."""
+    methods: tuple[str, ...] = EVERY
+    """Words of a plan; one of them is "", uncompressed gradients at every step."""
     steps: int = 50
-    """Of each way; of islands at least as many as lie between two meetings, and a multiple of them."""
+    """Steps of each method; with local SGD, rounded up to a multiple of its interval."""
     until: float | None = None
-    """End a way when its loss has come down to this; `steps` is the most that it gets."""
+    """End a method when its loss has reached this value; `steps` is the limit."""
     evaluate: int = 64
-    """Held-out samples that are scored in the end."""
+    """Validation samples to evaluate at the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One way."""
+    """The result of one method."""
 
     words: str
     predicted: float
-    """Seconds of a step."""
+    """Seconds of a step, predicted."""
     seconds: float
-    """The same, measured: the median of single steps; of islands the mean between two meetings."""
+    """Seconds of a step, measured: the median of steps; with local SGD, the mean over its interval."""
     bytes: float
-    """Sent by rank 0 in a step, on average."""
+    """Bytes that rank 0 sends in a step, on average."""
     steps: int
     loss: float
     """The mean over the last tenth of the steps."""
     eval_loss: float | None
     seconds_to_loss: float | None
-    """When the wanted loss was reached; None: it was not, or none was wanted."""
+    """When the loss `until` was reached; None: it was not, or none was set."""
     curve: list[tuple[float, float]] = field(default_factory=list)
     """Seconds since the first step, and the loss, of every step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompressTrials:
-    """What one rank came to."""
+    """The result of one rank."""
 
     is_main: bool
     replicas: int
-    weighed: Estimate
-    tried: list[Trial]
+    estimate: Estimate
+    trials: list[Trial]
 
     @property
     def plain(self) -> Trial:
-        """Gradients as they are, which the others are held against."""
-        return next(tried for tried in self.tried if not tried.words)
+        """The baseline: uncompressed gradients at every step."""
+        return next(trial for trial in self.trials if not trial.words)
 
 
-def measure(placement: Placement | None, store: dist.Store | None, job: Job, ask: CompressRequest) -> CompressTrials:
-    """Try every way, one after the other, with the same ranks; every rank calls it."""
+def measure(
+    placement: Placement | None, store: dist.Store | None, job: Job, request: CompressRequest
+) -> CompressTrials:
+    """Measure every method, one after the other, with the same ranks. Every rank calls it."""
     launch = job.recipe.launch
     with World.start(
         placement, device=launch.device, timeout=launch.timeout, store=store, threads=launch.threads
     ) as world:
-        weighed = estimate(job, world, ask.ways)
-        assert weighed is not None
-        tried = [_try(job, world, words, weighed, ask) for words in ask.ways]
-        return CompressTrials(is_main=world.is_main, replicas=weighed.replicas, weighed=weighed, tried=tried)
+        estimated = estimate(job, world, request.methods)
+        assert estimated is not None
+        trials = [_measure_method(job, world, words, estimated, request) for words in request.methods]
+        return CompressTrials(is_main=world.is_main, replicas=estimated.replicas, estimate=estimated, trials=trials)
 
 
-def _try(job: Job, world: World, words: str, weighed: Estimate, ask: CompressRequest) -> Trial:
-    recipe, said = job.recipe, Plan.parse(words)
-    every = said.sync_spec.every if said.sync_spec is not None else 1
-    num_steps = -(-ask.steps // every) * every
-    run = build_run(_with_few_exact_steps(recipe, said, num_steps), world, sync_traffic(recipe.plan, words))
+def _measure_method(job: Job, world: World, words: str, estimated: Estimate, request: CompressRequest) -> Trial:
+    recipe, method = job.recipe, Plan.parse(words)
+    every = method.sync_spec.every if method.sync_spec is not None else 1
+    num_steps = -(-request.steps // every) * every
+    run = build_run(_with_short_warmup(recipe, method, num_steps), world, sync_traffic(recipe.plan, words))
     run.prepare(build_for_layout(recipe.model, recipe.run.seed))
     run.prepare(build_optimizer(run.parameters, recipe.optim, lr=recipe.optim.lr, seed=recipe.run.seed))
-    curve, num_bytes = _trained(run, job, num_steps, ask.until)
+    curve, num_bytes = _train(run, job, num_steps, request.until)
     run.meet()
-    eval_loss = _evaluated(run, job, ask.evaluate)
+    eval_loss = _evaluate(run, job, request.evaluate)
     run.composed.close()
     losses = [loss for _, loss in curve]
-    step = predict(words, weighed.island, weighed.link, weighed.replicas, weighed.codec)
-    reached = next((at for at, loss in _smoothed(curve) if ask.until is not None and loss <= ask.until), None)
-    _tell(world, f"{words or 'as they are'}: {_per_step(curve, every):.3f} s a step, loss {losses[-1]:.4f}")
+    step = predict(words, estimated.replica, estimated.link, estimated.replicas, estimated.codec)
+    reached = next((at for at, loss in _smoothed(curve) if request.until is not None and loss <= request.until), None)
+    _report(world, f"{words or 'plain'}: {_per_step(curve, every):.3f} s a step, loss {losses[-1]:.4f}")
     return Trial(
         words=words,
         predicted=step.seconds,
@@ -126,32 +130,32 @@ def _try(job: Job, world: World, words: str, weighed: Estimate, ask: CompressReq
     )
 
 
-def _with_few_exact_steps(recipe: Recipe, said: Plan, num_steps: int) -> Recipe:
-    """Unless somebody says how many, a quarter of the steps at most send gradients as they are: most are to be what
-    they are called."""
-    if recipe.comm.warmup_steps is not None or said.compression is None:
+def _with_short_warmup(recipe: Recipe, method: Plan, num_steps: int) -> Recipe:
+    """The recipe with uncompressed warm-up steps in at most a quarter of the steps, unless `comm.warmup_steps` is
+    set."""
+    if recipe.comm.warmup_steps is not None or method.compression is None:
         return recipe
-    exact = min(said.compression.warmup_steps, num_steps // 4)
-    return recipe.model_copy(update={"comm": recipe.comm.model_copy(update={"warmup_steps": exact})})
+    warmup_steps = min(method.compression.warmup_steps, num_steps // 4)
+    return recipe.model_copy(update={"comm": recipe.comm.model_copy(update={"warmup_steps": warmup_steps})})
 
 
-def _trained(run: Run, job: Job, num_steps: int, until: float | None) -> tuple[list[tuple[float, float]], list[int]]:
+def _train(run: Run, job: Job, num_steps: int, until: float | None) -> tuple[list[tuple[float, float]], list[int]]:
     recipe = job.recipe
     loader = build_loader(job, run, workers=0)
     curve: list[tuple[float, float]] = []
     sent: list[int] = []
     run.world.barrier()
-    began = time.perf_counter()
+    start = time.perf_counter()
     try:
         for batch in run.batches(loader):
             factor = lr_factor(recipe.optim.schedule, (len(curve) + 1) / num_steps, final=recipe.optim.final_lr)
             set_lr(run.optimizer, factor)
             loss = float(run.step(batch))
-            curve.append((time.perf_counter() - began, loss))
-            hidden = run.report.hidden if run.report is not None else None
-            if hidden is not None:  # of DDP, not every step is timed
-                sent.append(hidden.bytes)
-            # The loss is the same on all ranks, and so is what follows from it.
+            curve.append((time.perf_counter() - start, loss))
+            overlap = run.report.overlap if run.report is not None else None
+            if overlap is not None:  # with DDP, not every step is timed
+                sent.append(overlap.bytes)
+            # The loss is the same on all ranks, so all of them end at the same step.
             if len(curve) == num_steps or (until is not None and _smoothed(curve)[-1][1] <= until):
                 return curve, sent
     finally:
@@ -160,12 +164,13 @@ def _trained(run: Run, job: Job, num_steps: int, until: float | None) -> tuple[l
 
 
 def _per_step(curve: Sequence[tuple[float, float]], every: int) -> float:
-    """Without the first step, which pays for memory and connections, where there are others."""
-    took = [after - before for (before, _), (after, _) in itertools.pairwise([(0.0, 0.0), *curve])]
-    if every > 1 and len(took) >= every:
-        settled = took[-every:]
-        return (sum(settled) - settled[0] + median(settled)) / every if len(took) == every else fmean(settled)
-    return median(took[1:] or took)
+    """Seconds of a step, without the first one, which includes allocation and connection setup."""
+    seconds = [after - before for (before, _), (after, _) in itertools.pairwise([(0.0, 0.0), *curve])]
+    if every > 1 and len(seconds) >= every:
+        interval = seconds[-every:]
+        is_all = len(seconds) == every
+        return (sum(interval) - interval[0] + median(interval)) / every if is_all else fmean(interval)
+    return median(seconds[1:] or seconds)
 
 
 def _smoothed(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -175,14 +180,14 @@ def _smoothed(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
     ]
 
 
-def _evaluated(run: Run, job: Job, samples: int) -> float | None:
-    if not len(job.held_out) or not samples:
+def _evaluate(run: Run, job: Job, samples: int) -> float | None:
+    if not len(job.validation) or not samples:
         return None
     size = run.plan.microbatch_size(job.recipe.data.global_batch) * run.degree
-    batches: Any = evaluation_batches(job.held_out, batch=size, coordinate=run.coordinate, degree=run.degree)
+    batches: Any = evaluation_batches(job.validation, batch=size, coordinate=run.coordinate, degree=run.degree)
     return run.evaluate(itertools.islice(batches, max(1, samples // size)))
 
 
-def _tell(world: World, text: str) -> None:
+def _report(world: World, text: str) -> None:
     if world.is_main:
         print(text, file=sys.stderr, flush=True)

@@ -1,14 +1,14 @@
-"""What was measured of a machine, and the `Cluster` that follows from it.
+"""Fit a `Cluster` to measurements of a machine.
 
-A planner predicts with a handful of numbers per device and link. Each is fitted to readings by the very formula that
-will use it, so that what one reading says wrong, the others outvote:
+A planner predicts with a few numbers per device and link. Each is fitted to several readings with the formula that the
+planner uses, so that one wrong reading has little influence:
 
-    product    seconds = 2MNK / achievable + bytes / bandwidth       `blueprint.step_time`
+    product    seconds = 2MNK / achievable + bytes / bandwidth       `predict.estimate.step_time`
     attention  seconds = 3.5 x FLOPs of the forward / attention      the same
-    message    seconds = base + steps x latency + bytes / bandwidth  `blueprint.cluster.Link`; of gathers and scatters
+    message    seconds = base + steps x latency + bytes / bandwidth  `predict.cluster.Link`; gathers and scatters use
                                                                      only a part of the bandwidth
 
-Readings are measured; what is fitted to them says so.
+Readings are measured; numbers that are fitted to them say so.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shoal.predict.cluster import Cluster, Device, Link, Tier
-from shoal.predict.framework_profile import SHOAL
 from shoal.predict.presets.clusters import DEVICES, TIERS, Entry
+from shoal.predict.presets.frameworks import SHOAL
 from shoal.predict.presets.peak_flops import peak_flops
 
 MESSAGES = ("send", "all_gather", "reduce_scatter", "all_reduce")
@@ -33,12 +33,12 @@ BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """One thing that was done again and again, on all ranks at once, and how long it took on the slowest."""
+    """The time of one operation that all ranks repeat at the same time, on the slowest rank."""
 
     what: str
     """product, attention, copy, elementwise, launch, block, or one of `MESSAGES`."""
     size: tuple[int, ...]
-    """Of a product (M, N, K), of attention and of blocks (tokens, features), of anything else (bytes,)."""
+    """(M, N, K) of a product, (tokens, features) of attention and blocks, (bytes,) of anything else."""
     precision: str
     seconds: float
     """Measured: the fastest of some rounds."""
@@ -49,26 +49,26 @@ class Reading:
 
     @property
     def rate(self) -> float:
-        """FLOP/s, or bytes/s of what has no FLOPs."""
+        """FLOP/s, or bytes/s without FLOPs."""
         return (self.flops or self.traffic) / self.seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Readings:
-    """All that was measured of a machine, and what it was measured on."""
+    """All readings of a machine, and its description."""
 
     readings: tuple[Reading, ...]
     device: str
-    """As torch calls it; of a CPU, its model."""
+    """torch's name of the device; the model of a CPU."""
     kind: str
     """cpu or cuda."""
     num_ranks: int
     num_threads: int
-    """Of each rank, on the CPU."""
+    """Threads of each rank, on the CPU."""
     memory: float
-    """Bytes that each rank has to itself."""
+    """Bytes for each rank."""
     context: float
-    """Bytes of a process that are not tensors."""
+    """Bytes of a process beside its tensors."""
     host: str
     torch: str
     date: str
@@ -76,24 +76,24 @@ class Readings:
     """Seconds, measured."""
 
     def of(self, what: str, precision: str | None = None) -> list[Reading]:
-        """Those of one kind."""
+        """The readings of one operation."""
         return [each for each in self.readings if each.what == what and precision in (None, each.precision)]
 
     def of_messages(self) -> list[Reading]:
-        """Those of all collectives."""
+        """The readings of all collectives."""
         return [each for each in self.readings if each.what in MESSAGES]
 
     @property
     def precisions(self) -> list[str]:
-        """In which products were measured."""
+        """The precisions of the measured products."""
         return list(dict.fromkeys(each.precision for each in self.of("product")))
 
     def to_mapping(self) -> dict[str, Any]:
-        """As keys and values, for JSON."""
+        """The readings as JSON."""
         return asdict(self)
 
     def sentence(self) -> str:
-        """Where and when, in a line."""
+        """One line about machine, ranks and version."""
         threads = f" with {self.num_threads} threads each" if self.kind == "cpu" else ""
         return f"shoal calibrate on {self.host}: {self.num_ranks} x {self.device}{threads}, torch {self.torch}"
 
@@ -102,8 +102,8 @@ class Readings:
 
 
 def cluster_of(found: Readings) -> Cluster:
-    """The machine as the planner sees it. What one machine cannot tell (links to others; links at all, of one device)
-    is taken from the preset of its device, and says so."""
+    """The cluster of a machine. Links that one machine cannot measure come from the preset of its device, and their
+    source says so."""
     known = _preset(found)
     inside = fit_tier(found.of_messages(), found.num_ranks) if found.num_ranks > 1 else _unmeasured(known.inside)
     return Cluster(
@@ -118,12 +118,12 @@ def cluster_of(found: Readings) -> Cluster:
 
 
 def device_of(found: Readings) -> Device:
-    """One of its devices."""
+    """The device of a machine."""
     copied = max(each.rate for each in found.of("copy"))
     streamed = min(copied, statistics.median(each.rate for each in found.of("elementwise")))
     rates = {word: fit_rate(found.of("product", word), streamed) for word in found.precisions}
     best = {word: max(each.rate for each in found.of("product", word)) for word in found.precisions}
-    attention = {each.precision: each.rate for each in found.of("attention")}  # the longer one comes last
+    attention = {each.precision: each.rate for each in found.of("attention")}  # the longest comes last
     return Device(
         name=found.device,
         peak={word: peak_flops(found.device, word) or best[word] for word in rates},
@@ -140,7 +140,7 @@ def device_of(found: Readings) -> Device:
 
 
 def fit_rate(products: Sequence[Reading], bandwidth: float) -> float:
-    """FLOP/s such that products take FLOPs / rate + bytes / bandwidth, with the least sum of squared relative errors.
+    """Fit FLOP/s such that products take FLOPs / rate + bytes / bandwidth, with least squared relative errors.
 
     >>> made_up = [
     ...     Reading(what="product", size=(), precision="", seconds=f + 1, flops=10 * f, traffic=2) for f in (1, 9)
@@ -154,8 +154,8 @@ def fit_rate(products: Sequence[Reading], bandwidth: float) -> float:
 
 
 def fit_tier(messages: Sequence[Reading], num_ranks: int, *, num_nodes: int = 1, inside_latency: float = 0.0) -> Tier:
-    """A link such that messages take what `Link` says, with the least sum of squared relative errors. `num_nodes` that
-    the ranks lie on; if several, it is the link between them, and `inside_latency` that of the ones inside."""
+    """Fit a link such that messages take the time of `Link`, with least squared relative errors. With several
+    `num_nodes`, it is the link between nodes, and `inside_latency` is that within a node."""
     shape = _Shape(num_ranks, num_nodes, inside_latency)
     known = [_predicted(each, shape, 0, 0, 0, 0) / each.seconds for each in messages]
     columns = [
@@ -176,7 +176,7 @@ def fit_tier(messages: Sequence[Reading], num_ranks: int, *, num_nodes: int = 1,
 
 
 class _Shape(NamedTuple):
-    """Ranks, and how they lie."""
+    """Number of ranks and nodes."""
 
     num_ranks: int
     num_nodes: int = 1
@@ -186,7 +186,7 @@ class _Shape(NamedTuple):
 def _predicted(
     message: Reading, shape: _Shape, base: float, latency: float, per_byte: float, per_gathered_byte: float
 ) -> float:
-    """Seconds of a message over a link of such numbers. A unit of one and none of the others: its coefficient."""
+    """Seconds of a message over a link with these numbers. With one of them 1 and the others 0, it is a coefficient."""
     is_direct = message.what in ("send", "all_reduce")
     per_byte = per_byte if is_direct else per_gathered_byte
     alone = 1 / per_byte if per_byte else math.inf
@@ -199,22 +199,22 @@ def _predicted(
     return seconds(message.size[0])
 
 
-def _nonnegative(columns: Any, wanted: Any) -> tuple[float, ...]:
-    """The least-squares solution of columns · x = wanted in which no x is negative: the best that some columns give."""
+def _nonnegative(columns: Any, target: Any) -> tuple[float, ...]:
+    """The non-negative least-squares solution of columns · x = target: the best over all subsets of columns."""
     width = columns.shape[1]
     best, solution = math.inf, np.zeros(width)
     for number in range(1, width + 1):
         for chosen in map(list, combinations(range(width), number)):
             found = np.zeros(width)
-            found[chosen] = np.linalg.lstsq(columns[:, chosen], wanted, rcond=None)[0]
-            error = float(np.square(columns @ found - wanted).sum())
+            found[chosen] = np.linalg.lstsq(columns[:, chosen], target, rcond=None)[0]
+            error = float(np.square(columns @ found - target).sum())
             if (found >= 0).all() and error < best:
                 best, solution = error, found
     return tuple(solution.tolist())
 
 
 def _preset(found: Readings) -> Entry:
-    """The row of a device of this name, of the nearest size of memory; the CPU's where there is none."""
+    """The preset of the device with this name and the nearest memory size; the CPU's if there is none."""
     rows = [row for row in DEVICES.values() if row.torch_name in found.device]
     return min(rows, key=lambda row: abs(row.memory * 2**30 - found.memory), default=DEVICES["cpu"])
 
@@ -234,7 +234,7 @@ def _unmeasured(name: str) -> Tier:
 
 
 def error_of_products(found: Readings, device: Device, precision: str) -> float:
-    """The mean relative error, without sign, of what was fitted to products, against the readings."""
+    """The mean absolute relative error of the fitted rate, over the readings of products."""
     stream = device.bandwidth * device.streaming
     pairs = [
         (each.flops / device.achievable[precision] + each.traffic / stream, each.seconds)
@@ -244,7 +244,7 @@ def error_of_products(found: Readings, device: Device, precision: str) -> float:
 
 
 def error_of_messages(found: Readings, tier: Tier) -> float:
-    """The same of messages."""
+    """The mean absolute relative error of the fitted link, over the readings of messages."""
     numbers = tier.base, tier.latency, 1 / tier.bandwidth, 1 / (tier.bandwidth * tier.gathering)
     return _mean_error(
         [(_predicted(each, _Shape(found.num_ranks), *numbers), each.seconds) for each in found.of_messages()]

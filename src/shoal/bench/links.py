@@ -1,8 +1,8 @@
-"""Links of a cluster, fitted to messages that were measured between its ranks. No torch here.
+"""Fit the links of a cluster to messages measured between its ranks. No torch here.
 
-A planner's `Link` takes base + steps x latency + bytes / bandwidth for any collective (`shoal.predict.cluster`), and
-training goes by torch's own collectives. So a tier is fitted to those, and to messages that all ranks send at once, by
-the formula that will use it. What could not be measured (links to other hosts, where there is one) stays as it was.
+A planner's `Link` takes base + steps x latency + bytes / bandwidth for any collective (`shoal.predict.cluster`).
+Training uses torch's own collectives. So a tier is fitted to those, and to messages that all ranks send at once, with
+the same formula. Links that were not measured, such as those to other hosts, stay unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shoal.predict.cluster import Cluster
 
 
 def readings_of(timings: Iterable[Timing], tier: Tier) -> list[Reading]:
-    """Those that the planner has a formula for."""
+    """The timings that the planner has a formula for."""
     return [
         Reading(what=each.kind, size=(each.size,), precision="fp32", seconds=each.seconds, traffic=float(each.size))
         for each in timings
@@ -28,7 +28,7 @@ def readings_of(timings: Iterable[Timing], tier: Tier) -> list[Reading]:
 def with_links(
     known: Cluster, timings: Sequence[Timing], *, per_host: int, num_hosts: int, source: str, date: str
 ) -> Cluster:
-    """The same devices with links as measured, so many of them on so many hosts."""
+    """The same devices with measured links, `per_host` on each of `num_hosts` hosts."""
     inside = _tier(known.inside, readings_of(timings, "within"), per_host, nodes=1, inside_latency=0.0)
     across, ranks = readings_of(timings, "across"), per_host * num_hosts
     between = _tier(known.between, across, ranks, nodes=num_hosts, inside_latency=inside.latency)

@@ -1,4 +1,4 @@
-"""A plot as an SVG that needs nothing else: lines over a logarithmic x and y, in panels side by side. No torch here."""
+"""Draw a plot as SVG without dependencies: lines over logarithmic x and y, in panels side by side. No torch here."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from html import escape
 
 WIDTH, HEIGHT = 420, 280
-"""Of a panel."""
+"""Size of a panel."""
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 28, 34
-"""Around the lines of a panel."""
+"""Margins of a panel."""
 COLUMNS = 2
 COLOURS = ("#1d4ed8", "#c2410c", "#15803d", "#7e22ce", "#b45309", "#0e7490", "#444444", "#be123c")
 Points = Sequence[tuple[float, float]]
@@ -22,16 +22,16 @@ class Panel:
 
     title: str
     lines: Mapping[str, Points]
-    """Name → points that were measured, drawn as dots."""
+    """Name → measured points, drawn as dots."""
     curves: Mapping[str, Points] = field(default_factory=dict)
-    """Name → points that were predicted, drawn as a thin line of the same colour."""
+    """Name → predicted points, drawn as a thin line of the same colour."""
     level: float | None = None
     """Drawn as a dashed line."""
     level_name: str = ""
 
 
 def svg(panels: Sequence[Panel], *, title: str, x_name: Callable[[float], str], y_name: Callable[[float], str]) -> str:
-    """All panels with the same scales, under one legend. `x_name` and `y_name` say the numbers at the axes."""
+    """Draw all panels with the same scales, under one legend. `x_name` and `y_name` format the tick labels."""
     xs = [x for panel in panels for points in panel.lines.values() for x, _ in points]
     ys = [y for panel in panels for points in panel.lines.values() for _, y in points]
     ys += [panel.level for panel in panels if panel.level]
@@ -62,7 +62,7 @@ def svg(panels: Sequence[Panel], *, title: str, x_name: Callable[[float], str], 
 
 @dataclass(frozen=True)
 class _Scale:
-    """From a number to a place, by its logarithm."""
+    """Map a number to a position, by its logarithm."""
 
     low: float
     high: float
@@ -74,7 +74,7 @@ class _Scale:
         return self.begin + (self.end - self.begin) * math.log(value / self.low) / span
 
     def ticks(self, base: float) -> list[float]:
-        """Powers of a number that lie between, five at most."""
+        """Powers of `base` within the scale, five at most."""
         first, last = math.ceil(math.log(self.low, base) - 1e-9), math.floor(math.log(self.high, base) + 1e-9)
         every = max(1, math.ceil((last - first + 1) / 5))
         return [base**power for power in range(first, last + 1, every)]

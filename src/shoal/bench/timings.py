@@ -1,14 +1,14 @@
-"""How long collectives took, and the two numbers of each algorithm that say how long others would take. No torch here.
+"""Timings of collectives, and a fit of latency and bandwidth to them, by which others are predicted. No torch here.
 
-A collective's list of messages (`shoal.blueprint.collectives.steps`) says how many rounds it has, and how many
-bytes the longest message of each round carries, all rounds together: its critical path. So
+A collective's list of messages (`shoal.blueprint.collectives.steps`) gives its number of rounds and its critical path:
+the bytes of the longest message of each round, summed over rounds. So
 
     seconds = rounds x α + bytes on the critical path x β
 
-and α and β are fitted to what was measured, for every collective and algorithm on its own. Sizes go over five decades,
-so it is the relative error that counts: its square, so that no size is far off where the truth is a little bent; but of
-a large one the error itself, since one size at which something disturbed the machine should not decide. Some sizes are
-held out of the fit: the error there is what the two numbers are worth.
+and α and β are fitted to measured times, for every collective and algorithm separately. Sizes span five decades, so
+the fit minimises relative errors with a Huber loss: squares of small errors, so that no size is far off, and absolute
+values of large ones, so that one disturbed size does not decide. Some sizes are held out for validation: the error
+there says how well α and β predict.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from shoal.blueprint.collectives.algorithms import ALGORITHMS, KINDS, Algorithm,
 from shoal.blueprint.collectives.steps import Steps, steps
 
 Tier = Literal["within", "across"]
-"""Between ranks of one host, or of several."""
+"""Between ranks of one host, or across hosts."""
 TIERS: tuple[Tier, ...] = ("within", "across")
 BUILTIN = "builtin"
 """torch's own collective."""
 CHOICES: tuple[str, ...] = (*ALGORITHMS, BUILTIN)
 SEND = "send"
-"""Messages between two ranks: the wire."""
+"""Point-to-point messages, which measure the link."""
 PAIR, TOGETHER = "pair", "together"
-"""The algorithms of `SEND`: there and back between two ranks alone; every rank sends and receives at the same time."""
+"""The algorithms of `SEND`: ping-pong between two ranks; every rank sends and receives at the same time."""
 FLOAT = 4
 """Bytes of an element."""
 
-TURNS = 50
-"""In which rows that fit badly lose their weight."""
+REWEIGHTINGS = 50
+"""Iterations of the weighted least squares."""
 CLOSE = 0.1
-"""Relative error of a fit at a size that was held out, up to which nobody asks again."""
+"""Relative error at a validation size up to which it is not measured again."""
 FAR = 0.15
-"""Relative errors above this one count as they are, and no longer by their squares."""
+"""Relative error above which the Huber loss is linear."""
 SEGMENTS = 4
-"""Pieces that trees and chains pass on one after the other."""
+"""Segments that trees and chains send one after the other."""
 
 BUILTIN_LIKE: dict[Kind, Algorithm] = {
     "all_reduce": "ring",
@@ -50,8 +50,8 @@ BUILTIN_LIKE: dict[Kind, Algorithm] = {
     "broadcast": "tree",
     "all_to_all": "naive",
 }
-"""The list that stands for what gloo does inside. Whichever it is, a fit is as good: rounds stay the same and bytes go
-with the size. Only what α and β are the price of is a guess."""
+"""The list of messages that stands in for gloo's own. The fit is equally good with any: rounds are constant, and bytes
+are proportional to the size. Only the meaning of α and β is approximate."""
 
 _ON_THE_BUS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
@@ -74,19 +74,19 @@ class Timing:
     """One of `CHOICES`; of a send, `PAIR` or `TOGETHER`."""
     ranks: int
     size: int
-    """Bytes of the tensor: the whole one of a gather or scatter, what one rank gives of an all-to-all."""
+    """Bytes of the tensor: the full tensor of a gather or scatter, one rank's input of an all-to-all."""
     seconds: float
     """Measured: the fastest of some rounds, on the slowest rank."""
     rounds: int
-    """By the list."""
+    """Of the list of messages."""
     critical: int
-    """Bytes on the critical path, by the list."""
+    """Bytes on the critical path of the list."""
     node: int | None = None
-    """Ranks of a node, by which hierarchical goes."""
+    """Ranks of a node, for the hierarchical algorithm."""
     counted: int | None = None
-    """Bytes that the busiest rank has sent, counted; None: nobody counts inside of torch's own."""
+    """Bytes that the busiest rank has sent, counted; None: torch's own collectives are not counted."""
     listed: int | None = None
-    """The same by the list."""
+    """Bytes that the busiest rank sends by the list."""
 
     @property
     def bandwidth(self) -> float:
@@ -95,13 +95,13 @@ class Timing:
 
     @property
     def bus_bandwidth(self) -> float:
-        """Bytes/s that a rank has to receive at least for it: what can be held against a wire."""
+        """Bytes/s that a rank must receive at least: the number to compare with the link."""
         return self.bandwidth * _ON_THE_BUS[self.kind](self.ranks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
-    """A size that the fit has not seen."""
+class ValidationPoint:
+    """A size that is not in the fit."""
 
     size: int
     predicted: float
@@ -110,64 +110,64 @@ class Held:
 
     @property
     def error(self) -> float:
-        """Relative, with its sign."""
+        """The relative error, with its sign."""
         return self.predicted / self.measured - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
-    """Two numbers for one algorithm of one collective."""
+    """α and β of one algorithm of one collective."""
 
     tier: Tier
     kind: str
     algorithm: str
     alpha: float
-    """Seconds of a round, however short its messages."""
+    """Seconds of a round without bytes."""
     beta: float
-    """Seconds of a byte on the critical path."""
+    """Seconds per byte on the critical path."""
     error: float
-    """Mean relative error without sign at the sizes that were fitted to."""
-    held: tuple[Held, ...]
+    """Mean absolute relative error at the fitted sizes."""
+    validation: tuple[ValidationPoint, ...]
 
     @property
-    def worst_held(self) -> float:
-        """The largest error without sign at sizes that were not; nan: none was held out."""
-        return max((abs(each.error) for each in self.held), default=float("nan"))
+    def worst_error(self) -> float:
+        """The largest absolute relative error at the validation sizes; nan: there are none."""
+        return max((abs(each.error) for each in self.validation), default=float("nan"))
 
     def seconds(self, rounds: int, critical: int) -> float:
-        """Predicted."""
+        """Predicted seconds."""
         return rounds * self.alpha + critical * self.beta
 
 
 def list_of(kind: Kind, algorithm: str, ranks: int, size: int, *, node: int | None = None) -> Steps:
-    """The messages of an algorithm over a tensor of so many bytes; of torch's own, those of the one that it is most
-    like."""
+    """The messages of an algorithm for a tensor of `size` bytes; for torch's own, those of the most similar
+    algorithm."""
     is_own = algorithm in ALGORITHMS
     chosen: Algorithm = algorithm if is_own else BUILTIN_LIKE[kind]  # type: ignore[assignment]
     return steps(kind, chosen, ranks, size // FLOAT, segments=SEGMENTS if is_own else 1, node=node)
 
 
-def held_out(sizes: Sequence[int]) -> tuple[int, ...]:
+def validation_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     """Every third size, but neither the first nor the last: α needs the shortest and β the longest.
 
-    >>> held_out([1, 4, 16, 64, 256, 1024, 4096])
+    >>> validation_sizes([1, 4, 16, 64, 256, 1024, 4096])
     (16, 1024)
     """
     return tuple(size for number, size in enumerate(sizes[:-1]) if number % 3 == 2)
 
 
 def fit(timings: Sequence[Timing], without: Iterable[int]) -> Fit:
-    """α and β of one algorithm of one collective, from the sizes that are not held out."""
-    apart = set(without)
-    seen = [each for each in timings if each.size not in apart]
-    seen = seen if has_two_sizes(seen) else list(timings)
-    alpha, beta = _two_numbers([(each.rounds / each.seconds, each.critical / each.seconds) for each in seen])
+    """Fit α and β of one algorithm of one collective to the sizes that are not in `without`."""
+    excluded = set(without)
+    fitted = [each for each in timings if each.size not in excluded]
+    fitted = fitted if has_two_sizes(fitted) else list(timings)
+    alpha, beta = _two_numbers([(each.rounds / each.seconds, each.critical / each.seconds) for each in fitted])
     first = timings[0]
-    errors = [abs((each.rounds * alpha + each.critical * beta) / each.seconds - 1) for each in seen]
-    held = tuple(
-        Held(size=each.size, predicted=each.rounds * alpha + each.critical * beta, measured=each.seconds)
+    errors = [abs((each.rounds * alpha + each.critical * beta) / each.seconds - 1) for each in fitted]
+    points = tuple(
+        ValidationPoint(size=each.size, predicted=each.rounds * alpha + each.critical * beta, measured=each.seconds)
         for each in timings
-        if each not in seen
+        if each not in fitted
     )
     return Fit(
         tier=first.tier,
@@ -176,28 +176,26 @@ def fit(timings: Sequence[Timing], without: Iterable[int]) -> Fit:
         alpha=alpha,
         beta=beta,
         error=statistics.fmean(errors),
-        held=held,
+        validation=points,
     )
 
 
 def _two_numbers(rows: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """x and y, none below 0, such that a x + b y is about 1 for every row (a, b): the sum of squares of what is missing
-    is as small as can be, but what is above `FAR` counts as it is, so that one row that is wrong does not spoil the
-    others.
+    """Non-negative x and y such that a x + b y is about 1 for every row (a, b), with the least Huber loss.
 
     >>> x, y = _two_numbers([(1.0, 0.0), (0.5, 0.25), (0.25, 0.375), (0.1, 0.01)])
     >>> round(x, 1), round(y, 1)
     (1.0, 2.0)
     """
     weights = [1.0] * len(rows)
-    for _ in range(TURNS):
+    for _ in range(REWEIGHTINGS):
         x, y = _weighted(rows, weights)
         weights = [FAR / max(abs(a * x + b * y - 1), FAR) for a, b in rows]
     return x, y
 
 
 def _weighted(rows: Sequence[tuple[float, float]], weights: Sequence[float]) -> tuple[float, float]:
-    """The same with the least sum of weighted squares."""
+    """Non-negative x and y with the least sum of weighted squares."""
     both = list(zip(rows, weights, strict=True))
     aa, bb, ab = (sum(w * row[i] * row[j] for row, w in both) for i, j in ((0, 0), (1, 1), (0, 1)))
     sum_a, sum_b = (sum(w * row[i] for row, w in both) for i in (0, 1))
@@ -211,7 +209,7 @@ def _weighted(rows: Sequence[tuple[float, float]], weights: Sequence[float]) -> 
 
 
 def grouped(timings: Iterable[Timing]) -> dict[tuple[Tier, str, str], list[Timing]]:
-    """Tier, collective and algorithm → timings, in the order in which they were taken."""
+    """Tier, collective and algorithm → timings, in the order of measurement."""
     found: dict[tuple[Tier, str, str], list[Timing]] = {}
     for each in timings:
         found.setdefault((each.tier, each.kind, each.algorithm), []).append(each)
@@ -219,23 +217,23 @@ def grouped(timings: Iterable[Timing]) -> dict[tuple[Tier, str, str], list[Timin
 
 
 def fits(timings: Iterable[Timing]) -> list[Fit]:
-    """One for each collective and algorithm that was measured at two sizes or more. Held out are some of the sizes that
-    all of them were asked for."""
+    """Fit each collective and algorithm that was measured at two sizes or more. All have the same validation
+    sizes."""
     listed = list(timings)
-    apart = held_out(sorted({each.size for each in listed}))
-    return [fit(each, apart) for each in grouped(listed).values() if has_two_sizes(each)]
+    excluded = validation_sizes(sorted({each.size for each in listed}))
+    return [fit(each, excluded) for each in grouped(listed).values() if has_two_sizes(each)]
 
 
 def in_doubt(sizes: Sequence[int], fitted: Fit) -> set[int]:
-    """Sizes at which something may have been disturbed: those that were held out and are not explained, and the ones
-    before and after, to which the fit was made."""
-    wrong = {held.size for held in fitted.held if abs(held.error) > CLOSE}
+    """Sizes whose measurement may have been disturbed: validation sizes with a large error, and the sizes before and
+    after them, which are in the fit."""
+    wrong = {point.size for point in fitted.validation if abs(point.error) > CLOSE}
     around = {number + step for number, size in enumerate(sizes) if size in wrong for step in (-1, 0, 1)}
     return {size for number, size in enumerate(sizes) if number in around}
 
 
 def has_two_sizes(timings: Iterable[Timing]) -> bool:
-    """Whether there is enough to fit two numbers to: of one size, the wire would be infinitely fast, or the start."""
+    """Whether α and β can be fitted: with one size, one of them would be zero."""
     return len({each.size for each in timings}) > 1
 
 
@@ -249,7 +247,7 @@ def best(timings: Iterable[Timing]) -> set[Timing]:
     return set(found.values())
 
 
-def wire(timings: Iterable[Timing], tier: Tier, how: str = TOGETHER) -> float:
-    """Bytes/s that a rank receives in messages of the best size, while all do or alone."""
+def link_bandwidth(timings: Iterable[Timing], tier: Tier, how: str = TOGETHER) -> float:
+    """Bytes/s that a rank receives in messages of the best size, while all send (`TOGETHER`) or alone (`PAIR`)."""
     sends = [each.bandwidth for each in timings if (each.tier, each.kind, each.algorithm) == (tier, SEND, how)]
     return max(sends, default=float("nan"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
 
 class Split(Enum):
@@ -85,6 +86,37 @@ class Description:
     """Floating-point operations of forward and backward for one batch, without recompute. Its argument is the shape of
     the first argument of `forward`: (batch, tokens) of a language model, (batch, channels, height, width) of an image
     model. None: not known, and no MFU is shown."""
+
+    def split_of(self, module: str) -> Split | None:
+        """How a submodule may be split; None: not at all."""
+        key = self.kind_of(module)
+        if key not in self._known_splits:
+            found = (how for pattern, how in self.splits.items() if matches(pattern, module))
+            self._known_splits[key] = next(found, None)
+        return self._known_splits[key]
+
+    def kind_of(self, name: str) -> str:
+        """The same for the same thing in every layer, where no pattern names a layer by its number."""
+        return _without_numbers(name) if self._are_layers_alike else name
+
+    @cached_property
+    def has_experts(self) -> bool:
+        """Whether some submodules are experts, which ep divides."""
+        return Split.EXPERTS in self.splits.values()
+
+    @cached_property
+    def _known_splits(self) -> dict[str, Split | None]:
+        """What `split_of` has found: predictions ask for thousands of names."""
+        return {}
+
+    @cached_property
+    def _are_layers_alike(self) -> bool:
+        """Whether no pattern names one layer by its number: then a name is as good as that of another layer."""
+        return not any(part.isdigit() for pattern in self.splits for part in pattern.split("."))
+
+
+def _without_numbers(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -116,7 +116,15 @@ class Layout:
         >>> Layout(dp_shard=4, ep=2).place(3, "edp"), Layout(dp_shard=2, cp=2).place(3, "dp_shard_cp")
         (1, 3)
         """
-        return self.peers(rank, axis).index(rank)
+        _check_axis(axis)
+        here = self.coordinate(rank)
+        if axis in ("ep", "edp"):
+            slot = self._expert_slot(here)
+            return slot % self.ep if axis == "ep" else slot // self.ep
+        index = 0
+        for name in FLATTENED.get(axis, (axis,)):
+            index = index * self.degree(name) + here[name]
+        return index
 
     def data_coordinate(self, rank: int) -> int:
         """The number of the part of a batch that a rank reads, from 0 to `data_degree` - 1."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from math import prod
 from typing import Any
 
-from shoal.blueprint import compression, local_sgd
 from shoal.blueprint.layout import Layout, divisors
 from shoal.blueprint.plan_conflicts import VIRTUAL_STAGES as VIRTUAL_STAGES
 from shoal.blueprint.plan_conflicts import check_conflicts, check_world_size, multiples_around
@@ -23,6 +23,7 @@ from shoal.blueprint.plan_parser import KEYS, Context, Offload, check_values, pa
 from shoal.blueprint.plan_parser import Precision as Precision
 from shoal.blueprint.plan_parser import Recompute as Recompute
 from shoal.blueprint.plan_parser import Schedule as Schedule
+from shoal.blueprint.replicas import compression, local_sgd
 from shoal.errors import Problem, ShoalError, listed, raise_if
 
 
@@ -152,7 +153,7 @@ class Plan:
         """The ranks on their axes."""
         if not self.is_resolved:
             raise ShoalError(f"plan '{self}' leaves open how many ranks each axis has", fix="plan.resolve(world_size)")
-        return Layout(**{name: getattr(self, name) for name in DEGREES})
+        return _layout(*[getattr(self, name) for name in DEGREES])
 
     def resolve(self, world_size: int) -> Plan:
         """Fill in all open values for a number of ranks.
@@ -220,6 +221,11 @@ class Plan:
             change = "" if near == batch else f"--data.global_batch {near} with "
             fixes.append(f"{change}--plan.mb {listed(divisors(near // ranks))}")
         raise ShoalError(f"batch {batch} is not divisible by {rule}", fix=", or ".join(fixes))
+
+
+@lru_cache(maxsize=2**12)
+def _layout(*degrees: int) -> Layout:
+    return Layout(**dict(zip(DEGREES, degrees, strict=True)))
 
 
 def _spelled(value: Any) -> str:

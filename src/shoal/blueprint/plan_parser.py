@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, get_args
 
-from shoal.blueprint import compression, local_sgd
 from shoal.blueprint.aliases import OTHER_NAMES, OTHER_SECTIONS
+from shoal.blueprint.replicas import compression, local_sgd
 from shoal.errors import Problem, listed, nearest, raise_if
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "looped", "zb", "zbv", "dualpipev"]

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.state.model_state import Held, Holder, held_by, make_states
-from shoal.checkpoint.state.replica_state import held_by_replicas, sources
+from shoal.checkpoint.state.model_state import Holder, LocalShard, local_shards, make_states
+from shoal.checkpoint.state.replica_state import replica_shards, sources
 from shoal.checkpoint.storage.filesystem import Filesystem
 from shoal.checkpoint.storage.manifest import NAME, Entry, Manifest, Piece, Shape
 from shoal.checkpoint.storage.shard_file import DTYPES, Reader, Reading
@@ -24,7 +24,7 @@ from shoal.numerics.local_tensor import to_local
 from shoal.numerics.optim.adamw import AdamW
 
 
-class Misfit(ShoalError):
+class MismatchedModel(ShoalError):
     """The checkpoint is whole, and of another model: an older one would be, too."""
 
 
@@ -34,17 +34,17 @@ def load(store: Store, holder: Holder, *, step: int, only_weights: bool = False)
     if holder.composed.islands is not None:
         holder.composed.islands.forget()
     if not only_weights:
-        _refuse_no_scalars(manifest, store, counts_steps=isinstance(holder.optimizer, _COUNT_STEPS))
+        _reject_missing_scalars(manifest, store, counts_steps=isinstance(holder.optimizer, _COUNT_STEPS))
         holder.optimizer.state.clear()  # what another step has left there
         make_states(holder, _kinds(manifest), dict(manifest.state.get("scalars", {})))
-    pieces = [piece for piece in held_by(holder) if not only_weights or piece.name.startswith("model/")]
-    of_replicas = [piece for piece in held_by_replicas(holder) if not only_weights or "/model/" in piece.name]
-    has_islands = holder.composed.islands is not None
-    read_from = [(piece, sources(manifest, piece, has_islands=has_islands)) for piece in (*pieces, *of_replicas)]
-    if misfits := list(_misfits(manifest, read_from)):
-        more = f"; and {len(misfits) - 4} more" if len(misfits) > 4 else ""
-        raise Misfit(
-            f"step {step} of {store.where} is of another model: {'; '.join(misfits[:4])}{more}",
+    pieces = [piece for piece in local_shards(holder) if not only_weights or piece.name.startswith("model/")]
+    of_replicas = [piece for piece in replica_shards(holder) if not only_weights or "/model/" in piece.name]
+    has_local_sgd = holder.composed.islands is not None
+    read_from = [(piece, sources(manifest, piece, has_local_sgd=has_local_sgd)) for piece in (*pieces, *of_replicas)]
+    if mismatches := list(_mismatches(manifest, read_from)):
+        more = f"; and {len(mismatches) - 4} more" if len(mismatches) > 4 else ""
+        raise MismatchedModel(
+            f"step {step} of {store.where} is of another model: {'; '.join(mismatches[:4])}{more}",
             fix="the model and the optimizer that were saved",
         )
     with _Files(store.path(step), manifest, store.disk) as files, torch.no_grad():
@@ -60,7 +60,7 @@ def load_newest(
 ) -> Manifest | None:
     """Fill a run with the newest step that is whole, wherever it is; every rank calls it. None: there is none at all.
     What is damaged is told, and the one before it is tried."""
-    told: list[Problem] = []
+    problems: list[Problem] = []
     known, damaged = _known(stores, world)
     for path in damaged:
         say(f"{path} has no {NAME} and is skipped")
@@ -68,13 +68,13 @@ def load_newest(
         for place in places:
             try:
                 return load_step(stores[place], world, holder, step)
-            except Misfit:
+            except MismatchedModel:
                 raise
             except ShoalError as error:
-                told += error.problems
+                problems += error.problems
                 say(f"step {step} of {stores[place].where} cannot be used, and what is left is tried: {error}")
-    if told:
-        raise RunFailed(*told, title=f"the checkpoints in {stores[-1].where}, of which not one can be used")
+    if problems:
+        raise RunFailed(*problems, title=f"the checkpoints in {stores[-1].where}, of which not one can be used")
     return None
 
 
@@ -103,26 +103,26 @@ def load_step(store: Store, world: World, holder: Holder, step: int, *, only_wei
     return read[0]
 
 
-def fill_with_mean(held: Held, entries: Sequence[Entry], files: _Files) -> None:
+def fill_with_mean(shard: LocalShard, entries: Sequence[Entry], files: _Files) -> None:
     """A piece with the mean of what replicas have written of it, or with what all of them have."""
     if len(entries) == 1:
-        fill(held, entries[0], files)
+        fill(shard, entries[0], files)
     elif entries:
-        one, total = torch.empty_like(held.value), torch.zeros_like(held.value)
+        one, total = torch.empty_like(shard.value), torch.zeros_like(shard.value)
         for entry in entries:
-            fill(replace(held, value=one), entry, files)
+            fill(replace(shard, value=one), entry, files)
             total += one
-        held.value.copy_(total / len(entries))
-    elif held.name.startswith(("replica/", "outer/")):
-        held.value.zero_()  # nothing is owed
+        shard.value.copy_(total / len(entries))
+    elif shard.name.startswith(("replica/", "outer/")):
+        shard.value.zero_()  # nothing is owed
 
 
-def fill(held: Held, entry: Entry, files: _Files) -> None:
+def fill(shard: LocalShard, entry: Entry, files: _Files) -> None:
     """A piece with what others have written of it."""
     for piece in entry.pieces:
-        here, there = overlap(held.begin, tuple(held.value.shape), piece)
+        here, there = overlap(shard.begin, tuple(shard.value.shape), piece)
         if all(part.stop > part.start for part in here):
-            files[piece.file].fill(held.value[here], piece.key, entry.dtype, piece.shape, there)
+            files[piece.file].fill(shard.value[here], piece.key, entry.dtype, piece.shape, there)
 
 
 def overlap(begin: Shape, shape: Shape, piece: Piece) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
@@ -154,7 +154,7 @@ _COUNT_STEPS = (torch.optim.Adam, torch.optim.AdamW, AdamW)
 """Optimizers that keep the number of steps of each parameter, and cannot continue without it."""
 
 
-def _refuse_no_scalars(manifest: Manifest, store: Store, *, counts_steps: bool) -> None:
+def _reject_missing_scalars(manifest: Manifest, store: Store, *, counts_steps: bool) -> None:
     """Raise if there are moments of Adam without the number of their step, where that number is expected: the optimizer
     keeps it for each parameter, or the checkpoint has it of other parameters. Lion has one moment and no such number;
     FusedAdam has one number for a group."""
@@ -170,12 +170,12 @@ def _refuse_no_scalars(manifest: Manifest, store: Store, *, counts_steps: bool) 
             )
 
 
-def _misfits(manifest: Manifest, read_from: Sequence[tuple[Held, list[str]]]) -> Iterator[str]:
+def _mismatches(manifest: Manifest, read_from: Sequence[tuple[LocalShard, list[str]]]) -> Iterator[str]:
     for piece, names in read_from:
         if not names and piece.is_needed:
             yield f"it has no {piece.name}"
-        for entry in (entry for entry in map(manifest.tensors.__getitem__, names) if entry.shape != piece.whole):
-            yield f"{piece.name} has the shape {list(entry.shape)} there, and {list(piece.whole)} here"
+        for entry in (entry for entry in map(manifest.tensors.__getitem__, names) if entry.shape != piece.full_shape):
+            yield f"{piece.name} has the shape {list(entry.shape)} there, and {list(piece.full_shape)} here"
 
 
 class _Files(Mapping[str, Reader]):

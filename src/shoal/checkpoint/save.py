@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.state.model_state import Held, Holder, held_by, scalars_of
-from shoal.checkpoint.state.replica_state import held_by_replicas
+from shoal.checkpoint.state.model_state import Holder, LocalShard, local_shards, scalars_of
+from shoal.checkpoint.state.replica_state import replica_shards
 from shoal.checkpoint.storage import shard_file
 from shoal.checkpoint.storage.manifest import Entry, File, Manifest, Piece, Shape
 from shoal.checkpoint.storage.store import Store
@@ -27,7 +27,7 @@ from shoal.comm.world import World
 from shoal.errors import ShoalError
 from shoal.observe.durable_write import FULL
 
-Told = tuple[str, str, Shape, Shape, Shape]
+SavedShard = tuple[str, str, Shape, Shape, Shape]
 """Of one piece: the tensor's name, its dtype and whole shape, where the piece begins, and its shape."""
 
 
@@ -36,7 +36,7 @@ class Snapshot:
     """What one rank has to tell of a step. `values` are the run's own tensors, or copies that it does not touch."""
 
     step: int
-    pieces: list[Held]
+    pieces: list[LocalShard]
     values: list[Tensor]
     scalars: dict[str, dict[str, float]]
     state: Mapping[str, Any]
@@ -45,9 +45,9 @@ class Snapshot:
     @torch.no_grad()  # else shards are handed out through autograd, a tenth of a millisecond each
     def of(cls, holder: Holder, *, step: int, state: Mapping[str, Any]) -> Snapshot:
         """The run as it is now; nothing is copied."""
-        told = (piece for piece in chain(held_by(holder), held_by_replicas(holder)) if piece.is_told)
+        entries = (piece for piece in chain(local_shards(holder), replica_shards(holder)) if piece.is_saved)
         pieces = [
-            piece for piece in told if piece.value.numel() or not prod(piece.whole)
+            piece for piece in entries if piece.value.numel() or not prod(piece.full_shape)
         ]  # an empty share says nothing
         return cls(step, pieces, [piece.value for piece in pieces], scalars_of(holder), state)
 
@@ -79,7 +79,7 @@ def save(store: Store, world: World, snapshot: Snapshot) -> str:
 
 def _write_own(
     store: Store, world: World, snapshot: Snapshot
-) -> tuple[str, File | None, list[Told], dict[str, dict[str, float]]]:
+) -> tuple[str, File | None, list[SavedShard], dict[str, dict[str, float]]]:
     name = f"shard-{world.rank:05d}.safetensors"
     pairs = list(zip(snapshot.pieces, snapshot.values, strict=True))
     keyed = {key_of(piece.name, piece.begin): value for piece, value in pairs}
@@ -88,8 +88,8 @@ def _write_own(
         file = shard_file.write(path, keyed, store.disk) if pairs else None
     except OSError as error:
         raise _with_room(error, store, path, snapshot.num_bytes) from error
-    told = [(p.name, shard_file.NAMES[value.dtype], p.whole, p.begin, tuple(value.shape)) for p, value in pairs]
-    return name, file, told, snapshot.scalars
+    entries = [(p.name, shard_file.NAMES[value.dtype], p.full_shape, p.begin, tuple(value.shape)) for p, value in pairs]
+    return name, file, entries, snapshot.scalars
 
 
 def _with_room(error: OSError, store: Store, path: Path, needed: int) -> OSError:
@@ -116,8 +116,8 @@ def _commit(store: Store, written: list[Any], step: int, state: Mapping[str, Any
     pieces: dict[str, list[Piece]] = {}
     kinds: dict[str, tuple[str, Shape]] = {}
     for file, _, of_rank, _ in written:
-        for name, dtype, whole, begin, shape in of_rank:
-            kinds[name] = (dtype, whole)
+        for name, dtype, full_shape, begin, shape in of_rank:
+            kinds[name] = (dtype, full_shape)
             pieces.setdefault(name, []).append(Piece(file, key_of(name, begin), begin, shape))
     tensors = {name: Entry(*kinds[name], tuple(found)) for name, found in pieces.items()}
     manifest = Manifest(step=step, tensors=tensors, files=files, state=state)

@@ -89,19 +89,19 @@ def _check(
     try:
         size = os.fstat(handle).st_size
         header, start = _header(handle, size)
-        held = _places(header, start) if header else {}
+        places = _places(header, start) if header else {}
         if size != file.size:
             what = f"has {size:,} bytes, and the manifest says {file.size:,}"
             begin, end = sorted((size, file.size))
-            yield Damage(path.name, what, begin, end, _held(held, begin, end))
+            yield Damage(path.name, what, begin, end, _tensors_in(places, begin, end))
         num_whole = min(size, file.size) // CHUNK if size != file.size else len(file.hashes)
         found = threads.map(partial(_digest, handle), range(num_whole))
         for begin, end, what in _joined(_differing(found, file, count)):
-            yield Damage(path.name, what, begin, end, _held(held, begin, end) if header else tuple(there))
+            yield Damage(path.name, what, begin, end, _tensors_in(places, begin, end) if header else tuple(there))
         if header is None:
             yield Damage(path.name, "has no header that can be read", 0, 8, tuple(there))
         else:
-            yield from _misfits(path.name, header, file.size - start, there)
+            yield from _mismatches(path.name, header, file.size - start, there)
     finally:
         os.close(handle)
 
@@ -165,11 +165,11 @@ def _places(header: dict[str, Any], start: int) -> dict[str, tuple[int, int]]:
     return places
 
 
-def _held(places: dict[str, tuple[int, int]], begin: int, end: int) -> tuple[str, ...]:
+def _tensors_in(places: dict[str, tuple[int, int]], begin: int, end: int) -> tuple[str, ...]:
     return tuple(key for key, (first, last) in places.items() if first < end and last > begin)
 
 
-def _misfits(
+def _mismatches(
     file: str, header: dict[str, Any], num_bytes: int, there: dict[str, tuple[str, Piece]]
 ) -> Iterator[Damage]:
     """What the manifest says of a file and its header does not."""

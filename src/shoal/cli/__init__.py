@@ -1,4 +1,4 @@
-"""The command line: `shoal VERB ...`. One table of verbs, one short file for each; nothing here imports torch."""
+"""The command line, `shoal VERB ...`: one table of verbs, and one file for each. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from shoal.launch.shutdown import leave_in_time
 from shoal.version import __version__
 
 VERBS = {
-    "plan": "rank all plans of a model on a cluster: what fits, how fast it would be, and why",
+    "plan": "rank all plans for a model on a cluster by predicted speed and memory, with reasons",
     "train": "train a recipe on this machine, or as one rank under torchrun, Slurm or mpirun",
-    "verify": "prove that a plan computes what one device computes: every gradient, every weight, every byte",
-    "calibrate": "measure this machine in about a minute, as a cluster for the planner",
-    "bench": "measure collectives between ranks, by every algorithm: latency, bandwidth, and what predicts them",
-    "backtest": "hold the planner against tables of measured runs: error, regret, failures foretold",
-    "checkpoint": "look at checkpoints, prove them, compare them, and take them to other formats and back",
+    "verify": "compare a plan with one process: every gradient and weight, communicated bytes and memory",
+    "calibrate": "measure this machine for the planner, in about a minute",
+    "bench": "measure collectives with every algorithm (comm), or gradient compression (compress)",
+    "backtest": "compare the planner's predictions with tables of measured runs",
+    "checkpoint": "list, verify and compare checkpoints; export them to other formats and import from them",
     "schema": "print the JSON schema of a recipe, for editors",
 }
 
 _LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
-"""`python -m torch.distributed.launch` adds this word to every command. It also sets LOCAL_RANK, which is read."""
+"""`python -m torch.distributed.launch` adds this argument to every command. It also sets LOCAL_RANK, which is read."""
 
 HELP = """\
 usage: shoal VERB [options]
 
-shoal trains any PyTorch model on whatever machines you have.
+shoal plans, verifies and runs distributed training of PyTorch models.
 
 {verbs}
 
 `shoal VERB --help` lists the options of a verb. Every verb takes --json: one JSON object on stdout, nothing else.
-exit codes: 0 done, 1 the answer is no, 2 bad input, 3 the run failed, 130 interrupted
+exit codes: 0 success, 1 the check failed, 2 bad input, 3 the run failed, 130 interrupted
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
-    if arguments is None:  # the process is for this command alone, and ends with it
+    if arguments is None:  # the process runs this command alone and ends with it
         ended_with = main(sys.argv[1:])
         leave_in_time(ended_with, name=f"shoal {' '.join(sys.argv[1:2])}")
         return ended_with
@@ -57,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if verb not in VERBS:
             near = nearest(verb, VERBS)
-            raise ShoalError(f"there is no verb {verb!r}", fix=f"shoal {near}" if near else "shoal --help lists them")
+            fix = f"shoal {near}" if near else "shoal --help"
+            raise ShoalError(f"unknown verb {verb!r}", fix=fix)
         code: int = import_module(f"shoal.cli.{verb}").main(words[1:])
         return code
     except ShoalError as error:
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # `shoal schema | head`: whoever read has seen enough
+    except BrokenPipeError:  # `shoal schema | head`: the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except SystemExit as ended:  # after --help, or when a signal ended the workers

@@ -1,4 +1,4 @@
-"""`shoal backtest [RUNS.csv ...]`: hold the planner against tables of measured runs."""
+"""`shoal backtest [RUNS.csv ...]`: compare the planner's predictions with tables of measured runs."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from typing import Annotated
 
 import tyro
 
-from shoal.cli.console import WIDTH, show
+from shoal.cli.reports.console import WIDTH, show
 
 
 @dataclass(frozen=True, kw_only=True)
 class Backtest:
-    """Predict every run of some tables and compare with what was measured: error of time and memory by source, regret
-    of the plan that would have been picked, failures foretold, coverage of intervals. Nothing is run.
+    """Predict every run of some tables and compare with the measurements. The report has the error of time and memory
+    by source, the regret of the plan that the planner would pick, the predicted failures, and the coverage of
+    intervals. Nothing is run.
 
     shoal backtest RUNS.csv
     """
 
     tables: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
-    """CSV files, or folders of them. None: figures of papers that come with shoal."""
+    """CSV files, or folders of them. None: the figures from papers that shoal includes."""
 
     json: bool = False
     """Print one JSON object and nothing else on stdout."""
 
     leave_out: bool = False
-    """Predict each source without anything that was learnt from runs of its system: how well an unknown one would be
-    predicted."""
+    """Predict each source without the constants that were fitted to runs of its system."""
 
     strict: bool = False
-    """Exit with 1 if a bar is missed."""
+    """Exit with code 1 if an accuracy target is missed."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Backtest; 0 when done, 1 with --strict when a bar is missed."""
+    """Backtest; 0 when done, 1 with --strict when an accuracy target is missed."""
     options = tyro.cli(Backtest, args=list(arguments), prog="shoal backtest", config=(tyro.conf.FlagCreatePairsOff,))
     from shoal.planner.backtest.report import backtest, render, to_mapping
     from shoal.planner.backtest.rows import PAPER_FIGURES, read

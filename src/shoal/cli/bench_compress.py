@@ -1,4 +1,4 @@
-"""`shoal bench compress [RECIPE]`: ways for replicas to meet, held against each other."""
+"""`shoal bench compress [RECIPE]`: compare gradient compression and local SGD on one model and one link."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from shoal.cli.console import WIDTH, show
 from shoal.cli.overrides import parse
+from shoal.cli.reports.console import WIDTH, show
 from shoal.comm.rendezvous.environment import Placement, read_environment
 from shoal.errors import ShoalError
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 DEFAULT_NPROC = 2
 PLAIN = "plain"
-"""What gradients as they are go by, which no word of a plan says."""
+"""The name of uncompressed gradients at every step, for which a plan has no word."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compress:
-    """Train a recipe for some steps by every way in which replicas can meet (compressed, every so many steps): bytes,
-    seconds of a step predicted and measured, and the loss. Starts its own ranks; or is one, under torchrun, srun or
-    mpirun on several hosts, whose link is then what counts.
+    """Train a recipe for some steps with every gradient compression and local SGD setting. Report the bytes, the
+    predicted and measured step time, and the loss. Starts its own ranks; under torchrun, srun or mpirun on several
+    hosts, it is one of the ranks and measures the link between the hosts.
 
     shoal bench compress recipes/tiny.yaml --steps 100 --methods compress=int8 "sync=diloco:50 compress=int8"
     """
@@ -42,44 +42,46 @@ class Compress:
     """A YAML file. None: the tiny llama."""
 
     methods: tuple[str, ...] = ()
-    """Words of a plan, each way in quotes if it has several. Gradients as they are (`plain`) are tried first, whether
-    named or not: the other ways are held against them. None: all."""
+    """Words of a plan, in quotes if there are several. `plain`, uncompressed gradients at every step, is always the
+    first, as the baseline. None: all methods."""
 
     steps: int = 50
-    """Steps of each way; of islands at least as many as lie between two meetings, and a multiple of them."""
+    """Steps of each method; with local SGD, rounded up to a multiple of its interval."""
 
     until_loss: float | None = None
-    """End a way when its loss has come down to this, and tell when."""
+    """End a method when its loss has reached this value, and report the time."""
 
     json: bool = False
     """Print one JSON object and nothing else on stdout."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Try them all; 0."""
+    """Measure all methods; returns 0."""
     options, recipe = parse(Compress, arguments, prog="shoal bench compress")
-    ways = _ways(options.methods)
+    methods = _methods(options.methods)
     if options.steps < 2:
-        raise ShoalError(f"--steps {options.steps}: the first one pays for memory and connections", fix="--steps 20")
+        raise ShoalError(
+            f"--steps must be 2 or more, since the first is not timed, got {options.steps}", fix="--steps 20"
+        )
     place = read_environment(os.environ)
     ranks = place.world_size if place is not None else recipe.launch.nproc or DEFAULT_NPROC
 
     from shoal.bench.compress import EVERY, CompressRequest
-    from shoal.parallel.checks import refuse_unbuilt
+    from shoal.parallel.checks import reject_unsupported
     from shoal.predict.estimate.replica_sync import sync_traffic
     from shoal.train.recipe.preflight import preflight
 
-    job = preflight(recipe, ranks, tries_other_ways=True)
+    job = preflight(recipe, ranks, tries_other_syncs=True)
     plan = job.recipe.plan
     if plan.layout.dp_replicate < 2:
-        fix = "--nproc 2 or more" if ranks == 1 else "--plan.dp_replicate 2, and ranks enough for two of them"
-        raise ShoalError(f"plan '{plan.brief()}' has one replica, which meets nobody", fix=fix)
-    for words in ways:
-        refuse_unbuilt(sync_traffic(plan, words))
-    ask = CompressRequest(ways=ways or EVERY, steps=options.steps, until=options.until_loss)
+        fix = "--nproc 2" if ranks == 1 else "--plan.dp_replicate 2, with enough ranks for two replicas"
+        raise ShoalError(f"the plan must have two or more replicas, got {plan.brief()!r}", fix=fix)
+    for words in methods:
+        reject_unsupported(sync_traffic(plan, words))
+    request = CompressRequest(methods=methods or EVERY, steps=options.steps, until=options.until_loss)
     out = sys.stdout
     with redirect_stdout(sys.stderr):
-        found = _measured(place, ranks, job, ask)
+        found = _measured(place, ranks, job, request)
     if not found.is_main:
         return 0
     if options.json:
@@ -89,92 +91,92 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _ways(methods: Sequence[str]) -> tuple[str, ...]:
-    """As words of a plan, gradients as they are first; none: not said."""
+def _methods(methods: Sequence[str]) -> tuple[str, ...]:
+    """The methods as words of a plan, the baseline first; empty: all."""
     from shoal.blueprint.plan import Plan
 
-    said = ["" if words == PLAIN else words for words in methods]
-    for words in said:
+    chosen = ["" if words == PLAIN else words for words in methods]
+    for words in chosen:
         plan = Plan.parse(words)
         if set(plan.to_mapping()) - {"compress", "sync"} or plan.sync == "auto":
-            what = "leaves open" if plan.sync == "auto" else "says more than"
+            got = "sync=auto" if plan.sync == "auto" else "other words"
             raise ShoalError(
-                f"--methods {words!r} {what} how replicas meet",
-                fix='words of compress= and sync= alone, such as "sync=diloco:50 compress=int8"; the rest in --plan',
+                f"--methods must have compress= and sync= alone, got {got} in {words!r}",
+                fix='--methods "sync=diloco:50 compress=int8", and other words in --plan',
             )
-    return tuple(dict.fromkeys(["", *said])) if said else ()
+    return tuple(dict.fromkeys(["", *chosen])) if chosen else ()
 
 
-def _measured(place: Placement | None, ranks: int, job: Job, ask: CompressRequest) -> CompressTrials:
+def _measured(place: Placement | None, ranks: int, job: Job, request: CompressRequest) -> CompressTrials:
     from shoal.bench.compress import measure
     from shoal.launch.local import launch
 
-    return measure(place, None, job, ask) if place is not None else launch(measure, (job, ask), nproc=ranks)[0]
+    return measure(place, None, job, request) if place is not None else launch(measure, (job, request), nproc=ranks)[0]
 
 
 def to_mapping(found: CompressTrials) -> dict[str, Any]:
-    """For machines; times in seconds."""
-    link, island, plain = found.weighed.link, found.weighed.island, found.plain
+    """The result as JSON; times in seconds."""
+    link, replica, plain = found.estimate.link, found.estimate.replica, found.plain
     return {
         "replicas": found.replicas,
-        "parameters": island.size,
-        "compute_seconds": island.compute,
+        "parameters": replica.size,
+        "compute_seconds": replica.compute,
         "link": {"latency_seconds": link.latency, "bytes_per_second": link.bandwidth},
-        "codec_seconds_per_number": found.weighed.codec,
-        "chosen": found.weighed.chosen.words or PLAIN,
-        "why": found.weighed.why,
-        "ways": [
+        "codec_seconds_per_element": found.estimate.codec,
+        "chosen": found.estimate.chosen.words or PLAIN,
+        "why": found.estimate.why,
+        "methods": [
             {
-                **asdict(tried),
-                "words": tried.words or PLAIN,
-                "times_faster": plain.seconds / tried.seconds,
-                "eval_loss_of_plain": _of_plain(tried, plain),
+                **{name: value for name, value in asdict(trial).items() if name != "words"},
+                "method": trial.words or PLAIN,
+                "speedup": plain.seconds / trial.seconds,
+                "eval_loss_ratio": _loss_ratio(trial, plain),
             }
-            for tried in found.tried
+            for trial in found.trials
         ],
     }
 
 
 def render(console: Console, found: CompressTrials) -> None:
-    """A table, and what was measured before."""
-    link, island = found.weighed.link, found.weighed.island
-    table = Table(title=f"{found.replicas} replicas of {island.size:,} parameters")
+    """Print the table of methods and the measured link."""
+    link, replica = found.estimate.link, found.estimate.replica
+    table = Table(title=f"{found.replicas} replicas of {replica.size:,} parameters")
     for name in (
-        "way",
+        "method",
         "sent a step, counted",
         "step, predicted",
         "measured",
-        "x faster",
+        "speedup",
         "loss",
-        "held out",
-        "of plain",
+        "validation loss",
+        "ratio to plain",
     ):
-        table.add_column(name, justify="left" if name == "way" else "right")
-    for tried in found.tried:
-        table.add_row(*_row(tried, found.plain, is_chosen=tried.words == found.weighed.chosen.words))
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for trial in found.trials:
+        table.add_row(*_row(trial, found.plain, is_chosen=trial.words == found.estimate.chosen.words))
     console.print(table)
     console.print(
-        f"measured before: {island.compute:.3f} s a step without meeting; the link carries"
+        f"measured: {replica.compute:.3f} s a step without communication; the link carries"
         f" {link.bandwidth * 8 / 1e6:,.1f} Mbit/s from each rank, {link.latency * 1e3:.2f} ms a collective"
     )
-    console.print(f"chosen (*): {found.weighed.chosen.name}: {found.weighed.why}")
+    console.print(f"chosen (*): {found.estimate.chosen.name}: {found.estimate.why}")
 
 
-def _of_plain(tried: Trial, plain: Trial) -> float | None:
-    """The held-out loss, as a part of that of gradients as they are; None: nothing is held out."""
-    return tried.eval_loss / plain.eval_loss if tried.eval_loss is not None and plain.eval_loss else None
+def _loss_ratio(trial: Trial, plain: Trial) -> float | None:
+    """The validation loss divided by the baseline's; None: there are no validation samples."""
+    return trial.eval_loss / plain.eval_loss if trial.eval_loss is not None and plain.eval_loss else None
 
 
-def _row(tried: Trial, plain: Trial, *, is_chosen: bool) -> list[str]:
-    of_plain = _of_plain(tried, plain)
-    reached = f" in {tried.seconds_to_loss:.1f} s" if tried.seconds_to_loss is not None else ""
+def _row(trial: Trial, plain: Trial, *, is_chosen: bool) -> list[str]:
+    of_plain = _loss_ratio(trial, plain)
+    reached = f" in {trial.seconds_to_loss:.1f} s" if trial.seconds_to_loss is not None else ""
     return [
-        f"{'* ' * is_chosen}{tried.words or PLAIN}",
-        f"{tried.bytes / 1e6:,.3f} MB",
-        f"{tried.predicted:.3f} s",
-        f"{tried.seconds:.3f} s",
-        f"{plain.seconds / tried.seconds:.2f}",
-        f"{tried.loss:.4f}{reached}",
-        "" if tried.eval_loss is None else f"{tried.eval_loss:.4f}",
+        f"{'* ' * is_chosen}{trial.words or PLAIN}",
+        f"{trial.bytes / 1e6:,.3f} MB",
+        f"{trial.predicted:.3f} s",
+        f"{trial.seconds:.3f} s",
+        f"{plain.seconds / trial.seconds:.2f}",
+        f"{trial.loss:.4f}{reached}",
+        "" if trial.eval_loss is None else f"{trial.eval_loss:.4f}",
         "" if of_plain is None else f"{of_plain:.3f}",
     ]

@@ -1,4 +1,4 @@
-"""`shoal calibrate`: measure this machine in about a minute, and keep it as a cluster for the planner."""
+"""`shoal calibrate`: measure this machine in about a minute, and save it as a cluster for the planner."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import tyro
 
 from shoal.comm.rendezvous.environment import read_environment
 from shoal.errors import Problem, ShoalError, raise_if
-from shoal.predict.cluster import Cluster, here_file, is_measured_here
+from shoal.predict.cluster import Cluster
+from shoal.predict.cluster_parser import here_file, is_measured_here
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -24,36 +25,35 @@ if TYPE_CHECKING:
 
 
 LONGER = 1.3
-"""Times the seconds that were asked for, beyond which it is said why."""
+"""A factor of `--seconds` beyond which the report says why it took longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibrate:
-    """Measure this machine: matrix products, attention, memory, launches, a real block, messages between its ranks. The
-    result is a cluster that `shoal plan --cluster here` finds, or --cluster FILE.
+    """Measure this machine: matrix products, attention, memory, kernel launches, a transformer block, and messages
+    between ranks. Use the result with `shoal plan --cluster here`, or --cluster FILE.
 
     shoal calibrate --nproc 2
     """
 
     out: Path | None = None
-    """The YAML file to write. None: .config/shoal/here.yaml in your home, where `--cluster here` looks for it."""
+    """The YAML file to write. None: ~/.config/shoal/here.yaml, which `--cluster here` reads."""
 
     nproc: int | None = None
-    """Ranks that measure at the same time. None: one for each GPU; on the CPU two, since it takes two to send a
-    message."""
+    """Ranks that measure at the same time. None: one for each GPU; on the CPU two, to measure messages."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: GPUs, if there are any."""
 
     seconds: float = 60.0
-    """How long to measure. Shorter is less exact; everything is measured once at least, however long it takes."""
+    """How long to measure. Shorter is less exact; everything is measured at least once."""
 
     json: bool = False
     """Print one JSON object and nothing else on stdout."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, write the file, show what was found."""
+    """Measure, write the file and print the results."""
     options, rest = tyro.cli(
         Calibrate,
         args=list(arguments),
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
         return_unknown_args=True,
         config=(tyro.conf.FlagCreatePairsOff,),
     )
-    raise_if(Problem(f"what is {word!r}?", "`shoal calibrate --help` lists all options") for word in rest)
+    raise_if(Problem(f"unknown argument {word!r}", "`shoal calibrate --help` lists all options") for word in rest)
     raise_if(_problems(options))
     path = _writable(options.out)
     out = sys.stdout
@@ -85,32 +85,32 @@ def _problems(options: Calibrate) -> list[Problem]:
     problems = []
     place = read_environment(os.environ)
     if place is not None and place.world_size > 1:
-        what = f"calibrate starts its own ranks, but {place.source} has started {place.world_size} of them"
-        problems.append(Problem(what, "shoal calibrate --nproc 4, as one process on each machine"))
+        what = f"calibrate must be started as one process, got {place.world_size} from {place.source}"
+        problems.append(Problem(what, f"shoal calibrate --nproc {place.local_world_size}, without {place.source}"))
     if options.nproc is not None and options.nproc < 1:
-        problems.append(Problem(f"--nproc {options.nproc} measures nothing", "--nproc 1 or more"))
+        problems.append(Problem(f"--nproc must be 1 or more, got {options.nproc}", "--nproc 1"))
     if not 0 < options.seconds < float("inf"):
-        problems.append(Problem(f"--seconds {options.seconds} is no time to measure in", "--seconds 60"))
+        problems.append(Problem(f"--seconds must be above 0, got {options.seconds}", "--seconds 60"))
     return problems
 
 
 def _writable(out: Path | None) -> Path:
-    """Where to write, found out before a minute is spent on it."""
+    """The file to write; raises if that is impossible, before the measurement takes a minute."""
     path = out or here_file()
     try:
         if out is None:
             path.parent.mkdir(parents=True, exist_ok=True)
-        is_fine = (
+        is_writable = (
             path.parent.is_dir()
             and (path.is_file() or not path.exists())
             and os.access(path if path.exists() else path.parent, os.W_OK)
         )
     except OSError:
-        is_fine = False
-    if not is_fine:
-        raise ShoalError(f"{path} cannot be written", fix="--out cluster.yaml, in a folder that exists")
+        is_writable = False
+    if not is_writable:
+        raise ShoalError(f"{path} cannot be written", fix="--out cluster.yaml, in an existing folder")
     if path.suffix not in (".yaml", ".yml"):
-        raise ShoalError(f"{path} would not be read as a cluster", fix=f"--out {path.with_suffix('.yaml')}")
+        raise ShoalError(f"--out must end in .yaml, got {path}", fix=f"--out {path.with_suffix('.yaml')}")
     return path
 
 
@@ -118,8 +118,8 @@ def _writable(out: Path | None) -> Path:
 
 
 def file_text(found: Readings, cluster: Cluster) -> str:
-    """The cluster as YAML, with what it was fitted to above it, for people."""
-    lines = [f"{found.sentence()}, {found.date}. Fitted to these readings, all of them measured:", ""]
+    """The cluster as YAML, with the measurements above it as comments."""
+    lines = [f"{found.sentence()}, {found.date}. Fitted to these measurements:", ""]
     for each in found.readings:
         size = " x ".join(map(str, each.size))
         rate = f"{_figure(each.rate)}{'FLOP/s' if each.flops else 'B/s'}" if each.flops or each.traffic else ""
@@ -137,7 +137,7 @@ def _mapping(found: Readings, cluster: Cluster, path: Path) -> dict[str, Any]:
 
 
 def _errors(found: Readings, cluster: Cluster) -> dict[str, float]:
-    """How far what was fitted is from the readings, on average."""
+    """The mean error of the fits."""
     from shoal.bench.fit_cluster import error_of_messages, error_of_products
 
     errors = {word: error_of_products(found, cluster.device, word) for word in found.precisions}
@@ -157,16 +157,16 @@ def _show(found: Readings, cluster: Cluster, path: Path, seconds: float) -> None
             console.print(messages_table(found))
         console.print(other_table(found, cluster))
     print(drawn.get(), end="")
-    print(f"measured in {found.took:.0f} s and written to {path}; use it with --cluster {_said(path)}")
-    if note := _took_longer(found.took, seconds):
+    print(f"measured in {found.took:.0f} s and written to {path}; use it with --cluster {_cluster_option(path)}")
+    if note := _why_longer(found.took, seconds):
         print(note)
 
 
-def _took_longer(took: float, seconds: float) -> str:
-    """Why it took longer than was asked for, if it did."""
+def _why_longer(took: float, seconds: float) -> str:
+    """Why the measurement took longer than `--seconds`, if it did."""
     if took <= LONGER * seconds:
         return ""
-    return f"--seconds {seconds:g} is less than this machine needs: each thing was measured once, in {took:.0f} s"
+    return f"--seconds {seconds:g} is too short for this machine: measuring everything once took {took:.0f} s"
 
 
 def products_table(found: Readings, cluster: Cluster) -> Table:
@@ -185,16 +185,16 @@ def products_table(found: Readings, cluster: Cluster) -> Table:
     for size in sizes:
         row = [rates.get((size, word), "") for word in found.precisions]
         table.add_row(" x ".join(map(str, size)), *row, end_section=size == sizes[-1])
-    table.add_row("fitted to them", *(f"{device.achievable[word] / unit:,.1f}" for word in found.precisions))
-    table.add_row("mean error of it", *(f"{errors[word]:.1%}" for word in found.precisions))
+    table.add_row("fitted", *(f"{device.achievable[word] / unit:,.1f}" for word in found.precisions))
+    table.add_row("mean error", *(f"{errors[word]:.1%}" for word in found.precisions))
     return table
 
 
 def other_table(found: Readings, cluster: Cluster) -> Table:
-    """Everything else."""
+    """Attention, blocks, memory and the link."""
     from rich.table import Table
 
-    table = Table(title="and everything else", title_justify="left", show_header=False)
+    table = Table(title="attention, blocks, memory and link", title_justify="left", show_header=False)
     for name, value in _rows(found, cluster):
         table.add_row(name, value)
     return table
@@ -205,25 +205,25 @@ def _rows(found: Readings, cluster: Cluster) -> list[tuple[str, str]]:
     rows = []
     for each in found.of("attention"):
         rows.append(
-            (f"attention to {each.size[0]:,} tokens, {each.precision}", f"{_figure(each.rate)}FLOP/s, measured")
+            (f"attention over {each.size[0]:,} tokens, {each.precision}", f"{_figure(each.rate)}FLOP/s, measured")
         )
     for each in found.of("block"):
         name = f"a block of {each.size[1]} features, {each.size[0]:,} tokens"
         rows.append((name, f"{each.seconds * 1e3:.2f} ms forward and backward, {_figure(each.rate)}FLOP/s, measured"))
     rows += [
-        ("launching a block", f"{found.of('launch')[0].seconds * 1e3:.2f} ms forward and backward, measured"),
-        ("copying memory", f"{_figure(device.bandwidth)}B/s, measured"),
-        ("element-wise work", f"{_figure(device.bandwidth * device.streaming)}B/s, measured"),
+        ("kernel launches of a block", f"{found.of('launch')[0].seconds * 1e3:.2f} ms forward and backward, measured"),
+        ("memory copy", f"{_figure(device.bandwidth)}B/s, measured"),
+        ("element-wise operations", f"{_figure(device.bandwidth * device.streaming)}B/s, measured"),
         (
             "memory of a rank",
-            f"{device.memory / 2**30:.1f} GiB, of which {device.context / 2**30:.2f} are not for tensors",
+            f"{device.memory / 2**30:.1f} GiB, of which {device.context / 2**30:.2f} GiB are not available for tensors",
         ),
     ]
     link = cluster.inside
     numbers = f"{link.base * 1e6:.0f} µs, {link.latency * 1e6:.0f} µs a step, {_figure(link.bandwidth)}B/s"
     numbers += f", of which gathers reach {link.gathering:.0%}" if found.of_messages() else ""
     if not found.of_messages():
-        return [*rows, ("link between ranks", f"{numbers}; not measured, but a preset")]
+        return [*rows, ("link between ranks", f"{numbers}; from a preset, not measured")]
     return [*rows, ("link between ranks, fitted", f"{numbers}; mean error {_errors(found, cluster)['messages']:.0%}")]
 
 
@@ -243,12 +243,12 @@ def messages_table(found: Readings) -> Table:
 
 
 def _figure(number: float, thousand: int = 1000) -> str:
-    """`31.2 G`, to be followed by a unit."""
+    """A number with a prefix, `31.2 G`, without its unit."""
     prefixes = ["", "k" if thousand == 1000 else "K", "M", "G", "T", "P"]
     while number >= thousand and len(prefixes) > 1:
         number, prefixes = number / thousand, prefixes[1:]
     return f"{number:.3g} {prefixes[0]}"
 
 
-def _said(path: Path) -> str:
+def _cluster_option(path: Path) -> str:
     return "here" if is_measured_here() and path == here_file() else str(path)

@@ -1,4 +1,4 @@
-"""`shoal checkpoint ls | verify | diff | export | import`: look at checkpoints, prove them, take them elsewhere."""
+"""`shoal checkpoint ls | verify | diff | export | import`: list, check, compare and convert checkpoints."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from shoal.checkpoint.storage.locate import SavedStep, find, folder_of, folders_of, listing, read_manifest
-from shoal.cli.console import WIDTH, show
 from shoal.cli.parse_units import size_in_bytes
 from shoal.cli.reports import checkpoint as report
+from shoal.cli.reports.console import WIDTH, show
 from shoal.errors import Problem, ShoalError, nearest, raise_if
 
 if TYPE_CHECKING:
@@ -24,27 +24,27 @@ if TYPE_CHECKING:
 Directory = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIRECTORY")]
 
 ABOUT = {
-    "ls": "list what there is: steps, sizes, plans, tensors; drafts and what is damaged",
-    "verify": "read every byte and hold it against what was written",
-    "diff": "compare two steps tensor by tensor, whichever layouts have written them",
-    "export": "write a step as safetensors, for Hugging Face, for torch.distributed.checkpoint or torch.load",
-    "import": "make a checkpoint of safetensors, of a folder of Hugging Face or of torch.distributed.checkpoint",
+    "ls": "list steps with sizes, plans and tensors; also drafts and damaged steps",
+    "verify": "read every byte and compare it with its hash",
+    "diff": "compare two steps tensor by tensor, whatever layouts wrote them",
+    "export": "write a step as safetensors, or for Hugging Face, torch.distributed.checkpoint or torch.load",
+    "import": "make a checkpoint from safetensors, or from a folder of Hugging Face or torch.distributed.checkpoint",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ls:
-    """List the checkpoints of a directory: what they hold, what wrote them, and what is not whole. Files are looked at,
-    and not read: `shoal checkpoint verify` reads them.
+    """List the checkpoints of a directory, with their contents, their plans and their problems. Files are not read;
+    `shoal checkpoint verify` reads them.
 
     shoal checkpoint ls runs/tiny
     """
 
     directory: Directory
-    """Of a run, of its checkpoints, or of one step."""
+    """The directory of a run, of its checkpoints, or of one step."""
 
     tensors: bool = False
-    """List the tensors of each, too."""
+    """Also list the tensors of each step."""
 
     json: bool = False
     """Print one JSON object and nothing else on stdout."""
@@ -52,19 +52,19 @@ class Ls:
 
 @dataclass(frozen=True, kw_only=True)
 class Verify:
-    """Read every byte of a checkpoint and hold it against what was written. Exit code 0: whole, 1: damaged.
+    """Read every byte of a checkpoint and compare it with its hash. Exit code 0: intact, 1: damaged.
 
     shoal checkpoint verify runs/tiny --all
     """
 
     directory: Directory
-    """Of a run, of its checkpoints, or of one step."""
+    """The directory of a run, of its checkpoints, or of one step."""
 
     step: int | None = None
-    """Which one. None: the newest."""
+    """The step. None: the newest."""
 
     all: bool = False
-    """All of them."""
+    """Verify all steps."""
 
     json: bool = False
     """Print one JSON object and nothing else on stdout."""
@@ -72,23 +72,23 @@ class Verify:
 
 @dataclass(frozen=True, kw_only=True)
 class Diff:
-    """Compare two checkpoints tensor by tensor, whichever layouts have written them. Exit code 0: the tensors are
-    equal, 1: they are not. What else they say is shown, and does not count.
+    """Compare two checkpoints tensor by tensor, whatever layouts wrote them. Exit code 0: all tensors are equal, 1: one
+    is not. Other differences are shown and do not change the exit code.
 
     shoal checkpoint diff runs/a/checkpoints/step-00000100 runs/b/checkpoints/step-00000100
     """
 
     first: Directory
-    """One of them: the directory of a step, or one that holds steps, of which the newest is meant."""
+    """The directory of a step, or of a run, whose newest step is compared."""
 
     second: Directory
-    """The other one."""
+    """The directory of the other step or run."""
 
     weights: bool = False
-    """Leave the states of the optimizer out."""
+    """Compare the weights alone, without optimizer state."""
 
     top: int = 20
-    """Tensors to show."""
+    """Number of tensors to show."""
 
     json: bool = False
     """Print one JSON object and nothing else on stdout."""
@@ -96,14 +96,14 @@ class Diff:
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """Write a checkpoint in a form that others read, whole tensors under the names that the model gives them. Every
-    value is checked on the way; memory for a few rows is enough.
+    """Export a checkpoint to another format: full tensors under the model's own names. Every value is checked. A few
+    rows are in memory at a time.
 
     shoal checkpoint export runs/tiny model.safetensors
     """
 
     directory: Directory
-    """Of a run, of its checkpoints, or of one step."""
+    """The directory of a run, of its checkpoints, or of one step."""
 
     to: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TO")]
     """The file or folder to write."""
@@ -113,16 +113,16 @@ class Export:
     torch.distributed.checkpoint. torch: a state dict of torch.save."""
 
     step: int | None = None
-    """Which one. None: the newest."""
+    """The step. None: the newest."""
 
     optimizer: bool = False
-    """Write what the optimizer keeps, too."""
+    """Also write the optimizer state."""
 
     shard_size: str = "5GB"
-    """The most that one file of a huggingface folder holds, if a tensor is not larger."""
+    """The largest file of a huggingface folder, unless one tensor is larger."""
 
     recipe: Path | None = None
-    """The recipe that says what the model is, for config.json. None: that of the checkpoint, or of its run."""
+    """The recipe with the model section for config.json. None: the recipe of the checkpoint, or of its run."""
 
     overwrite: bool = False
     """Replace an earlier export."""
@@ -133,8 +133,8 @@ class Export:
 
 @dataclass(frozen=True, kw_only=True)
 class Import:
-    """Make a checkpoint of what others have written, which `run.load` takes on any layout. Whatever the files hold, no
-    code of a stranger's runs.
+    """Make a checkpoint from files of other systems. `run.load` loads it on any layout. The import never executes code
+    from the files.
 
     shoal checkpoint import meta-llama/ checkpoints/
     """
@@ -143,16 +143,16 @@ class Import:
     """A safetensors file, a folder of them, or a folder of torch.distributed.checkpoint."""
 
     to: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TO")]
-    """The directory to make."""
+    """The directory to create."""
 
     format: Literal["auto", "safetensors", "huggingface", "dcp"] = "auto"
-    """What the source is. auto: told from the names of its files."""
+    """The format of the source. auto: by the names of its files."""
 
     step: int = 0
-    """The step that it is to count as."""
+    """The step number of the checkpoint."""
 
     prefix: str = ""
-    """What stands before the names of the weights there, such as `model.`; tensors without it are left out."""
+    """A prefix of the weights' names, such as `model.`. Tensors without it are skipped."""
 
     overwrite: bool = False
     """Replace an earlier import."""
@@ -162,7 +162,7 @@ class Import:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do one of the actions; returns the exit code."""
+    """Run one action; returns the exit code."""
     action = arguments[0] if arguments else "--help"
     if action in ("-h", "--help"):
         print(_help(), end="")
@@ -170,14 +170,14 @@ def main(arguments: Sequence[str]) -> int:
     if action not in ACTIONS:
         near = nearest(action, ACTIONS)
         raise ShoalError(
-            f"there is no shoal checkpoint {action!r}",
+            f"unknown action {action!r}",
             fix=f"shoal checkpoint {near}" if near else f"shoal checkpoint {' | '.join(ACTIONS)}",
         )
     kind, act = ACTIONS[action]
     prog = f"shoal checkpoint {action}"
     options = tyro.cli(kind, args=list(arguments[1:]), prog=prog, config=(tyro.conf.FlagCreatePairsOff,))
     raise_if(
-        Problem(f"{word} is a URL, and these commands work on this machine's files", "copy it here first, or from here")
+        Problem(f"the path must be on this machine, got {word}", "copy the files to this machine first")
         for word in arguments[1:]
         if "://" in word
     )
@@ -205,7 +205,7 @@ def _verify(options: Verify) -> int:
     from shoal.checkpoint.verify import Damage, StepVerdict, verify
 
     if options.all and options.step is not None:
-        raise ShoalError("--all means every step, and --step one of them", fix="leave one of them out")
+        raise ShoalError("--all and --step exclude each other", fix=f"--all, or --step {options.step}")
     path = options.directory
     folders = folders_of(path) if options.all else [folder_of(path, options.step)]
     verdicts: dict[Path, StepVerdict] = {}
@@ -215,8 +215,8 @@ def _verify(options: Verify) -> int:
             steps.append(SavedStep(folder, read_manifest(folder)))
         except ShoalError as error:
             verdicts[folder] = StepVerdict(0, (Damage("manifest.json", error.problems[0].what),), ())
-    with _watched("verifying", sum(step.num_bytes for step in steps), options) as tell:
-        verdicts |= {step.path: verify(step, tell) for step in steps}
+    with _progress_bar("verifying", sum(step.num_bytes for step in steps), options) as advance:
+        verdicts |= {step.path: verify(step, advance) for step in steps}
     ordered = {folder: verdicts[folder] for folder in folders}
     _answer(
         options, lambda: report.of_verdicts(ordered), lambda console: report.draw_verdicts(console, ordered)
@@ -228,8 +228,8 @@ def _diff(options: Diff) -> int:
     first, second = find(options.first), find(options.second)
     from shoal.checkpoint.diff import compare
 
-    with _watched("comparing", first.model_bytes if options.weights else first.num_bytes, options) as tell:
-        found = compare(first, second, weights_only=options.weights, tell=tell)
+    with _progress_bar("comparing", first.model_bytes if options.weights else first.num_bytes, options) as advance:
+        found = compare(first, second, weights_only=options.weights, tell=advance)
     _answer(
         options,
         lambda: report.of_comparison(found),
@@ -244,23 +244,23 @@ def _export(options: Export) -> int:
     from shoal.checkpoint.formats.export import ExportSettings, export, model_in
 
     model = _model_section(options, step) if options.format == "huggingface" else None
-    how = ExportSettings(
+    settings = ExportSettings(
         format=options.format, optimizer=options.optimizer, shard_bytes=shard_bytes, overwrite=options.overwrite,
         model=model or model_in(step),
     )  # fmt: skip
-    with _watched("exporting", step.num_bytes if options.optimizer else step.model_bytes, options) as tell:
-        done = export(step, options.to, how, tell)
-    said = {
+    with _progress_bar("exporting", step.num_bytes if options.optimizer else step.model_bytes, options) as advance:
+        exported = export(step, options.to, settings, advance)
+    result = {
         "from": str(step.path), "step": step.manifest.step, "to": str(options.to), "format": options.format,
-        "tensors": done.tensors, "bytes": done.num_bytes, "config": done.config,
+        "tensors": exported.tensors, "bytes": exported.num_bytes, "config": exported.config,
     }  # fmt: skip
-    _answer(options, lambda: said, lambda console: report.draw_export(console, said))
+    _answer(options, lambda: result, lambda console: report.draw_export(console, result))
     return 0
 
 
 def _model_section(options: Export, step: SavedStep) -> Mapping[str, Any] | None:
-    """What the model is, by the recipe that is named, else by the one that lies in the directory of the run. None: ask
-    the checkpoint."""
+    """The model section of `--recipe`, else of the recipe in the run directory. None: the checkpoint's own section is
+    used."""
     beside = step.path.parent.parent / "recipe.yaml"
     path = options.recipe or (beside if beside.is_file() and not step.manifest.state.get("recipe") else None)
     if path is None:
@@ -272,19 +272,21 @@ def _model_section(options: Export, step: SavedStep) -> Mapping[str, Any] | None
 
 def _import(options: Import) -> int:
     if options.step < 0:
-        raise ShoalError(f"--step {options.step} is below 0", fix="--step 0 or more")
+        raise ShoalError(f"--step must be 0 or more, got {options.step}", fix="--step 0")
     from shoal.checkpoint.formats.import_ import ImportSettings, import_checkpoint, read
 
-    how = ImportSettings(format=options.format, step=options.step, prefix=options.prefix, overwrite=options.overwrite)
-    found = read(options.source, how)
-    with _watched("importing", found.num_bytes, options) as tell:
-        path = import_checkpoint(found, options.to, how, tell)
-    said = {
+    settings = ImportSettings(
+        format=options.format, step=options.step, prefix=options.prefix, overwrite=options.overwrite
+    )
+    found = read(options.source, settings)
+    with _progress_bar("importing", found.num_bytes, options) as advance:
+        path = import_checkpoint(found, options.to, settings, advance)
+    result = {
         "from": str(options.source), "format": found.format, "path": str(path), "step": options.step,
-        "tensors": len(found.model), "states": len(found.states), "bytes": found.num_bytes,
-        "left_out": list(found.left_out), "model": found.section,
+        "tensors": len(found.model), "optimizer_states": len(found.states), "bytes": found.num_bytes,
+        "skipped": list(found.left_out), "model": found.section,
     }  # fmt: skip
-    _answer(options, lambda: said, lambda console: report.draw_import(console, said, options.to))
+    _answer(options, lambda: result, lambda console: report.draw_import(console, result, options.to))
     return 0
 
 
@@ -305,8 +307,8 @@ def _answer(options: Any, say: Callable[[], Mapping[str, Any]], draw: Callable[[
 
 
 @contextmanager
-def _watched(title: str, total: int, options: Any) -> Iterator[Callable[[int], None]]:
-    """Who hears how many bytes are done: a bar on a terminal, and nobody elsewhere."""
+def _progress_bar(title: str, total: int, options: Any) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar on a terminal; yields the function that advances it by a number of bytes."""
     if options.json or not sys.stderr.isatty():
         yield lambda size: None
         return

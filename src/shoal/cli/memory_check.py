@@ -1,7 +1,7 @@
-"""Does a run fit into this machine at all? Counted, not estimated: parameters, gradients and optimizer state alone.
+"""Check that parameters, gradients and optimizer state fit into this machine's memory. The bytes are counted.
 
-What a run holds beside these (activations, buffers, data) is not counted, so that nothing is rejected that might fit.
-No torch: a preset can be weighed before it is loaded.
+Activations, buffers and data are not counted, so that no run is rejected that might fit. This file does not import
+torch, so that a preset is checked before torch is loaded.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ ACCELERATORS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd")
 
 
 def parameters_of_preset(recipe: Recipe) -> int | None:
-    """Parameters of a recipe's model, where it is a preset that the planner knows and nothing of it is changed."""
+    """Parameters of a recipe's model, if it is an unchanged preset of the planner; else None."""
     from shoal.predict.presets.models import MODELS
 
-    said = recipe.model.model_dump(exclude_none=True)
-    if set(said) - {"name", "preset"} or said.get("preset") not in MODELS:
+    section = recipe.model.model_dump(exclude_none=True)
+    if set(section) - {"name", "preset"} or section.get("preset") not in MODELS:
         return None
-    return MODELS[said["preset"]].parameters
+    return MODELS[section["preset"]].parameters
 
 
 def bytes_of_states(recipe: Recipe, plan: Plan, parameters: int, *, ranks: int) -> int:
-    """Bytes that so many ranks of a resolved plan hold together between a backward and the update, at least."""
+    """Bytes of parameters, gradients and optimizer state on this many ranks of a resolved plan, together."""
     layout, optim = plan.layout, recipe.optim
     copies = layout.dp_replicate * (1 if plan.zero else layout.dp_shard * layout.cp)
     weight = 8 if plan.precision == "fp64" else 2 if optim.param_dtype == "bf16" else 4
@@ -38,7 +38,7 @@ def bytes_of_states(recipe: Recipe, plan: Plan, parameters: int, *, ranks: int) 
 
 
 def host_memory() -> int:
-    """Bytes of this machine's memory and swap, or of the part of it that this process may use."""
+    """Bytes of this machine's memory and swap, or of this process's cgroup limit if that is less. 0: unknown."""
     lines = (line.split() for line in _read("/proc/meminfo").splitlines())
     sizes = {words[0]: int(words[1]) * 1024 for words in lines if len(words) > 1 and words[1].isdecimal()}
     swap = sizes.get("SwapTotal:", 0)
@@ -48,40 +48,42 @@ def host_memory() -> int:
 
 
 def has_no_accelerator() -> bool:
-    """Whether there is certainly none, found without torch."""
+    """Whether this machine has no device file of an accelerator; found without torch."""
     return not any(Path(path).exists() for path in ACCELERATORS)
 
 
-def refuse_too_large(recipe: Recipe, plan: Plan, parameters: int, *, ranks: int, memory: int) -> None:
-    """Raise if the states of `ranks` ranks alone do not fit into so many bytes. 0: that number is not known."""
-    if problem := too_large(recipe, plan, parameters, ranks=ranks, memory=memory):
+def reject_too_large(recipe: Recipe, plan: Plan, parameters: int, *, ranks: int, memory: int) -> None:
+    """Raise if the state of `ranks` ranks does not fit into `memory` bytes. 0: the memory is unknown."""
+    if problem := check_memory(recipe, plan, parameters, ranks=ranks, memory=memory):
         raise ShoalError(problem, fix=_fix(recipe, plan, parameters, ranks=ranks, memory=memory))
 
 
-def too_large(recipe: Recipe, plan: Plan, parameters: int, *, ranks: int, memory: int) -> str:
-    """What is wrong, if the states alone do not fit."""
+def check_memory(recipe: Recipe, plan: Plan, parameters: int, *, ranks: int, memory: int) -> str:
+    """The problem, if the state does not fit; else empty."""
     needed = bytes_of_states(recipe, plan, parameters, ranks=ranks)
     if not memory or needed <= memory:
         return ""
     where = f"{ranks} rank{'s' * (ranks > 1)} of {plan.brief()}"
     return (
         f"parameters, gradients and optimizer state of {parameters / 1e9:.2f} B parameters take"
-        f" {needed / GIB:.1f} GiB on {where} (counted), and there are {memory / GIB:.1f} GiB of memory"
+        f" {needed / GIB:.1f} GiB on {where} (counted), but there are {memory / GIB:.1f} GiB of memory"
     )
 
 
 def _fix(recipe: Recipe, plan: Plan, parameters: int, *, ranks: int, memory: int) -> str:
-    """What would fit; a smaller model, if nothing of the plan would."""
-    narrow = recipe.model_copy(update={"optim": recipe.optim.model_copy(update={"state_dtype": "bf16"})})
+    """Settings that would fit; a smaller model, if there is none."""
+    bf16_moments = recipe.model_copy(update={"optim": recipe.optim.model_copy(update={"state_dtype": "bf16"})})
     tried = []
     if not plan.zero and plan.layout.dp_replicate > 1:
-        shared = Plan(zero=3, tp=plan.tp, pp=plan.pp, cp=plan.cp, mb=plan.mb).resolve(plan.layout.world_size)
-        tried.append(("--plan.zero 3", recipe, shared))
+        sharded = Plan(zero=3, tp=plan.tp, pp=plan.pp, cp=plan.cp, mb=plan.mb).resolve(plan.layout.world_size)
+        tried.append(("--plan.zero 3", recipe, sharded))
     if recipe.optim.name == "adamw" and recipe.optim.state_dtype == "fp32":
-        tried.append(("--optim.state_dtype bf16", narrow, plan))
-    fitting = [word for word, said, there in tried if bytes_of_states(said, there, parameters, ranks=ranks) <= memory]
+        tried.append(("--optim.state_dtype bf16", bf16_moments, plan))
+    fitting = [
+        flag for flag, other, its_plan in tried if bytes_of_states(other, its_plan, parameters, ranks=ranks) <= memory
+    ]
     smaller = "a smaller --model.preset, or a machine with more memory"
-    return f"{', or '.join(fitting) or smaller}; --overcommit starts it nevertheless, --dry-run shows what it would do"
+    return f"{', or '.join(fitting) or smaller}; --overcommit starts the run anyway, --dry-run shows its layout"
 
 
 def _read(path: str) -> str:

@@ -1,7 +1,7 @@
-"""The words of a command line, sorted: a verb's own options, and settings of the recipe (`--optim.lr 3e-4`).
+"""Split a command line into a verb's own options and settings of the recipe (`--optim.lr 3e-4`).
 
-A verb's options are a dataclass that tyro parses. Settings are not typed here at all: they join the YAML file and are
-judged with it (`shoal.config.load`), so that all problems come at once. tyro draws the help of both.
+A verb's options are a dataclass that tyro parses. Settings are merged into the YAML file and validated with it
+(`shoal.config.load`), so that all problems are reported at once. tyro prints the help of both.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from shoal.errors import Problem, nearest, raise_if
 
 Options = TypeVar("Options")
 
-# Settings that are typed so often that they have a short name.
+# Short names of settings that are typed often.
 SHORT = {"nproc": "launch.nproc", "device": "launch.device", "plan": "plan"}
 USUAL = {"resume": "latest"}
-"""Values of a verb's own options, to be proposed where one is missing."""
+"""Values of a verb's own options that a fix proposes where one is missing."""
 
 
 def parse(kind: type[Options], arguments: Sequence[str], *, prog: str) -> tuple[Options, Recipe]:
@@ -36,13 +36,14 @@ def parse(kind: type[Options], arguments: Sequence[str], *, prog: str) -> tuple[
     options, rest = tyro.cli(
         kind, args=own, prog=prog, return_unknown_args=True, config=(tyro.conf.FlagCreatePairsOff,)
     )
-    raise_if(Problem(f"what is {word!r}?", "one recipe at most, and settings as --section.key value") for word in rest)
+    fix = "give at most one recipe, and settings as --section.key value"
+    raise_if(Problem(f"unknown argument {word!r}", fix) for word in rest)
     path: Path | None = getattr(options, "recipe", None)
     return options, load_recipe(path, overrides)
 
 
 def _sort(words: list[str], own: dict[str, Any]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Words for the verb, and settings: one value each, in YAML (`--optim.betas '[0.9, 0.99]'`)."""
+    """Arguments of the verb, and settings with one YAML value each (`--optim.betas '[0.9, 0.99]'`)."""
     others: list[str] = []
     overrides: list[tuple[str, str]] = []
     problems: list[Problem] = []
@@ -69,7 +70,7 @@ def _sort(words: list[str], own: dict[str, Any]) -> tuple[list[str], list[tuple[
             problems += [] if equals or _may_stand_alone(name) else [_without_value(name)]
             near = nearest(option, own) if "." not in name and name not in SHORT.values() else None
             if near is not None and OTHER_SYSTEMS.get(option) is None:
-                problems.append(Problem(f"what is --{name}?", f"did you mean --{near.replace('_', '-')}?"))
+                problems.append(Problem(f"unknown option --{name}", f"did you mean --{near.replace('_', '-')}?"))
             else:
                 overrides.append((name, value if equals else "true"))
     raise_if(problems, title="the command line")
@@ -77,7 +78,7 @@ def _sort(words: list[str], own: dict[str, Any]) -> tuple[list[str], list[tuple[
 
 
 def _of_another_system(name: str, value: str) -> str | None:
-    """What to type instead of an option that other systems have and no recipe has."""
+    """The setting to type in place of an option of another system."""
     section, dot, _ = name.replace("-", "_").partition(".")
     if name in SHORT.values() or (dot and section in Recipe.model_fields):
         return None
@@ -85,10 +86,10 @@ def _of_another_system(name: str, value: str) -> str | None:
 
 
 def _may_stand_alone(name: str) -> bool:
-    """Whether `--run.deterministic` alone means true: it does for what can be true, and for what is not known here."""
+    """Whether `--run.deterministic` alone means true: it does for booleans, and for unknown names."""
     section, _, key = name.replace("-", "_").partition(".")
     if section not in Recipe.model_fields:
-        return True  # the recipe says what it thinks of this name
+        return True  # validation of the recipe reports the unknown name
     known = _keys_of(section)
     return section != "plan" and bool(key) and (key not in known or known[key].annotation is bool)
 
@@ -117,12 +118,12 @@ def _without_value(name: str) -> Problem:
 
 
 def _not_an_option(word: str) -> Problem:
-    return Problem(f"what is {word!r}?", f"-{word}, if that is an option; `--help` lists all of them")
+    return Problem(f"unknown argument {word!r}", f"-{word}, if that is an option; `--help` lists all options")
 
 
 def _print_help(kind: type[Any], prog: str) -> None:
-    """The verb's options and every key of a recipe, with defaults; ends the process, as --help does."""
-    settings = Annotated[Recipe, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]  # true or false is a value there
+    """Print the verb's options and every key of a recipe, with defaults; ends the process, as --help does."""
+    settings = Annotated[Recipe, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]  # a boolean takes a value there
     both = make_dataclass(
         kind.__name__, [("settings", settings, field(default_factory=Recipe))], bases=(kind,), frozen=True, kw_only=True
     )
@@ -132,7 +133,7 @@ def _print_help(kind: type[Any], prog: str) -> None:
 
 
 def _durations_are_words() -> tyro.constructors.ConstructorRegistry:
-    """tyro would take a duration apart into its fields."""
+    """Parse a duration as one word; tyro would split it into its fields."""
     registry = tyro.constructors.ConstructorRegistry()
 
     @registry.primitive_rule

@@ -13,11 +13,13 @@ import tyro
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.plan_parser import parse_words
 from shoal.blueprint.validation.bf16_weights import reject_bf16_weights
-from shoal.cli.console import WIDTH, show
 from shoal.cli.parse_units import size_in_bytes
+from shoal.cli.reports.console import WIDTH, show
 from shoal.errors import Problem, ShoalError, raise_if
 from shoal.planner.task import Task
 from shoal.predict.cluster import Cluster
+from shoal.predict.cluster_parser import parse_cluster
+from shoal.predict.presets.models import find_model
 from shoal.predict.workload import Workload
 
 BATCH_TOKENS = 2**22
@@ -117,13 +119,25 @@ class Options:
     json: bool = False
     """Print one JSON object and nothing else on stdout."""
 
+    def task(self) -> Task:
+        """Return the model, the cluster and the batch that they name."""
+        return task_of(self)
+
+    def wanted(self) -> dict[str, Any]:
+        """Return the keys and values that every plan must have."""
+        return wanted_of(self)
+
+    def limits(self) -> tuple[str, ...]:
+        """Return the names of the options that limit which plans there are."""
+        return tuple(name for name in ("plan", *WORDS) if getattr(self, name) not in (None, ""))
+
 
 def main(arguments: Sequence[str]) -> int:
     """Plan; 0 when there is a plan, 1 when none fits."""
     options = tyro.cli(Options, args=list(arguments), prog="shoal plan", config=(tyro.conf.FlagCreatePairsOff,))
     from shoal.cli.reports.plan import answer, render, to_mapping
 
-    task, wanted = task_of(options), wanted_of(options)
+    task, wanted = options.task(), options.wanted()
     found = answer(task, wanted, options)
     if options.json:
         print(json.dumps(to_mapping(found), allow_nan=False))
@@ -134,9 +148,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def task_of(options: Options) -> Task:
     """What is to be trained, on what."""
-    from shoal.predict.framework_profile import shoal_profile
+    from shoal.predict.presets.frameworks import shoal_profile
 
-    cluster = Cluster.parse(options.cluster)
+    cluster = parse_cluster(options.cluster)
     if options.price is not None:
         cluster = replace(cluster, price=options.price)
     workload = workload_of(options)
@@ -159,7 +173,7 @@ def task_of(options: Options) -> Task:
         cluster=cluster,
         sequence=sequence,
         global_batch=batch,
-        habits=shoal_profile(compile=not options.eager, states=options.state_dtype, weights=options.param_dtype),
+        profile=shoal_profile(compile=not options.eager, states=options.state_dtype, weights=options.param_dtype),
         compiles=not options.eager,
         max_memory=None if options.max_memory is None else _room(options.max_memory, cluster),
     )
@@ -202,7 +216,7 @@ def workload_of(options: Options) -> Workload:
 
         model, inputs = load(options.model, sequence=options.seq_len)
         return workload_of(model, inputs, name=options.model, precision=wanted_of(options)["precision"])
-    named = Workload.of(options.model)
+    named = find_model(options.model)
     if said and not named.is_transformer:
         what = f"{options.model} is no transformer, and --{next(iter(said))} is a dimension of one"
         raise ShoalError(what, fix="leave it out")
@@ -220,7 +234,7 @@ def wanted_of(options: Options) -> dict[str, Any]:
         if name in words and words[name] != said[name]
     )
     wanted = {**words, **said}
-    wanted.setdefault("precision", _usual_precision(Cluster.parse(options.cluster)))
+    wanted.setdefault("precision", _usual_precision(parse_cluster(options.cluster)))
     plan = Plan.of(wanted)  # refuses what cannot be
     if options.param_dtype == "bf16":
         reject_bf16_weights(plan, weights="--param-dtype fp32", precision="--precision bf16")

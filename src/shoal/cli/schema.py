@@ -1,4 +1,4 @@
-"""`shoal schema`: the JSON schema of a recipe. Editors that know it complete keys and mark mistakes while typing."""
+"""`shoal schema`: print the JSON schema of a recipe. Editors use it to complete keys and to mark mistakes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ def main(arguments: Sequence[str]) -> int:
         print(f"usage: shoal schema > recipe.schema.json\n\n{__doc__}", end="")
         return 0
     if unknown := [word for word in arguments if word != "--json"]:
-        raise ShoalError(f"schema takes no {unknown[0]!r}", fix="shoal schema > recipe.schema.json")
+        raise ShoalError(f"schema takes no arguments, got {unknown[0]!r}", fix="shoal schema > recipe.schema.json")
     print(json.dumps(Recipe.model_json_schema(), indent=2))
     return 0

@@ -19,13 +19,13 @@ import tyro
 
 from shoal.blueprint.layout_drawing import draw_layout
 from shoal.blueprint.plan import Plan
-from shoal.cli.memory_check import has_no_accelerator, host_memory, parameters_of_preset, refuse_too_large, too_large
+from shoal.cli.memory_check import check_memory, has_no_accelerator, host_memory, parameters_of_preset, reject_too_large
 from shoal.cli.overrides import parse
 from shoal.comm.rendezvous.environment import Placement, read_environment
 from shoal.config.load import dump_recipe
 from shoal.config.recipe import Recipe
 from shoal.errors import RunFailed, ShoalError
-from shoal.predict.cluster import is_measured_here
+from shoal.predict.cluster_parser import is_measured_here
 
 if TYPE_CHECKING:
     from shoal.train.recipe.preflight import Job
@@ -39,10 +39,10 @@ class Train:
     """
 
     recipe: Annotated[Path | None, tyro.conf.Positional] = None
-    """A YAML file. None: the tiny llama on Python's own source."""
+    """A YAML file. None: the tiny llama on the source files of Python."""
 
     json: bool = False
-    """Print one JSON object, the summary, and nothing else on stdout."""
+    """Print the summary as one JSON object, and nothing else on stdout."""
 
     quiet: bool = False
     """Show no progress."""
@@ -51,76 +51,84 @@ class Train:
     """Check everything, print the resolved recipe and the layout, and stop."""
 
     overcommit: bool = False
-    """Start also where parameters, gradients and optimizer state alone exceed this machine's memory."""
+    """Start even if parameters, gradients and optimizer state exceed this machine's memory."""
 
     resume: str = "auto"
-    """auto: go on with a run of this recipe that has not ended. latest: also with one that has. A number: from that
-    step. fresh: begin anew; an earlier run in --run.dir is removed."""
+    """auto: resume an unfinished run of this recipe. latest: also a finished one. A number: resume from that step.
+    fresh: start over, and remove an earlier run in --run.dir."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train; 0 when the run reached its end, 130 when it was asked to stop before."""
-    began = time.time()
+    """Train; 0 when the run reached its end, 130 when a signal stopped it before."""
+    start_time = time.time()
     options, recipe = parse(Train, arguments, prog="shoal train")
     out = sys.stdout
-    # Under --json what a user's model prints goes elsewhere: stdout is for the one object.
+    # With --json, stdout is for the one object. What a user's model prints goes to stderr.
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
-        return _train(options, recipe, began, out)
+        return _train(options, recipe, start_time, out)
 
 
-def _train(options: Train, recipe: Recipe, began: float, out: TextIO) -> int:
-    is_step = options.resume.isdecimal() and len(options.resume) <= 16
-    if options.resume not in ("auto", "latest", "fresh") and not is_step:
-        raise ShoalError(
-            f"--resume {options.resume[:80]!r} is not known", fix="--resume auto, latest, fresh, or a step"
-        )
+def _train(options: Train, recipe: Recipe, start_time: float, out: TextIO) -> int:
+    _reject_unknown_resume(options.resume)
     placement = read_environment(os.environ)
     is_main = placement is None or placement.rank == 0
-    _refuse_early(options, recipe, placement)
-
-    # torch is loaded from here on: once, in the process that the workers are forked from.
-    with _ended_by_interrupt(), _uncollected():
-        if not recipe.run.compile:
-            from shoal.numerics import lazy_dynamo
-
-            lazy_dynamo.install()
-        import shoal.train.recipe.loop  # noqa: F401  # all that workers need
-        from shoal.launch.local import default_nproc
-        from shoal.train.recipe.dry_run import dry_run
-        from shoal.train.recipe.preflight import preflight
+    _reject_large_preset(options, recipe, placement)
+    _import_torch(recipe)
+    from shoal.launch.local import default_nproc
+    from shoal.train.recipe.dry_run import dry_run
+    from shoal.train.recipe.preflight import preflight
 
     world_size = placement.world_size if placement else recipe.launch.nproc or default_nproc(recipe.launch.device)
     try:
         if recipe.run.planned:
             per_node = placement.local_world_size if placement else world_size
-            recipe = _planned(recipe, world_size, per_node, is_quiet=not is_main or options.json)
+            recipe = _with_best_plan(recipe, world_size, per_node, is_quiet=not is_main or options.json)
         job = preflight(recipe, world_size)
-        _refuse_too_large(options, job.recipe, placement.local_world_size if placement else world_size)
+        _reject_large_model(options, job.recipe, placement.local_world_size if placement else world_size)
     except ShoalError as error:
         if placement is None or placement.local_rank == 0:
             raise
-        return error.exit_code  # every rank of a machine finds the same; one says it
+        return error.exit_code  # every rank of a machine finds the same problem; the first one reports it
     if options.dry_run:
         if is_main:
             if not job.recipe.run.fast_dev_run:  # which has no directory
                 dry_run(job, options.resume)
             _show_plan(job, options, out)
         return 0
-    summary = _carried_out(job, options, placement, world_size, began)
-    is_kept = _keep_and_show(summary, options, out) if is_main else True
+    summary = _run(job, options, placement, world_size, start_time)
+    is_written = _write_summary(summary) if is_main else True
     if is_main:
-        _note_for_backtest(job, summary)
+        _show(summary, options, out)
+        _append_measurement(job, summary)
     if summary.get("saves_failed") and summary["saved_step"] != summary["steps"]:
         if is_main:
-            print("shoal: the last step is not on the disk: make room, and the same command goes on", file=sys.stderr)
+            print("shoal: the last step is not saved; free space, and give the same command again", file=sys.stderr)
         return RunFailed.exit_code
-    if not is_kept:
+    if not is_written:
         return RunFailed.exit_code
     return 130 if summary["was_stopped"] else 0
 
 
-def _refuse_early(options: Train, recipe: Recipe, placement: Placement | None) -> None:
-    """Reject a preset that this machine's memory cannot hold before torch is loaded, where there is no GPU."""
+def _reject_unknown_resume(resume: str) -> None:
+    is_step = resume.isdecimal() and len(resume) <= 16
+    if resume not in ("auto", "latest", "fresh") and not is_step:
+        what = f"--resume must be auto, latest, fresh or a step, got {resume[:80]!r}"
+        raise ShoalError(what, fix="--resume auto")
+
+
+def _import_torch(recipe: Recipe) -> None:
+    """Import torch and all that workers need, once, in the process that the workers are forked from."""
+    with _ended_by_interrupt(), _without_garbage_collection():
+        if not recipe.run.compile:
+            from shoal.numerics import lazy_dynamo
+
+            lazy_dynamo.install()
+        import shoal.train.recipe.dry_run
+        import shoal.train.recipe.loop  # noqa: F401
+
+
+def _reject_large_preset(options: Train, recipe: Recipe, placement: Placement | None) -> None:
+    """Reject a preset that does not fit this machine's memory before torch is loaded, where there is no GPU."""
     ranks = placement.local_world_size if placement else recipe.launch.nproc or 1
     world_size = placement.world_size if placement else ranks
     is_host = recipe.launch.device == "cpu" or (recipe.launch.device == "auto" and has_no_accelerator())
@@ -129,14 +137,14 @@ def _refuse_early(options: Train, recipe: Recipe, placement: Placement | None) -
         return
     try:
         plan = recipe.plan.resolve(world_size)
-    except ShoalError:  # of which `check` says more
+    except ShoalError:  # which `preflight` reports with all other problems
         return
     if not placement or placement.local_rank == 0:
-        refuse_too_large(recipe, plan, parameters, ranks=ranks, memory=host_memory())
+        reject_too_large(recipe, plan, parameters, ranks=ranks, memory=host_memory())
 
 
-def _refuse_too_large(options: Train, recipe: Recipe, ranks: int) -> None:
-    """The same for any model, and for GPUs, each of which has a rank."""
+def _reject_large_model(options: Train, recipe: Recipe, ranks: int) -> None:
+    """Reject any model that does not fit the memory of this machine, or of its GPUs with one rank each."""
     import torch
 
     from shoal.train.build_model import build_model, without_memory
@@ -149,58 +157,57 @@ def _refuse_too_large(options: Train, recipe: Recipe, ranks: int) -> None:
     memory = sum(torch.cuda.get_device_properties(n).total_memory for n in devices) if on_gpu else host_memory()
     parameters = sum(each.numel() for each in model.parameters() if each.requires_grad)
     if not options.dry_run:
-        refuse_too_large(recipe, recipe.plan, parameters, ranks=ranks, memory=memory)
-    elif what := too_large(recipe, recipe.plan, parameters, ranks=ranks, memory=memory):
+        reject_too_large(recipe, recipe.plan, parameters, ranks=ranks, memory=memory)
+    elif what := check_memory(recipe, recipe.plan, parameters, ranks=ranks, memory=memory):
         print(f"shoal: {what}", file=sys.stderr)
 
 
-def _carried_out(
-    job: Job, options: Train, placement: Placement | None, world_size: int, began: float
-) -> dict[str, Any]:
-    """The run, on workers of our own, or as one of the workers that somebody else has started."""
+def _run(job: Job, options: Train, placement: Placement | None, world_size: int, start_time: float) -> dict[str, Any]:
+    """Run the job on workers that this process starts, or as one worker of another launcher."""
     from shoal.elastic.memory_tier import memory_tier
     from shoal.elastic.restart import with_restarts
     from shoal.launch.local import launch
     from shoal.train.recipe.loop import RunInvocation, train
 
     launched, settings = job.recipe.launch, job.recipe.checkpoint
-    keep = not job.recipe.run.fast_dev_run
+    saves = not job.recipe.run.fast_dev_run
     quiet = options.quiet or options.json
-    manner = RunInvocation(keep=keep, quiet=quiet, began=began, resume=options.resume)
+    invocation = RunInvocation(save=saves, quiet=quiet, start_time=start_time, resume=options.resume)
     if placement or world_size == 1:
         generation = placement.generation if placement else 0
         with _naming_shortened_data(job):
-            return _train_here(train, placement, (job, replace(manner, generation=generation)))
+            return _train_here(train, placement, (job, replace(invocation, generation=generation)))
 
     def start(generation: int) -> dict[str, Any]:
-        at = replace(manner, generation=generation, memory_root=root, began=began if not generation else time.time())
+        began = start_time if not generation else time.time()
+        restarted = replace(invocation, generation=generation, memory_root=root, start_time=began)
         grace_period, timeout = launched.grace_period, launched.timeout
         with _naming_shortened_data(job):
-            return launch(train, (job, at), nproc=world_size, grace_period=grace_period, timeout=timeout)[0]
+            return launch(train, (job, restarted), nproc=world_size, grace_period=grace_period, timeout=timeout)[0]
 
     def say(text: str) -> None:
         print(f"shoal: {text}", file=sys.stderr, flush=True)
 
     with (
-        _ended_in_good_order(),
+        _signals_as_exceptions(),
         memory_tier(settings.memory_dir, say, saves_to=_saves_to(job.recipe, options.resume))
-        if settings.memory_every.amount and keep
+        if settings.memory_every.amount and saves
         else nullcontext() as root,
     ):
-        return with_restarts(start, most=launched.max_restarts if keep else 0, say=say)
+        return with_restarts(start, most=launched.max_restarts if saves else 0, say=say)
 
 
 def _saves_to(recipe: Recipe, resume: str) -> str:
-    """Where the run will save, or what it would refuse there."""
+    """The place where the run will save; raises if the run would be rejected there."""
     from shoal.observe.run_directory import RunDirectory
 
-    wanted = "fresh" if recipe.run.overwrite else resume
-    return recipe.checkpoint.dir or str(RunDirectory.preview(recipe, wanted).path / "checkpoints")
+    resume = "fresh" if recipe.run.overwrite else resume
+    return recipe.checkpoint.dir or str(RunDirectory.preview(recipe, resume).path / "checkpoints")
 
 
 @contextmanager
 def _naming_shortened_data(job: Job) -> Iterator[None]:
-    """Where a process has died: name the file if it was killed for reading beyond the end of one."""
+    """If a process was killed because a data file has become shorter, raise an error that names the file."""
     from shoal.train.recipe.preflight import reject_shortened_data
 
     try:
@@ -210,34 +217,34 @@ def _naming_shortened_data(job: Job) -> Iterator[None]:
         raise
 
 
-def _planned(recipe: Recipe, world_size: int, per_node: int, *, is_quiet: bool) -> Recipe:
+def _with_best_plan(recipe: Recipe, world_size: int, per_node: int, *, is_quiet: bool) -> Recipe:
     """The recipe with the plan that the planner has chosen."""
-    from shoal.train.recipe.auto_plan import planned
+    from shoal.train.recipe.auto_plan import with_best_plan
 
-    recipe, chosen = planned(recipe, world_size, per_node)
+    recipe, chosen = with_best_plan(recipe, world_size, per_node)
     if not is_quiet:
         seconds, gib = chosen.time.total, chosen.memory.total / 2**30
         words = f"plan: auto is {chosen.plan.brief()}: {seconds * 1e3:,.0f} ms a step and {gib:.1f} GiB predicted"
         print(words, file=sys.stderr)
         if not is_measured_here():
-            print("this machine was not measured, and a usual one is assumed: shoal calibrate", file=sys.stderr)
+            print("no calibration found; using defaults. Run `shoal calibrate`", file=sys.stderr)
     return recipe
 
 
-def _note_for_backtest(job: Job, summary: dict[str, Any]) -> None:
-    """A row of what was predicted of the run and what was measured, beside its directory, for `shoal backtest`."""
-    is_measured = summary["seconds_to_first_step"] is not None  # else it went on from its end, and made no step
-    if summary["directory"] and not summary["was_stopped"] and is_measured:
-        from shoal.train.recipe.auto_plan import note
+def _append_measurement(job: Job, summary: dict[str, Any]) -> None:
+    """Append a row with prediction and measurement to `measured.csv` beside the run, for `shoal backtest`."""
+    made_steps = summary["seconds_to_first_step"] is not None  # else the run was resumed at its end
+    if summary["run_directory"] and not summary["was_stopped"] and made_steps:
+        from shoal.train.recipe.auto_plan import append_measurement
 
-        with suppress(Exception):  # no preset describes the machine, the disk is full: the run is done anyway
-            note(job.recipe, summary, Path(summary["directory"]).parent / "measured.csv")
+        with suppress(Exception):  # no preset for the machine, or a full disk: the run has ended well anyway
+            append_measurement(job.recipe, summary, Path(summary["run_directory"]).parent / "measured.csv")
 
 
 @contextmanager
-def _ended_in_good_order() -> Iterator[None]:
-    """Signals that ask for the end are exceptions, so that whoever has something to tidy up does; while workers run,
-    they are passed on to them."""
+def _signals_as_exceptions() -> Iterator[None]:
+    """Raise on signals that end the process, so that `finally` blocks run. While workers run, the launcher passes the
+    signals on to them."""
     from shoal.launch.worker import PASSED_ON
 
     def end(number: int, frame: Any) -> None:
@@ -255,22 +262,22 @@ def _ended_in_good_order() -> Iterator[None]:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """Inside, objects are made that stay, and are not looked through for garbage. The first step of a tiny model came
-    after 5.0 s, and after 5.4 without this (measured, medians of seven in turns, Intel Xeon)."""
+def _without_garbage_collection() -> Iterator[None]:
+    """Import without garbage collection: imported objects stay. The first step of a tiny model came after 5.0 s, and
+    after 5.4 without this (measured, medians of seven in turns, Intel Xeon)."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was_enabled:
-            gc.freeze()  # nor are they looked through later, here or in a worker
+            gc.freeze()  # later collections skip them too, here and in a worker
             gc.enable()
 
 
 @contextmanager
 def _ended_by_interrupt() -> Iterator[None]:
-    """Ctrl-C ends the process at once. In the middle of an import, Python's own way ends in a confusing traceback."""
+    """End the process at once on Ctrl-C. During an import, Python would print a confusing traceback."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -284,7 +291,7 @@ def _ended_by_interrupt() -> Iterator[None]:
 def _train_here(
     train: Callable[..., dict[str, Any]], placement: Placement | None, arguments: tuple[Any, ...]
 ) -> dict[str, Any]:
-    """Be a worker in this process. What breaks in it is told as `launch` tells it of the workers that it starts."""
+    """Train in this process. A failure is reported as `launch` reports one of its workers."""
     from shoal.launch.failure import failure_of
 
     try:
@@ -305,19 +312,17 @@ def _show_plan(job: Job, options: Train, out: TextIO) -> None:
         print(dump_recipe(job.recipe) + "\n" + draw_layout(layout), file=out)
 
 
-def _keep_and_show(summary: dict[str, Any], options: Train, out: TextIO) -> bool:
-    """Whether the summary was written; it is shown in any case."""
+def _write_summary(summary: dict[str, Any]) -> bool:
+    """Write the summary to the run directory, if there is one; whether that worked."""
     from shoal.observe.run_directory import RunDirectory
 
-    is_kept = True
-    if summary["directory"]:
+    if summary["run_directory"]:
         try:
-            RunDirectory(Path(summary["directory"])).write_summary(summary)
+            RunDirectory(Path(summary["run_directory"])).write_summary(summary)
         except ShoalError as error:
             print(f"shoal: {error}", file=sys.stderr)
-            is_kept = False
-    _show(summary, options, out)
-    return is_kept
+            return False
+    return True
 
 
 def _show(summary: dict[str, Any], options: Train, out: TextIO) -> None:
@@ -336,65 +341,68 @@ def _show(summary: dict[str, Any], options: Train, out: TextIO) -> None:
 
 
 def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """The summary in words; every figure says how it was come by."""
+    """The rows of the summary table; every figure says whether it is measured or counted."""
     ranks = f"{summary['ranks']} rank{'s' if summary['ranks'] > 1 else ''}"
     last = f"{summary['loss_last']:.4f} over the last {min(summary['steps'], 10)}"
     unit = summary["unit"]
-    held_out = ("held-out loss", "not evaluated" if summary["eval_loss"] is None else f"{summary['eval_loss']:.4f}")
-    if summary["seconds_to_first_step"] is None:  # it went on from its end
-        made = ("steps", f"{summary['steps']:,}, all of them made before")
-        return [made, held_out, ("kept in", summary["directory"] or ""), *_to_go_on(summary)]
+    validation = (
+        "validation loss",
+        "not evaluated" if summary["eval_loss"] is None else f"{summary['eval_loss']:.4f}",
+    )
+    if summary["seconds_to_first_step"] is None:  # the run was resumed at its end
+        made = ("steps", f"{summary['steps']:,}, all made before")
+        return [made, validation, ("run directory", summary["run_directory"] or ""), *_to_resume(summary)]
     rows = [
         ("steps", f"{summary['steps']:,} ({summary['tokens']:,} {unit})"),
         ("loss", f"{summary['loss_first']:.4f} at the first step, {last}"),
-        held_out,
+        validation,
         ("plan", f"{Plan.parse(summary['plan']).brief()} on {ranks}"),
         (
             "speed, measured",
             f"{summary['tokens_per_s']:,.0f} {unit}/s, {summary['step_seconds_median'] * 1e3:.1f} ms a step",
         ),
-        ("waiting for data", f"{summary['data_wait_part']:.1%} of the time, measured"),
-        *_sent(summary),
-        ("memory, measured", f"{summary['memory_gib_max']:.2f} GiB peak on the fullest rank"),
+        ("data wait", f"{summary['data_wait_fraction']:.1%} of the time, measured"),
+        *_gradient_sync(summary),
+        ("memory, measured", f"{summary['memory_gib_max']:.2f} GiB peak, largest over ranks"),
         (
             "time, measured",
             f"{summary['seconds_to_first_step']:.1f} s to the first step, {summary['seconds_training']:.1f} s training",
         ),
-        ("kept in", summary["directory"] or "nothing kept"),
+        ("run directory", summary["run_directory"] or "none"),
     ]
     if summary.get("saves"):
-        rows.insert(-1, ("saved", f"step {summary['saved_step']:,}; {_times(summary['saves'], 'save')} held the steps"
-                         f" {summary['seconds_held_by_saves']:.2f} s, measured"))  # fmt: skip
+        rows.insert(-1, ("checkpoints", f"step {summary['saved_step']:,} saved; {_times(summary['saves'], 'save')}"
+                         f" stalled training for {summary['save_stall_seconds']:.2f} s, measured"))  # fmt: skip
     if summary.get("saves_failed"):
         rows.insert(-1, ("NOT saved", f"{_times(summary['saves_failed'], 'save')} failed; see above"))
-    rows += _to_go_on(summary)
+    rows += _to_resume(summary)
     if summary["resumed_from"] is not None or summary["restarts"]:
         rows.insert(
-            0, ("went on", f"from step {summary['resumed_from'] or 0:,}; {_times(summary['restarts'], 'restart')}")
+            0, ("resumed", f"from step {summary['resumed_from'] or 0:,}; {_times(summary['restarts'], 'restart')}")
         )
     if summary["mfu"] is not None:
         rows.insert(5, ("MFU", f"{summary['mfu']:.1%} of the datasheet's peak"))
     if summary["skipped_steps"]:
-        rows.insert(1, ("dropped steps", f"{summary['skipped_steps']} with gradients that were not finite"))
+        rows.insert(1, ("skipped steps", f"{summary['skipped_steps']} with gradients that were not finite"))
     return rows
 
 
-def _to_go_on(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """What to do with a run that was stopped, if there is something to go on from."""
+def _to_resume(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """How to resume a stopped run whose last step is saved."""
     if not summary["was_stopped"] or summary.get("saved_step") != summary["steps"]:
         return []
-    return [("to go on", f"the same command, from step {summary['steps']:,}")]
+    return [("to resume", f"give the same command; it starts at step {summary['steps']:,}")]
 
 
-def _sent(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """How long replicas sent each other something, where that is known."""
-    if summary["comm_hidden_part"] is None:
+def _gradient_sync(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """The time of communication between replicas, where it is known."""
+    if summary["comm_overlap_fraction"] is None:
         return []
     text = (
-        f"{summary['comm_part']:.1%} of the time, {summary['comm_hidden_part']:.0%} of that hidden, measured;"
-        f" {summary['comm_bytes'] / 1e6:,.3f} MB a step from rank 0, counted"
+        f"{summary['comm_fraction']:.1%} of the time, {summary['comm_overlap_fraction']:.0%} of that overlapped,"
+        f" measured; {summary['comm_bytes'] / 1e6:,.3f} MB a step from rank 0, counted"
     )
-    return [("between replicas", text)]
+    return [("gradient sync", text)]
 
 
 def _times(number: int, thing: str) -> str:

@@ -1,4 +1,4 @@
-"""`shoal verify [RECIPE]`: prove that a plan computes what one device computes."""
+"""`shoal verify [RECIPE]`: check that a plan computes the same numbers as one process."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import tyro
 
-from shoal.cli.console import show
 from shoal.cli.overrides import parse
+from shoal.cli.reports.console import show
 from shoal.comm.rendezvous.environment import read_environment
 from shoal.config.recipe import Recipe
 from shoal.errors import ShoalError
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Verify:
-    """Train a few steps on one process and on the plan's processes, from the same start, and compare the loss, the
-    gradient norm, every gradient and every weight by name; count what travels. Exit code 0: equal, 1: not.
+    """Train a few steps in one process and with the plan, from the same weights. Compare the loss, the gradient norm,
+    every gradient and every weight by name; compare communicated bytes and memory with the prediction. Exit code 0:
+    equal, 1: not.
 
     shoal verify --nproc 4 --plan "tp=2 pp=2 zero=1 1f1b mb=1"
     """
@@ -38,13 +39,13 @@ class Verify:
     """Print one JSON object and nothing else on stdout."""
 
     matrix: bool = False
-    """Verify every legal layout of --nproc ranks, instead of the recipe's plan."""
+    """Verify every valid layout of --nproc ranks instead of the recipe's plan."""
 
     real: bool = False
-    """Verify the model at its full size and on the recipe's data, instead of a small copy on random tokens."""
+    """Verify the model at full size on the recipe's data instead of a small copy on random tokens."""
 
     steps: int = 3
-    """Optimizer steps that are compared."""
+    """Number of optimizer steps to compare."""
 
     precision: str | None = None
     """fp64, fp32, bf16 or fp16. None: fp64 on the CPU, the plan's own on a GPU."""
@@ -54,23 +55,23 @@ class Verify:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Verify; 0 when all is equal, 1 when something is not."""
+    """Verify; 0 when all values are equal, 1 when one is not."""
     options, recipe = parse(Verify, arguments, prog="shoal verify")
-    _refuse(options, arguments)
+    _reject_launcher_and_plan(options, arguments)
     out = sys.stdout
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
         return _matrix(options, recipe, out) if options.matrix else _one(options, recipe, out)
 
 
-def _refuse(options: Verify, arguments: Sequence[str]) -> None:
+def _reject_launcher_and_plan(options: Verify, arguments: Sequence[str]) -> None:
     place = read_environment(os.environ)
     if place is not None and place.world_size > 1:
         raise ShoalError(
-            f"verify starts its own ranks, but {place.source} has started {place.world_size} of them",
-            fix="shoal verify --nproc 4 ..., as one process",
+            f"verify must be started as one process, got {place.world_size} from {place.source}",
+            fix=f"shoal verify --nproc {place.world_size} ..., without {place.source}",
         )
     if options.matrix and any(word.startswith("--plan") for word in arguments):
-        raise ShoalError("--matrix verifies every legal plan, and --plan says one", fix="leave one of them out")
+        raise ShoalError("--matrix verifies every valid plan and takes no --plan", fix="--matrix, or --plan")
 
 
 def _one(options: Verify, recipe: Recipe, out: TextIO) -> int:
@@ -78,13 +79,13 @@ def _one(options: Verify, recipe: Recipe, out: TextIO) -> int:
     from shoal.verification.api import case_of, verify_case
     from shoal.verification.report import render, to_mapping
 
-    case = case_of(recipe, _num_ranks(recipe), _how(options))
-    proof = verify_case(case)
+    case = case_of(recipe, _num_ranks(recipe), _settings(options))
+    result = verify_case(case)
     if options.json:
-        print(json.dumps(to_mapping(proof)), file=out)
+        print(json.dumps(to_mapping(result)), file=out)
     else:
-        show(lambda console: render(console, proof), out)
-    return 0 if proof.equal else 1
+        show(lambda console: render(console, result), out)
+    return 0 if result.equal else 1
 
 
 def _matrix(options: Verify, recipe: Recipe, out: TextIO) -> int:
@@ -94,20 +95,20 @@ def _matrix(options: Verify, recipe: Recipe, out: TextIO) -> int:
     from shoal.verification.report import matrix_row, matrix_table, to_mapping
 
     console = Console(file=sys.stderr)
-    proofs = []
-    cases = list(legal_cases(recipe, _num_ranks(recipe), _how(options)))
+    results = []
+    cases = list(legal_cases(recipe, _num_ranks(recipe), _settings(options)))
     for number, case in enumerate(cases, 1):
-        proofs.append(verify_case(case))
-        console.print(f"{number}/{len(cases)}  {matrix_row(proofs[-1])}", highlight=False)
-    are_equal = all(proof.verdict.equal for proof in proofs)
+        results.append(verify_case(case))
+        console.print(f"{number}/{len(cases)}  {matrix_row(results[-1])}", highlight=False)
+    are_equal = all(result.verdict.equal for result in results)
     if options.json:
-        print(json.dumps({"equal": are_equal, "proofs": [to_mapping(proof) for proof in proofs]}), file=out)
+        print(json.dumps({"equal": are_equal, "results": [to_mapping(result) for result in results]}), file=out)
     else:
-        show(lambda console: console.print(matrix_table(proofs)), out)
+        show(lambda console: console.print(matrix_table(results)), out)
     return 0 if are_equal else 1
 
 
-def _how(options: Verify) -> VerifySettings:
+def _settings(options: Verify) -> VerifySettings:
     from shoal.verification.api import VerifySettings
 
     return VerifySettings(
@@ -116,7 +117,7 @@ def _how(options: Verify) -> VerifySettings:
 
 
 def _num_ranks(recipe: Recipe) -> int:
-    """As many as were asked for, else as the plan's degrees multiply to, else one for each GPU."""
+    """`launch.nproc`, else the product of the plan's degrees, else one rank for each GPU."""
     from shoal.launch.local import default_nproc
     from shoal.verification.api import claimed_ranks
 

@@ -1,4 +1,4 @@
-"""Do something on every rank, and fail on every rank if it failed on one: nobody is left waiting for who has raised."""
+"""Run an action on every rank, and fail on every rank if it failed on one, so that no rank waits for a failed one."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ T = TypeVar("T")
 
 
 def all_or_none(world: World, act: Callable[[], T], *, failed: str, fix: str, kinds: Sequence[type] = ()) -> list[T]:
-    """What an action gave on every rank, by rank. Else all raise what the first rank to fail has raised; what was not
-    meant for people is told as `failed`, with the rank. `kinds` are the dataclasses in what it gives."""
+    """Return an action's result on every rank, by rank. If it fails on a rank, all ranks raise the first rank's error.
+
+    An error that is not a `ShoalError` is reported as `failed`, with the rank. `kinds`: the dataclasses in the results.
+    """
     error: ShoalError | None = None
     value: T | None = None
     try:
@@ -28,33 +30,35 @@ def all_or_none(world: World, act: Callable[[], T], *, failed: str, fix: str, ki
     if world.size == 1:
         if error is not None:
             raise error
-        return [value]  # type: ignore[list-item]  # nothing has failed
+        return [value]  # type: ignore[list-item]  # no error: there is a value
     try:
         outcomes: list[tuple[Any, Any]] = world.all_gather_object(
-            (value, None if error is None else _told(error)), (*kinds, Problem)
+            (value, None if error is None else _encoded(error)), (*kinds, Problem)
         )
-    except RuntimeError as raised:  # of gloo
+    except RuntimeError as raised:  # from gloo
         if error is not None:
             raise error from None
         raise _lost_peer(world, failed, str(raised)) from raised
     for _, theirs in outcomes:
         if theirs is not None:
-            raise _raised(*theirs)
+            raise _decoded(*theirs)
     return [theirs for theirs, _ in outcomes]
 
 
-def on_main(world: World, act: Callable[[], T], *, failed: str, fix: str = "see that it can be read and written") -> T:
-    """What an action of the main rank gave, on every rank; if it failed, it has failed on all."""
+def on_main(
+    world: World, act: Callable[[], T], *, failed: str, fix: str = "check that it can be read and written"
+) -> T:
+    """Run an action on rank 0 and return its result on every rank; if it fails, every rank raises."""
     values: list[Any] = all_or_none(world, lambda: act() if world.is_main else None, failed=failed, fix=fix)
-    return values[0]  # type: ignore[no-any-return]  # the first one is that of the main rank
+    return values[0]  # type: ignore[no-any-return]  # rank 0 is the main rank
 
 
-def _told(error: ShoalError) -> tuple[str, tuple[Problem, ...], str, bool]:
-    """An error as plain data: its class by name, for no rank makes a class that another one names."""
+def _encoded(error: ShoalError) -> tuple[str, tuple[Problem, ...], str, bool]:
+    """Encode an error as plain data, its class by name: a rank never creates a class that another rank sends."""
     return type(error).__name__, error.problems, error.title, getattr(error, "may_pass", False)
 
 
-def _raised(name: str, problems: tuple[Problem, ...], title: str, may_pass: bool) -> ShoalError:
+def _decoded(name: str, problems: tuple[Problem, ...], title: str, may_pass: bool) -> ShoalError:
     known = {kind.__name__: kind for kind in _kinds_of(ShoalError)}
     error = known.get(name, ShoalError)(*problems, title=title)
     if isinstance(error, RunFailed):
@@ -73,5 +77,5 @@ def _lost_peer(world: World, failed: str, why: str) -> LostPeer:
     what = f"waited {world.timeout:g} s for the other ranks" if is_late else "lost the connection to another rank"
     return LostPeer(
         f"{failed}: rank {world.rank} {what}",
-        fix=f"--launch.timeout {2 * world.timeout:g}, if a rank is slow and has not stopped",
+        fix=f"--launch.timeout {2 * world.timeout:g}, if a rank is slow but still runs",
     )

@@ -1,7 +1,7 @@
-"""Collectives that return what they compute: one tensor in, one tensor out, joined or cut along any dim.
+"""Collectives that return their result: one tensor in, one tensor out, joined or cut along any dim.
 
-torch's own write into a tensor that the caller has made, and join along the first dim only. A group of None is a group
-of one rank, for which each of these is the identity.
+torch's own write into a tensor that the caller has created, and join along the first dim only. A group of None is a
+group of one rank, for which each of these is the identity.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ T = TypeVar("T")
 
 Group = dist.ProcessGroup | None
 
-# torch 2.13 gave these two new names, and warns of the old ones, which are the only ones in 2.11.
+# torch 2.13 renamed these two and warns of the old names; 2.11 has only the old names.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def all_reduce(x: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """The sum (or another reduction) over the group."""
+    """Sum (or reduce by `op`) over the group."""
     if group is None:
         return x
     total = x.contiguous().clone()
@@ -35,7 +35,7 @@ def all_reduce(x: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
 
 
 def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
-    """The parts of all ranks, which are of one shape, joined along a dim in the order of the group."""
+    """Join the parts of all ranks along a dim, in the order of the group. All parts have one shape."""
     if group is None:
         return x
     degree = group.size()
@@ -49,7 +49,7 @@ def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
-    """My part, along a dim, of the sum over the group. The dim must be divisible by the number of ranks."""
+    """Return my part, along a dim, of the sum over the group. The dim must be divisible by the number of ranks."""
     if group is None:
         return x
     dim = dim % x.dim()
@@ -60,26 +60,26 @@ def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def my_part(x: Tensor, dim: int, group: Group) -> Tensor:
-    """The part of a tensor along a dim that belongs to this rank, as `torch.chunk` cuts it; a view."""
+    """Return this rank's part of a tensor along a dim, cut as `torch.chunk` does; a view."""
     if group is None:
         return x
     return part(x, dim, index=dist.get_rank(group), degree=group.size())
 
 
 def part(x: Tensor, dim: int, *, index: int, degree: int) -> Tensor:
-    """Part `index` of `degree`, as `torch.chunk` cuts: all of one size, but the last ones smaller or empty."""
+    """Return part `index` of `degree`, cut as `torch.chunk` does: equal sizes, the last ones smaller or empty."""
     start = min(index * -(-x.shape[dim] // degree), x.shape[dim])
     return x.narrow(dim, start, part_size(x.shape[dim], index=index, degree=degree))
 
 
 def part_size(size: int, *, index: int, degree: int) -> int:
-    """How many of `size` things part `index` has."""
+    """Return the size of part `index`, of `size` in all."""
     largest = -(-size // degree)
     return max(0, min(largest, size - index * largest))
 
 
 def join(x: Tensor, dim: int, group: Group, size: int) -> Tensor:
-    """The inverse of `my_part`: the parts of all ranks, of which the last ones may be smaller, `size` in all."""
+    """Invert `my_part`: join the parts of all ranks, `size` in all. The last parts may be smaller."""
     if group is None:
         return x
     missing = list(x.shape)
@@ -91,10 +91,10 @@ def join(x: Tensor, dim: int, group: Group, size: int) -> Tensor:
 
 
 def all_reduce_together(tensors: list[Tensor], group: Group) -> None:
-    """Sum many small tensors over the group in place, in one collective for each dtype."""
+    """Sum many small tensors over the group in place, in one collective per dtype."""
     if group is None:
         return
-    for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):  # in one order on every rank
+    for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):  # the same order on every rank
         alike = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = torch.cat([tensor.reshape(-1) for tensor in alike])
         dist.all_reduce(flat, group=group)
@@ -103,8 +103,8 @@ def all_reduce_together(tensors: list[Tensor], group: Group) -> None:
 
 
 def all_gather_plain(value: T, group: Group, kinds: Sequence[type] = ()) -> list[T]:
-    """One value of every rank of the group, in its order; see `plain` for what can be sent. `kinds` are the dataclasses
-    that may arrive. If one rank's value cannot be sent, every rank raises."""
+    """Gather one value per rank, in the group's order; `plain_data` says what can be sent. Received dataclasses must be
+    of `kinds`. If one rank's value cannot be sent, every rank raises."""
     if group is None or group.size() == 1:
         return [value]
     try:
@@ -114,7 +114,7 @@ def all_gather_plain(value: T, group: Group, kinds: Sequence[type] = ()) -> list
     device = _control_device(group)
     sizes = all_gather(torch.tensor([len(data)], device=device), 0, group).tolist()
     if not all(0 < size <= plain_data.LIMIT + 1 for size in sizes):
-        raise RunFailed(f"ranks announced values of {sizes} bytes, and at most {plain_data.LIMIT:,} are sent")
+        raise RunFailed(f"values sent between ranks must have at most {plain_data.LIMIT:,} bytes, got {sizes}")
     mine = torch.zeros(max(sizes), dtype=torch.uint8)
     mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     rows = all_gather(mine.to(device).unsqueeze(0), 0, group).cpu().numpy()
@@ -127,11 +127,11 @@ def _arrived(data: memoryview, rank: int, kinds: Sequence[type]) -> Any:
     try:
         value = plain_data.from_bytes(data[1:], kinds)
     except ValueError as error:
-        raise RunFailed(f"rank {rank} of a group sent what is not plain data: {error}") from None
+        raise RunFailed(f"rank {rank} of a group sent malformed data: {error}") from None
     if data[0] != 1:
         raise ShoalError(
             f"rank {rank} of a group has a value that cannot be sent to the others: {value}",
-            fix="dicts, lists and tuples of tensors, numbers and text",
+            fix="send dicts, lists and tuples of tensors, numbers and text",
         )
     return value
 

@@ -1,10 +1,10 @@
-"""Collectives that autograd can go back through: the backward of each is the collective that is its transpose.
+"""Collectives with a gradient: the backward of each is the collective that is its transpose.
 
              forward                                   backward
-enter        as it is                                  sum over the group
-leave        sum over the group                        as it is
-gather       the tokens of all ranks                   sum, of which each keeps its own tokens
-scatter      sum, of which each keeps its own tokens   the tokens of all ranks
+enter        identity                                  sum over the group
+leave        sum over the group                        identity
+gather       the tokens of all ranks                   sum, of which each rank keeps its own tokens
+scatter      sum, of which each rank keeps its tokens  the tokens of all ranks
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from shoal.comm.autograd_function import as_output, differentiable_once
 from shoal.comm.collectives import all_gather, all_reduce, join, my_part, reduce_scatter
 
 TOKENS = -2
-"""The dim along which the tokens of an activation are divided: its last is the features."""
+"""The dim along which the tokens of an activation are divided; the last dim is the features."""
 
 
 def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """What all ranks share, as each of them is about to use it for a part of the work."""
+    """Pass a replicated tensor to the ranks' parts of a computation (identity; all-reduce in the backward)."""
     return _applied(_Enter, x, group)
 
 
 def leave(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of the parts."""
+    """Sum the ranks' parts of a result."""
     return _applied(_Leave, x, group)
 
 
 def gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The tokens of all ranks."""
+    """Gather the tokens of all ranks."""
     return _applied(_GatherTokens, x, group)
 
 
 def scatter_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """My tokens of the sum of the parts."""
+    """Sum the ranks' parts and return my tokens."""
     return _applied(_ScatterTokens, x, group)
 
 
 def gather_last(x: Tensor, group: dist.ProcessGroup, total: int) -> Tensor:
-    """The features of all ranks, `total` in all."""
+    """Gather the features of all ranks, `total` in all."""
     return _applied(_GatherLast, x, group, total)
 
 
@@ -53,7 +53,7 @@ def _applied(function: Any, *arguments: Any) -> Tensor:
 
 
 class _Enter(torch.autograd.Function):
-    """Forward: as it is. Backward: the sum of what each rank's part sends back."""
+    """Forward: identity. Backward: the sum of the gradients of all ranks' parts."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -67,7 +67,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """Forward: the sum of the parts. Backward: as it is."""
+    """Forward: the sum of the parts. Backward: identity."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -79,7 +79,7 @@ class _Leave(torch.autograd.Function):
 
 
 class _GatherTokens(torch.autograd.Function):
-    """Forward: the tokens of all ranks. Backward: the sum, of which each keeps its own tokens."""
+    """Forward: the tokens of all ranks. Backward: the sum, of which each rank keeps its own tokens."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -93,7 +93,7 @@ class _GatherTokens(torch.autograd.Function):
 
 
 class _ScatterTokens(torch.autograd.Function):
-    """Forward: the sum, of which each keeps its own tokens. Backward: the tokens of all ranks."""
+    """Forward: the sum, of which each rank keeps its own tokens. Backward: the tokens of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

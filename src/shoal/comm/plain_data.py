@@ -1,8 +1,8 @@
-"""Plain data as bytes and back: the only form in which ranks exchange anything but tensors.
+"""Encode plain data as bytes and decode it: the only form in which ranks exchange anything but tensors.
 
-torch's object collectives send pickles, and loading a pickle runs the code that it names: a process that takes a
-rank's place would run code on every other rank. Here a value is JSON followed by the raw bytes of its tensors. Only
-numbers, text, containers, paths, CPU tensors and the dataclasses that the receiver names can arrive.
+torch's object collectives send pickles, and loading a pickle runs the code that it names. A process that takes a rank's
+place could run code on every other rank. Here a value is JSON followed by the raw bytes of its tensors. The receiver
+accepts only numbers, text, containers, paths, CPU tensors and the dataclasses that it names.
 
     bytes 0..7    length of the JSON
     JSON          lists as they are; everything else that JSON lacks as an object of one tag:
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 LIMIT = 256 * 2**20
-"""Most bytes of one value."""
+"""Maximum bytes of one value."""
 _HEAD = 8
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -38,17 +38,17 @@ _DTYPES = {
 
 
 def to_bytes(value: Any, kinds: Sequence[type] = ()) -> bytes:
-    """One value as bytes. Raises TypeError for a type that does not travel, ValueError for more than `LIMIT` bytes."""
+    """Encode a value. Raises TypeError for a type that cannot be sent, ValueError for more than `LIMIT` bytes."""
     blobs: list[bytes] = []
     text = json.dumps(_taken_apart(value, tuple(kinds), blobs), separators=(",", ":")).encode()
     data = b"".join([len(text).to_bytes(_HEAD, "big"), text, *blobs])
     if len(data) > LIMIT:
-        raise ValueError(f"it has {len(data):,} bytes, and at most {LIMIT:,} are sent")
+        raise ValueError(f"a value must have at most {LIMIT:,} bytes, got {len(data):,}")
     return data
 
 
 def from_bytes(data: bytes | memoryview, kinds: Sequence[type] = ()) -> Any:
-    """The value again; only dataclasses of `kinds` are made. Raises ValueError for anything that `to_bytes` would not
+    """Decode a value; only dataclasses of `kinds` are created. Raises ValueError for anything that `to_bytes` cannot
     have written."""
     view = memoryview(data)
     length = int.from_bytes(view[:_HEAD], "big")

@@ -1,16 +1,16 @@
-"""Numbers that the ranks of one machine exchange through memory that they share.
+"""Exchange of a few numbers between the ranks of one machine through shared memory.
 
 gloo wakes threads on every rank for every message. On machines whose cores all compute, that costs a small step more
-than what the message carries: 3 % of one of 28 ms (measured, Intel Xeon, two ranks on two cores). Here a rank writes
-its numbers into its row, and reads those of the others when it needs them, a backward later: they are there by then.
+than the message itself: 3 % of a step of 28 ms (measured, Intel Xeon, two ranks on two cores). Here a rank writes its
+numbers into its row, and reads the other rows when it needs them, one backward later: they are written by then.
 
-    row of a rank   [number of the exchange | values ... | check]      two rows each, used in turns:
+    row of a rank   [number of the exchange | values ... | check]      two rows per rank, used alternately:
 
     exchange n      writes row n % 2   ...   reads row n % 2 of all
     exchange n + 1  writes row (n + 1) % 2, while a slower rank may still read n
 
-No rank writes row n % 2 again before all have written n + 1, so none of them still reads n. A processor may show writes
-in another order than they were made; a row whose check does not fit its values is read again.
+No rank writes row n % 2 again before all ranks have written n + 1, so no rank still reads n. A processor may reorder
+writes. A row whose check does not match its values is read again.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from shoal.errors import LostPeer
 WIDTH = 16
 MOST_VALUES = WIDTH - 2
 _PAUSE = 5e-5
-"""Seconds between two looks at a row that is not there yet."""
+"""Seconds between two reads of a row that is not written yet."""
 
 
 class Board:
-    """The rows of all ranks, seen from one of them. The file belongs to a folder that no other user can open."""
+    """The rows of all ranks, seen from one of them. The file is in a folder that no other user can open."""
 
     def __init__(self, path: Path, *, rank: int, size: int, timeout: float) -> None:
         self._rows: np.ndarray[Any, np.dtype[np.float64]] = np.memmap(path, np.float64, "r+", shape=(2, size, WIDTH))
         self._rank, self._size, self._timeout = rank, size, timeout
-        self._exchange = int(self._rows[:, rank, 0].max())  # of another world of this process, before this one
+        self._exchange = int(self._rows[:, rank, 0].max())  # continue after an earlier world of this process
 
     @staticmethod
     def create(path: Path, size: int) -> None:
-        """Make the file, before any rank opens it. It is whole or not there: on a full disk, ranks send messages."""
+        """Create the file before any rank opens it. It is complete or absent: on a full disk, ranks send messages."""
         draft = path.with_suffix(".part")
         with contextlib.suppress(OSError):
-            draft.write_bytes(bytes(2 * size * WIDTH * 8))  # not a hole: a disk that is full later would kill a writer
+            draft.write_bytes(bytes(2 * size * WIDTH * 8))  # not sparse: a disk that fills later would kill a writer
             draft.replace(path)
 
     def post(self, values: Sequence[float]) -> int:
-        """Write this rank's numbers; the exchange that they belong to. Every rank posts as many, in the same order."""
+        """Write this rank's numbers and return the exchange's number. Every rank posts as many, in the same order."""
         self._exchange += 1
         row = self._rows[self._exchange % 2, self._rank]
         row[1 : 1 + len(values)] = values
@@ -57,7 +57,7 @@ class Board:
         return self._exchange
 
     def sum(self, exchange: int, num_values: int) -> list[float]:
-        """The sums over all ranks, in their order, so that all have the same bits; waits for those that are late."""
+        """Sum over all ranks, in rank order, so that all have the same bits; wait for ranks that are late."""
         rows = [self._row(exchange, rank)[1 : 1 + num_values] for rank in range(self._size)]
         return np.sum(rows, axis=0).tolist()  # type: ignore[no-any-return]
 
@@ -69,14 +69,14 @@ class Board:
                 return row
             deadline = deadline or time.monotonic() + self._timeout
             if time.monotonic() > deadline:
-                raise LostPeer(f"timed out after {self._timeout:g} s of waiting for rank {rank}", fix=_FIX)
+                raise LostPeer(f"timed out after {self._timeout:g} s of waiting for rank {rank}", fix=self._fix())
             time.sleep(_PAUSE)
 
-
-_FIX = "look at what that rank does; or a longer --launch.timeout"
+    def _fix(self) -> str:
+        return f"--launch.timeout {2 * self._timeout:g}, if that rank is slow but still runs"
 
 
 def _check(exchange: int, row: np.ndarray[Any, np.dtype[np.float64]]) -> float:
-    """A number that other values, of this or another exchange, hardly have."""
+    """Return a number that the values of another exchange are unlikely to have."""
     bits = np.bitwise_xor.reduce(np.ascontiguousarray(row[1:-1]).view(np.uint64))
     return float((int(bits) * 0x9E3779B97F4A7C15 + exchange) % 2**53)

@@ -1,14 +1,14 @@
-"""What a rank hands to torch.distributed: how many collectives and how many bytes, by axis of the layout.
+"""Count the collectives and bytes that a rank passes to torch.distributed, by axis of the layout.
 
-torch's `CommDebugMode` counts calls, but knows neither bytes nor groups, so it cannot say what an axis costs. Here the
-same mechanism, a dispatch mode under which every operator passes by, writes down for each collective its axis, its
-operation and the bytes of its message. A prediction can then be held against what was *counted*.
+torch's `CommDebugMode` counts calls, but knows neither bytes nor groups, so it cannot attribute cost to an axis. This
+file uses the same mechanism, a dispatch mode that sees every operator. It records each collective's axis, operation
+and message size. A prediction can then be compared with the *counted* traffic.
 
     with count({"dp_shard": shard_group, "pp": [pipeline_group]}) as traffic:
         loss.backward()
     traffic.of_axis("dp_shard").bytes
 
-Bytes are those of the full message, the S of a cost model, not those that the wire carries:
+Bytes are those of the full message, the S of a cost model, not those that the link carries:
 
 | operation        | bytes                                        |
 |------------------|----------------------------------------------|
@@ -18,21 +18,21 @@ Bytes are those of the full message, the S of a cost model, not those that the w
 | `all_to_all`     | the input                                    |
 | `broadcast`      | the tensor                                   |
 | `reduce`         | the tensor                                   |
-| `gather`         | the part that this rank hands in             |
-| `scatter`        | the part that this rank gets                 |
+| `gather`         | the part that this rank contributes          |
+| `scatter`        | the part that this rank receives             |
 | `send`, `recv`   | the tensor                                   |
 | `barrier`        | 0                                            |
-| one not in here  | every tensor it is given, under its own name |
+| any other        | every tensor argument, under its own name    |
 
-A group that was given no name is `world` if it is the default group, and `other` if not; one that was given several
-names goes by the first. An axis over all ranks often has the default group as its own: then what belongs to no axis is
-counted there as well. `recv` is counted, but left out of an axis's total: each message is somebody's send.
+A group without a name is `world` if it is the default group, else `other`. A group with several names uses the first.
+An axis over all ranks often has the default group as its own: then traffic of no axis is counted there as well. `recv`
+is counted, but left out of an axis's total: each message is another rank's send.
 
-Seen is what passes through torch's dispatcher in the thread that entered `with`, and in the threads in which autograd
-runs the backward of that thread, since they inherit the mode: DDP's reducer, FSDP2, DTensor, pipelining, collectives of
-one's own. Not seen is what other threads do: those that a person starts, and gloo's, which run the callbacks of a
-future (`work.get_future().then(...)`; under NCCL these run in the calling thread, and are seen). Outside `with` nothing
-is slower; inside, each operator costs some microseconds more.
+The mode sees operators that pass through torch's dispatcher in the thread that entered `with`, and in the threads in
+which autograd runs that thread's backward, since they inherit the mode. This covers DDP's reducer, FSDP2, DTensor,
+pipelining and a user's own collectives. The mode does not see other threads: those that a user starts, and gloo's,
+which run the callbacks of a future (`work.get_future().then(...)`; under NCCL these run in the calling thread, and are
+seen). Outside `with` nothing is slower; inside, each operator costs some microseconds more.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Total(NamedTuple):
 
 @dataclass(slots=True)
 class Traffic:
-    """What was counted: calls and bytes by (axis, operation).
+    """Calls and bytes by (axis, operation).
 
     >>> one = Traffic()
     >>> one.record("dp", "all_reduce", 100)
@@ -81,12 +81,12 @@ class Traffic:
         self.bytes[axis, operation] += num_bytes
 
     def of_axis(self, axis: str) -> Total:
-        """Everything that an axis carried, each message once: what was received is what another rank has sent."""
+        """Return the total of an axis, each message once: a receive is another rank's send."""
         keys = [key for key in self.calls if key[0] == axis and key[1] != "recv"]
         return Total(sum(self.calls[key] for key in keys), sum(self.bytes[key] for key in keys))
 
     def to_mapping(self) -> dict[str, dict[str, dict[str, int]]]:
-        """`{axis: {operation: {"calls": ..., "bytes": ...}}}`, in alphabetical order: ready for JSON."""
+        """Return `{axis: {operation: {"calls": ..., "bytes": ...}}}`, in alphabetical order, ready for JSON."""
         mapping: dict[str, dict[str, dict[str, int]]] = {}
         for axis, operation in sorted(self.calls):
             counted = {"calls": self.calls[axis, operation], "bytes": self.bytes[axis, operation]}
@@ -99,7 +99,7 @@ class Traffic:
 
 @contextmanager
 def count(groups: Mapping[str, dist.ProcessGroup | Sequence[dist.ProcessGroup]]) -> Iterator[Traffic]:
-    """Count what this rank hands to torch.distributed inside `with`; axes are called as their groups are here."""
+    """Count what this rank passes to torch.distributed inside `with`. The keys of `groups` name the axes."""
     axes = axis_of_group(groups)
     traffic = Traffic()
     lock = threading.Lock()  # autograd has a thread per device
@@ -114,7 +114,7 @@ def count(groups: Mapping[str, dist.ProcessGroup | Sequence[dist.ProcessGroup]])
 
 
 def axis_of_group(groups: Mapping[str, dist.ProcessGroup | Sequence[dist.ProcessGroup]]) -> dict[str, str]:
-    """torch's own name of each group → the axis that it belongs to."""
+    """Map torch's name of each group to its axis."""
     axes: dict[str, str] = {}
     for axis, given in groups.items():
         for group in _members(given):
@@ -125,7 +125,7 @@ def axis_of_group(groups: Mapping[str, dist.ProcessGroup | Sequence[dist.Process
 
 
 def _members(given: Any) -> list[dist.ProcessGroup]:
-    """The groups of an axis, without what torch gives to a rank in place of a group that it is not in."""
+    """Return the groups of an axis, without torch's placeholder for a group that this rank is not in."""
     every = given if isinstance(given, Sequence) else [given]
     return [group for group in every if group != dist.GroupMember.NON_GROUP_MEMBER]
 
@@ -134,11 +134,11 @@ def _members(given: Any) -> list[dist.ProcessGroup]:
 
 NAMESPACES = {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}
 LOCAL = {"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"}
-"""Operators of these namespaces in which no rank hears of another."""
+"""Operators of these namespaces that do not communicate."""
 
 _RESULT = -1
-_MESSAGE: dict[str, tuple[str, int]] = {  # operator → operation, which argument (or the result) is the full message
-    # collectives that write into tensors they are given
+_MESSAGE: dict[str, tuple[str, int]] = {  # operator → operation, index of the argument (or result) with the message
+    # collectives that write into their arguments
     "allreduce_": ("all_reduce", 0),
     "allreduce_coalesced_": ("all_reduce", 0),
     "_allgather_base_": ("all_gather", 0),
@@ -157,7 +157,7 @@ _MESSAGE: dict[str, tuple[str, int]] = {  # operator → operation, which argume
     "send": ("send", 0),
     "recv_": ("recv", 0),
     "recv_any_source_": ("recv", 0),
-    # functional ones, which return new tensors: DTensor, and compiled code
+    # functional collectives, which return new tensors: DTensor, and compiled code
     "all_reduce": ("all_reduce", 0),
     "all_reduce_": ("all_reduce", 0),
     "all_reduce_coalesced": ("all_reduce", 0),
@@ -178,7 +178,7 @@ _WITHOUT_MESSAGE = {"barrier": "barrier", "monitored_barrier_": "barrier"}
 
 
 def message_of(operator: str, args: Sequence[Any], result: Any) -> tuple[str, int]:
-    """The operation that an operator performs, and the bytes of its full message."""
+    """Return the operation that an operator performs, and the bytes of its full message."""
     if operator in _WITHOUT_MESSAGE:
         return _WITHOUT_MESSAGE[operator], 0
     if operator not in _MESSAGE:
@@ -188,50 +188,50 @@ def message_of(operator: str, args: Sequence[Any], result: Any) -> tuple[str, in
 
 
 def num_bytes(value: Any) -> int:
-    """The bytes of all tensors in a value, however they are nested in lists."""
+    """Return the bytes of all tensors in a value, also in nested lists."""
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
     return sum(map(num_bytes, value)) if isinstance(value, list | tuple) else 0
 
 
 def _axis(args: Iterable[Any], axes: Mapping[str, str]) -> str:
-    """The axis of the group among an operator's arguments."""
+    """Return the axis of the group among an operator's arguments."""
     names = filter(None, map(_group_name, args))
     return next((axes[name] for name in names if name in axes), OTHER)
 
 
 def _group_name(value: Any) -> str | None:
-    """What an argument says about the group: some operators are given its name, others the group in a box."""
+    """Return the name of the group that an argument holds: some operators take its name, others a boxed group."""
     if isinstance(value, str):
         return value  # or the name of a reduction, which no group has
     if isinstance(value, torch.ScriptObject):
         try:
             value = dist.ProcessGroup.unbox(value)
-        except (RuntimeError, TypeError, ValueError):  # a ReduceOp, in the same kind of box
+        except (RuntimeError, TypeError, ValueError):  # a boxed ReduceOp
             return None
     return value.group_name if isinstance(value, dist.ProcessGroup) else None
 
 
 def _sum(one: Counter[tuple[str, str]], other: Counter[tuple[str, str]]) -> Counter[tuple[str, str]]:
-    """Counters' own `+` drops what is zero, and a barrier has zero bytes."""
+    """Add counters and keep zeros, which `+` drops: a barrier has zero bytes."""
     total = one.copy()
     total.update(other)
     return total
 
 
 def _collectives_shown_to(seen: Callable[[str, Sequence[Any], Any], None]) -> AbstractContextManager[Any]:
-    """A context in which every collective of this thread is shown to `seen`, with its arguments, once it has begun.
+    """Return a context that calls `seen` for every collective of this thread, with its arguments, once it has started.
 
-    Dispatch modes are documented and widely used, but live under a private name; all that we know of them is here.
+    Dispatch modes are documented and widely used, but have a private name; only this function depends on it.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Mode(TorchDispatchMode):
-        supports_higher_order_operators = True  # else one that runs inside `with` would be refused
+        supports_higher_order_operators = True  # else torch rejects one that runs inside `with`
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-                # A wrapper, such as DTensor: it takes the operator apart, and the parts come here again.
+                # A wrapper, such as DTensor: it calls the operator on its parts, which come here again.
                 return NotImplemented
             result = func(*args, **(kwargs or {}))
             if getattr(func, "namespace", None) in NAMESPACES:

@@ -1,10 +1,10 @@
-"""A rank's place in the world and its way to talk to the others.
+"""A rank's place among all ranks, and the group through which it exchanges control data.
 
-torch has one global process group: it must be told rank, size, address and backend, it needs a port even for one
-process, and whoever made it must destroy it. A `World` is that knowledge as one value that is passed on. It picks the
-device, makes the group (or adopts the one that is there), and offers the few exchanges that are about control, not
-tensors. Those always travel as CPU tensors over gloo, so that they never wait behind a GPU's stream. One rank runs the
-same lines: it has a group without a port, and its exchanges are the identity.
+torch has one global process group. It needs rank, size, address and backend, it needs a port even for one process, and
+its creator must destroy it. A `World` is one value that holds all of this. It picks the device, creates the group (or
+adopts an existing one), and offers the few collectives that carry control data. These always use CPU tensors over
+gloo, so they never wait behind a GPU's stream. One rank runs the same lines: its group needs no port, and its
+collectives are the identity.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ ALONE = Placement(rank=0, world_size=1, local_rank=0, local_world_size=1)
 DEVICES = ("auto", "cpu", "cuda")
 BOTH_BACKENDS = "cpu:gloo,cuda:nccl"
 _CLOSED: list[dist.ProcessGroup] = []
-"""Groups that were destroyed, kept from being deallocated. Whoever drops the last reference to a gloo group joins its
-threads. When that is DDP's reducer, it does so holding Python's lock, for which a thread that has just finished a
-collective may be waiting: a deadlock (torch 2.13, at the end of a run). With this reference, it never is the last."""
+"""Destroyed groups, which must not be deallocated. Dropping the last reference to a gloo group joins its threads. DDP's
+reducer drops it while it holds the GIL, and a thread that has just finished a collective may wait for the GIL. That is
+a deadlock (torch 2.13, at the end of a run). With this reference, the reducer's is never the last."""
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 @dataclass(frozen=True, slots=True)
 class HostReduction:
-    """A reduction on its way; `wait` returns the reduced values, the same on every rank."""
+    """An asynchronous reduction; `wait` returns the reduced values, the same on every rank."""
 
     values: torch.Tensor
     work: dist.Work | None
 
     @classmethod
     def known(cls, values: Sequence[float]) -> HostReduction:
-        """Of sums that every rank knows without asking the others."""
+        """Wrap sums that every rank knows without communication."""
         return cls(torch.tensor(values, dtype=torch.float64), None)
 
     def wait(self) -> list[float]:
-        """The reduced values, as soon as every rank has handed in its own."""
+        """Return the reduced values as soon as every rank has contributed."""
         if self.work is not None:
             self.work.wait()
         return self.values.tolist()
@@ -69,7 +69,8 @@ class HostReduction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """All ranks of a run, seen from one of them. Made by `World.start`; as a context manager it closes itself."""
+    """All ranks of a run, seen from one of them. Create it with `World.start`; as a context manager it closes
+    itself."""
 
     rank: int
     size: int
@@ -77,15 +78,15 @@ class World:
     local_size: int
     device: torch.device
     control_group: dist.ProcessGroup
-    """A group over all ranks that takes CPU tensors."""
+    """A group of all ranks that takes CPU tensors."""
     is_owner: bool
-    """True: this world made the process group, and destroys it."""
+    """True: this world created the process group, and destroys it."""
     timeout: float = 600.0
-    """Seconds that a rank waits for the others in one collective."""
+    """Seconds until a collective times out."""
     session: Session | None = None
-    """What the ranks have proven to each other; None in a group that another program made."""
+    """The key with which ranks authenticate; None in a group that another program created."""
     board: Board | None = None
-    """By which ranks on one machine exchange numbers without a message; None: there is none."""
+    """Shared memory through which the ranks of one machine exchange numbers; None: they send messages."""
 
     @classmethod
     def start(
@@ -98,16 +99,16 @@ class World:
         store: dist.Store | None = None,
         threads: int | None = None,
     ) -> World:
-        """Take this process's place (None: alone), with the others reached through `store` or through rank 0's address.
+        """Join the run as `placement` says (None: alone), through `store` or through rank 0's address.
 
-        `timeout` is how many seconds a rank waits for the others in one collective. `threads` None: an even share of
-        the cores. `backend` None: gloo for CPU tensors and NCCL for CUDA tensors; `gloo` serves both without NCCL.
+        `timeout` is in seconds and holds for each collective. `threads` None: an even share of the cores. `backend`
+        None: gloo for CPU tensors and NCCL for CUDA tensors; `gloo` serves both without NCCL.
         """
         is_owner = not dist.is_initialized()
         if is_owner and placement is None:
-            refuse_spawned_alone()
+            reject_spawned_alone()
         place = (placement or ALONE) if is_owner else _adopted_place(placement)
-        num_cuda = 0 if device == "cpu" else torch.cuda.device_count()  # to count them may start CUDA
+        num_cuda = 0 if device == "cpu" else torch.cuda.device_count()  # counting may initialize CUDA
         chosen = pick_device(device, place, backend=backend, num_cuda=num_cuda)
         backend = backend or (BOTH_BACKENDS if chosen.type == "cuda" else "gloo")
         use_device(chosen)
@@ -129,29 +130,29 @@ class World:
             board=_board_of(place, timeout),
         )
         if is_owner:
-            world.barrier()  # else a rank that is done early could leave while others are still connecting to it
+            world.barrier()  # else a rank that finishes early could exit while others still connect to it
         return world
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank speaks for all: prints, and writes what is written once."""
+        """Whether this is rank 0, which prints and writes what is written once per run."""
         return self.rank == 0
 
     def all_reduce_host(self, values: Sequence[float], op: Op = "sum") -> HostReduction:
-        """Begin to reduce a few numbers over all ranks, in float64 and on the CPU. Counts are exact up to 2**53."""
+        """Start to reduce a few numbers over all ranks, in float64 and on the CPU. Counts are exact up to 2**53."""
         tensor = torch.tensor(values, dtype=torch.float64)
         if self.size == 1:
             return HostReduction(tensor, None)
         return HostReduction(tensor, dist.all_reduce(tensor, _OPS[op], group=self.control_group, async_op=True))
 
     def all_gather_object(self, value: T, kinds: Sequence[type] = ()) -> list[T]:
-        """One value of every rank, by rank: numbers, text, containers, CPU tensors, and dataclasses of `kinds`. It
-        travels as JSON, never as a pickle."""
+        """Gather one value per rank, in rank order. Values are numbers, text, containers, CPU tensors, and dataclasses
+        of `kinds`. They are sent as JSON, never as a pickle."""
         return all_gather_plain(value, self.control_group, kinds)
 
     def beside(self) -> World:
-        """The same ranks over connections of their own, for a thread that talks to its peers while training does. Every
-        rank must call this together."""
+        """Return the same ranks over separate connections, for a thread that communicates while training does. Every
+        rank must call this."""
         if self.size == 1:
             return self
         group = self.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
@@ -159,19 +160,19 @@ class World:
         return replace(self, control_group=group, is_owner=False, board=None)
 
     def new_group(self, ranks: Sequence[int] | None = None, **options: Any) -> dist.ProcessGroup:
-        """`torch.distributed.new_group`, whose ranks have proven to each other that they are part of this run."""
+        """Create a group as `torch.distributed.new_group` does, and authenticate its ranks."""
         return new_group(self.session, ranks, **options)
 
     def barrier(self) -> None:
-        """Return when every rank has come here. On the CPU only: it does not wait for a GPU."""
+        """Return when every rank has called this. It does not wait for a GPU."""
         self.all_reduce_host([0.0]).wait()
 
     def close(self) -> None:
-        """Destroy what `start` made; leave what it found. A second call does nothing."""
+        """Destroy the group that `start` created; leave one that it adopted. A second call does nothing."""
         if self.is_owner and dist.is_initialized():
             if self.size > 1:
-                # gloo's threads take Python's lock to let go of the last collective's tensors. One that does so while
-                # Python is shutting down takes the process with it ("terminate called without an active exception").
+                # gloo's threads take the GIL to release the last collective's tensors. A thread that does so during
+                # Python's shutdown ends the process ("terminate called without an active exception").
                 time.sleep(0.05)
                 keep_after_closing(self.control_group)
             if self.device.type == "cpu":
@@ -186,7 +187,7 @@ class World:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # A rank that fails leaves its group to the end of the process: closing would cut the connections before the
-        # failure is written down, and NCCL would wait for peers that do not come.
+        # failure is recorded, and NCCL would wait for peers that do not arrive.
         if kind is None or self.size == 1:
             self.close()
 
@@ -198,13 +199,13 @@ def _board_of(place: Placement, timeout: float) -> Board | None:
 
 
 def _destroy_within(seconds: float, device: torch.device) -> None:
-    """Destroy all groups, or leave them after so many seconds: NCCL waits for the device without a limit."""
+    """Destroy all groups, or give up after `seconds`: NCCL waits for the device without a limit."""
 
     def destroy() -> None:
         try:
             use_device(device)
             dist.destroy_process_group()
-        except Exception as error:  # the run is done, and the end of the process closes all connections
+        except Exception as error:  # the run has ended, and the exit of the process closes all connections
             text = (str(error).splitlines() or [""])[0]
             what = f"{type(error).__name__}: {text}" if text else type(error).__name__
             print(f"shoal: the process group was not destroyed: {what}", file=sys.stderr, flush=True)
@@ -215,16 +216,16 @@ def _destroy_within(seconds: float, device: torch.device) -> None:
 
 
 def keep_after_closing(group: dist.ProcessGroup) -> None:
-    """Never let whoever drops this group be the last one to hold it; see `_CLOSED`."""
+    """Hold a reference to a group until the process ends; see `_CLOSED`."""
     _CLOSED.append(group)
 
 
-def refuse_spawned_alone() -> None:
+def reject_spawned_alone() -> None:
     """Reject a process of `torch.multiprocessing.spawn` that would train alone, as would each of its siblings.
 
     Every child of `spawn` runs torch's `_wrap(function, number, ...)`. Number 0 may be an only child. Number 1 has a
-    sibling; when it raises, `spawn` ends them all. Children of other kinds (a pool of trials, a loader's worker) are
-    left alone: nothing tells whether they belong together.
+    sibling; when it raises, `spawn` ends them all. Other child processes (a pool of trials, a loader's worker) are
+    accepted, since nothing shows that they belong together.
     """
     process: Any = multiprocessing.current_process()
     target: Any = getattr(process, "_target", None)
@@ -243,9 +244,9 @@ def refuse_spawned_alone() -> None:
 
 
 def pick_device(name: str, place: Placement, *, backend: str | None, num_cuda: int) -> torch.device:
-    """The device of this rank: its own GPU if there are any, else the CPU."""
+    """Return this rank's GPU, or the CPU if the machine has none."""
     if name not in DEVICES:
-        raise ShoalError(f"device {name!r} is not known", fix=f"--launch.device {listed(DEVICES)}")
+        raise ShoalError(f"device must be {listed(DEVICES)}, got {name!r}", fix=f"--launch.device {DEVICES[0]}")
     if name == "cpu" or (name == "auto" and num_cuda == 0):
         return torch.device("cpu")
     if num_cuda == 0:
@@ -262,27 +263,27 @@ def pick_device(name: str, place: Placement, *, backend: str | None, num_cuda: i
 
 
 def use_device(device: torch.device) -> None:
-    """In this thread: which device is the current one, of which kernels are asked, belongs to a thread."""
+    """Make a device the current one of this thread; CUDA stores it per thread."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def _adopted_place(placement: Placement | None) -> Placement:
-    """Our place in a group that someone else made. Without a placement all ranks are taken to be on one machine."""
+    """Return our place in an existing group. Without a placement, assume that all ranks are on one machine."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if placement is None:
         return Placement(rank=rank, world_size=size, local_rank=rank, local_world_size=size)
     if (placement.rank, placement.world_size) != (rank, size):
         raise ShoalError(
-            f"the process group that is there says rank {rank} of {size},"
+            f"the existing process group says rank {rank} of {size},"
             f" but {placement.source} says rank {placement.rank} of {placement.world_size}",
-            fix="call torch.distributed.destroy_process_group() first, or let shoal make the group",
+            fix="torch.distributed.destroy_process_group() before shoal starts, or let shoal create the group",
         )
     return placement
 
 
 def _choose_interface(place: Placement) -> None:
-    """Choose where gloo listens, unless a person has: on one host on the loopback, else towards rank 0."""
+    """Choose where gloo listens, unless GLOO_SOCKET_IFNAME is set: the loopback on one host, else towards rank 0."""
     if place.world_size == 1 or place.master_addr is None:
         return
     is_one_host = place.local_world_size == place.world_size
@@ -292,30 +293,32 @@ def _choose_interface(place: Placement) -> None:
 
 
 def _make_group(place: Placement, *, backend: str, timeout: timedelta, store: dist.Store | None) -> Session | None:
-    """Make torch's group of all ranks. None: there is nothing to prove, for one rank and in a store without a key."""
-    number = next(_WORLDS) if place.world_size > 1 else 0  # the others do not know how many this rank had alone
+    """Create torch's group of all ranks. None: no authentication, for one rank and in a store without a key."""
+    number = (
+        next(_WORLDS) if place.world_size > 1 else 0
+    )  # other ranks cannot count the worlds that this rank had alone
     run = f"{place.world_size} ranks, generation {place.generation}, world {number}"
     key: bytes | None = None
     if place.world_size == 1:
-        store = dist.HashStore()  # in memory: no port, nobody to wait for
-    elif store is not None:  # of our launcher, in a directory of this user alone, with a key for this launch alone
+        store = dist.HashStore()  # in memory: no port, no peer to wait for
+    elif store is not None:  # of our launcher: in a directory that only this user can access, with a key per launch
         key = None if place.key is None else mac(place.key, "session", run)
     else:
         try:
-            meeting = _meeting_place(place, timeout)
-            # A prefix of its own for each world, so that a second one never reads what the first one wrote; and for
-            # each generation: torchrun's store outlives the workers, with the addresses of those that are dead.
-            prefixed, full = dist.PrefixStore(run, meeting), _with_job(run, place)
+            shared = _rendezvous_store(place, timeout)
+            # One prefix per world, so that a second world never reads values of the first. One per generation, too:
+            # torchrun's store outlives the workers, with the addresses of those that are dead.
+            prefixed, full = dist.PrefixStore(run, shared), _with_job(run, place)
             key = agree(prefixed, place, key_of(place), run=full, timeout=timeout.total_seconds())
-            meeting.set_timeout(timeout)  # it was short while ranks proved themselves
-            store = SealedStore(dist.PrefixStore(f"{run} {mac(key, 'name').hex()[:16]}", meeting), key)
+            shared.set_timeout(timeout)  # the handshake used a short one
+            store = SealedStore(dist.PrefixStore(f"{run} {mac(key, 'name').hex()[:16]}", shared), key)
         except (dist.DistNetworkError, dist.DistStoreError) as error:
-            raise _meeting_failed(place, str(error)) from error
+            raise _rendezvous_failed(place, str(error)) from error
         _SEALED.append(store)
-        # NCCL's watchdog would look into the store every second from a thread of C++, for a signal to write its log.
-        # This store is Python, which such a thread cannot enter while Python ends.
+        # NCCL's watchdog would read the store every second from a C++ thread, for a signal to write its log. This store
+        # is a Python object, and such a thread cannot enter Python while the interpreter shuts down.
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
-    store.set_timeout(timeout)  # its own is five minutes
+    store.set_timeout(timeout)  # the default is five minutes
     dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, timeout=timeout, store=store)
     if key is None:
         return None
@@ -328,61 +331,61 @@ def _make_group(place: Placement, *, backend: str, timeout: timedelta, store: di
 _WORLDS = count()
 _SEALED: list[dist.Store] = []
 """Stores in use. torch keeps the C++ part of a store alive, but not the Python object that it calls."""
-_MEETINGS: dict[tuple[str, int], dist.Store] = {}
-"""Address → its store. Rank 0 can listen only once, and later worlds meet there again."""
+_STORES: dict[tuple[str, int], dist.Store] = {}
+"""Address → its store. Rank 0 can listen only once, and later worlds use the same store."""
 
 
-def _meeting_place(place: Placement, timeout: timedelta) -> dist.Store:
-    """The store at rank 0's address."""
+def _rendezvous_store(place: Placement, timeout: timedelta) -> dist.Store:
+    """Return the store at rank 0's address."""
     if place.master_addr is None or place.master_port is None:
         raise ShoalError(
-            f"{place.world_size} ranks have no way to meet: neither a store nor the address of rank 0 was given",
+            f"{place.world_size} ranks need a rendezvous, got neither a store nor the address of rank 0",
             fix="start with `shoal train`, torchrun, srun or mpirun; or export MASTER_ADDR and MASTER_PORT",
         )
     where = (place.master_addr, place.master_port)
-    if where not in _MEETINGS:
-        _MEETINGS[where] = _opened(place, *where, timeout)
-    return _MEETINGS[where]
+    if where not in _STORES:
+        _STORES[where] = _opened(place, *where, timeout)
+    return _STORES[where]
 
 
 def _opened(place: Placement, host: str, port: int, timeout: timedelta) -> dist.Store:
-    """torch's store: rank 0 listens, on one interface, unless torchrun's agent does; the others connect."""
+    """Open torch's store: rank 0 listens on one interface, unless torchrun's agent does; the others connect."""
     if place.rank == 0 and not place.has_store:
         try:
             listening = listening_socket(host, port, is_one_host=place.local_world_size == place.world_size)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
-                raise _meeting_failed(place, str(error)) from error
+                raise _rendezvous_failed(place, str(error)) from error
         else:
             return dist.TCPStore(
                 *(host, port, place.world_size, True, timeout),
                 wait_for_workers=False,
                 master_listen_fd=listening.detach(),
             )
-    # torch knows from variables of its own whether torchrun's agent already serves this address. Rank 0 comes here if
-    # the port is taken: this process may serve it already, for a group that the user has made and destroyed.
+    # torch reads from its own variables whether torchrun's agent already serves this address. Rank 0 gets here if the
+    # port is taken: this process may serve it already, for a group that the user has created and destroyed.
     url = f"tcp://{_bracketed(host)}:{port}"
-    meeting: tuple[dist.Store, int, int] = next(
+    found: tuple[dist.Store, int, int] = next(
         dist.rendezvous(url, rank=place.rank, world_size=place.world_size, timeout=timeout)
     )
-    return meeting[0]
+    return found[0]
 
 
-def _meeting_failed(place: Placement, text: str) -> ShoalError:
+def _rendezvous_failed(place: Placement, text: str) -> ShoalError:
     if "EADDRINUSE" in text:
         return ShoalError(
             f"port {place.master_port} on this host is taken, and rank 0 has to listen there",
             fix="export MASTER_PORT=<a free port> on every rank; or torchrun --standalone",
         )
     return ShoalError(
-        f"rank {place.rank} of {place.world_size} did not meet the others at {place.master_addr}:{place.master_port},"
-        f" where rank 0 should listen: {text.splitlines()[0]}",
-        fix="see that all ranks were started, and that MASTER_ADDR is an address of rank 0's host that all can reach",
+        f"rank {place.rank} of {place.world_size} could not connect to rank 0 at"
+        f" {place.master_addr}:{place.master_port}: {text.splitlines()[0]}",
+        fix="start all ranks, and export MASTER_ADDR=<an address of rank 0's host that every rank can reach>",
     )
 
 
 def new_group(session: Session | None, ranks: Sequence[int] | None = None, **options: Any) -> dist.ProcessGroup:
-    """A group whose ranks have proven themselves, where there is a session; every rank of the world calls it."""
+    """Create a group and, in a session, authenticate its ranks; every rank of the world calls it."""
     if session is not None:
         return session.new_group(ranks, **options)
     group: dist.ProcessGroup = dist.new_group(None if ranks is None else list(ranks), **options)
@@ -390,7 +393,7 @@ def new_group(session: Session | None, ranks: Sequence[int] | None = None, **opt
 
 
 def _cpu_group(session: Session | None, timeout: timedelta) -> dist.ProcessGroup:
-    """The group of all ranks if it takes CPU tensors; else, beside a group of NCCL alone, one of gloo."""
+    """Return the group of all ranks if it takes CPU tensors; else, beside an NCCL-only group, a new gloo group."""
     world = dist.group.WORLD
     assert world is not None
     group: dist.ProcessGroup = world
@@ -400,8 +403,8 @@ def _cpu_group(session: Session | None, timeout: timedelta) -> dist.ProcessGroup
 
 
 def _with_job(run: str, place: Placement) -> str:
-    """What the ranks prove to be part of. Port and job are no part of the store's prefix: so a rank of another job is
-    found there and refused, and rank 0 does not wait for it in vain."""
+    """Name what the ranks authenticate for. The store's prefix has neither port nor job: so rank 0 sees a rank of
+    another job there and rejects it, and does not wait for it until the timeout."""
     return f"{run}, port {place.master_port}, job {place.job}"
 
 
@@ -411,5 +414,5 @@ def _bracketed(address: str) -> str:
 
 
 def _num_cores() -> int:
-    """The cores that this process may use, which in a container are fewer than the machine has."""
+    """Count the cores that this process may use; in a container they are fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

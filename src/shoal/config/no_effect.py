@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from shoal.blueprint.local_sgd import check_fragments
 from shoal.blueprint.plan import Plan
+from shoal.blueprint.replicas.local_sgd import check_fragments
 from shoal.config.recipe import CommSection, Recipe
 from shoal.errors import Problem
 

@@ -4,7 +4,7 @@ The process that starts the workers creates it and holds a lock in it. If that p
 any step that only the folder has. A killed process leaves a folder without a held lock. The next process of the same
 run saves its state to the disk of that run and removes it. A folder with the state of another run is left for that run.
 
-Other users can make folders with the same names there: see `shoal.train.recipe.memory_rescue`.
+Other users can make folders with the same names there: see `shoal.train.recipe.saving.memory_rescue`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from pathlib import Path
 from shoal.checkpoint.storage.store import Store
 from shoal.files import PrivateFolder
 from shoal.observe.run_directory import locked
-from shoal.train.recipe.memory_rescue import (
+from shoal.train.recipe.saving.memory_rescue import (
     DISK,
     cannot_hold,
+    flush_memory_tier,
     memory_folder,
     newest_in,
     place_of,
     private_folders,
     recorded_place,
-    rescue,
     say_ignored,
 )
 
@@ -146,7 +146,7 @@ def _rescued(folder: PrivateFolder, newest: int, disk: Store) -> int | None:
             stack.enter_context(locked(disk.root))
             if (disk.root.parent / LOCK).exists():  # the lock of a run directory
                 stack.enter_context(locked(disk.root.parent))
-        return rescue(folder, disk)
+        return flush_memory_tier(folder, disk)
 
 
 def _remove(folder: PrivateFolder, name: str, parent: int) -> None:

@@ -1,5 +1,5 @@
-"""The models that come with shoal, by name. Strings only: nothing here is imported until a recipe asks for it, and
-`path/to/file.py:function` of the user's own has the same rights."""
+"""The models of shoal, by name. Strings only: a model is imported when a recipe uses it. A user's own
+`path/to/file.py:function` has the same rights."""
 
 BUILDERS = {
     "llama": "shoal.models.llama:build",
@@ -9,4 +9,4 @@ BUILDERS = {
 }
 
 SMALLER = {"llama": "shoal.models.llama_config:smaller", "moe": "shoal.models.moe_config:smaller"}
-"""Model → a function from its arguments to those of a small copy with the same anatomy, for `shoal verify`."""
+"""Model → a function from its arguments to those of a small copy with the same structure, for `shoal verify`."""

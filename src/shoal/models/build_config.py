@@ -1,9 +1,9 @@
-"""From the keys of a recipe to a configuration, and from a configuration to layers without values.
+"""Build a configuration from the keys of a recipe, and layers without initial values from a configuration.
 
-A configuration is a frozen dataclass whose `__post_init__` refuses impossible numbers. This file adds what all models
-share: a preset with some fields overridden, names that are spelled wrong, values of the wrong type, and layers whose
-weights nobody has drawn. torch's layers draw their weights when they are made; here `numerics.init` does that later,
-from the name of each weight, so drawing them twice would only cost time.
+A configuration is a frozen dataclass whose `__post_init__` rejects invalid numbers. This file adds what all models
+share: presets with overrides, checks of names and types, and layers without initial values. torch's layers draw their
+weights when they are built. Here `numerics.init` does that later, by the name of each weight, so drawing them twice
+would only cost time.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ Layer = TypeVar("Layer", bound=nn.Module)
 
 
 def uninitialized(kind: type[Layer], *arguments: Any, **options: Any) -> Layer:
-    """A layer on the default device whose parameters nobody has drawn: they are no numbers, and not what happened to be
-    in memory."""
+    """A layer on the default device without initial values: its parameters are NaN, and not arbitrary memory."""
     device = torch.get_default_device()
     if device.type == "meta":
         return kind(*arguments, **options)
@@ -35,14 +34,14 @@ def uninitialized(kind: type[Layer], *arguments: Any, **options: Any) -> Layer:
 
 
 def with_nan_weights(layer: Layer) -> Layer:
-    """A layer of ours, which has drawn its parameters when it was made, without them."""
+    """Replace the initial values of a layer by NaN."""
     for parameter in layer.parameters():
         nn.init.constant_(parameter, torch.nan)
     return layer
 
 
 def build_config(model: str, presets: Mapping[str, Config], default: Config, arguments: Mapping[str, Any]) -> Config:
-    """The preset that `arguments` names (or the default) with every other argument as a field of it."""
+    """The preset in `arguments` (or the default) with all other arguments as fields."""
     overrides = dict(arguments)
     preset = overrides.pop("preset", None)
     hints = get_type_hints(type(default))
@@ -52,29 +51,30 @@ def build_config(model: str, presets: Mapping[str, Config], default: Config, arg
         try:
             overrides[name] = _fitted(overrides[name], hints[name])
         except ValueError:
-            problems.append(Problem(f"{name} is {overrides[name]!r}", f"{name}: {_in_words(hints[name])}"))
+            what = f"{name} must be {_in_words(hints[name])}, got {overrides[name]!r}"
+            problems.append(Problem(what, f"{name}: {_in_words(hints[name])}"))
     problems += check_bounds(overrides.items())
     raise_if(sorted(problems, key=str), title=f"model {model!r}")
     base: Any = default if preset is None else presets[preset]
-    changed: Config = dataclasses.replace(base, **overrides)  # refuses numbers that do not go together
+    changed: Config = dataclasses.replace(base, **overrides)  # rejects invalid combinations
     return changed
 
 
 def not_positive(config: Any, *names: str) -> list[Problem]:
     """A problem for each named field that is zero or less."""
     values = ((name, getattr(config, name)) for name in names)
-    return [Problem(f"{name} is {value}", f"{name} above 0") for name, value in values if not value > 0]
+    return [Problem(f"{name} must be above 0, got {value}", f"{name}: 1") for name, value in values if not value > 0]
 
 
 def _unknown(kind: str, word: str, known: Mapping[str, Any]) -> Problem:
     close = nearest(word, known)
     hint = f"{close} (known: {', '.join(known)})" if close else listed(known)
-    return Problem(f"there is no {kind} {word!r}", hint)
+    return Problem(f"unknown {kind} {word!r}", hint)
 
 
 def _fitted(value: Any, hint: Any) -> Any:
-    """`value` as a `hint`, or ValueError. YAML knows no tuples and reads 1e-5 as text, so lists and numerals are let
-    in."""
+    """Convert `value` to the type `hint`, or raise ValueError. YAML has no tuples and reads 1e-5 as text, so lists and
+    numerals are accepted."""
     if isinstance(hint, types.UnionType):
         return None if value is None else _fitted(value, get_args(hint)[0])
     if get_origin(hint) is tuple and isinstance(value, list | tuple):
@@ -94,4 +94,4 @@ def _in_words(hint: Any) -> str:
         return f"{_in_words(get_args(hint)[0])}, or null"
     if get_origin(hint) is tuple:
         return "a list, each " + _in_words(get_args(hint)[0])
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}[hint]
+    return {int: "an integer", float: "a number", bool: "true or false", str: "a word"}[hint]

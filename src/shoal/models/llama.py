@@ -2,8 +2,8 @@
 
 Modules are named, and rotary pairs are chosen, as in Llama checkpoints on Hugging Face, so that weights mean the same
 here and there. This is single-device code that any layout can cut: the number of heads is read off the tensors (a
-tensor-parallel rank sees fewer), rotary angles are computed from the positions at hand (a context-parallel rank brings
-its own) and nothing lives in a buffer, so construction on the meta device leaves nothing to be filled but parameters.
+tensor-parallel rank has fewer), rotary angles are computed from the given positions (a context-parallel rank has its
+own), and there are no buffers, so construction on the meta device leaves only parameters to initialise.
 
 Shapes: B batch, T tokens, D model dim, N heads, K key/value heads, H head dim, F feed-forward, V vocabulary.
 """
@@ -44,12 +44,12 @@ SPLITS = {
 
 
 def build(**arguments: Any) -> Llama:
-    """A Llama from `preset` and any field of `LlamaConfig`; its parameters hold nothing until they are initialised."""
+    """A Llama from `preset` and any field of `LlamaConfig`; its parameters are NaN until they are initialised."""
     return Llama(build_config("llama", PRESETS, LlamaConfig(), arguments))
 
 
 class Llama(nn.Module):
-    """Tokens to logits."""
+    """A decoder from tokens to logits."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Llama(nn.Module):
         return logits_BTV
 
     def describe(self) -> Description:
-        """Its anatomy, for the planner and for every parallelism."""
+        """Its structure, for the planner and for every parallelism."""
         return Description(
             blocks=tuple(f"model.layers.{i}" for i in range(self.config.num_layers)),
             before_blocks=("model.embed_tokens",),
@@ -88,8 +88,8 @@ class Llama(nn.Module):
         )
 
     def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
-        """Norms are one, matrices normal; those that write to the residual stream smaller, so that depth adds no
-        variance."""
+        """Ones for norms, normal values for matrices; smaller ones for those that write to the residual stream, so that
+        depth adds no variance."""
         if parameter.dim() == 1:
             nn.init.ones_(parameter)
             return
@@ -114,8 +114,8 @@ class Decoder(nn.Module):
         num_tokens = tokens.shape[1]
         if num_tokens > self.config.max_sequence:
             raise ShoalError(
-                f"a sequence of {num_tokens} tokens is longer than the model's max_sequence={self.config.max_sequence}",
-                fix=f"max_sequence: {num_tokens} for the model, or sequence: {self.config.max_sequence} for the data",
+                f"a sequence must have at most max_sequence={self.config.max_sequence} tokens, got {num_tokens}",
+                fix=f"--model.max_sequence {num_tokens}, or --data.seq_len {self.config.max_sequence}",
             )
         mask = self.mask(documents)
         if positions is None:
@@ -163,8 +163,8 @@ class SelfAttention(nn.Module):
     def forward(
         self, x_BTD: Tensor, norm: RMSNorm, rotary: tuple[Tensor, Tensor], mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """x_BTD → x_BTD, and what is to be added to it, which sees its norm; without a mask, every token sees itself
-        and all before it."""
+        """x_BTD → x_BTD, and the branch to add to it, computed from its norm; without a mask, every token attends to
+        itself and to all before it."""
         x_BTD, projections = rms_norm_linear(x_BTD, norm, self.q_proj, self.k_proj, self.v_proj, together=True)
         heads = (
             self.of_one_product(projections[0], *rotary) if len(projections) == 1 else self.heads(projections, *rotary)
@@ -173,12 +173,12 @@ class SelfAttention(nn.Module):
         return x_BTD, linear(y_BNTH.transpose(1, 2).flatten(2), self.o_proj)
 
     def of_one_product(self, joint: Tensor, cos_BTH: Tensor, sin_BTH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values that lie side by side, as they meet."""
+        """Queries, keys and values from one product, ready for attention."""
         num_heads, num_kv_heads = (layer.out_features // self.head_dim for layer in (self.q_proj, self.k_proj))
         return rotate_heads(joint, cos_BTH, sin_BTH, num_heads=num_heads, num_kv_heads=num_kv_heads)
 
     def heads(self, projections: Sequence[Tensor], cos_BTH: Tensor, sin_BTH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values as they meet: the first two turned by the angles of their positions."""
+        """Queries, keys and values for attention: the first two rotated by the angles of their positions."""
         q_BTNH, k_BTKH, v_BTKH = (x.unflatten(-1, (-1, self.head_dim)) for x in projections)  # -1: this rank's heads
         return rotated(q_BTNH, cos_BTH, sin_BTH), rotated(k_BTKH, cos_BTH, sin_BTH), v_BTKH
 
@@ -191,17 +191,17 @@ class FeedForward(nn.Module):
         self.gate_proj = uninitialized(nn.Linear, config.hidden, config.ffn, bias=False)
         self.up_proj = uninitialized(nn.Linear, config.hidden, config.ffn, bias=False)
         self.down_proj = uninitialized(nn.Linear, config.ffn, config.hidden, bias=False)
-        self.remakes = True
+        self.recompute = True
         """See `swiglu_linear`."""
 
     def forward(self, x_BTD: Tensor, norm: RMSNorm | None = None) -> tuple[Tensor, Tensor]:
-        """x_BTD → x_BTD, and what is to be added to it, which sees its norm, if there is one."""
+        """x_BTD → x_BTD, and the branch to add to it, computed from its norm, if there is one."""
         x_BTD, gate_and_up = rms_norm_linear(x_BTD, norm, self.gate_proj, self.up_proj, together=True)
-        return x_BTD, swiglu_linear(gate_and_up, self.down_proj, remakes=self.remakes)
+        return x_BTD, swiglu_linear(gate_and_up, self.down_proj, recompute=self.recompute)
 
 
 def rotary_angles(positions_BT: Tensor, config: LlamaConfig, dtype: torch.dtype) -> Tensor:
     """angles_BTH for the first half of the head dim: position / theta^(2i/H) at i. Never below float32: in bfloat16
-    positions past 256 are no longer told apart."""
+    positions above 256 cannot be distinguished."""
     exponents_H = torch.arange(0, config.dim_of_head, 2, dtype=dtype, device=positions_BT.device) / config.dim_of_head
     return positions_BT[:, :, None].to(dtype) / config.rope_theta**exponents_H

@@ -1,5 +1,4 @@
-"""The numbers of a Llama: what may be set, which combinations cannot be, the published sizes, and what a step of it
-costs."""
+"""The configuration of a Llama: its fields, their checks, the published sizes, and the FLOPs of a step."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ class LlamaConfig:
     """The size of a Llama. The defaults are the preset `tiny`."""
 
     vocabulary: int = 264
-    """Number of different tokens; 264 is every byte and room for eight special ones."""
+    """Size of the vocabulary; 264 is every byte and eight special tokens."""
 
     hidden: int = 128
     """Features of the residual stream."""
@@ -38,7 +37,7 @@ class LlamaConfig:
     """Features inside the feed-forward."""
 
     max_sequence: int = 8192
-    """The longest sequence it accepts. It costs nothing: no tensor has this size."""
+    """The longest sequence. It costs no memory: no tensor has this size."""
 
     rope_theta: float = 500_000.0
     """Base of the rotary wavelengths, the longest of which is about 2 pi times this."""
@@ -59,13 +58,13 @@ class LlamaConfig:
         raise_if(problems or self._mismatches(), title="model 'llama'")
 
     def _mismatches(self) -> list[Problem]:
-        """What does not divide what; asked only of positive numbers."""
+        """Find fields that do not divide each other; called for positive numbers only."""
         problems = []
         if self.head_dim is None and self.hidden % self.num_heads:
             fix = f"num_heads: {listed(_divisors(self.hidden))}, or set head_dim"
             problems.append(Problem(f"hidden={self.hidden} is not divisible by num_heads={self.num_heads}", fix))
         elif self.dim_of_head % 2:
-            why = f"the head dim is {self.dim_of_head}, but rotary positions turn pairs of features"
+            why = f"the head dim must be even for rotary positions, got {self.dim_of_head}"
             problems.append(Problem(why, f"head_dim: {self.dim_of_head + 1}"))
         if self.num_heads % self.num_kv_heads:
             what = f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}"
@@ -74,12 +73,12 @@ class LlamaConfig:
 
     @property
     def dim_of_head(self) -> int:
-        """Features per head, also where `head_dim` leaves it open."""
+        """Features per head, also if `head_dim` is None."""
         return self.hidden // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
     def num_parameters(self) -> int:
-        """All of them; a tied embedding counts once."""
+        """Number of parameters; a tied embedding counts once."""
         attention = 2 * self.hidden * self.dim_of_head * (self.num_heads + self.num_kv_heads)
         block = attention + 3 * self.hidden * self.ffn + 2 * self.hidden
         embeddings = (1 if self.tied else 2) * self.vocabulary * self.hidden
@@ -115,14 +114,14 @@ PRESETS = {
 
 
 def smaller_std(hidden: int) -> float:
-    """Of the matrices of a small copy: with few features, matrices as small as a large model's would hardly change what
-    goes through them, and a mistake in them would hardly show; larger ones would blow up rounding as well."""
+    """Standard deviation of the matrices of a small copy. With few features, the small values of a large model would
+    hardly change the activations, so an error would hardly show; larger values would amplify rounding."""
     return min(0.125, 1.0 / math.sqrt(hidden))
 
 
 def smaller(arguments: Mapping[str, Any], *, num_stages: int, ep: int = 1) -> dict[str, Any]:
-    """The arguments of a small copy with the same anatomy: as many heads, tied or not, and enough layers for so many
-    stages, one of them with more than another if the original has that many. It has no experts for `ep`."""
+    """The arguments of a small copy with the same structure: as many heads, tied or not, and enough layers for
+    `num_stages`, unevenly distributed if the original has that many. It has no experts for `ep`."""
     config = build_config("llama", PRESETS, LlamaConfig(), arguments)
     return {
         **arguments,

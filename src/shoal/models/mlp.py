@@ -33,13 +33,13 @@ class MLPConfig:
     def __post_init__(self) -> None:
         problems = []
         if len(self.sizes) < 2 or min(self.sizes, default=0) < 1:
-            problems.append(Problem(f"sizes is {list(self.sizes)}", "sizes: two or more above 0, such as [64, 10]"))
+            problems.append(Problem(f"sizes must be two or more above 0, got {list(self.sizes)}", "sizes: [64, 10]"))
         if self.activation not in ACTIVATIONS:
-            problems.append(Problem(f"activation is {self.activation!r}", f"activation: {listed(ACTIVATIONS)}"))
+            problems.append(Problem(f"unknown activation {self.activation!r}", f"activation: {listed(ACTIVATIONS)}"))
         raise_if(problems, title="model 'mlp'")
 
     def training_flops(self, shape: tuple[int, ...]) -> float:
-        """Two operations per weight and sample forward, twice that backward."""
+        """FLOPs: two per weight and sample forward, twice that backward."""
         return 6.0 * shape[0] * sum(before * after for before, after in pairwise(self.sizes))
 
 
@@ -52,7 +52,7 @@ def build(**arguments: Any) -> MLP:
 
 
 class Layer(nn.Module):
-    """A linear map and what comes after it."""
+    """A linear layer and its activation."""
 
     def __init__(self, num_inputs: int, num_outputs: int, activation: str | None) -> None:
         super().__init__()
@@ -76,13 +76,13 @@ class MLP(nn.Module):
         self.layers = nn.Sequential(*(Layer(*sizes, activation) for sizes, activation in pairs))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images, or inputs of any other shape behind the batch → outputs_BD."""
+        """Images, or inputs of any shape after the batch dim → outputs_BD."""
         outputs_BD: Tensor = self.layers(images.flatten(1))
         return outputs_BD
 
     def describe(self) -> Description:
-        """Every layer is a block; two neighbours are a column and a row split, and an odd one at the end stays
-        whole."""
+        """Every layer is a block; pairs of layers are a column and a row split, and an odd one at the end is
+        replicated."""
         num_layers = len(self.layers)
         kinds = (Split.COLUMN, Split.ROW)
         return Description(

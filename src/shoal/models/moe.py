@@ -1,10 +1,9 @@
-"""A mixture of experts in the manner of Mixtral, Qwen3 and DeepSeek: a Llama whose feed-forwards are many, of which
-each token visits a few.
+"""A mixture of experts like Mixtral, Qwen3 and DeepSeek: a Llama with many feed-forwards, of which a token uses a few.
 
-Attention, norms and embeddings are Llama's own, under the same names; new are `mlp.router`, `mlp.experts` and, for what
-every token visits, `mlp.shared`. Like Llama this is single-device code: what divides experts over ranks, and what a run
-wants to know about their load, hangs itself into the router and the experts. In plain torch, add
-`shoal.parallel.expert.router.auxiliary_loss(model)` to the loss, and call `update_biases(model)` after each step.
+Attention, norms and embeddings are Llama's own, under the same names. New are `mlp.router`, `mlp.experts` and, for
+shared experts, `mlp.shared`. Like Llama this is single-device code: expert parallelism and the counting of loads attach
+to the router and the experts. In plain torch, add `shoal.parallel.expert.router.auxiliary_loss(model)` to the loss, and
+call `update_biases(model)` after each step.
 
 The preset `deepseek-v3` has grouped-query attention in place of latent attention, and does not limit the choice to
 groups of experts: its size and traffic are DeepSeek-V3's, but its checkpoints do not fit.
@@ -35,16 +34,16 @@ ROUTING = (
     *("top_k", "score", "choice", "normalise", "scale", "capacity_factor"),
     *("auxiliary_coefficient", "z_coefficient", "bias_rate"),
 )
-"""Fields of the configuration that are the router's."""
+"""Fields of the configuration for the router."""
 
 
 def build(**arguments: Any) -> Moe:
-    """A model from `preset` and any field of `MoeConfig`; its parameters hold nothing until they are initialised."""
+    """A model from `preset` and any field of `MoeConfig`; its parameters are NaN until they are initialised."""
     return Moe(build_config("moe", PRESETS, MoeConfig(), arguments))
 
 
 class Moe(Llama):
-    """Tokens to logits."""
+    """A decoder with experts from tokens to logits."""
 
     config: MoeConfig
 
@@ -57,7 +56,7 @@ class Moe(Llama):
                 block.mlp = SparseFeedForward(config)
 
     def describe(self) -> Description:
-        """Its anatomy, for the planner and for every parallelism."""
+        """Its structure, for the planner and for every parallelism."""
         return dataclasses.replace(
             super().describe(),
             splits=splits_of(self.config),
@@ -68,13 +67,13 @@ class Moe(Llama):
         )
 
     def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
-        """As Llama's; an expert's last matrix also writes to the residual stream."""
+        """The init rules of a Llama; an expert's last matrix also writes to the residual stream."""
         as_in_llama = f"{name}.weight" if name.endswith("experts.down_proj") else name
         super().init_parameter(as_in_llama, parameter, generator)
 
 
 class NormedAttention(SelfAttention):
-    """Attention with queries and keys of one length, each head alone, before they are turned."""
+    """Attention with a norm over each head of queries and keys, before the rotation."""
 
     def __init__(self, config: MoeConfig) -> None:
         super().__init__(config)
@@ -82,14 +81,14 @@ class NormedAttention(SelfAttention):
         self.k_norm = RMSNorm(self.head_dim, eps=config.norm_eps)
 
     def of_one_product(self, joint: Tensor, cos_BTH: Tensor, sin_BTH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values that lie side by side, as they meet."""
+        """Queries, keys and values from one product, ready for attention."""
         layers = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = joint.split([layer.out_features for layer in layers], dim=-1)
-        # Else what attention keeps of the values would keep the queries and keys beside them, too.
+        # A copy: a saved view of the values would also keep the queries and keys in memory.
         return self.heads((q, k, v.contiguous()), cos_BTH, sin_BTH)
 
     def heads(self, projections: Sequence[Tensor], cos_BTH: Tensor, sin_BTH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values as they meet."""
+        """Queries, keys and values for attention."""
         q, k, v = projections
         q, k = (
             norm(x.unflatten(-1, (-1, self.head_dim))).flatten(-2) for norm, x in ((self.q_norm, q), (self.k_norm, k))
@@ -98,7 +97,7 @@ class NormedAttention(SelfAttention):
 
 
 class SparseFeedForward(nn.Module):
-    """Experts of which each token visits a few, and perhaps one feed-forward that all visit."""
+    """Experts, of which each token uses a few, and optionally a feed-forward for all tokens."""
 
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()
@@ -109,7 +108,7 @@ class SparseFeedForward(nn.Module):
         self.shared = FeedForward(dataclasses.replace(config, ffn=config.shared_ffn)) if has_shared else None
 
     def forward(self, x_BTD: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """x_BTD → x_BTD, and what is to be added to it, which sees its norm."""
+        """x_BTD → x_BTD, and the branch to add to it, computed from its norm."""
         normed_BTD = norm(x_BTD)
         routing, *facts = self.router(normed_BTD)
         y_BTD: Tensor = self.experts(normed_BTD.flatten(0, 1), routing).view_as(normed_BTD)
@@ -119,7 +118,7 @@ class SparseFeedForward(nn.Module):
 
 
 def splits_of(config: MoeConfig) -> dict[str, Split]:
-    """How tensor parallelism may split what; only what this configuration has."""
+    """The splits of tensor parallelism for the layers of this configuration."""
     has_dense = config.num_dense_layers > 0
     splits = {pattern: how for pattern, how in SPLITS.items() if has_dense or ".mlp." not in pattern}
     sparse = "model.layers.*.mlp"

@@ -1,5 +1,5 @@
-"""The numbers of a mixture of experts: what may be set beside the numbers of a Llama, the published sizes, and what a
-step of it costs."""
+"""The configuration of a mixture of experts: its fields beside those of a Llama, the published sizes, and the FLOPs of
+a step."""
 
 from __future__ import annotations
 
@@ -18,48 +18,48 @@ class MoeConfig(LlamaConfig):
     """The size of a mixture of experts. The defaults are the preset `tiny`. `ffn` is that of the dense layers."""
 
     num_experts: int = 8
-    """Feed-forwards per sparse layer, of which a token visits `top_k`."""
+    """Experts per sparse layer, of which a token uses `top_k`."""
 
     top_k: int = 2
-    """How many experts compute a token; with choice 'expert', on average and at capacity factor 1."""
+    """Experts per token; with choice 'expert', on average and at capacity factor 1."""
 
     expert_ffn: int = 128
     """Features inside one expert."""
 
     num_shared_experts: int = 0
-    """Experts that every token visits; together they are one feed-forward of so many times `expert_ffn`."""
+    """Shared experts for every token; together one feed-forward of this many times `expert_ffn`."""
 
     num_dense_layers: int = 0
-    """The first so many layers have one feed-forward of size `ffn` and no experts."""
+    """The number of first layers with one feed-forward of size `ffn` and no experts."""
 
     score: str = "softmax"
     """softmax: experts compete for a token. sigmoid: each is scored alone."""
 
     choice: str = "token"
-    """token: each token chooses its experts. expert: each expert chooses the best tokens of a sequence, which looks at
-    later tokens: not for models that generate."""
+    """token: each token chooses its experts. expert: each expert chooses the best tokens of a sequence. This depends on
+    later tokens, so it is not for generation."""
 
     normalise: bool = True
     """True: the weights of a token's experts sum to `scale`."""
 
     scale: float = 1.0
-    """Multiplies what experts (not shared ones) give."""
+    """A factor of the output of experts, without shared ones."""
 
     capacity_factor: float | None = None
-    """The most tokens of one sequence that one expert computes, as a multiple of an even share; the others skip it.
+    """The most tokens of one sequence for one expert, as a multiple of an even share; the others are dropped.
     None: no limit (with choice 'expert': 1)."""
 
     auxiliary_coefficient: float = 0.01
-    """Of the loss that keeps experts equally busy; 0: none."""
+    """Coefficient of the load balancing loss; 0: none."""
 
     z_coefficient: float = 0.0
-    """Of the loss that keeps the router's logits small; 0: none."""
+    """Coefficient of the z-loss, which keeps the router's logits small; 0: none."""
 
     bias_rate: float = 0.0
-    """How much the bias of an expert that is too busy, or not busy enough, moves in a step; 0: no bias."""
+    """Step size of the router's bias, which balances the experts; 0: no bias."""
 
     qk_norm: bool = False
-    """True: queries and keys are normed, each head alone."""
+    """True: RMS norm over each head of queries and keys."""
 
     def __post_init__(self) -> None:
         problems: tuple[Problem, ...] = ()
@@ -76,21 +76,21 @@ class MoeConfig(LlamaConfig):
 
     @property
     def shared_ffn(self) -> int:
-        """Features inside the feed-forward that every token visits."""
+        """Features inside the shared feed-forward."""
         return self.num_shared_experts * self.expert_ffn
 
     @property
     def num_parameters(self) -> int:
-        """All of them."""
+        """Number of parameters."""
         return self._parameters(self.num_experts)
 
     @property
     def num_active_parameters(self) -> int:
-        """Those that take part in computing one token."""
+        """Number of parameters that compute one token."""
         return self._parameters(self.top_k)
 
     def _parameters(self, num_experts: int) -> int:
-        """With so many experts per sparse layer; the router always scores all."""
+        """Number of parameters with `num_experts` per sparse layer; the router always scores all."""
         sparse = 3 * self.hidden * (num_experts * self.expert_ffn + self.shared_ffn) + self.num_experts * self.hidden
         num_sparse = self.num_layers - self.num_dense_layers
         dense = 3 * self.hidden * self.ffn
@@ -99,7 +99,7 @@ class MoeConfig(LlamaConfig):
         return int(as_llama + num_sparse * (sparse - dense) + norms)
 
     def training_flops(self, shape: tuple[int, ...]) -> float:
-        """As a Llama's, of the parameters that are active."""
+        """The FLOPs of a Llama with the active parameters."""
         idle = self.num_parameters - self.num_active_parameters
         return LlamaConfig.training_flops(self, shape) - 6.0 * idle * shape[0] * shape[1]
 
@@ -108,7 +108,7 @@ _NOT_NEGATIVE = ("num_shared_experts", "num_dense_layers", "auxiliary_coefficien
 
 
 def _negative(name: str, value: float) -> Problem:
-    return Problem(f"{name} is {value}", f"{name}: 0 or more")
+    return Problem(f"{name} must be 0 or more, got {value}", f"{name}: 0")
 
 
 PRESETS = {
@@ -177,8 +177,8 @@ PRESETS = {
 
 
 def smaller(arguments: Mapping[str, Any], *, num_stages: int, ep: int = 1) -> dict[str, Any]:
-    """The arguments of a small copy with the same anatomy: as many heads, the same routing, eight experts (or a
-    multiple for `ep`) if so few can stand for the original's, and enough layers for so many stages, one sparse."""
+    """The arguments of a small copy with the same structure: as many heads, the same routing, eight experts (or a
+    multiple for `ep`) if so few can represent the original, and enough layers for `num_stages`, one sparse."""
     config = build_config("moe", PRESETS, MoeConfig(), arguments)
     few = math.lcm(8, ep)
     num_experts = few if config.num_experts % few == 0 else config.num_experts

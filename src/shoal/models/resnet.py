@@ -30,7 +30,7 @@ class ResNetConfig:
     """18, of two 3x3 convolutions per block, or 50, of bottlenecks."""
 
     num_classes: int = 10
-    """Outputs."""
+    """Number of classes."""
 
     width: int = 8
     """Channels of the first stage; 64 as published."""
@@ -41,7 +41,9 @@ class ResNetConfig:
     def __post_init__(self) -> None:
         problems = not_positive(self, "num_classes", "width")
         if self.depth not in NUM_BLOCKS:
-            problems.append(Problem(f"depth is {self.depth}", f"depth: {listed(NUM_BLOCKS)}"))
+            problems.append(
+                Problem(f"depth must be {listed(NUM_BLOCKS)}, got {self.depth}", f"depth: {listed(NUM_BLOCKS)}")
+            )
         raise_if(problems, title="model 'resnet'")
 
     def training_flops(self, shape: tuple[int, ...]) -> float:
@@ -60,7 +62,7 @@ class ResNetConfig:
 
     @property
     def num_features(self) -> int:
-        """Channels that reach the classifier."""
+        """Channels of the classifier's input."""
         return self.width * 8 * EXPANSION[self.depth]
 
 
@@ -72,14 +74,14 @@ PRESETS = {
 
 
 def build(**arguments: Any) -> ResNet:
-    """A ResNet from `preset` and any field of `ResNetConfig`; its parameters hold nothing until they are
+    """A ResNet from `preset` and any field of `ResNetConfig`; its parameters are NaN until they are
     initialised."""
     return ResNet(build_config("resnet", PRESETS, ResNetConfig(), arguments))
 
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """One residual block: its name, channels that come in, are inside and go out, and its stride."""
+    """One residual block: its name, its input, inner and output channels, and its stride."""
 
     name: str
     arriving: int

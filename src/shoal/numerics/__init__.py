@@ -1,1 +1,1 @@
-"""Rules that make every layout start and step alike."""
+"""Precision, initial values, gradients, optimizers, operators and kernels."""

@@ -1,13 +1,13 @@
-"""Numbers of a device that are read late, so that nobody waits for them.
+"""Copy scalars to the host asynchronously; read them one step later.
 
-To read a number from a GPU is to wait until all that was asked of it before is done, while nothing new is asked of it.
-So a step's numbers are sent on their way when it ends and read when the next one has been asked for:
+Reading a number from a GPU waits until all earlier work of the GPU is done, and no new work is launched meanwhile. So
+the copy of a step's numbers starts when the step ends, and they are read after the next step was launched:
 
     host     step 1 ─ step 2 ─[read 1]─ step 3 ─[read 2]─ ...
     device       step 1 ─────────── step 2 ─────────── step 3 ─── ...
                           └─ numbers of 1
 
-On a CPU they are there at once.
+On a CPU they are available at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class AsyncScalars:
-    """Copies of numbers, on their way to the host."""
+    """Scalars whose copy to the host is in flight."""
 
     def __init__(self, *numbers: Tensor) -> None:
         self._numbers: list[float] = []
@@ -32,7 +32,7 @@ class AsyncScalars:
             self._numbers = [one for number in numbers for one in number.detach().flatten().tolist()]
 
     def read(self) -> list[float]:
-        """The numbers; waits for them, if they are not there yet."""
+        """Return the numbers; wait for the copy if it is not done."""
         if self._arrived is not None:
             self._arrived.synchronize()
             self._numbers, self._arrived = self._host.tolist(), None

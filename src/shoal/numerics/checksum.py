@@ -1,12 +1,12 @@
 """An exact checksum of a tensor's bits, to compare copies of it on several ranks without sending them.
 
-The bits are read as integers x₀, x₁, ... of at most 32 bits. With odd numbers w₀, w₁, ... that look random,
+The bits are read as integers x₀, x₁, ... of at most 32 bits. With pseudo-random odd numbers w₀, w₁, ...,
 
     checksum = Σ xᵢ wᵢ  (mod 2⁶⁴),  chunk by chunk:  total ← total · M + Σ
 
 A single flipped bit changes a sum by ±2ᵏ wᵢ with k < 32, which is never 0 modulo 2⁶⁴ because wᵢ and M are odd. Values
-in another order give another sum, since every place has its own weight. Integers are added without rounding, so the
-result is the same on every device.
+in another order give another sum, since every place has its own weight. Integer addition does not round, so the result
+is the same on every device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 2**20
-"""Integers that are weighted at a time: 8 MB of memory beside the tensor."""
+"""Integers that are weighted at a time: 8 MB of memory in addition to the tensor."""
 MULTIPLIER = 0x5851F42D4C957F2D
 """Knuth's for a linear congruential generator (MMIX): odd, and 5 modulo 8, so that its powers differ."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
@@ -27,7 +27,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16:
 
 @torch.no_grad()
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """The checksum of each tensor; the host waits for a device once for all of them."""
+    """Return the checksum of each tensor; the host waits for a device once for all of them."""
     sums = [_chunk_sums(tensor.detach()) for tensor in tensors]
     flat = [one.to("cpu", non_blocking=True) for ones in sums for one in ones]
     if any(tensor.is_cuda for tensor in tensors):
@@ -37,7 +37,7 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def fold(numbers: Iterable[int]) -> int:
-    """One number for several in their order.
+    """Hash several numbers, in their order, into one.
 
     >>> fold([1, 2]) != fold([2, 1])
     True
@@ -49,7 +49,7 @@ def fold(numbers: Iterable[int]) -> int:
 
 
 def signed(number: int) -> int:
-    """The same 64 bits as torch's int64 has them."""
+    """Convert 64 bits to torch's int64."""
     return number - 2**64 if number >= 2**63 else number
 
 

@@ -1,7 +1,7 @@
-"""Gradients between the last backward and the optimizer: their global norm, clipping, and the loss scale of fp16.
+"""Gradients between the last backward and the optimizer: global norm, clipping, and the loss scale of fp16.
 
-One number decides everything here: the norm over all gradients of all parameters, after they were reduced. Every rank
-has the same one, so clipping, "this step overflowed" and "this is NaN" are the same decision on every rank.
+All decisions follow from one number: the norm over all reduced gradients of all parameters. Every rank has the same
+number, so every rank makes the same decision about clipping, overflow and NaN.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from shoal.numerics.precision import wide
 
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """The gradients that exist, in the order of the parameters."""
+    """Return the gradients that exist, in the order of the parameters."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def norms_of(gradients: list[Tensor]) -> list[Tensor]:
-    """The 2-norm of each in at least float32, in few kernels."""
+    """Return the 2-norm of each gradient in at least float32, in few kernels."""
     if gradients and all(x.is_cuda and x.dtype == torch.bfloat16 and x.is_contiguous() for x in gradients):
         from shoal.numerics.kernels.gradients import norms_in_one_pass  # Triton, which CPUs do not have
 
@@ -34,7 +34,7 @@ def norms_of(gradients: list[Tensor]) -> list[Tensor]:
 
 
 def global_norm(norms: Sequence[Tensor]) -> Tensor:
-    """The 2-norm over all of them as one vector, from those of each; they may lie on several devices."""
+    """Combine 2-norms, possibly on several devices, into the 2-norm of all gradients as one vector."""
     if not norms:
         return torch.zeros(())
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
@@ -42,21 +42,22 @@ def global_norm(norms: Sequence[Tensor]) -> Tensor:
 
 
 def clip_coefficient(norm: Tensor, largest: float) -> Tensor:
-    """What gradients are multiplied by so that their norm is at most `largest`; as `clip_grad_norm_` computes it."""
+    """Return the factor that limits the norm to `largest`, computed as `clip_grad_norm_` does."""
     return torch.clamp(largest / (norm + 1e-6), max=1.0)
 
 
 def scale_(gradients: list[Tensor], factor: Tensor) -> None:
-    """Multiply all of them in place, in one kernel where the device has it."""
+    """Multiply all gradients in place, in one kernel where the device has it."""
     if gradients:
-        torch._foreach_mul_(gradients, factor.to(gradients[0].device))  # elsewhere if parameters are offloaded
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))  # another device if parameters are offloaded
 
 
 @dataclass
 class LossScale:
-    """The dynamic loss scale of fp16: halved on overflow, doubled after `window` good steps. Scale 1, window 0: never.
+    """The dynamic loss scale of fp16: halved on overflow, doubled after `window` finite steps. Scale 1, window 0:
+    fixed.
 
-    Its state is two numbers, both the same on every rank because they follow from the global norm alone.
+    Its state is two numbers, the same on every rank because they follow from the global norm alone.
     """
 
     scale: float = 1.0
@@ -65,21 +66,21 @@ class LossScale:
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether there is anything to adapt."""
+        """Whether the scale adapts."""
         return self.window > 0
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether halving no longer helps: what overflows at scale 1 is not an overflow but a NaN."""
+        """Whether halving cannot help: an overflow at scale 1 is a NaN."""
         return self.scale <= 1.0
 
     def succeeded(self) -> None:
-        """A step with finite gradients was made."""
+        """Record a step with finite gradients."""
         if self.is_dynamic:
             self.good_steps += 1
             if self.good_steps >= self.window:
                 self.scale, self.good_steps = self.scale * 2.0, 0
 
     def overflowed(self) -> None:
-        """A step was dropped."""
+        """Record a step that was dropped."""
         self.scale, self.good_steps = max(self.scale / 2.0, 1.0), 0

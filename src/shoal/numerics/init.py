@@ -1,18 +1,18 @@
-"""Initial values that depend on (seed, name of the parameter) and on nothing else.
+"""Initial values that depend only on the seed and on the parameter's name.
 
-torch draws a model's weights from one global stream in the order in which layers are made: a model that is cut in two,
-built on another device or in another precision starts elsewhere. Here every parameter has a stream of its own, keyed by
-its full name, is drawn in float32 on the CPU, and is then copied to where and what it is. So all layouts start equal,
-bit for bit, and adding a layer changes no other. (On one kind of CPU: torch computes normal draws with other
-instructions on x86 than on ARM, and some end in another last bit.)
+torch draws a model's weights from one global stream, in the order in which layers are created. So a model that is cut
+in two, or built on another device or in another precision, gets other weights. Here every parameter has its own stream,
+keyed by its full name. It is drawn in float32 on the CPU, and then copied to its device and dtype. So all layouts start
+equal, bit for bit, and adding a layer changes no other. (On one kind of CPU: torch computes normal draws with other
+instructions on x86 than on ARM, and some differ in the last bit.)
 
-What is drawn is the business of the model. The nearest enclosing module with a method
+The model defines the distributions. The nearest enclosing module with a method
 
     init_parameter(name: str, parameter: Tensor, generator: torch.Generator) -> None
 
-fills each parameter inside it, given its name as seen from there. Without one, the layer that owns the parameter has a
-law of its own in torch, `reset_parameters()`. Buffers, such as the statistics of batch norm, always come from the
-latter. What has no law at all keeps its value.
+fills each parameter inside it, given its name relative to that module. Without such a method, `reset_parameters()` of
+the layer that owns the parameter is the rule. Buffers, such as the statistics of batch norm, always use the latter. A
+tensor without any rule keeps its value.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from torch import Tensor, nn
 from shoal.errors import Problem, raise_if
 
 Where = Callable[[str], bool]
-"""Which submodules, by full name."""
+"""A predicate on full names of submodules."""
 
 
 def everywhere(name: str) -> bool:
-    """All submodules."""
+    """Accept all submodules."""
     return True
 
 
 def key(seed: int, *names: str | int) -> int:
-    """64 bits that depend on the seed and the names alone, the same in every process and version of Python.
+    """Return 64 bits that depend on the seed and the names alone, the same in every process and version of Python.
 
     >>> key(0, "model.norm.weight") == key(0, "model.norm.weight") != key(1, "model.norm.weight")
     True
@@ -51,23 +51,22 @@ def key(seed: int, *names: str | int) -> int:
 
 
 def has_init_rule(model: nn.Module) -> bool:
-    """Whether any part of the model says how its parameters start; else their values are its builder's business."""
+    """Whether any module defines how its parameters start; else the code that built the model sets their values."""
     return any(callable(getattr(module, "init_parameter", None)) for module in model.modules())
 
 
 def can_fill(model: nn.Module) -> bool:
     """Whether `initialise` fills everything, so that the model may be built on the meta device."""
-    return has_init_rule(model) and not _without_law(list(_owners(model, everywhere)))
+    return has_init_rule(model) and not _without_rule(list(_owners(model, everywhere)))
 
 
 @torch.no_grad()
 def initialise(model: nn.Module, seed: int, where: Where = everywhere) -> None:
-    """Fill every parameter that has a law, in place, and every buffer of torch's own layers.
-    `where`: only of submodules whose name it accepts.
+    """Fill every parameter that has a rule, in place, and every buffer of torch's own layers.
 
-    A model built on the meta device is given memory first, with `materialise`. Parameters that are one tensor are
-    filled once, under the first of their names; a part of a model that holds only the second of them draws the same
-    values if its `describe()` names the pair.
+    `where` selects submodules by name. A model on the meta device needs `materialise` first. Parameters that are one
+    tensor are filled once, under the first of their names. A part of a model that holds only the second of them draws
+    the same values if its `describe()` names the pair.
     """
     owners = list(_owners(model, where))
     raise_if(_still_on_meta(owners))
@@ -89,14 +88,13 @@ def initialise(model: nn.Module, seed: int, where: Where = everywhere) -> None:
 
 @torch.no_grad()
 def materialise(model: nn.Module, device: torch.device | str, where: Where = everywhere) -> None:
-    """Memory on `device` for everything that is on the meta device; the rest is moved there.
-    `where`: only of submodules whose name it accepts.
+    """Allocate memory on `device` for everything on the meta device; move the rest there.
 
-    torch's `to_empty` also forgets values that were there, makes two parameters of one that is shared, and is silent
-    about what nothing will ever fill: that is a `ShoalError` here.
+    `where` selects submodules by name. torch's `to_empty` also drops existing values, makes two parameters of a shared
+    one, and accepts tensors that nothing will ever fill: that is a `ShoalError` here.
     """
     owners = list(_owners(model, where))
-    raise_if(_without_law(owners))
+    raise_if(_without_rule(owners))
     moved: dict[Tensor, Tensor] = {}
     for owner in owners:
         for name, tensor in {**owner.parameters, **owner.buffers}.items():
@@ -108,19 +106,19 @@ def materialise(model: nn.Module, device: torch.device | str, where: Where = eve
 
 
 def _empty_as(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """As `torch.empty_like`, which imports sympy for a tensor on the meta device: 0.4 s."""
+    """Same as `torch.empty_like`, which imports sympy for a tensor on the meta device: 0.4 s."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 @torch.no_grad()
 def init_missing(model: nn.Module, seed: int) -> None:
-    """Fill the parameters that nobody has filled yet: they are NaN throughout. All others stay as they are."""
+    """Fill the parameters that are still uninitialized: NaN throughout. All others keep their values."""
     named = model.named_parameters(remove_duplicate=False)
     hollow = {name: parameter for name, parameter in named if _is_hollow(parameter)}
     homes = {name.rpartition(".")[0] for name in hollow}
-    held = [{**owner.parameters, **owner.buffers} for owner in _owners(model, homes.__contains__)]
-    undrawn = set(hollow.values())
-    kept = [(tensor, tensor.clone()) for tensors in held for tensor in tensors.values() if tensor not in undrawn]
+    owned = [{**owner.parameters, **owner.buffers} for owner in _owners(model, homes.__contains__)]
+    uninitialized = set(hollow.values())
+    kept = [(tensor, tensor.clone()) for tensors in owned for tensor in tensors.values() if tensor not in uninitialized]
     if hollow:
         initialise(model, seed, homes.__contains__)
     for tensor, value in kept:
@@ -130,17 +128,17 @@ def init_missing(model: nn.Module, seed: int) -> None:
 def _is_hollow(parameter: Tensor) -> bool:
     if parameter.is_meta or not parameter.is_floating_point() or not parameter.numel():
         return False
-    first = parameter[(0,) * parameter.dim()]  # most need no further look
+    first = parameter[(0,) * parameter.dim()]  # decides for most without reading the rest
     return bool(first.isnan()) and bool(parameter.isnan().all())
 
 
 @dataclass(frozen=True, slots=True)
 class _Owner:
-    """A module with the tensors that it holds itself, and the enclosing module that knows how to fill them."""
+    """A module with the tensors that it owns, and the enclosing module that defines how to fill them."""
 
     prefix: str  # of the full names: "" or "model.norm."
     module: nn.Module
-    author: Any  # the nearest module with init_parameter; None: nobody
+    author: Any  # the nearest module with init_parameter, or None
     author_prefix: str
 
     @property
@@ -157,7 +155,7 @@ class _Owner:
 
 
 def _owners(model: nn.Module, where: Where) -> Iterator[_Owner]:
-    """In the order of `named_parameters`, so that the first name of a shared tensor is the one torch also reports."""
+    """Yield in the order of `named_parameters`, so that the first name of a shared tensor is the one torch reports."""
     authors: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
@@ -176,9 +174,9 @@ def _drawn(owner: _Owner, full_name: str, shape: torch.Size, seed: int) -> Tenso
 
 
 def _reset_copy(module: nn.Module, seed: int) -> Any:
-    """A copy of the module on the CPU, its parameters in float32, that has run its own `reset_parameters`.
+    """Return a copy of the module on the CPU, in float32, after its own `reset_parameters`.
 
-    Such a law knows only torch's global stream, which is put back afterwards. It is seeded by hand because
+    That method uses torch's global stream, which is restored afterwards. It is seeded directly because
     `torch.manual_seed` would also reseed every GPU.
     """
     memo: dict[int, Any] = {id(p): _float32_on_cpu(p) for p in module.parameters()}
@@ -196,7 +194,7 @@ def _float32_on_cpu(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
-    """Second name of a tied parameter → first name."""
+    """Map the second name of a tied parameter to the first."""
     describe = getattr(model, "describe", None)
     return {second: first for first, second in describe().tied} if callable(describe) else {}
 
@@ -210,12 +208,12 @@ def _still_on_meta(owners: list[_Owner]) -> list[Problem]:
     if not names:
         return []
     some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    what = f"{len(names)} tensors are on the meta device, where they hold nothing: {some}"
+    what = f"{len(names)} tensors are on the meta device and have no values: {some}"
     return [Problem(what, "materialise(model, device) first")]
 
 
-def _without_law(owners: list[_Owner]) -> list[Problem]:
-    """Every tensor on the meta device that `initialise` would leave as the memory happened to be."""
+def _without_rule(owners: list[_Owner]) -> list[Problem]:
+    """Report every tensor on the meta device that `initialise` would leave uninitialized."""
     problems = []
     for owner in owners:
         kind = type(owner.module).__name__
@@ -223,7 +221,7 @@ def _without_law(owners: list[_Owner]) -> list[Problem]:
             parameters = {} if owner.author is not None else owner.parameters
             for name, tensor in {**parameters, **owner.buffers}.items():
                 if tensor.is_meta:
-                    what = f"{owner.prefix}{name} is on the meta device, and {kind} does not say how to fill it"
+                    what = f"{owner.prefix}{name} is on the meta device, and {kind} does not define how to fill it"
                     fix = f"give {kind} a method reset_parameters(), or build the model outside of torch.device('meta')"
                     problems.append(Problem(what, fix))
     return problems

@@ -1,12 +1,12 @@
-"""Load torch._dynamo, the front end of torch.compile, when something compiles and not before.
+"""Load torch._dynamo, the front end of torch.compile, only when something compiles.
 
 torch's optimizers, DDP and FSDP2 import it to mark functions that must not be compiled. The import takes 0.7 to 1.8 s,
 a quarter of a run's time to its first step (measured, Intel Xeon, torch 2.13), and most CPU runs compile nothing.
 
-A stand-in takes its place in `sys.modules`. It has the names that eager training uses; each does what the original
-does when nothing is compiled. Any other name, or a submodule, loads the original, which takes the stand-in's place:
+A stub takes its place in `sys.modules`. It has the names that eager training uses; each does what the original does
+when nothing is compiled. Any other name, or a submodule, loads the original, which then replaces the stub:
 
-    import torch._dynamo             the stand-in
+    import torch._dynamo             the stub
     torch._dynamo.disable(f)         calls f; calls the original's disable(f) once that is loaded
     torch._dynamo.config, .utils     the original: loaded now
 
@@ -28,7 +28,7 @@ NAME = "torch._dynamo"
 
 
 def install() -> None:
-    """Put the stand-in in place, unless the original is loaded already."""
+    """Install the stub, unless the original is loaded already."""
     import torch
 
     if NAME not in sys.modules:
@@ -44,7 +44,7 @@ def is_loaded() -> bool:
 
 
 def load() -> ModuleType:
-    """Load the original and put it in the stand-in's place."""
+    """Load the original, and replace the stub by it."""
     import torch
 
     if isinstance(sys.modules.get(NAME), _StandIn):
@@ -80,17 +80,18 @@ class _CompiledModules(type):
 
 
 class _OptimizedModule(metaclass=_CompiledModules):
-    """Stands for the class of compiled modules: it has no instance until the original is loaded."""
+    """Placeholder for the class of compiled modules: it has no instance until the original is loaded."""
 
 
 def _reject_special(name: str) -> None:
-    """`inspect` asks every module for `__file__`, in the middle of imports too: that must not load anything."""
+    """Reject dunder names: `inspect` reads `__file__` of every module, during imports too, and must not load
+    anything."""
     if name.startswith("__"):
         raise AttributeError(name)
 
 
 class _Part(ModuleType):
-    """A submodule of the stand-in, with the functions that it has."""
+    """A submodule of the stub, with its functions."""
 
     def __init__(self, name: str, **functions: Callable[[], object]) -> None:
         super().__init__(name)
@@ -110,8 +111,10 @@ class _StandIn(ModuleType):
         self.assume_constant_result = _assume_constant_result
         self.graph_break = lambda msg="": None
         self.OptimizedModule = _OptimizedModule
-        self.utils = _Part(f"{name}.utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")  # the default, as DDP asks
-        self.trace_rules = _Part(f"{name}.trace_rules", clear_lru_cache=lambda: None)  # at the end of process groups
+        self.utils = _Part(f"{name}.utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")  # the default; DDP reads it
+        self.trace_rules = _Part(
+            f"{name}.trace_rules", clear_lru_cache=lambda: None
+        )  # called when groups are destroyed
 
     def __getattr__(self, name: str) -> Any:
         _reject_special(name)
@@ -119,7 +122,7 @@ class _StandIn(ModuleType):
 
 
 class _Submodules(Loader):
-    """Finds `torch._dynamo.X`: the original is loaded, and with it X."""
+    """Finds `torch._dynamo.X`: loads the original, and with it X."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         if not name.startswith(f"{NAME}."):
@@ -131,4 +134,4 @@ class _Submodules(Loader):
         return sys.modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
-        """The module has run."""
+        """Do nothing: the module has run."""

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of how far the run has come. The optimizer step is the only clock.
+"""The learning rate as a pure function of the run's progress. The optimizer step is the only clock.
 
 factor
  1 |    /‾‾‾\\.            cosine, warm-up over the first 20 %, final_lr 0.1
@@ -14,10 +14,10 @@ import math
 
 
 def lr_factor(kind: str, progress: float, *, warmup: float = 0.0, final: float = 0.0) -> float:
-    """What the peak learning rate is multiplied by at `progress` (0 at the first step, 1 at the end of the run).
+    """Return the factor of the peak learning rate at `progress` (0 at the first step, 1 at the end of the run).
 
-    `warmup` is the part of the run in which the factor rises linearly. It never starts at zero: a step with a learning
-    rate of zero would be a step wasted, so `progress` is taken at the end of the step.
+    `warmup` is the part of the run in which the factor rises linearly. It never starts at zero, since a step with a
+    learning rate of zero is wasted: `progress` is taken at the end of the step.
 
     >>> [round(lr_factor("linear", p, warmup=0.5), 2) for p in (0.25, 0.5, 0.75, 1.0)]
     [0.5, 1.0, 0.5, 0.0]
@@ -32,7 +32,7 @@ def lr_factor(kind: str, progress: float, *, warmup: float = 0.0, final: float =
 
 
 def scaled_lr(lr: float, *, batch: int, tuned_for_batch: int | None) -> float:
-    """The linear scaling rule (Goyal et al. 2017): k times the batch, k times the learning rate. None: `lr` as it is.
+    """Apply the linear scaling rule (Goyal et al. 2017): k times the batch, k times the learning rate. None: keep `lr`.
 
     >>> scaled_lr(0.1, batch=8192, tuned_for_batch=256)
     3.2

@@ -1,7 +1,7 @@
-"""`offload=optimizer`: the optimizer's state, and the copy of the weights that it updates, live in host memory.
+"""`offload=optimizer`: the optimizer's state, and the copy of the weights that it updates, are in host memory.
 
-Adam's state is twice the size of the weights, and is read once a step. So the optimizer is given copies in host memory;
-a step sends the gradients there and the new weights back:
+Adam's state is twice the size of the weights, and is read once a step. So the optimizer updates copies in host memory.
+A step copies the gradients there and the new weights back:
 
     device   gradient ──▶                                   ──▶ weight
     host                 gradient ─ optimizer step ─ weight
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 
 class HostCopies:
-    """The parameters of an optimizer, copied to host memory; the optimizer holds the copies from now on."""
+    """Copies of an optimizer's parameters in host memory, which replace them in the optimizer."""
 
     def __init__(self, optimizer: Optimizer, piece: Callable[[Tensor], Tensor]) -> None:
         self.optimizer, self.piece = optimizer, piece
@@ -28,14 +28,14 @@ class HostCopies:
             group["params"] = here
 
     def _copied(self, parameter: nn.Parameter) -> nn.Parameter:
-        """In pinned memory beside a GPU, so that copies need no third place on their way."""
+        """Copy to host memory; pinned if there is a GPU, so that transfers need no staging buffer."""
         own = self.piece(parameter.detach())
         host = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda)
         return nn.Parameter(host.copy_(own), requires_grad=parameter.requires_grad)
 
     @torch.no_grad()
     def step(self) -> None:
-        """Gradients to the host, the optimizer's step there, weights back to the device."""
+        """Copy gradients to the host, step the optimizer there, copy weights back to the device."""
         for parameter, host in self.pairs:
             if parameter.grad is None:
                 host.grad = None

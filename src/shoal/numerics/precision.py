@@ -1,4 +1,4 @@
-"""What each precision of a plan means for weights, for arithmetic and for the loss.
+"""Dtypes of weights, arithmetic and loss for each precision of a plan.
 
 word   weights, optimizer   forward and backward     loss scale
 fp64   float64              float64                  1
@@ -8,7 +8,7 @@ fp16   float32              autocast to float16      dynamic
 fp8    float32              as bf16; large products  1
                             in fp8: `numerics.fp8`
 
-bf16 and fp8 also with weights in bfloat16 (`optim.param_dtype`), which the optimizer rounds at random.
+bf16 and fp8 also with weights in bfloat16 (`optim.param_dtype`), which the optimizer rounds stochastically.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class Precision:
 
     @property
     def wide_dtype(self) -> torch.dtype:
-        """Of what is no weight and no activation: losses, inputs, buffers, gradients while they are reduced."""
+        """The dtype of losses, inputs, buffers, and gradients while they are reduced."""
         return wide(self.weight_dtype)
 
     @property
     def is_lower(self) -> bool:
-        """Whether it computes under autocast."""
+        """Whether it uses autocast."""
         return self.compute_dtype != self.wide_dtype
 
     def install(self, module: nn.Module, device: torch.device) -> None:
-        """Let every forward of the module compute in this precision and return float32, whoever calls it."""
+        """Make every forward of the module compute in this precision and return float32."""
         if not self.is_lower:
             return
         hush(device)
@@ -63,30 +63,30 @@ class Precision:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """What products with x are computed in: autocast's dtype, where it is on and x is of numbers that it casts."""
+    """Return the dtype of products with x: autocast's, if it is on and casts x."""
     device = x.device.type
     is_cast = not x.is_meta and x.is_floating_point() and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if is_cast else x.dtype
 
 
 def in_autocast_dtype(x: Tensor) -> Tensor:
-    """Cast as autocast does it for torch's own layers."""
+    """Cast as autocast does for torch's own layers."""
     return x.to(compute_dtype(x))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums are kept in: at least float32."""
+    """Return the dtype of sums: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def narrowed(x: Tensor) -> Tensor:
-    """The residual stream of a model that computes in bfloat16, in bfloat16 too: half the bytes for every norm and sum,
-    and the same on every layout. In float16 it would overflow, and stays in float32."""
+    """Convert the residual stream of a model that computes in bfloat16 to bfloat16: half the bytes for every norm and
+    sum, and the same on every layout. In float16 it would overflow, and stays in float32."""
     return x.to(torch.bfloat16) if compute_dtype(x) == torch.bfloat16 else x
 
 
 def slow_here(precision: Precision, device: torch.device) -> str | None:
-    """What to tell somebody whose CPU has no arithmetic in that precision, for which torch then has a very slow way."""
+    """Return a hint if this CPU has no arithmetic in that precision, so that torch uses a very slow path."""
     if device.type != "cpu" or not precision.is_lower:
         return None
     times = times_longer(precision.compute_dtype)
@@ -97,12 +97,14 @@ def slow_here(precision: Precision, device: torch.device) -> str | None:
 
 
 SLOW = 4.0
-"""Times as long as in float32: what a CPU that can do it at all does not take."""
+"""Factor over float32 that a CPU with such arithmetic does not reach."""
 
 
 def times_longer(dtype: torch.dtype) -> float:
-    """How long a product takes on this CPU, by that of float32; the best of two of each, some 0.1 s at worst, and of
-    many if they are fast: beside others, a CPU is called away now and then."""
+    """Measure a product in `dtype` relative to float32 on this CPU.
+
+    It takes the best of two each, some 0.1 s at worst, and of many if they are fast: other processes interrupt a CPU
+    now and then."""
     hush(torch.device("cpu"))
 
     def seconds(kind: torch.dtype) -> float:
@@ -114,7 +116,7 @@ def times_longer(dtype: torch.dtype) -> float:
 
 
 def hush(device: torch.device) -> None:
-    """A CPU without arithmetic in lower precision takes a slower way, and torch says so at length."""
+    """Silence torch's long warning about a slower path on CPUs without arithmetic in lower precision."""
     if device.type == "cpu":
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
 
@@ -132,12 +134,14 @@ PRECISIONS = {
 
 
 def precision_of(name: str, weights: Weights = "fp32") -> Precision:
-    """The policy of a plan's precision word; and of what weights are kept in, where they may be kept in less."""
+    """Return the policy of a plan's precision word, with weights in `weights`, where that is allowed."""
     if name not in PRECISIONS:
-        raise ShoalError(f"precision {name!r} cannot be trained in yet", fix=f"--plan.precision {listed(PRECISIONS)}")
+        raise ShoalError(f"precision must be {listed(PRECISIONS)}, got {name!r}", fix="--plan.precision bf16")
     if weights not in get_args(Weights):
-        raise ShoalError(f"weights are kept in {weights!r}", fix=f"weights={listed(map(repr, get_args(Weights)))}")
+        raise ShoalError(
+            f"weights must be {listed(map(repr, get_args(Weights)))}, got {weights!r}", fix='weights="fp32"'
+        )
     if weights == "fp32":
         return PRECISIONS[name]
-    assert PRECISIONS[name].compute_dtype == torch.bfloat16, "see `blueprint.narrow_weights`"
+    assert PRECISIONS[name].compute_dtype == torch.bfloat16, "see `blueprint.validation.bf16_weights`"
     return replace(PRECISIONS[name], weight_dtype=torch.bfloat16)

@@ -1,1 +1,1 @@
-"""Parallelism: one file for each axis, strangers to each other, and `compose`, which states their order."""
+"""Parallelism: one package or file per axis, independent of each other, and `compose`, which applies them in order."""

@@ -1,12 +1,12 @@
-"""`recompute`: blocks that forget what they computed and compute it again in the backward.
+"""`recompute`: blocks that do not save their activations and compute them again in the backward.
 
-torch gives `checkpoint` for one call of one function. Here it becomes a property of a block, by replacing its forward,
-so that names stay and whatever wraps the block (compile, sharding) sees the block itself.
+torch has `checkpoint` for one call of one function. Here it becomes a property of a block: its forward is replaced, so
+that names stay and wrappers of the block (compile, sharding) see the block itself.
 
-full        keeps a block's inputs only; costs one more forward
-selective   keeps what is expensive to compute again, the results of matrix products and of attention, and recomputes
-            the rest (norms, activations, rotations), which is cheap in time and large in memory; ring attention is
-            computed again, since its parts together are larger than its result
+full        saves a block's inputs only; costs one more forward
+selective   saves what is expensive to compute, the results of matrix products and of attention, and recomputes the
+            rest (norms, activations, rotations), which is cheap in time and large in memory; ring attention is
+            recomputed, since its parts together are larger than its result
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ EXPENSIVE = {
 def recompute(
     block: nn.Module, how: Recompute, as_now: Callable[[], Any] | None = None, *, is_compiled: bool = False
 ) -> None:
-    """Let the backward of a block recompute what its forward did not keep.
+    """Make the backward of a block recompute what its forward did not save.
 
-    `as_now` is called at the forward and returns a context in which to compute it again: what a block reads of the run
+    `as_now` is called in the forward and returns a context for the recomputation: state of the run that a block reads
     may have changed since, in a pipeline by other microbatches. `is_compiled`: the result will be compiled, and a
-    compiler applies what a forward writes once.
+    compiler applies a forward's side effects once.
     """
     if how == "none":
         return
@@ -71,7 +71,7 @@ def _as_then(as_now: Callable[[], Any], contexts: Callable[[], tuple[Any, Any]])
 
 
 def _with_statistics_kept(norms: list[_NormBase], as_now: Callable[[], Any] | None) -> Any:
-    """Running statistics are updated once for each microbatch, not once more when a block is computed again."""
+    """Update running statistics once per microbatch, not again when a block is recomputed."""
     return _both(nullcontext() if as_now is None else as_now(), statistics_kept(norms))
 
 

@@ -1,14 +1,14 @@
-"""Batch norm over several ranks: running statistics that are equal on all of them, and statistics of the whole batch.
+"""Batch norm over several ranks: equal running statistics on all ranks, and statistics of the full batch.
 
-torch gives `nn.BatchNorm`, whose running statistics are those of a rank's own samples, and `nn.SyncBatchNorm`, which
+torch has `nn.BatchNorm`, whose running statistics are those of a rank's own samples, and `nn.SyncBatchNorm`, which
 needs a GPU. This file adds two things.
 
 RunningStatistics   averages running statistics over the ranks once a step, in one small all-reduce. Every rank then
-                    evaluates, saves and exports with the same numbers, and no collective is needed to do so.
+                    evaluates, saves and exports with the same numbers, without a further collective.
 synchronise         makes batch norm normalise with the mean and variance of a microbatch over all ranks, on any device.
 
-The average is taken after each step, and is what an average after many steps would be: the update of running
-statistics, r ← (1 - m) r + m b, is linear. Training does not read them, so it computes the same with and without.
+The average after each step equals an average after many steps: the update of running statistics, r ← (1 - m) r + m b,
+is linear. Training does not read them, so it computes the same with and without.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
-    """The batch norms of a model, by name."""
+    """Map names to the batch norms of a model."""
     return {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
 
 
 def statistics_of(model: nn.Module) -> dict[str, Tensor]:
-    """The running statistics of a model, by name. Other buffers are constants that every rank makes for itself."""
+    """Map names to the running statistics of a model. Other buffers are constants that every rank computes itself."""
     return {name: buffer for name, buffer in model.named_buffers() if name.rpartition(".")[2] in STATISTICS}
 
 
@@ -50,23 +50,23 @@ class RunningStatistics:
 
     modules: list[nn.Module]
     every_step: Group
-    """The ranks that agree after each step."""
+    """The ranks that average after each step."""
     all_replicas: Group
-    """The ranks that agree before an evaluation: with islands, more than after each step."""
+    """The ranks that average before an evaluation: under local SGD, more than after each step."""
     _buffers: list[Tensor] = field(default_factory=list)
-    """Those whose average is on its way."""
+    """The statistics whose average is in flight."""
     _flat: Tensor | None = None
     _work: dist.Work | None = None
 
     def begin(self) -> None:
-        """Start the average over the ranks that agree after each step."""
+        """Start the average over the ranks of `every_step`."""
         self._buffers = self._found() if self.every_step is not None else []
         if self._buffers:
             self._flat = _in_float64(self._buffers)
             self._work = dist.all_reduce(self._flat, group=self.every_step, async_op=True)
 
     def finish(self) -> None:
-        """Wait for it, and set the statistics."""
+        """Wait for the average, and set the statistics."""
         if self._flat is None or self.every_step is None:
             return
         if self._work is not None:
@@ -84,7 +84,7 @@ class RunningStatistics:
 
 
 def _in_float64(buffers: list[Tensor]) -> Tensor:
-    """All numbers in one tensor: in float64, equal numbers of several ranks are averaged to that same number."""
+    """Pack all numbers in one float64 tensor: then the mean of equal numbers is the same number."""
     return torch.cat([buffer.reshape(-1).double() for buffer in buffers])
 
 
@@ -97,7 +97,7 @@ def _set(buffers: list[Tensor], flat: Tensor) -> None:
 
 @contextmanager
 def statistics_kept(modules: list[_NormBase]) -> Iterator[None]:
-    """Inside, a forward leaves running statistics as they are: a block that is computed again has updated them."""
+    """Leave running statistics unchanged in a forward inside: a recomputed block has already updated them."""
     tracking = [one for one in modules if one.training and one.num_batches_tracked is not None]
     before = [
         (one, one.momentum, one.num_batches_tracked.clone()) for one in tracking if one.num_batches_tracked is not None
@@ -122,14 +122,14 @@ class Sharing:
 
     group: Group
     counts: Callable[[], bool] = field(default=lambda: True)
-    """Whether the microbatch at hand has samples of this rank's own, and not a stand-in for none."""
+    """Whether the microbatch has samples of this rank, and not a placeholder for none."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharing:
-        return self  # a copy of the model talks to the same ranks
+        return self  # a copy of the model uses the same group
 
 
 def synchronise(model: nn.Module, group: Group) -> Sharing:
-    """Let every batch norm of a model share its statistics with a group. Names and parameters stay."""
+    """Make every batch norm of a model share its statistics with a group. Names and parameters stay."""
     sharing = Sharing(group)
     for module in batch_norms(model).values():
         module.__class__ = _SYNCED[type(module)]
@@ -149,7 +149,7 @@ class _Synced(_BatchNorm):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: Tensor) -> Tensor:
-        """In training, with statistics of the microbatch over all ranks; in evaluation, as torch does it."""
+        """Normalize with statistics of the microbatch over all ranks; in evaluation, as torch does."""
         if not self.training or self.sharing.group is None:
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
@@ -236,7 +236,7 @@ class _Normalise(torch.autograd.Function):
         sums = torch.stack([_sum(gradient), _sum(gradient * normal)])
         total = all_reduce(sums, ctx.group) / count
         through = gradient
-        if ctx.counts:  # a stand-in has no part in the statistics
+        if ctx.counts:  # a placeholder does not enter the statistics
             through = gradient - _as_channels(total[0], x) - normal * _as_channels(total[1], x)
         factor = scale if weight is None else scale * weight
         of_weight = sums[1].to(weight.dtype) if weight is not None else None
@@ -245,7 +245,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def _statistics(x: Tensor, group: dist.ProcessGroup, *, counts: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and variance of each channel, and the number of values, over all ranks (Chan et al. 1979)."""
+    """Return mean and variance of each channel, and the number of values, over all ranks (Chan et al. 1979)."""
     size, features = (x.numel() // x.shape[1] if counts else 0), x.shape[1]
     own = x.new_zeros(2 * features + 1)
     if size:
@@ -254,10 +254,10 @@ def _statistics(x: Tensor, group: dist.ProcessGroup, *, counts: bool) -> tuple[T
     every = all_gather(own[None], 0, group)
     means, squares, counted = every[:, :features], every[:, features:-1], every[:, -1:]
     count = counted.sum()
-    if size <= 1 and count <= 1:  # else nothing has to be read from the device
+    if size <= 1 and count <= 1:  # other ranks need not read the device
         raise ShoalError(
-            "batch norm needs more than one value of each channel over all ranks, and this microbatch has one",
-            fix="a larger mb= in the plan, or drop_last=True for the loader",
+            "batch norm needs more than one value per channel over all ranks, got one in this microbatch",
+            fix="a larger mb= in the plan, or DataLoader(..., drop_last=True)",
         )
     mean = (counted * means).sum(0) / count
     var = (squares + counted * (means - mean) ** 2).sum(0) / count
@@ -265,10 +265,10 @@ def _statistics(x: Tensor, group: dist.ProcessGroup, *, counts: bool) -> tuple[T
 
 
 def _sum(x: Tensor) -> Tensor:
-    """Over all dims but that of the channels."""
+    """Sum over all dims but that of the channels."""
     return x.sum([dim for dim in range(x.dim()) if dim != 1])
 
 
 def _as_channels(values: Tensor, x: Tensor) -> Tensor:
-    """One number of each channel, as x has them in dim 1."""
+    """Reshape one number per channel to broadcast along dim 1 of x."""
     return values.view(1, -1, *[1] * (x.dim() - 2))

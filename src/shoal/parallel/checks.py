@@ -1,4 +1,4 @@
-"""What a plan asks of a model that it cannot keep, said before anything is laid out."""
+"""Checks of a plan against a model, before anything is laid out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shoal.blueprint.description import Description, matches
-from shoal.blueprint.model_shapes import is_inside
+from shoal.blueprint.placement import is_inside
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.validation.check import check_plan
 from shoal.comm.collectives import all_gather_plain
@@ -20,32 +20,30 @@ from shoal.parallel.context.attention import Attention, DocumentMask
 from shoal.parallel.expert.experts import experts_in
 from shoal.parallel.expert.router import routers
 from shoal.parallel.fused_loss_head import why_not_fused
-from shoal.parallel.options import Options
+from shoal.parallel.policies import ComputePolicy, SyncPolicy
 from shoal.parallel.tensor import WHOLE, TensorParallel
 
 
-def refuse_unbuilt(plan: Plan) -> None:
-    """Raise for every word of a resolved plan that this version plans but cannot run."""
+def reject_unsupported(plan: Plan) -> None:
+    """Raise for every word of a resolved plan that this version can plan but not run."""
     found = []
     if plan.sync and plan.layout.cp > 1 and not plan.is_sharded:
         found.append(
             Problem(
-                f"sync={plan.sync} makes islands of dp_replicate, and cp={plan.cp} is not inside of one",
+                f"sync={plan.sync} needs cp=1, or shards inside a replica, got cp={plan.cp} with zero=0",
                 "zero=1, 2 or 3",
             )
         )
     if plan.compression is not None and plan.compression.feeds_back and plan.precision == "fp16" and not plan.sync:
-        what = f"compress={plan.compress} keeps what did not travel, and fp16 scales every step's gradients otherwise"
+        what = f"compress={plan.compress} keeps a residual, which the changing loss scale of fp16 would make wrong"
         found.append(Problem(what, "bf16 in place of fp16, or compress=int8"))
     if plan.sync and plan.offload == "optimizer":
-        what = (
-            f"sync={plan.sync} changes weights on the device, and offload=optimizer keeps those that count on the host"
-        )
+        what = f"sync={plan.sync} exchanges weights on the device, and offload=optimizer updates them on the host"
         found.append(Problem(what, "offload=none or parameters"))
     raise_if(found, title=f"plan '{plan.brief()}'")
 
 
-def refuse(
+def validate_model(
     model: nn.Module,
     plan: Plan,
     description: Description,
@@ -53,9 +51,10 @@ def refuse(
     shapes: dict[str, tuple[int, ...]],
     *,
     is_split_by_hand: bool,
-    options: Options,
+    compute: ComputePolicy,
+    sync: SyncPolicy,
 ) -> None:
-    """Raise with everything that does not fit. `shapes` are those of all parameters, whole."""
+    """Raise with all problems of a model under a plan. `shapes` are the full shapes of all parameters."""
     names = [name for name, _ in model.named_modules()]
     found = check_plan(
         plan,
@@ -63,26 +62,28 @@ def refuse(
         features=shapes,
         modules=names,
         is_split_by_hand=is_split_by_hand,
-        compiles=bool(options.compile),
+        compiles=bool(compute.compile),
     )
-    raise_if(found or unfit(model, plan, description, options), title=f"plan '{plan.brief()}'")
-    _refuse_unlike(model, plan, tensor)
+    raise_if(found or check_model(model, plan, description, compute, sync), title=f"plan '{plan.brief()}'")
+    _reject_unequal_models(model, plan, tensor)
 
 
-def unfit(model: nn.Module, plan: Plan, description: Description, options: Options) -> list[Problem]:
+def check_model(
+    model: nn.Module, plan: Plan, description: Description, compute: ComputePolicy, sync: SyncPolicy
+) -> list[Problem]:
     """What the modules of a model, built or without memory, have against a plan that its description fits; and what the
     settings of a run have against either."""
     return [
         *_without_attention(model, plan),
-        *_deaf(model, plan, description),
+        *_missing_arguments(model, plan, description),
         *_without_experts(model, plan),
-        *_unsaid_documents(model, plan, description),
+        *_undescribed_documents(model, plan, description),
         *_other_experts(model, plan, description),
         *_ties_that_break(model, plan, description),
-        *(_unshared_batch_norm(model, plan) if options.sync_batch_norm else ()),
-        *_never_unused(plan, finds_unused=options.find_unused_parameters),
-        *_all_too_narrow(model, plan, description, options.fp8_min_features),
-        *(_not_fused(model, plan, description) if options.fused_loss else ()),
+        *(_unshared_batch_norm(model, plan) if compute.sync_batch_norm else ()),
+        *_unused_with_shards(plan, finds_unused=sync.find_unused_parameters),
+        *_no_layer_for_fp8(model, plan, description, compute.fp8_min_features),
+        *(_not_fused(model, plan, description) if compute.fused_loss else ()),
     ]
 
 
@@ -90,33 +91,33 @@ def _unshared_batch_norm(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     off = "--run.sync_batch_norm false (sync_batch_norm=False of a Run)"
     norms = batch_norms(model)
     if not norms:
-        yield Problem("sync_batch_norm is about batch norm, and the model has none", off)
+        yield Problem("sync_batch_norm needs a batch norm in the model, got none", off)
     for name, norm in norms.items():
         if not can_share(norm):
             what = f"sync_batch_norm replaces torch's batch norm, and {name} is a {type(norm).__name__}"
             yield Problem(what, f"nn.BatchNorm1d, 2d or 3d in its place; or {off}")
     if norms and plan.layout.pp > 1:
         what = (
-            f"sync_batch_norm lets ranks wait for each other in every batch norm, and pp={plan.layout.pp} has an order"
+            f"sync_batch_norm makes ranks wait for each other in every batch norm, and pp={plan.layout.pp} has an order"
         )
         yield Problem(f"{what} of microbatches of its own", f"pp=1; or {off}")
     if norms and plan.sync:
-        what = f"sync_batch_norm shares statistics in every step, and under sync={plan.sync} replicas train apart"
+        what = f"sync_batch_norm shares statistics in every step, and under sync={plan.sync} replicas train alone"
         yield Problem(what, f"a plan without sync=; or {off}")
     if norms and plan.layout.tp > 1 and plan.sp:
         what = f"sync_batch_norm shares statistics over samples, and tp={plan.layout.tp} with sp divides tokens"
         yield Problem(what, f"sp=off; or {off}")
 
 
-def _never_unused(plan: Plan, *, finds_unused: bool) -> Iterator[Problem]:
+def _unused_with_shards(plan: Plan, *, finds_unused: bool) -> Iterator[Problem]:
     if plan.is_sharded and finds_unused:
         yield Problem(
-            "find_unused lets ranks leave parameters out, but sharded ranks have to meet for every one of them",
+            "find_unused_parameters needs replicas with full parameters, got shards: all ranks reduce every gradient",
             f"zero=0 instead of zero={plan.zero}, or a forward that uses the same parameters on every rank",
         )
 
 
-def _all_too_narrow(model: nn.Module, plan: Plan, description: Description, narrow: int | None) -> Iterator[Problem]:
+def _no_layer_for_fp8(model: nn.Module, plan: Plan, description: Description, narrow: int | None) -> Iterator[Problem]:
     if plan.precision != "fp8":
         return
     least = NARROW if narrow is None else narrow
@@ -125,23 +126,23 @@ def _all_too_narrow(model: nn.Module, plan: Plan, description: Description, narr
     if any(is_fit_for_fp8(layer, least) for layer in layers):
         return
     if any(is_fit_for_fp8(layer, 1) for layer in layers):
-        what = f"not one linear layer of the model's blocks has {least} features, the least for fp8"
+        what = f"fp8 needs a linear layer of at least {least} features in the model's blocks, got none"
         yield Problem(what, "--plan.precision bf16; or --run.fp8_min_features 16 (fp8_min_features=16 of a Run)")
     else:
-        what = "fp8 is for linear layers whose features are multiples of 16, and the model's blocks have none"
+        what = "fp8 needs a linear layer whose features are multiples of 16 in the model's blocks, got none"
         yield Problem(what, "--plan.precision bf16; or sizes that are multiples of 16")
 
 
 def _not_fused(model: nn.Module, plan: Plan, description: Description) -> Iterator[Problem]:
-    if (why := why_plain(model, plan, description)) is not None:
+    if (why := why_loss_not_fused(model, plan, description)) is not None:
         fix = "--run.loss auto or plain (fused_loss=None or False of a Run)"
         if description.head is None:
             fix += "; or Description(head=...), where the model's last layer is a product without a bias"
         yield Problem(f"the loss cannot be computed inside the model: {why}", fix)
 
 
-def why_plain(model: nn.Module, plan: Plan, description: Description) -> str | None:
-    """Why the last layer of a model cannot compute the loss; None: it can."""
+def why_loss_not_fused(model: nn.Module, plan: Plan, description: Description) -> str | None:
+    """Return why the last layer of a model cannot compute the loss; None: it can."""
     head = description.head
     if head is None:
         return "the model's description names no head"
@@ -158,14 +159,14 @@ def why_plain(model: nn.Module, plan: Plan, description: Description) -> str | N
 def _without_attention(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     if plan.layout.cp > 1 and not any(isinstance(module, Attention) for module in model.modules()):
         yield Problem(
-            f"cp={plan.layout.cp} divides the tokens that attend to each other, but the model has no shoal.Attention",
+            f"cp={plan.layout.cp} needs a shoal.Attention in the model, got none",
             "self.attention = shoal.Attention(), called as self.attention(q, k, v) in place of"
             " scaled_dot_product_attention",
         )
 
 
-def _deaf(model: nn.Module, plan: Plan, description: Description) -> Iterator[Problem]:
-    """Arguments that the description names and the forward does not have."""
+def _missing_arguments(model: nn.Module, plan: Plan, description: Description) -> Iterator[Problem]:
+    """Yield arguments that the description names and the forward does not have."""
     parameters = inspect.signature(model.forward).parameters
     if plan.layout.cp == 1 or any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         return
@@ -174,7 +175,7 @@ def _deaf(model: nn.Module, plan: Plan, description: Description) -> Iterator[Pr
         if name is not None and name not in parameters:
             near = nearest(name, parameters)
             yield Problem(
-                f"describe() says that forward takes {what} as {name!r}, and it has no such argument",
+                f"describe() names {name!r} as the argument for {what}, and forward has no such argument",
                 f"did you mean {near}?" if near else f"def forward(self, tokens, {name}=None): ...",
             )
 
@@ -182,23 +183,23 @@ def _deaf(model: nn.Module, plan: Plan, description: Description) -> Iterator[Pr
 def _without_experts(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     if plan.layout.ep > 1 and not experts_in(model):
         yield Problem(
-            f"ep={plan.layout.ep} divides experts, but the model has no shoal.Experts",
+            f"ep={plan.layout.ep} needs a shoal.Experts in the model, got none",
             "shoal.Experts in place of experts of your own, or ep=1",
         )
 
 
-def _unsaid_documents(model: nn.Module, plan: Plan, description: Description) -> Iterator[Problem]:
+def _undescribed_documents(model: nn.Module, plan: Plan, description: Description) -> Iterator[Problem]:
     has_mask = any(isinstance(module, DocumentMask) for module in model.modules())
     if plan.layout.cp > 1 and has_mask and description.documents is None:
         yield Problem(
-            "the model has a shoal.DocumentMask, and describe() does not say which argument has the documents: cp would"
+            "the model has a shoal.DocumentMask, and describe() does not name the argument with the documents: cp would"
             " cut them",
             'Description(..., documents="documents")',
         )
 
 
 def _other_experts(model: nn.Module, plan: Plan, description: Description) -> Iterator[Problem]:
-    """Numbers that the description and the modules have differently."""
+    """Yield numbers that differ between the description and the modules."""
     facts = [("num_experts", description.num_experts, e.num_experts) for e in experts_in(model).values()]
     facts += [
         ("active_experts", description.active_experts, router.top_k)
@@ -211,7 +212,7 @@ def _other_experts(model: nn.Module, plan: Plan, description: Description) -> It
 
 
 def _ties_that_break(model: nn.Module, plan: Plan, description: Description) -> Iterator[Problem]:
-    """Parameters with several names, which a layout would turn into several parameters."""
+    """Yield parameters with several names, which a layout would turn into several parameters."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -228,8 +229,9 @@ def _ties_that_break(model: nn.Module, plan: Plan, description: Description) -> 
             )
 
 
-def _refuse_unlike(model: nn.Module, plan: Plan, tensor: TensorParallel) -> None:
-    """Whole models that differ from rank to rank, of which each would keep another piece. DDP sends rank 0's to all."""
+def _reject_unequal_models(model: nn.Module, plan: Plan, tensor: TensorParallel) -> None:
+    """Reject models that differ between ranks: each rank would keep a piece of another model. DDP broadcasts rank
+    0's."""
     layout = plan.layout
     if layout.world_size in (1, layout.dp_replicate) or any(p.is_meta for p in model.parameters()):
         return
@@ -238,6 +240,6 @@ def _refuse_unlike(model: nn.Module, plan: Plan, tensor: TensorParallel) -> None
     unlike = next((name for name in sums if any(repr(other.get(name)) != repr(sums[name]) for other in every)), None)
     if unlike is not None:
         raise ShoalError(
-            f"{unlike} does not have the same values on every rank before it is laid out",
+            f"{unlike} must have the same values on every rank before it is laid out",
             fix="the same torch.manual_seed on every rank before the model is built, and weights loaded on every rank",
         )

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.blueprint.description import Description
-from shoal.blueprint.model_shapes import ModelShapes, Unit, is_inside, named, owners, splits_tokens, stage_bounds, units
+from shoal.blueprint.model_shapes import ModelShapes
+from shoal.blueprint.placement import Unit, is_inside, named, owners, splits_tokens, stage_bounds, units
 from shoal.blueprint.plan import Plan
 from shoal.comm.mesh import Mesh
 from shoal.numerics.fp8.convert import to_fp8
@@ -24,23 +25,21 @@ from shoal.numerics.init import initialise, materialise
 from shoal.numerics.precision import Precision
 from shoal.parallel.activation_checkpoint import recompute
 from shoal.parallel.batch_norm import RunningStatistics, Sharing, batch_norms, statistics_of, synchronise
-from shoal.parallel.checks import refuse, why_plain
+from shoal.parallel.checks import validate_model, why_loss_not_fused
 from shoal.parallel.context.attention import Attention, ContextParallel
 from shoal.parallel.context.attention import divide as divide_tokens
-from shoal.parallel.data.ddp import replicate
-from shoal.parallel.data.fsdp import Sharding, units_by_size
-from shoal.parallel.data.gradient_reducer import GradientReducer
-from shoal.parallel.data.local_sgd import LocalSGD
+from shoal.parallel.data.fsdp import FSDPSync, Sharding, units_by_size
+from shoal.parallel.data.gradient_sync import GradientSync
 from shoal.parallel.expert.aux_loss import AuxLoss
 from shoal.parallel.expert.experts import ExpertParallel, Experts, experts_in
 from shoal.parallel.expert.experts import divide as divide_experts
 from shoal.parallel.expert.router import note_routers, routers
 from shoal.parallel.fused_loss_head import LossHead
-from shoal.parallel.options import Options
 from shoal.parallel.parallel_model import ParallelModel, StageModule
 from shoal.parallel.pipeline.pipeline import Pipeline, Stage, cut
 from shoal.parallel.pipeline.stage_io import Activation, skeleton_of
-from shoal.parallel.replica_sync import build_gradient_sync, uses_own_reducer, with_buckets
+from shoal.parallel.policies import ComputePolicy, SyncPolicy
+from shoal.parallel.replica_sync import ReplicaGroup, build_gradient_sync, uses_own_reducer, with_buckets
 from shoal.parallel.tensor import TensorParallel, note_split_layers, split
 
 
@@ -52,59 +51,37 @@ def compose(
     mesh: Mesh,
     tensor: TensorParallel,
     precision: Precision,
-    options: Options,
+    compute: ComputePolicy,
+    sync: SyncPolicy,
 ) -> ParallelModel:
     """This rank's part of a model, laid out as a resolved plan says. The model's tensors are used up."""
     tensor.splits_tokens = splits_tokens(plan, description)
     originals = dict(model.named_parameters(remove_duplicate=False))
     by_hand = note_split_layers(model, tensor)
     shapes = {name: tuple(parameter.shape) for name, parameter in originals.items()} | by_hand
-    refuse(
-        model,
-        plan,
-        description,
-        tensor,
-        shapes,
-        is_split_by_hand=bool(by_hand),
-        options=options,
-    )
+    is_by_hand = bool(by_hand)
+    validate_model(model, plan, description, tensor, shapes, is_split_by_hand=is_by_hand, compute=compute, sync=sync)
     num_parameters = sum(math.prod(shapes[name]) for name, _ in model.named_parameters())
     routed = {name: router.num_experts for name, router in routers(model).items()}
-    how = _How(plan, description, mesh, tensor, precision, options, balance=_balance(model, plan, mesh, tensor))
-    how.is_fused = options.fused_loss is not False and why_plain(model, plan, description) is None
-    batch_norm, tracks = _batch_norm(model, plan, mesh, options)
+    balance, is_own = _balance(model, plan, mesh, tensor), uses_own_reducer(plan, sync)
+    how = _How(plan, description, mesh, tensor, precision, compute, uses_own_reducer=is_own, balance=balance)
+    how.is_fused = compute.fused_loss is not False and why_loss_not_fused(model, plan, description) is None
+    batch_norm, tracks = _batch_norm(model, plan, mesh, compute)
     skeleton = skeleton_of(model) if mesh.degree("pp") > 1 else model
     parts = list(_cut(model, plan, description, mesh))
     for part in parts:
         _lay_out(part, how)
     if how.context is not None and skeleton is not model:
         divide_tokens(skeleton, description, how.context, is_compiled=True)
-    whole = parts[0].model
-    options, bucket_chosen = with_buckets(options, plan, parts, mesh, is_sharded=how.sharding is not None)
-    meeting = build_gradient_sync(
-        parts,
-        plan,
-        mesh=mesh,
-        tensor=tensor,
-        description=description,
-        options=options,
-        is_sharded=how.sharding is not None,
-    )
-    if meeting is None and how.sharding is None and parts[0].stage is None:
-        assert options.bucket_mb != "auto"
-        peers = mesh.group_of_several(plan.gradient_axis)
-        whole = replicate(
-            whole,
-            peers,
-            device=mesh.device,
-            bucket_mb=options.bucket_mb,
-            find_unused_parameters=options.find_unused_parameters,
-        )
+    is_sharded, models = how.sharding is not None, [part.model for part in parts]
+    sync, bucket_chosen = with_buckets(sync, plan, parts, mesh, is_sharded=is_sharded)
+    replicas = ReplicaGroup(plan, mesh, tensor, description, parts, is_sharded=is_sharded)
+    called, replica_sync = build_gradient_sync(replicas, sync, seed=compute.seed)
     return ParallelModel(
         plan=plan,
         mesh=mesh,
         parts=parts,
-        model=whole,
+        model=called,
         tensor=tensor,
         context=how.context,
         head=how.head,
@@ -112,12 +89,12 @@ def compose(
         routed=routed,
         experts=frozenset(how.divided),
         pipeline=_pipeline(parts, skeleton, how),
-        reducer=meeting if isinstance(meeting, GradientReducer) else None,
-        islands=meeting if isinstance(meeting, LocalSGD) else None,
-        statistics=_statistics([part.model for part in parts], plan, mesh) if tracks else None,
+        shards=FSDPSync(models, plan.zero or 0) if is_sharded else GradientSync(),
+        replicas=replica_sync,
+        statistics=_statistics(models, plan, mesh) if tracks else None,
         batch_norm=batch_norm,
-        is_sharded=how.sharding is not None,
-        is_split_by_hand=bool(by_hand),
+        is_sharded=is_sharded,
+        is_split_by_hand=is_by_hand,
         originals=originals,
         shapes=shapes,
         num_parameters=num_parameters,
@@ -135,7 +112,8 @@ class _How:
     mesh: Mesh
     tensor: TensorParallel
     precision: Precision
-    options: Options
+    compute: ComputePolicy
+    uses_own_reducer: bool
     balance: AuxLoss | None
     divided: set[str] = field(default_factory=set)
     """Parameters that were divided over ep."""
@@ -146,12 +124,11 @@ class _How:
 
     def __post_init__(self) -> None:
         plan, mesh = self.plan, self.mesh
-        self.uses_own_reducer = uses_own_reducer(plan, self.options)
         self.sharding = _sharding(plan, mesh, self.precision, plan.shard_axis, uses_own_reducer=self.uses_own_reducer)
         self.experts: ExpertParallel | None = None
         self.expert_sharding: Sharding | None = None
         if plan.layout.ep > 1:
-            self.experts = ExpertParallel(mesh.groups["ep"], wire=mesh.wire)
+            self.experts = ExpertParallel(mesh.groups["ep"], comm_device=mesh.comm_device)
             self.expert_sharding = _sharding(plan, mesh, self.precision, "edp", uses_own_reducer=self.uses_own_reducer)
         is_mixed = self.balance is not None and plan.layout.pp > 1
         self.as_now = self.balance.as_now if self.balance is not None and is_mixed else None
@@ -159,7 +136,7 @@ class _How:
         self.context: ContextParallel | None = None
         if plan.layout.cp > 1:
             assert plan.context is not None
-            self.context = ContextParallel(mesh.groups["cp"], kind=plan.context, wire=mesh.wire)
+            self.context = ContextParallel(mesh.groups["cp"], kind=plan.context, comm_device=mesh.comm_device)
 
 
 def _lay_out(part: StageModule, how: _How) -> None:
@@ -168,7 +145,7 @@ def _lay_out(part: StageModule, how: _How) -> None:
     large = _large_units(model, how)
     is_compiled_whole = not description.blocks or _is_best_compiled_whole(part, how)
     for unit in _units(model, description):
-        _fill(model, unit, how.options.seed)
+        _fill(model, unit, how.compute.seed)
         if not unit.is_rest:
             split(model, unit.names, description.splits, how.tensor)
         experts = _divide_experts(model, unit, how)
@@ -176,29 +153,29 @@ def _lay_out(part: StageModule, how: _How) -> None:
         if how.is_fused and description.head is not None and unit.holds(description.head):
             _give_loss_to_head(model, how)  # before it is sharded, which makes another class of it
         for block in _modules(model, unit) if unit.is_block else ():
-            _choose_attention(block, how.options)
-            _choose_what_is_kept(block, how.options)
+            _choose_attention(block, how.compute)
+            _choose_what_is_kept(block, how.compute)
             _narrow_products(block, how)
             if how.plan.recompute == "full":  # around what is compiled: a compiler would keep some of what it captures
-                _compile(block, how.options)
+                _compile(block, how.compute)
                 recompute(block, "full", how.as_now)
             else:
-                recompute(block, how.plan.recompute, how.as_now, is_compiled=bool(how.options.compile))
-                _compile(block, how.options, unless=is_compiled_whole)
+                recompute(block, how.plan.recompute, how.as_now, is_compiled=bool(how.compute.compile))
+                _compile(block, how.compute, unless=is_compiled_whole)
         for name in set(unit.names) & set(description.after_blocks) - {description.head}:
-            _compile(model.get_submodule(name), how.options, unless=is_compiled_whole)  # the last norm
+            _compile(model.get_submodule(name), how.compute, unless=is_compiled_whole)  # the last norm
         if how.expert_sharding is not None:
             for module in experts:
                 how.expert_sharding.shard(module)
         if sharding is not None and not unit.is_root:
             sharding.shard(_modules(model, unit), is_last=unit.is_last)
     if not description.blocks:
-        _choose_attention(model, how.options)
+        _choose_attention(model, how.compute)
     if is_compiled_whole:
-        _compile(model, how.options)
+        _compile(model, how.compute)
     how.precision.install(model, how.mesh.device)
     if how.context is not None:
-        divide_tokens(model, description, how.context, is_compiled=bool(how.options.compile))
+        divide_tokens(model, description, how.context, is_compiled=bool(how.compute.compile))
     if sharding is not None:
         for unit_by_size in large:
             sharding.shard(unit_by_size)
@@ -236,10 +213,10 @@ def _balance(model: nn.Module, plan: Plan, mesh: Mesh, tensor: TensorParallel) -
     return balance
 
 
-def _batch_norm(model: nn.Module, plan: Plan, mesh: Mesh, options: Options) -> tuple[Sharing | None, bool]:
+def _batch_norm(model: nn.Module, plan: Plan, mesh: Mesh, compute: ComputePolicy) -> tuple[Sharing | None, bool]:
     """What batch norm shares between ranks; and whether there are running statistics that it does not share."""
     is_alone = plan.layout.degree("dp_cp") == 1
-    if not options.sync_batch_norm or is_alone:
+    if not compute.sync_batch_norm or is_alone:
         return None, bool(statistics_of(model)) and not is_alone
     sharing = synchronise(model, mesh.new_group("dp_cp"))
     shared = {f"{name}.{own}" for name, norm in batch_norms(model).items() for own, _ in norm.named_buffers()}
@@ -301,27 +278,27 @@ def _tensors(model: nn.Module, unit: Unit) -> Iterator[Tensor]:
             yield from module.buffers(recurse=False)
 
 
-def _choose_attention(module: nn.Module, options: Options) -> None:
+def _choose_attention(module: nn.Module, compute: ComputePolicy) -> None:
     for attention in (inner for inner in module.modules() if isinstance(inner, Attention)):
-        attention.backend = options.attention
+        attention.backend = compute.attention
 
 
-def _choose_what_is_kept(block: nn.Module, options: Options) -> None:
-    for module in (inner for inner in block.modules() if isinstance(getattr(inner, "remakes", None), bool)):
-        module.remakes = options.recompute_swiglu  # type: ignore[assignment]
+def _choose_what_is_kept(block: nn.Module, compute: ComputePolicy) -> None:
+    for module in (inner for inner in block.modules() if isinstance(getattr(inner, "recompute", None), bool)):
+        module.recompute = compute.recompute_swiglu  # type: ignore[assignment]
 
 
 def _narrow_products(block: nn.Module, how: _How) -> None:
     if how.plan.precision == "fp8":
-        to_fp8(block, how.options.fp8, how.mesh.device, narrow=how.options.fp8_min_features)
+        to_fp8(block, how.compute.fp8, how.mesh.device, narrow=how.compute.fp8_min_features)
 
 
 def _give_loss_to_head(model: nn.Module, how: _How) -> None:
     assert how.description.head is not None
     layer = model.get_submodule(how.description.head)
     assert isinstance(layer, nn.Linear)
-    fp8 = how.plan.precision == "fp8" and how.options.fp8_head == "gradients"
-    how.head = LossHead(layer, fp8=fp8, always=bool(how.options.fused_loss))
+    fp8 = how.plan.precision == "fp8" and how.compute.fp8_head == "gradients"
+    how.head = LossHead(layer, fp8=fp8, always=bool(how.compute.fused_loss))
 
 
 def _is_best_compiled_whole(part: StageModule, how: _How) -> bool:
@@ -334,9 +311,9 @@ def _is_best_compiled_whole(part: StageModule, how: _How) -> bool:
     return len(kinds) > 2 and is_undivided and how.plan.recompute == "none" and how.description.head is None
 
 
-def _compile(block: nn.Module, options: Options, *, unless: bool = False) -> None:
-    if options.compile and not unless:
-        backend = "inductor" if options.compile is True else options.compile
+def _compile(block: nn.Module, compute: ComputePolicy, *, unless: bool = False) -> None:
+    if compute.compile and not unless:
+        backend = "inductor" if compute.compile is True else compute.compile
         block.forward = torch.compile(block.forward, backend=backend)
 
 
@@ -411,7 +388,7 @@ def _pipeline(parts: list[StageModule], skeleton: nn.Module, how: _How) -> Pipel
         schedule=plan.schedule,
         group=mesh.groups["pp"],
         device=mesh.device,
-        wire=mesh.wire,
+        comm_device=mesh.comm_device,
         num_stages=stages[0].num_stages,
         activation=Activation(skeleton, how.description.blocks, how.tensor),
         dtype=precision.compute_dtype,

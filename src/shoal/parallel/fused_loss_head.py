@@ -1,8 +1,8 @@
 """A model's last layer that can compute the loss in place of the logits.
 
-A model returns logits; a loss that never wants all of them at once has to stand where they are made, inside the forward
-of that layer, where sharding has gathered its weight and waits for its gradient. So a loss says its labels first and
-then calls the model as ever:
+A model returns logits. A loss that never needs all of them at once must be computed inside the forward of that layer,
+where sharding has gathered its weight and expects its gradient. So a loss passes its labels first and then calls the
+model as usual:
 
     with head.takes(labels):
         loss_sum = model(tokens)      # tokens ─ blocks ─ norm ─[lm_head: logits and loss, chunk by chunk]─ loss
@@ -27,13 +27,13 @@ from shoal.numerics.ops.memory_saving_linear import has_hooks
 from shoal.numerics.precision import wide
 
 SMALL = 2**20
-"""Bytes of logits. Fewer are held whole on a CPU, where the calls of a small step take longer than the arithmetic: of
-32 tokens and 256 words, torch's own two functions took 0.32 ms, forward and backward, and the fused one 0.66 (measured,
-Intel Xeon, one thread)."""
+"""Bytes of logits. Below this a CPU computes all logits at once, because there the calls of a small step take longer
+than the arithmetic: for 32 tokens and 256 words, torch's own two functions took 0.32 ms, forward and backward, and the
+fused one 0.66 (measured, Intel Xeon, one thread)."""
 
 
 class LossHead:
-    """Puts itself in the place of a linear layer's forward; names and parameters of the layer stay."""
+    """Replaces a linear layer's forward; names and parameters of the layer stay."""
 
     def __init__(self, layer: nn.Linear, *, fp8: bool = False, always: bool = False) -> None:
         self.layer = layer
@@ -42,22 +42,22 @@ class LossHead:
         """Fuse small losses on a CPU, too."""
         self.labels: Tensor | None = None
         self.factor: float | Callable[[], float] = 1.0
-        """What the gradient of the loss will be, as far as is known: see `linear_cross_entropy`."""
+        """The expected gradient of the loss; see `linear_cross_entropy`."""
         self._loss: Tensor | None = None
-        """What was returned for labels last, until it is known that the model returns it as it is."""
+        """The last loss that was returned, until the model is known to return it unchanged."""
         self._is_known = False
         self._logits = layer.forward
         layer.forward = self.forward  # type: ignore[method-assign, assignment]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits; or for labels, the sum of their losses."""
+        """Return logits, or for labels the sum of their losses."""
         labels, self.labels = self.labels, None
         if labels is None:
             return self._logits(x)
         if labels.is_floating_point() or labels.numel() != x[..., 0].numel():
             raise ShoalError(
-                f"cross-entropy takes a whole number for each of the head's {x[..., 0].numel()} outputs, not labels of"
-                f" {labels.dtype} and shape {tuple(labels.shape)}",
+                f"labels must be one integer for each of the head's {x[..., 0].numel()} outputs, got"
+                f" {labels.dtype} of shape {tuple(labels.shape)}",
                 fix="labels of the shape of the tokens; or Run(loss=lambda model, batch: ...)",
             )
         loss = self._fused(x, labels) if self.always or not self._is_small(x) else self._plain(x, labels)
@@ -81,19 +81,19 @@ class LossHead:
         return loss
 
     def has_returned(self, output: Any) -> bool:
-        """Whether this is the loss that the layer has returned last: what a forward would do to logits, such as to
-        scale them, it must not do to a loss. Numbers are compared once, since a GPU has to be waited for."""
+        """Whether this is the loss that the layer returned last. A forward that changes logits, such as by a scale,
+        must not do so to a loss. The numbers are compared once, since that waits for a GPU."""
         if not isinstance(output, Tensor) or output.dim():
             return False
         if self._loss is None:
             return True
         is_same = torch.allclose(output.detach(), self._loss.to(output.dtype), rtol=1e-6, atol=0.0, equal_nan=True)
-        self._is_known = is_same and bool(self._loss)  # of nothing, whatever is done to it is nothing
+        self._is_known = is_same and bool(self._loss)  # a loss of 0 shows no change
         return is_same
 
     @contextmanager
     def takes(self, labels: Tensor) -> Iterator[None]:
-        """One call of the model inside returns the sum of the losses of these labels."""
+        """Make one call of the model inside return the sum of the losses of these labels."""
         self.labels = labels
         try:
             yield
@@ -106,8 +106,8 @@ class LossHead:
 
     @contextmanager
     def with_grad_scale(self, factor: Callable[[], float]) -> Iterator[None]:
-        """Losses that are computed inside will be multiplied by this. It is read when the loss is computed: the sum
-        over the ranks that it depends on travels while the layers before the head compute."""
+        """Declare the factor of the losses that are computed inside. It is read when a loss is computed: the sum over
+        ranks that it depends on is in flight while the layers before the head compute."""
         self.factor = factor
         try:
             yield
@@ -116,13 +116,13 @@ class LossHead:
 
 
 def why_not_fused(layer: nn.Module) -> str | None:
-    """Why a layer's logits have to exist before there is a loss; None: they do not."""
+    """Return why a layer cannot compute the loss without its logits; None: it can."""
     if type(layer) is not nn.Linear:
         return f"its head is a {type(layer).__name__}, not an nn.Linear"
     if getattr(layer, "bias", None) is not None:
         return "its head has a bias"
     if has_hooks(layer):
-        return "its head has a hook, which would see a loss where it looks for logits"
+        return "its head has a hook, which would get a loss in place of logits"
     forward = layer.__dict__.get("forward")
-    is_ours = isinstance(getattr(forward, "__self__", None), LossHead)  # of a run before this one
+    is_ours = isinstance(getattr(forward, "__self__", None), LossHead)  # of an earlier run
     return "its head has a forward of its own" if forward is not None and not is_ours else None

@@ -1,17 +1,22 @@
 """`tp`: the weights of each layer divided over ranks that all see the same samples.
 
-torch gives DTensor styles (`ColwiseParallel`, ...), which send every operation of a split layer through DTensor's
-dispatch, and with which torch's split backward of zero-bubble pipelines does not work. Here a rank holds plain tensors,
-its own pieces, and the collectives stand where one can see them. One block, two ranks (x: full, x/2: half the tokens,
-w|: half the columns, w-: half the rows; sums are over tp):
+torch has DTensor styles (`ColwiseParallel`, ...), which send every operation of a split layer through DTensor's
+dispatch, and do not work with torch's split backward of zero-bubble pipelines. Here a rank has plain tensors, its own
+pieces, and the collectives are explicit. One block, two ranks (x: full, x/2: half the tokens, w|: half the columns,
+w-: half the rows; sums are over tp):
 
     sp=off   x ──[enter]── q| k| v| ── attention over half the heads ── o- ──[leave]── x
                 enter: the backward sums;   leave: the forward sums
     sp=on    x/2 ─[enter]─ q| k| v| ── attention over half the heads ── o- ──[leave]── x/2
-                enter: the forward gathers tokens, the backward sums and cuts;   leave: the other way round
+                enter: the forward gathers tokens, the backward sums and cuts;   leave: the inverse
 
 With `sp` everything between two such regions (norms, residual stream) sees half the tokens. Weights that are used there
 get the gradient of those tokens only. They are called *partial* and are summed over tp once a step, all together.
+
+Cross-entropy with each rank's part of the logits, l over V/2 words, needs two all-reduces of one number per token:
+
+    m = max over ranks of max l [1]     Z = sum over ranks of Σ exp(l - m), t = l[label] of the rank that has it [2]
+    loss = log Z + m - t [3]            gradient of the own part: exp(l - m)/Z - onehot, without communication [4]
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ from shoal.numerics.precision import in_autocast_dtype
 
 
 class TensorParallel:
-    """The tp group of a rank and what its split layers share. Without a group it is the identity."""
+    """The tp group of a rank and the state that its split layers share. Without a group it is the identity."""
 
     def __init__(self, group: Group = None, *, splits_tokens: bool = False) -> None:
         self.group = group
@@ -46,20 +51,20 @@ class TensorParallel:
         self.cuts: dict[str, int] = {}
         """Full name of a parameter that is cut → the dim along which it is cut."""
         self.partial: set[str] = set()
-        """Full names of parameters whose gradients have to be summed over tp."""
+        """Full names of parameters whose gradients must be summed over tp."""
         self.num_logits = 0
-        """The whole vocabulary of a vocabulary-parallel head; 0: there is no such head."""
+        """The full vocabulary of a vocabulary-parallel head; 0: there is none."""
         self.keeps_logits_split = False
         self._outside: Tensor | None = None
         self._inside: Tensor | None = None
 
     def enter(self, x: Tensor) -> Tensor:
-        """From what all ranks share into a split region. Queries, keys and values read one x: it enters once."""
+        """Pass a replicated tensor into a split region. Queries, keys and values read one x: it enters once."""
         if self.group is None:
             return x
         if self._outside is not x or self._inside is None:
             self._outside = x
-            wide = in_autocast_dtype(x)  # what the product would cast anyway, before it travels
+            wide = in_autocast_dtype(x)  # cast before it is sent, as the product would
             if self.splits_tokens:
                 _check_tokens(wide)
                 self._inside = gather_tokens(wide, self.group)
@@ -68,8 +73,8 @@ class TensorParallel:
         return self._inside
 
     def leave(self, x: Tensor) -> Tensor:
-        """From the partial sums of a split region to what all ranks share."""
-        self._outside = self._inside = None  # the region is over: let go of what it read
+        """Sum the partial results of a split region into a replicated tensor."""
+        self._outside = self._inside = None  # the region has ended: release what it read
         if self.group is None:
             return x
         if self.splits_tokens:
@@ -78,23 +83,23 @@ class TensorParallel:
         return leave(x, self.group)
 
     def leave_logits(self, x: Tensor) -> Tensor:
-        """Logits over this rank's part of the vocabulary; joined, unless a loss asked to have them split."""
+        """Join the logits of all ranks' parts of the vocabulary, unless a loss takes them split."""
         self._outside = self._inside = None
         if self.group is None or self.keeps_logits_split:
             return x
         return gather_last(x, self.group, self.num_logits)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
-        """One for all parts of a model: groups are not copied."""
+        """Return the same object: all parts of a model share it, and groups cannot be copied."""
         return self
 
     def first_of(self, size: int) -> int:
-        """Where this rank's part of `size` things begins."""
+        """Return where this rank's part of `size` things begins."""
         return self.index * -(-size // self.degree)
 
     @contextmanager
     def split_logits(self) -> Iterator[None]:
-        """Inside, a vocabulary-parallel head returns this rank's part of the logits."""
+        """Make a vocabulary-parallel head return this rank's part of the logits inside."""
         before, self.keeps_logits_split = self.keeps_logits_split, True
         try:
             yield
@@ -104,7 +109,7 @@ class TensorParallel:
     def _check_divisible(self, x: Tensor) -> None:
         if x.shape[TOKENS] % self.degree:
             raise ShoalError(
-                f"{x.shape[TOKENS]} tokens cannot be divided evenly over tp={self.degree} ranks",
+                f"the sequence length must be divisible by tp={self.degree}, got {x.shape[TOKENS]} tokens",
                 fix=f"sp=off in the plan, or a sequence length that {self.degree} divides",
             )
 
@@ -112,8 +117,7 @@ class TensorParallel:
 def _check_tokens(x: Tensor) -> None:
     if x.dim() < 3:
         raise ShoalError(
-            f"sequence parallelism divides tokens, but an activation of shape {tuple(x.shape)} has none (samples,"
-            " tokens, features), as after a mean over tokens",
+            f"sequence parallelism needs activations of shape (samples, tokens, features), got {tuple(x.shape)}",
             fix="sp=off in the plan",
         )
 
@@ -122,7 +126,7 @@ def _check_tokens(x: Tensor) -> None:
 
 
 class ColumnParallelLinear(nn.Linear):
-    """A linear layer of which this rank has some of the output features."""
+    """A linear layer of which this rank has some output features."""
 
     cut: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
     """Parameter → the dim along which tp cuts it."""
@@ -134,13 +138,13 @@ class ColumnParallelLinear(nn.Linear):
     tensor: TensorParallel
 
     def forward(self, x: Tensor) -> Tensor:
-        """What all ranks share → this rank's features."""
+        """Map a replicated tensor to this rank's features."""
         _check_features(self, x, "all")
         return F.linear(self.tensor.enter(x), self.weight, self.bias)
 
 
 class RowParallelLinear(nn.Linear):
-    """A linear layer of which this rank has some of the input features, and sees only those."""
+    """A linear layer of which this rank has some input features, and receives only those."""
 
     cut: ClassVar[dict[str, int]] = {"weight": 1}
 
@@ -151,7 +155,7 @@ class RowParallelLinear(nn.Linear):
     tensor: TensorParallel
 
     def forward(self, x: Tensor) -> Tensor:
-        """This rank's features → what all ranks share. The bias is added once, after the sum."""
+        """Map this rank's features to a replicated tensor. The bias is added once, after the sum."""
         _check_features(self, x, "this rank's part of the")
         total = self.tensor.leave(F.linear(x, self.weight))
         return total if self.bias is None else total + self.bias.to(total.dtype)
@@ -164,10 +168,10 @@ class VocabularyParallelEmbedding(nn.Embedding):
     tensor: TensorParallel
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Rows of tokens that other ranks have are zero here, and come in with the sum."""
+        """Look up rows; those of other ranks are zero here, and the sum adds them."""
         first = self.tensor.first_of(self.num_embeddings)
         local = tokens - first
-        is_token = (tokens >= 0) & (tokens < self.num_embeddings)  # anything else fails, as it does on one device
+        is_token = (tokens >= 0) & (tokens < self.num_embeddings)  # any other token raises, as on one device
         elsewhere = ((local < 0) | (local >= self.weight.shape[0])) & is_token
         padding = None if self.padding_idx is None else self.padding_idx - first
         if padding is not None and not 0 <= padding < self.weight.shape[0]:
@@ -183,18 +187,18 @@ class VocabularyParallelHead(nn.Linear):
     tensor: TensorParallel
 
     def forward(self, x: Tensor) -> Tensor:
-        """What all ranks share → logits."""
+        """Map a replicated tensor to logits."""
         return self.tensor.leave_logits(F.linear(self.tensor.enter(x), self.weight, self.bias))
 
 
 class PositionEmbedding(nn.Embedding):
-    """A whole embedding that looks up this rank's tokens only; for positions, under sequence parallelism."""
+    """A full embedding that looks up this rank's tokens only; for positions, under sequence parallelism."""
 
     cut: ClassVar[dict[str, int]] = {}
     tensor: TensorParallel
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Ids of all tokens → rows of mine."""
+        """Look up the rows of my tokens, given the ids of all."""
         return super().forward(my_part(tokens, -1, self.tensor.group))
 
 
@@ -203,31 +207,31 @@ def _check_features(layer: nn.Linear, x: Tensor, which: str) -> None:
         kind = "COLUMN" if isinstance(layer, ColumnParallelLinear) else "ROW"
         name = getattr(layer, "full_name", type(layer).__name__)
         raise ShoalError(
-            f"{name} is split by {kind} and takes {which} input features, {layer.weight.shape[1]}, not {x.shape[-1]}",
-            fix="in splits: COLUMN for what reads from outside of a split region, ROW for what reads a COLUMN layer",
+            f"{name}, split by {kind}, must get {which} input features, {layer.weight.shape[1]}, got {x.shape[-1]}",
+            fix="in splits: COLUMN for a layer that reads from outside of a split region, ROW after a COLUMN layer",
         )
 
 
 def _become(module: Any, kind: Any, tensor: TensorParallel, pieces: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Turn a whole layer into its split form, in place: names, attributes and hooks stay.
+    """Convert a full layer into its split form, in place: names, attributes and hooks stay.
 
-    `pieces` remembers what became of which parameter, so that two layers which share one share its piece.
+    `pieces` maps full parameters to their pieces, so that two layers which share a parameter share its piece.
     """
     module.__class__ = kind
     module.tensor = tensor
     for name, dim in kind.cut.items():
-        whole = getattr(module, name)
-        if whole is None:
+        full = getattr(module, name)
+        if full is None:
             continue
-        if whole not in pieces:
-            _check_enough(module, name, whole.shape[dim], tensor)
-            own = part(whole.detach(), dim, index=tensor.index, degree=tensor.degree).clone()
-            pieces[whole] = nn.Parameter(own, requires_grad=whole.requires_grad)
-        setattr(module, name, pieces[whole])
+        if full not in pieces:
+            _check_enough(module, name, full.shape[dim], tensor)
+            own = part(full.detach(), dim, index=tensor.index, degree=tensor.degree).clone()
+            pieces[full] = nn.Parameter(own, requires_grad=full.requires_grad)
+        setattr(module, name, pieces[full])
 
 
 def _check_enough(module: nn.Module, name: str, size: int, tensor: TensorParallel) -> None:
-    """Features are divided evenly, because the layer after them expects as many; a vocabulary need not be."""
+    """Reject an uneven division of features, since the next layer expects equally many; a vocabulary may be uneven."""
     is_vocabulary = isinstance(module, VocabularyParallelEmbedding | VocabularyParallelHead)
     first_of_last = (tensor.degree - 1) * -(-size // tensor.degree)
     if first_of_last >= size or (size % tensor.degree and not is_vocabulary):
@@ -239,34 +243,34 @@ def _check_enough(module: nn.Module, name: str, size: int, tensor: TensorParalle
 
 
 def vocabulary_cross_entropy(logits: Tensor, labels: Tensor, tensor: TensorParallel, *, ignore: int) -> Tensor:
-    """Cross-entropy, summed over labels that count, of logits over this rank's part of the vocabulary."""
+    """Return the cross-entropy, summed over labels that count, from this rank's part of the logits."""
     loss: Tensor = _VocabularyCrossEntropy.apply(logits, labels, tensor, ignore)  # type: ignore[no-untyped-call]
     return loss
 
 
 class _VocabularyCrossEntropy(torch.autograd.Function):
-    """loss = log Σ exp(l - m) + m - l[label], with the maximum m, the sum and l[label] taken over all ranks."""
+    """The steps [1] to [4] of the module's docstring."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, tensor: TensorParallel, ignore: int) -> Tensor:
         counts = labels != ignore
         local = labels - tensor.first_of(tensor.num_logits)
         is_here = (local >= 0) & (local < logits.shape[-1]) & counts
-        is_label = (labels >= 0) & (labels < tensor.num_logits)  # anything else fails, as it does on one device
+        is_label = (labels >= 0) & (labels < tensor.num_logits)  # any other label raises, as on one device
         index = local.masked_fill((is_label & ~is_here) | ~counts, 0)[:, None]
-        largest = all_reduce(logits.amax(-1), tensor.group, dist.ReduceOp.MAX)
+        largest = all_reduce(logits.amax(-1), tensor.group, dist.ReduceOp.MAX)  # [1] no rank's exp may overflow
         exponentials = (logits - largest[:, None]).exp_()
-        target = logits.gather(-1, index)[:, 0].masked_fill(~is_here, 0.0)
-        total, target = all_reduce(torch.stack([exponentials.sum(-1), target]), tensor.group)
+        target = logits.gather(-1, index)[:, 0].masked_fill(~is_here, 0.0)  # one rank has it, the others add 0
+        total, target = all_reduce(torch.stack([exponentials.sum(-1), target]), tensor.group)  # [2]
         ctx.save_for_backward(exponentials.div_(total[:, None]), index, is_here, counts)
-        loss: Tensor = ((total.log() + largest - target) * counts).sum()
+        loss: Tensor = ((total.log() + largest - target) * counts).sum()  # [3]
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         differentiable_once()
         softmax, index, is_here, counts = ctx.saved_tensors
-        grad = softmax * counts[:, None]
+        grad = softmax * counts[:, None]  # [4]
         grad.scatter_add_(-1, index, -is_here[:, None].to(grad.dtype))
         return grad.mul_(grads[0]), None, None, None
 
@@ -282,11 +286,11 @@ SPLIT_LAYERS: Mapping[tuple[Split, type[nn.Module]], type[nn.Module]] = {
 
 
 WHOLE = (Split.SEQUENCE, Split.HEADS, Split.EXPERTS)
-"""What tp does not cut; with sequence parallelism each rank uses it for its own tokens."""
+"""Layers that tp does not cut; with sequence parallelism each rank uses them for its own tokens."""
 
 
 def split(model: nn.Module, names: Iterable[str], splits: Mapping[str, Split], tensor: TensorParallel) -> None:
-    """Turn the layers inside some submodules of a model into the forms that its description allows, in place."""
+    """Convert the layers inside some submodules of a model into the forms that its description allows, in place."""
     if tensor.group is None:
         return
     pieces: dict[nn.Parameter, nn.Parameter] = {}
@@ -308,10 +312,10 @@ def _split_layer(
     if how in WHOLE:
         return
     if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
-        return  # the model's author has split it
+        return  # split by the model's author
     if type(layer) is nn.Embedding and (layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse):
         raise ShoalError(
-            f"{name} has max_norm, scale_grad_by_freq or sparse, which no rank can carry out for its part alone",
+            f"{name} has max_norm, scale_grad_by_freq or sparse, which need the full embedding on one rank",
             fix="leave them out of that nn.Embedding, or tp=1",
         )
     kind: Any = SPLIT_LAYERS.get((how, type(layer)))
@@ -328,19 +332,19 @@ def _split_layer(
 
 
 def note_split_layers(model: nn.Module, tensor: TensorParallel) -> dict[str, tuple[int, ...]]:
-    """Take note of layers that the model's author has split; returns the whole shapes of what they hold."""
-    wholes: dict[str, tuple[int, ...]] = {}
+    """Record layers that the model's author has split; return their full shapes."""
+    full_shapes: dict[str, tuple[int, ...]] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
             if layer.weight.is_meta:
                 raise ShoalError(
-                    f"{name} is a {type(layer).__name__} on the meta device: it has been cut before it has values",
+                    f"{name} is a {type(layer).__name__} on the meta device: it was cut before it had values",
                     fix="build it on the CPU, after the same torch.manual_seed on every rank",
                 )
             _note(layer, name, tensor)
-            whole = (layer.out_features, layer.in_features)
-            wholes |= {f"{name}.{own}": whole[: p.dim()] for own, p in layer.named_parameters(recurse=False)}
-    return wholes
+            full = (layer.out_features, layer.in_features)
+            full_shapes |= {f"{name}.{own}": full[: p.dim()] for own, p in layer.named_parameters(recurse=False)}
+    return full_shapes
 
 
 def _note(layer: Any, name: str, tensor: TensorParallel) -> None:

@@ -10,8 +10,9 @@ from shoal.blueprint.plan import Plan
 from shoal.errors import ShoalError
 from shoal.planner.candidates import can_split, misfits_of
 from shoal.planner.search import EQUAL, MODES, SAME, SCHEDULES, complexity
-from shoal.planner.task import PlanEstimate, Task
+from shoal.planner.task import Task
 from shoal.predict.estimate.peak_memory import PeakMemory
+from shoal.predict.predict import Prediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class Rejected:
         return {"move": self.move, "plan": self.plan, "reason": self.reason}
 
 
-def alternatives(task: Task, best: PlanEstimate) -> list[Rejected]:
+def alternatives(task: Task, best: Prediction) -> list[Rejected]:
     """Each plan that differs in one thing, with one line of reason."""
     return [_weighed(task, best, move, said) for move, said in _moves(task, best.plan)]
 
@@ -60,14 +61,14 @@ def _moves(task: Task, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{plan.schedule} → {schedule} v={v}", {"schedule": schedule, "v": v}
 
 
-def _weighed(task: Task, best: PlanEstimate, move: str, said: Mapping[str, Any]) -> Rejected:
+def _weighed(task: Task, best: Prediction, move: str, said: Mapping[str, Any]) -> Rejected:
     try:
         plan = replace(best.plan, **said).resolve(task.cluster.num_devices)
     except ShoalError as error:
         return Rejected(move, "", error.problems[0].what)
     if reason := _why_illegal(task, plan):
         return Rejected(move, plan.brief(), reason)
-    other = task.judged(plan)
+    other = task.predict(plan)
     if not task.fits(other.memory):
         return Rejected(move, plan.brief(), f"does not fit: {why_larger(task, best.memory, other.memory)}")
     change = other.time.total / best.time.total - 1
@@ -99,7 +100,7 @@ def why_larger(task: Task, best: PeakMemory, other: PeakMemory) -> str:
     return f"{other.total / 2**30:.1f} of {task.room / 2**30:.1f} GiB ({grown} {more:+.1f})"
 
 
-def cause_of(best: PlanEstimate, other: PlanEstimate) -> str:
+def cause_of(best: Prediction, other: Prediction) -> str:
     """The cause that changes most, in seconds."""
     ours, theirs = best.time.causes(), other.time.causes()
     name = max(ours, key=lambda cause: abs(theirs[cause] - ours[cause]))

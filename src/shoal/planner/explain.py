@@ -10,7 +10,8 @@ from typing import Any
 from shoal.blueprint.plan import DEGREES, Plan
 from shoal.errors import ShoalError
 from shoal.planner.candidates import misfits_of
-from shoal.planner.task import PlanEstimate, Task
+from shoal.planner.task import Task
+from shoal.predict.predict import Prediction
 
 UNLIMITED = 1e30
 
@@ -86,7 +87,7 @@ def _way(best: Plan, num_devices: int) -> Iterator[tuple[str, Plan]]:
 
 
 def _told(task: Task, name: str, plan: Plan, before: Move | None) -> Move:
-    verdict = task.judged(plan)
+    verdict = task.predict(plan)
     note = ""
     ranks = (plan.dp_replicate or 1) * (plan.dp_shard or 1)
     if ranks > task.global_batch:
@@ -126,7 +127,7 @@ class Laws:
     """Seconds of it that do: beta times M."""
 
 
-def laws(task: Task, best: PlanEstimate) -> Laws:
+def laws(task: Task, best: Prediction) -> Laws:
     """Of a plan: what one device would take, if it had the memory, against what all of them take."""
     alone = replace(task, cluster=task.cluster.resized(1), max_memory=UNLIMITED)
     plan, count = best.plan, task.cluster.num_devices
@@ -134,7 +135,7 @@ def laws(task: Task, best: PlanEstimate) -> Laws:
     part = 0.0 if count == 1 else max(0.0, (best.time.total * count / one - 1) / (count - 1))
     sharers = (plan.dp_shard or 1) * (plan.cp or 1) if plan.zero else (plan.dp_replicate or 1) * (plan.cp or 1)
     link = task.cluster.link(sharers, plan.tp or 1)
-    held = task.workload.parameters / ((plan.tp or 1) * (plan.pp or 1)) * task.habits.reduce
+    held = task.workload.parameters / ((plan.tp or 1) * (plan.pp or 1)) * task.profile.reduce
     latency = link.latency_of_gather()
     return Laws(part, math.inf if part == 0 else 1 / part, held, latency, link.gather(held) - latency)
 
@@ -186,7 +187,7 @@ class RuleOfThumb:
     why: str
 
 
-def rules_of_thumb(task: Task, best: PlanEstimate, said: Mapping[str, Any] | None = None) -> list[RuleOfThumb]:
+def rules_of_thumb(task: Task, best: Prediction, said: Mapping[str, Any] | None = None) -> list[RuleOfThumb]:
     """Those that speak of this task. Words that were `said` for every plan are the reason where a rule is not kept."""
     given = [f"{axis}={said[axis]}" for axis in (*DEGREES, "zero") if said and said.get(axis) is not None]
     found = _rules_of_thumb(task, best)
@@ -195,7 +196,7 @@ def rules_of_thumb(task: Task, best: PlanEstimate, said: Mapping[str, Any] | Non
     return [one if one.agrees else replace(one, why=f"plans were limited to {' '.join(given)}") for one in found]
 
 
-def _rules_of_thumb(task: Task, best: PlanEstimate) -> list[RuleOfThumb]:
+def _rules_of_thumb(task: Task, best: Prediction) -> list[RuleOfThumb]:
     plan, size = best.plan, task.workload.parameters
     alone = replace(task, cluster=task.cluster.resized(1))
     fits_alone = alone.fits(alone.memory(Plan(mb=1, precision=plan.precision).resolve(1)))

@@ -23,7 +23,8 @@ from typing import Any, Literal
 from shoal.blueprint.plan import Plan, Recompute
 from shoal.blueprint.schedules.generate import check_schedule
 from shoal.planner.candidates import LARGEST_MICROBATCH, layouts, microbatches, misfits_of
-from shoal.planner.task import PlanEstimate, Task
+from shoal.planner.task import Task
+from shoal.predict.predict import Prediction
 
 By = Literal["time", "memory", "money"]
 Wanted = Plan | Mapping[str, Any] | None
@@ -43,11 +44,11 @@ MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 class SearchResult:
     """What a search has come to."""
 
-    best: list[PlanEstimate] = field(default_factory=list)
+    best: list[Prediction] = field(default_factory=list)
     """One for each layout and stage of sharding, the best first."""
-    frontier: list[PlanEstimate] = field(default_factory=list)
+    frontier: list[Prediction] = field(default_factory=list)
     """Plans of which no other is both faster and smaller, from the fastest to the smallest."""
-    smallest: PlanEstimate | None = None
+    smallest: Prediction | None = None
     """The one that takes least memory, whether it fits or not."""
     refused: dict[str, str] = field(default_factory=dict)
     """Why plans that fit cannot be run → what could be."""
@@ -79,9 +80,9 @@ class _Search:
         self.wanted = Plan.of(wanted) if wanted is not None else Plan(precision="bf16")
         self.task, self.keep, self.by = task, keep, by
         self.found = SearchResult()
-        self.kept: dict[tuple[Any, ...], PlanEstimate] = {}
+        self.kept: dict[tuple[Any, ...], Prediction] = {}
         self._totals: dict[tuple[Any, ...], float] = {}  # seconds of each that is kept
-        self.fitting: dict[tuple[Any, ...], PlanEstimate] = {}
+        self.fitting: dict[tuple[Any, ...], Prediction] = {}
         self._worst = math.inf
 
     def look_at(self, layout: Mapping[str, Any]) -> None:
@@ -146,11 +147,11 @@ class _Search:
         self.found.num_judged += 1
         least = self.found.smallest
         if (least is None or memory.total < least.memory.total) and not misfits_of(self.task, plan):
-            self.found.smallest = PlanEstimate(plan, memory, self.task.time(plan))
+            self.found.smallest = Prediction(plan, memory, self.task.time(plan))
         if not self.task.fits(memory):
             self.found.num_too_large += 1
             return False
-        first = PlanEstimate(plan, memory, self.task.time(plan))
+        first = Prediction(plan, memory, self.task.time(plan))
         self._enter(first)
         if plan.pp == 1:
             return True
@@ -165,10 +166,10 @@ class _Search:
             other = replace(plan, schedule=schedule, v=v)  # type: ignore[arg-type]
             if (plan.pp or 1) * v <= self.task.workload.layers and self.task.fits(held := self.task.memory(other)):
                 self.found.num_judged += 1
-                self._enter(PlanEstimate(other, held, self.task.time(other)))
+                self._enter(Prediction(other, held, self.task.time(other)))
         return True
 
-    def _enter(self, verdict: PlanEstimate) -> None:
+    def _enter(self, verdict: Prediction) -> None:
         """Among the best, if it is."""
         corner = (round(verdict.memory.total / 2**30), verdict.plan.recompute)
         held = self.fitting.get(corner)
@@ -188,19 +189,19 @@ class _Search:
             if len(self.kept) >= self.keep and self.by == "time":
                 self._worst = sorted(self._totals.values())[self.keep - 1]
 
-    def rank(self, verdict: PlanEstimate) -> tuple[float, float]:
+    def rank(self, verdict: Prediction) -> tuple[float, float]:
         """What comes first, is best."""
         time, memory = verdict.time.total, verdict.memory.total
         return (memory, time) if self.by == "memory" else (time, memory)
 
-    def _is_better(self, one: PlanEstimate, other: PlanEstimate) -> bool:
+    def _is_better(self, one: Prediction, other: Prediction) -> bool:
         """Of two that differ in microbatches, recompute and schedule; as fast in fewer microbatches is better."""
         if self.by == "memory":
             return self.rank(one) < self.rank(other)
         change = one.time.total / other.time.total - 1
         return change < -SAME or (abs(change) <= SAME and (one.plan.mb or 0) > (other.plan.mb or 0))
 
-    def ranked(self) -> list[PlanEstimate]:
+    def ranked(self) -> list[Prediction]:
         """The best first; before it, if there is one, a simpler one that is as good. Never one to which another is
         preferable in both time and memory."""
         ordered = sorted(self.kept.values(), key=self.rank)
@@ -212,7 +213,7 @@ class _Search:
         return [simplest, *(one for one in ordered if one is not simplest)]
 
 
-def _is_smaller(one: PlanEstimate, other: PlanEstimate) -> bool:
+def _is_smaller(one: Prediction, other: Prediction) -> bool:
     return one.memory.total < other.memory.total
 
 
@@ -224,9 +225,9 @@ def complexity(plan: Plan) -> float:
     return axes + 0.3 * (plan.zero or 0) + 0.5 * hybrid + 0.4 * MODES.index(plan.recompute) + schedule
 
 
-def _undominated(ranked: list[PlanEstimate]) -> list[PlanEstimate]:
+def _undominated(ranked: list[Prediction]) -> list[Prediction]:
     """Without those to which another one is preferable in everything: no slower, no larger and no less simple."""
-    chosen: list[PlanEstimate] = []
+    chosen: list[Prediction] = []
     for one in ranked:
         if not any(
             other.time.total <= one.time.total * EQUAL
@@ -243,9 +244,9 @@ AS_FAST = "less memory and no more time"
 LESS_TIME = "less time for more memory"
 
 
-def tradeoffs(best: PlanEstimate, frontier: Iterable[PlanEstimate]) -> dict[str, list[PlanEstimate]]:
+def tradeoffs(best: Prediction, frontier: Iterable[Prediction]) -> dict[str, list[Prediction]]:
     """Plans of a frontier by what each of them gives for what, against the plan that was chosen."""
-    found: dict[str, list[PlanEstimate]] = {AS_FAST: [], LESS_MEMORY: [], LESS_TIME: []}
+    found: dict[str, list[Prediction]] = {AS_FAST: [], LESS_MEMORY: [], LESS_TIME: []}
     for one in frontier:
         if one.memory.total < best.memory.total:
             found[LESS_MEMORY if one.time.total > best.time.total else AS_FAST].append(one)
@@ -254,9 +255,9 @@ def tradeoffs(best: PlanEstimate, frontier: Iterable[PlanEstimate]) -> dict[str,
     return {label: plans for label, plans in found.items() if plans}
 
 
-def _frontier(verdicts: Iterable[PlanEstimate]) -> list[PlanEstimate]:
+def _frontier(verdicts: Iterable[Prediction]) -> list[Prediction]:
     """From the fastest on, each that is smaller than all before it by at least a per cent."""
-    chosen: list[PlanEstimate] = []
+    chosen: list[Prediction] = []
     for verdict in sorted(verdicts, key=lambda one: (one.time.total, one.memory.total)):
         if not chosen or verdict.memory.total < 0.99 * chosen[-1].memory.total:
             chosen.append(verdict)

@@ -89,9 +89,9 @@ def _without(plan: Plan, axis: str) -> dict[str, Any]:
 
 def smallest_changes(task: Task, wanted: Plan) -> Iterator[dict[str, Any]]:
     """Changes that may make room, the cheapest first: what to change, and to what. The verb tries each of them."""
-    if task.habits.moments > 4:
+    if task.profile.moments > 4:
         yield {"state_dtype": "bf16"}
-    if wanted.offload == "none" and not task.cluster.device.is_host and task.habits.weight == 4:
+    if wanted.offload == "none" and not task.cluster.device.is_host and task.profile.weight == 4:
         yield {"offload": "optimizer"}
     for shorter in (task.sequence // 2, task.sequence // 4):
         if task.workload.is_transformer and shorter >= 512:

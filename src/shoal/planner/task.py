@@ -12,7 +12,9 @@ from shoal.errors import raise_if
 from shoal.predict.cluster import Cluster
 from shoal.predict.estimate.peak_memory import PeakMemory, peak_memory
 from shoal.predict.estimate.step_time import StepTime, step_time
-from shoal.predict.framework_profile import SHOAL, FrameworkProfile
+from shoal.predict.framework_profile import FrameworkProfile
+from shoal.predict.predict import Prediction, predict
+from shoal.predict.presets.frameworks import SHOAL
 from shoal.predict.workload import Workload
 
 SPARE = 0.05
@@ -29,7 +31,7 @@ class Task:
     """Tokens of a sample."""
     global_batch: int
     """Samples of a step, over all ranks."""
-    habits: FrameworkProfile = SHOAL
+    profile: FrameworkProfile = SHOAL
     compiles: bool = True
     """Whether torch.compile captures blocks, which some schedules do not allow."""
     description: Description | None = None
@@ -46,22 +48,23 @@ class Task:
         return self.cluster.device.memory * (1 - SPARE) if self.max_memory is None else self.max_memory
 
     def memory(self, plan: Plan) -> PeakMemory:
-        """Of the fullest rank of a resolved plan."""
+        """Of the fullest rank of a resolved plan; a search asks for it alone first."""
         size, batch = self.sequence, self.global_batch
-        return peak_memory(self.workload, plan, self.cluster, sequence=size, global_batch=batch, habits=self.habits)
+        return peak_memory(self.workload, plan, self.cluster, sequence=size, global_batch=batch, profile=self.profile)
 
     def time(self, plan: Plan) -> StepTime:
         """Of a step of a resolved plan."""
         size, batch = self.sequence, self.global_batch
-        return step_time(self.workload, plan, self.cluster, sequence=size, global_batch=batch, habits=self.habits)
+        return step_time(self.workload, plan, self.cluster, sequence=size, global_batch=batch, profile=self.profile)
 
-    def judged(self, plan: Plan) -> PlanEstimate:
+    def predict(self, plan: Plan) -> Prediction:
         """Both."""
-        return PlanEstimate(plan, self.memory(plan), self.time(plan))
+        size, batch = self.sequence, self.global_batch
+        return predict(plan, self.workload, self.cluster, seq_len=size, global_batch=batch, profile=self.profile)
 
     def saved(self, plan: Plan) -> Saved:
         """What a checkpoint of a resolved plan is: weights and moments, each rank its part; of replicas, the first."""
-        total = self.workload.parameters * (self.habits.weight + self.habits.moments)
+        total = self.workload.parameters * (self.profile.weight + self.profile.moments)
         layout = plan.layout
         sharers = layout.dp_shard * layout.cp if plan.zero else 1
         return Saved(total=total, copied=total / (layout.tp * layout.pp * sharers))
@@ -78,12 +81,3 @@ class Saved:
     total: float
     copied: float
     """In the host memory of a rank, while it is written: a step waits for the copy alone."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlanEstimate:
-    """A plan, and what it would need."""
-
-    plan: Plan
-    memory: PeakMemory
-    time: StepTime

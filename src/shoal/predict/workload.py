@@ -10,10 +10,8 @@ counted as the kernels compute it, half of the square if it is causal.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from shoal.blueprint.validation.bounds import check_bounds
@@ -60,8 +58,8 @@ class Block:
 class Workload:
     """A model on paper. `blocks` is empty for a transformer, and all there is for anything else.
 
-    >>> round(Workload.of("llama3-8b").parameters / 1e9, 2)
-    8.03
+    >>> Workload(name="tiny", hidden=8, layers=2, heads=2, vocabulary=10).parameters
+    2776
     """
 
     name: str
@@ -90,6 +88,10 @@ class Workload:
     """Features of the experts that every token visits, together."""
     dense_layers: int = 0
     """Layers that have a plain feed-forward although there are experts."""
+    has_auxiliary_loss: bool = True
+    """Whether a loss balances the experts, which counts tokens over all ranks."""
+    routes_by_sequence: bool = False
+    """Whether routers compare the tokens of a sequence: capacity, expert choice."""
     latent: Latent | None = None
     causal: bool = True
     window: int = 0
@@ -119,36 +121,6 @@ class Workload:
 
     def __hash__(self) -> int:
         return hash((self.name, self.hidden, self.layers))
-
-    # ---- where from -------------------------------------------------------------------------------------------------
-
-    @classmethod
-    def of(cls, what: str) -> Workload:
-        """By the name of a preset, or the path of a Hugging Face config.json."""
-        from shoal.predict.presets.models import MODELS
-
-        if what in MODELS:
-            return MODELS[what]
-        if what.endswith(".json"):
-            return cls.from_config(Path(what))
-        near = nearest(what.lower(), MODELS)
-        fix = near or f"one of {', '.join(MODELS)}; a config.json; plain dimensions; or file.py:function"
-        raise ShoalError(f"there is no model {what!r}", fix=fix)
-
-    @classmethod
-    def from_config(cls, path: Path) -> Workload:
-        """From the config.json of a model in Hugging Face's form."""
-        from shoal.safe_parsing import parse_json, read_text
-
-        fix = "the config.json of a Hugging Face model"
-        try:
-            text = read_text(path, fix)
-        except OSError as error:
-            raise ShoalError(f"{path} cannot be read: {error.strerror}", fix="the path of a config.json") from error
-        said = parse_json(text, str(path), fix)
-        if not isinstance(said, Mapping):
-            raise ShoalError(f"{path} holds no keys and values", fix="the config.json of a Hugging Face model")
-        return from_hugging_face(said, name=str(said.get("_name_or_path") or path.parent.name or path.stem))
 
     def resized(self, **said: Any) -> Workload:
         """The same with other dimensions."""
@@ -267,57 +239,3 @@ class Workload:
         if self.blocks:
             return 3 * sum(block.flops for block in self.blocks) / max(1, sequence)
         return 6 * self.active_parameters + 3 * self.layers * self.attention_flops(sequence)
-
-
-HF_KEYS = {
-    "hidden": ("hidden_size", "n_embd", "d_model"),
-    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "heads": ("num_attention_heads", "n_head", "n_heads"),
-    "vocabulary": ("vocab_size",),
-}
-HF_OPTIONAL = {
-    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
-    "head_dim": ("head_dim", "qk_nope_head_dim"),
-    "ffn": ("intermediate_size", "n_inner", "ffn_dim"),
-    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
-    "top_k": ("num_experts_per_tok", "experts_per_token", "moe_top_k"),
-    "expert_ffn": ("moe_intermediate_size",),
-    "dense_layers": ("first_k_dense_replace",),
-    "sequence": ("max_position_embeddings", "n_positions"),
-}
-UNGATED = ("gpt2", "gpt_neox", "gptj", "gpt_neo", "opt", "bloom", "mpt", "falcon", "bert", "phi", "starcoder2")
-LEARNED_POSITIONS = ("gpt2", "opt", "bert", "gpt_neo")
-BIASED = ("gpt2", "gpt_neox", "gptj", "gpt_neo", "opt", "bloom", "bert", "phi", "starcoder2")
-
-
-def from_hugging_face(said: Mapping[str, Any], *, name: str) -> Workload:
-    """From the keys of a config.json; all that are missing are named at once."""
-    found: dict[str, Any] = {}
-    for key, spellings in (*HF_KEYS.items(), *HF_OPTIONAL.items()):
-        values = [said[word] for word in spellings if isinstance(said.get(word), int)]
-        if values:
-            found[key] = values[0]
-    missing = [f"{key} ({' or '.join(spellings)})" for key, spellings in HF_KEYS.items() if key not in found]
-    if missing:
-        what = f"the config of {name} does not say {', '.join(missing)}"
-        raise ShoalError(what, fix="a config.json of a transformer, or plain dimensions")
-    kind = str(said.get("model_type", ""))
-    shared = int(said.get("n_shared_experts") or 0) * int(found.get("expert_ffn", 0))
-    shared += int(said.get("shared_expert_intermediate_size") or 0)
-    latent = None
-    if said.get("kv_lora_rank"):
-        rope, value = int(said["qk_rope_head_dim"]), int(said["v_head_dim"])
-        query = int(said.get("q_lora_rank") or 0)
-        latent = Latent(query_rank=query, key_rank=int(said["kv_lora_rank"]), rope_dim=rope, value_dim=value)
-    return Workload(
-        name=name,
-        **found,
-        gated=kind not in UNGATED,
-        biases=kind in BIASED,
-        positions=found.get("sequence", 0) if kind in LEARNED_POSITIONS else 0,
-        tied=bool(said.get("tie_word_embeddings", kind in ("gpt2", "opt", "bloom", "bert"))),
-        shared_ffn=shared,
-        latent=latent,
-        causal=kind != "bert",
-        window=int(said.get("sliding_window") or 0) if said.get("use_sliding_window", kind == "mistral") else 0,
-    )

@@ -1,4 +1,4 @@
-"""What a script does with a `Run` that cannot be right: each is refused, with the fix."""
+"""Reject mistakes of scripts that use a `Run`, each with the fix."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shoal.numerics.local_tensor import is_dtensor, is_fsdp
 from shoal.parallel.parallel_model import ParallelModel
 from shoal.train.build_model import describe
 from shoal.train.loss.objective import LabelRule
-from shoal.train.step import OpenStep
+from shoal.train.step.report import OpenStep
 
 # ---- words of other systems -----------------------------------------------------------------------------------------
 
@@ -54,7 +54,6 @@ ELSEWHERE = {  # arguments of Accelerate, Fabric, DeepSpeed and the Trainer of t
     "num_nodes": "torchrun --nnodes 2 ...",
     "accelerator": "Run(device='cuda')",
     "cpu": "Run(device='cpu')",
-    "find_unused_parameters": "Run(find_unused_parameters=True)",
     "gradient_checkpointing": "Run('recompute=full')",
     "activation_checkpointing": "Run('recompute=full')",
     "gradient_as_bucket_view": "leave it out: it is always so",
@@ -63,15 +62,15 @@ ELSEWHERE = {  # arguments of Accelerate, Fabric, DeepSpeed and the Trainer of t
 }
 
 
-def refuse_options(unknown: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Arguments that a run does not have."""
+def reject_options(unknown: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Arguments that a run does not have; `known` are those that it has."""
     for name, value in unknown.items():
-        near = nearest(name, set(known) - {"self", "unknown"})
+        near = nearest(name, set(known))
         fix = ELSEWHERE.get(name) or (f"did you mean {near}=?" if near else "help(shoal.Run) lists its arguments")
         raise ShoalError(f"Run has no argument {name} (={value!r})", fix=fix)
 
 
-def refuse_several(others: tuple[Any, ...]) -> None:
+def reject_several(others: tuple[Any, ...]) -> None:
     """A batch in several arguments."""
     if others:
         raise ShoalError(
@@ -80,7 +79,7 @@ def refuse_several(others: tuple[Any, ...]) -> None:
         )
 
 
-def refuse_arguments(forward: inspect.Signature, batch: Any) -> None:
+def reject_arguments(forward: inspect.Signature, batch: Any) -> None:
     """A batch whose names are not those of the model's arguments."""
     if not isinstance(batch, Mapping) or "labels" not in batch:
         return
@@ -98,7 +97,7 @@ def refuse_arguments(forward: inspect.Signature, batch: Any) -> None:
 # ---- what is prepared ------------------------------------------------------------------------------------------------
 
 
-def refuse_second(kind: str, first: object) -> None:
+def reject_second(kind: str, first: object) -> None:
     """A second model, or a second optimizer."""
     if first is not None:
         raise ShoalError(
@@ -107,7 +106,7 @@ def refuse_second(kind: str, first: object) -> None:
         )
 
 
-def refuse_wrapped(model: nn.Module) -> None:
+def reject_wrapped(model: nn.Module) -> None:
     """A model, or a module of it, that another system has laid over devices or ranks already."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     wrappers = (nn.DataParallel, DistributedDataParallel, *([fsdp.FullyShardedDataParallel] if fsdp else []))
@@ -126,7 +125,7 @@ def refuse_wrapped(model: nn.Module) -> None:
             )
 
 
-def refuse_compiled(model: nn.Module) -> None:
+def reject_compiled(model: nn.Module) -> None:
     """Of what torch.compile returns, modules have other names than the model itself describes."""
     if hasattr(model, "_orig_mod") and describe(model).blocks:
         raise ShoalError(
@@ -135,13 +134,13 @@ def refuse_compiled(model: nn.Module) -> None:
         )
 
 
-def refuse_rounding(optimizer: Optimizer, weight_dtype: torch.dtype) -> None:
+def reject_rounding(optimizer: Optimizer, weight_dtype: torch.dtype) -> None:
     """Weights in bf16 lose most of what is added to them, unless it is rounded at random."""
     is_torchs = type(optimizer).__module__.startswith("torch.optim")
     if weight_dtype == torch.bfloat16 and is_torchs:
         raise ShoalError(
             f"torch's {type(optimizer).__name__} rounds weights in bf16 to the nearest, and most updates are lost",
-            fix="shoal.AdamW(model.parameters(), lr=...), which rounds at random; or weights='fp32'",
+            fix="shoal.AdamW(model.parameters(), lr=...), which rounds at random; or param_dtype='fp32'",
         )
 
 
@@ -160,7 +159,7 @@ def rule_under(plan: Plan, rule: LabelRule) -> LabelRule:
 # ---- one step --------------------------------------------------------------------------------------------------------
 
 
-def refuse_own_loop(composed: ParallelModel) -> None:
+def reject_own_loop(composed: ParallelModel) -> None:
     """Forwards and backwards of a script's own, where there is no order to make them in."""
     if composed.pipeline is not None:
         raise ShoalError(
@@ -169,7 +168,7 @@ def refuse_own_loop(composed: ParallelModel) -> None:
         )
 
 
-def refuse_unknown_batch(composed: ParallelModel) -> None:
+def reject_unknown_batch(composed: ParallelModel) -> None:
     """A backward out of nowhere, where it has to be known whose tokens these are, and of how many sequences."""
     for what, is_used in (
         ("a model with routers of experts", composed.balance is not None),
@@ -182,7 +181,7 @@ def refuse_unknown_batch(composed: ParallelModel) -> None:
             )
 
 
-def refuse_unprepared(loader: Iterable[Any], num_ranks: int) -> None:
+def reject_unprepared(loader: Iterable[Any], num_ranks: int) -> None:
     """A DataLoader of which every rank would take whole batches of its own, in its own order."""
     if num_ranks == 1 or not isinstance(loader, DataLoader):
         return
@@ -193,7 +192,7 @@ def refuse_unprepared(loader: Iterable[Any], num_ranks: int) -> None:
         )
 
 
-def refuse_direct_loop(loaders: Iterable[ShardedDataLoader]) -> None:
+def reject_direct_loop(loaders: Iterable[ShardedDataLoader]) -> None:
     """Ranks that share a batch, each of which goes through its loader by itself."""
     if any(loader.is_iterated_directly for loader in loaders):
         raise ShoalError(
@@ -204,7 +203,7 @@ def refuse_direct_loop(loaders: Iterable[ShardedDataLoader]) -> None:
         )
 
 
-def refuse_batch(batch: Any, before: OpenStep | None) -> None:
+def reject_batch(batch: Any, before: OpenStep | None) -> None:
     """One that comes too soon, or has nothing in it."""
     if before is not None and before.has_begun:
         raise ShoalError(
@@ -217,7 +216,7 @@ def refuse_batch(batch: Any, before: OpenStep | None) -> None:
         )
 
 
-def refuse_open(step: OpenStep | None, why: str) -> None:
+def reject_open(step: OpenStep | None, why: str) -> None:
     """Whatever must not come between a batch that was taken and its update."""
     if step is not None:
         raise ShoalError(
@@ -226,7 +225,7 @@ def refuse_open(step: OpenStep | None, why: str) -> None:
         )
 
 
-def refuse_late_routers(correction: Tensor) -> None:
+def reject_late_routers(correction: Tensor) -> None:
     """Auxiliary losses are a mean over sequences: a count of other things cannot correct their gradients."""
     if not math.isclose(float(correction), 1.0, rel_tol=1e-9):
         raise ShoalError(
@@ -237,7 +236,7 @@ def refuse_late_routers(correction: Tensor) -> None:
 
 
 def with_all_backwards(step: OpenStep | None) -> OpenStep:
-    """The step, whose backwards were all made; an update that comes before is refused."""
+    """The step, whose backwards were all made; an update that comes before is rejected."""
     if step is None or not step.has_begun:
         raise ShoalError("update() without a backward", fix="call run.backward(loss) first, or run.step(batch)")
     if step.index >= 0 and len(step.sums) < len(step.microbatches):

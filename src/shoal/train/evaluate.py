@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,13 +14,11 @@ from shoal.parallel.pipeline.pipeline import MicrobatchFeed
 from shoal.train.loss.counting import Loss
 from shoal.train.loss.objective import CrossEntropy, call_of, loss_of_output
 from shoal.train.loss.tally import Tally
-
-if TYPE_CHECKING:
-    from shoal.train.run import Run
+from shoal.train.run_state import RunState
 
 
 @torch.no_grad()
-def evaluate(run: Run, batches: Iterable[Any], stop: Callable[[], bool] | None = None) -> float | None:
+def evaluate(run: RunState, batches: Iterable[Any], stop: Callable[[], bool] | None = None) -> float | None:
     """What `Run.evaluate_unless` returns; weights and modes of modules stay as they are."""
     composed = run.composed
     composed.before_evaluation()
@@ -53,7 +51,7 @@ def evaluate(run: Run, batches: Iterable[Any], stop: Callable[[], bool] | None =
     return tally.mean(run.world, is_teller=is_teller)
 
 
-def _loss(run: Run, batch: Any, weight: float) -> Tensor | Loss | None:
+def _loss(run: RunState, batch: Any, weight: float) -> Tensor | Loss | None:
     """The loss of one batch; None on a stage that does not see it."""
     pipeline = run.composed.pipeline
     if pipeline is None:
@@ -71,13 +69,13 @@ def _loss(run: Run, batch: Any, weight: float) -> Tensor | Loss | None:
 
 
 def _in_lockstep(
-    run: Run, batches: Iterator[Any], stop: Callable[[], bool] | None
+    run: RunState, batches: Iterator[Any], stop: Callable[[], bool] | None
 ) -> Iterator[tuple[Any, bool] | None]:
-    """Batches, and whether they count; None in place of the next one, and then no more, if `stop` says so on any rank.
-    Where ranks meet in a forward, one that has no batch left computes another once more, for nothing, until all are
-    done; where they do not, it only waits for what the others say."""
-    meets = run.composed.has_collective_forward
-    if run.world.size == 1 or (stop is None and not meets):
+    """Batches, and whether they count; None in place of the next one, and then no more, if `stop()` is true on any
+    rank. Where ranks communicate in a forward, one without a batch left repeats another, which does not count, until
+    all are done; where they do not, it only waits for the flags of the others."""
+    is_collective = run.composed.has_collective_forward
+    if run.world.size == 1 or (stop is None and not is_collective):
         for batch in batches:
             if stop is not None and stop():
                 yield None
@@ -96,9 +94,9 @@ def _in_lockstep(
         if num_asked:
             yield None
             return
-        if meets and num_without:  # some rank has never seen a batch
+        if is_collective and num_without:  # some rank has never seen a batch
             sent = next(one for one in run.world.all_gather_object(mine) if one is not None)
             example = sent if example is None else example
-        if mine is not None or meets:
+        if mine is not None or is_collective:
             yield (mine, True) if mine is not None else (example, False)
         mine = next(batches, None)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,15 +22,13 @@ from torch import Tensor
 from shoal.blueprint.layout import AXES, Layout
 from shoal.checkpoint.state.model_state import Holder
 from shoal.comm.collectives import all_gather
-from shoal.errors import Problem, RunFailed
+from shoal.errors import RunFailed
 from shoal.numerics.checksum import checksums, fold, signed
 from shoal.numerics.local_tensor import to_local
 from shoal.parallel.batch_norm import statistics_of
 from shoal.parallel.expert.router import biases
 from shoal.train.run_checkpoint import holder_of
-
-if TYPE_CHECKING:
-    from shoal.train.run import Run
+from shoal.train.run_state import RunState
 
 SHOWN = 3
 """Tensors that a message names."""
@@ -52,15 +50,13 @@ class ReplicaCheck:
 
     every: int
     """Steps between two comparisons; 0: never."""
-    agreed_at: int | None = None
-    """The last step after which all copies were the same."""
 
-    def after(self, run: Run, step: int) -> None:
+    def after(self, run: RunState, step: int) -> None:
         """Compare if it is time to. Every rank calls it after each step."""
         if self.every and step % self.every == 0:
             self.compare(run, step)
 
-    def compare(self, run: Run, step: int) -> None:
+    def compare(self, run: RunState, step: int) -> None:
         """Raise on every rank if copies differ, and name tensors and ranks."""
         layout = run.plan.layout
         if layout.world_size == 1:
@@ -70,19 +66,13 @@ class ReplicaCheck:
         own = torch.tensor([signed(number) for number in _folded(sums)])
         every = all_gather(own[None], 0, run.world.control_group).tolist()
         if not any(_odd_groups(layout, axes, [row[_slot(axes)] for row in every]) for axes in _all_axes()):
-            self.agreed_at = step
+            run.replicas_agreed_at = step
             return
         found = list(_differences(layout, run.world.all_gather_object(sums)))
-        raise RunFailed(_message(found, step, self.agreed_at), fix=_fix(self.agreed_at))
+        raise RunFailed(_message(found, step, run.replicas_agreed_at), fix=_fix(run.replicas_agreed_at))
 
 
-def check_replicas_problems(every: Any) -> Iterator[Problem]:
-    """What a script says in place of a number of steps."""
-    if type(every) is not int or every < 0:  # True is an int, too
-        yield Problem(f"check_replicas is {every!r}", "check_replicas=100, a number of steps; 0: never")
-
-
-def copies_of(run: Run) -> Iterator[Copied]:
+def copies_of(run: RunState) -> Iterator[Copied]:
     """The tensors of this rank that should be the same, bit for bit, on other ranks: parameters, optimizer states,
     running statistics of batch norm and biases of routers. Islands share their shared weights alone."""
     composed, holder, islands = run.composed, holder_of(run), run.composed.islands

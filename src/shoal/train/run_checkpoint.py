@@ -6,7 +6,7 @@ import json
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shoal.checkpoint.async_saver import AsyncSaver
 from shoal.checkpoint.load import load_newest, load_step
@@ -15,7 +15,9 @@ from shoal.checkpoint.state.model_state import Holder
 from shoal.checkpoint.storage.manifest import Manifest
 from shoal.checkpoint.storage.store import Store, find
 from shoal.comm.all_or_none import on_main
+from shoal.data.sharded_dataloader import ShardedDataLoader
 from shoal.errors import Problem, RunFailed, ShoalError, raise_if
+from shoal.train.run_state import RunState
 from shoal.train.schedulers import (
     restore_schedulers,
     saved_schedulers,
@@ -24,21 +26,17 @@ from shoal.train.schedulers import (
     warn_of_unprepared,
 )
 
-if TYPE_CHECKING:
-    from shoal.data.sharded_dataloader import ShardedDataLoader
-    from shoal.train.run import Run
-
 LR = ("lr", "initial_lr")
 """Of a group of parameters: the learning rate, and what a schedule multiplies."""
 
 
-def holder_of(run: Run) -> Holder:
+def holder_of(run: RunState) -> Holder:
     """What holds the tensors of a run."""
     copies = run.host_copies
     return Holder(run.composed, run.optimizer, dict(copies.pairs) if copies is not None else {})
 
 
-def state_of(run: Run) -> dict[str, Any]:
+def state_of(run: RunState) -> dict[str, Any]:
     """What a run knows beside its tensors, between two steps."""
     groups = run.optimizer.param_groups
     return {
@@ -58,28 +56,30 @@ def state_of(run: Run) -> dict[str, Any]:
     }
 
 
-def _islands(run: Run) -> dict[str, Any]:
+def _islands(run: RunState) -> dict[str, Any]:
     """What islands have sent each other and not applied yet: fragment → after which step it will be. And how far their
     gradients lie apart."""
     islands = run.composed.islands
     if islands is None:
         return {}
     waiting = {str(fragment): step for fragment, step in islands.waiting.items()}
-    spread = {"spread": islands.spread.squares.tolist()} if islands.spread is not None else {}
+    spread = {"spread": islands.step_scale.squares.tolist()} if islands.step_scale is not None else {}
     together = run.steps_done <= islands.warmup_steps
     return {"islands": {"fragments": len(islands.fragments), "waiting": waiting, "together": together, **spread}}
 
 
-def settle_to_save(run: Run) -> None:
+def settle_to_save(run: RunState) -> None:
     """Wait for the last step, and let what ranks learn on their own be the same on all of them."""
-    run.refuse_open_step("to save")
+    run.reject_open_step("to save")
     run.settle()
     run.composed.before_evaluation()  # statistics of batch norm
     if run.composed.islands is not None:
-        run.composed.islands.settle()  # what is on its way
+        run.composed.islands.synchronize()  # what is on its way
 
 
-def save_run(run: Run, directory: str | Path, *, wait: bool, keep: int | None, extra: Mapping[str, Any] | None) -> None:
+def save_run(
+    run: RunState, directory: str | Path, *, wait: bool, keep: int | None, extra: Mapping[str, Any] | None
+) -> None:
     """All of a run between two steps."""
     settle_to_save(run)
     if run.is_main:
@@ -131,9 +131,9 @@ def _plain(extra: Mapping[str, Any] | None) -> dict[str, Any]:
         ) from None
 
 
-def load_run(run: Run, directory: str | Path, step: int | None, *, only_weights: bool) -> int:
+def load_run(run: RunState, directory: str | Path, step: int | None, *, only_weights: bool) -> int:
     """Returns how many steps the run has made now."""
-    run.refuse_open_step("to load")
+    run.reject_open_step("to load")
     store, named = find(directory)
     step = named if step is None else step
     known = on_main(run.world, store.steps, failed=f"{store.where} was not read")
@@ -155,7 +155,7 @@ def load_run(run: Run, directory: str | Path, step: int | None, *, only_weights:
     return manifest.step
 
 
-def _changes(run: Run, state: Mapping[str, Any]) -> Iterator[Problem]:
+def _changes(run: RunState, state: Mapping[str, Any]) -> Iterator[Problem]:
     """What would make the run another one. Checkpoints of others do not say all of it."""
     here = state_of(run)
     fix = "as it was saved; or run.load(..., only_weights=True) for another run with the same weights"
@@ -179,7 +179,7 @@ def loader_changes(number: int, known: Mapping[str, Any], loader: ShardedDataLoa
         yield Problem(f"loader {number} of the run is another one: {'; '.join(found)}", fix)
 
 
-def restore(run: Run, manifest: Manifest) -> None:
+def restore(run: RunState, manifest: Manifest) -> None:
     """What a run knew beside its tensors."""
     state = manifest.state
     scale = state.get("loss_scale", {})
@@ -199,10 +199,10 @@ def restore(run: Run, manifest: Manifest) -> None:
         islands.waiting = {int(fragment): int(step) for fragment, step in met.get("waiting", {}).items()}
     if islands is not None and met and not met.get("together", False):
         islands.warmup_steps = 0
-    if islands is not None and islands.spread is not None:
+    if islands is not None and islands.step_scale is not None:
         squares = [float(one) for one in met.get("spread", (0.0, 0.0))]
-        islands.spread.squares = islands.spread.squares.new_tensor(squares)
-        islands.spread.begins_equal = "spread" not in met
+        islands.step_scale.squares = islands.step_scale.squares.new_tensor(squares)
+        islands.step_scale.begins_equal = "spread" not in met
     run.extra = dict(state.get("extra", {}))
     run.steps_done = manifest.step
-    run.replica_check.agreed_at = None
+    run.replicas_agreed_at = None

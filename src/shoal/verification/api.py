@@ -1,4 +1,4 @@
-"""From a recipe, or a model of one's own, and a plan to a proof: `shoal verify` and `shoal.verify`."""
+"""Verify a recipe, or a user's own model, under a plan: `shoal verify` and `shoal.verify`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.blueprint.layout import GROUP_AXES
-from shoal.blueprint.local_sgd import AUTO
 from shoal.blueprint.plan import Plan
+from shoal.blueprint.replicas.local_sgd import AUTO
 from shoal.blueprint.validation.check import check_plan
 from shoal.blueprint.validation.context import num_chunks
 from shoal.blueprint.validation.enumerate import legal_plans
@@ -26,7 +26,7 @@ from shoal.data.order import sample_ids
 from shoal.data.sources.open import open_datasets
 from shoal.errors import ShoalError, raise_if
 from shoal.launch.local import launch
-from shoal.parallel.checks import refuse_unbuilt
+from shoal.parallel.checks import reject_unsupported
 from shoal.parallel.expert.router import routers
 from shoal.parallel.pipeline.stage_io import stream_of
 from shoal.train.build_model import build_model, describe, without_memory
@@ -35,11 +35,11 @@ from shoal.verification.case import TOLERANCES, Case, in_precision, replaced_pre
 from shoal.verification.compression_error import without_compression
 from shoal.verification.rank import Findings, verify_on_rank
 from shoal.verification.reference import has_batch_norm
-from shoal.verification.report import Count, Proof, ReplicaSync
+from shoal.verification.report import Count, ReplicaSync, VerifyResult
 
 STEPS = 3
 TOKENS = 24
-"""Tokens of a sequence for a small copy: divisible by 2, 3, 4, 6, 8 ranks."""
+"""Tokens of a sequence for a small copy of a model; divisible by 2, 3, 4, 6 and 8 ranks."""
 
 
 def verify(
@@ -56,17 +56,17 @@ def verify(
     device: str = "cpu",
     precision: str | None = None,
     tolerance: float | None = None,
-) -> Proof:
-    """Train a model for a few steps on one process and on the plan's, and compare every gradient and weight by name.
+) -> VerifyResult:
+    """Train a model for a few steps in one process and with the plan, and compare every gradient and weight by name.
 
-    `build_model()` returns the model, the same one in every process; `batch` is a global batch, or a list of them.
-    `nproc` None: as many processes as the plan's degrees multiply to.
+    `build_model()` returns the model, the same in every process; `batch` is a global batch, or a list of them.
+    `nproc` None: the product of the plan's degrees.
     """
     _check_steps(steps)
-    asked = Plan.of(plan)
-    resolved = asked.resolve(nproc or claimed_ranks(asked))
-    refuse_unbuilt(resolved)
-    said, resolved = resolved, in_precision(resolved, precision, device)
+    requested = Plan.of(plan)
+    requested = requested.resolve(nproc or claimed_ranks(requested))
+    reject_unsupported(requested)
+    resolved = in_precision(requested, precision, device)
     exact = without_compression(resolved)
     is_several = isinstance(batch, list) and not any(isinstance(part, Tensor) for part in batch)
     batches = (batch * steps)[:steps] if is_several else [batch] * steps
@@ -81,80 +81,81 @@ def verify(
         clip=clip,
         device=device,
         tolerance=_tolerance(tolerance, resolved),
-        replaced=replaced_precision(said, resolved),
+        replaced=replaced_precision(requested, resolved),
     )
     check(case)
     return verify_case(case)
 
 
-def _tolerance(asked: float | None, plan: Plan) -> float:
-    if asked is not None and not asked >= 0:
-        raise ShoalError(f"tolerance {asked} is below zero", fix="--tolerance 1e-10, or 0 for equal bits")
-    return TOLERANCES[plan.precision] if asked is None else asked
+def _tolerance(requested: float | None, plan: Plan) -> float:
+    if requested is not None and not requested >= 0:
+        what = f"--tolerance must be 0 or more, got {requested}"
+        raise ShoalError(what, fix="--tolerance 1e-10, or 0 for equal bits")
+    return TOLERANCES[plan.precision] if requested is None else requested
 
 
 def _check_steps(steps: int) -> None:
     if steps < 1:
-        raise ShoalError(f"{steps} steps prove nothing", fix="--steps 3")
+        raise ShoalError(f"--steps must be 1 or more, got {steps}", fix="--steps 3")
 
 
-def verify_case(case: Case) -> Proof:
-    """Run the case in as many processes as its plan has ranks."""
-    began = time.monotonic()
+def verify_case(case: Case) -> VerifyResult:
+    """Run the case on the ranks of its plan."""
+    start = time.monotonic()
     ranks = launch(verify_on_rank, (case,), nproc=case.world_size)
     verdict = ranks[0].verdict
     assert verdict is not None
-    return Proof(
+    return VerifyResult(
         plan=(case.compressed or case.plan).brief(),
         world_size=case.world_size,
         verdict=verdict,
         cause=ranks[0].cause,
-        seconds=time.monotonic() - began,
+        seconds=time.monotonic() - start,
         bytes=_bytes(ranks) | dict(_sent(ranks)),
         collectives={axis: of for axis, of in _collectives(ranks).items() if axis not in dict(_sent(ranks))},
         memory=_memory(ranks),
-        bounded=ranks[0].compression_error,
-        meeting=_meeting(ranks),
+        compression_error=ranks[0].compression_error,
+        replica_sync=_replica_sync(ranks),
         notes=tuple(_notes(case)),
     )
 
 
 def _notes(case: Case) -> Iterator[str]:
-    """What a reader of the verdict should know."""
+    """Limits of the verification."""
     layout = case.plan.layout
     if case.replaced is not None:
-        more = f"; --precision {case.replaced} looks at it" if case.replaced in TOLERANCES else ""
-        yield f"{case.replaced} was not looked at: this is of the layout, in {case.plan.precision}{more}"
-    if case.unseen:
-        was = "was" if len(case.unseen) == 1 else "were"
-        yield f"{' and '.join(case.unseen)} {was} not looked at: this is of the layout"
+        more = f"; --precision {case.replaced} verifies it" if case.replaced in TOLERANCES else ""
+        yield f"{case.replaced} was not verified: the layout was, in {case.plan.precision}{more}"
+    if case.not_verified:
+        was = "was" if len(case.not_verified) == 1 else "were"
+        yield f"{' and '.join(case.not_verified)} {was} not verified: the layout was"
     if case.plan.offload != "none" and case.device == "cpu":
-        yield f"offload={case.plan.offload} has no effect on a CPU: not verified; --device cuda verifies it"
+        yield f"offload={case.plan.offload} was not verified: it has no effect on a CPU; --device cuda verifies it"
     if case.plan.zero and layout.dp_shard * layout.cp == 1:
-        yield f"zero={case.plan.zero} divides nothing here: dp_shard and cp are 1"
+        yield f"zero={case.plan.zero} shards nothing here: dp_shard and cp are 1"
     if case.compressed is not None and case.compressed.sync == AUTO:
-        yield "sync=auto is chosen when `shoal train` begins; this is of the plan without it"
+        yield "sync=auto is resolved when `shoal train` starts; the plan was verified without it"
     if case.compressed is not None and layout.dp_replicate * layout.cp == 1:
-        yield "nothing is compressed, and nobody meets, on one replica"
+        yield "compress and sync have no effect on one replica"
     model = without_memory(case.build)
     if model is not None and routers(model) and case.plan.precision not in ("fp64", "fp32"):
         yield (
-            f"experts in {case.plan.precision}: rounding, which differs from layout to layout, may send a token to"
-            " another expert, and then gradients differ where nothing is wrong; fp64 and fp32 decide"
+            f"experts in {case.plan.precision}: rounding, which differs between layouts, may send a token to another"
+            " expert, and then gradients differ although nothing is wrong; verify in fp64 or fp32"
         )
     if model is not None and has_batch_norm(model):
-        yield "batch norm: one device was given the batch in the plan's microbatches, on which its result depends"
+        yield "batch norm: the one process used the plan's microbatches, on which its result depends"
 
 
 def check(case: Case) -> None:
-    """Refuse what cannot be laid out, before a process starts."""
+    """Raise if the plan does not fit the model, before a process starts."""
     model = without_memory(case.build)
     if model is None:
-        return  # its shapes are not known here; the ranks will find what is wrong
+        return  # its shapes are not known here; the ranks report problems
     tokens = _num_tokens(case.batches[0])
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     description = describe(model)
-    # In the precision that was asked for: what no run would lay out is not verified either.
+    # In the requested precision: a plan that no run would accept is not verified either.
     plan = case.plan if case.replaced is None else replace(case.plan, precision=case.replaced)
     found = check_plan(
         plan,
@@ -165,8 +166,8 @@ def check(case: Case) -> None:
         modules=[name for name, _ in model.named_modules()],
     )
     raise_if(found, title=f"plan '{plan.brief()}'")
-    if case.loss is None or case.plan.layout.pp > 1:  # else a loss of the user's own may ask more of it than a call
-        call = call_of(objective_of(case.loss), rows(case.batches[0], 0, 2))  # two: batch norm cannot take one
+    if case.loss is None or case.plan.layout.pp > 1:  # else the user's loss may do more than call the model
+        call = call_of(objective_of(case.loss), rows(case.batches[0], 0, 2))  # two samples: batch norm rejects one
         raise_if(uncallable(model, call))
         if case.plan.layout.pp > 1:
             stream_of(model, description.blocks, call)
@@ -177,7 +178,7 @@ def check(case: Case) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifySettings:
-    """What a person may say about a verification, beside the recipe."""
+    """Options of a verification beside the recipe."""
 
     real: bool = False
     steps: int = STEPS
@@ -185,18 +186,20 @@ class VerifySettings:
     tolerance: float | None = None
 
 
-def case_of(recipe: Recipe, world_size: int, how: VerifySettings) -> Case:
-    """A verification of the recipe's model under its plan; of a small copy, where the model knows how to shrink."""
+def case_of(recipe: Recipe, world_size: int, settings: VerifySettings) -> Case:
+    """The case of a recipe's model under its plan; of a small copy, if the model has one."""
     device = "cpu" if recipe.launch.device == "auto" else recipe.launch.device
     if recipe.optim.param_dtype == "bf16":
-        what = "shoal verify compares weights number by number, and optim.param_dtype bf16 rounds them at random"
-        raise ShoalError(what, fix="--optim.param_dtype fp32: gradients are computed by the same code")
-    _check_steps(how.steps)
-    asked = recipe.plan.resolve(world_size)
-    refuse_unbuilt(asked)
-    plan = in_precision(asked, how.precision, device)
-    section, is_small = (recipe.model, False) if how.real else smaller_model(recipe.model, plan)
-    batches = _random_batches(section, plan, recipe, how.steps) if is_small else _real_batches(recipe, how.steps)
+        what = "optim.param_dtype must be fp32 for shoal verify, got bf16, which rounds weights at random"
+        raise ShoalError(what, fix="--optim.param_dtype fp32, which computes gradients with the same code")
+    _check_steps(settings.steps)
+    requested = recipe.plan.resolve(world_size)
+    reject_unsupported(requested)
+    plan = in_precision(requested, settings.precision, device)
+    section, is_small = (recipe.model, False) if settings.real else smaller_model(recipe.model, plan)
+    batches = (
+        _random_batches(section, plan, recipe, settings.steps) if is_small else _real_batches(recipe, settings.steps)
+    )
     exact = without_compression(plan)
     case = Case(
         build=functools.partial(build_model, section),
@@ -206,17 +209,17 @@ def case_of(recipe: Recipe, world_size: int, how: VerifySettings) -> Case:
         seed=recipe.run.seed,
         clip=recipe.optim.clip if recipe.optim.clip is None else min(recipe.optim.clip, 0.5),
         device=device,
-        tolerance=_tolerance(how.tolerance, plan),
-        replaced=replaced_precision(asked, plan),
-        unseen=tuple(_unseen(recipe)),
+        tolerance=_tolerance(settings.tolerance, plan),
+        replaced=replaced_precision(requested, plan),
+        not_verified=tuple(_not_verified(recipe)),
     )
     check(case)
     return case
 
 
-def _unseen(recipe: Recipe) -> Iterator[str]:
-    """What the recipe says about speed: who typed it for a verification believes that it was verified."""
-    said, usual = recipe.model_dump(), Recipe().model_dump()
+def _not_verified(recipe: Recipe) -> Iterator[str]:
+    """Settings for speed that the recipe changes and a verification ignores, which the user must know."""
+    settings, defaults = recipe.model_dump(), Recipe().model_dump()
     for key in (
         "run.compile",
         "run.attention",
@@ -226,12 +229,12 @@ def _unseen(recipe: Recipe) -> Iterator[str]:
         "optim.state_dtype",
     ):
         section, _, name = key.partition(".")
-        if (value := said[section][name]) != usual[section][name]:
+        if (value := settings[section][name]) != defaults[section][name]:
             yield f"{key} {str(value).lower()}"
 
 
 def smaller_model(section: ModelSection, plan: Plan) -> tuple[ModelSection, bool]:
-    """The model section of a small copy with the same anatomy, and whether there is one."""
+    """The model section of a small copy with the same structure, and whether there is one."""
     functions: dict[str, str] = importlib.import_module("shoal.models").SMALLER
     if section.name not in functions:
         return section, False
@@ -242,12 +245,12 @@ def smaller_model(section: ModelSection, plan: Plan) -> tuple[ModelSection, bool
 
 
 def _random_batches(section: ModelSection, plan: Plan, recipe: Recipe, steps: int) -> list[dict[str, Tensor]]:
-    """Random tokens, of which some labels do not count; few samples, but microbatches enough for any schedule. None of
-    them begins with one token twice: those are two positions that no router of experts could tell apart."""
+    """Random tokens with some ignored labels; few samples, but enough microbatches for any schedule. No sample starts
+    with the same token twice, since a router of experts cannot distinguish those two positions."""
     vocabulary = int(section.arguments["vocabulary"])
-    asked = plan.num_microbatches(recipe.data.global_batch)
+    requested = plan.num_microbatches(recipe.data.global_batch)
     few = max(4, 2 * plan.layout.pp)
-    num_microbatches = min(asked, few)
+    num_microbatches = min(requested, few)
     size = plan.mb or min(plan.microbatch_size(recipe.data.global_batch), 2)
     batch = num_microbatches * size * plan.layout.data_degree
     num_tokens = tokens_for(plan)
@@ -266,7 +269,7 @@ def _random_batches(section: ModelSection, plan: Plan, recipe: Recipe, steps: in
 
 
 def tokens_for(plan: Plan) -> int:
-    """A short sequence that the ranks of a plan can divide among them."""
+    """A short sequence length that the ranks of a plan can divide."""
     return math.lcm(TOKENS, plan.layout.tp * num_chunks(plan))
 
 
@@ -276,20 +279,20 @@ def _real_batches(recipe: Recipe, steps: int) -> list[Any]:
     return [dataset.batch(sample_ids(recipe.run.seed, len(dataset), step * size, size)) for step in range(steps)]
 
 
-def legal_cases(recipe: Recipe, world_size: int, how: VerifySettings) -> Iterator[Case]:
-    """A case for every legal layout of so many ranks, from simple to composed."""
+def legal_cases(recipe: Recipe, world_size: int, settings: VerifySettings) -> Iterator[Case]:
+    """A case for every valid layout of `world_size` ranks, from simple to composed."""
     with torch.device("meta"):
         model = build_model(recipe.model)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     for plan in legal_plans(world_size, description=describe(model), batch=recipe.data.global_batch, features=shapes):
-        yield case_of(recipe.model_copy(update={"plan": plan}), world_size, how)
+        yield case_of(recipe.model_copy(update={"plan": plan}), world_size, settings)
 
 
-# ---- what the ranks brought home ------------------------------------------------------------------------------------
+# ---- sums over the ranks' findings ----------------------------------------------------------------------------------
 
 
 def _collectives(ranks: Sequence[Findings]) -> dict[str, dict[str, Count]]:
-    """Axis → operation → calls of one step, over all ranks. What is received has been sent."""
+    """Axis → operation → calls of one step, over all ranks. Receives are not counted, only sends."""
     return {
         axis: {
             name: Count(
@@ -314,17 +317,18 @@ def _bytes(ranks: Sequence[Findings]) -> dict[str, Count]:
 
 
 def _sent(ranks: Sequence[Findings]) -> Iterator[tuple[str, Count]]:
-    """Where replicas meet by a way of ours: its axis, and the bytes that all ranks send."""
+    """Under compression or local SGD: the axis of replicas, and the bytes that all ranks send."""
     every = [rank.replica_traffic for rank in ranks if rank.replica_traffic is not None]
     if every:
         yield every[0].axis, Count(predicted=sum(m.predicted for m in every), counted=sum(m.counted for m in every))
 
 
-def _meeting(ranks: Sequence[Findings]) -> ReplicaSync | None:
+def _replica_sync(ranks: Sequence[Findings]) -> ReplicaSync | None:
     every = [rank.replica_traffic for rank in ranks if rank.replica_traffic is not None]
     if not every:
         return None
-    return ReplicaSync(every[0].axis, every[0].every, all(met.alike for met in every), every[0].has_islands)
+    are_equal = all(traffic.has_equal_weights for traffic in every)
+    return ReplicaSync(every[0].axis, every[0].every, are_equal, every[0].sends_weights)
 
 
 def _operations(ranks: Sequence[Findings]) -> dict[str, list[str]]:
@@ -341,7 +345,7 @@ def _counted(rank: Findings, axis: str, name: str, what: str) -> int:
 
 
 def _predicted(rank: Findings, axis: str, name: str, what: str) -> int | None:
-    """None: not predicted."""
+    """The predicted number; None: not predicted."""
     if rank.predicted_traffic is None:
         return None
     messages = rank.predicted_traffic.get(axis, {}).get(name)
@@ -354,23 +358,24 @@ def _sum(numbers: Iterable[int | None]) -> int | None:
 
 
 def _memory(ranks: Sequence[Findings]) -> dict[str, Count]:
-    """Cause → bytes on the rank that holds most."""
-    fullest = max(ranks, key=lambda rank: rank.memory.total if rank.memory else 0)
+    """Kind → bytes on the rank that holds most."""
+    largest = max(ranks, key=lambda rank: rank.memory.total if rank.memory else 0)
     counts = {
-        cause: Count(
-            predicted=None if fullest.predicted_memory is None else getattr(fullest.predicted_memory, cause),
-            counted=getattr(fullest.memory, cause),
+        kind: Count(
+            predicted=None if largest.predicted_memory is None else getattr(largest.predicted_memory, kind),
+            counted=getattr(largest.memory, kind),
         )
-        for cause in ("parameters", "gradients", "optimizer")
+        for kind in ("parameters", "gradients", "optimizer")
     }
     return {**counts, "peak": Count(measured=max(rank.peak for rank in ranks))}
 
 
 def claimed_ranks(plan: Plan) -> int:
-    """As many as the plan's degrees multiply to."""
+    """The product of the plan's degrees."""
     degrees = (plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp, plan.pp)
     if not any(degrees):
-        raise ShoalError(f"plan '{plan}' does not say on how many ranks", fix="verify(..., nproc=4), or tp=2, ...")
+        what = f"the plan must have a degree, or nproc must be set, got plan '{plan}'"
+        raise ShoalError(what, fix="verify(..., nproc=4), or a plan such as tp=2")
     number = 1
     for degree in degrees:
         number *= degree or 1
@@ -378,7 +383,7 @@ def claimed_ranks(plan: Plan) -> int:
 
 
 def _num_tokens(batch: Any) -> int | None:
-    """The length of a sequence, if the first input of a batch is whole numbers in rows."""
+    """The sequence length, if the first input of a batch is a matrix of integers."""
     values = list(batch.values()) if isinstance(batch, Mapping) else list(batch)
     first = values[0] if values else None
     is_tokens = isinstance(first, Tensor) and first.dim() == 2 and not first.is_floating_point()

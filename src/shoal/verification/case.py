@@ -1,4 +1,4 @@
-"""What is to be verified: a model, its batches and a plan, in a form that every process can be given."""
+"""A verification case: a model, its batches and a plan, in a form that can be sent to every process."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from shoal.blueprint.plan import Plan, Precision
 from shoal.errors import ShoalError
 
 TOLERANCES = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
-"""Precision → the largest relative difference that rounding is blamed for. In float64 a wrong layout is 1e-2 off and a
-right one 1e-13, so nobody has to argue about 1e-10. In lower precision the noise is real: sums in another order differ
-by the precision's own rounding, times what the model makes of it."""
+"""Precision → the largest relative difference that counts as rounding. In float64 the difference of a wrong layout is
+about 1e-2 and that of a right one 1e-13, so 1e-10 separates them. In lower precision, sums in another order differ by
+the rounding of the precision, amplified by the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +22,11 @@ class Case:
     """One verification. Everything in it is the same for the reference and for every rank of the plan."""
 
     build: Callable[[], nn.Module]
-    """Makes the model; its values are drawn from the seed if the model says how, and must be the same otherwise."""
+    """Build the model. Values come from the seed if the model has init rules; else they must be the same each time."""
     batches: Sequence[Any]
-    """Global batches, one for each step that is compared; the last one serves the steps that are counted."""
+    """Global batches, one for each compared step; the last one is also used for the counted steps."""
     plan: Plan
-    """Resolved."""
+    """The resolved plan that is compared, without compression and local SGD."""
     loss: Any = None
     """None: cross-entropy. Else loss(model, batch), the mean over the batch."""
     seed: int = 0
@@ -35,29 +35,30 @@ class Case:
     device: str = "cpu"
     tolerance: float = 1e-10
     compressed: Plan | None = None
-    """The plan as it was asked for, if it compresses what replicas send each other; `plan` is without that then."""
+    """The requested plan, if it has compression or local SGD, which `plan` has not."""
     threads: int | None = None
     replaced: Precision | None = None
-    """The precision of the plan as it was asked for, if it is a lower one than it is verified in."""
+    """The precision of the requested plan, if it is lower than that of the verification."""
 
-    unseen: tuple[str, ...] = ()
-    """Settings of the recipe, each with its value, that `shoal train` would heed and a verification does not."""
+    not_verified: tuple[str, ...] = ()
+    """Settings of the recipe, each with its value, that `shoal train` uses and a verification does not."""
 
     @property
     def world_size(self) -> int:
-        """How many processes the plan needs."""
+        """Number of processes of the plan."""
         return self.plan.layout.world_size
 
 
 def in_precision(plan: Plan, precision: str | None, device: str) -> Plan:
-    """The plan in the precision that a verification runs in: float64 on the CPU, the plan's own on a GPU."""
+    """The plan in the precision of the verification: float64 on the CPU, the plan's own on a GPU."""
     chosen = precision or ("fp64" if device == "cpu" else plan.precision)
     if chosen not in TOLERANCES:
-        raise ShoalError(f"precision {chosen!r} cannot be verified in", fix=f"--precision {', '.join(TOLERANCES)}")
+        known = ", ".join(TOLERANCES)
+        raise ShoalError(f"--precision must be one of {known}, got {chosen!r}", fix="--precision fp64")
     return Plan.of({**plan.to_mapping(), "precision": chosen})
 
 
-def replaced_precision(asked: Plan, plan: Plan) -> Precision | None:
-    """The precision that was asked for, if it is one that rounds and another one is verified in."""
-    is_replaced = asked.precision in ("bf16", "fp16", "fp8") and asked.precision != plan.precision
-    return asked.precision if is_replaced else None
+def replaced_precision(requested: Plan, plan: Plan) -> Precision | None:
+    """The requested precision, if it is a low one and the verification uses another."""
+    is_replaced = requested.precision in ("bf16", "fp16", "fp8") and requested.precision != plan.precision
+    return requested.precision if is_replaced else None

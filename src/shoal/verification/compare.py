@@ -1,9 +1,9 @@
-"""Two runs of the same training held against each other, tensor by tensor: are they equal, and where do they part?
+"""Compare two runs of the same training, tensor by tensor: are they equal, and what differs first?
 
-`torch.testing.assert_close` compares two tensors and raises. A proof wants all of them, over several steps, and in the
-order in which a step computes them, because what differs first is the cause and the rest is its wake. Nothing here
-raises, and nothing is equal by accident: a tensor that is missing, has another shape or holds a NaN differs by
-infinity, and two runs of which nothing was observed are not equal.
+`torch.testing.assert_close` compares two tensors and raises. A verification compares all of them, over several steps,
+in the order of computation: the first difference is the cause, and later ones follow from it. Nothing here raises, and
+nothing is equal by accident. A tensor that is missing, has another shape or contains a NaN differs by infinity, and two
+runs without observations are not equal.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 Kind = Literal["loss", "gradient", "grad_norm", "replicas", "weight"]
 
 ROUNDING_FLOOR = 1e-3
-"""A tensor is measured against its own largest value, but never against less than this part of the largest value of all
-gradients (or weights) of the step. Some gradients are zero on paper (the bias before a batch norm, the bias of an
-attention key) and rounding noise in practice, and noise is never equal to noise."""
+"""The difference of a tensor is relative to its own largest value, but at least to this part of the largest of all
+gradients (or weights) of the step. Some gradients are zero in theory (the bias before a batch norm, the bias of an
+attention key) and rounding noise in practice, and noise never equals noise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """Two ranks that differ only along `axis` should hold the same piece of `tensor`, and do not."""
+    """Ranks along `axis` that should hold equal values of `tensor`, and do not."""
 
     axis: str
     what: Literal["gradient", "weight"]
@@ -36,7 +36,7 @@ class Disagreement:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One optimizer step, seen from one side. Tensors are full, on the CPU, under the names they have on one device."""
+    """One optimizer step of one run. Tensors are full, on the CPU, under their names in the original model."""
 
     loss: float
     grad_norm: float
@@ -53,24 +53,24 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing that differs by more than the tolerance."""
+    """A value that differs by more than the tolerance."""
 
     step: int
     kind: Kind
     tensor: str | None
     difference: float
-    """Relative; infinite where the two cannot be compared."""
+    """Relative; infinite where the values cannot be compared."""
 
     note: str = ""
-    """What cannot be compared, and why."""
+    """Why the values cannot be compared."""
 
     axis: str | None = None
-    """Along which replicas disagree."""
+    """The axis along which replicas differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """How far a tensor is from the reference."""
+    """The difference of a tensor from the reference."""
 
     difference: float
     note: str = ""
@@ -78,7 +78,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class StepGap:
-    """One step of both runs: what the candidate had, and the largest relative difference of each kind."""
+    """One step of both runs: the candidate's loss and norm, and the largest relative difference of each kind."""
 
     loss: float
     grad_norm: float
@@ -93,7 +93,7 @@ class StepGap:
 
 @dataclass(frozen=True, slots=True)
 class Worst:
-    """The largest relative difference over all steps, by kind, and the tensor of the largest of all."""
+    """The largest relative difference over all steps, by kind, and the tensor of the largest."""
 
     loss: float = 0.0
     grad_norm: float = 0.0
@@ -105,7 +105,7 @@ class Worst:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Whether two runs are equal within the tolerance, how far apart they are, and where they part."""
+    """Whether two runs are equal within the tolerance, their largest differences, and the first difference."""
 
     tolerance: float
     first: Difference | None
@@ -116,12 +116,12 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """True if nothing differs."""
+        """Whether nothing differs."""
         return self.first is None
 
 
 def compare(reference: Sequence[Observation], candidate: Sequence[Observation], *, tolerance: float) -> Comparison:
-    """Hold every step of the candidate against the same step of the reference.
+    """Compare every step of the candidate with the same step of the reference.
 
     Within a step the order of computation is: loss, gradients in the order of the model, gradient norm, agreement of
     replicas, weights.
@@ -140,7 +140,7 @@ def compare(reference: Sequence[Observation], candidate: Sequence[Observation], 
 
 
 def gaps(reference: Mapping[str, Tensor], candidate: Mapping[str, Tensor]) -> dict[str, Gap]:
-    """How far each tensor is from the reference, in the reference's order; what only the candidate has comes last."""
+    """The difference of each tensor, in the reference's order; tensors that only the candidate has come last."""
     floor = ROUNDING_FLOOR * max((_largest(tensor) for tensor in reference.values()), default=0.0)
     floor = floor if math.isfinite(floor) else 0.0
     return {
@@ -208,7 +208,7 @@ def _in_order(
     weights: Mapping[str, Gap],
     disagreements: Sequence[Disagreement],
 ) -> Iterator[Difference]:
-    """Everything that could differ in a step, in the order of computation."""
+    """All differences of a step, in the order of computation."""
     yield Difference(step, "loss", None, summary.loss_difference)
     yield from _of_tensors(step, "gradient", gradients)
     yield Difference(step, "grad_norm", None, summary.grad_norm_difference)
@@ -248,13 +248,13 @@ def _largest_gap(gaps: Mapping[str, Gap]) -> str | None:
 
 
 def _largest(tensor: Tensor) -> float:
-    """max|tensor|, 0 of an empty one; infinite if any value is not finite."""
+    """max|tensor|; 0 for an empty tensor; infinite if any value is not finite."""
     values = _wide(tensor).abs()
     return _or_inf(values.max().item()) if values.numel() else 0.0
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """In a type that holds every value of the others, so that unlike types can be compared."""
+    """The tensor as float64 or complex128, so that different dtypes can be compared."""
     dense = tensor.detach().to_dense()
     return dense.to(torch.complex128 if dense.is_complex() else torch.float64)
 
@@ -266,5 +266,5 @@ def _ratio(difference: float, size: float, floor: float = 0.0) -> float:
 
 
 def _or_inf(number: float) -> float:
-    """NaN is larger than everything: no comparison may lose it."""
+    """Replace NaN by infinity, so that no comparison loses it."""
     return number if math.isfinite(number) else math.inf

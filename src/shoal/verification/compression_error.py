@@ -1,9 +1,9 @@
-"""A plan that compresses is not equal to one device, by design. What can be proven: the same plan without it is; and
-what the first step's gradient loses on its way is no more than the method promises.
+"""Measure the error of gradient compression in the first step, and compare it with the bound of the method.
 
     ‖ compressed mean - mean ‖  ≤  bound x root of the mean over replicas of ‖ own gradient ‖²
 
-The mean is the reference's. In the first step nothing is owed from a step before.
+The mean is the reference's. In the first step there is no residual of an earlier one. A plan with compression is not
+equal to one process by design; the same plan without compression must be.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from shoal.train.run import Run
 
 @dataclass(frozen=True, slots=True)
 class CompressionError:
-    """What compression did to the gradient of one step."""
+    """The error of compression in the gradient of one step."""
 
-    words: str
+    method: str
     error: float
-    """Its norm, as a part of the replicas' own gradients."""
+    """The norm of the error, relative to the replicas' own gradients."""
     bound: float
-    """The most that the method allows."""
+    """The largest error that the method allows."""
 
     @property
-    def holds(self) -> bool:
-        """Whether it is within what the method allows."""
+    def is_within_bound(self) -> bool:
+        """Whether the error is at most the bound."""
         return self.error <= self.bound
 
     def __str__(self) -> str:
-        verdict = "within" if self.holds else "NOT within"
+        verdict = "within" if self.is_within_bound else "NOT within"
         return (
-            f"{self.words} is not equal by design: its first gradient is {self.error:.1e} off, as a part of replicas'"
-            f" own, {verdict} the {self.bound:.1e} that it may be (measured); differences below are without it"
+            f"{self.method} is not equal by design; the relative error of its first gradient is {self.error:.1e},"
+            f" {verdict} the bound {self.bound:.1e} (measured); differences below are without compression"
         )
 
 
 def without_compression(plan: Plan) -> Plan:
-    """The plan whose equality can be proven."""
+    """The plan without compression and local SGD, which must equal one process."""
     return replace(plan, compress=None, sync=None)
 
 
 def compression_error(run: Run, share: Any, exact: Mapping[str, Tensor] | None) -> CompressionError | None:
-    """The first step of a run that compresses gradients. `exact`: those of the reference, where they are known. Every
-    rank calls it; what the main one returns counts. None: it compresses nothing, since there is nobody to send to."""
+    """Measure the first step of a run with compression. `exact`: the gradients of the reference, on the main rank. All
+    ranks call it; the main rank's result counts. None: there is nothing to compress on one replica."""
     composed, gradients, own = run.composed, dict[str, Tensor](), 0.0
     plan = run.plan
     if composed.reducer is None or plan.compression is None:
@@ -61,14 +61,14 @@ def compression_error(run: Run, share: Any, exact: Mapping[str, Tensor] | None) 
             own += float(gradient.norm() ** 2)
 
     def look() -> None:
-        whole = dict(composed.whole("gradient"))
-        gradients.update({name: tensor for name, tensor in whole.items() if tensor is not None})
+        full = dict(composed.whole("gradient"))
+        gradients.update({name: tensor for name, tensor in full.items() if tensor is not None})
 
     composed.reducer.on_own, run.on_gradients = add, look
     run.step(share)
     composed.reducer.on_own = run.on_gradients = None
-    size = sqrt(run.world.all_reduce_host([own]).wait()[0] / composed.reducer.averager.lanes.size)
+    size = sqrt(run.world.all_reduce_host([own]).wait()[0] / composed.reducer.averager.comm_threads.size)
     if exact is None:
         return None
-    off = sum(float((gradients[name].double() - value.double()).norm() ** 2) for name, value in exact.items())
-    return CompressionError(f"compress={plan.compress}", sqrt(off) / size, plan.compression.error_bound)
+    error = sum(float((gradients[name].double() - value.double()).norm() ** 2) for name, value in exact.items())
+    return CompressionError(f"compress={plan.compress}", sqrt(error) / size, plan.compression.error_bound)

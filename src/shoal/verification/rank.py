@@ -1,7 +1,7 @@
-"""The plan's own ranks: they train as `shoal train` would, are watched, and return what was seen.
+"""Run a verification on the plan's ranks: train as `shoal train` does, observe, and return the findings.
 
-Two kinds of steps follow each other. In the first ones gradients and weights are gathered and compared; in the last,
-nothing is gathered, and what travels is counted, and what every rank holds before each microbatch.
+There are two kinds of steps. In the first ones, gradients and weights are gathered and compared. In the last, nothing
+is gathered; communication is counted, and so is the memory of every rank before each microbatch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from shoal.numerics.local_tensor import to_local
 from shoal.parallel.context.attention import Attention
 from shoal.parallel.expert.experts import Experts
 from shoal.parallel.expert.router import Router
-from shoal.parallel.live_memory import live_memory, peak_bytes, trace_shapes
+from shoal.parallel.inspect.live_memory import live_memory, peak_bytes
+from shoal.parallel.inspect.trace_shapes import trace_shapes
 from shoal.parallel.parallel_model import ParallelModel
 from shoal.predict.exact.memory import Memory, has_moment, memory
 from shoal.predict.exact.traffic import Messages, traffic
@@ -46,31 +47,31 @@ from shoal.verification.replica_traffic import ReplicaTraffic, replica_traffic, 
 
 @dataclass
 class Findings:
-    """What one rank brings home."""
+    """The findings of one rank."""
 
     verdict: Comparison | None = None
-    """Of rank 0 only."""
+    """On rank 0 only."""
     cause: str | None = None
     traffic: Mapping[str, Mapping[str, Mapping[str, int]]] = field(default_factory=dict)
     """Axis → operation → calls and bytes of one step, counted."""
     predicted_traffic: Mapping[str, Mapping[str, Messages]] | None = None
-    """The same on paper; None: the model cannot be traced without memory."""
+    """The predicted traffic; None: the model cannot be traced on the meta device."""
     memory: Memory | None = None
-    """What was held before some microbatch, at the most; counted."""
+    """The largest memory before a microbatch; counted."""
     predicted_memory: Memory | None = None
-    """The same on paper; None: not predicted where no microbatch begins after another one's backward."""
+    """The predicted memory; None: no microbatch starts after the backward of another."""
     peak: int = 0
-    """Bytes; measured."""
+    """Peak bytes; measured."""
     compression_error: CompressionError | None = None
-    """What compression does, where the plan compresses; of rank 0 only."""
+    """The error of compression, if the plan has it; on rank 0 only."""
     replica_traffic: ReplicaTraffic | None = None
-    """What replicas send each other, where it is not just gradients."""
+    """Communication between replicas under compression or local SGD."""
 
 
 def verify_on_rank(placement: Placement | None, store: Store | None, case: Case) -> Findings:
-    """Take this process's place among the ranks of the case, and verify."""
+    """Join the ranks of the case, and verify."""
     num_ranks = placement.local_world_size if placement else 1
-    is_crowded = case.device == "cuda" and num_ranks > torch.cuda.device_count()  # NCCL wants a GPU for each rank
+    is_crowded = case.device == "cuda" and num_ranks > torch.cuda.device_count()  # NCCL needs a GPU for each rank
     world = World.start(
         placement, device=case.device, backend="gloo" if is_crowded else None, store=store, threads=case.threads
     )
@@ -79,7 +80,7 @@ def verify_on_rank(placement: Placement | None, store: Store | None, case: Case)
 
 
 def verify_in(world: World, case: Case) -> Findings:
-    """Train, watched; rank 0 computes the reference as well, and judges."""
+    """Train and observe; rank 0 also computes the reference, and compares."""
     references, initial = observe_reference(case) if world.is_main else ([], {})
     run = Run(case.plan, loss=case.loss, seed=case.seed, clip=case.clip, world=world)
     _prepare(run, case)
@@ -89,7 +90,7 @@ def verify_in(world: World, case: Case) -> Findings:
     findings = Findings(traffic=sent.to_mapping(), memory=held, peak=peak_bytes(world.device))
     _predict(findings, run, case)
     if case.compressed is not None:
-        _meet_as_asked(findings, case.compressed, world, case, references[0].gradients if references else None)
+        _observe_replicas(findings, case.compressed, world, case, references[0].gradients if references else None)
     if world.is_main:
         findings.verdict = compare(references, candidates, tolerance=case.tolerance)
         context = Context(
@@ -106,29 +107,29 @@ def verify_in(world: World, case: Case) -> Findings:
     return findings
 
 
-def _meet_as_asked(
-    findings: Findings, asked: Plan, world: World, case: Case, exact: Mapping[str, Tensor] | None
+def _observe_replicas(
+    findings: Findings, requested: Plan, world: World, case: Case, exact: Mapping[str, Tensor] | None
 ) -> None:
-    """What compression does to the first gradient, and what is sent when replicas meet as the plan says."""
-    plans = [replace(asked, sync=None)] if asked.compress else []
-    for plan in [*plans, *([shortened(asked)] if asked.sync_spec is not None else [])]:
+    """Measure the error of compression, and the communication between replicas under the requested plan."""
+    plans = [replace(requested, sync=None)] if requested.compress else []
+    for plan in [*plans, *([shortened(requested)] if requested.sync_spec is not None else [])]:
         run = Run(plan, loss=case.loss, seed=case.seed, clip=None, world=world, warmup_steps=0)
         _prepare(run, case)
         share = _share(run, case.batches[0])
         if plan.sync is None:
             findings.compression_error = compression_error(run, share, exact)
         findings.replica_traffic = replica_traffic(
-            run, asked, functools.partial(run.step, share), functools.partial(_are_alike, run)
+            run, requested, functools.partial(run.step, share), functools.partial(_have_equal_weights, run)
         )
         run.composed.close()
 
 
-def _are_alike(run: Run) -> bool:
+def _have_equal_weights(run: Run) -> bool:
     return not any(run.world.all_gather_object(bool(list(_disagreements(run.composed, "weight")))))
 
 
 def _prepare(run: Run, case: Case) -> None:
-    """The model as a run of the plan would make it: laid out from nothing, if it says how all of it is filled."""
+    """Prepare the model as a run of the plan would: from the meta device, if it has init rules for all values."""
     model = without_memory(case.build)
     if model is not None and can_fill(model):
         turn_off_dropout(model)
@@ -136,7 +137,7 @@ def _prepare(run: Run, case: Case) -> None:
         model = fresh_model(case)
     run.prepare(model)
     if run.composed.head is not None:
-        run.composed.head.always = True  # as large models have it, and all on a GPU
+        run.composed.head.always = True  # as for large models, and on a GPU
     run.prepare(optimizer_for(case, run.parameters))
 
 
@@ -146,9 +147,9 @@ def _observe(run: Run, batch: Any) -> Observation:
 
     def look() -> None:
         disagreements.extend(_disagreements(run.composed, "gradient"))
-        scale = run.loss_scale.scale  # of fp16, which is undone with the clipping
-        whole = run.composed.whole("gradient")
-        gradients.update({name: tensor if tensor is None else tensor / scale for name, tensor in whole})
+        scale = run.loss_scale.scale  # in fp16; clipping removes it later
+        full = run.composed.whole("gradient")
+        gradients.update({name: tensor if tensor is None else tensor / scale for name, tensor in full})
 
     run.on_gradients = look
     loss = run.step(_share(run, batch))
@@ -167,9 +168,9 @@ def _observe(run: Run, batch: Any) -> Observation:
 
 
 def _count(run: Run, case: Case) -> tuple[Traffic, Memory]:
-    """What this rank hands to its groups in one step, and what it holds before some microbatch of it, at the most."""
+    """Count this rank's communication in one step, and its largest memory before a microbatch."""
     if len(case.batches) == 1:
-        run.step(_share(run, case.batches[-1]))  # some things are sent once in a run, in its second step
+        run.step(_share(run, case.batches[-1]))  # some messages are sent once in a run, in its second step
     held: list[Memory] = []
     run.on_microbatch = lambda number: held.append(live_memory(run.composed, run.optimizer))
     with count(run.mesh.groups) as traffic:
@@ -179,22 +180,22 @@ def _count(run: Run, case: Case) -> tuple[Traffic, Memory]:
 
 
 def _predict(findings: Findings, run: Run, case: Case) -> None:
-    """Say on paper what was counted."""
+    """Predict the traffic and the memory that were counted."""
     model = without_memory(case.build)
     if model is None or run.composed.is_split_by_hand:
         return
     batch = length(case.batches[0])
     share = rows(case.batches[0], 0, case.plan.microbatch_size(batch))
     try:
-        anatomy = trace_shapes(model, describe(model), call_of(run.objective, share))
+        shapes = trace_shapes(model, describe(model), call_of(run.objective, share))
     except ShoalError:
         raise
-    except Exception:  # code of the user's that needs values; what it does is proven all the same
+    except Exception:  # user code that needs real values; the comparison holds without a prediction
         return
     splits_logits = isinstance(run.objective, CrossEntropy)
     findings.predicted_traffic = traffic(
         case.plan,
-        anatomy,
+        shapes,
         batch=batch,
         rank=run.world.rank,
         splits_logits=splits_logits,
@@ -203,7 +204,7 @@ def _predict(findings: Findings, run: Run, case: Case) -> None:
     )
     if has_moment(case.plan, rank=run.world.rank, num_microbatches=case.plan.num_microbatches(batch)):
         states = 2 if case.plan.precision == "fp64" else 1  # of `optimizer_for`
-        findings.predicted_memory = memory(case.plan, anatomy, rank=run.world.rank, optimizer_states=states)
+        findings.predicted_memory = memory(case.plan, shapes, rank=run.world.rank, optimizer_states=states)
 
 
 def _share(run: Run, batch: Any) -> Any:
@@ -213,7 +214,7 @@ def _share(run: Run, batch: Any) -> Any:
 
 
 def _pieces(run: Run) -> dict[str, Piece]:
-    """Where every parameter is: how tp cuts it, on which stage it lives, and what it is."""
+    """The place of every parameter: the dim that tp cuts, its stage, and its role."""
     composed = run.composed
     mine = {
         name: replace(
@@ -231,47 +232,47 @@ def _pieces(run: Run) -> dict[str, Piece]:
 
 
 def _roles(model: nn.Module) -> dict[str, Piece]:
-    """The parameters with which ranks meet inside of a forward: those around attention, of routers and of experts."""
+    """The parameters where ranks communicate inside the forward: of attention, routers and experts."""
     found: dict[str, Piece] = {}
     for name, module in model.named_modules():
-        around = name.rpartition(".")[0]
-        if isinstance(module, Attention) and around:
-            names = [f"{around}.{own}" for own, _ in model.get_submodule(around).named_parameters()]
-            found |= dict.fromkeys(names, Piece(role="attention", module=around))
+        parent = name.rpartition(".")[0]
+        if isinstance(module, Attention) and parent:
+            names = [f"{parent}.{own}" for own, _ in model.get_submodule(parent).named_parameters()]
+            found |= dict.fromkeys(names, Piece(role="attention", module=parent))
         elif isinstance(module, Router):
             has_loss = module.auxiliary_coefficient > 0 or module.z_coefficient > 0
             found[f"{name}.weight"] = Piece(
-                role="router", module=around, has_bias=module.bias is not None, has_loss=has_loss
+                role="router", module=parent, has_bias=module.bias is not None, has_loss=has_loss
             )
         elif isinstance(module, Experts):
             names = [f"{name}.{own}" for own, _ in module.named_parameters()]
-            found |= dict.fromkeys(names, Piece(role="expert", module=around, num_experts=module.num_experts))
+            found |= dict.fromkeys(names, Piece(role="expert", module=parent, num_experts=module.num_experts))
     return found
 
 
 @torch.no_grad()
 def _disagreements(composed: ParallelModel, what: str) -> Iterator[Disagreement]:
-    """Pieces that this rank and others of an axis should hold alike, and do not. One exchange for each axis."""
+    """Tensors that this rank and others along an axis should hold equally, and do not. One exchange for each axis."""
     for axis in AXES:
         group = composed.mesh.group_of_several(axis)
-        alike = {
+        replicated = {
             name: _value(parameter, what)
             for name, parameter in composed.named.items()
             if composed.is_replicated(name, axis)
         }
-        if group is None or not alike:
+        if group is None or not replicated:
             continue
-        flat = torch.cat([tensor.reshape(-1).double() for tensor in alike.values()])
+        flat = torch.cat([tensor.reshape(-1).double() for tensor in replicated.values()])
         others = [torch.empty_like(flat) for _ in range(group.size())]
         dist.all_gather(others, flat, group=group)
         for name, *pieces in zip(
-            alike, *(one.split([t.numel() for t in alike.values()]) for one in others), strict=True
+            replicated, *(one.split([t.numel() for t in replicated.values()]) for one in others), strict=True
         ):
             if pieces[0].numel():
-                held = torch.stack(pieces)
-                spread = float((held.max(0).values - held.min(0).values).max())
-                if spread:  # NaN as well
-                    yield Disagreement(axis, what, name, spread / float(held.abs().max()))  # type: ignore[arg-type]
+                values = torch.stack(pieces)
+                spread = float((values.max(0).values - values.min(0).values).max())
+                if spread:  # also true for NaN
+                    yield Disagreement(axis, what, name, spread / float(values.abs().max()))  # type: ignore[arg-type]
 
 
 def _value(parameter: torch.nn.Parameter, what: str) -> Tensor:

@@ -1,7 +1,7 @@
-"""One device, in plain torch: what every plan has to equal.
+"""The reference run: one process in plain torch, which every plan has to equal.
 
-Nothing of shoal's step is used here. The whole batch goes through the model at once; only where a model has batch norm,
-which computes with the samples that it sees together, does it see them in the pieces in which the plan's ranks do.
+Nothing of shoal's step is used here. The model gets the full batch at once. Only a model with batch norm, whose result
+depends on the samples of a microbatch, gets the microbatches of the plan's ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 
 def observe_reference(case: Case) -> tuple[list[Observation], dict[str, Tensor]]:
-    """What one device computes, step by step, and the weights from which it starts."""
+    """Train on one device; returns an observation of each step, and the initial weights."""
     precision = precision_of(case.plan.precision)
     device = torch.device(case.device)
     model = fresh_model(case).to(device, precision.weight_dtype)
@@ -58,18 +58,18 @@ def observe_reference(case: Case) -> tuple[list[Observation], dict[str, Tensor]]
 
 
 def fresh_model(case: Case) -> nn.Module:
-    """The model with its initial values, whole, on the CPU, without dropout."""
+    """The full model with its initial values, on the CPU, without dropout."""
     torch.manual_seed(case.seed)  # for a model that draws its own values when it is built
     model = case.build()
     if has_init_rule(model):
         initialise(model, case.seed)
-    init_missing(model, case.seed)  # as `Run.prepare` does: layers of torch's own that were left without values
+    init_missing(model, case.seed)  # as `Run.prepare` does for torch's own layers on the meta device
     turn_off_dropout(model)
     return model
 
 
 def turn_off_dropout(model: nn.Module) -> None:
-    """No two layouts draw the same masks."""
+    """Set all dropout probabilities to zero: no two layouts draw the same masks."""
     for module in model.modules():
         if isinstance(module, DROPOUTS):
             module.p = 0.0
@@ -78,8 +78,8 @@ def turn_off_dropout(model: nn.Module) -> None:
 
 
 def optimizer_for(case: Case, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW in float64. It divides by the size of a gradient, and so blows the noise of lower precisions up to the size
-    of a step where a gradient is nearly zero: there it is SGD."""
+    """AdamW in float64, SGD otherwise. AdamW divides by the size of a gradient, so where that is nearly zero it would
+    amplify the noise of lower precisions to the size of a step."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if case.plan.precision == "fp64":
         return torch.optim.AdamW(trained, lr=case.lr, foreach=False)
@@ -87,7 +87,7 @@ def optimizer_for(case: Case, parameters: list[nn.Parameter]) -> torch.optim.Opt
 
 
 def _mean(loss: Any) -> Tensor:
-    """Of a loss that is a mean, or (sum, count)."""
+    """The mean of a loss that is a mean, or (sum, count)."""
     mean: Tensor = loss[0] / loss[1] if isinstance(loss, tuple | list) else loss
     return mean
 
@@ -109,7 +109,7 @@ def _loss(model: nn.Module, batch: Any, case: Case) -> Any:
 
 
 def _weight(batch: Any) -> float:
-    """Over how many things the mean of a batch is taken: labels that count, else samples."""
+    """The count in the mean of a batch: labels that are not ignored, else samples."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else batch[-1]
     if isinstance(labels, Tensor) and not labels.is_floating_point():
         return float((labels != IGNORE).sum())
@@ -117,14 +117,14 @@ def _weight(batch: Any) -> float:
 
 
 def _pieces(batch: Any, case: Case) -> Iterator[Any]:
-    """The batch in the parts in which the plan's ranks see it, all of them, rank by rank."""
+    """The microbatches of the plan's ranks, rank by rank."""
     size = case.plan.microbatch_size(length(batch))
     for start in range(0, length(batch), size):
         yield rows(batch, start, start + size)
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Whether what it computes for a sample depends on the samples beside it."""
+    """Whether the output for a sample depends on the other samples of its microbatch."""
     return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
@@ -133,6 +133,6 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _copies(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters, and the biases of routers, which a step changes too."""
+    """Copies of the parameters, and of the routers' biases, which a step also changes."""
     tensors = {**dict(model.named_parameters()), **biases(model)}
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}

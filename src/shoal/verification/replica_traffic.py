@@ -1,7 +1,7 @@
-"""What replicas send each other under a plan that compresses, or whose islands meet: by the formula of the method, for
-the buckets that there are, and as the wire has counted it; and whether all have the same weights afterwards.
+"""Bytes that replicas send under compression or local SGD, predicted and counted, and whether their weights are equal.
 
-Islands are let meet after two steps at most: what they send then does not depend on how long they were on their own.
+The prediction is the formula of the method for its buckets. Replicas under local SGD synchronise after at most two
+steps here: the bytes do not depend on the number of local steps.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 
-from shoal.blueprint.compression import exact_bytes
 from shoal.blueprint.plan import Plan
+from shoal.blueprint.replicas.compression import exact_bytes
 from shoal.parallel.data.bucket_averager import BucketAverager
 from shoal.train.run import Run
 
@@ -20,22 +20,22 @@ MOST_STEPS = 2
 
 @dataclass(frozen=True, slots=True)
 class ReplicaTraffic:
-    """One meeting of replicas, as one rank has seen it."""
+    """One synchronisation of replicas, on one rank."""
 
     axis: str
     every: int
-    """Steps; 1: in each."""
+    """Steps between two synchronisations."""
     predicted: int
     """Bytes that this rank sends."""
     counted: int
-    alike: bool
+    has_equal_weights: bool
     """Whether all replicas had the same weights afterwards."""
-    has_islands: bool
-    """Whether they have sent weights, and not gradients."""
+    sends_weights: bool
+    """Whether replicas send weights (local SGD) and not gradients."""
 
 
 def shortened(plan: Plan) -> Plan:
-    """The plan with islands that meet soon."""
+    """The plan with at most `MOST_STEPS` local steps."""
     synchrony = plan.sync_spec
     if synchrony is None:
         return plan
@@ -43,31 +43,31 @@ def shortened(plan: Plan) -> Plan:
 
 
 def replica_traffic(
-    run: Run, plan: Plan, step: Callable[[], object], are_alike: Callable[[], bool]
+    run: Run, plan: Plan, step: Callable[[], object], have_equal_weights: Callable[[], bool]
 ) -> ReplicaTraffic | None:
-    """What a run of the hurried plan sends when replicas meet. Every rank calls it. None: there is nobody to meet.
-    `plan` is the one that was asked for; `step` makes a step of the run."""
+    """Bytes that a run of the shortened plan sends in one synchronisation. Every rank calls it. None: there is one
+    replica. `plan` is the requested plan; `step` makes a step of the run."""
     composed, every = run.composed, plan.sync_spec.every if plan.sync_spec is not None else 1
-    lanes = composed.lanes
-    if lanes is None:
+    comm_threads = composed.comm_threads
+    if comm_threads is None:
         return None
     for _ in range(min(every, MOST_STEPS) if composed.islands is not None else 1):
         step()
-    hidden = composed.hidden()
-    assert hidden is not None
+    overlap = composed.overlap()
+    assert overlap is not None
     averagers = composed.islands.fragments if composed.islands is not None else []
     averagers = [*averagers, *([composed.reducer.averager] if composed.reducer is not None else [])]
-    predicted = sum(_predicted(averager, plan, lanes.size) for averager in averagers)
+    predicted = sum(_predicted(averager, plan, comm_threads.size) for averager in averagers)
     axis = "dp_replicate" if composed.meeting_axes == ("dp_replicate",) else plan.gradient_axis
-    return ReplicaTraffic(axis, every, predicted, hidden.bytes, are_alike(), composed.islands is not None)
+    return ReplicaTraffic(axis, every, predicted, overlap.bytes, have_equal_weights(), composed.islands is not None)
 
 
 def _predicted(averager: BucketAverager, plan: Plan, replicas: int) -> int:
     total = 0
-    for load in averager.loads:
-        width = load.parameters[0].element_size()
+    for bucket in averager.buckets:
+        width = bucket.parameters[0].element_size()
         if plan.compression is not None:
-            total += plan.compression.bytes_sent(load.bucket.shapes, replicas, width)
+            total += plan.compression.bytes_sent(bucket.state.shapes, replicas, width)
         else:
-            total += exact_bytes(sum(map(prod, load.bucket.shapes)) * width, replicas)
+            total += exact_bytes(sum(map(prod, bucket.state.shapes)) * width, replicas)
     return total

@@ -1,7 +1,7 @@
-"""What a verification found, as one JSON object and as something to read.
+"""The result of a verification, as tables and as one JSON object.
 
-A number says where it comes from: `predicted` by the blueprint, `counted` by instruments in the run, or `measured` by
-an allocator. Predicted stands beside counted, so that a person sees at a glance where paper and machine part.
+Every number says its origin: `predicted` by shoal.predict, `counted` by instruments in the run, or `measured` by an
+allocator. Predicted stands beside counted, so that differences are easy to see.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _KINDS = {"loss": "the loss", "grad_norm": "the gradient norm", "gradient": "the
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """One quantity, on paper and in the run. None: not known from there."""
+    """One quantity, as predicted and as it was in the run. None: not known."""
 
     predicted: int | None = None
     counted: int | None = None
     measured: int | None = None
 
     def fits(self, within: float = 0.0) -> bool | None:
-        """Whether the run is as predicted; None where one of the two is not known."""
+        """Whether the run matches the prediction; None if one of the two is not known."""
         actual = self.counted if self.counted is not None else self.measured
         if self.predicted is None or actual is None:
             return None
@@ -46,32 +46,32 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSync:
-    """How replicas meet, where they do not just average gradients."""
+    """How replicas synchronise, under compression or local SGD."""
 
     axis: str
-    """Its bytes are those that ranks send when they do."""
+    """The bytes of this axis are those that ranks send in one synchronisation."""
     every: int
-    """Steps; 1: in each."""
-    alike: bool
-    """Whether all had the same weights afterwards."""
-    has_islands: bool = False
-    """Whether weights are sent then, and not gradients."""
+    """Steps between two synchronisations."""
+    has_equal_weights: bool
+    """Whether all replicas have the same weights afterwards."""
+    sends_weights: bool = False
+    """Whether replicas send weights (local SGD) and not gradients."""
 
     def __str__(self) -> str:
-        verdict = "all have the same weights" if self.alike else "they do NOT have the same weights"
+        verdict = "are equal" if self.has_equal_weights else "are NOT equal"
         often = "after every step" if self.every == 1 else f"every {self.every} steps"
-        return f"islands differ by design until they meet, {often}; after a meeting {verdict}"
+        return f"replicas differ by design between syncs ({often}); after a sync their weights {verdict}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Proof:
-    """Everything that one verification has to show."""
+class VerifyResult:
+    """The result of one verification."""
 
     plan: str
     world_size: int
     verdict: Comparison
     cause: str | None = None
-    """Why it is not equal; None if it is."""
+    """The likely cause of the first difference; None: there is no difference."""
 
     seconds: float
     bytes: Mapping[str, Count] = field(default_factory=dict)
@@ -81,62 +81,68 @@ class Proof:
     """axis → operation → calls of one step, over all ranks."""
 
     memory: Mapping[str, Count] = field(default_factory=dict)
-    """cause (parameters, gradients, optimizer, ...) → bytes on the fullest rank."""
+    """Kind (parameters, gradients, optimizer, ...) → bytes on the rank that holds most."""
 
     notes: tuple[str, ...] = ()
-    """What a reader of the verdict should know."""
+    """Limits of the verification."""
 
-    bounded: CompressionError | None = None
-    """What compression does to a gradient, where the plan compresses."""
+    compression_error: CompressionError | None = None
+    """The error of a gradient, if the plan has compression."""
 
-    meeting: ReplicaSync | None = None
-    """How replicas meet, where the plan compresses or has islands."""
+    replica_sync: ReplicaSync | None = None
+    """How replicas synchronise, if the plan has compression or local SGD."""
 
     @property
     def equal(self) -> bool:
-        """Whether the plan computes what one device computes; with compression, what it may; with islands, whether a
-        step of all of them does, and they agree when they have met."""
-        is_bounded = self.bounded is None or self.bounded.holds
-        return self.verdict.equal and is_bounded and (self.meeting is None or self.meeting.alike)
+        """Whether the plan equals one process. With compression: without it, and its error is within the bound. With
+        local SGD: in a step of all replicas, and replicas have equal weights after a sync."""
+        is_within_bound = self.compression_error is None or self.compression_error.is_within_bound
+        has_equal_weights = self.replica_sync is None or self.replica_sync.has_equal_weights
+        return self.verdict.equal and is_within_bound and has_equal_weights
 
     @property
-    def has_islands(self) -> bool:
-        """Whether replicas go their own way between two meetings."""
-        return self.meeting is not None and self.meeting.has_islands
+    def is_local_sgd(self) -> bool:
+        """Whether replicas make local steps between two synchronisations."""
+        return self.replica_sync is not None and self.replica_sync.sends_weights
 
 
-def to_mapping(proof: Proof) -> dict[str, Any]:
-    """The object that `--json` prints. An infinite difference is the text "inf", which JSON has no number for."""
-    verdict = proof.verdict
+def to_mapping(result: VerifyResult) -> dict[str, Any]:
+    """The JSON of a result. An infinite difference is the text "inf", since JSON has no such number."""
+    verdict = result.verdict
     return {
-        "equal": proof.equal,
-        "plan": proof.plan,
-        "world": proof.world_size,
+        "equal": result.equal,
+        "plan": result.plan,
+        "ranks": result.world_size,
         "worst": {key: _plain(value) for key, value in asdict(verdict.worst).items()},
-        "first": None if verdict.first is None else _first(verdict.first, proof.cause),
-        "bytes": {axis: count.to_mapping() for axis, count in proof.bytes.items()},
+        "first_difference": None if verdict.first is None else _first(verdict.first, result.cause),
+        "bytes": {axis: count.to_mapping() for axis, count in result.bytes.items()},
         "collectives": {
             axis: {operation: count.to_mapping() for operation, count in calls.items()}
-            for axis, calls in proof.collectives.items()
+            for axis, calls in result.collectives.items()
         },
-        "memory": {cause: count.to_mapping() for cause, count in proof.memory.items()},
-        "bounded": None if proof.bounded is None else {**asdict(proof.bounded), "holds": proof.bounded.holds},
-        "meeting": None if proof.meeting is None else asdict(proof.meeting),
-        "notes": list(proof.notes),
+        "memory": {kind: count.to_mapping() for kind, count in result.memory.items()},
+        "compression_error": _compression_error(result),
+        "replica_sync": None if result.replica_sync is None else asdict(result.replica_sync),
+        "notes": list(result.notes),
         "tolerance": verdict.tolerance,
         "steps": len(verdict.steps),
-        "seconds": proof.seconds,
+        "seconds": result.seconds,
     }
 
 
-def render(console: Console, proof: Proof) -> None:
-    """Print the headline, then steps, traffic by axis and memory as far as they are known."""
+def render(console: Console, result: VerifyResult) -> None:
+    """Print the headline, then differences by step, communication by axis, and memory, as far as they are known."""
     width = min(WIDTH, console.width)
-    console.print(_headline(proof), width=width, highlight=False)
-    for table in (_steps(proof.verdict), _axes(proof), _memory(proof)):
+    console.print(_headline(result), width=width, highlight=False)
+    for table in (_steps(result.verdict), _axes(result), _memory(result)):
         if table.row_count:
             console.print()
             console.print(table, width=min(width, console.measure(table).maximum), highlight=False)
+
+
+def _compression_error(result: VerifyResult) -> dict[str, Any] | None:
+    error = result.compression_error
+    return None if error is None else {**asdict(error), "is_within_bound": error.is_within_bound}
 
 
 def _first(difference: Difference, cause: str | None) -> dict[str, Any]:
@@ -151,45 +157,45 @@ def _first(difference: Difference, cause: str | None) -> dict[str, Any]:
     }
 
 
-# ---- to read --------------------------------------------------------------------------------------------------------
+# ---- tables ---------------------------------------------------------------------------------------------------------
 
 
-def _headline(proof: Proof) -> Table:
-    """One word that says it all, and what belongs to it on the lines below."""
-    verdict = proof.verdict
-    ranks = f"on {proof.world_size} rank{'s' * (proof.world_size != 1)}"
-    steps = f"{len(verdict.steps)} step{'s' * (len(verdict.steps) != 1)} in {proof.seconds:.1f} s"
+def _headline(result: VerifyResult) -> Table:
+    """The verdict in one word, with details on the lines below."""
+    verdict = result.verdict
+    ranks = f"on {result.world_size} rank{'s' * (result.world_size != 1)}"
+    steps = f"{len(verdict.steps)} step{'s' * (len(verdict.steps) != 1)} in {result.seconds:.1f} s"
     lines = Table.grid(padding=(0, 2, 0, 0))
     if verdict.first is None:
         of = verdict.worst
         worst = _short(max(of.loss, of.grad_norm, of.grad, of.weight, of.replicas))
-        lines.add_row(*_verdict(proof, ranks))
+        lines.add_row(*_verdict(result, ranks))
         lines.add_row(
             "", f"worst relative difference {worst} in {of.tensor}, tolerance {_short(verdict.tolerance)}; {steps}"
         )
-        for note in (*([str(proof.meeting)] if proof.has_islands else ()), *proof.notes):
+        for note in (*([str(result.replica_sync)] if result.is_local_sgd else ()), *result.notes):
             lines.add_row("", Text(note))
         return lines
-    lines.add_row(Text("NOT equal", "bold red"), Text(f"{proof.plan} {ranks} differs from one device"))
+    lines.add_row(Text("NOT equal", "bold red"), Text(f"{result.plan} {ranks} differs from one process"))
     lines.add_row(Text("first", "bold"), Text(f"{where(verdict.first)}; {steps}"))
-    if proof.cause:
-        lines.add_row(Text("cause", "bold"), Text(proof.cause))
-    for note in proof.notes:
+    if result.cause:
+        lines.add_row(Text("cause", "bold"), Text(result.cause))
+    for note in result.notes:
         lines.add_row("", Text(note))
     return lines
 
 
-def _verdict(proof: Proof, ranks: str) -> tuple[Text, Text]:
-    bounded, meeting = proof.bounded, proof.meeting
-    if meeting is not None and not meeting.alike:
-        return Text("NOT alike", "bold red"), Text(f"{proof.plan} {ranks}: replicas differ after they have met")
-    if bounded is None and proof.has_islands:
-        what = f"{proof.plan} {ranks}: a step of all islands together computes what one device computes"
-        return Text("islands", "bold green"), Text(what)
-    if bounded is None:
-        return Text("equal", "bold green"), Text(f"{proof.plan} {ranks} computes what one device computes")
-    word = Text("bounded", "bold green") if bounded.holds else Text("NOT bounded", "bold red")
-    return word, Text(f"{proof.plan} {ranks}: {bounded}")
+def _verdict(result: VerifyResult, ranks: str) -> tuple[Text, Text]:
+    error, sync = result.compression_error, result.replica_sync
+    if sync is not None and not sync.has_equal_weights:
+        return Text("NOT equal", "bold red"), Text(f"{result.plan} {ranks}: replicas differ after a sync")
+    if error is None and result.is_local_sgd:
+        what = f"{result.plan} {ranks}: one step of all replicas computes the same as one process"
+        return Text("local SGD", "bold green"), Text(what)
+    if error is None:
+        return Text("equal", "bold green"), Text(f"{result.plan} {ranks} computes the same as one process")
+    word = Text("within bound", "bold green") if error.is_within_bound else Text("NOT within bound", "bold red")
+    return word, Text(f"{result.plan} {ranks}: {error}")
 
 
 def where(difference: Difference) -> str:
@@ -209,7 +215,7 @@ def where(difference: Difference) -> str:
 
 
 def _steps(verdict: Comparison) -> Table:
-    table = _table("how far off each step is")
+    table = _table("relative differences by step")
     for heading in ("step", "loss", "norm", "gradients", "weights"):
         table.add_column(
             heading, justify="right", no_wrap=True, min_width=max(7, len(heading)) if heading != "step" else 4
@@ -231,38 +237,38 @@ def _steps(verdict: Comparison) -> Table:
     return table
 
 
-def _axes(proof: Proof) -> Table:
-    table = _table("traffic of one step, by axis")
+def _axes(result: VerifyResult) -> Table:
+    table = _table("communication of one step, by axis")
     table.add_column("axis", no_wrap=True)
-    table.add_column("what", no_wrap=True)
+    table.add_column("quantity", no_wrap=True)
     table.add_column("predicted", justify="right", no_wrap=True)
     table.add_column("counted", justify="right", no_wrap=True)
     table.add_column("")
-    for axis in dict.fromkeys((*proof.bytes, *proof.collectives)):
-        rows = [(f"{name} calls", count) for name, count in proof.collectives.get(axis, {}).items()]
-        rows += [(_bytes_of(axis, proof.meeting), proof.bytes[axis])] if axis in proof.bytes else []
+    for axis in dict.fromkeys((*result.bytes, *result.collectives)):
+        rows = [(f"{name} calls", count) for name, count in result.collectives.get(axis, {}).items()]
+        rows += [(_bytes_of(axis, result.replica_sync), result.bytes[axis])] if axis in result.bytes else []
         for number, (name, count) in enumerate(rows):
             heading = axis if number == 0 else ""
             table.add_row(heading, name, _grouped(count.predicted), _grouped(count.counted), _mark(count.fits()))
     return table
 
 
-def _bytes_of(axis: str, meeting: ReplicaSync | None) -> str:
-    """What is counted on an axis: messages as they are handed over, or what ranks send of what stands for them."""
-    if meeting is None or meeting.axis != axis:
+def _bytes_of(axis: str, sync: ReplicaSync | None) -> str:
+    """The name of the bytes of an axis: those passed to torch.distributed, or those sent after encoding."""
+    if sync is None or sync.axis != axis:
         return "bytes"
-    return "bytes sent" if meeting.every == 1 else f"bytes sent, every {meeting.every} steps"
+    return "bytes sent" if sync.every == 1 else f"bytes sent, every {sync.every} steps"
 
 
-def _memory(proof: Proof) -> Table:
-    table = _table("memory of the fullest rank")
-    table.add_column("cause", no_wrap=True)
+def _memory(result: VerifyResult) -> Table:
+    table = _table("memory of the rank that holds most")
+    table.add_column("kind", no_wrap=True)
     for heading in ("predicted", "counted", "measured"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("")
-    for cause, count in proof.memory.items():
+    for kind, count in result.memory.items():
         numbers = (_size(count.predicted), _size(count.counted), _size(count.measured))
-        table.add_row(cause, *numbers, _mark(count.fits(within=0.01)))
+        table.add_row(kind, *numbers, _mark(count.fits(within=0.01)))
     return table
 
 
@@ -282,7 +288,7 @@ def _mark(fits: bool | None) -> Text:
 
 
 def _shortened(name: str, width: int = 30) -> str:
-    """A long name by its end, which tells more than its start.
+    """The end of a long name, which is more specific than its start.
 
     >>> _shortened("model.layers.11.self_attn.q_proj.weight", 24)
     '…self_attn.q_proj.weight'
@@ -299,7 +305,7 @@ def _grouped(number: int | None) -> str:
 
 
 def _size(number: int | None) -> str:
-    """Bytes in the largest unit that they fill; few of them exactly.
+    """Bytes in the largest unit; below 10 KiB exactly.
 
     >>> _size(4096), _size(300_000)
     ('4,096 B', '293.0 KiB')
@@ -314,22 +320,22 @@ def _plain(value: Any) -> Any:
     return "inf" if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def matrix_row(proof: Proof) -> str:
-    """One layout in one line."""
-    of = proof.verdict.worst
+def matrix_row(result: VerifyResult) -> str:
+    """One line for one layout."""
+    of = result.verdict.worst
     worst = max(of.loss, of.grad_norm, of.grad, of.weight, of.replicas)
-    if proof.verdict.first is None:
-        return f"equal      {_short(worst)}  {proof.seconds:4.1f} s  {proof.plan}"
-    return f"NOT equal  {proof.plan}: {where(proof.verdict.first)}. {proof.cause or ''}"
+    if result.verdict.first is None:
+        return f"equal      {_short(worst)}  {result.seconds:4.1f} s  {result.plan}"
+    return f"NOT equal  {result.plan}: {where(result.verdict.first)}. {result.cause or ''}"
 
 
-def matrix_table(proofs: Sequence[Proof]) -> Table:
+def matrix_table(results: Sequence[VerifyResult]) -> Table:
     """Every layout with its worst relative differences."""
-    table = Table(box=box.SIMPLE_HEAD, title=f"{len(proofs)} layout{'s' * (len(proofs) != 1)}", title_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, title=f"{len(results)} layout{'s' * (len(results) != 1)}", title_justify="left")
     for heading in ("plan", "equal", "loss", "gradient", "weight"):
         table.add_column(heading, justify="left" if heading == "plan" else "right")
-    for proof in proofs:
-        of = proof.verdict.worst
-        is_equal = "yes" if proof.verdict.equal else "NO"
-        table.add_row(proof.plan, is_equal, _short(of.loss), _short(of.grad), _short(of.weight))
+    for result in results:
+        of = result.verdict.worst
+        is_equal = "yes" if result.verdict.equal else "NO"
+        table.add_row(result.plan, is_equal, _short(of.loss), _short(of.grad), _short(of.weight))
     return table

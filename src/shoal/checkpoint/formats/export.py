@@ -69,8 +69,8 @@ def export(
             fix="--format dcp or --format safetensors, or leave out --optimizer",
         )
     disk = disk or Filesystem()
-    with FullTensors(step) as whole:
-        tensors = _named(whole, how)
+    with FullTensors(step) as full:
+        tensors = _named(full, how)
         size = sum(tensor.num_bytes for tensor in tensors.values())
         config = None
         if how.format == "huggingface":
@@ -88,12 +88,12 @@ def model_in(step: SavedStep) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _named(whole: FullTensors, how: ExportSettings) -> dict[str, LazyTensor]:
-    tensors = whole.model()
+def _named(full: FullTensors, how: ExportSettings) -> dict[str, LazyTensor]:
+    tensors = full.model()
     if not tensors:
-        raise ShoalError(f"{whole.step.path} has no tensors of a model", fix="another checkpoint")
+        raise ShoalError(f"{full.step.path} has no tensors of a model", fix="another checkpoint")
     if how.optimizer:
-        for (kind, parameter), state in whole.optimizer().items():
+        for (kind, parameter), state in full.optimizer().items():
             name = dcp.name_of_state(kind, parameter) if how.format == "dcp" else f"optimizer/{kind}/{parameter}"
             tensors[name] = state
     return tensors
@@ -173,12 +173,12 @@ def _target(to: Path, disk: Filesystem, *, overwrite: bool, needs: int) -> Itera
     try:
         if gone.exists() and not to.exists():
             disk.rename(gone, to)  # somebody was killed between taking the old one away and putting the new one there
-        _refuse_taken(to, overwrite)
+        _reject_existing(to, overwrite)
         disk.make(to.parent)
         for left in (draft, _beside(draft), gone):
             if left.exists():
                 disk.remove(left)
-        refuse_little_room(to.parent, needs)
+        reject_full_disk(to.parent, needs)
         try:
             yield draft
             if to.exists() and (to.is_dir() or draft.is_dir()):  # a file takes the place of a file at once
@@ -208,10 +208,10 @@ def _beside(draft: Path) -> Path:
     return draft.with_name(f"{draft.name}.values")
 
 
-def _refuse_taken(to: Path, overwrite: bool) -> None:
+def _reject_existing(to: Path, overwrite: bool) -> None:
     if not to.name:
         raise ShoalError(f"{str(to)!r} is no name for a new file or folder", fix="a name of its own")
-    refuse_inside_a_file(to)
+    reject_path_inside_file(to)
     if not to.exists() and not to.is_symlink():
         return
     if not overwrite:
@@ -224,14 +224,14 @@ def _refuse_taken(to: Path, overwrite: bool) -> None:
         )
 
 
-def refuse_inside_a_file(to: Path) -> None:
+def reject_path_inside_file(to: Path) -> None:
     """Raise if something above a path is a file."""
     above = next((parent for parent in to.parents if parent.is_file()), None)
     if above is not None:
         raise ShoalError(f"{above} is a file, and {to} would lie in it", fix="a place in a directory")
 
 
-def refuse_little_room(folder: Path, needs: int) -> None:
+def reject_full_disk(folder: Path, needs: int) -> None:
     """Raise if a folder that is there has less room than will be written."""
     free = shutil.disk_usage(folder).free
     if needs > free:

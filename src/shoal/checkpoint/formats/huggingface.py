@@ -151,7 +151,7 @@ def config_of(model: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> di
     known = import_module("shoal.models.llama_config")
     llama = known.build_config("llama", known.PRESETS, known.LlamaConfig(), arguments)
     said = dataclasses.asdict(llama)
-    _refuse_another(said, tensors)
+    _reject_other_architecture(said, tensors)
     dtypes = [tensor.dtype for tensor in tensors.values()]
     word = DTYPE_WORDS.get(max(set(dtypes), key=dtypes.count), "float32")
     return {
@@ -169,7 +169,7 @@ def config_of(model: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> di
     }
 
 
-def _refuse_another(said: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> None:
+def _reject_other_architecture(said: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> None:
     layers = {name.split(".")[2] for name in tensors if name.startswith("model.layers.")}
     embedding = tensors.get("model.embed_tokens.weight")
     there = (list(embedding.shape) if embedding else None, len(layers), "lm_head.weight" not in tensors)
@@ -202,9 +202,9 @@ def model_of(config: Mapping[str, Any], path: Path) -> dict[str, Any] | None:
         [Problem(f"{path} says that the model has {what}, which shoal's llama has not", fix) for is_so, what in others
          if is_so]
     )  # fmt: skip
-    told = {**DEFAULTS, **rope, **{key: value for key, value in config.items() if value is not None}}
-    told.setdefault("num_key_value_heads", told["num_attention_heads"])
-    return {"name": "llama", **{ours: told[theirs] for ours, theirs in WORDS.items() if theirs in told}}
+    values = {**DEFAULTS, **rope, **{key: value for key, value in config.items() if value is not None}}
+    values.setdefault("num_key_value_heads", values["num_attention_heads"])
+    return {"name": "llama", **{ours: values[theirs] for ours, theirs in WORDS.items() if theirs in values}}
 
 
 def without_copies(tensors: Mapping[str, LazyTensor], model: Mapping[str, Any]) -> dict[str, LazyTensor]:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from shoal.checkpoint.formats import dcp, huggingface, safetensors
-from shoal.checkpoint.formats.export import failed, refuse_inside_a_file, refuse_little_room
+from shoal.checkpoint.formats.export import failed, reject_full_disk, reject_path_inside_file
 from shoal.checkpoint.formats.lazy_tensor import LazyTensor
 from shoal.checkpoint.save import key_of
 from shoal.checkpoint.storage import shard_file
@@ -66,10 +66,10 @@ class Foreign:
 def import_checkpoint(found: Foreign, to: Path, how: ImportSettings, tell: Callable[[int], None]) -> Path:
     """Write a checkpoint of what was found; returns its step. `tell` hears of every part how many bytes it had."""
     store = Store(to)
-    _refuse_taken(store, how)
+    _reject_existing(store, how)
     try:
         draft = store.begin(how.step)
-        refuse_little_room(to, found.num_bytes)
+        reject_full_disk(to, found.num_bytes)
         manifest = _write(draft, store, found, how, tell)
         Manifest.parse(manifest.to_bytes())  # whatever was read, what is written can be loaded
         return store.commit(manifest)
@@ -80,9 +80,9 @@ def import_checkpoint(found: Foreign, to: Path, how: ImportSettings, tell: Calla
         raise
 
 
-def _refuse_taken(store: Store, how: ImportSettings) -> None:
+def _reject_existing(store: Store, how: ImportSettings) -> None:
     root = store.root
-    refuse_inside_a_file(root)
+    reject_path_inside_file(root)
     if root.exists() and not root.is_dir():
         raise ShoalError(f"{root} is a file, and a checkpoint is a directory", fix="a directory of its own")
     there = {path.name for path in root.iterdir() if not path.name.startswith(".draft-")} if root.is_dir() else set()
@@ -115,20 +115,20 @@ def read(source: Path, how: ImportSettings) -> Foreign:
         if section is not None:
             tensors = huggingface.without_copies(tensors, section)
     else:
-        _refuse_missing(source)
+        _reject_missing(source)
         tensors = huggingface.read(source) if source.is_dir() else safetensors.read(source)
     return _sorted_out(Foreign(source.name, kind, {}, left_out=tuple(others), section=section), tensors, how.prefix)
 
 
 def detect(source: Path) -> str:
     """What is in a file or folder, by its names."""
-    _refuse_missing(source)
+    _reject_missing(source)
     if source.is_dir():
         if (source / dcp.METADATA).is_file():
             return "dcp"
         if any(source.glob("*.safetensors")) and not (source / NAME).is_file():
             return "huggingface" if (source / huggingface.CONFIG).is_file() else "safetensors"
-        _refuse_own(source)
+        _reject_own_format(source)
     elif source.suffix == ".safetensors":
         return "safetensors"
     raise ShoalError(
@@ -138,12 +138,12 @@ def detect(source: Path) -> str:
     )
 
 
-def _refuse_missing(source: Path) -> None:
+def _reject_missing(source: Path) -> None:
     if not source.exists():
         raise ShoalError(f"there is no {source}", fix="a file or a folder that is there")
 
 
-def _refuse_own(source: Path) -> None:
+def _reject_own_format(source: Path) -> None:
     """A checkpoint of shoal's needs no import."""
     try:
         step = find(source)
@@ -155,7 +155,7 @@ def _refuse_own(source: Path) -> None:
 
 
 def _folder(source: Path, kind: str, needs: str) -> Path:
-    _refuse_missing(source)
+    _reject_missing(source)
     if not (source / needs).is_file():
         others = [name for name in FORMATS[1:] if name != kind]
         raise ShoalError(

@@ -1,14 +1,14 @@
-"""The tensors of a run, as a checkpoint knows them: by the names that they have on one device, each rank with its box.
+"""The tensors of a run as a checkpoint stores them, under the names that they have on one device.
 
-A layout divides a parameter into boxes (`ParallelModel.box`); what the optimizer keeps for it is divided alike. So a
-checkpoint does not know layouts: it knows whole tensors, and where in them each piece lies. Any layout can read what
-any other has written, by asking for its own boxes.
+A layout divides a parameter into boxes (`ParallelModel.shard_box`), and the optimizer's state for it alike. A
+checkpoint stores no layout: it stores full tensors and the box of each piece. So any layout can read a checkpoint that
+any other layout wrote: each rank reads its own boxes.
 
     model/NAME                 parameters, and the biases and running statistics that a run learns
-    optimizer/STATE/NAME       what the optimizer keeps for a parameter, such as exp_avg
+    optimizer/STATE/NAME       the optimizer's state for a parameter, such as exp_avg
 
-What differs from replica to replica, because they do not tell each other everything, or not at every step, is there for
-each (`shoal.checkpoint.state.replica_state`).
+Tensors that differ between replicas are stored once per replica (`shoal.checkpoint.state.replica_state`). Replicas
+differ if they compress what they exchange, or exchange it every few steps.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from shoal.parallel.parallel_model import ParallelModel
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LocalShard:
     """A piece of a tensor on this rank."""
 
     name: str
-    whole: Shape
+    full_shape: Shape
     begin: Shape
     value: Tensor
     """In the memory of the run: what is written to it changes the run."""
-    is_told: bool
+    is_saved: bool
     """Whether this rank writes it, of all that hold the same."""
     is_needed: bool = True
     """Whether a checkpoint without it is of another model. Those of others know nothing of buffers."""
@@ -59,18 +59,18 @@ class Holder:
         return self.copies.get(parameter, parameter)
 
 
-def held_by(holder: Holder) -> Iterator[Held]:
+def local_shards(holder: Holder) -> Iterator[LocalShard]:
     """Everything that this rank holds of a run, optimizer states as far as there are any."""
     composed = holder.composed
     firsts = {second: first for first, second in composed.tied}
     for name, parameter in composed.named.items():
-        whole, (begin, shape), is_told = composed.shapes[name], composed.box(name), composed.is_owner(name)
+        full_shape, (begin, shape), is_saved = composed.shapes[name], composed.shard_box(name), composed.is_owner(name)
         known = firsts.get(name, name)
         value = to_local(parameter).detach()
         assert tuple(value.shape) == shape, f"{name} has the box {shape} and holds {tuple(value.shape)}"
-        islands = composed.islands
-        own = islands.shared.get(name, value) if islands is not None else value
-        yield Held(f"model/{known}", whole, begin, own, is_told)
+        local_sgd = composed.islands
+        own = local_sgd.shared.get(name, value) if local_sgd is not None else value
+        yield LocalShard(f"model/{known}", full_shape, begin, own, is_saved)
         for kind, state in holder.optimizer.state.get(holder.updated(parameter), {}).items():
             if isinstance(state, Tensor) and state.dim():
                 own = to_local(state)
@@ -81,11 +81,11 @@ def held_by(holder: Holder) -> Iterator[Held]:
                         " which part of it that is",
                         fix="an optimizer whose states are as large as its parameters, such as AdamW or SGD",
                     )
-                if islands is None:
-                    yield Held(f"optimizer/{kind}/{known}", whole, begin, own, is_told)
+                if local_sgd is None:
+                    yield LocalShard(f"optimizer/{kind}/{known}", full_shape, begin, own, is_saved)
     is_first = all(not place for axis, place in composed.mesh.coordinate.items() if axis != "pp")
     for name, buffer in _buffers(composed):
-        yield Held(f"model/{name}", tuple(buffer.shape), (0,) * buffer.dim(), buffer, is_first, is_needed=False)
+        yield LocalShard(f"model/{name}", tuple(buffer.shape), (0,) * buffer.dim(), buffer, is_first, is_needed=False)
 
 
 def _buffers(composed: ParallelModel) -> Iterator[tuple[str, Tensor]]:

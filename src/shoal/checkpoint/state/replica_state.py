@@ -21,59 +21,63 @@ from itertools import count, takewhile
 
 from torch import Tensor
 
-from shoal.checkpoint.state.model_state import Held, Holder
+from shoal.checkpoint.state.model_state import Holder, LocalShard
 from shoal.checkpoint.storage.manifest import Manifest
 from shoal.numerics.local_tensor import to_local
 from shoal.parallel.data.bucket_averager import BucketAverager
 from shoal.parallel.parallel_model import ParallelModel
 
 
-def held_by_replicas(holder: Holder) -> Iterator[Held]:
+def replica_shards(holder: Holder) -> Iterator[LocalShard]:
     """What this rank holds beside what `rank_share` says."""
     composed = holder.composed
     firsts = {second: first for first, second in composed.tied}
 
-    def held(kind: str, name: str, value: Tensor, *, is_own: bool) -> Held:
+    def shard(kind: str, name: str, value: Tensor, *, is_own: bool) -> LocalShard:
         known = firsts.get(name, name)
-        begin, _ = composed.box(name)
-        lanes = _averagers(composed)[0].lanes
-        path = f"replica/{lanes.rank}/{kind}/{known}" if is_own else f"{kind}/{known}"
-        is_told = composed.is_owner(name, besides=composed.meeting_axes if is_own else ())
-        return Held(path, composed.shapes[name], begin, value, is_told, is_needed=False, replicas=lanes.size)
+        begin, _ = composed.shard_box(name)
+        comm_threads = _averagers(composed)[0].comm_threads
+        path = f"replica/{comm_threads.rank}/{kind}/{known}" if is_own else f"{kind}/{known}"
+        is_saved = composed.is_owner(name, besides=composed.meeting_axes if is_own else ())
+        return LocalShard(
+            path, composed.shapes[name], begin, value, is_saved, is_needed=False, replicas=comm_threads.size
+        )
 
     for averager in _averagers(composed):
         for name, residual in averager.residuals():
             yield _residual(composed, name, residual, averager)
         for name, matrix in averager.narrow():
-            begin, _ = composed.box(name)
+            begin, _ = composed.shard_box(name)
             path = f"narrow/{','.join(map(str, begin))}/{firsts.get(name, name)}"
-            is_told = composed.is_owner(name)
-            yield Held(path, tuple(matrix.shape), (0, 0), matrix, is_told, is_needed=False)
-    islands = composed.islands
-    if islands is None:
+            is_saved = composed.is_owner(name)
+            yield LocalShard(path, tuple(matrix.shape), (0, 0), matrix, is_saved, is_needed=False)
+    local_sgd = composed.islands
+    if local_sgd is None:
         return
-    for name in islands.shared:
+    for name in local_sgd.shared:
         parameter = composed.named[name]
-        yield held("model", name, to_local(parameter).detach(), is_own=True)
+        yield shard("model", name, to_local(parameter).detach(), is_own=True)
         for kind, state in holder.optimizer.state.get(holder.updated(parameter), {}).items():
             if isinstance(state, Tensor) and state.dim():
-                yield held(f"optimizer/{kind}", name, to_local(state), is_own=True)
-        yield held("outer/momentum", name, islands.momentum[name], is_own=False)
-        if islands.outer.delay:
-            yield held("sent", name, islands.sent[name], is_own=True)
-            yield held("outer/arrived", name, islands.arrived[name], is_own=False)
+                yield shard(f"optimizer/{kind}", name, to_local(state), is_own=True)
+        yield shard("outer/momentum", name, local_sgd.momentum[name], is_own=False)
+        if local_sgd.outer.delay:
+            yield shard("sent", name, local_sgd.sent[name], is_own=True)
+            yield shard("outer/arrived", name, local_sgd.arrived[name], is_own=False)
 
 
-def _residual(composed: ParallelModel, name: str, residual: Tensor, averager: BucketAverager) -> Held:
+def _residual(composed: ParallelModel, name: str, residual: Tensor, averager: BucketAverager) -> LocalShard:
     """What is owed to a gradient. Copies that are summed up only after they have travelled owe each their own: tp ranks
     of a weight that each used for its own tokens, and two stages that hold one parameter."""
     is_partial = composed.islands is None and name in composed.tensor.partial
     kind = f"residual.tp{composed.tensor.index}" if is_partial else "residual"
     own = composed.meeting_axes + (("tp",) if is_partial else ())
-    is_told = composed.is_owner(name, besides=own, and_copies=True)
-    begin, _ = composed.box(name)
-    path = f"replica/{averager.lanes.rank}/{kind}/{name}"
-    return Held(path, composed.shapes[name], begin, residual, is_told, is_needed=False, replicas=averager.lanes.size)
+    is_saved = composed.is_owner(name, besides=own, and_copies=True)
+    begin, _ = composed.shard_box(name)
+    path = f"replica/{averager.comm_threads.rank}/{kind}/{name}"
+    return LocalShard(
+        path, composed.shapes[name], begin, residual, is_saved, is_needed=False, replicas=averager.comm_threads.size
+    )
 
 
 def _averagers(composed: ParallelModel) -> list[BucketAverager]:
@@ -82,7 +86,7 @@ def _averagers(composed: ParallelModel) -> list[BucketAverager]:
     return [] if composed.reducer is None else [composed.reducer.averager]
 
 
-def sources(manifest: Manifest, piece: Held, *, has_islands: bool) -> list[str]:
+def sources(manifest: Manifest, piece: LocalShard, *, has_local_sgd: bool) -> list[str]:
     """Which tensors of a checkpoint a piece is the mean of: one, several, or none.
 
     `piece` is of one replica or of all, and so is what the checkpoint has. Who has no islands takes the mean of the
@@ -92,13 +96,13 @@ def sources(manifest: Manifest, piece: Held, *, has_islands: bool) -> list[str]:
         return []
     plain = piece.name.split("/", 2)[2] if piece.name.startswith("replica/") else piece.name
     siblings = list(takewhile(manifest.tensors.__contains__, (f"replica/{r}/{plain}" for r in count())))
-    is_shared = piece.name == plain and (has_islands or not siblings)
+    is_shared = piece.name == plain and (has_local_sgd or not siblings)
     if piece.name in manifest.tensors and (is_shared or len(siblings) == piece.replicas > 1):
         return [piece.name]
     return siblings or [name for name in [plain] if name in manifest.tensors]
 
 
-def _is_of_another_rank(manifest: Manifest, piece: Held) -> bool:
+def _is_of_another_rank(manifest: Manifest, piece: LocalShard) -> bool:
     """A narrow matrix of another width than is wanted now is no begin for one."""
     known = manifest.tensors.get(piece.name)
-    return piece.name.startswith("narrow/") and known is not None and known.shape != piece.whole
+    return piece.name.startswith("narrow/") and known is not None and known.shape != piece.full_shape

@@ -82,8 +82,8 @@ class Filesystem:
         parts = self._as_ordered(parts)
         try:
             if failure:
-                whole = b"".join(parts)
-                self._put(file, [memoryview(whole[: len(whole) // 2])])
+                data = b"".join(parts)
+                self._put(file, [memoryview(data[: len(data) // 2])])
                 raise failure.error(_name(file))
             self._put(file, [memoryview(part) for part in parts if len(part)])
         except OSError as error:

@@ -79,13 +79,13 @@ def folder_of(path: Path, step: int | None = None) -> Path:
 
 def folders_of(path: Path) -> list[Path]:
     """Where all steps are that a path means, the oldest first."""
-    _refuse_no_directory(path)
+    _reject_non_directory(path)
     return [path] if (path / NAME).is_file() else list(_done(path).values())
 
 
 def listing(path: Path) -> list[Listed]:
     """Everything that a path holds of checkpoints: steps by their number, then drafts."""
-    _refuse_no_directory(path)
+    _reject_non_directory(path)
     if (path / NAME).is_file():
         return [_listed(path, "")]
     root = root_of(path)
@@ -154,7 +154,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _refuse_no_directory(path: Path) -> None:
+def _reject_non_directory(path: Path) -> None:
     if path.is_file():
         raise ShoalError(
             f"{path} is a file, and a checkpoint is a directory",

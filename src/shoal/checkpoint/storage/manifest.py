@@ -172,8 +172,8 @@ def tiles(shape: Shape, boxes: Iterable[tuple[Shape, Shape]]) -> bool:
     False
     """
     corners: defaultdict[Shape, int] = defaultdict(int)
-    whole = ((0,) * len(shape), shape)
-    for sign, (begin, size) in itertools.chain([(-1, whole)], ((1, box) for box in boxes)):
+    full = ((0,) * len(shape), shape)
+    for sign, (begin, size) in itertools.chain([(-1, full)], ((1, box) for box in boxes)):
         for upper in itertools.product((0, 1), repeat=len(shape)):
             place = tuple(b + s * u for b, s, u in zip(begin, size, upper, strict=True))
             corners[place] += sign * (-1) ** sum(upper)

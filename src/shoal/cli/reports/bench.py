@@ -1,4 +1,4 @@
-"""What `shoal bench comm` found, for people (tables, pictures, a plot) and for programs (keys and values)."""
+"""The output of `shoal bench comm`: tables, pictures, a plot, and JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.bench.plot import Panel, svg
-from shoal.bench.timings import BUILTIN, PAIR, TIERS, TOGETHER, Fit, Tier, Timing, best, fits, list_of, wire
+from shoal.bench.timings import BUILTIN, PAIR, TIERS, TOGETHER, Fit, Tier, Timing, best, fits, link_bandwidth, list_of
 from shoal.blueprint.collectives.algorithms import KINDS
 from shoal.blueprint.collectives.draw import draw as draw_list
 from shoal.predict.cluster import Cluster
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from shoal.bench.comm import CommTimings
 
 BOUND = 0.15
-"""Of the error at sizes that were held out: how many are within it is said."""
+"""The report says how many validation sizes have an error within this."""
 
 
 def to_mapping(found: CommTimings, cluster: Cluster, *, out: Path | None, plot: Path | None) -> dict[str, Any]:
-    """For JSON. Seconds of timings are measured, α and β fitted, bytes counted or listed."""
+    """The result as JSON. Seconds of timings are measured, α and β fitted, bytes counted or expected."""
     fastest, fitted = best(found.timings), fits(found.timings)
     return {
         "ranks": found.ranks,
@@ -35,13 +35,13 @@ def to_mapping(found: CommTimings, cluster: Cluster, *, out: Path | None, plot: 
         "torch": found.torch,
         "date": found.date,
         "seconds": found.took,
-        "wire": {
-            tier: {PAIR: wire(found.timings, tier, PAIR), TOGETHER: wire(found.timings, tier)} for tier in _tiers(found)
+        "link_bandwidth": {
+            tier: {how: link_bandwidth(found.timings, tier, how) for how in (PAIR, TOGETHER)} for tier in _tiers(found)
         },
         "timings": [_timing(each, found, is_best=each in fastest) for each in found.timings],
         "fits": [_fit(each) for each in fitted],
-        "held_out": _summary(fitted),
-        "left_out": [asdict(each) for each in found.left_out],
+        "validation": _summary(fitted),
+        "skipped": [asdict(each) for each in found.skipped],
         "cluster": cluster.to_mapping(),
         "file": None if out is None else str(out),
         "plot": None if plot is None else str(plot),
@@ -58,11 +58,11 @@ def _timing(each: Timing, found: CommTimings, *, is_best: bool) -> dict[str, Any
         "seconds": each.seconds,
         "bandwidth": each.bandwidth,
         "bus_bandwidth": each.bus_bandwidth,
-        "of_wire": each.bus_bandwidth / wire(found.timings, each.tier),
+        "link_fraction": each.bus_bandwidth / link_bandwidth(found.timings, each.tier),
         "rounds": each.rounds,
-        "critical_bytes": each.critical,
-        "sent_counted": each.counted,
-        "sent_listed": each.listed,
+        "critical_path_bytes": each.critical,
+        "sent_bytes_counted": each.counted,
+        "sent_bytes_expected": each.listed,
         "best": is_best,
     }
 
@@ -75,14 +75,15 @@ def _fit(each: Fit) -> dict[str, Any]:
         "alpha": each.alpha,
         "beta": each.beta,
         "error": each.error,
-        "held_out": [
-            {"bytes": h.size, "predicted": h.predicted, "measured": h.measured, "error": h.error} for h in each.held
+        "validation": [
+            {"bytes": point.size, "predicted": point.predicted, "measured": point.measured, "error": point.error}
+            for point in each.validation
         ],
     }
 
 
 def _summary(fitted: list[Fit]) -> dict[str, Any]:
-    errors = [abs(held.error) for each in fitted for held in each.held]
+    errors = [abs(point.error) for each in fitted for point in each.validation]
     if not errors:
         return {"number": 0, "median": None, "worst": None, "within_15_percent": None}
     return {
@@ -97,20 +98,22 @@ def _tiers(found: CommTimings) -> list[Tier]:
     return [tier for tier in TIERS if any(each.tier == tier for each in found.timings)]
 
 
-# ---- for people -----------------------------------------------------------------------------------------------------
+# ---- tables ----------------------------------------------------------------------------------------------------------
 
 
 def render(console: Console, found: CommTimings, cluster: Cluster, *, draw: bool) -> None:
-    """Tables, and pictures if asked for."""
+    """Print the tables; with `draw`, also pictures of the messages."""
     for tier in _tiers(found):
         for kind in KINDS:
             timings = [each for each in found.timings if (each.tier, each.kind) == (tier, kind)]
             if timings:
                 console.print(kind_table(found, timings))
-        pair, together = (size_of(wire(found.timings, tier, how), 1000) for how in (PAIR, TOGETHER))
-        text = f"{pair}B/s between two ranks alone; {together}B/s of each rank when all send at once, which is what bus"
+        pair, together = (size_of(link_bandwidth(found.timings, tier, how), 1000) for how in (PAIR, TOGETHER))
+        text = f"{pair}B/s between two ranks alone; {together}B/s for each rank when all send at once"
         console.print(
-            f"the wire {tier} hosts, measured: {text} bandwidth is held against\n", soft_wrap=True, highlight=False
+            f"link {tier} hosts, measured: {text}. Bus bandwidth is compared with the latter\n",
+            soft_wrap=True,
+            highlight=False,
         )
     console.print(fits_table(fits(found.timings)))
     _print_summary(console, found)
@@ -134,7 +137,7 @@ def kind_table(found: CommTimings, timings: list[Timing]) -> Table:
     title = f"{first.kind}, {first.ranks} ranks {first.tier} hosts: time, measured; * the fastest"
     table = Table(title=title, title_justify="left")
     algorithms = list(dict.fromkeys(each.algorithm for each in timings))
-    for name in ("size", *algorithms, "bandwidth of *", "on the bus", "of the wire"):
+    for name in ("size", *algorithms, "bandwidth of *", "bus bandwidth", "% of link"):
         table.add_column(name, justify="right", no_wrap=True)
     of = {(each.size, each.algorithm): each for each in timings}
     for size in sorted({each.size for each in timings}):
@@ -143,46 +146,49 @@ def kind_table(found: CommTimings, timings: list[Timing]) -> Table:
         assert top is not None
         cells = [f"{_time(each.seconds)}{' *' if each is top else '  '}" if each else "–  " for each in row]
         rates = [f"{size_of(each, 1000)}B/s" for each in (top.bandwidth, top.bus_bandwidth)]
-        table.add_row(f"{size_of(size)}B", *cells, *rates, f"{top.bus_bandwidth / wire(found.timings, top.tier):.0%}")
+        table.add_row(
+            f"{size_of(size)}B", *cells, *rates, f"{top.bus_bandwidth / link_bandwidth(found.timings, top.tier):.0%}"
+        )
     return table
 
 
 def fits_table(fitted: list[Fit]) -> Table:
-    """α and β of each collective and algorithm, and what they are worth."""
+    """α and β of each collective and algorithm, and their errors."""
     from rich.table import Table
 
     table = Table(title="seconds = rounds x α + bytes on the critical path x β, fitted", title_justify="left")
     for name in ("hosts", "collective", "algorithm"):
         table.add_column(name, no_wrap=True)
-    for name in ("α", "1 / β", "error", "at sizes held out: predicted, measured, error"):
+    for name in ("α", "1 / β", "error", "validation: predicted, measured, error"):
         table.add_column(name, justify="right", no_wrap=True)
     for each in fitted:
-        held = "   ".join(
-            f"{size_of(h.size)}B {_time(h.predicted)}, {_time(h.measured)}, {h.error:+.0%}" for h in each.held
+        points = "   ".join(
+            f"{size_of(point.size)}B {_time(point.predicted)}, {_time(point.measured)}, {point.error:+.0%}"
+            for point in each.validation
         )
         rate = f"{size_of(1 / each.beta, 1000)}B/s" if each.beta else "–"
-        table.add_row(each.tier, each.kind, each.algorithm, _time(each.alpha), rate, f"{each.error:.0%}", held)
+        table.add_row(each.tier, each.kind, each.algorithm, _time(each.alpha), rate, f"{each.error:.0%}", points)
     return table
 
 
 def _print_summary(console: Console, found: CommTimings) -> None:
-    said = _summary(fits(found.timings))
-    if said["number"]:
+    summary = _summary(fits(found.timings))
+    if summary["number"]:
         console.print(
-            f"at {said['number']} sizes held out, predicted times are off by {said['median']:.0%} in the median,"
-            f" {said['worst']:.0%} at worst; {said['within_15_percent']:.0%} of them by {BOUND:.0%} or less",
+            f"at {summary['number']} validation sizes, predicted times are off by {summary['median']:.0%} (median),"
+            f" {summary['worst']:.0%} (worst); {summary['within_15_percent']:.0%} of them have {BOUND:.0%} or less",
             highlight=False,
         )
-    if found.left_out:
-        names = dict.fromkeys(f"{each.kind} {each.algorithm} {size_of(each.size)}B" for each in found.left_out)
-        text = f"left out, for --seconds would not have been enough: {', '.join(names)}"
+    if found.skipped:
+        names = dict.fromkeys(f"{each.kind} {each.algorithm} {size_of(each.size)}B" for each in found.skipped)
+        text = f"skipped, since they would take longer than --seconds: {', '.join(names)}"
         console.print(text, soft_wrap=True, highlight=False)
 
 
 def pictures(found: CommTimings) -> list[str]:
-    """Of the lists that were carried out, at the smallest size."""
-    carried_out = [each for each in found.timings if each.listed is not None]
-    smallest = {(each.kind, each.algorithm, each.ranks): each for each in reversed(carried_out)}
+    """Pictures of the measured collectives, each at its smallest size."""
+    measured = [each for each in found.timings if each.listed is not None]
+    smallest = {(each.kind, each.algorithm, each.ranks): each for each in reversed(measured)}
     return [
         draw_list(list_of(each.kind, each.algorithm, each.ranks, each.size, node=each.node))  # type: ignore[arg-type]
         for each in reversed(smallest.values())
@@ -190,7 +196,7 @@ def pictures(found: CommTimings) -> list[str]:
 
 
 def plot(found: CommTimings) -> str:
-    """Bandwidth of the tensor over its size: dots are measured, lines are the fit, a dashed one is the wire."""
+    """Bandwidth of the tensor over its size: dots are measured, lines are fitted, the dashed line is the link."""
     fitted = {(each.tier, each.kind, each.algorithm): each for each in fits(found.timings)}
     panels = []
     for tier in _tiers(found):
@@ -204,9 +210,9 @@ def plot(found: CommTimings) -> str:
                     curve = curves.setdefault(each.algorithm, [])
                     curve.append((each.size, each.size / fit.seconds(each.rounds, each.critical)))
             if timings:
-                level = wire(found.timings, tier)
+                level = link_bandwidth(found.timings, tier)
                 panels.append(
-                    Panel(title=f"{kind} {tier} hosts", lines=lines, curves=curves, level=level, level_name="wire")
+                    Panel(title=f"{kind} {tier} hosts", lines=lines, curves=curves, level=level, level_name="link")
                 )
     hosts = f"{found.num_hosts} host{'s' * (found.num_hosts > 1)}"
     title = f"Bandwidth of collectives, {found.ranks} ranks on {hosts}: dots measured, lines fitted"
@@ -214,8 +220,8 @@ def plot(found: CommTimings) -> str:
 
 
 def file_text(found: CommTimings, cluster: Cluster) -> str:
-    """The cluster as YAML, with what its links were fitted to above it, for people."""
-    lines = [f"{found.sentence()}, {found.date}. Links fitted to these, all measured:", ""]
+    """The cluster as YAML, with the measurements of its links above it as comments."""
+    lines = [f"{found.sentence()}, {found.date}. Links fitted to these measurements:", ""]
     for each in found.timings:
         if each.algorithm in (BUILTIN, TOGETHER):
             rate = f"{size_of(each.bandwidth, 1000)}B/s"
@@ -224,7 +230,7 @@ def file_text(found: CommTimings, cluster: Cluster) -> str:
 
 
 def size_of(number: float, thousand: int = 1024) -> str:
-    """`64 K`, to be followed by a unit.
+    """A number with a prefix, without its unit.
 
     >>> size_of(65536), size_of(1.234e9, 1000)
     ('64 K', '1.23 G')
@@ -236,7 +242,7 @@ def size_of(number: float, thousand: int = 1024) -> str:
 
 
 def _time(seconds: float) -> str:
-    """`3.21 ms`, three digits."""
+    """Seconds with three digits and a unit, such as `3.21 ms`."""
     if math.isnan(seconds):
         return "–"
     for unit, name in ((1.0, "s"), (1e-3, "ms")):

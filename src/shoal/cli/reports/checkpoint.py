@@ -1,4 +1,4 @@
-"""What `shoal checkpoint` says: for people, and as JSON. Nothing here imports torch."""
+"""The output of `shoal checkpoint`, as tables and as JSON. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ if TYPE_CHECKING:
 
 
 def of_listing(found: Sequence[Listed], *, with_tensors: bool) -> dict[str, Any]:
-    """All that is listed."""
+    """The listing as JSON."""
     return {"checkpoints": [_of_listed(one, with_tensors) for one in found]}
 
 
 def _of_listed(one: Listed, with_tensors: bool) -> dict[str, Any]:
     step = one.step
-    said: dict[str, Any] = {
+    result: dict[str, Any] = {
         "path": str(one.path),
         "step": step.manifest.step if step else None,
         "is_latest": one.is_latest,
-        "when": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(one.when)),
+        "saved_at": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(one.when)),
         "bytes": step.num_bytes if step else None,
         "tensors": len(step.manifest.tensors) if step else None,
         "parameters": step.num_parameters if step else None,
         "plan": plan_of(step) if step else None,
         "files": len(step.manifest.files) if step else None,
-        "trouble": one.trouble or None,
+        "problem": one.trouble or None,
     }
     if with_tensors:
         entries = step.manifest.tensors if step else {}
-        said["tensor_list"] = [
-            {"name": name, "dtype": entry.dtype, "shape": list(entry.shape), "pieces": len(entry.pieces)}
+        result["tensor_list"] = [
+            {"name": name, "dtype": entry.dtype, "shape": list(entry.shape), "shards": len(entry.pieces)}
             for name, entry in entries.items()
         ]
-    return said
+    return result
 
 
 def draw_listing(console: Console, directory: Path, found: Sequence[Listed], *, with_tensors: bool) -> None:
@@ -53,7 +53,7 @@ def draw_listing(console: Console, directory: Path, found: Sequence[Listed], *, 
     from rich.table import Table
 
     table = Table(title=str(directory), title_justify="left")
-    for name in ("step", "when", "size", "tensors", "parameters", "files", "written by", ""):
+    for name in ("step", "saved at", "size", "tensors", "parameters", "files", "plan", ""):
         table.add_column(
             name, justify="right" if name in ("step", "size", "tensors", "parameters", "files") else "left"
         )
@@ -78,29 +78,29 @@ def _tensors_of(step: SavedStep) -> Any:
     table.add_column("tensor")
     table.add_column("dtype")
     table.add_column("shape", justify="right")
-    table.add_column("pieces", justify="right")
+    table.add_column("shards", justify="right")
     for name, entry in step.manifest.tensors.items():
-        table.add_row(name, entry.dtype, " × ".join(map(str, entry.shape)) or "one number", str(len(entry.pieces)))
+        table.add_row(name, entry.dtype, " × ".join(map(str, entry.shape)) or "scalar", str(len(entry.pieces)))
     return table
 
 
 def plan_of(step: SavedStep) -> str | None:
-    """The plan that wrote a step, in few words; None: nobody says."""
-    said = step.manifest.state.get("plan")
-    if not isinstance(said, str):
+    """The plan that wrote a step, in few words; None: it is not recorded."""
+    plan = step.manifest.state.get("plan")
+    if not isinstance(plan, str):
         imported = step.manifest.state.get("imported")
         return f"import of {imported.get('format')}" if isinstance(imported, dict) else None
     from shoal.blueprint.plan import Plan
     from shoal.errors import ShoalError
 
     try:
-        return Plan.parse(said).brief()
+        return Plan.parse(plan).brief()
     except ShoalError:  # of another version
-        return said[:200]
+        return plan[:200]
 
 
 def size_of(num_bytes: int) -> str:
-    """Bytes for people.
+    """A number of bytes with a unit.
 
     >>> size_of(1234), size_of(5_000_000_000)
     ('1.2 kB', '5.0 GB')
@@ -117,19 +117,19 @@ def size_of(num_bytes: int) -> str:
 
 
 def of_verdicts(verdicts: Mapping[Path, StepVerdict]) -> dict[str, Any]:
-    """What became of each step."""
+    """The verdicts as JSON."""
     return {
-        "whole": all(verdict.is_whole for verdict in verdicts.values()),
+        "intact": all(verdict.is_whole for verdict in verdicts.values()),
         "checkpoints": [
             {
                 "path": str(path),
-                "whole": verdict.is_whole,
+                "intact": verdict.is_whole,
                 "bytes": verdict.num_bytes,
                 "damages": [
                     {"file": d.file, "what": d.what, "begin": d.begin, "end": d.end, "tensors": list(d.tensors)}
                     for d in verdict.damages
                 ],
-                "unlisted": list(verdict.unlisted),
+                "unlisted_files": list(verdict.unlisted),
             }
             for path, verdict in verdicts.items()
         ],
@@ -137,25 +137,25 @@ def of_verdicts(verdicts: Mapping[Path, StepVerdict]) -> dict[str, Any]:
 
 
 def draw_verdicts(console: Console, verdicts: Mapping[Path, StepVerdict]) -> None:
-    """One line for what is whole, one for each damage."""
+    """One line for an intact step, and one for each damage."""
     for path, verdict in verdicts.items():
         if verdict.is_whole:
-            _say(console, f"whole    {path}: all {size_of(verdict.num_bytes)} are as they were written")
+            _say(console, f"intact   {path}: all {size_of(verdict.num_bytes)} have their hashes")
         for damage in verdict.damages:
             is_part = damage.begin is not None and damage.end is not None
             place = f" bytes {damage.begin:,} to {damage.end:,}" if is_part else ""
             many = f" and {len(damage.tensors) - 3} more" if len(damage.tensors) > 3 else ""
-            held = f": they hold {', '.join(damage.tensors[:3])}{many}" if damage.tensors else ""
+            held = f", in {', '.join(damage.tensors[:3])}{many}" if damage.tensors else ""
             _say(console, f"damaged  {path}/{damage.file}{place} {damage.what}{held}")
         if verdict.unlisted:
-            _say(console, f"         beside it, and never read: {', '.join(verdict.unlisted[:5])}")
+            _say(console, f"         files that are not in the manifest: {', '.join(verdict.unlisted[:5])}")
 
 
 # ---- diff -----------------------------------------------------------------------------------------------------------
 
 
 def of_comparison(found: Comparison) -> dict[str, Any]:
-    """All differences."""
+    """The comparison as JSON."""
     return {
         "equal": found.is_equal,
         "equal_tensors": found.num_equal,
@@ -179,12 +179,12 @@ def of_comparison(found: Comparison) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | None:
-    """None: not finite, which JSON has no word for."""
+    """The number, or None if it is not finite, since JSON cannot express that."""
     return value if isfinite(value) else None
 
 
 def draw_comparison(console: Console, found: Comparison, steps: tuple[SavedStep, SavedStep], *, top: int) -> None:
-    """The verdict, the tensors that differ most, and what else is not the same."""
+    """The verdict, the tensors that differ most, and other differences."""
     verdict = "equal" if found.is_equal else "different"
     shared = found.num_equal + len(found.differences)
     names = " and ".join(str(step.path) for step in steps)
@@ -226,34 +226,38 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _short(value: Any) -> str:
-    text = "nothing" if value is None else str(value)
+    text = "none" if value is None else str(value)
     return text if len(text) <= 100 else text[:100] + "..."
 
 
 # ---- export and import ----------------------------------------------------------------------------------------------
 
 
-def draw_export(console: Console, said: Mapping[str, Any]) -> None:
-    """What was written where."""
-    what = f"{said['tensors']:,} tensors, {size_of(said['bytes'])}"
-    _say(console, f"step {said['step']:,} is in {said['to']}: {what}, as {said['format']}")
-    if said["format"] == "huggingface" and not said["config"]:
-        _say(console, "without a config.json: nothing says that the model is a llama (--recipe FILE would)")
+def draw_export(console: Console, result: Mapping[str, Any]) -> None:
+    """The result of an export."""
+    what = f"{result['tensors']:,} tensors, {size_of(result['bytes'])}"
+    _say(console, f"exported step {result['step']:,} to {result['to']}: {what}, as {result['format']}")
+    if result["format"] == "huggingface" and not result["config"]:
+        _say(console, "no config.json was written: no recipe names a llama. fix: --recipe FILE")
 
 
-def draw_import(console: Console, said: Mapping[str, Any], to: Path) -> None:
-    """What was made of what."""
-    states = f" and {said['states']:,} states of the optimizer" if said["states"] else ", and no optimizer"
-    what = f"{said['tensors']:,} weights{states}, {size_of(said['bytes'])}"
-    _say(console, f"{said['from']} ({said['format']}) is step {said['step']:,} in {to}: {what}")
-    if said["left_out"]:
-        _say(console, f"left out: {_some(said['left_out'])}")
-    if said["model"]:
-        words = ", ".join(f"{key}: {value}" for key, value in said["model"].items())
-        _say(console, f"in a recipe it is\n  model: {{{words}}}")
-    _say(console, f"a run takes it with --run.start_from {to}, or run.load({str(to)!r})")
+def draw_import(console: Console, result: Mapping[str, Any], to: Path) -> None:
+    """The result of an import."""
+    states = (
+        f" and {result['optimizer_states']:,} optimizer states"
+        if result["optimizer_states"]
+        else ", no optimizer state"
+    )
+    what = f"{result['tensors']:,} weights{states}, {size_of(result['bytes'])}"
+    _say(console, f"imported {result['from']} ({result['format']}) as step {result['step']:,} to {to}: {what}")
+    if result["skipped"]:
+        _say(console, f"skipped: {_some(result['skipped'])}")
+    if result["model"]:
+        words = ", ".join(f"{key}: {value}" for key, value in result["model"].items())
+        _say(console, f"the model section for a recipe:\n  model: {{{words}}}")
+    _say(console, f"train from it: --run.start_from {to}, or run.load({str(to)!r})")
 
 
 def _say(console: Console, text: str) -> None:
-    """A line as it is: paths are not broken and brackets are no markup."""
+    """Print a line unchanged: no line breaks in paths, and no markup in brackets."""
     console.print(text, soft_wrap=True, markup=False, highlight=False)

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.blueprint.plan import Plan
 from shoal.cli.parse_units import count_of
-from shoal.cli.reports.plan_suggestions import Suggestion, given, suggestions
+from shoal.cli.reports.plan_suggestions import Suggestion, suggestions
 from shoal.planner.alternatives import Rejected, alternatives
 from shoal.planner.explain import Laws, Move, RuleOfThumb, Scale, laws, moves, rules_of_thumb, scaling
 from shoal.planner.lint.lint import Lint, lint
 from shoal.planner.search import SearchResult, search, tradeoffs
 from shoal.planner.suggestions import AS_OPTIONS, refuse_contradictions
-from shoal.planner.task import PlanEstimate, Task
+from shoal.planner.task import Task
 from shoal.predict.cluster import GIB
+from shoal.predict.predict import Prediction
 from shoal.predict.workload import Workload
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class Choice:
     """A plan that was found, and on how many devices."""
 
     task: Task
-    verdict: PlanEstimate
+    verdict: Prediction
 
     @property
     def devices(self) -> int:
@@ -126,7 +127,7 @@ def answer(task: Task, wanted: Mapping[str, Any], options: Options) -> Answer:
     if options.tokens is not None:
         told.tokens = count_of(options.tokens)
     if not choices:
-        told.refused = list(found.refused) if given(options) else []
+        told.refused = list(found.refused) if options.limits() else []
         told.remedies = suggestions(options, task, dict(wanted), is_refused=bool(told.refused))
         return told
     first = choices[0]
@@ -230,24 +231,7 @@ def _run(told: Answer) -> dict[str, Any]:
 def render(console: Console, told: Answer) -> None:
     """As tables."""
     task = told.task
-    size = f"{task.workload.parameters / 1e9:.3g} B parameters"
-    what = f" of {task.sequence:,} tokens" if task.sequence > 1 else ""
-    console.print(
-        f"[bold]{task.workload.name}[/bold], {size}, on {task.cluster.num_devices} x {task.cluster.device.name},"
-        f" {task.global_batch:,} samples{what} a step",
-        highlight=False,
-    )
-    if told.assumed:
-        taken = ", ".join(f"--{name.replace('_', '-')} {what}" for name, what in told.assumed.items())
-        console.print(f"assumed: {taken}", highlight=False)
-    measured = "measured on this machine" if task.cluster.is_measured else "from datasheets and published runs"
-    if task.cluster.num_devices > 1 and not task.cluster.device.is_host:
-        measured += ", and shoal was never run on several GPUs"
-    console.print(
-        f"[dim]all numbers predicted, rates {measured}; {told.found.num_judged:,} plans judged,"
-        f" {told.found.num_too_large:,} larger than {task.room / GIB:.1f} GiB[/dim]\n",
-        highlight=False,
-    )
+    _render_title(console, told)
     if not told.best:
         _render_nothing(console, told)
         return
@@ -292,6 +276,29 @@ def render(console: Console, told: Answer) -> None:
     console.print(f"\n{told.command}", highlight=False, soft_wrap=True)  # in one line, to be copied
 
 
+def _render_title(console: Console, told: Answer) -> None:
+    """The model, the cluster, and where the numbers come from."""
+    task = told.task
+    size = f"{task.workload.parameters / 1e9:.3g} B parameters"
+    what = f" of {task.sequence:,} tokens" if task.sequence > 1 else ""
+    console.print(
+        f"[bold]{task.workload.name}[/bold], {size}, on {task.cluster.num_devices} x {task.cluster.device.name},"
+        f" {task.global_batch:,} samples{what} a step",
+        highlight=False,
+    )
+    if told.assumed:
+        taken = ", ".join(f"--{name.replace('_', '-')} {what}" for name, what in told.assumed.items())
+        console.print(f"assumed: {taken}", highlight=False)
+    measured = "measured on this machine" if task.cluster.is_measured else "from datasheets and published runs"
+    if task.cluster.num_devices > 1 and not task.cluster.device.is_host:
+        measured += ", and shoal was never run on several GPUs"
+    console.print(
+        f"[dim]all numbers predicted, rates {measured}; {told.found.num_judged:,} plans judged,"
+        f" {told.found.num_too_large:,} larger than {task.room / GIB:.1f} GiB[/dim]\n",
+        highlight=False,
+    )
+
+
 def _render_nothing(console: Console, told: Answer) -> None:
     least = told.found.smallest
     if least is not None:
@@ -308,7 +315,7 @@ def _render_nothing(console: Console, told: Answer) -> None:
         console.print(f"  {remedy}", highlight=False)
 
 
-def _tradeoffs(told: Answer) -> dict[str, list[PlanEstimate]]:
+def _tradeoffs(told: Answer) -> dict[str, list[Prediction]]:
     """Other plans by what they give for what. Those of the whole cluster are not compared with a plan of a part."""
     first = told.best[0]
     if first.devices != told.task.cluster.num_devices:
@@ -345,7 +352,7 @@ def assumed(options: Options, workload: Workload) -> dict[str, str]:
     return {name: f"{getattr(workload, name)} ({reasons[name]})" for name in names}
 
 
-def _render_causes(console: Console, verdict: PlanEstimate) -> None:
+def _render_causes(console: Console, verdict: Prediction) -> None:
     """Memory and time of one plan, by cause, with bars."""
     memory, time = verdict.memory, verdict.time
     parts = [(name, getattr(memory, name) / GIB) for name in MEMORY if getattr(memory, name) > 0.005 * memory.total]

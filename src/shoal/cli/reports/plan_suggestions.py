@@ -8,12 +8,12 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from shoal.blueprint.plan import Plan
-from shoal.cli.plan import WORDS, task_of, wanted_of
 from shoal.errors import ShoalError
 from shoal.planner.search import search
 from shoal.planner.suggestions import smallest_changes
-from shoal.planner.task import PlanEstimate, Task
-from shoal.predict.cluster import larger
+from shoal.planner.task import Task
+from shoal.predict.cluster_parser import larger
+from shoal.predict.predict import Prediction
 
 if TYPE_CHECKING:
     from shoal.cli.plan import Options
@@ -28,7 +28,7 @@ class Suggestion:
 
     add: dict[str, Any]
     drop: tuple[str, ...]
-    best: PlanEstimate
+    best: Prediction
 
     @property
     def flags(self) -> str:
@@ -64,34 +64,29 @@ def _changes(
         yield {"eager": True}, ()
     if is_refused and options.schedule is not None:
         yield {}, ("schedule", "v") if options.v is not None else ("schedule",)
-    if limits := given(options):
+    if limits := options.limits():
         yield {}, limits
-
-
-def given(options: Options) -> tuple[str, ...]:
-    """Options that limit what plans there are."""
-    return tuple(name for name in ("plan", *WORDS) if getattr(options, name) not in (None, ""))
 
 
 def _layout_words(options: Options) -> tuple[str, ...]:
     """Those that a larger cluster may have to do without."""
-    return tuple(name for name in given(options) if name not in ("recompute", "offload"))
+    return tuple(name for name in options.limits() if name not in ("recompute", "offload"))
 
 
 def _tried(options: Options, task: Task, add: dict[str, Any], drop: tuple[str, ...]) -> Suggestion | None:
     """The change, if a plan fits then. The batch stays as it is, also where it would follow from what is changed; it
     grows where a cluster has more devices than there are samples."""
     changed = replace(options, **{name: _default(options, name) for name in drop})
-    if "plan" in drop and (precision := wanted_of(options)["precision"]) != wanted_of(changed)["precision"]:
+    if "plan" in drop and (precision := options.wanted()["precision"]) != changed.wanted()["precision"]:
         add = {**add, "precision": precision}
     changed = replace(changed, **add)
     try:
-        there = task_of(changed)
+        there = changed.task()
         batch = max(task.global_batch, there.cluster.num_devices)
         if there.global_batch != batch:
             add, changed = {**add, "global_batch": batch}, replace(changed, global_batch=batch)
-            there = task_of(changed)
-        best = search(there, wanted_of(changed), keep=1).best
+            there = changed.task()
+        best = search(there, changed.wanted(), keep=1).best
     except ShoalError:  # words that exclude each other
         return None
     return Suggestion(add, drop, best[0]) if best else None

@@ -1,1 +1,1 @@
-"""How ranks find each other and prove that they belong to one run."""
+"""How ranks find each other and authenticate."""

@@ -1,7 +1,7 @@
-"""Where a launcher put this process: the only place that reads RANK, SLURM_PROCID, OMPI_COMM_WORLD_RANK and their like.
+"""Read rank, size and address from a launcher's environment: the only reader of RANK, SLURM_PROCID and their like.
 
-torch reads torchrun's variables and nobody else's, one at a time, and says KeyError when one is missing. Here every
-known launcher is read from a plain mapping into one `Placement`, or refused with all that is wrong at once.
+torch reads torchrun's variables only, one at a time, and raises KeyError when one is missing. Here every known launcher
+is read from a plain mapping into one `Placement`, or rejected with all problems at once.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ Source = Literal["torchrun", "slurm", "openmpi", "shoal"]
 
 DEFAULT_PORT = 29500
 LOOPBACK = "127.0.0.1"
-SHELL_STEPS = range(0xFFFFFFF0, 0x100000000)  # Slurm counts its steps that are only a shell (sbatch, salloc) from above
+SHELL_STEPS = range(0xFFFFFFF0, 0x100000000)  # Slurm numbers steps that are only a shell (sbatch, salloc) from the top
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The place of one process among all processes of a run."""
+    """The position of one process among all processes of a run."""
 
     rank: int
     world_size: int
     local_rank: int
-    """Its number among the processes on the same machine."""
+    """Its index among the processes of its machine."""
     local_world_size: int
     node: int = 0
-    """The number of its machine."""
+    """The index of its machine."""
     master_addr: str | None = None
-    """Where rank 0 listens. None: the processes meet in another way (a store is handed to them)."""
+    """The address at which rank 0 listens. None: the processes are given a store."""
     master_port: int | None = None
     source: Source = "shoal"
     generation: int = 0
-    """How often the processes of this run were started again."""
+    """How often the processes of this run were restarted."""
     key: bytes | None = field(default=None, repr=False)
-    """The secret that all ranks share. None: it is in a file."""
+    """The secret that all ranks share. None: read it from a file."""
     key_file: str | None = None
-    """The file that holds it. None: the one in the user's home directory."""
+    """The file with the secret. None: the one in the user's home directory."""
     job: str = ""
-    """What the launcher calls this run, the same on every rank; empty if it has no name for it."""
+    """The launcher's name of this run, the same on every rank; empty if it has none."""
     board: Path | None = None
-    """A file in which the ranks exchange numbers, where all of them are on one machine."""
+    """A file through which ranks exchange numbers, if all of them are on one machine."""
     has_store: bool = False
     """Whether the launcher itself serves the store at rank 0's address."""
 
 
 def read_environment(environ: Mapping[str, str]) -> Placement | None:
-    """The placement that a launcher wrote into the environment; None when no launcher did.
+    """Return the placement that a launcher wrote into the environment; None if no launcher did.
 
-    torchrun and mpirun are asked before Slurm, because inside a Slurm job it is they who start the processes.
+    torchrun and mpirun take precedence over Slurm, because inside a Slurm job they start the processes.
     """
     placement = _placement(environ)
     if placement is None:
@@ -81,7 +81,7 @@ def _placement(environ: Mapping[str, str]) -> Placement | None:
 def _from_torchrun(read: _Reader) -> Placement:
     rank, size = read.position("RANK", "WORLD_SIZE")
     local_rank, local_size = read.position("LOCAL_RANK", "LOCAL_WORLD_SIZE", within=size)
-    alone = read.environ.get("WORLD_SIZE") == "1"  # then nobody has to be found, and no address is needed
+    alone = read.environ.get("WORLD_SIZE") == "1"  # one process needs no address
     placement = Placement(
         rank=rank,
         world_size=size,
@@ -104,7 +104,7 @@ def _from_openmpi(read: _Reader) -> Placement:
     if local_size < size and not read.has("MASTER_ADDR"):
         read.problem(
             f"MASTER_ADDR is not set, and of {size} ranks only {local_size} are on this host:"
-            " mpirun does not tell where rank 0 runs",
+            " mpirun does not say where rank 0 runs",
             fix="export MASTER_ADDR=<host of rank 0> and start with mpirun -x MASTER_ADDR",
         )
     job = read.first_set("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
@@ -113,7 +113,7 @@ def _from_openmpi(read: _Reader) -> Placement:
         world_size=size,
         local_rank=local_rank,
         local_world_size=local_size,
-        node=rank // local_size,  # Open MPI does not number its hosts; by default it fills one after the other
+        node=rank // local_size,  # Open MPI does not number its hosts; by default it fills them one by one
         master_addr=read.text("MASTER_ADDR", default=LOOPBACK),
         master_port=read.port("MASTER_PORT", default=_port_of(read.text(job)) if read.has(job) else DEFAULT_PORT),
         source="openmpi",
@@ -151,12 +151,12 @@ def _slurm_hosts(name: str, read: _Reader) -> list[str]:
         return expand_hosts(read.text(name)) if read.has(name) else [read.text(name)]
     except ValueError as error:
         fix = "export MASTER_ADDR=<host of rank 0>"
-        read.problem(f"{name}={read.text(name)!r} is not a list of hosts: {error}", fix=fix)
+        read.problem(f"{name} must be a list of hosts, got {read.text(name)!r}: {error}", fix=fix)
         return []
 
 
 def _slurm_tasks_on(node: int, read: _Reader) -> int:
-    """Tasks on this node: the layout of the step knows (`4(x2),3`); --ntasks-per-node is only what was asked for."""
+    """Return the tasks on this node. The step's layout (`4(x2),3`) is exact; --ntasks-per-node is only a request."""
     name = read.first_set("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
     text = read.text(name)
     if name == "SLURM_NTASKS_PER_NODE" or not text:
@@ -164,14 +164,14 @@ def _slurm_tasks_on(node: int, read: _Reader) -> int:
     try:
         return expand_counts(text)[node]
     except ValueError as error:
-        read.problem(f"{name}={text!r} is not a list of tasks per node: {error}", fix=read.fix)
+        read.problem(f"{name} must be a list of tasks per node, got {text!r}: {error}", fix=read.fix)
     except IndexError:
         read.problem(f"SLURM_NODEID={node}, but {name}={text!r} describes fewer nodes", fix=read.fix)
     return 0
 
 
 def _is_slurm_task(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process as one of several: the shell of sbatch or salloc also has SLURM_PROCID=0."""
+    """Whether srun started this process as one of several; the shell of sbatch or salloc also has SLURM_PROCID=0."""
     step = environ.get("SLURM_STEP_ID", "")
     is_shell = not step.isdecimal() or int(step) in SHELL_STEPS
     num_tasks = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1"))
@@ -180,7 +180,7 @@ def _is_slurm_task(environ: Mapping[str, str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Reads variables one by one and keeps what is wrong for the end, so that a person sees all of it together."""
+    """Reads variables one by one and collects the problems, so that all are reported at once."""
 
     environ: Mapping[str, str]
     launcher: str
@@ -198,7 +198,7 @@ class _Reader:
         return bool(self.environ.get(name))
 
     def first_set(self, *names: str) -> str:
-        """The first of these variables that is set; the last one if none is, since it is the best known."""
+        """Return the first of these variables that is set; if none is, the last one, which is the best known."""
         return next((name for name in names if self.has(name)), names[-1])
 
     def text(self, name: str, *, default: str | None = None) -> str:
@@ -212,23 +212,23 @@ class _Reader:
     def integer(self, name: str, *, default: int | None = None) -> int:
         text = self.text(name, default=None if default is None else str(default))
         if text and not text.isdecimal():
-            self.problem(f"{name}={text!r} is not a whole number of 0 or more", fix=self.fix)
+            self.problem(f"{name} must be an integer of 0 or more, got {text!r}", fix=self.fix)
         return int(text) if text.isdecimal() else 0
 
     def port(self, name: str, *, default: int | None) -> int:
         port = self.integer(name, default=default)
         if port > 65535:
-            self.problem(f"{name}={port} is not a port: they end at 65535", fix=f"export {name}={DEFAULT_PORT}")
+            self.problem(f"{name} must be a port up to 65535, got {port}", fix=f"export {name}={DEFAULT_PORT}")
         return port
 
     def position(self, rank_name: str, size_name: str, *, within: int | None = None) -> tuple[int, int]:
-        """A rank and the number of ranks that it is one of. The number is at least 1, so that it can be divided by."""
+        """Return a rank and the number of ranks. The number is at least 1, so that it is a valid divisor."""
         problems_before = len(self.problems)
         rank, size = self.integer(rank_name), self.integer(size_name)
         if len(self.problems) == problems_before and rank >= size:
-            self.problem(f"{rank_name}={rank} is not below {size_name}={size}", fix=self.fix)
+            self.problem(f"{rank_name} must be below {size_name}={size}, got {rank}", fix=self.fix)
         if within is not None and self.is_good and size > within:
-            self.problem(f"{size_name}={size} ranks on this machine are more than {within} in all", fix=self.fix)
+            self.problem(f"{size_name} must be at most the {within} ranks in all, got {size}", fix=self.fix)
         return rank, max(size, 1)
 
     def problem(self, what: str, *, fix: str) -> None:
@@ -239,7 +239,7 @@ class _Reader:
 
 
 def _port_of(job: str) -> int:
-    """The same port on every rank of a job, below the range from which the kernel hands out ports to clients.
+    """Return a port that is the same on every rank of a job, and below the kernel's range of ports for clients.
 
     >>> 15000 <= _port_of("4711.0") < 30000
     True

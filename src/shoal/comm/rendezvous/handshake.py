@@ -1,8 +1,8 @@
-"""Every rank proves that it holds the key of the run before a process group is made.
+"""Handshake: every rank proves that it holds the key of the run before a process group is created.
 
-The ranks have nothing but a store, to which any process on the network can write. Rank 0 and rank r exchange five
-values there. The key itself never travels, and both sides add a fresh random number, so that no value of an earlier
-run, of an earlier generation or of another rank is accepted:
+The ranks share only a store, to which any process on the network can write. Rank 0 and rank r exchange five values
+there. The key itself is never sent, and both sides add a fresh random number. So no value of an earlier run, of an
+earlier generation or of another rank is accepted:
 
     rank 0  challenge  n0
     rank r  hello r    nr, MAC(key, run, r, n0, nr)             rank r holds the key, and answers this challenge
@@ -10,10 +10,10 @@ run, of an earlier generation or of another rank is accepted:
     rank r  proof r    MAC(session, r)                          rank r has the session key, MAC(key, run, seed)
     rank 0  done       MAC(session, "done")                     rank 0 has the proof of every rank
 
-`run` is the world size, the generation, the number of the world, the port of the store and the launcher's name for the
-job. A value that does not fit is erased, and the rank that wrote it writes it again: a process that disturbs once is
-forgotten, and one that persists ends the run with a message, as a rank with another key does. Rank 0 writes `done` once
-and leaves. So a rank also leaves when its proof has stayed as it is for `PATIENCE`: rank 0 has read it by then.
+`run` is the world size, the generation, the number of the world, the port of the store and the launcher's name of the
+job. A value with a wrong MAC is erased, and its rank writes it again. So one wrong value has no effect, and a process
+that keeps writing them ends the run with a message, as a rank with another key does. Rank 0 writes `done` once and
+leaves. A rank also leaves when its proof has not changed for `GRACE_PERIOD`: rank 0 has read it by then.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.rendezvous.key import MAKE_ONE, Key
 from shoal.errors import ShoalError
 
-PATIENCE = 3.0  # seconds in which a value that does not fit may be replaced by one that does
-PAUSE = 1.0  # seconds without such a value, after which it is forgotten
-LINGER = 4.0  # seconds in which rank 0 repeats to the others that it has refused a rank
+GRACE_PERIOD = 3.0  # seconds in which a correct value may replace a wrong one
+PAUSE = 1.0  # seconds without a wrong value, after which earlier ones do not count
+LINGER = 4.0  # seconds in which rank 0 repeats to the others that it has rejected a rank
 LATE = timedelta(seconds=1)
-SWEEP = 0.25  # seconds between two looks at each value, where not all of them are there
+SWEEP = 0.25  # seconds between two reads of each value, while some are missing
 NONCE = 32
 TAG = 32
-ACCEPTED, REFUSED = b"\1", b"\0"
+ACCEPTED, REJECTED = b"\1", b"\0"
 
 
 def mac(key: bytes, *parts: bytes | str | int) -> bytes:
-    """HMAC-SHA256 over parts that cannot run into each other."""
+    """HMAC-SHA256 over length-prefixed parts."""
     texts = [part if isinstance(part, bytes) else str(part).encode() for part in parts]
     message = b"".join(len(text).to_bytes(8, "big") + text for text in texts)
     return hmac.digest(key, message, hashlib.sha256)
 
 
 def agree(store: dist.Store, place: Placement, key: Key, *, run: str, timeout: float) -> bytes:
-    """A session key that only ranks with the key of the run have; it is another one each time. Raises on every rank if
-    one of them does not have the key."""
+    """Return a session key, fresh each time, that only ranks with the key of the run have. Raises on every rank if one
+    of them does not have the key."""
     store.set_timeout(LATE)
-    meeting = _Meeting(store, place, key, run, deadline=time.monotonic() + timeout, timeout=timeout)
-    return meeting.as_main() if place.rank == 0 else meeting.as_other()
+    handshake = _Handshake(store, place, key, run, deadline=time.monotonic() + timeout, timeout=timeout)
+    return handshake.as_main() if place.rank == 0 else handshake.as_other()
 
 
 @dataclass(slots=True)
-class _Meeting:
+class _Handshake:
     """The handshake, seen from one rank."""
 
     store: dist.Store
@@ -70,15 +70,15 @@ class _Meeting:
     deadline: float
     timeout: float
     bad: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """Rank → when the first and the last value arrived that it cannot have written, of those without a long pause."""
+    """Rank → times of the first and the last wrong value for it, in a series without a long pause."""
     next_sweep: float = 0.0
 
     def as_main(self) -> bytes:
-        """Challenge the others, and accept those that answer."""
+        """Challenge the other ranks, and accept those that answer."""
         others = range(1, self.place.world_size)
         for rank in others:
             for what in ("hello", "answer", "proof"):
-                self._erase(f"{what} {rank}")  # what an earlier generation or another process has written
+                self._erase(f"{what} {rank}")  # values of an earlier generation or of another process
         n0, seed = secrets.token_bytes(NONCE), secrets.token_bytes(NONCE)
         self._write("challenge", n0)
         nonces = self._hellos(others, n0)
@@ -101,7 +101,7 @@ class _Meeting:
                 if hmac.compare_digest(value[NONCE:], mac(self.key.secret, "hello", self.run, rank, n0, nonce)):
                     nonces[rank] = nonce
                 elif self._is_persistent(rank, f"hello {rank}"):
-                    self._refuse(rank, others, n0)
+                    self._reject(rank, others, n0)
             if len(nonces) == len(others):
                 return nonces
             if self._is_over:
@@ -116,7 +116,7 @@ class _Meeting:
                 if hmac.compare_digest(value, mac(session, "proof", rank)):
                     proven.add(rank)
                 elif self._is_persistent(rank, f"proof {rank}"):
-                    raise self._refused(rank)
+                    raise self._rejected(rank)
             if len(proven) == len(others):
                 return
             if self._is_over:
@@ -124,7 +124,7 @@ class _Meeting:
             self._publish({f"answer {rank}": answers[f"answer {rank}"] for rank in others if rank not in proven})
 
     def as_other(self) -> bytes:
-        """Answer the challenge, and check who has challenged."""
+        """Answer the challenge, and authenticate rank 0."""
         rank, nonce, secret = self.place.rank, secrets.token_bytes(NONCE), self.key.secret
         try:
             for _ in self._polls():
@@ -140,19 +140,19 @@ class _Meeting:
                         self._prove(session)
                         return session
                     if fits:
-                        raise self._refused(json.loads(content[1:]))
+                        raise self._rejected(json.loads(content[1:]))
                     if answer and self._is_persistent(0, f"answer {rank}"):
-                        raise self._refused(0)
+                        raise self._rejected(0)
                 if self._is_over:
                     raise self._missing([0])
-        except (dist.DistNetworkError, dist.DistStoreError) as error:  # rank 0, which serves the store, has ended
+        except (dist.DistNetworkError, dist.DistStoreError) as error:  # rank 0, which serves the store, has exited
             if self.bad:
-                raise self._refused(0) from error
+                raise self._rejected(0) from error
             raise
         raise AssertionError
 
     def _prove(self, session: bytes) -> None:
-        """Keep the proof in the store, also where another process overwrites it, until rank 0 has read it."""
+        """Write the proof, again if another process overwrites it, until rank 0 has read it."""
         name, proof, done = f"proof {self.place.rank}", mac(session, "proof", self.place.rank), mac(session, "done")
         unchanged_since = time.monotonic()
         for _ in self._polls():
@@ -161,13 +161,13 @@ class _Meeting:
             if self._peek(name) != proof:
                 self._write(name, proof)
                 unchanged_since = time.monotonic()
-            elif time.monotonic() - unchanged_since > PATIENCE:
+            elif time.monotonic() - unchanged_since > GRACE_PERIOD:
                 return
 
     # ---- the store -------------------------------------------------------------------------------------------------
 
     def _polls(self) -> Iterator[None]:
-        """At once, and then less and less often."""
+        """Poll at once, and then less and less often."""
         pause, slowest = 0.0005, max(0.004, 0.0005 * self.place.world_size)
         while True:
             yield
@@ -179,7 +179,7 @@ class _Meeting:
         return time.monotonic() > self.deadline
 
     def _peek(self, name: str) -> bytes | None:
-        """A value, if it is there. A stranger that deletes it between the two calls costs `LATE`."""
+        """Return a value, or None. A process that deletes it between the two calls costs `LATE`."""
         if not self.store.check([name]):
             return None
         try:
@@ -188,12 +188,12 @@ class _Meeting:
             return None
 
     def _erase(self, name: str) -> None:
-        """Write that there is no value; a key that is deleted lets others wait for it."""
+        """Write an empty value; a deleted key would make others wait for it."""
         if self.store.check([name]):
             self._write(name, b"")
 
     def _restore(self, name: str, value: bytes) -> None:
-        """Write a value again that another process has deleted or changed."""
+        """Write a value again if another process has deleted or changed it."""
         if self._peek(name) != value:
             self._write(name, value)
 
@@ -205,7 +205,8 @@ class _Meeting:
             self._restore(name, value)
 
     def _arrived(self, what: str, ranks: list[int]) -> Iterator[tuple[int, bytes]]:
-        """What these ranks have written, as far as it is there. Now and then each is looked for; else all at once."""
+        """Yield the values that these ranks have written. Every `SWEEP` look at each; else only at all of them at
+        once."""
         now = time.monotonic()
         if now < self.next_sweep and not self.store.check([f"{what} {rank}" for rank in ranks]):
             return
@@ -215,27 +216,27 @@ class _Meeting:
                 yield rank, value
 
     def _is_persistent(self, rank: int, name: str) -> bool:
-        """Erase a value that does not fit; whether such values have come for so long that no better one will."""
+        """Erase a wrong value; return whether wrong ones have arrived for too long."""
         self._erase(name)
         now = time.monotonic()
         first, last = self.bad.get(rank, (now, now))
         self.bad[rank] = (now if now - last > PAUSE else first, now)
-        return now - self.bad[rank][0] > PATIENCE
+        return now - self.bad[rank][0] > GRACE_PERIOD
 
     # ---- failures --------------------------------------------------------------------------------------------------
 
-    def _refuse(self, refused: int, others: Sequence[int], n0: bytes) -> None:
-        """Tell the other ranks, each under its own fresh number, which rank was refused; raise."""
-        content, until = REFUSED + json.dumps(refused).encode(), time.monotonic() + LINGER
+    def _reject(self, rejected: int, others: Sequence[int], n0: bytes) -> None:
+        """Report the rejected rank to the others, authenticated with each one's fresh number; raise."""
+        content, until = REJECTED + json.dumps(rejected).encode(), time.monotonic() + LINGER
         while time.monotonic() < until:
             for rank in others:
                 hello = self._peek(f"hello {rank}") or bytes(NONCE)
                 tag = mac(self.key.secret, "answer", self.run, rank, n0, hello[:NONCE], content)
                 self._restore(f"answer {rank}", content + tag)
             time.sleep(0.05)
-        raise self._refused(refused)
+        raise self._rejected(rejected)
 
-    def _refused(self, rank: int) -> ShoalError:
+    def _rejected(self, rank: int) -> ShoalError:
         me, host = self.place.rank, socket.gethostname()
         if rank == 0:
             what = (
@@ -244,7 +245,7 @@ class _Meeting:
             )
         else:
             what = (
-                f"rank {rank} was refused: it did not prove that it holds the key of this run, which rank {me} on"
+                f"rank {rank} was rejected: it did not prove that it holds the key of this run, which rank {me} on"
                 f" {host} has from {self.key.source}. It has another key, or it is not part of the run"
             )
         return ShoalError(what, fix=f"one key on every host: {MAKE_ONE}; or copy {self.key.source} to every host")
@@ -254,5 +255,5 @@ class _Meeting:
         where = f"{self.place.master_addr}:{self.place.master_port}"
         return ShoalError(
             f"rank {self.place.rank} of {self.place.world_size} waited {self.timeout:g} s for {who} at {where}",
-            fix="start all ranks, and let MASTER_ADDR be an address of rank 0's host that all can reach",
+            fix="start all ranks, and export MASTER_ADDR=<an address of rank 0's host that every rank can reach>",
         )

@@ -1,9 +1,9 @@
 """The key of a run: a secret that every rank must hold before another rank accepts it.
 
-shoal's own launcher makes a key for each launch and hands it to its workers. Under torchrun, srun, mpirun or the
-variables of a script it is `SHOAL_KEY`, or the content of `SHOAL_KEY_FILE`, or of `~/.config/shoal/key`. The first rank
-of a user makes that file, readable by this user alone. So one host needs no set-up, nor do several with one home.
-Where that file cannot be used, a run on one host takes a file in a private folder of /tmp.
+shoal's own launcher creates a key per launch and passes it to its workers. Under torchrun, srun, mpirun or a script's
+own variables, it is `SHOAL_KEY`, or the content of `SHOAL_KEY_FILE`, or of `~/.config/shoal/key`. The first rank of a
+user creates that file, readable by this user alone. So one host needs no set-up, nor do several that share a home.
+If that file cannot be used, a run on one host uses a file in a private folder of /tmp.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _HAS_NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A secret of 32 bytes, and where it comes from, for messages."""
+    """A secret of 32 bytes, and its source for messages."""
 
     secret: bytes = field(repr=False)
     source: str
 
 
 def key_of(place: Placement) -> Key:
-    """The key of this rank. The file of a user is made if there is none."""
+    """Return the key of this rank. The user's key file is created if there is none."""
     if place.key is not None:
         return _key(place.key, "SHOAL_KEY" if place.source != "shoal" else "the launcher")
     if place.key_file is not None:
@@ -55,11 +55,11 @@ def key_of(place: Placement) -> Key:
             problems.append(f"{path}: {error.strerror or error}")
         else:
             return _key(_checked(content, path), str(path))
-    raise ShoalError(f"the key of this run has no place: {'; '.join(problems)}", fix=f"{MAKE_ONE}, on every host")
+    raise ShoalError(f"no key file can be used: {'; '.join(problems)}", fix=f"{MAKE_ONE}, on every host")
 
 
 def _named(name: str) -> Key:
-    """The key in the file that a person has named, which may be a symbolic link."""
+    """Read the key from SHOAL_KEY_FILE, which may be a symbolic link."""
     make = f"(umask 077; openssl rand -hex 32 > {name})"
     try:
         path = Path(name).expanduser()
@@ -75,7 +75,7 @@ def _named(name: str) -> Key:
 
 
 def _usual_folders(*, is_one_host: bool) -> list[Path]:
-    """Where the key of a user is: at home, or where that cannot be used, on the one host that takes part."""
+    """Return the folders of a user's key: at home, and for a run on one host also in /tmp."""
     folders = []
     with contextlib.suppress(RuntimeError):  # a user without a home directory
         folders.append(Path.home() / ".config" / "shoal")
@@ -86,8 +86,8 @@ def _usual_folders(*, is_one_host: bool) -> list[Path]:
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[int]:
-    """A descriptor of the folder, which is made if there is none. In a directory that all users share, another user can
-    have made it: it must be private."""
+    """Open the folder, and create it if needed. In a directory that all users share, another user may have created it:
+    it must be private."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.parent == _SHARED:
         with PrivateFolder(folder) as private:
@@ -101,8 +101,8 @@ def _opened(folder: Path) -> Iterator[int]:
 
 
 def _read(path: str | Path, folder: int | None = None) -> bytes:
-    """The content of a regular file that only this user can read, else `OSError`. In a folder: no symbolic link is
-    followed, and a file that is not there has no content."""
+    """Read a regular file that only this user can read, else raise `OSError`. In a folder, do not follow symbolic
+    links, and return no content if the file does not exist."""
     nofollow = 0 if folder is None else os.O_NOFOLLOW
     try:
         handle = open_regular(path, os.O_RDONLY | nofollow, dir_fd=folder)
@@ -111,11 +111,11 @@ def _read(path: str | Path, folder: int | None = None) -> bytes:
             raise
         return b""
     with os.fdopen(handle, "rb") as file:
-        _refuse_shared(os.fstat(handle))
+        _reject_shared(os.fstat(handle))
         return file.read(MOST + 1).strip()
 
 
-def _refuse_shared(found: os.stat_result) -> None:
+def _reject_shared(found: os.stat_result) -> None:
     if found.st_uid != os.geteuid():
         raise PermissionError(errno.EPERM, f"it must belong to user {os.geteuid()}, got user {found.st_uid}")
     if found.st_mode & 0o077:
@@ -124,7 +124,7 @@ def _refuse_shared(found: os.stat_result) -> None:
 
 
 def _made(folder: int) -> bytes:
-    """Make the file with a new key, complete from the first moment; its content, or that of a rank that was faster."""
+    """Create the file with a new key, atomically; return its content, or that of a rank that was faster."""
     new = f"{_NAME}.{secrets.token_hex(8)}"
     handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
     try:

@@ -1,7 +1,7 @@
-"""Through which network interface this host reaches another, and on which one it listens.
+"""The network interface through which this host reaches another, and the one on which it listens.
 
-gloo listens on the address that the host's own name stands for. On many machines that is the loopback, and the ranks of
-two hosts then wait for each other for ever. The route to rank 0 is a fact, so it is asked instead.
+gloo listens on the address that the host's own name resolves to. On many machines that is the loopback, and the ranks
+of two hosts then wait for each other for ever. The route to rank 0 is a fact, so the system is queried for it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
 
 def interface_towards(host: str) -> str | None:
-    """The name of the interface that packets to `host` leave by; None where that cannot be told, or is the loopback."""
+    """Return the interface that packets to `host` leave by; None if it is unknown or the loopback."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # a datagram socket sends nothing when it connects; it only looks up the route
+            probe.connect((host, 9))  # connecting a datagram socket sends nothing; it only looks up the route
             own = probe.getsockname()[0]
     except OSError:
         return None
@@ -28,15 +28,15 @@ def interface_towards(host: str) -> str | None:
 
 
 def loopback() -> str | None:
-    """The name of the interface that only this host reaches; None if it has none that is called so."""
+    """Return the loopback interface, which only this host reaches; None if there is none of the usual name."""
     return "lo" if "lo" in (name for _, name in socket.if_nameindex()) else None
 
 
 def listening_socket(host: str, port: int, *, is_one_host: bool) -> socket.socket:
-    """A socket that listens at the address of `host` alone, and so on one interface.
+    """Open a socket that listens on the address of `host` alone, and so on one interface.
 
-    It listens on all interfaces only where that address is not one of this host, or one that other hosts cannot reach:
-    a host's own name stands for the loopback on many machines. Raises OSError if the port is taken.
+    It listens on all interfaces if that address is not one of this host, or if other hosts cannot reach it: on many
+    machines a host's own name resolves to the loopback. Raises OSError if the port is taken.
     """
     for family, address in _addresses(host):
         if is_one_host or not _is_loopback(address):
@@ -55,7 +55,7 @@ def _bound(family: int, address: str, port: int) -> socket.socket:
 
 
 def _addresses(host: str) -> list[tuple[int, str]]:
-    """Families and addresses that a name stands for, IPv4 first; none if it cannot be resolved."""
+    """Resolve a name to families and addresses, IPv4 first; empty if it cannot be resolved."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:

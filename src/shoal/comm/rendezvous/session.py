@@ -1,8 +1,8 @@
-"""The ranks of one world after they have proven themselves to each other, and the groups that they make.
+"""Authenticated process groups: every pair of ranks proves that it holds the session key.
 
-gloo connects ranks over TCP without authentication: a process that connects to a listening rank first, with the small
-number that gloo expects, takes the place of a peer. So after each group is made, every pair of its ranks exchanges a
-MAC over the very connection that tensors will take. A connection that another process has taken ends the run.
+gloo connects ranks over TCP without authentication. A process that connects to a listening rank first, with the small
+number that gloo expects, takes the place of a peer. So after a group is created, every pair of its ranks exchanges a
+MAC over the same connection that tensors will use. If another process has taken a connection, the run ends.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ import torch.distributed as dist
 from shoal.comm.rendezvous.handshake import TAG, mac
 from shoal.errors import RunFailed
 
-PATIENCE = timedelta(seconds=60)
-"""For a peer to prove itself, once it is connected."""
+GRACE_PERIOD = timedelta(seconds=60)
+"""Time for a connected peer to authenticate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A session key, and how many groups it was used for."""
+    """A session key, and the number of groups that used it."""
 
     key: bytes = field(repr=False)
     _numbers: Any = field(default_factory=count, repr=False)
 
-    def admit(self, group: dist.ProcessGroup, timeout: timedelta = PATIENCE) -> None:
-        """Let the ranks of a new group prove to each other who they are, over each connection. Every rank of the group
-        calls it."""
-        self._prove(group, next(self._numbers), min(timeout, PATIENCE))
+    def admit(self, group: dist.ProcessGroup, timeout: timedelta = GRACE_PERIOD) -> None:
+        """Authenticate the ranks of a new group over each connection. Every rank of the group calls it."""
+        self._prove(group, next(self._numbers), min(timeout, GRACE_PERIOD))
 
     def new_group(self, ranks: Sequence[int] | None = None, **options: Any) -> dist.ProcessGroup:
-        """`torch.distributed.new_group`, and its ranks have proven themselves. Every rank of the world calls it."""
+        """Create a group as `torch.distributed.new_group` does, and authenticate it. Every rank of the world calls
+        it."""
         number = next(self._numbers)
         group: dist.ProcessGroup = dist.new_group(None if ranks is None else list(ranks), **options)
         if ranks is None or dist.get_rank() in ranks:
-            self._prove(group, number, min(options.get("timeout") or PATIENCE, PATIENCE))
+            self._prove(group, number, min(options.get("timeout") or GRACE_PERIOD, GRACE_PERIOD))
         return group
 
     def _prove(self, group: dist.ProcessGroup, number: int, timeout: timedelta) -> None:
         if "cpu:" not in dist.get_backend_config(group):
-            return  # NCCL: its connections need a secret that travels in the sealed store
+            return  # NCCL: its connections need a secret that is in the sealed store
         me, peers = dist.get_rank(group), [rank for rank in range(group.size()) if rank != dist.get_rank(group)]
         arrived = torch.zeros(group.size(), TAG, dtype=torch.uint8)
         proofs = [_bytes(mac(self.key, "pair", number, me, peer)) for peer in peers]
@@ -62,7 +62,7 @@ class Session:
             if not hmac.compare_digest(arrived[peer].numpy().tobytes(), mac(self.key, "pair", number, peer, me)):
                 raise RunFailed(
                     f"the connection to {_who(group, peer)} was taken by a process that is not part of this run",
-                    fix="look for a stranger that can reach this host; GLOO_SOCKET_IFNAME=<a private interface>",
+                    fix="export GLOO_SOCKET_IFNAME=<a private interface>",
                 )
 
 

@@ -1,4 +1,4 @@
-"""Slurm's shorthand for hosts (`n[01-03,7]`) and for tasks per host (`4(x2),3`), written out.
+"""Expand Slurm's short forms of hosts (`n[01-03,7]`) and of tasks per host (`4(x2),3`).
 
 `scontrol show hostnames` would do the first, but it is a subprocess per rank and absent from most containers.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 
 def expand_hosts(text: str) -> list[str]:
-    """All hosts of a node list, in order.
+    """Return all hosts of a node list, in order.
 
     >>> expand_hosts("n[01-03,7]")
     ['n01', 'n02', 'n03', 'n7']
@@ -23,7 +23,7 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """Tasks on every node, in order.
+    """Return the tasks of every node, in order.
 
     >>> expand_counts("4(x2),3")
     [4, 4, 3]
@@ -32,7 +32,7 @@ def expand_counts(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if match is None:
-            raise ValueError(f"{part!r} is not a count such as 4 or 4(x2)")
+            raise ValueError(f"a count must be such as 4 or 4(x2), got {part!r}")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
@@ -53,7 +53,7 @@ def _split_outside_brackets(text: str) -> list[str]:
 
 
 def _expand_part(part: str) -> Iterator[str]:
-    """The hosts of one part; the first bracket is written out, the rest of the text is left to the next call."""
+    """Yield the hosts of one part: expand the first bracket, and recurse for the rest."""
     match = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", part)
     if match is None:
         yield part
@@ -68,7 +68,7 @@ def _expand_numbers(text: str) -> Iterator[str]:
     for piece in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", piece.strip())
         if match is None:
-            raise ValueError(f"[{text}] is not a list of numbers and ranges such as [01-03,7]")
+            raise ValueError(f"brackets must hold numbers and ranges such as [01-03,7], got [{text}]")
         first, last = match[1], match[2] or match[1]
         for number in range(int(first), int(last) + 1):
             yield str(number).zfill(len(first))  # 08-11 keeps its leading zeros

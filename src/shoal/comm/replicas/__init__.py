@@ -1,1 +1,1 @@
-"""How gradients travel between replicas: transport, overlap, link speed."""
+"""Communication of gradients between replicas: transport, overlap, link speed."""

@@ -1,4 +1,4 @@
-"""Which way of sending is the fastest here: tried, not guessed."""
+"""Choose the all-reduce algorithm and the bucket size from measurements on the link between replicas."""
 
 from __future__ import annotations
 
@@ -17,43 +17,45 @@ TRIED: tuple[Algorithm, ...] = ("ring", "halving", "double_tree")
 ROUNDS = 3
 
 
-def fastest(wire: Transport, num_bytes: int) -> tuple[Chosen, str]:
-    """What carries an all-reduce of this size in the least time, the slowest rank counting; and what each took. Every
-    rank calls it, and all choose the same. One that is not a tenth faster than torch's own is not worth it."""
-    several_nodes = wire.node is not None and 1 < wire.node < wire.size
+def fastest(transport: Transport, num_bytes: int) -> tuple[Chosen, str]:
+    """Return the fastest all-reduce for this size, by its slowest rank, and the time of each as text.
+
+    Every rank calls it, and all choose the same. An algorithm must be 10 % faster than torch's own to be chosen.
+    """
+    several_nodes = transport.node is not None and 1 < transport.node < transport.size
     ways: list[Chosen] = ["builtin", *TRIED]
     if several_nodes:
         ways.append("hierarchical")
-    x = torch.zeros(max(1, num_bytes // 4), device=wire.device)
-    took = torch.tensor([_seconds(replace(wire, algorithm=way, sent=Sent()), x) for way in ways])
-    _agree(took, wire)
+    x = torch.zeros(max(1, num_bytes // 4), device=transport.device)
+    took = torch.tensor([_seconds(replace(transport, algorithm=way, sent=Sent()), x) for way in ways])
+    _agree(took, transport)
     best = int(took.argmin())
     each = ", ".join(f"{way} {seconds * 1e3:.2f} ms" for way, seconds in zip(ways, took.tolist(), strict=True))
     why = f"{num_bytes / 2**20:.3g} MB take {each}, measured"
     return ways[best] if took[best] < 0.9 * took[0] else "builtin", why
 
 
-def bucket_mb(wire: Transport, num_bytes: int) -> tuple[float, str]:
-    """The size of buckets that hides most of what travels, from what the link can do; and that. All choose the same."""
-    measured = link_of(wire)
-    told = torch.tensor([measured.latency, 1 / measured.bandwidth], dtype=torch.float64)
-    _agree(told, wire)
-    link = Link(float(told[0]), 1 / float(told[1]))
-    size = best_bucket(num_bytes, link, wire.size)
+def bucket_mb(transport: Transport, num_bytes: int) -> tuple[float, str]:
+    """Return the bucket size that hides most communication, from the measured link, and the reason. All ranks agree."""
+    measured = link_of(transport)
+    worst = torch.tensor([measured.latency, 1 / measured.bandwidth], dtype=torch.float64)
+    _agree(worst, transport)
+    link = Link(float(worst[0]), 1 / float(worst[1]))
+    size = best_bucket(num_bytes, link, transport.size)
     rate = f"{link.bandwidth * 8 / 1e6:,.0f} Mbit/s, {link.latency * 1e3:.2f} ms"
     return size / 2**20, f"gradients of {num_bytes / 2**20:.3g} MB over {rate}, measured"
 
 
-def _agree(seconds: torch.Tensor, wire: Transport) -> None:
-    """On the slowest, over all ranks: others that hold the same weights, along tp, must not come to something else."""
-    there = seconds.to(wire.device)
+def _agree(seconds: torch.Tensor, transport: Transport) -> None:
+    """Take the slowest over all ranks: ranks with the same weights, along tp, must choose the same."""
+    there = seconds.to(transport.device)
     dist.all_reduce(there, dist.ReduceOp.MAX)
     seconds.copy_(there)
 
 
-def _seconds(wire: Transport, x: torch.Tensor) -> float:
-    wire.all_reduce(x)  # connections, and memory
+def _seconds(transport: Transport, x: torch.Tensor) -> float:
+    transport.all_reduce(x)  # open connections, allocate memory
     rounds = []
     for _ in range(ROUNDS):
-        rounds.append(timed(lambda: wire.all_reduce(x), wire.device))
+        rounds.append(timed(lambda: transport.all_reduce(x), transport.device))
     return median(rounds)

@@ -1,4 +1,4 @@
-"""What the link between replicas can do, and what codecs cost here; all ranks measure together, and agree."""
+"""Measure the link between replicas and the cost of codecs; all ranks measure together and agree on the numbers."""
 
 from __future__ import annotations
 
@@ -8,72 +8,72 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 
-from shoal.blueprint.compression import Compression
+from shoal.blueprint.replicas.compression import Compression
 from shoal.comm.compression.reduce import Seeds, build_average
 from shoal.comm.replicas.transport import Transport
 from shoal.predict.estimate.replica_sync import Link
 
 SMALL, FIRST, LARGEST = 1024, 256 * 2**10, 64 * 2**20
-ENOUGH = 0.3  # seconds of one collective, beside which latency and chance are small
-SAMPLE = (1024, 1024)  # a gradient that is encoded on trial
+ENOUGH = 0.3  # seconds of one collective, compared with which latency and noise are small
+SAMPLE = (1024, 1024)  # shape of the gradient that is encoded
 
 
-def link_of(wire: Transport) -> Link:
-    """Latency and bandwidth of an all-reduce over the wire. Sizes grow until one takes a third of a second."""
-    latency = min(_seconds(wire, SMALL) for _ in range(5))
+def link_of(transport: Transport) -> Link:
+    """Measure latency and bandwidth of an all-reduce. Sizes grow until one takes a third of a second."""
+    latency = min(_seconds(transport, SMALL) for _ in range(5))
     size = FIRST
-    _seconds(wire, size)
-    took = _seconds(wire, size)
+    _seconds(transport, size)
+    took = _seconds(transport, size)
     while took < ENOUGH and size < LARGEST:
         size *= 4
-        took = min(_seconds(wire, size) for _ in range(2 if took < ENOUGH / 4 else 1))
-    sent = 2 * (wire.size - 1) * size / wire.size
+        took = min(_seconds(transport, size) for _ in range(2 if took < ENOUGH / 4 else 1))
+    sent = 2 * (transport.size - 1) * size / transport.size
     return Link(latency, sent / max(took - latency, 1e-9))
 
 
-def codec_seconds(wire: Transport, methods: Iterable[str]) -> dict[str, float]:
-    """Method → seconds to encode and decode a number, without its way over the wire."""
+def codec_seconds(transport: Transport, methods: Iterable[str]) -> dict[str, float]:
+    """Measure, per method, the seconds to encode and decode one number, without communication."""
     found: dict[str, float] = {}
     for method in methods:
         compression = Compression.parse(method)
         average = build_average(compression)
-        bucket = average.new_bucket([SAMPLE], torch.float32, wire.device, [0])
-        x = torch.randn(SAMPLE, device=wire.device).view(-1)
+        bucket = average.new_bucket([SAMPLE], torch.float32, transport.device, [0])
+        x = torch.randn(SAMPLE, device=transport.device).view(-1)
         took = []
         for trial in range(5):
-            own, _ = x.clone(), wire.sent.take()
-            settle(wire.device)
+            own, _ = x.clone(), transport.sent.take()
+            synchronize(transport.device)
             began = time.perf_counter()
-            average(own, bucket, wire, Seeds(trial, trial))
-            settle(wire.device)
-            times, _ = wire.sent.take()
+            average(own, bucket, transport, Seeds(trial, trial))
+            synchronize(transport.device)
+            times, _ = transport.sent.take()
             took.append(time.perf_counter() - began - sum(ended - start for start, ended in times))
-        found[compression.method] = _slowest(wire, min(took)) / x.numel()
+        found[compression.method] = _slowest(transport, min(took)) / x.numel()
     return found
 
 
-def _seconds(wire: Transport, num_bytes: int) -> float:
-    x = torch.zeros(num_bytes // 4, device=wire.device)
-    return _slowest(wire, timed(lambda: wire.all_reduce(x), wire.device))
+def _seconds(transport: Transport, num_bytes: int) -> float:
+    x = torch.zeros(num_bytes // 4, device=transport.device)
+    return _slowest(transport, timed(lambda: transport.all_reduce(x), transport.device))
 
 
 def timed(do: Callable[[], object], device: torch.device) -> float:
-    """Seconds; on a GPU, which works on after it was asked, until it is done."""
-    settle(device)
+    """Return the seconds that a call takes, with the work that it launched on a GPU."""
+    synchronize(device)
     began = time.perf_counter()
     do()
-    settle(device)
+    synchronize(device)
     return time.perf_counter() - began
 
 
-def settle(device: torch.device) -> None:
-    """Wait for what a device was asked for."""
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def _slowest(wire: Transport, seconds: float) -> float:
-    """The same number on all ranks."""
+def _slowest(transport: Transport, seconds: float) -> float:
+    """Return the maximum over all ranks, the same number on each."""
     both = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(both, dist.ReduceOp.MAX, group=wire.group)
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=transport.group)
     return float(both)

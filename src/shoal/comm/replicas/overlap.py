@@ -1,4 +1,4 @@
-"""How long what replicas send each other was on its way, and how much of that nobody had to wait for."""
+"""Time that communication between replicas took, and the part of it that computation hid."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Of one step, on one rank.
+    """Communication of one step, on one rank.
 
-    >>> Hidden(seconds=0.4, exposed=0.1, bytes=0).part
+    >>> Overlap(seconds=0.4, exposed=0.1, bytes=0).part
     0.75
     """
 
     seconds: float
-    """That something travelled."""
+    """Time in which at least one collective was in flight."""
     exposed: float
-    """That of it which came after the last gradient was computed."""
+    """The part of it after the last gradient was computed."""
     bytes: int
-    """That this rank has sent."""
+    """Bytes that this rank has sent."""
 
     @property
     def part(self) -> float:
-        """What was hidden, from 0 to 1."""
+        """The hidden fraction, from 0 to 1."""
         return max(0.0, 1.0 - self.exposed / self.seconds) if self.seconds else 1.0
 
     @classmethod
     def of(cls, times: Iterable[tuple[float, float]], num_bytes: int, *, ready: float) -> Overlap:
-        """Of messages that may overlap, each from when it began to when it had arrived; the last gradient was `ready`.
+        """Merge collectives, given as (begin, end), that may overlap; `ready` is when the last gradient was computed.
 
-        >>> Hidden.of([(0.0, 2.0), (1.0, 4.0), (6.0, 7.0)], 8, ready=3.0)
-        Hidden(seconds=5.0, exposed=2.0, bytes=8)
+        >>> Overlap.of([(0.0, 2.0), (1.0, 4.0), (6.0, 7.0)], 8, ready=3.0)
+        Overlap(seconds=5.0, exposed=2.0, bytes=8)
         """
         busy, exposed, until = 0.0, 0.0, float("-inf")
         for began, ended in sorted(times):

@@ -1,5 +1,6 @@
-"""What replicas send each other: torch's own collectives or lists of messages, from where the tensors are to where they
-can be sent from, and counted."""
+"""Collectives between replicas: torch's own or lists of messages, with time and bytes counted.
+
+Tensors are copied to the device that can send them, and the result back."""
 
 from __future__ import annotations
 
@@ -16,29 +17,29 @@ from torch import Tensor
 
 from shoal.blueprint.collectives.algorithms import Algorithm
 from shoal.comm import collectives
-from shoal.comm.message_collectives import Stepped
+from shoal.comm.message_collectives import MessageCollectives
 
 Chosen = Algorithm | Literal["builtin"]
 
 
 @dataclass
 class Sent:
-    """What a rank has sent, and how long it took."""
+    """Bytes that a rank has sent, and the times of its collectives."""
 
     bytes: int = 0
-    """That this rank sends: of torch's own collectives, by their formula (those of a ring); else counted."""
+    """Bytes that this rank sends: for torch's own collectives by formula (that of a ring), else counted."""
     times: list[tuple[float, float]] = field(default_factory=list)
-    """When each collective began and ended, with waiting for others."""
+    """Begin and end of each collective, including the wait for other ranks."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, num_bytes: int, began: float) -> None:
-        """A collective has ended."""
+        """Record a collective that has ended."""
         with self.lock:
             self.bytes += num_bytes
             self.times.append((began, time.perf_counter()))
 
     def take(self) -> tuple[list[tuple[float, float]], int]:
-        """Times and bytes since this was last asked."""
+        """Return times and bytes since the last call."""
         with self.lock:
             taken = self.times, self.bytes
             self.bytes, self.times = 0, []
@@ -47,15 +48,15 @@ class Sent:
 
 @dataclass
 class Transport:
-    """The way between replicas."""
+    """A process group between replicas, with an algorithm and counters."""
 
     group: dist.ProcessGroup
-    """Its own, which nobody else uses: collectives may begin at any time, from another thread."""
+    """Used by this transport alone: its collectives may start at any time, from another thread."""
     device: torch.device
-    """From where tensors can be sent; see `Mesh.wire`."""
+    """The device that tensors are sent from; see `Mesh.comm_device`."""
     algorithm: Chosen = "builtin"
     node: int | None = None
-    """Ranks of a node, for the hierarchical one."""
+    """Ranks per node, for the hierarchical algorithm."""
     sent: Sent = field(default_factory=Sent)
 
     @property
@@ -65,26 +66,26 @@ class Transport:
 
     @property
     def rank(self) -> int:
-        """Which of them this is."""
+        """The index of this replica."""
         return dist.get_rank(self.group)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all, in place where it can be; returns it."""
-        with self._counted(2 * (self.size - 1) * x.nbytes // self.size) as stepped:
+        """Sum over all replicas, in place; return the tensor."""
+        with self._counted(2 * (self.size - 1) * x.nbytes // self.size) as messages:
             there = x.to(self.device)
-            if stepped is None:
+            if messages is None:
                 dist.all_reduce(there, group=self.group)
             else:
-                stepped.all_reduce(there)
+                messages.all_reduce(there)
         return x if there is x else x.copy_(there)
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        """Row t of what this rank has goes to rank t; returns what all have for this one, a row each. It goes straight
-        to its target, whatever the algorithm: a ring would pass on what is for others."""
-        with self._counted((self.size - 1) * x.nbytes // self.size, is_stepped=False):
+        """Send row t to rank t; return the rows that all ranks sent to this one. Rows go straight to their target,
+        whatever the algorithm: a ring would forward rows of others."""
+        with self._counted((self.size - 1) * x.nbytes // self.size, uses_algorithm=False):
             there = x.to(self.device)
             arrived = torch.empty_like(there)
-            if self.device.type == "cpu":  # gloo's own fills two thirds of a wire in each direction
+            if self.device.type == "cpu":  # gloo's own uses two thirds of a link's bandwidth in each direction
                 self._exchange(there, arrived)
             else:
                 dist.all_to_all_single(arrived, there, group=self.group)
@@ -100,11 +101,11 @@ class Transport:
             work.wait()
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """What all have, a row each."""
-        with self._counted((self.size - 1) * x.nbytes) as stepped:
+        """Return the tensors of all replicas, one row each."""
+        with self._counted((self.size - 1) * x.nbytes) as messages:
             there = x.to(self.device).unsqueeze(0)
-            if stepped is not None:
-                arrived = stepped.all_gather(there)
+            if messages is not None:
+                arrived = messages.all_gather(there)
             elif self.device.type == "cpu":  # as above
                 arrived = there.new_empty(self.size, *x.shape)
                 self._exchange(there.expand(self.size, *x.shape), arrived)
@@ -113,10 +114,10 @@ class Transport:
         return arrived.to(x.device)
 
     @contextmanager
-    def _counted(self, num_bytes: int, *, is_stepped: bool = True) -> Iterator[Stepped | None]:
+    def _counted(self, num_bytes: int, *, uses_algorithm: bool = True) -> Iterator[MessageCollectives | None]:
         began = time.perf_counter()
-        stepped = None
-        if self.algorithm != "builtin" and is_stepped:
-            stepped = Stepped(self.group, self.algorithm, node=self.node)
-        yield stepped
-        self.sent.add(num_bytes if stepped is None else stepped.counted.bytes, began)
+        messages = None
+        if self.algorithm != "builtin" and uses_algorithm:
+            messages = MessageCollectives(self.group, self.algorithm, node=self.node)
+        yield messages
+        self.sent.add(num_bytes if messages is None else messages.counted.bytes, began)

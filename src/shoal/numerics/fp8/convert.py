@@ -1,20 +1,20 @@
-"""`fp8`: the products of a model's blocks in 8-bit floats, scaled anew in every step; all else as under bf16.
+"""`fp8`: the products of a model's blocks in 8-bit floats, scaled in every step; all else as under bf16.
 
-A linear layer scales its input, its weight and the gradient of its output to the range of an 8-bit float, by one number
-a tensor (`fp8_linear`) or by one a row (torchao's), and leaves the parameter itself in float32. So do the layers that
-gain by it and bear it:
+A linear layer scales its input, its weight and the gradient of its output to the range of an 8-bit float. It uses one
+scale per tensor (`fp8.linear`) or one per row (torchao's). The parameter itself stays in float32.
 
-in fp8   linear layers inside of blocks whose features are multiples of 16 and that are not narrow
+in fp8   linear layers inside of blocks whose features are multiples of 16 and not below `NARROW`
 in bf16  embeddings, norms, the logits of the head, which the loss is most sensitive to, routers and experts, and narrow
          layers, for which casting costs more than a faster product saves
 
-The gradients of a head that computes the loss are products by hand: `numerics.linear_cross_entropy`.
+A head that computes the loss has its own products for the gradients: `numerics.ops.linear_cross_entropy`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -33,10 +33,10 @@ NARROW = 512
 
 
 def to_fp8(block: nn.Module, scaling: Scaling, device: torch.device, *, narrow: int | None = None) -> None:
-    """Let the linear layers of a block, or the layer that it is, compute in fp8. They stay the objects that they are,
-    with their names, parameters and hooks.
+    """Make the linear layers of a block, or the layer itself, compute in fp8. They stay the same objects, with their
+    names, parameters and hooks.
 
-    A CPU has no such products, and computes them as float32 of the same values.
+    A CPU has no such products, and computes them in float32 from the same values.
     """
     least = NARROW if narrow is None else narrow
     layers = (layer for layer in block.modules() if isinstance(layer, nn.Linear))
@@ -50,7 +50,7 @@ def to_fp8(block: nn.Module, scaling: Scaling, device: torch.device, *, narrow: 
 
 def _convert_by_torchao(layers: list[nn.Linear], scaling: Scaling, device: torch.device) -> None:
     try:
-        with _silence("torchao", "torch.utils._pytree"):  # what it says when it is imported is not for our users
+        with _silence("torchao", "torch.utils._pytree"):  # import messages that users cannot act on
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError:
         raise ShoalError("rowwise fp8 needs torchao, which is not installed", fix=to_install("fp8")) from None
@@ -58,26 +58,28 @@ def _convert_by_torchao(layers: list[nn.Linear], scaling: Scaling, device: torch
     if device.type == "cpu":
         config = dataclasses.replace(config, emulate=True)
     for layer in layers:
-        (made,) = convert_to_float8_training(nn.Sequential(layer), config=config)  # it puts another in its place
+        (made,) = convert_to_float8_training(nn.Sequential(layer), config=config)  # it replaces the layer in its parent
         layer.__dict__.update({name: value for name, value in made.__dict__.items() if name not in layer.__dict__})
         layer.__class__ = type(made)
 
 
 @contextmanager
 def _silence(*names: str) -> Iterator[None]:
+    """Ignore Python's warnings, and the warnings of these loggers."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings(action="ignore"):  # Python warns of torchao's docstrings when it compiles them
+            yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
 
 
 def is_fit_for_fp8(layer: nn.Module, narrow: int = NARROW) -> bool:
-    """Whether a layer is a product that fp8 makes faster."""
+    """Whether fp8 makes a layer's product faster."""
     if type(layer) is not nn.Linear:
         return False
     features = (layer.in_features, layer.out_features)

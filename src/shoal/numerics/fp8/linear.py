@@ -1,9 +1,9 @@
-"""A linear layer whose products are of 8-bit floats, with one scale for each tensor, found anew in every step.
+"""A linear layer whose products are of 8-bit floats, with one dynamic scale per tensor.
 
     y = x Wᵀ        dx = dy W        dW = dyᵀ x        x and W in `PRECISE`, dy in `FAR`
 
-torchao has such a layer, whose dW is rounded to bfloat16 and then cast to the float32 of the weight, in a kernel of its
-own. Here it comes out of its product in float32. Written for torch.compile, which fuses casts with what comes before.
+torchao has such a layer. It rounds dW to bfloat16 and then casts it to the weight's float32 in a kernel of its own.
+Here the product writes dW in float32. The code is written for torch.compile, which fuses casts with what precedes them.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from shoal.numerics.precision import compute_dtype
 
 
 class Fp8Linear(nn.Linear):
-    """A linear layer in fp8; its parameters are those of the layer that it was made of."""
+    """A linear layer in fp8, with the parameters of the layer that it was converted from."""
 
     @classmethod
     def of(cls, layer: nn.Linear) -> None:
-        """Make it of a layer, which stays the same object."""
+        """Convert a layer, which stays the same object."""
         assert type(layer) is nn.Linear
         layer.__class__ = cls
 
     def forward(self, x: Tensor) -> Tensor:
-        """In the precision that autocast asks for."""
+        """Compute in autocast's precision."""
         x = x.to(compute_dtype(x))
         with torch.autocast(x.device.type, enabled=False):
             rows = x.reshape(-1, x.shape[-1])
-            # Rows are summed over in the gradient of the weight; of none there is no largest number.
+            # The gradient of the weight sums over rows, so their number is padded. No rows have no maximum.
             missing = MULTIPLE * max(1, -(-len(rows) // MULTIPLE)) - len(rows)
             padded = F.pad(rows, (0, 0, 0, missing)) if missing else rows
             y: Tensor = _Fp8Product.apply(padded, self.weight)  # type: ignore[no-untyped-call]

@@ -1,1 +1,1 @@
-"""Triton kernels. Imported only where they run."""
+"""Triton kernels, imported only where they run."""

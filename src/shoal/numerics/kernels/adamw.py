@@ -1,9 +1,8 @@
-"""AdamW of one tensor on a GPU, in one pass: every number read once and written once.
+"""AdamW of one tensor on a GPU, in one pass: every number is read once and written once.
 
 For weights of P numbers in float32 that is 28 P bytes with states in float32, 20 P with states in bfloat16, and 14 P
-if weights and gradients are in bfloat16 as well. What is in bfloat16 is rounded up or down at random, with chances
-such that its mean is what it would be in float32: rounded to the nearest, a number that changes by less than half a
-step each time would never change at all.
+if weights and gradients are in bfloat16 as well. Numbers in bfloat16 are rounded stochastically, so that their mean is
+the float32 value. Rounded to nearest, a number that changes by less than half a step each time would never change.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ _WARPS = 4
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _noise(seed, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """32 random bits for each place of this program's block: 16 for each moment. Four places share one draw, which
-    gives 128 bits and is what an update would wait for if every place had its own. A weight's 16 bits are mixed of
-    those 32: as likely to be any number as they are, if not independent of both."""
+    """Draw 32 random bits per element of this program's block: 16 per moment. Four elements share one draw of 128 bits;
+    one draw per element would dominate the time. A weight's 16 bits are mixed from those 32: uniform, but not
+    independent of both."""
     quarter: tl.constexpr = block // 4
     a, b, c, d = tl.randint4x(seed, tl.program_id(0) * quarter + tl.arange(0, quarter))
     return tl.join(tl.join(a, b), tl.join(c, d)).reshape(block)
@@ -33,10 +32,10 @@ def _noise(seed, block: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _rounded(x, noise):  # type: ignore[no-untyped-def]
-    """To bfloat16, the upper half of a float32; what is cut off decides how likely it is rounded up."""
+    """Round to bfloat16, the upper half of a float32; the lower half is the probability of rounding up."""
     raised = x.to(tl.int32, bitcast=True) + (noise & 0xFFFF).to(tl.int32)
     rounded = (raised & -65536).to(tl.float32, bitcast=True)
-    return tl.where(x == x, rounded, x).to(tl.bfloat16)  # what is not a number stays none
+    return tl.where(x == x, rounded, x).to(tl.bfloat16)  # NaN stays NaN
 
 
 @triton.jit(do_not_specialize=["seed"])  # type: ignore[untyped-decorator, unused-ignore]
@@ -63,7 +62,7 @@ def _update(  # type: ignore[no-untyped-def]
     v = beta2 * v + (1.0 - beta2) * g * g
     w = w * (1.0 - lr * decay)
     w = w - lr / correction1 * m / (tl.sqrt(v) / tl.sqrt(correction2) + eps)
-    noise = _noise(seed, block)  # of which nothing is left where nobody reads it
+    noise = _noise(seed, block)  # removed by the compiler if nothing reads it
     if is_narrow:
         tl.store(weight + places, _rounded(w, ((noise ^ (noise >> 15)) * 0x2C1B3C6D) >> 16), mask=here)
     else:
@@ -77,9 +76,9 @@ def _update(  # type: ignore[no-untyped-def]
 
 
 def update_in_one_pass(weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, update: Update) -> None:
-    """Change a weight and its two moments in place; all four lie in memory alike."""
+    """Update a weight and its two moments in place; all four have the same memory layout."""
     launch: Any = _update[(triton.cdiv(weight.numel(), _BLOCK),)]
-    divisor, dropped, nothing = update.divisor, update.dropped, update.step  # nothing: it is not read
+    divisor, dropped, nothing = update.divisor, update.dropped, update.step  # nothing: a pointer that is not read
     launch(
         weight, gradient, first, second, update.step,
         nothing if divisor is None else divisor, nothing if dropped is None else dropped,

@@ -1,9 +1,10 @@
-"""Cross-entropy of rows of logits on a GPU: one program a row.
+"""Cross-entropy of rows of logits on a GPU: one program per row.
 
-With its gradient but for a number (`exponentials_`) a row is read once and written once. With the gradient itself
-(`cross_entropy_rows_`) it is read twice: the rows of all programs that run at a time are larger than the GPU's cache,
-so most of both readings comes from memory. The second goes from the end to the start, where some of the first is still
-in the cache: 1.51 ms for 8,192 rows of 128,256 logits in bfloat16 on an H200 instead of 1.60 (measured 2026-11-16).
+`exponentials_` writes the gradient without its normalization, so a row is read once and written once.
+`cross_entropy_rows_` writes the gradient itself, and reads a row twice: the rows of all programs that run at a time are
+larger than the GPU's cache, so most of both reads come from memory. The second read runs from the end to the start,
+where some of the first is still in the cache: 1.51 ms for 8,192 rows of 128,256 logits in bfloat16 on an H200 instead
+of 1.60 (measured 2026-11-16).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 _BLOCK = 4096
 _WARPS = 8
 _HIGHEST = 32.0
-"""How far a logit may be above the level: its exponential is 1e14, and the sum of a row far from any bound."""
+"""Maximum of a logit above the level: its exponential is 1e14, and the sum of a row far from any bound."""
 _TILE = 64
 _TILE_WARPS = 4
 
@@ -33,7 +34,7 @@ def _rows(  # type: ignore[no-untyped-def]
     counts = label != ignore
     columns = tl.arange(0, block)
     if counts:
-        # log Σ exp(x - m), with the largest so far for m, and the sum of each column of blocks by itself
+        # log Σ exp(x - m), m: the maximum so far; one sum per column of blocks
         largest = -float("inf")
         sums = tl.zeros([block], dtype=tl.float32)
         for first in range(0, vocabulary, block):
@@ -49,8 +50,8 @@ def _rows(  # type: ignore[no-untyped-def]
         tl.store(losses + row, lse - target)
         tl.store(lses + row, lse)
         if with_gradient:
-            tl.debug_barrier()  # before one thread writes there, all have read the logit of the label
-            poison = tl.where(is_word, 0.0, float("nan"))  # a step with such a label must not be made
+            tl.debug_barrier()  # all threads must read the label's logit before one overwrites it
+            poison = tl.where(is_word, 0.0, float("nan"))  # an invalid label must not yield a finite step
             num_blocks = tl.cdiv(vocabulary, block)
             for done in range(0, num_blocks):
                 first = (num_blocks - 1 - done) * block
@@ -72,9 +73,9 @@ def _rows(  # type: ignore[no-untyped-def]
 def _exponentials(  # type: ignore[no-untyped-def]
     logits, labels, losses, factors, stride, vocabulary, ignore, factor, highest: tl.constexpr, block: tl.constexpr
 ):
-    """Σ exp(x - level), and each exponential in the place of its logit. The level is the largest of the first block: it
-    has to be known before the rest is read. Where a later one is so far above it that numbers would overflow, the level
-    is raised, and what was written before is read again."""
+    """Compute Σ exp(x - level), and write each exponential in place of its logit. The level is the maximum of the first
+    block: it must be known before the rest is read. If a later logit is so far above it that numbers would overflow,
+    the level is raised, and what was written before is read again."""
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
     start = logits + row * stride
@@ -87,12 +88,12 @@ def _exponentials(  # type: ignore[no-untyped-def]
         following = tl.load(start + columns, mask=columns < vocabulary, other=-float("inf"))
         for first in range(0, vocabulary, block):
             x = following.to(tl.float32)
-            beyond = first + block + columns  # on their way while these are summed up
+            beyond = first + block + columns  # loaded while these are summed
             following = tl.load(start + beyond, mask=beyond < vocabulary, other=-float("inf"))
             largest = tl.max(x, axis=0)
             if largest > level + highest:
                 lower = tl.exp(level - largest)
-                tl.debug_barrier()  # another thread may have written what this one reads
+                tl.debug_barrier()  # this thread reads elements that another thread may have written
                 for before in range(0, first, block):
                     written = tl.load(start + before + columns).to(tl.float32)
                     tl.store(start + before + columns, (written * lower).to(logits.dtype.element_ty))
@@ -103,11 +104,11 @@ def _exponentials(  # type: ignore[no-untyped-def]
             exponentials = exponentials.to(logits.dtype.element_ty)
             tl.store(start + first + columns, exponentials, mask=first + columns < vocabulary)
         others = tl.sum(sums, axis=0)
-        total = others + tl.exp(target - level)  # no number if the label is no word: such a step must not be made
+        total = others + tl.exp(target - level)  # NaN if the label is invalid: no finite step must follow
         tl.store(losses + row, tl.log(total) + level - target)
         tl.store(factors + row, factor / total)
-        tl.debug_barrier()  # another thread has written there
-        tl.store(start + label, (-others).to(logits.dtype.element_ty), mask=is_word)  # of the label: its own less all
+        tl.debug_barrier()  # another thread has written the label's element
+        tl.store(start + label, (-others).to(logits.dtype.element_ty), mask=is_word)  # the label: its own less all
     else:
         tl.store(losses + row, 0.0)
         tl.store(factors + row, 0.0)
@@ -154,8 +155,8 @@ def _times(  # type: ignore[no-untyped-def]
 
 
 def times(x: Tensor, factors: Tensor, dtype: torch.dtype, *, is_in_place: bool = False) -> Tensor:
-    """x times one number of the device, or each row of x times its own. torch's `mul_` takes half as long again for it,
-    and reads and writes x even if that number is 1."""
+    """Multiply x by one number on the device, or each row by its own. torch's `mul_` takes half as long again, and
+    reads and writes x even if that number is 1."""
     assert x.is_contiguous()
     product = x if is_in_place else torch.empty_like(x, dtype=dtype)
     launch: Any = _times[(triton.cdiv(x.numel(), _BLOCK),)]
@@ -167,8 +168,8 @@ def times(x: Tensor, factors: Tensor, dtype: torch.dtype, *, is_in_place: bool =
 
 
 def exponentials_(logits: Tensor, labels: Tensor, *, ignore: int, factor: float) -> tuple[Tensor, Tensor]:
-    """The loss of each row in float32, as `cross_entropy_rows_` has it, and what is still to be multiplied by: the
-    gradient of a row, but for this number, takes the place of its logits."""
+    """Return the loss of each row in float32, as `cross_entropy_rows_` does, and a factor per row. The gradient of a
+    row without that factor replaces its logits."""
     assert logits.stride(-1) == 1
     losses, factors = torch.empty(2, logits.shape[0], dtype=torch.float32, device=logits.device)
     launch: Any = _exponentials[(logits.shape[0],)]
@@ -180,8 +181,8 @@ def exponentials_(logits: Tensor, labels: Tensor, *, ignore: int, factor: float)
 
 
 def cross_entropy_rows_(logits: Tensor, labels: Tensor, *, ignore: int, with_gradient: bool) -> tuple[Tensor, Tensor]:
-    """The loss and the log of the sum of exponentials of each row, in float32. The loss is 0 where the label is
-    `ignore`, and not a number where it is no word, as is the gradient, which takes the place of the logits."""
+    """Return the loss and the log of the sum of exponentials of each row, in float32. The loss is 0 where the label is
+    `ignore`, and NaN where it is invalid. The gradient replaces the logits, and is NaN alike."""
     assert logits.stride(-1) == 1
     losses, lses = torch.empty(2, logits.shape[0], dtype=torch.float32, device=logits.device)
     launch: Any = _rows[(logits.shape[0],)]
@@ -195,7 +196,7 @@ def cross_entropy_rows_(logits: Tensor, labels: Tensor, *, ignore: int, with_gra
 def gradient_in_fp8(
     logits: Tensor, labels: Tensor, lses: Tensor, *, ignore: int, factor: float
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of the sum of losses times a factor, in 8-bit floats of a wide range; and the same transposed."""
+    """Return the gradient of the sum of losses times a factor, in wide-range 8-bit floats, and its transpose."""
     assert logits.is_contiguous()
     num_rows, vocabulary = logits.shape
     gradient, transposed = (

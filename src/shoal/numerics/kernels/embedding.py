@@ -1,4 +1,4 @@
-"""Rows of an embedding on a GPU: gathered into bfloat16, and their gradients summed up by token."""
+"""Rows of an embedding on a GPU: gathered into bfloat16, and their gradients summed by token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 _COLUMNS = 1024
-"""That a program has of a row."""
+"""Columns of a row per program."""
 _ROWS = 8
 """Gradients that a program reads at a time."""
 _WARPS = 4
@@ -44,7 +44,7 @@ def _scatter(  # type: ignore[no-untyped-def]
 
 
 def gathered(tokens: Tensor, weight: Tensor) -> Tensor:
-    """The row of each token, in bfloat16. A token that is no row has none: its numbers are not numbers."""
+    """Return the row of each token, in bfloat16; NaN for a token without a row."""
     width = weight.shape[1]
     rows = torch.empty((*tokens.shape, width), dtype=torch.bfloat16, device=weight.device)
     launch: Any = _gather[(tokens.numel(), triton.cdiv(width, _COLUMNS))]
@@ -53,7 +53,7 @@ def gathered(tokens: Tensor, weight: Tensor) -> Tensor:
 
 
 def scattered(tokens: Tensor, grads: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """The gradient of the whole embedding: for each row the sum of the gradients of its tokens, in float32."""
+    """Return the gradient of the full embedding: for each row the sum of its tokens' gradients, in float32."""
     gradient = torch.empty(shape, dtype=dtype, device=grads.device)
     by_token, order = tokens.flatten().sort(stable=True)
     bounds = torch.searchsorted(by_token, torch.arange(shape[0] + 1, dtype=by_token.dtype, device=by_token.device))

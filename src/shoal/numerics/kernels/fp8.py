@@ -1,4 +1,4 @@
-"""A matrix transposed and cast to 8-bit floats on a GPU, in one pass."""
+"""Transpose and cast to 8-bit floats on a GPU, in one pass."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The backward of a root-mean-square norm on a GPU: every tensor read once and written once.
+"""The backward of RMSNorm on a GPU: every tensor is read once and written once.
 
-As many programs as run at a time, each with rows that are as far apart: what a program adds up for the gradient of the
-scale stays in its registers, and the sums of all programs are added up at the end. 174 µs for 32,768 rows of 2,048 in
-bfloat16 on an H200 with one gradient, 201 with two (measured 2026-11-16); the bytes alone take 156 and 187.
+The grid has as many programs as run at a time, and a program's rows are that far apart. So a program's sum for the
+gradient of the scale stays in its registers, and the sums of all programs are added at the end. 174 µs for 32,768 rows
+of 2,048 in bfloat16 on an H200 with one gradient, 201 with two (measured 2026-11-16); the bytes alone take 156 and 187.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 _WARPS = 32
-"""Of all programs on a multiprocessor together."""
+"""Warps of all programs on a multiprocessor together."""
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -48,7 +48,7 @@ def _backward(  # type: ignore[no-untyped-def]
 def norm_backward_in_one_pass(
     d_normed: list[Tensor], of_x: Tensor, x: Tensor, scale: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `norm_backward.norm_backward`."""
+    """See `ops.rms_norm.norm_backward`."""
     *others, last = (part.contiguous() for part in d_normed)
     while len(others) > 1:
         others = [others[0] + others[1], *others[2:]]

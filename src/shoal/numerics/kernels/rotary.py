@@ -1,4 +1,4 @@
-"""Turning and parting of queries, keys and values on a GPU, and the way back: one program a token, all read once.
+"""Rotate and split queries, keys and values on a GPU, and the inverse: one program per token, all read once.
 
 102 µs for 32,768 tokens of 48 heads of 64 in bfloat16 on an H200, either way (measured 2026-11-16); the bytes take 94.
 """
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 _HEADS = 16
-"""That a program has at a time."""
+"""Heads that a program handles at a time."""
 _WARPS = 4
 
 
@@ -22,7 +22,7 @@ def _some(  # type: ignore[no-untyped-def]
     joint, own, stride, c, s, count: tl.constexpr, features: tl.constexpr, heads: tl.constexpr,
     is_turned: tl.constexpr, is_back: tl.constexpr,
 ):  # fmt: skip
-    """Heads of one kind of one token: `joint` and `own` say where the first of them begins."""
+    """Rotate heads of one kind of one token: `joint` and `own` say where the first of them begins."""
     half: tl.constexpr = features // 2
     width: tl.constexpr = triton.next_power_of_2(half)
     feature = tl.arange(0, width)[None, :]
@@ -65,13 +65,13 @@ def _token(  # type: ignore[no-untyped-def]
     _some(joint, v + sample * v_batch + token * v_token, v_head, c, s, num_kv_heads, features, heads, False, is_back)
 
 
-def turn(joint: Tensor, parts: Sequence[Tensor], cos: Tensor, sin: Tensor) -> None:
-    """Fill the parts, (B, T, heads, H), from what lies side by side, (B, T, features of all)."""
+def rotate(joint: Tensor, parts: Sequence[Tensor], cos: Tensor, sin: Tensor) -> None:
+    """Fill the parts, (B, T, heads, H), from the joint tensor, (B, T, features of all)."""
     _launch(joint, parts, cos, sin, is_back=False)
 
 
-def turn_back(parts: Sequence[Tensor], joint: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Fill what lies side by side from the parts."""
+def rotate_back(parts: Sequence[Tensor], joint: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Fill the joint tensor from the parts."""
     _launch(joint, parts, cos, sin, is_back=True)
 
 

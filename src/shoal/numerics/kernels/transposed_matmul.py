@@ -1,5 +1,6 @@
-"""A matrix transposed and cast on a GPU, in one pass: 27 µs for 8,192 x 2,048 numbers from float32 to bfloat16 on an
-H200 (measured 2026-11-16), where to cast them takes 24."""
+"""Transpose and cast a matrix on a GPU, in one pass.
+
+27 µs for 8,192 x 2,048 numbers from float32 to bfloat16 on an H200 (measured 2026-11-16); a cast alone takes 24."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Layers and losses that keep less memory or launch fewer kernels than torch's."""
+"""Layers and losses that save less memory or launch fewer kernels than torch's."""

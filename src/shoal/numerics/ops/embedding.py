@@ -1,8 +1,8 @@
-"""The rows of an embedding, as a residual stream wants them: in the precision of the products that follow.
+"""Embedding lookup in the precision of the products that follow.
 
-torch gathers rows in the precision of the weight, casts them, and in the backward casts their gradients, sorts them by
-token and adds them up in several passes over what is as large as the weight. Here a GPU gathers and casts in one pass,
-and goes through the gradient of the weight once: each row is the sum of the gradients of its tokens, in their order.
+torch gathers rows in the precision of the weight and casts them. In its backward it casts their gradients, sorts them
+by token and sums them in several passes over tensors as large as the weight. Here a GPU gathers and casts in one pass,
+and writes the gradient of the weight once: each row is the sum of its tokens' gradients, in their order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shoal.numerics.precision import compute_dtype, narrowed
 
 
 def embedded(tokens: Tensor, layer: nn.Module) -> Tensor:
-    """What `layer` makes of tokens, in bfloat16 if products are computed in it."""
+    """Look up tokens in `layer`, in bfloat16 if products are computed in it."""
     if isinstance(layer, nn.Embedding) and _has_kernel(layer):
         rows: Tensor = _Embedded.apply(tokens, layer.weight)  # type: ignore[no-untyped-call]
         return rows
@@ -26,7 +26,7 @@ def embedded(tokens: Tensor, layer: nn.Module) -> Tensor:
 
 
 def _has_kernel(layer: nn.Embedding) -> bool:
-    """Nothing but a lookup, in weights that are cast to bfloat16."""
+    """Whether the layer is a plain lookup in weights that are cast to bfloat16."""
     weight = layer.weight
     is_lookup = type(layer) is nn.Embedding and is_plain(layer)
     has_rules = layer.padding_idx is not None or layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse

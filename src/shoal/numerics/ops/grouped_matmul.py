@@ -1,6 +1,6 @@
-"""Many matrix products at once, each of other rows with another matrix, and the gate of a feed-forward between them.
+"""Grouped matrix products, and the gate of a feed-forward between them.
 
-torch has a grouped matmul for bfloat16 on CUDA. Everywhere else it is one product after the other.
+torch has a grouped matmul for bfloat16 on CUDA. Elsewhere it is one product per group.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from shoal.comm.autograd_function import differentiable_once
 
-_grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)  # 2.11 and before: private
+_grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)  # private up to 2.11
 
 
 def grouped_matmul(x_RD: Tensor, w_EDF: Tensor, ends_E: Tensor) -> Tensor:
-    """Rows up to ends[0] times w[0], from there up to ends[1] times w[1], and so on."""
-    if x_RD.is_meta:  # only shapes count, but every weight takes part
+    """Multiply rows up to ends[0] by w[0], from there up to ends[1] by w[1], and so on."""
+    if x_RD.is_meta:  # only shapes matter, but every weight must be part of the graph
         return x_RD @ w_EDF.sum(0)
     if has_grouped_kernel(x_RD, w_EDF):
         y_RF: Tensor = _grouped_mm(x_RD, w_EDF, offs=ends_E)
@@ -41,18 +41,18 @@ def _has_bfloat16_units(device: int) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-# the length of each group is known only on the host
+# the length of each group is known on the host only
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _looped_matmul(x_RD: Tensor, w_EDF: Tensor, ends_E: Tensor) -> Tensor:
-    """One matmul for each expert, also for those without rows: their weights have a gradient too, zero."""
+    """Multiply once per expert, also for those without rows: their weights have a gradient too, zero."""
     counts = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
     groups = zip(x_RD.split(counts), w_EDF.unbind(0), strict=True)
     return torch.cat([x @ w_DF for x, w_DF in groups])
 
 
 def gated(gate_RF: Tensor, up_RF: Tensor, weight_R: Tensor | None) -> Tensor:
-    """silu(gate) · up · weight."""
-    if torch.compiler.is_compiling():  # the compiler finds out by itself what need not be kept
+    """Compute silu(gate) · up · weight."""
+    if torch.compiler.is_compiling():  # the compiler decides by itself what to save
         product_RF = F.silu(gate_RF) * up_RF
         return product_RF if weight_R is None else product_RF * weight_R[:, None].to(product_RF.dtype)
     result: Tensor = _Gated.apply(gate_RF, up_RF, weight_R)  # type: ignore[no-untyped-call]
@@ -60,7 +60,7 @@ def gated(gate_RF: Tensor, up_RF: Tensor, weight_R: Tensor | None) -> Tensor:
 
 
 class _Gated(torch.autograd.Function):
-    """Keeps its inputs and nothing else: silu is cheaper to compute again than to keep."""
+    """Saves its inputs only: recomputing silu is cheaper than saving it."""
 
     @staticmethod
     def forward(ctx: Any, gate_RF: Tensor, up_RF: Tensor, weight_R: Tensor | None) -> Tensor:

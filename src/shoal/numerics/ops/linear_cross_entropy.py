@@ -1,21 +1,23 @@
-"""The last layer of a language model and its cross-entropy as one function, in which the logits never exist as a whole.
+"""The last layer of a language model and its cross-entropy as one function, without the full logits in memory.
 
-torch gives `linear` and `cross_entropy`. Between them lie the logits of every token, and in the backward their gradient
-too: with 128k words in the vocabulary and 32k tokens that is 8 GB each in bfloat16, more than the rest of a small model
-keeps. Here tokens go through in chunks, and a chunk's logits become their own gradient at once, in place:
+torch has `linear` and `cross_entropy`. Between them are the logits of every token, and in the backward their gradient:
+with a vocabulary of 128k and 32k tokens, 8 GB each in bfloat16, more than the rest of a small model saves. Here tokens
+are processed in chunks, and a chunk's logits are overwritten by their own gradient at once:
 
     chunk c    logits_cV = h_cD Wᵀ  ──▶  loss,  logits ← Z (softmax - onehot)  ──▶  dh_cD = 1/Z logits W
+                  [1]                             [2]                                     [3]
                                                                                     dW   += logitsᵀ (1/Z h)
-So the forward does the backward's work as well, each of the three products once, and the backward only multiplies by
-the gradient of the loss. That is right for a loss that is a sum over tokens, which all of shoal's are. If that gradient
-is known before (`factor`), there is nothing left to multiply.
+                                                                                          [4]
+So the forward also does the work of the backward, each of the three products once. The backward only multiplies by the
+gradient of the loss [5]. This is correct for a loss that is a sum over tokens, as all of shoal's are. If that gradient
+is known in advance (`factor`), nothing is left to multiply.
 
-Z is the sum of exponentials of a token's logits. It is known when all of them have been read; so what is written while
-they are read is not divided by it, and the division is left to what is smaller: one row of h, and of dh. So logits are
-read once. In float16 such numbers would overflow, and the gradient is made in a second reading.
+Z is the sum of exponentials of a token's logits, known only when all of them have been read. So what is written
+meanwhile is not divided by Z. The division is left to smaller tensors: one row of h, and of dh. So logits are read
+once. In float16 such numbers would overflow, and the gradient is computed in a second pass.
 
 In fp8 the logits, and with them the loss, are as exact as before; the two products of the backward are of 8-bit floats.
-The gradient of a logit is between -1 and 1 whatever the model is, so its scale is known before it is computed.
+The gradient of a logit is between -1 and 1 for any model, so its scale is known before it is computed.
 """
 
 from __future__ import annotations
@@ -32,12 +34,12 @@ from shoal.numerics.fp8.products import FAR, MULTIPLE, ScaledTensor, product, tr
 from shoal.numerics.precision import compute_dtype, wide
 
 CHUNK_BYTES = 2**31
-"""At most so many bytes of logits exist at a time, and half of them all. Smaller chunks would add to the gradient of
-the weight more often."""
+"""Maximum bytes of logits at a time; large batches also have at most half of theirs at a time. Smaller chunks would add
+to the gradient of the weight more often."""
 _TOKENS = 128
-"""Chunks are multiples of so many tokens, which kernels like."""
+"""Chunks are multiples of this many tokens, which suits kernels."""
 _FACTOR = 2.0**15
-"""What brings gradients of logits, at most 1, into the range of 8-bit floats of the kind that reaches far."""
+"""Scales gradients of logits, at most 1, into the range of wide-range 8-bit floats."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # nothing in it to fuse; and see `as_output`
@@ -50,25 +52,25 @@ def linear_cross_entropy(
     fp8: bool = False,
     factor: float | Callable[[], float] = 1.0,
 ) -> Tensor:
-    """The cross-entropy of `h @ weight.T` with the labels, summed over those that are not `ignore`.
+    """Return the cross-entropy of `h @ weight.T` with the labels, summed over those that are not `ignore`.
 
-    h is (tokens, features), weight (vocabulary, features), labels (tokens). Under autocast the products are computed in
-    its precision; the softmax is, and gradients of the weight are summed up, in at least float32. `fp8`: the products
-    of the backward are of 8-bit floats, where sizes allow it. `factor`: what the gradient of the loss will be, as far
-    as is known, or a function that returns it; if it is that, the backward has nothing to do.
+    h is (tokens, features), weight (vocabulary, features), labels (tokens). Under autocast the products use its
+    precision. The softmax, and the sum of the weight's gradients, are in at least float32. `fp8`: the products of the
+    backward are of 8-bit floats, where sizes allow it. `factor`: the expected gradient of the loss, or a function that
+    returns it; if it is right, the backward has nothing to do.
     """
-    if not torch.is_grad_enabled():  # of which the function below would hear nothing
+    if not torch.is_grad_enabled():  # the function below cannot see this
         h, weight = h.detach(), weight.detach()
     dtype = compute_dtype(h)
     factor = factor() if callable(factor) else factor
-    factor = 1.0 if dtype == torch.float16 else factor  # in which what is multiplied by a small number is lost
+    factor = 1.0 if dtype == torch.float16 else factor  # float16 would lose numbers multiplied by a small factor
     with torch.autocast(h.device.type, enabled=False):
         loss: Tensor = _LinearCrossEntropy.apply(h.to(dtype).contiguous(), weight, labels, ignore, fp8, factor)  # type: ignore[no-untyped-call]
     return loss
 
 
 def tokens_of_chunk(num_tokens: int, vocabulary: int, size_bytes: int) -> int:
-    """How many tokens have their logits at a time: as even chunks as can be.
+    """Return how many tokens have their logits in memory at a time, in chunks as even as possible.
 
     >>> tokens_of_chunk(32768, 128256, 2), tokens_of_chunk(4096, 128256, 2), tokens_of_chunk(512, 1000, 4)
     (8192, 2048, 512)
@@ -94,45 +96,46 @@ class _LinearCrossEntropy(torch.autograd.Function):
         size = tokens_of_chunk(h.shape[0], weight.shape[0], h.dtype.itemsize)
         for start in range(0, h.shape[0], size):
             part, keep = slice(start, start + size), float(start > 0)
-            logits = h[part] @ w.T
+            logits = h[part] @ w.T  # [1]
             if not (needs_h or needs_weight):
                 loss = cross_entropy_(logits, labels[part], ignore=ignore, with_gradient=False)
             elif is_narrow:
-                loss, gradient, gradient_transposed = cross_entropy_in_fp8(
+                loss, gradient, gradient_transposed = cross_entropy_in_fp8(  # [2]
                     logits, labels[part], ignore=ignore, factor=factor
                 )
                 if dh is not None and w_transposed is not None:
-                    dh[part] = product(gradient, w_transposed, dh.dtype)
+                    dh[part] = product(gradient, w_transposed, dh.dtype)  # [3]
                 if dw is not None:
-                    share = product(gradient_transposed, transposed(h[part]), dw.dtype)
+                    share = product(gradient_transposed, transposed(h[part]), dw.dtype)  # [4]
                     dw = dw.add_(share) if keep else share
                     del share
                 del gradient, gradient_transposed
             else:
-                loss, rows = gradient_(logits, labels[part], ignore=ignore, factor=factor)
+                loss, rows = gradient_(logits, labels[part], ignore=ignore, factor=factor)  # [2] rows: factor / Z
                 if dh is not None:
-                    torch.mm(logits, w, out=dh[part])
+                    torch.mm(logits, w, out=dh[part])  # [3]
                     if rows is not None:
                         _times_(dh[part], rows)
                 if dw is not None:
                     scaled = h[part] if rows is None else _times(h[part], rows, h.dtype)
-                    _add_product(dw, logits.T, scaled, keep=keep)
+                    _add_product(dw, logits.T, scaled, keep=keep)  # [4]
             total += loss
-            del logits  # before the next ones are there
+            del logits  # free it before the next chunk allocates
         ctx.weight_dtype, ctx.factor = weight.dtype, factor
         ctx.save_for_backward(dh, dw)
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """In place: what was saved is used once. (A second backward through the same graph fails before this.)"""
+        """[5] In place: the saved tensors are used once. (A second backward through the same graph fails before
+        this.)"""
         differentiable_once()
         dh, dw = ctx.saved_tensors
-        if grads[0].device.type == "cpu" and float(grads[0]) == _rounded(ctx.factor, grads[0].dtype):  # nothing is left
+        if grads[0].device.type == "cpu" and float(grads[0]) == _rounded(ctx.factor, grads[0].dtype):  # as expected
             used = [one for one in (dh, dw) if one is not None]
-            torch.autograd.graph.increment_version(used)  # so that a second backward is refused
+            torch.autograd.graph.increment_version(used)  # makes autograd reject a second backward
             return dh, None if dw is None else dw.to(ctx.weight_dtype), *[None] * 4
-        rest = grads[0] / torch.full_like(grads[0], ctx.factor)  # by a number, a GPU would round twice: not quite 1
+        rest = grads[0] / torch.full_like(grads[0], ctx.factor)  # a Python number would be rounded twice: not quite 1
         if dw is not None:
             dw = _times_(dw, rest) if dw.dtype == ctx.weight_dtype else _times(dw, rest, ctx.weight_dtype)
         return None if dh is None else _times_(dh, rest), dw, *[None] * 4
@@ -143,7 +146,7 @@ def _rounded(number: float, dtype: torch.dtype) -> float:
 
 
 def _times(x: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
-    """x times one number, or each of its rows times its own."""
+    """Multiply x by one number, or each of its rows by its own."""
     if x.is_cuda and x.dtype.itemsize < 8:
         from shoal.numerics.kernels.cross_entropy import times  # Triton, which CPUs do not have
 
@@ -152,17 +155,17 @@ def _times(x: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _times_(x: Tensor, factors: Tensor) -> Tensor:
-    """The same in place; by 1 nothing is done."""
+    """Multiply in place; a factor of 1 costs nothing on a GPU."""
     if x.is_cuda and x.dtype.itemsize < 8:
         from shoal.numerics.kernels.cross_entropy import times
 
-        torch.autograd.graph.increment_version(x)  # so that a second backward is refused, as on a CPU
+        torch.autograd.graph.increment_version(x)  # makes autograd reject a second backward, as on a CPU
         return times(x, factors, x.dtype, is_in_place=True)
     return x.mul_(factors[:, None] if factors.dim() else factors)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, *, keep: float) -> None:
-    """total = keep * total + a @ b, summed in the precision of the total. keep=0: it holds nothing yet."""
+    """total = keep * total + a @ b, summed in the precision of the total. keep=0: total is uninitialized."""
     if total.dtype == a.dtype:
         total.addmm_(a, b, beta=keep)
     elif total.is_cuda:
@@ -173,7 +176,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, *, keep: float) -> None:
 
 
 def cross_entropy_(logits: Tensor, labels: Tensor, *, ignore: int, with_gradient: bool) -> Tensor:
-    """The sum of the losses of rows of logits; and in the place of the logits, its gradient."""
+    """Return the sum of the losses of rows of logits, and replace the logits by its gradient."""
     if logits.is_cuda and logits.dtype.itemsize < 8:
         from shoal.numerics.kernels.cross_entropy import cross_entropy_rows_  # Triton, which CPUs do not have
 
@@ -190,9 +193,10 @@ def cross_entropy_(logits: Tensor, labels: Tensor, *, ignore: int, with_gradient
 
 
 def gradient_(logits: Tensor, labels: Tensor, *, ignore: int, factor: float) -> tuple[Tensor, Tensor | None]:
-    """The sum of the losses of rows of logits; in the place of the logits, the gradient of each row but for a number;
-    and those numbers, times a factor: what that gradient is still to be multiplied by. None: nothing, as on a CPU,
-    where the factor is in the gradient, and in float16, for which nothing is multiplied ahead."""
+    """Return the sum of the losses, and replace the logits by their gradient without a factor per row.
+
+    Also return those factors, times `factor`. None: the gradient is complete, as on a CPU, where it includes `factor`,
+    and in float16, where `factor` is 1."""
     if logits.dtype == torch.float16:
         return cross_entropy_(logits, labels, ignore=ignore, with_gradient=True), None
     if logits.is_cuda and logits.dtype.itemsize < 8:
@@ -205,7 +209,7 @@ def gradient_(logits: Tensor, labels: Tensor, *, ignore: int, factor: float) -> 
     total = F.nll_loss(log_p, labels, ignore_index=ignore, reduction="sum")
     label, p = labels.clamp(min=0)[:, None], log_p.exp_()
     others = p.scatter_(-1, label, 0.0).sum(-1, keepdim=True)
-    gradient = p.scatter_(-1, label, -others)  # not p - 1, of which nothing is left when p is nearly 1
+    gradient = p.scatter_(-1, label, -others)  # not p - 1, which cancels when p is nearly 1
     logits.copy_(gradient.mul_((labels != ignore).to(p.dtype).mul_(factor)[:, None]))
     return total, None
 
@@ -213,8 +217,7 @@ def gradient_(logits: Tensor, labels: Tensor, *, ignore: int, factor: float) -> 
 def cross_entropy_in_fp8(
     logits: Tensor, labels: Tensor, *, ignore: int, factor: float
 ) -> tuple[Tensor, ScaledTensor, ScaledTensor]:
-    """The sum of the losses of rows of logits, and its gradient times a factor in 8-bit floats, as it is and
-    transposed."""
+    """Return the sum of the losses, and its gradient times a factor in 8-bit floats, as it is and transposed."""
     scale = torch.full((), factor / _FACTOR, device=logits.device)
     if logits.is_cuda:
         from shoal.numerics.kernels.cross_entropy import cross_entropy_rows_, gradient_in_fp8

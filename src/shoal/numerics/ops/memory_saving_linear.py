@@ -1,18 +1,19 @@
-"""Layers of a transformer that keep less between forward and backward than autograd, or torch.compile, would.
+"""Transformer layers that save less for the backward than autograd, or torch.compile, would.
 
-Both keep the input of every product, for the gradient of its weight. The inputs of these products are cheap to make
-again from what has to be kept anyway (F: feed-forward, D: model dim; less by so many tensors of D features):
+Both save the input of every product, for the gradient of its weight. The inputs of these products are cheap to compute
+again from tensors that are saved anyway (F: feed-forward, D: model dim; last column: saved tensors of D features
+fewer):
 
-    projected      x ─ norm ─▶ n ─ W ─▶ y                       keeps x and one number a token; n is made again     1
-                     └─▶ x, for the sum with what comes of y: so both gradients of x meet in one pass over it
-    gated_linear   gate, up ─ silu(gate)·up ─▶ g ─ W ─▶ y       keeps gate and up; g is made again                F/D
+    rms_norm_linear   x ─ norm ─▶ n ─ W ─▶ y                    saves x and one number per token; recomputes n      1
+                        └─▶ x, for the residual sum with y: so one pass computes both gradients of x
+    swiglu_linear     gate, up ─ silu(gate)·up ─▶ g ─ W ─▶ y    saves gate and up; recomputes g                   F/D
 
-The price is a multiplication or two per element, in a backward that reads and writes those elements anyway. What is
-made again is written down in another order of multiplications than in the forward: else a compiler would notice that
-it is the same, and keep it.
+The price is one or two multiplications per element, in a backward that reads and writes those elements anyway. The
+recomputation multiplies in another order than the forward: else a compiler would notice that it is the same, and save
+it.
 
-They take layers and use their weights without calling them. Where somebody has to be called (a layer that is split over
-ranks, or computes in fp8, or is watched by a hook) they call the layers one by one.
+These functions take layers and use their weights without calling them. If a layer must be called (it is split over
+ranks, computes in fp8 or has hooks), they call the layers one by one.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from shoal.numerics.precision import compute_dtype, narrowed, wide
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's, also of an x in lower precision than its scale: it is computed in that of the scale.
+    """torch's RMSNorm, also for an x in lower precision than the scale: it computes in the precision of the scale.
 
-    `narrows`: what comes of it is in bfloat16 under that autocast, for somebody who would cast it anyway.
+    `narrows`: return bfloat16 under that autocast, for a layer that would cast the result anyway.
     """
 
     def __init__(self, *arguments: Any, narrows: bool = False, **options: Any) -> None:
@@ -43,7 +44,7 @@ class RMSNorm(nn.RMSNorm):
         self.narrows = narrows
 
     def forward(self, x: Tensor) -> Tensor:
-        """The norm of x over its last dim."""
+        """Normalize x over its last dim."""
         normed = super().forward(x.to(self.weight.dtype))
         return narrowed(normed) if self.narrows else normed
 
@@ -51,11 +52,11 @@ class RMSNorm(nn.RMSNorm):
 def rms_norm_linear(
     x: Tensor, norm: RMSNorm | None, *layers: nn.Linear, together: bool = False
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """x, to which a block adds what it makes of it; and what each layer makes of the norm of x, or of x itself.
+    """Return x, for the residual sum, and the output of each layer for the norm of x, or for x itself.
 
-    `together`: perhaps as one product, which a GPU computes faster than several. Then there is one tensor, in which
-    those of the layers lie side by side. Their weights are laid side by side where they are cast; where they are not,
-    that is a copy, which pays for narrow ones alone.
+    `together`: compute one product where possible, which a GPU does faster than several. Then there is one tensor with
+    the outputs side by side. The weights are joined where they are cast. Where they are not cast, that is a copy, which
+    is worth it for narrow layers only.
     """
     has_backward = torch.is_grad_enabled() and (x.requires_grad or any(layer.weight.requires_grad for layer in layers))
     if norm is None or not has_backward or not (_is_rms(norm) and all(map(is_product, layers))):
@@ -66,12 +67,12 @@ def rms_norm_linear(
     is_cheap = weights[0].dtype != dtype or all(layer.out_features <= layer.in_features for layer in layers)
     is_one = together and x.is_cuda and is_cheap
     with _without_autocast(x):
-        passed, *products = _NormedLinears.apply(x, norm.weight, eps, dtype, is_one, *weights)  # type: ignore[no-untyped-call]
+        passed, *products = _RMSNormLinears.apply(x, norm.weight, eps, dtype, is_one, *weights)  # type: ignore[no-untyped-call]
     return passed, tuple(products)
 
 
 def linear(x: Tensor, layer: nn.Linear) -> Tensor:
-    """What a layer makes of x; the gradient of its weight comes out of its product in the precision of the weight."""
+    """Apply a layer; the gradient of its weight is computed directly in the precision of the weight."""
     if not is_product(layer) or not torch.is_grad_enabled():
         called: Tensor = layer(x)
         return called
@@ -81,11 +82,11 @@ def linear(x: Tensor, layer: nn.Linear) -> Tensor:
     return y
 
 
-def swiglu_linear(parts: Sequence[Tensor], layer: nn.Linear, *, remakes: bool = True) -> Tensor:
-    """silu(gate) · up, and what a layer makes of it: the second half of a gated feed-forward. `parts` are gate and up,
-    or one tensor in which they lie side by side.
+def swiglu_linear(parts: Sequence[Tensor], layer: nn.Linear, *, recompute: bool = True) -> Tensor:
+    """Apply a layer to silu(gate) · up: the second half of a gated feed-forward. `parts` are gate and up, or one joint
+    tensor.
 
-    `remakes`: the input of the layer is made again in the backward; else it is kept, which takes F/D more and no time.
+    `recompute`: compute the input of the layer again in the backward. Else it is saved: F/D more memory, no more time.
     """
     if not is_product(layer) or not torch.is_grad_enabled():
         gate, up = _gate_and_up(parts)
@@ -93,7 +94,7 @@ def swiglu_linear(parts: Sequence[Tensor], layer: nn.Linear, *, remakes: bool = 
         return called
     dtype = compute_dtype(parts[0])
     with _without_autocast(parts[0]):
-        y: Tensor = _GatedLinear.apply(layer.weight, remakes, *(part.to(dtype) for part in parts))  # type: ignore[no-untyped-call]
+        y: Tensor = _SwigluLinear.apply(layer.weight, recompute, *(part.to(dtype) for part in parts))  # type: ignore[no-untyped-call]
     return y
 
 
@@ -102,27 +103,27 @@ def _gate_and_up(parts: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """All that is cast is cast by hand."""
+    """Disable autocast: every cast here is explicit."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def _is_rms(norm: nn.Module) -> bool:
-    """Nothing but the norm that is written down below; a subclass may compute anything."""
+    """Whether this is exactly the norm that is computed below; a subclass may compute anything."""
     return type(norm) is RMSNorm and is_plain(norm)
 
 
 def is_product(layer: nn.Module) -> bool:
-    """Nothing but the product with a weight."""
+    """Whether this is exactly a product with a weight."""
     return type(layer) is nn.Linear and getattr(layer, "bias", None) is None and is_plain(layer)
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Nobody watches it, and nobody has put a forward of his own in its place."""
+    """Whether a module has no hooks and its class's own forward."""
     return "forward" not in module.__dict__ and not has_hooks(module)
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody wants to see, or to change, what it is given or returns."""
+    """Whether a hook sees, or changes, the module's inputs or outputs."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
@@ -143,8 +144,8 @@ class _Linear(torch.autograd.Function):
         return d_x, _product(grad, x, weight.dtype) if ctx.needs_input_grad[1] else None
 
 
-class _NormedLinears(torch.autograd.Function):
-    """x itself, and the product of its root-mean-square norm with every weight, or with all of them side by side."""
+class _RMSNormLinears(torch.autograd.Function):
+    """x itself, and the product of its RMSNorm with every weight, or with all of them joined."""
 
     @staticmethod
     def forward(
@@ -168,38 +169,38 @@ class _NormedLinears(torch.autograd.Function):
         needed = ctx.needs_input_grad[5:]
         d_weights: list[Tensor | None] = [None] * len(weights)
         if ctx.is_one and any(needed):
-            whole = _product(grads[0], normed, weights[0].dtype)
-            d_weights = list(whole.split([weight.shape[0] for weight in weights]))
+            joint = _product(grads[0], normed, weights[0].dtype)
+            d_weights = list(joint.split([weight.shape[0] for weight in weights]))
         elif not ctx.is_one:
             pairs = zip(grads, needed, strict=True)
             d_weights = [_product(grad, normed, weights[0].dtype) if is_needed else None for grad, is_needed in pairs]
         return d_x, d_scale, None, None, None, *d_weights
 
 
-class _GatedLinear(torch.autograd.Function):
+class _SwigluLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, remakes: bool, *parts: Tensor) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, recompute: bool, *parts: Tensor) -> Tensor:
         gate, up = _gate_and_up(parts)
         gated = F.silu(gate) * up
-        ctx.save_for_backward(weight, *parts, *([] if remakes else [gated]))
-        ctx.remakes = remakes
+        ctx.save_for_backward(weight, *parts, *([] if recompute else [gated]))
+        ctx.recompute = recompute
         return F.linear(gated, weight.to(gated.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         differentiable_once()
         (grad,) = grads
-        weight, *held = ctx.saved_tensors
-        parts = held if ctx.remakes else held[:-1]
-        d_parts, gated = swiglu_backward(parts, times_transposed(grad, weight), remakes=ctx.remakes)
-        gated = held[-1] if gated is None else gated
+        weight, *saved = ctx.saved_tensors
+        parts = saved if ctx.recompute else saved[:-1]
+        d_parts, gated = swiglu_backward(parts, times_transposed(grad, weight), recompute=ctx.recompute)
+        gated = saved[-1] if gated is None else gated
         d_weight = _product(grad, gated, weight.dtype) if ctx.needs_input_grad[0] else None
         return d_weight, None, *d_parts
 
 
 def _product(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient of a weight that was multiplied by x, in the precision of the weight: what a GPU has summed up in
-    float32 is not rounded on its way there."""
+    """Return the gradient of a weight that was multiplied by x, in the precision of the weight: a GPU's float32 sums
+    are not rounded in between."""
     left, right = grad.flatten(0, -2).T, x.flatten(0, -2)
     if left.is_cuda and left.dtype.itemsize < 4 and dtype == torch.float32:
         return torch.mm(left, right, out_dtype=dtype)
@@ -207,6 +208,6 @@ def _product(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _cast(weights: Sequence[Tensor], dtype: torch.dtype, is_one: bool) -> list[Tensor]:
-    """Weights that are cast anyway are cast into one tensor: in a compiled block at no cost, else by one more copy."""
+    """Cast weights, if `is_one` into one tensor: free in a compiled block, else one more copy."""
     cast = [weight.to(dtype) for weight in weights]
     return [torch.cat(cast)] if is_one else cast

@@ -1,11 +1,11 @@
-"""The backward of a root-mean-square norm whose input goes on beside it, as in a residual stream.
+"""The backward of RMSNorm whose input is also the residual stream.
 
-    x ─┬─ n = x · inverse · scale ─▶ products        d_n   one gradient for each product, to be summed up
+    x ─┬─ n = x · inverse · scale ─▶ products        d_n   one gradient per product, to be summed
        └──────────────────────────▶ sum              of_x  the gradient of x from there
 
-A compiler makes two or three kernels of it, which read some of these tensors twice: the sum over features that d_x
-needs goes along rows, that over tokens that d_scale needs along columns. On a GPU it is one kernel here, and an
-operator that a compiler leaves alone; elsewhere plain torch.
+A compiler makes two or three kernels of it, which read some of these tensors twice: d_x needs a sum over features,
+along rows, and d_scale one over tokens, along columns. On a GPU it is one kernel here, and an opaque operator for the
+compiler; elsewhere plain torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, library
 def norm_backward(
     d_normed: Sequence[Tensor], of_x: Tensor, x: Tensor, scale: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x and of the scale, and the norm itself once more, in the precision of its gradients.
+    """Return the gradients of x and of the scale, and the norm recomputed in the precision of its gradients.
 
     `inverse` is 1 over the root of the mean square of each row of x, with a last dim of 1, in at least float32.
     """
@@ -33,7 +33,7 @@ def _plainly(
     d_normed: Sequence[Tensor], of_x: Tensor, x: Tensor, scale: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     unscaled = x.to(inverse.dtype) * inverse
-    # In another order of multiplications than in the forward: else a compiler would keep that one.
+    # Multiply in another order than the forward does: else a compiler would save the forward's result.
     normed = (x.to(inverse.dtype) * (inverse * scale)).to(d_normed[0].dtype)
     d = sum(part.to(inverse.dtype) for part in d_normed)
     d_scale = (d * unscaled).flatten(0, -2).sum(0).to(scale.dtype)

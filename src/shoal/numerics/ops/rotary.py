@@ -1,8 +1,8 @@
-"""Rotary positions: pairs of features of queries and keys, turned by the angle of their position.
+"""Rotary position embedding: rotate pairs of features of queries and keys by the angle of their position.
 
-Queries, keys and values that come out of one product lie side by side, and attention wants each by itself. Turning,
-parting and, in the backward, turning back and joining are each one pass over them here: one kernel on a GPU, which a
-compiler leaves alone, where it made three of its own.
+One product yields queries, keys and values in one joint tensor, and attention needs each by itself. Rotation and split
+are one pass here, and so are, in the backward, the inverse rotation and the join. On a GPU each is one kernel, opaque
+for a compiler, which made three of its own.
 
 Shapes: B batch, T tokens, N heads, K key/value heads, H head dim.
 """
@@ -18,7 +18,7 @@ from shoal.comm.autograd_function import as_output, differentiable_once
 
 
 def rotated(x_BTNH: Tensor, cos_BTH: Tensor, sin_BTH: Tensor) -> Tensor:
-    """Each pair (i, i + H/2) of every head turned by its angle, computed in the precision of the angles."""
+    """Rotate each pair (i, i + H/2) of every head by its angle, in the precision of the angles."""
     cos, sin = cos_BTH[:, :, None], sin_BTH[:, :, None]
     first, second = x_BTNH.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_BTNH.dtype)
@@ -27,18 +27,18 @@ def rotated(x_BTNH: Tensor, cos_BTH: Tensor, sin_BTH: Tensor) -> Tensor:
 def rotate_heads(
     joint: Tensor, cos_BTH: Tensor, sin_BTH: Tensor, *, num_heads: int, num_kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(B, T, (N + 2K) H) → q_BTNH and k_BTKH, turned, and v_BTKH; each in memory of its own, so that what is kept of
-    one keeps none of the others."""
-    found: tuple[Tensor, Tensor, Tensor] = _TurnedHeads.apply(joint, cos_BTH, sin_BTH, num_heads, num_kv_heads)  # type: ignore[no-untyped-call]
+    """Split (B, T, (N + 2K) H) into q_BTNH and k_BTKH, rotated, and v_BTKH. Each has its own memory, so that saving one
+    does not keep the others alive."""
+    found: tuple[Tensor, Tensor, Tensor] = _RotateHeads.apply(joint, cos_BTH, sin_BTH, num_heads, num_kv_heads)  # type: ignore[no-untyped-call]
     return found
 
 
-class _TurnedHeads(torch.autograd.Function):
+class _RotateHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, joint: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int) -> Any:
         ctx.save_for_backward(cos, sin)
         if _has_kernel(joint, cos):
-            return tuple(torch.ops.shoal.turn_heads(joint, cos, sin, num_heads, num_kv_heads))
+            return tuple(torch.ops.shoal.rotate_heads(joint, cos, sin, num_heads, num_kv_heads))
         q, k, v = joint.unflatten(-1, (num_heads + 2 * num_kv_heads, -1)).split([num_heads, *[num_kv_heads] * 2], dim=2)
         return tuple(as_output(x) for x in (rotated(q, cos, sin), rotated(k, cos, sin), v.contiguous()))
 
@@ -59,30 +59,30 @@ def _has_kernel(x: Tensor, cos: Tensor) -> bool:
 
 
 library.define(
-    "shoal::turn_heads", "(Tensor joint, Tensor cos, Tensor sin, int num_heads, int num_kv_heads) -> Tensor[]"
+    "shoal::rotate_heads", "(Tensor joint, Tensor cos, Tensor sin, int num_heads, int num_kv_heads) -> Tensor[]"
 )
 library.define("shoal::join_heads", "(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin) -> Tensor")
 
 
-@library.impl("shoal::turn_heads", "CUDA")
+@library.impl("shoal::rotate_heads", "CUDA")
 def _turn(joint: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int) -> list[Tensor]:
-    from shoal.numerics.kernels.rotary import turn  # Triton, which CPUs do not have
+    from shoal.numerics.kernels.rotary import rotate  # Triton, which CPUs do not have
 
     parts = _parts(joint, num_heads, num_kv_heads)
-    turn(joint.contiguous(), parts, cos, sin)
+    rotate(joint.contiguous(), parts, cos, sin)
     return parts
 
 
 @library.impl("shoal::join_heads", "CUDA")
 def _join(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    from shoal.numerics.kernels.rotary import turn_back
+    from shoal.numerics.kernels.rotary import rotate_back
 
     joint: Tensor = _joint(dq, dk, dv, cos, sin)
-    turn_back([x if x.stride(-1) == 1 else x.contiguous() for x in (dq, dk, dv)], joint, cos, sin)
+    rotate_back([x if x.stride(-1) == 1 else x.contiguous() for x in (dq, dk, dv)], joint, cos, sin)
     return joint
 
 
-@library.register_fake("shoal::turn_heads")  # type: ignore[untyped-decorator]
+@library.register_fake("shoal::rotate_heads")  # type: ignore[untyped-decorator]
 def _parted(joint: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int) -> list[Tensor]:
     return _parts(joint, num_heads, num_kv_heads)
 

@@ -1,11 +1,10 @@
-"""The gradient of what a weight was multiplied by, from a copy of the weight that is transposed.
+"""The gradient of the input of a linear layer, computed with a transposed copy of the weight.
 
-    y = x Wᵀ ─▶ d_x = d_y W         W (outputs, inputs), the sum over outputs: over columns of W as it lies in memory
+    y = x Wᵀ ─▶ d_x = d_y W         W (outputs, inputs); the sum is over outputs, the columns of W in memory
 
-A weight in float32 is cast for this product anyway, and transposed in the same pass the sum goes along its rows, as
-in the forward. On a GPU the product of a gradient with a weight that has many more inputs than outputs is faster so;
-that of the others is as fast either way (docs/concepts/gpu.md). It is an operator, whose result a compiler leaves as it
-lies.
+A weight in float32 is cast for this product anyway. If the same pass transposes it, the sum runs along rows, as in the
+forward. On a GPU this is faster for a weight that has many more inputs than outputs, and as fast for others
+(docs/concepts/gpu.md). It is an operator, so that a compiler does not change the memory layout of its result.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from torch import Tensor, library
 
 
 def times_transposed(grad: Tensor, weight: Tensor) -> Tensor:
-    """grad W, computed in the precision of the gradient."""
+    """Compute grad W in the precision of the gradient."""
     if grad.is_cuda and grad.dtype.itemsize == 2 and weight.dtype == torch.float32:
         return F.linear(grad, torch.ops.shoal.transposed(weight, grad.dtype))
-    return grad @ weight.T.to(grad.dtype).T  # transposed twice, so that a compiler does not keep the forward's cast
+    return grad @ weight.T.to(grad.dtype).T  # transposed twice, so that a compiler does not save the forward's cast
 
 
 library.define("shoal::transposed", "(Tensor x, ScalarType dtype) -> Tensor")

@@ -1,9 +1,9 @@
-"""AdamW whose moments and weights may be kept in bfloat16, and whose update is one kernel for each tensor on a GPU.
+"""AdamW with moments and weights optionally in bfloat16, and with one kernel per tensor on a GPU.
 
 torch's fused AdamW is exact and needs states in the precision of the weights. This one computes the same numbers in
-float32, and stores the moments in float32 or in bfloat16. Half of 16 bytes a parameter that Adam takes are its moments;
-in bfloat16 they take a quarter. Weights in bfloat16 are rounded too: there is no other copy of them. Rounding is at
-random, and the same again for the same seed, step and parameter.
+float32, and stores the moments in float32 or bfloat16. Half of the 16 bytes per parameter that Adam takes are its
+moments; in bfloat16 they take a quarter. Weights in bfloat16 are rounded too, with no other copy of them. Rounding is
+stochastic, and reproducible for the same seed, step and parameter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class AdamW(Optimizer):
-    """Decoupled weight decay, as torch.optim.AdamW; state names and meanings are its own."""
+    """AdamW with decoupled weight decay, as torch.optim.AdamW; states have the same names and meanings."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class AdamW(Optimizer):
         super().__init__(params, options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch does it, but for a group with options that cannot be."""
+        """Add a group as torch does, and reject invalid options."""
         super().add_param_group(param_group)
         raise_if(_wrong(self.param_groups[-1]), title="shoal.AdamW")
 
@@ -52,12 +52,12 @@ class AdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Change every parameter that has a gradient. There is no closure: gradients are those that are there."""
+        """Update every parameter that has a gradient. A closure is rejected."""
         if closure is not None:
-            raise ShoalError("shoal.AdamW calls no closure", fix="loss = closure(), and then optimizer.step()")
+            raise ShoalError("shoal.AdamW takes no closure", fix="loss = closure(), and then optimizer.step()")
         divisor, dropped = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         first = self.param_groups[0]
-        first["num_calls"] = first.get("num_calls", 0) + 1  # what is rounded at random is rounded anew each time
+        first["num_calls"] = first.get("num_calls", 0) + 1  # seeds new rounding noise for each call
         for group in self.param_groups:
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
             steps = [self._state(parameter, group)["step"] for parameter in trained]
@@ -72,22 +72,22 @@ class AdamW(Optimizer):
                         self._update(parameter, group, seed, divisor, dropped)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch does it, which brings all moments to the precision of the weights, and leaves counters where they
-        come from. So moments are taken once more, as they were saved; and what torch's AdamW does not say of a group
-        is as this one was made."""
+        """Load a state as torch does, and then correct it. torch casts all moments to the precision of the weights, and
+        leaves counters on their device. So moments are copied again in their own precision. Group options that torch's
+        AdamW does not have keep this optimizer's values."""
         super().load_state_dict(state_dict)
-        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
             for parameter in group["params"]:
-                number = saved.pop(0)
+                number = numbers.pop(0)
                 if parameter not in self.state:
                     continue
-                state, held = self.state[parameter], state_dict["state"][number]
+                state, saved = self.state[parameter], state_dict["state"][number]
                 state["step"] = state["step"].to(to_local(parameter).device, torch.float32, copy=True)
-                for name in ("exp_avg", "exp_avg_sq"):  # laid out as the weights are, too
-                    state[name] = torch.empty_like(parameter, dtype=_dtype_for(parameter, group)).copy_(held[name])
+                for name in ("exp_avg", "exp_avg_sq"):  # in the memory layout of the weights, too
+                    state[name] = torch.empty_like(parameter, dtype=_dtype_for(parameter, group)).copy_(saved[name])
 
     def _state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
@@ -103,8 +103,8 @@ class AdamW(Optimizer):
     ) -> None:
         state = self.state[parameter]
         assert parameter.grad is not None
-        held = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-        weight, gradient, first, second = map(to_local, held)
+        tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+        weight, gradient, first, second = map(to_local, tensors)
         update = Update(
             step=state["step"],
             lr=float(group["lr"]),
@@ -115,7 +115,7 @@ class AdamW(Optimizer):
             divisor=divisor,
             dropped=dropped,
         )
-        # The kernel goes through memory, whatever the places in it mean.
+        # The kernel runs over memory in order, whatever the strides are.
         is_alike = _is_dense(weight) and first.stride() == second.stride() == weight.stride()
         if weight.is_cuda and weight.dtype in _DTYPES.values() and is_alike:
             if gradient.stride() != weight.stride():
@@ -129,8 +129,8 @@ class AdamW(Optimizer):
 
 @contextmanager
 def _streams(parameters: Sequence[Tensor]) -> Iterator[Sequence[AbstractContextManager[Any]]]:
-    """To be taken by turns. On a GPU this stream and another one, so that an update begins while the last programs of
-    the one before it are still at work; who comes afterwards waits for both."""
+    """Yield streams to use alternately. On a GPU these are the current stream and another one, so that an update starts
+    while the last programs of the previous one still run; later work waits for both."""
     devices = {to_local(parameter).device for parameter in parameters}
     if len(devices) != 1 or any(device.type != "cuda" for device in devices):
         yield [nullcontext()]
@@ -151,12 +151,12 @@ def _stream_beside(device: torch.device) -> torch.cuda.Stream:
 
 def _wrong(group: dict[str, Any]) -> Iterator[Problem]:
     if group["states"] not in _DTYPES:
-        yield Problem(f"states is {group['states']!r}", f"states={listed(map(repr, _DTYPES))}")
+        yield Problem(f"states must be {listed(map(repr, _DTYPES))}, got {group['states']!r}", 'states="fp32"')
     for name in ("lr", "eps", "weight_decay"):
         if not float(group[name]) >= 0.0:
-            yield Problem(f"{name} is {group[name]}", f"{name}= a number that is not below 0")
+            yield Problem(f"{name} must be 0 or more, got {group[name]}", f"{name}=0.0")
     if not all(0.0 <= beta < 1.0 for beta in group["betas"]):
-        yield Problem(f"betas is {group['betas']}", "betas=(0.9, 0.95), or others from 0 to below 1")
+        yield Problem(f"betas must be two numbers from 0 to below 1, got {group['betas']}", "betas=(0.9, 0.95)")
 
 
 def _dtype_for(parameter: Tensor, group: dict[str, Any]) -> torch.dtype:
@@ -164,13 +164,13 @@ def _dtype_for(parameter: Tensor, group: dict[str, Any]) -> torch.dtype:
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Whether its numbers lie side by side in memory, in whatever order."""
+    """Whether its numbers are adjacent in memory, in any order."""
     return x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
 
 
 def _seed(seed: int, num_calls: int, parameter: Tensor) -> int:
-    """Of the rounding of one parameter in one step. It knows shapes only, so that copies of one parameter, on other
-    ranks or on other stages, are rounded alike."""
+    """Return the seed of the rounding of one parameter in one step. It depends on shapes only, so that copies of a
+    parameter, on other ranks or stages, are rounded alike."""
     for part in (num_calls, *parameter.shape):
         seed = (seed * 1_000_003 + part) % 2**30
     return seed

@@ -1,4 +1,4 @@
-"""AdamW of one tensor in plain torch: what `adamw_kernel` does in one pass, one operation after the other."""
+"""AdamW of one tensor in plain torch: the computation that `kernels.adamw` does in one pass."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from shoal.numerics.precision import wide
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """All that decides an update, beside the tensors that it changes."""
+    """All inputs of an update, except the tensors that it changes."""
 
     step: Tensor
-    """How many there were, this one included."""
+    """The number of this step, counted from 1."""
     lr: float
     betas: tuple[float, float]
     eps: float
     decay: float
     seed: int
-    """Of the rounding of what is in bfloat16."""
+    """The seed of the rounding to bfloat16."""
     divisor: Tensor | None
-    """What gradients are divided by, and whether nothing is to change: see `numerics.optim.step_scaled`."""
+    """The divisor of gradients; see `numerics.optim.build.step_scaled`."""
     dropped: Tensor | None
 
 
 def update_plainly(weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, update: Update) -> None:
-    """Change a weight and its two moments in place."""
+    """Update a weight and its two moments in place."""
     if update.dropped is not None and bool(update.dropped):
         return
     dtype = wide(weight.dtype)
@@ -41,12 +41,12 @@ def update_plainly(weight: Tensor, gradient: Tensor, first: Tensor, second: Tens
     change = update.lr / correction1 * m / (v.sqrt() / correction2**0.5 + update.eps)
     w = weight.to(dtype) * (1.0 - update.lr * update.decay) - change
     generator = torch.Generator(weight.device).manual_seed(update.seed)
-    for held, value in ((first, m), (second, v), (weight, w)):
-        held.copy_(stochastically_rounded(value, generator) if held.dtype == torch.bfloat16 else value)
+    for stored, value in ((first, m), (second, v), (weight, w)):
+        stored.copy_(stochastically_rounded(value, generator) if stored.dtype == torch.bfloat16 else value)
 
 
 def stochastically_rounded(x: Tensor, generator: torch.Generator) -> Tensor:
-    """float32 → bfloat16, up or down with chances such that the mean is x."""
+    """Convert float32 to bfloat16, up or down with probabilities such that the mean is x."""
     noise = torch.randint(0, 2**16, x.shape, dtype=torch.int32, device=x.device, generator=generator)
     rounded = ((x.contiguous().view(torch.int32) + noise) & -65536).view(torch.float32)
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)

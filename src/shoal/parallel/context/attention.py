@@ -1,14 +1,14 @@
-"""`cp`: the tokens of every sequence divided over ranks, which attend to each other's.
+"""`cp`: the tokens of every sequence divided over ranks, which attend to each other's tokens.
 
-All that a model does between two attentions, it does for each token alone, so a rank can do it for its own. What it
-takes to divide tokens is done here, and never by the user:
+Between two attentions a model computes each token on its own, so a rank can do so for its tokens. This file does
+everything that the division needs, and nothing is left to the user:
 
-    batch    tokens, labels, ... of a sample are cut alike: (B, T) → (B, T/c), in the order that balances the work
-    model    is told at which places of its sequence its tokens are, by the argument that its description names
-    attention  `Attention`, which a model calls in place of torch's `scaled_dot_product_attention`, asks the other ranks
-    loss     is a sum over tokens already (`train.objective`), and gradients are summed over cp as over samples
+    batch      tokens, labels, ... of a sample are cut alike: (B, T) → (B, T/c), in the order that balances the work
+    model      gets the positions of its tokens, in the argument that its description names
+    attention  `Attention`, which a model calls in place of torch's `scaled_dot_product_attention`, attends over ranks
+    loss       is a sum over tokens already (`train.loss`), and gradients are summed over cp as over samples
 
-torch gives `context_parallel`, under which labels have to be shifted, buffers listed and outputs put in order by hand.
+torch has `context_parallel`, which needs shifted labels, listed buffers and outputs reordered by hand.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FASTEST_FIRST = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-"""Of those that take a given shape. On an H200, cuDNN needs 0.64 of the time of flash attention."""
+"""The fastest first, of those that take a given shape. On an H200, cuDNN takes 0.64 of the time of flash attention."""
 BACKENDS: Mapping[Backend, list[SDPBackend]] = {
     "auto": _FASTEST_FIRST,
     **dict(zip(("cudnn", "flash", "efficient", "math"), ([one] for one in _FASTEST_FIRST), strict=True)),
@@ -47,27 +47,29 @@ BACKENDS: Mapping[Backend, list[SDPBackend]] = {
 
 
 class ContextParallel:
-    """The cp group of a rank, and which tokens of a sequence each of its ranks has."""
+    """The cp group of a rank, and the tokens of a sequence that each of its ranks has."""
 
-    def __init__(self, group: dist.ProcessGroup, *, kind: Literal["ring", "ulysses"], wire: torch.device) -> None:
-        self.group, self.kind, self.wire = group, kind, wire
+    def __init__(
+        self, group: dist.ProcessGroup, *, kind: Literal["ring", "ulysses"], comm_device: torch.device
+    ) -> None:
+        self.group, self.kind, self.comm_device = group, kind, comm_device
         self.degree, self.index = group.size(), dist.get_rank(group)
         self.num_tokens: int | None = None
-        """Of the whole sequences that were cut last."""
+        """The length of the full sequences that were cut last."""
 
     def indices(self, num_tokens: int, index: int | None = None, device: torch.device | str = "cpu") -> Tensor:
-        """Where in a sequence of `num_tokens` the tokens of a rank are; of this one, unless another is asked for."""
+        """Return the positions of a rank's tokens in a sequence of `num_tokens`; `index` None: of this rank."""
         order = zigzag if self.kind == "ring" else contiguous
         ranges = order(num_tokens, self.index if index is None else index, self.degree)
         return torch.cat([torch.arange(start, stop, device=device) for start, stop in ranges])
 
     def part(self, x: Tensor, dim: int = 1) -> Tensor:
-        """My tokens of whole sequences."""
+        """Return my tokens of full sequences."""
         self._check(x.shape[dim])
         return x.index_select(dim, self.indices(x.shape[dim], device=x.device))
 
     def join(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The inverse of `part`: whole sequences, from the tokens of all ranks."""
+        """Invert `part`: join the tokens of all ranks to full sequences."""
         joined = all_gather(x, dim, self.group)
         order = torch.cat([self.indices(joined.shape[dim], index, x.device) for index in range(self.degree)])
         return joined.index_select(dim, order.argsort())
@@ -77,12 +79,12 @@ class ContextParallel:
         if num_tokens % chunks:
             around = sorted({max(1, num_tokens // chunks) * chunks, -(-num_tokens // chunks) * chunks})
             raise ShoalError(
-                f"a sequence of {num_tokens} tokens cannot be cut into {chunks} chunks for cp={self.degree}",
-                fix=f"sequences of {' or '.join(map(str, around))} tokens (--data.seq_len), or another cp",
+                f"the sequence length must be divisible by {chunks} for cp={self.degree}, got {num_tokens}",
+                fix=f"--data.seq_len {' or '.join(map(str, around))}, or another cp",
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
-        """One for all parts of a model: groups are not copied."""
+        """Return the same object: all parts of a model share it, and groups cannot be copied."""
         return self
 
 
@@ -100,28 +102,28 @@ class Attention(nn.Module):
         self.context: ContextParallel | None = None
 
     def forward(self, q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Tensor | None = None) -> Tensor:
-        """(B, N, T, H) → (B, N, T, H). `mask` is what a `DocumentMask` has returned, or None."""
+        """(B, N, T, H) → (B, N, T, H). `mask` is the result of a `DocumentMask`, or None."""
         context = self.context
         if context is not None:
             _check_attention(q_BNTH, v_BKTH, mask, context)
         elif mask is not None and not (mask.dtype == torch.bool or mask.is_floating_point()):
             raise ShoalError(
-                f"a mask of {mask.dtype} says which document a token is of, not what it may see",
+                f"a mask must be of booleans or floating-point scores, got {mask.dtype}, as of document numbers",
                 fix="self.mask = shoal.DocumentMask(), and self.attention(q, k, v, self.mask(documents))",
             )
-        if context is None or q_BNTH.is_meta:  # without values there are only shapes, and those are of one rank
+        if context is None or q_BNTH.is_meta:  # meta tensors have one rank's shapes and no values
             own_mask = mask if context is None else None
             return attended(q_BNTH, k_BKTH, v_BKTH, own_mask, causal=self.causal, backend=self.backend)
         if context.kind == "ring":
             out: Tensor = ring_attention(q_BNTH, k_BKTH, v_BKTH, mask, context, causal=self.causal)
         else:
             on_one_device = partial(attended, mask_BTT=mask, causal=self.causal, backend=self.backend)
-            out = ulysses_attention(q_BNTH, k_BKTH, v_BKTH, on_one_device, context.group, context.wire)
+            out = ulysses_attention(q_BNTH, k_BKTH, v_BKTH, on_one_device, context.group, context.comm_device)
         return out
 
 
 class DocumentMask(nn.Module):
-    """From the document of each token to what `Attention` takes as a mask: a token sees its own document only."""
+    """Makes the mask of `Attention` from the document of each token: a token sees its own document only."""
 
     def __init__(self, *, causal: bool = True) -> None:
         super().__init__()
@@ -129,35 +131,36 @@ class DocumentMask(nn.Module):
         self.context: ContextParallel | None = None
 
     def forward(self, documents_BT: Tensor | None) -> Tensor | None:
-        """Once for all layers. A ring makes its masks block by block, and none is of the size of a whole sequence."""
+        """Compute the mask once for all layers. A ring masks block by block, and never allocates a full mask."""
         if documents_BT is None or (self.context is not None and self.context.kind == "ring"):
             return documents_BT
         return same_document(documents_BT, causal=self.causal)
 
 
 def _check_attention(q_BNTH: Tensor, v_BKTH: Tensor, mask: Tensor | None, context: ContextParallel) -> None:
-    """What one device can do, and ranks that divide the tokens cannot."""
+    """Reject what works on one device, but not with divided tokens."""
     own = None if context.num_tokens is None else context.num_tokens // context.degree
     if own is not None and q_BNTH.shape[2] != own and q_BNTH.shape[1] == own and not q_BNTH.is_meta:
         raise ShoalError(
-            f"attention takes (samples, heads, tokens, features), and queries of shape {tuple(q_BNTH.shape)} have their"
-            f" {own} tokens where heads belong",
+            f"attention must be called with (samples, heads, tokens, features), got queries of shape"
+            f" {tuple(q_BNTH.shape)}, with {own} tokens in the place of heads",
             fix="q, k, v = (x.transpose(1, 2) for x in (q, k, v))",
         )
     if v_BKTH.shape[-1] != q_BNTH.shape[-1]:
         raise ShoalError(
-            f"values of {v_BKTH.shape[-1]} features and queries of {q_BNTH.shape[-1]} cannot travel in one message",
-            fix=f"as many features in both, or cp=1 instead of cp={context.degree}",
+            f"values and queries must have equally many features under cp={context.degree}, got {v_BKTH.shape[-1]} and"
+            f" {q_BNTH.shape[-1]}",
+            fix="cp=1, or as many features in both",
         )
     if context.kind == "ulysses" and q_BNTH.shape[1] % context.degree:
         raise ShoalError(
-            f"ulysses deals {q_BNTH.shape[1]} heads to cp={context.degree} ranks, which does not come out even",
+            f"the number of heads must be divisible by cp={context.degree} under ulysses, got {q_BNTH.shape[1]}",
             fix="ring instead of ulysses, or a cp that divides the heads",
         )
     is_documents = mask is not None and mask.dim() == 2 and mask.dtype != torch.bool and not mask.is_floating_point()
     if context.kind == "ring" and mask is not None and not is_documents:
         raise ShoalError(
-            f"a ring makes its masks from documents, and cannot use a mask of shape {tuple(mask.shape)}",
+            f"ring attention builds its masks from documents, got a mask of shape {tuple(mask.shape)}",
             fix="shoal.DocumentMask, or ulysses instead of ring",
         )
 
@@ -171,9 +174,9 @@ def attended(
     causal: bool,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Softmax attention of every query head to the key/value head that it shares with its neighbours."""
+    """Attend with every query head to the key/value head that it shares."""
     if q_BNTH.is_cuda and q_BNTH.dtype == torch.float32:
-        # torch's float32 kernel for CUDA knows no shared heads; asked for them, torch writes down all T x T scores.
+        # torch's float32 kernel for CUDA has no shared heads; torch would fall back to all T x T scores in memory.
         k_BKTH, v_BKTH = (for_every_head(x, q_BNTH.shape[1]) for x in (k_BKTH, v_BKTH))
     mask_B1TT = None if mask_BTT is None else mask_BTT[:, None]
     is_half = q_BNTH.dtype in (torch.bfloat16, torch.float16)
@@ -188,14 +191,14 @@ def attended(
 
 
 def same_document(documents_BT: Tensor, *, causal: bool = True) -> Tensor:
-    """mask_BTT: whether the token of a row may see the token of a column, which is in the same document and, if
+    """Return mask_BTT: whether the token of a row may see the token of a column, which is in the same document and, if
     causal, not later."""
     mask_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
     return mask_BTT.tril() if causal else mask_BTT
 
 
 def positions_in_documents(documents_BT: Tensor) -> Tensor:
-    """How many tokens of its own document come before each token. A document is in one piece."""
+    """Return how many tokens of its own document precede each token. A document is contiguous."""
     places_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
     begins_BT = torch.ones_like(documents_BT, dtype=torch.bool)
     begins_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
@@ -206,11 +209,11 @@ def positions_in_documents(documents_BT: Tensor) -> Tensor:
 
 
 def divide(model: nn.Module, description: Description, context: ContextParallel, *, is_compiled: bool = False) -> None:
-    """Let the attentions of a model ask the other ranks, and tell the model where its tokens are."""
+    """Make the attentions of a model attend over ranks, and pass the model the positions of its tokens."""
     modules = [module for module in model.modules() if isinstance(module, Attention | DocumentMask)]
     if len({module.causal for module in modules}) > 1:
         raise ShoalError(
-            "some of the model's Attention and DocumentMask are causal and some are not: a ring could not obey both",
+            "Attention and DocumentMask of a model must all be causal or all not under ring attention, got both",
             fix="the same causal= for all of them",
         )
     for module in modules:
@@ -227,18 +230,18 @@ def divide(model: nn.Module, description: Description, context: ContextParallel,
             return arguments, options
         _check_call(first, documents, context)
         places = _places(first, documents if description.positions_restart else None, context)
-        if name not in signature.parameters:  # it is one of **options
+        if name not in signature.parameters:  # it is part of **options
             return arguments, {**options, name: places}
         bound.arguments[name] = places
         return bound.args, bound.kwargs
 
     model.register_forward_pre_hook(tell, with_kwargs=True)
-    if not is_compiled:  # for which every hook that comes and goes is another model
+    if not is_compiled:  # a compiler recompiles whenever a hook is added or removed
         _expect_calls(model, [module for module in modules if isinstance(module, Attention)])
 
 
 def _expect_calls(model: nn.Module, attentions: list[Attention]) -> None:
-    """Refuse a model whose first forward went by all of them: its tokens have seen only those of their own rank."""
+    """Reject a model whose first forward calls none of them: its tokens would see only their own rank's."""
     calls: list[int] = []
     hooks = [attention.register_forward_pre_hook(lambda *_: calls.append(1)) for attention in attentions]
 
@@ -247,7 +250,8 @@ def _expect_calls(model: nn.Module, attentions: list[Attention]) -> None:
             hooks.pop().remove()
         if attentions and not calls:
             raise ShoalError(
-                "the model has a shoal.Attention and did not call it: under cp a token would see its own rank's only",
+                "the model must call its shoal.Attention, got a forward without a call: under cp a token would see only"
+                " its own rank's tokens",
                 fix="self.attention(q, k, v) in place of scaled_dot_product_attention(q, k, v)",
             )
 
@@ -255,45 +259,45 @@ def _expect_calls(model: nn.Module, attentions: list[Attention]) -> None:
 
 
 def _places(tokens_BT: Tensor, documents_BT: Tensor | None, context: ContextParallel) -> Tensor:
-    """Where in its sequence, or in its document, each of this rank's tokens is."""
+    """Return the position of each of this rank's tokens in its sequence, or in its document."""
     if documents_BT is not None:
         return context.part(positions_in_documents(documents_BT))
     return context.indices(tokens_BT.shape[1] * context.degree, device=tokens_BT.device)[None]
 
 
 def _check_call(tokens: Tensor, documents: Any, context: ContextParallel) -> None:
-    whole = context.num_tokens
-    if whole is None and not tokens.is_meta:
+    num_total = context.num_tokens
+    if num_total is None and not tokens.is_meta:
         raise ShoalError(
-            f"under cp={context.degree} the model is called with the rank's own tokens, and no batch was cut yet",
-            fix="call it with what run.batches, run.microbatches or run.own_tokens(batch) has given",
+            f"under cp={context.degree} the model must be called with this rank's tokens, but no batch was cut yet",
+            fix="model(run.own_tokens(batch)), or a batch of run.batches or run.microbatches",
         )
-    if whole is not None and tokens.shape[1] * context.degree != whole:
+    if num_total is not None and tokens.shape[1] * context.degree != num_total:
         raise ShoalError(
-            f"under cp={context.degree} this rank has {whole // context.degree} of the last batch's {whole} tokens, but"
-            f" the model is called with {tokens.shape[1]}",
-            fix="call it with what run.batches, run.microbatches or run.own_tokens(batch) has given",
+            f"under cp={context.degree} the model must be called with {num_total // context.degree} of the last batch's"
+            f" {num_total} tokens, got {tokens.shape[1]}",
+            fix="model(run.own_tokens(batch)), or a batch of run.batches or run.microbatches",
         )
-    if isinstance(documents, Tensor) and whole is not None and documents.shape[1] != whole:
+    if isinstance(documents, Tensor) and num_total is not None and documents.shape[1] != num_total:
         raise ShoalError(
-            f"documents have to be whole, for all {whole} tokens, and these are for {documents.shape[1]}",
+            f"documents must cover all {num_total} tokens, got {documents.shape[1]}",
             fix="batches that are mappings, with the documents under the name of the model's argument",
         )
 
 
 CUT = "_is_cut_for_shoal"
-"""Marks a tensor as a rank's own tokens, so that nobody cuts it again."""
+"""Marks a tensor as a rank's own tokens, so that it is not cut again."""
 
 
 def cut_batch(batch: Any, description: Description, context: ContextParallel) -> Any:
-    """A rank's tokens of every tensor in a batch whose second dim are tokens. Documents stay whole: every token's mask
-    is made of others'. What has been cut stays as it is."""
+    """Return a rank's tokens of every tensor in a batch whose second dim is tokens. Documents stay full: a token's mask
+    depends on other tokens'. Tensors that were cut already stay unchanged."""
     if any(hasattr(x, CUT) for x in _tensors(batch)):
         return batch
     num_tokens = _num_tokens(batch)
     if description.max_tokens is not None and num_tokens > description.max_tokens:
         raise ShoalError(
-            f"a sequence of {num_tokens} tokens is longer than the {description.max_tokens} that the model takes",
+            f"a sequence must have at most the model's {description.max_tokens} tokens, got {num_tokens}",
             fix=f"max_sequence: {num_tokens} for the model, or shorter sequences",
         )
     context.num_tokens = num_tokens
@@ -301,7 +305,7 @@ def cut_batch(batch: Any, description: Description, context: ContextParallel) ->
 
 
 def mark_cut(batch: Any, context: ContextParallel) -> None:
-    """Of a batch that was made of one that had been cut: copied to a device, say. What has as many tokens is cut."""
+    """Mark a batch that was derived from one that had been cut, such as its copy on a device, by its token counts."""
     for x in _tensors(batch):
         if x.dim() > 1 and x.shape[1] * context.degree == context.num_tokens:
             setattr(x, CUT, True)
@@ -321,12 +325,12 @@ def _cut(value: Any, num_tokens: int, documents: str | None, context: ContextPar
 
 
 def _num_tokens(batch: Any) -> int:
-    """The second dim of the labels, if there are such; else of the first tensor that has two."""
+    """Return the second dim of the labels if there are any, else of the first tensor with two dims."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     candidates = [x for x in (labels, *_tensors(batch)) if isinstance(x, Tensor) and x.dim() > 1]
     if not candidates:
         raise ShoalError(
-            "context parallelism divides the tokens of a batch, and no tensor of this one has any",
+            "context parallelism needs a tensor of (samples, tokens, ...) in the batch, got none",
             fix="batches of (samples, tokens, ...), or cp=1",
         )
     return int(candidates[0].shape[1])

@@ -1,1 +1,1 @@
-"""`dp_replicate` and `dp_shard`: DDP, FSDP2, gradient buckets of our own, local SGD."""
+"""`dp_replicate` and `dp_shard`: DDP, FSDP2, bucketed gradient averaging, local SGD."""

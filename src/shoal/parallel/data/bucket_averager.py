@@ -1,11 +1,13 @@
-"""Tensors of a model, averaged over replicas in buckets that travel in two lanes, each with a thread and connections of
-its own: while one encodes, the link is the other's.
+"""Average tensors of a model over replicas in buckets, with two communication threads.
 
-    lane 0    encode b0 ── send ──── decode │ encode b2 ── send ──── ...
-    lane 1           encode b1 ──── send ──── decode │ ...
+Each thread has its own connections. While one encodes a bucket, the other uses the link:
 
-torch's DDP has buckets of its own, whose borders move after the first step; what is owed to a gradient, and the noise
-of its rounding, would move with them. These are cut once, in the reverse order of the model, which is about the order
+    thread 0    encode b0 ── send ──── decode │ encode b2 ── send ──── ...
+    thread 1           encode b1 ──── send ──── decode │ ...
+         [1] pack  [2] submit in bucket order  [3] average on a stream of its own  [4] wait in `means`
+
+torch's DDP moves the borders of its buckets after the first step. The residual of a gradient, and the noise of its
+rounding, would move with them. These buckets are cut once, in the reverse order of the model, which is about the order
 in which a backward fills them.
 """
 
@@ -30,49 +32,49 @@ from shoal.numerics.local_tensor import gradient_of, to_local
 
 @dataclass
 class CommThreads:
-    """Ways to the same replicas, each with a thread. What begins first in a lane on one rank has to on all."""
+    """Transports to the same replicas, each with a thread. All ranks must submit to a thread in the same order."""
 
-    wires: Sequence[Transport]
-    """They count together."""
+    transports: Sequence[Transport]
+    """They share one `Sent`."""
     why: str = ""
-    """They send by the algorithm that they do."""
+    """Why this algorithm was chosen."""
 
     def __post_init__(self) -> None:
-        self._lanes = [_CommThread(wire) for wire in self.wires]
+        self._threads = [_CommThread(transport) for transport in self.transports]
 
     @property
     def rank(self) -> int:
-        """Which replica this is."""
-        return self.wires[0].rank
+        """The index of this replica."""
+        return self.transports[0].rank
 
     @property
     def size(self) -> int:
-        """How many there are."""
-        return self.wires[0].size
+        """The number of replicas."""
+        return self.transports[0].size
 
     @property
     def sent(self) -> Sent:
-        """By all lanes."""
-        return self.wires[0].sent
+        """Bytes and times of all threads."""
+        return self.transports[0].sent
 
     def submit(self, number: int, do: Callable[..., None], *arguments: Any) -> Future[None]:
-        """Call with a wire, and whatever else, in the thread of a lane."""
-        return self._lanes[number % len(self._lanes)].submit(do, *arguments)
+        """Call `do` with a transport and the arguments in one of the threads."""
+        return self._threads[number % len(self._threads)].submit(do, *arguments)
 
     def close(self) -> None:
-        """Let the threads end when they have done what they were given."""
-        for lane in self._lanes:
-            lane.close()
+        """End the threads after their queued work."""
+        for thread in self._threads:
+            thread.close()
 
 
 class _CommThread:
-    """One thread. It is no reason for a process to stay: one that fails while a peer is late would wait for it."""
+    """One daemon thread: a process that fails while a peer is late must not wait for it."""
 
-    def __init__(self, wire: Transport) -> None:
-        self.wire = wire
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
         self._calls: queue.SimpleQueue[tuple[Future[None], Callable[..., None], tuple[Any, ...]] | None]
         self._calls = queue.SimpleQueue()
-        threading.Thread(target=self._work, name="shoal-lane", daemon=True).start()
+        threading.Thread(target=self._work, name="shoal-comm", daemon=True).start()
 
     def submit(self, do: Callable[..., None], *arguments: Any) -> Future[None]:
         done: Future[None] = Future()
@@ -86,7 +88,7 @@ class _CommThread:
         while (call := self._calls.get()) is not None:
             done, do, arguments = call
             try:
-                do(self.wire, *arguments)
+                do(self.transport, *arguments)
             except BaseException as error:
                 done.set_exception(error)
             else:
@@ -95,62 +97,62 @@ class _CommThread:
 
 @dataclass
 class InFlightBucket:
-    """A bucket of a model, and what of it is on its way."""
+    """A bucket of a model's parameters, and its average in flight."""
 
     number: int
     seed: int
-    """Of its first tensor's name: the same wherever those tensors are."""
+    """Hash of its first tensor's name: the same on every layout."""
     names: list[str]
     parameters: list[nn.Parameter]
-    bucket: Bucket
+    state: Bucket
     flat: Tensor | None = None
-    """What travels; the mean, when `done` is."""
+    """The data in flight; the mean, once `done` is."""
     done: Future[None] | None = None
     before: Tensor | None = None
-    """What was owed before it was sent off; None: nobody has asked to keep it."""
+    """The residual before the step; None: not saved."""
 
     def keep_residual(self) -> None:
-        """Keep what is owed now, for a step that may be dropped."""
-        residual = self.bucket.residual
+        """Save the residual, for a step that may be dropped."""
+        residual = self.state.residual
         self.before = residual.clone() if residual is not None else None
 
-    def judged(self, is_applied: Tensor | bool) -> None:
-        """The step was made, or dropped: then what was owed to it is owed to the next. As a number on the device, if it
-        was judged there."""
-        before, residual, self.before = self.before, self.bucket.residual, None
+    def commit(self, is_applied: Tensor | bool) -> None:
+        """Keep the new residual if the step was applied, else restore the saved one. `is_applied` may be a number on
+        the device."""
+        before, residual, self.before = self.before, self.state.residual, None
         if before is None or residual is None or is_applied is True:
             return
         was_made = torch.as_tensor(is_applied, device=residual.device) > 0
         residual.copy_(torch.where(was_made, residual, before))
 
     def gradients(self) -> list[Tensor]:
-        """Of this replica; zeros, where there is none."""
+        """Return this replica's gradients; zeros where there is none."""
         return [gradient_of(parameter) for parameter in self.parameters]
 
     def means(self) -> list[Tensor]:
-        """What has arrived, waiting for it: a view for each tensor."""
+        """[4] Wait for the average; return a view for each tensor."""
         assert self.done is not None
         assert self.flat is not None
         self.done.result()
-        return self.bucket.pieces(self.flat)
+        return self.state.pieces(self.flat)
 
 
 @dataclass
 class BucketAverager:
-    """What averages tensors that are like a model's parameters."""
+    """Averages tensors that have the shapes of a model's parameters."""
 
     named: Mapping[str, nn.Parameter]
-    lanes: CommThreads
+    comm_threads: CommThreads
     average: Average
     bucket_bytes: int
     seed: int
     kind_of: Callable[[str], object] = field(default=lambda name: None)
-    """Parameters of different kinds are never encoded together. Of those that other ranks hold too, what arrives has to
-    be the same there, and not depend on neighbours that differ."""
-    loads: list[InFlightBucket] = field(init=False)
+    """Parameters of different kinds are never encoded together. The mean of a parameter that other ranks also have must
+    be the same there, and must not depend on neighbours that differ."""
+    buckets: list[InFlightBucket] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.loads = [
+        self.buckets = [
             InFlightBucket(
                 number, _seed(pairs[0][0]), [name for name, _ in pairs], [p for _, p in pairs], self._new_bucket(pairs)
             )
@@ -159,43 +161,54 @@ class BucketAverager:
 
     @torch.no_grad()
     def begin(
-        self, load: InFlightBucket, tensors: Sequence[Tensor], step: int, *, is_exact: bool = False, pays: bool = False
+        self,
+        bucket: InFlightBucket,
+        tensors: Sequence[Tensor],
+        step: int,
+        *,
+        is_exact: bool = False,
+        flush: bool = False,
     ) -> None:
-        """Send off one tensor for each parameter of a bucket; `is_exact`: as they are; `pays`: and with them, as it is,
-        everything that is owed. They are copied first."""
-        flat = load.flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        if pays and load.bucket.residual is not None:
-            flat += load.bucket.residual
-            load.bucket.residual.zero_()
-        place = (self.seed, step, load.seed)
-        seeds = Seeds(hashed_number(*place), hashed_number(*place, self.lanes.rank + 1))
-        packed = torch.cuda.current_stream(flat.device).record_event() if flat.is_cuda else None
-        average = AllReduce() if is_exact or pays else self.average
-        load.done = self.lanes.submit(load.number, _travel, average, load.bucket, flat, seeds, packed)
+        """Start to average one tensor per parameter of a bucket, from a copy.
+
+        `is_exact`: uncompressed. `flush`: uncompressed and with the residual, which becomes zero.
+        """
+        flat = bucket.flat = torch.cat([tensor.reshape(-1) for tensor in tensors])  # [1]
+        if flush and bucket.state.residual is not None:
+            flat += bucket.state.residual
+            bucket.state.residual.zero_()
+        # Seeds depend on the bucket's name, not on its number: so a layout with other buckets draws the same noise.
+        place = (self.seed, step, bucket.seed)
+        seeds = Seeds(hashed_number(*place), hashed_number(*place, self.comm_threads.rank + 1))
+        packed = (
+            torch.cuda.current_stream(flat.device).record_event() if flat.is_cuda else None
+        )  # the thread waits for it
+        average = AllReduce() if is_exact or flush else self.average
+        bucket.done = self.comm_threads.submit(bucket.number, _travel, average, bucket.state, flat, seeds, packed)
 
     @torch.no_grad()
-    def hand_back(self, load: InFlightBucket) -> None:
-        """Make what has arrived the gradients of a bucket's parameters, waiting for it."""
-        for parameter, mean in zip(load.parameters, load.means(), strict=True):
+    def hand_back(self, bucket: InFlightBucket) -> None:
+        """Wait for the average, and make it the gradients of the bucket's parameters."""
+        for parameter, mean in zip(bucket.parameters, bucket.means(), strict=True):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             to_local(parameter.grad).copy_(mean)
 
     def residuals(self) -> Iterator[tuple[str, Tensor]]:
-        """What is owed to each tensor, in its place; nothing, if everything travels."""
-        for load in self.loads:
-            if load.bucket.residual is not None:
-                yield from zip(load.names, load.bucket.pieces(load.bucket.residual), strict=True)
+        """Yield the residual of each tensor; none, if the method has none."""
+        for bucket in self.buckets:
+            if bucket.state.residual is not None:
+                yield from zip(bucket.names, bucket.state.pieces(bucket.state.residual), strict=True)
 
     def narrow(self) -> Iterator[tuple[str, Tensor]]:
-        """The narrow matrices that the next step begins with (PowerSGD)."""
-        for load in self.loads:
-            for name, matrix in zip(load.names, load.bucket.narrow, strict=False):
+        """Yield the narrow matrices that the next step starts with (PowerSGD)."""
+        for bucket in self.buckets:
+            for name, matrix in zip(bucket.names, bucket.state.narrow, strict=False):
                 if matrix is not None:
                     yield name, matrix
 
     def _cut(self) -> Iterator[list[tuple[str, nn.Parameter]]]:
-        """The parameters from the last to the first, in buckets of one type and one kind."""
+        """Yield parameters from the last to the first, in buckets of one dtype and one kind."""
         open_ones: dict[object, list[tuple[str, nn.Parameter]]] = {}
         sizes: dict[object, int] = {}
         for name, parameter in reversed(list(self.named.items())):
@@ -218,17 +231,17 @@ class BucketAverager:
 
 @torch.no_grad()
 def _travel(
-    wire: Transport, average: Average, bucket: Bucket, flat: Tensor, seeds: Seeds, packed: torch.cuda.Event | None
+    transport: Transport, average: Average, bucket: Bucket, flat: Tensor, seeds: Seeds, packed: torch.cuda.Event | None
 ) -> None:
-    """In the thread of a lane."""
+    """[3] Average in a communication thread."""
     if packed is None:
-        average(flat, bucket, wire, seeds)
+        average(flat, bucket, transport, seeds)
         return
-    # A stream of its own: on that of the backward, what travels would wait for what is still to be computed.
+    # A separate stream: on that of the backward, communication would wait for computation that is already queued.
     stream = torch.cuda.Stream(flat.device)
     with torch.cuda.stream(stream):
         packed.wait(stream)
-        average(flat, bucket, wire, seeds)
+        average(flat, bucket, transport, seeds)
         stream.synchronize()
 
 
@@ -236,10 +249,10 @@ def _seed(name: str) -> int:
     return hashed_number(*name.encode()) >> 1
 
 
-def make_equal(module: nn.Module, wire: Transport) -> None:
-    """Give all replicas the tensors of the first, whatever each was made with."""
+def make_equal(module: nn.Module, transport: Transport) -> None:
+    """Broadcast the tensors of the first replica to all."""
     with torch.no_grad():
         for tensor in [*module.parameters(), *module.buffers()]:
-            there = tensor.detach().to(wire.device).contiguous()
-            dist.broadcast(there, group=wire.group, group_src=0)
+            there = tensor.detach().to(transport.device).contiguous()
+            dist.broadcast(there, group=transport.group, group_src=0)
             tensor.copy_(there)

@@ -1,16 +1,17 @@
-"""`dp_replicate`, and `cp` where nothing is sharded: every rank holds the whole model and sees its own samples (or its
-tokens of them); gradients are averaged once per step.
+"""`dp_replicate`, and `cp` where nothing is sharded: every rank has the full model and its own samples (or its tokens
+of them); gradients are averaged once per step.
 
 torch gives `DistributedDataParallel`. It averages over ranks and synchronises at every backward. The loss law wants a
-sum over the *global* batch, and accumulation wants one synchronisation per step: `shoal.train.run` scales the loss of
-each microbatch for the first, `synchronised` below does the second.
+sum over the *global* batch, and accumulation wants one synchronisation per step: `shoal.train.loss.global_loss` scales
+the loss of each microbatch for the first, `DDPSync` below does the second.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.comm.collectives import all_reduce_together
 from shoal.comm.replicas.overlap import Overlap
 from shoal.errors import ShoalError
+from shoal.numerics.local_tensor import to_local
+from shoal.parallel.data.gradient_sync import NOTHING, GradientSync
 from shoal.predict.exact.traffic import BUCKET_BYTES
 
 
@@ -31,11 +34,11 @@ def replicate(
     device: torch.device,
     bucket_mb: float | None,
     find_unused_parameters: bool,
-) -> nn.Module:
+) -> tuple[nn.Module, GradientSync]:
     """The module with its gradients averaged over its replicas; with one, or nothing to train, the module itself."""
     if peers is None or not any(parameter.requires_grad for parameter in module.parameters()):
-        return module
-    return DistributedDataParallel(
+        return module, GradientSync()
+    replicated = DistributedDataParallel(
         module,
         device_ids=[device] if device.type == "cuda" else None,
         process_group=peers,
@@ -44,31 +47,43 @@ def replicate(
         gradient_as_bucket_view=True,  # no second copy of the gradients
         **_buffers_stay_local(),
     )
+    return replicated, DDPSync(replicated)
 
 
 TIMED_EVERY = 10
-"""Steps. To take the times of each of them took 2 % of a step of 30 ms, and a hook in Python, which takes the
-interpreter's lock from the backward, 4 % (measured, Intel Xeon, two ranks)."""
+"""Steps. Timing each step took 2 % of a step of 30 ms, and a hook in Python, which takes the GIL from the backward, 4 %
+(measured, Intel Xeon, two ranks)."""
 _NEVER = 2**31 - 1
 
 
-def hidden_of(module: nn.Module, step: int) -> Overlap | None:
-    """The gradients that DDP sent in this step, counted from 0: how long, and how much the backward hid. None: not
-    measured. Call it after every step: it also switches the timers of torch's reducer for the next one."""
-    if not isinstance(module, DistributedDataParallel) or module.device_type != "cpu":
-        return None  # the timers of a GPU would have to be waited for
-    numbers = _timers(module) if _is_timed(step) else None  # before the rate changes: torch asks it here, too
-    module._set_ddp_runtime_logging_sample_rate(1 if _is_timed(step + 1) else _NEVER)  # the first ten it times anyway
-    if numbers is None:
-        return None
-    seconds = numbers.get("backward_comm_time", 0) * 1e-9
-    degree = module.process_group.size()
-    sent = 2 * (degree - 1) * numbers["total_parameter_size_bytes"] // degree
-    return Overlap(seconds, seconds - numbers.get("backward_compute_comm_overlap_time", 0) * 1e-9, sent)
+@dataclass
+class DDPSync(GradientSync):
+    """torch's DDP averages gradients over replicas, once a step."""
+
+    module: DistributedDataParallel
+
+    def microbatch(self, is_last: bool) -> AbstractContextManager[None]:
+        """Gradients are averaged only in the backward of the step's last microbatch."""
+        return NOTHING if is_last else self.module.no_sync()
+
+    def measured_overlap(self, step: int) -> Overlap | None:
+        """The gradients that DDP sent in this step. Call it after every step: it also switches the timers of torch's
+        reducer for the next one."""
+        module = self.module
+        if module.device_type != "cpu":
+            return None  # the timers of a GPU would have to be waited for
+        numbers = _timers(module) if _is_timed(step) else None  # before the rate changes: torch asks it here, too
+        module._set_ddp_runtime_logging_sample_rate(1 if _is_timed(step + 1) else _NEVER)  # but for the first ten
+        if numbers is None:
+            return None
+        seconds = numbers.get("backward_comm_time", 0) * 1e-9
+        degree = module.process_group.size()
+        sent = 2 * (degree - 1) * numbers["total_parameter_size_bytes"] // degree
+        return Overlap(seconds, seconds - numbers.get("backward_compute_comm_overlap_time", 0) * 1e-9, sent)
 
 
 def _is_timed(step: int) -> bool:
-    """The first step, and every tenth: 1, 10, 20, ... as metrics count them."""
+    """Whether to time a step: the first and every tenth (1, 10, 20, ... as metrics count them)."""
     return step == 0 or (step + 1) % TIMED_EVERY == 0
 
 
@@ -80,22 +95,28 @@ def _timers(module: DistributedDataParallel) -> dict[str, int]:
 
 
 def _buffers_stay_local() -> dict[str, Any]:
-    """No collective for buffers in every forward: `batch_norm.RunningStatistics` makes them equal.
+    """Disable DDP's collective for buffers in every forward: `batch_norm.RunningStatistics` makes them equal.
 
-    torch 2.13 has a new word for it, and the same word does not exist in 2.11.
+    torch 2.13 renamed the argument, and 2.11 does not have the new name.
     """
     words = inspect.signature(DistributedDataParallel).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in words else "broadcast_buffers": False}
 
 
-@contextmanager
-def synchronised(module: nn.Module, is_last: bool) -> Iterator[None]:
-    """Forward and backward inside synchronise gradients only if this microbatch is the step's last."""
-    if is_last or not isinstance(module, DistributedDataParallel):
-        yield
-    else:
-        with module.no_sync():
-            yield
+@dataclass
+class StageSync(GradientSync):
+    """Gradients of a pipeline's stages, whose backwards DDP cannot follow, are averaged over replicas after them."""
+
+    named: Mapping[str, nn.Parameter]
+    group: dist.ProcessGroup
+
+    @torch.no_grad()
+    def finish_gradients(self, step: int) -> None:
+        """Average all of them; every replica brings as many, used or not."""
+        for parameter in self.named.values():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        average_gradients([to_local(p.grad) for p in self.named.values() if p.grad is not None], self.group)
 
 
 @torch.no_grad()
@@ -112,10 +133,10 @@ def average_gradients(gradients: list[Tensor], group: dist.ProcessGroup) -> None
 
 
 def explain_unused(error: RuntimeError) -> None:
-    """torch's words about parameters without a gradient name an argument that a user of shoal cannot reach."""
+    """Replace torch's message about unused parameters, which names an argument that a user of shoal cannot reach."""
     if "find_unused_parameters" in str(error):
         raise ShoalError(
-            "some parameters had no part in the loss of the last step, and the ranks wait for their gradients",
+            "every parameter must take part in the loss of a step, got some without a gradient in the last step",
             fix="find_unused_parameters=True (--run.find_unused_parameters true),"
             " or requires_grad_(False) for what is never used",
         ) from error

@@ -1,8 +1,8 @@
 """`zero` 1 to 3: optimizer state, gradients and parameters divided over the ranks of `dp_shard`.
 
-torch gives `fully_shard` (FSDP2): every rank keeps 1/N of each parameter, of its gradient and of its optimizer state; a
-*unit* (a block) is gathered when it is about to compute. The three stages of ZeRO are three ways to use it. What a rank
-holds (P: bytes of all parameters, N: degree, A: Adam's state) and sends per microbatch, m microbatches a step:
+torch has `fully_shard` (FSDP2): every rank keeps 1/N of each parameter, of its gradient and of its optimizer state; a
+*unit* (a block) is gathered before it computes. The three stages of ZeRO are three ways to use it. Memory of a rank
+(P: bytes of all parameters, N: degree, A: Adam's state) and traffic per microbatch, m microbatches a step:
 
 zero   between forward and backward   gradients   optimizer   gathered             gradients reduced
 1      gathered                       P           A/N         once a step          once a step
@@ -10,7 +10,7 @@ zero   between forward and backward   gradients   optimizer   gathered          
 3      sharded, P/N                   P/N         A/N         twice a microbatch   every microbatch
 
 With `dp_replicate` as well (HSDP), shards of the gradients are summed over the replicas at the step's last microbatch.
-In a pipeline several microbatches are on their way at once: parameters stay gathered for the step and gradients are
+In a pipeline several microbatches are in flight at once: parameters stay gathered for the step and gradients are
 reduced at its end, as under zero=1, whatever the stage.
 """
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,35 +28,36 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.numerics.local_tensor import is_fsdp
+from shoal.parallel.data.gradient_sync import GradientSync
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 DEFAULT_UNITS = 16
-"""Into about how many units a model without a description is cut."""
+"""Approximate number of units of a model without a description."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharding:
-    """How a model is sharded: over which ranks, which stage of ZeRO, in which precision, and where shards live."""
+    """How to shard a model: over which ranks, by which ZeRO stage, in which precision, and on which device."""
 
     mesh: DeviceMesh
     """One axis, or two: replicas outside, shards inside."""
     zero: int
     compute_dtype: torch.dtype | None = None
-    """What parameters are gathered and used in. None: as they are."""
+    """The dtype in which parameters are gathered and used. None: their own."""
     reduce_dtype: torch.dtype | None = None
-    """What gradients are reduced in. None: as they are."""
+    """The dtype in which gradients are reduced. None: their own."""
     offloads_parameters: bool = False
     keeps_gathered: bool = False
-    """Whether parameters stay gathered for a whole step, as a pipeline needs it."""
+    """Whether parameters stay gathered for a full step, as a pipeline needs it."""
 
     def shard(self, module: nn.Module | list[nn.Module], *, is_last: bool = False) -> None:
-        """Make one unit of a module, or of several that are used together. `is_last`: the forward ends with it, and
-        the backward begins with it: to let go of it in between would be in vain."""
+        """Make one unit of a module, or of several that are used together. `is_last`: the forward ends and the backward
+        begins with it, so it is not resharded in between."""
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-        # Of a layer that ends in a view, which FSDP2 fears may be changed in place; `verify` shows that none is.
+        # FSDP2 warns that a layer's output, a view, might be changed in place; `verify` shows that none is.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         fully_shard(
             module,
@@ -65,27 +66,44 @@ class Sharding:
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=self.compute_dtype,
                 reduce_dtype=self.reduce_dtype,
-                cast_forward_inputs=False,  # what activations are computed in is autocast's business, as on one device
+                cast_forward_inputs=False,  # autocast decides the dtype of activations, as on one device
             ),
             offload_policy=CPUOffloadPolicy() if self.offloads_parameters else OffloadPolicy(),
         )
 
 
-@contextmanager
-def synchronised(module: nn.Module, is_last: bool, *, zero: int) -> Iterator[None]:
-    """Backward inside reduces gradients, and lets go of gathered parameters, as this stage of ZeRO says."""
-    if not is_fsdp(module):
-        yield
-        return
-    _set(module, is_last=is_last, zero=zero)
-    try:
-        yield
-    finally:
-        _set(module, is_last=True, zero=zero)
+@dataclass
+class FSDPSync(GradientSync):
+    """FSDP2 reduces gradients to shards, as the stage of ZeRO says."""
+
+    models: Sequence[nn.Module]
+    """The model; in a pipeline, those of this rank's stages."""
+    zero: int
+
+    def microbatch(self, is_last: bool) -> AbstractContextManager[None]:
+        """The backward reduces gradients, and lets go of gathered parameters, as this stage of ZeRO says."""
+        return self._microbatch(is_last)
+
+    @contextmanager
+    def _microbatch(self, is_last: bool) -> Iterator[None]:
+        (root,) = self.models  # a pipeline has no microbatches of a script's own
+        assert is_fsdp(root)
+        _set(root, is_last=is_last, zero=self.zero)
+        try:
+            yield
+        finally:
+            _set(root, is_last=True, zero=self.zero)
+
+    def release(self) -> None:
+        """Let go of everything that is gathered."""
+        for model in self.models:
+            for unit in model.modules():
+                if is_fsdp(unit):
+                    unit.reshard()
 
 
 def _set(module: FSDPModule, *, is_last: bool, zero: int) -> None:
-    """Each of these walks over all units, so it is done only where something changes."""
+    """Set flags only if they change: each call walks over all units."""
     wanted = (is_last or zero >= 2, is_last, is_last or zero == 3)
     if getattr(module, "_last_set", (True, True, True)) != wanted:
         module.set_requires_gradient_sync(wanted[0])
@@ -94,22 +112,15 @@ def _set(module: FSDPModule, *, is_last: bool, zero: int) -> None:
         setattr(module, "_last_set", wanted)  # noqa: B010  (an attribute of ours on a module of torch)
 
 
-def reshard(module: nn.Module) -> None:
-    """Let go of everything that is gathered."""
-    for unit in module.modules():
-        if is_fsdp(unit):
-            unit.reshard()
-
-
 def units_by_size(model: nn.Module, except_for: Iterable[nn.Module] = ()) -> Sequence[nn.Module]:
-    """Submodules that are made units when the model does not say what its blocks are: the smallest ones that hold at
-    least a sixteenth of the parameters not yet in a unit, children before parents. `except_for`: units already."""
+    """Return submodules to make units of if the model does not name its blocks: the smallest ones that have at least a
+    sixteenth of the parameters not yet in a unit, children before parents. `except_for`: units already."""
     enough = max(1, sum(parameter.numel() for parameter in model.parameters()) // DEFAULT_UNITS)
     done = list(except_for)
     taken = {parameter for module in done for parameter in module.parameters()}
     shared = _shared(model)
     units: list[nn.Module] = []
-    # An attention of torch's own reads the weights of its layers without calling them, and nothing would gather those.
+    # torch's own attention reads the weights of its layers without calling them, so nothing would gather those.
     hidden = {
         inner for module in model.modules() if isinstance(module, nn.MultiheadAttention) for inner in module.children()
     }
@@ -117,7 +128,7 @@ def units_by_size(model: nn.Module, except_for: Iterable[nn.Module] = ()) -> Seq
         if module in hidden or module in done:
             continue
         if shared.intersection(module.parameters()):
-            continue  # what several modules share can only be in the unit that holds them all: the whole model
+            continue  # shared parameters can only be in the unit that holds all their users: the full model
         own = [parameter for parameter in module.parameters() if parameter not in taken]
         has_forward = not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
         if has_forward and sum(parameter.numel() for parameter in own) >= enough:
@@ -127,6 +138,6 @@ def units_by_size(model: nn.Module, except_for: Iterable[nn.Module] = ()) -> Seq
 
 
 def _shared(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters that have more than one name."""
+    """Return the parameters that have more than one name."""
     uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     return {parameter for parameter, number in uses.items() if number > 1}

@@ -1,15 +1,15 @@
-"""How much longer the mean step of islands has to be, under an optimizer that divides by the size of gradients.
+"""The factor that corrects the mean step of replicas under an optimizer that divides by the size of gradients.
 
-Adam divides a gradient by the root of its mean square. An island's own has the noise of its few samples, with W islands
-W times as much of it as the gradient of all samples; so it divides by more, and the mean of what islands do is shorter
-than what one model would do:
+Adam divides a gradient by the root of its mean square. With W replicas, a replica's own gradient has W times the noise
+variance of the full batch's gradient. So a replica divides by more, and the mean of the replicas' steps is shorter than
+one model's step:
 
     one model     mean g / √(signal² + noise² / W)
-    islands       mean g / √(signal² + noise²)
+    replicas      mean g / √(signal² + noise²)
 
-By how much is measured. Some numbers of every gradient, others in each step, are told to all islands as they are: the
-squares of an island's own over those of their mean, both remembered as long as Adam remembers squares. Without noise
-this is 1, and √W when there is nothing else.
+The factor is measured. A sample of every gradient, another one in each step, is summed over all replicas uncompressed.
+The factor is the root of the mean square of the replicas' samples over that of their mean, both averaged as long as
+Adam averages squares. It is 1 without noise, and √W with noise alone.
 """
 
 from __future__ import annotations
@@ -22,61 +22,63 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-TOLD = 1024
-"""Numbers of a gradient that are told, about."""
+SAMPLED = 1024
+"""Approximate number of gradient elements in a sample."""
 
 
 @dataclass
 class LocalStepScale:
-    """What islands know of how far their gradients lie apart."""
+    """Running estimate of how much the gradients of replicas differ."""
 
     memory: float
-    """What is left of a square after a step."""
+    """Decay of a square per step."""
     squares: Tensor
-    """Of an island's own numbers, the mean over islands; and of the mean of the islands' numbers. Remembered."""
+    """Running means of squares: of the replicas' own samples, and of the mean of their samples."""
     begins_equal: bool = False
-    """Whether the optimizer has learnt its squares from gradients that were the same on all islands, so far."""
+    """Whether the optimizer's squares come from gradients that were equal on all replicas, so far."""
 
-    def factor(self, islands: int, most: float = inf) -> Tensor:
-        """By which a mean step is made longer, but not more than `most`; a number on the device."""
+    def factor(self, replicas: int, most: float = inf) -> Tensor:
+        """Return the factor of a mean step, at most `most`; a number on the device."""
         own, of_mean = self.squares
         tiny = torch.finfo(own.dtype).tiny
         ratio = torch.where(of_mean > 0, own / of_mean.clamp_min(tiny), torch.ones_like(own))
-        return ratio.sqrt().clamp(1.0, min(sqrt(islands), most))
+        return ratio.sqrt().clamp(1.0, min(sqrt(replicas), most))
 
-    def tell(
+    def update(
         self,
         bad: Tensor,
         gradients: Sequence[Tensor],
         turn: int,
         *,
         times: Tensor,
-        islands: dist.ProcessGroup,
+        replicas: dist.ProcessGroup,
         own: dist.ProcessGroup,
     ) -> Tensor:
-        """Sum over islands whether a gradient is not finite, and learn from what travels with that. `turn`: another one
-        in every step; `times`: what the optimizer will see of the gradients; `own`: all ranks of this island."""
+        """Sum over replicas whether a gradient is non-finite, and update the estimate from the sample sent with it.
+
+        `turn`: another number in every step; `times`: the optimizer's factor of the gradients; `own`: all ranks of this
+        replica."""
         numbers = picked(gradients, turn).to(self.squares) * times.to(self.squares)
-        told = torch.cat([bad.to(self.squares).view(1), numbers.square().sum().view(1), numbers])
-        dist.all_reduce(told, group=islands)
-        size = islands.size()
-        learnt = torch.stack([told[1] / size, (told[2:] / size).square().sum()])
+        summed = torch.cat([bad.to(self.squares).view(1), numbers.square().sum().view(1), numbers])
+        dist.all_reduce(summed, group=replicas)
+        size = replicas.size()
+        learnt = torch.stack([summed[1] / size, (summed[2:] / size).square().sum()])
         if own.size() > 1:
-            dist.all_reduce(learnt, group=own)  # every rank of an island makes the same of it
+            dist.all_reduce(learnt, group=own)  # every rank of a replica needs the same estimate
         before = learnt[1].expand(2) if self.begins_equal else self.squares
         self.begins_equal = False
         remembered = self.memory * before + (1 - self.memory) * learnt
-        self.squares = torch.where(told[0] > 0, self.squares, remembered)
-        return told[0]
+        self.squares = torch.where(summed[0] > 0, self.squares, remembered)
+        return summed[0]
 
 
 def picked(tensors: Sequence[Tensor], turn: int) -> Tensor:
-    """About `TOLD` numbers of all tensors, as if they were one, with equal steps between them.
+    """Pick about `SAMPLED` elements of all tensors, as if they were one, with equal strides.
 
     >>> picked([torch.arange(2.0), torch.arange(2.0, 5.0)], 7).tolist()
     [0.0, 1.0, 2.0, 3.0, 4.0]
     """
-    stride = max(1, ceil(sum(tensor.numel() for tensor in tensors) / TOLD))
+    stride = max(1, ceil(sum(tensor.numel() for tensor in tensors) / SAMPLED))
     begin = turn % stride
     found = []
     for tensor in tensors:

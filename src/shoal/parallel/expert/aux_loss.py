@@ -1,8 +1,8 @@
-"""What the routers of a model share with the run that trains it: their auxiliary losses, and how busy experts were.
+"""Auxiliary losses and expert loads, which the routers of a model report to the run that trains it.
 
 A loss that arises in the middle of a model, on any stage of a pipeline, cannot be added to the loss at its end. Here it
-is hung on an activation instead: the activation's backward gives it its gradient. The same backward counts, so that a
-block that is recomputed counts once.
+is attached to an activation instead, whose backward gives the loss its gradient. The same backward counts the loads, so
+that a recomputed block counts once.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ def _nothing() -> float:
 
 
 class AuxLoss:
-    """What the routers of a model share with the run that trains it."""
+    """The state that the routers of a model share with the run that trains it."""
 
     def __init__(self, group: Group = None) -> None:
         self.group = group
-        """The ranks over which each sequence is divided, in equal parts. None: every rank has whole sequences."""
+        """The ranks over which each sequence is divided, in equal parts. None: every rank has full sequences."""
         self.factor: Callable[[], float] = _nothing
-        """The gradient of one unit of auxiliary loss, summed over sequences; 0: a batch that counts for nothing. Asked
-        for in the backward: in the forward the ranks may not have agreed on it yet."""
+        """The gradient of one unit of auxiliary loss, summed over sequences; 0: a batch that does not count. It is
+        called in the backward: in the forward the ranks may not have agreed on it yet."""
         self.loads: dict[str, Tensor] = {}
         """Router → how often each expert was chosen (E,), by tokens of this rank since the last `clear`."""
         self.dropped: dict[str, Tensor] = {}
-        """Router → how many choices found no room (expert choice: tokens that no expert took), likewise."""
+        """Router → how many choices exceeded the capacity (expert choice: tokens that no expert took), likewise."""
         self.auxiliary: dict[str, Tensor] = {}
         """Router → this rank's part of the auxiliary loss, summed over sequences, likewise."""
 
     def clear(self) -> None:
-        """Forget what was summed up."""
+        """Reset the sums."""
         self.loads, self.dropped, self.auxiliary = {}, {}, {}
 
     def attach(self, y: Tensor, auxiliary: Tensor | None, load_E: Tensor, num_dropped: Tensor, name: str) -> Tensor:
-        """y, whose backward also differentiates the auxiliary loss, and adds up the loads. Not the forward: a block
-        that is recomputed runs its forward twice."""
+        """Return y, whose backward also differentiates the auxiliary loss and adds the loads. The forward does not: a
+        recomputed block runs its forward twice."""
         attached: Tensor = _Attach.apply(y, auxiliary, load_E, num_dropped, self, name)  # type: ignore[no-untyped-call]
         return attached
 
     def add(self, name: str, auxiliary: Tensor | None, load_E: Tensor, num_dropped: Tensor) -> None:
-        """Sum up what one forward of one router has done."""
+        """Add the numbers of one forward of one router."""
         for sums, value in ((self.loads, load_E), (self.dropped, num_dropped), (self.auxiliary, auxiliary)):
             if value is not None:
                 value = value.detach()
                 sums[name] = sums[name] + value if name in sums else value
 
     def as_now(self) -> AbstractContextManager[None]:
-        """A context for later in which the factor is that of now: a recomputed block is of an earlier microbatch."""
+        """Return a context that restores today's factor later: a recomputed block belongs to an earlier microbatch."""
         return self._with_factor(self.factor)
 
     @contextmanager
@@ -68,27 +68,27 @@ class AuxLoss:
             self.factor = before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AuxLoss:
-        """One for all parts of a model: groups are not copied."""
+        """Return the same object: all parts of a model share it, and groups cannot be copied."""
         return self
 
 
 class _Attach(torch.autograd.Function):
-    """Forward: y as it is. Backward: the auxiliary loss gets its gradient, as if it had been added to the loss."""
+    """Forward: identity on y. Backward: the auxiliary loss gets its gradient, as if it had been added to the loss."""
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, auxiliary: Tensor | None, load_E: Tensor, dropped: Tensor, balance: AuxLoss, name: str
+        ctx: Any, y: Tensor, auxiliary: Tensor | None, load_E: Tensor, dropped: Tensor, aux_loss: AuxLoss, name: str
     ) -> Tensor:
         ctx.save_for_backward(auxiliary, load_E, dropped)
-        ctx.balance, ctx.name, ctx.factor = balance, name, balance.factor
+        ctx.aux_loss, ctx.name, ctx.factor = aux_loss, name, aux_loss.factor
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         differentiable_once()
         auxiliary, load_E, num_dropped = ctx.saved_tensors
-        factor = ctx.factor()  # of its own microbatch; in a pipeline, others have begun since
+        factor = ctx.factor()  # of its own microbatch; in a pipeline, others have started since
         if factor != 0:
-            ctx.balance.add(ctx.name, auxiliary, load_E, num_dropped)
+            ctx.aux_loss.add(ctx.name, auxiliary, load_E, num_dropped)
         grad = torch.full_like(auxiliary, factor) if ctx.needs_input_grad[1] else None
         return grads[0], grad, None, None, None, None

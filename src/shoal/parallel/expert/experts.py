@@ -1,10 +1,11 @@
-"""`ep`: the experts of each layer divided over ranks that see different samples; tokens travel to their experts.
+"""`ep`: the experts of each layer divided over ranks that see different samples; tokens are sent to their experts.
 
-torch gives an all-to-all without a gradient, and a grouped matmul for one device. This adds the rest: rows sorted by
-expert, sent where the expert lives, computed in one grouped matmul, sent home and summed there. Only rows that were
-routed travel; none is padded. Two ranks, four experts, top_k=2 (a2: a token of rank 0 for expert 2):
+torch has an all-to-all without a gradient, and a grouped matmul for one device. This file adds the rest: dispatch and
+combine. Rows are sorted by expert [1], sent to the expert's rank [2], sorted again [3], computed in one grouped matmul
+[4], sent back [5] and summed per token [6]. Only routed rows are sent, without padding. Two ranks, four experts,
+top_k=2 (a2: a token of rank 0 for expert 2):
 
-             tokens    by expert                         by expert again    computed by
+             tokens    by expert [1]          [2]         received         by expert [3]    computed by [4]
     rank 0   a b       a0 b1 │ a2 b2  ─┐ all  ┌▶  a0 b1 c0 d1      a0 c0 b1 d1      experts 0 and 1
     rank 1   c d       c0 d1 │ d2 c3  ─┘to all└▶  a2 b2 d2 c3      a2 b2 d2 c3      experts 2 and 3
 
@@ -40,35 +41,35 @@ _all_to_all: Any = dist.all_to_all_single
 
 
 class ExpertParallel:
-    """The ep group of a rank. Without a group every expert is at home."""
+    """The ep group of a rank. Without a group every expert is local."""
 
-    def __init__(self, group: Group = None, *, wire: torch.device | None = None) -> None:
+    def __init__(self, group: Group = None, *, comm_device: torch.device | None = None) -> None:
         self.group = group
-        self.wire = wire
-        """Where tensors have to be to travel, if not where they are: gloo cannot send CUDA tensors all to all."""
+        self.comm_device = comm_device
+        """The device that tensors are sent from; None: their own. gloo has no all-to-all for CUDA tensors."""
         self.degree = 1 if group is None else group.size()
         self.index = 0 if group is None else dist.get_rank(group)
 
     def exchange(self, x: Tensor, send: list[int], receive: list[int]) -> Tensor:
-        """Rows in order of the rank that gets them → rows in order of the rank that they come from."""
-        there = x if self.wire is None else x.to(self.wire)
+        """Send rows, ordered by target rank; return the received rows, ordered by source rank."""
+        there = x if self.comm_device is None else x.to(self.comm_device)
         arrived = there.new_empty(sum(receive), *x.shape[1:])
         _all_to_all(arrived, there.contiguous(), receive, send, group=self.group)
         return arrived.to(x.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
-        """One for all parts of a model: groups are not copied."""
+        """Return the same object: all parts of a model share it, and groups cannot be copied."""
         return self
 
 
 class Experts(nn.Module):
-    """Gated feed-forwards (SwiGLU), of which each token visits those that its router chose."""
+    """Gated feed-forwards (SwiGLU); each token is computed by the experts that its router chose."""
 
     def __init__(self, hidden: int, ffn: int, num_experts: int) -> None:
         super().__init__()
         self.hidden, self.ffn = hidden, ffn
         self.num_experts = num_experts
-        """Of all ranks together."""
+        """The number on all ranks together."""
         self.gate_proj = nn.Parameter(torch.empty(num_experts * ffn, hidden))
         self.up_proj = nn.Parameter(torch.empty(num_experts * ffn, hidden))
         self.down_proj = nn.Parameter(torch.empty(num_experts * hidden, ffn))
@@ -80,25 +81,25 @@ class Experts(nn.Module):
         return f"hidden={self.hidden}, ffn={self.ffn}, num_experts={self.num_experts}"
 
     def reset_parameters(self) -> None:
-        """How they start, if no enclosing module says so."""
+        """Initialize the weights, if no enclosing module does."""
         for name in WEIGHTS:
             nn.init.normal_(getattr(self, name), std=0.02)
 
     def forward(self, x_TD: Tensor, routing: Routing) -> Tensor:
-        """y_TD: for each token the sum over its experts of weight · expert(x)."""
+        """Return y_TD: for each token the sum over its experts of weight · expert(x)."""
         _check_call(self, x_TD, routing)
         x_TD = in_autocast_dtype(x_TD)
-        rows = sorted_rows(routing, self.num_experts)
+        rows = sorted_rows(routing, self.num_experts)  # [1]
         x_RD = spread(x_TD, rows)
         weight_R = routing.weight_R.gather(0, rows.order_R)
         if self.parallel is None or self.parallel.group is None or x_TD.is_meta:
-            return collect(self._computed(x_RD, rows.ends_E, weight_R), rows)
+            return collect(self._computed(x_RD, rows.ends_E, weight_R), rows)  # [4], [6]
         y_RD = _visited(self, x_RD, rows.ends_E, self.parallel)
-        return collect(y_RD * weight_R[:, None].to(y_RD.dtype), rows)
+        return collect(y_RD * weight_R[:, None].to(y_RD.dtype), rows)  # [6] weights are known on this rank only
 
     def _computed(self, x_RD: Tensor, ends_L: Tensor, weight_R: Tensor | None) -> Tensor:
-        """What the experts of this rank make of rows that are sorted by expert. The weight of a row is multiplied in
-        between: so the output does not have to be kept for the backward."""
+        """Compute the experts of this rank for rows that are sorted by expert. The weight of a row is multiplied in
+        before the last product: so the backward does not need the output."""
         gate_LDF = in_autocast_dtype(self.gate_proj).view(-1, self.ffn, self.hidden).transpose(1, 2)
         up_LDF = in_autocast_dtype(self.up_proj).view(-1, self.ffn, self.hidden).transpose(1, 2)
         down_LFD = in_autocast_dtype(self.down_proj).view(-1, self.hidden, self.ffn).transpose(1, 2)
@@ -108,65 +109,66 @@ class Experts(nn.Module):
 
 
 def _check_call(experts: Experts, x_TD: Tensor, routing: Any) -> None:
-    """The three mistakes of whoever calls experts for the first time."""
+    """Reject the three common mistakes in a call of experts."""
     right = "routing, *facts = router(x); y = experts(x.flatten(0, 1), routing).view_as(x)"
     if not isinstance(routing, Routing):
-        raise ShoalError(f"experts take the routing of a router, not a {type(routing).__name__}", fix=right)
+        raise ShoalError(f"experts must be called with a Routing, got {type(routing).__name__}", fix=right)
     if x_TD.dim() != 2:
         raise ShoalError(
-            f"experts take tokens one after the other, (tokens, features), not {tuple(x_TD.shape)}", fix=right
+            f"experts must be called with flat tokens, (tokens, features), got shape {tuple(x_TD.shape)}", fix=right
         )
     if routing.num_experts not in (None, experts.num_experts):
         raise ShoalError(
-            f"a router of {routing.num_experts} experts cannot choose among {experts.num_experts}",
-            fix="the same num_experts for shoal.Router and shoal.Experts",
+            f"num_experts of the router must be {experts.num_experts}, got {routing.num_experts}",
+            fix=f"shoal.Router(..., num_experts={experts.num_experts})",
         )
 
 
 def divide(experts: Experts, parallel: ExpertParallel) -> None:
-    """Keep the experts of this rank, in place; names stay."""
+    """Keep the experts of this rank, in place, under the same names."""
     if experts.num_experts % parallel.degree:
         raise ShoalError(
-            f"num_experts={experts.num_experts} cannot be divided evenly over ep={parallel.degree} ranks",
+            f"num_experts={experts.num_experts} must be divisible by ep={parallel.degree}",
             fix=f"ep={listed(divisors(experts.num_experts)[:8])}",
         )
     others = [name for name, _ in experts.named_parameters() if name not in WEIGHTS]
     if others:
         raise ShoalError(
-            f"{type(experts).__name__} also has {', '.join(others)}, and ep divides {', '.join(WEIGHTS)} alone",
+            f"{type(experts).__name__} also has {', '.join(others)}, and ep divides only {', '.join(WEIGHTS)}",
             fix="move them to another module, or ep=1",
         )
     experts.parallel = parallel
     if parallel.group is None:
         return
     for name in WEIGHTS:
-        whole = getattr(experts, name)
-        own = part(whole.detach(), 0, index=parallel.index, degree=parallel.degree).clone()
-        setattr(experts, name, nn.Parameter(own, requires_grad=whole.requires_grad))
+        full = getattr(experts, name)
+        own = part(full.detach(), 0, index=parallel.index, degree=parallel.degree).clone()
+        setattr(experts, name, nn.Parameter(own, requires_grad=full.requires_grad))
 
 
 def experts_in(model: nn.Module) -> dict[str, Experts]:
-    """Full name → experts."""
+    """Map full names to experts."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
 
 
 # ---- over the ranks of a group --------------------------------------------------------------------------------------
 
 
-# how many rows go where is known only on the host
+# the number of rows per rank is known on the host only
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _visited(experts: Experts, x_RD: Tensor, ends_E: Tensor, parallel: ExpertParallel) -> Tensor:
-    """What the experts of all ranks make of the rows of this one, which are sorted by expert."""
+    """Compute the experts of all ranks for the rows of this one, which are sorted by expert."""
     num_local = experts.num_experts // parallel.degree
     counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
     ones = [num_local] * parallel.degree
+    # Counts travel first: a rank must know the size of what it receives.
     arriving_PL = parallel.exchange(counts_E, ones, ones).view(parallel.degree, num_local)
     splits = torch.stack([counts_E.view_as(arriving_PL).sum(1), arriving_PL.sum(1)])
-    send, receive = splits.tolist()  # the one time that the host waits
-    arrived_RD = _exchanged(x_RD, send, receive, parallel)
-    by_expert = rows_by_expert(arriving_PL, sum(receive))
-    y_RD = collect(experts._computed(spread(arrived_RD, by_expert), by_expert.ends_E, None), by_expert)
-    return _exchanged(y_RD, receive, send, parallel)
+    send, receive = splits.tolist()  # the only time that the host waits
+    arrived_RD = _exchanged(x_RD, send, receive, parallel)  # [2]
+    by_expert = rows_by_expert(arriving_PL, sum(receive))  # [3] rows of one expert come from several ranks
+    y_RD = collect(experts._computed(spread(arrived_RD, by_expert), by_expert.ends_E, None), by_expert)  # [4]
+    return _exchanged(y_RD, receive, send, parallel)  # [5]
 
 
 def _exchanged(x_RD: Tensor, send: list[int], receive: list[int], parallel: ExpertParallel) -> Tensor:
@@ -196,7 +198,7 @@ class SortedRows:
     """The rows of a routing in the order of their experts."""
 
     order_R: Tensor
-    """Which row comes at each place."""
+    """The row at each place."""
 
     token_R: Tensor
     """Its token."""
@@ -205,13 +207,13 @@ class SortedRows:
     """Where the rows of each expert end; int32."""
 
     place_Tk: Tensor | None
-    """Where the rows of each token are. None: not every token has equally many."""
+    """The places of each token's rows. None: the number of rows differs between tokens."""
 
     num_tokens: int
 
 
 def sorted_rows(routing: Routing, num_experts: int) -> SortedRows:
-    """Sort, without a word to the host."""
+    """Sort rows by expert, without a wait of the host."""
     expert_R, order_R = routing.expert_R.sort(stable=True)
     every_E = torch.arange(num_experts, device=expert_R.device)
     ends_E = torch.searchsorted(expert_R, every_E, right=True, out_int32=True)
@@ -222,7 +224,7 @@ def sorted_rows(routing: Routing, num_experts: int) -> SortedRows:
 
 
 def rows_by_expert(arriving_PL: Tensor, num_rows: int) -> SortedRows:
-    """Rows that lie in order of (rank, expert), put in order of (expert, rank)."""
+    """Reorder rows from (rank, expert) to (expert, rank)."""
     expert_PL = torch.arange(arriving_PL.shape[1], device=arriving_PL.device).expand_as(arriving_PL)
     expert_R = expert_PL.flatten().repeat_interleave(arriving_PL.flatten(), output_size=num_rows)
     order_R = expert_R.argsort(stable=True)
@@ -231,26 +233,26 @@ def rows_by_expert(arriving_PL: Tensor, num_rows: int) -> SortedRows:
 
 
 def inverse(order_R: Tensor) -> Tensor:
-    """Where each row has gone."""
+    """Return the new place of each row."""
     places_R = torch.arange(order_R.shape[0], device=order_R.device)
     return torch.empty_like(order_R).scatter_(0, order_R, places_R)
 
 
 def spread(x_TD: Tensor, rows: SortedRows) -> Tensor:
-    """A copy of its token for every row."""
+    """Copy each row's token."""
     x_RD: Tensor = _Spread.apply(x_TD, rows.token_R, rows.place_Tk, rows.num_tokens)  # type: ignore[no-untyped-call]
     return x_RD
 
 
 def collect(y_RD: Tensor, rows: SortedRows) -> Tensor:
-    """For every token the sum of its rows."""
+    """Sum the rows of each token."""
     y_TD: Tensor = _Collect.apply(y_RD, rows.token_R, rows.place_Tk, rows.num_tokens)  # type: ignore[no-untyped-call]
     return y_TD
 
 
 class _Spread(torch.autograd.Function):
     """Each of these two is the other's backward. torch's own backward of an index adds rows in any order, one atomic
-    operation each; where it is known which rows belong to a token, they can be read and summed in order instead."""
+    operation each. If the rows of each token are known, they can be read and summed in order instead."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, token_R: Tensor, place_Tk: Tensor | None, num_tokens: int) -> Tensor:

@@ -1,9 +1,9 @@
-"""Which expert computes which token, and how the experts are kept equally busy.
+"""Routers: which expert computes which token, and how the load of the experts is balanced.
 
-torch has no router. The common ones balance the tokens of a microbatch, so that what a token gets depends on which
-other samples happened to lie beside it, and one batch gives other numbers on other layouts. Here everything that looks
-at several tokens looks at **one sequence**: capacity, expert choice, the auxiliary loss, the z-loss. One sequence, four
-tokens, four experts, top_k=2, capacity 2 (= ceil(1.0 · 4 tokens · 2 / 4 experts)):
+torch has no router. The common ones balance the tokens of a microbatch, so that a token's result depends on the other
+samples in it, and one batch gives other numbers on other layouts. Here everything that depends on several tokens
+depends on **one sequence**: capacity, expert choice, the auxiliary loss, the z-loss. One sequence, four tokens, four
+experts, top_k=2, capacity 2 (= ceil(1.0 · 4 tokens · 2 / 4 experts)):
 
     token choice       e0  e1  e2  e3        with capacity       e0  e1  e2  e3        expert choice   e0  e1  e2  e3
       t0               .6  .3                  t0                .6   -                  t0            .6
@@ -13,11 +13,11 @@ tokens, four experts, top_k=2, capacity 2 (= ceil(1.0 · 4 tokens · 2 / 4 exper
     rows                3   3   1   1        the best two stay    2   2   1   1        each takes two   ...
 
 If a sequence is divided over ranks (context or sequence parallelism), the ranks of `AuxLoss.group` have equal parts of
-it and decide together. Only the bias that balances without a loss looks at the whole batch, once a step.
+it and decide together. Only the bias that balances without a loss depends on the full batch, once a step.
 
-Expert choice looks at later tokens of the sequence: in a causal model that is a leak, which generation does not have.
+Expert choice depends on later tokens of the sequence: in a causal model that is a leak, which generation does not have.
 
-Shapes: B batch, T tokens of this rank, S tokens of the whole sequence, D model dim, E experts, k experts per token,
+Shapes: B batch, T tokens of this rank, S tokens of the full sequence, D model dim, E experts, k experts per token,
 C capacity, R rows: pairs of a token and an expert that computes it.
 """
 
@@ -41,7 +41,7 @@ CHOICES = ("token", "expert")
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """One row for every pair of a token and an expert that computes it."""
+    """One row per pair of a token and an expert that computes it."""
 
     token_R: Tensor
     """Index into the B·T tokens of this rank."""
@@ -49,15 +49,15 @@ class Routing:
     expert_R: Tensor
 
     weight_R: Tensor
-    """What the expert's output counts for; differentiable."""
+    """The weight of the expert's output; differentiable."""
 
     num_tokens: int
 
     top_k: int | None
-    """k if every token has exactly k rows, and those of token 0 come first. None: anything goes."""
+    """k if every token has exactly k rows, in the order of tokens. None: rows are in any order."""
 
     num_experts: int | None = None
-    """How many there were to choose from. None: it is not known."""
+    """The number of experts of the router. None: unknown."""
 
 
 class Router(nn.Module):
@@ -94,13 +94,13 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_experts, hidden))
         self.register_buffer("bias", torch.zeros(num_experts) if bias_rate > 0 else None)
         self.name = ""
-        """Its full name in the model; see `note_routers`."""
+        """Its full name in the model, set by `note_routers`."""
         self.shared: AuxLoss | None = None
-        """What it shares with a run. None: plain torch, see `auxiliary_loss` and `update_biases`."""
+        """Shared state of a run. None: plain torch, see `auxiliary_loss` and `update_biases`."""
         self.was_settled = False
-        """Whether `settle` was ever called: without it nobody hears of the router's losses and loads."""
+        """Whether `settle` was ever called: without it, auxiliary losses and loads are dropped."""
         self.auxiliary_loss: Tensor | None = None
-        """Plain torch: of the last forward, the mean over its sequences."""
+        """Plain torch: the mean over the sequences of the last forward."""
         self.load: Tensor | None = None
         """Plain torch: how often each expert was chosen since the last `update_biases`."""
         self.reset_parameters()
@@ -110,17 +110,17 @@ class Router(nn.Module):
         return f"num_experts={self.num_experts}, top_k={self.top_k}, score={self.score}, choice={self.choice}"
 
     def reset_parameters(self) -> None:
-        """How it starts, if no enclosing module says so."""
+        """Initialize the weight, if no enclosing module does."""
         nn.init.normal_(self.weight, std=0.02)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def forward(self, x_BTD: Tensor) -> tuple[Routing, Tensor | None, Tensor, Tensor]:
-        """x_BTD → the rows, this rank's part of the auxiliary loss summed over sequences (None: there is none), how
-        often each expert was chosen (E,), how many choices were dropped."""
+        """Return the rows, this rank's part of the auxiliary loss summed over sequences (None: there is none), how
+        often each expert was chosen (E,), and how many choices were dropped."""
         if x_BTD.dim() != 3:
             raise ShoalError(
-                f"a router balances sequences and takes (samples, tokens, features), not {tuple(x_BTD.shape)}",
+                f"a router must be called with (samples, tokens, features), got shape {tuple(x_BTD.shape)}",
                 fix="call it before tokens are flattened, or with x[None]",
             )
         group = None if self.shared is None or x_BTD.is_meta else self.shared.group
@@ -128,7 +128,7 @@ class Router(nn.Module):
         scores_BTE = logits_BTE.softmax(-1) if self.score == "softmax" else logits_BTE.sigmoid()
         if self.choice == "expert":
             routing, taken_BTE = self._experts_choose(scores_BTE, group)
-            balance_loss = None  # balanced as it is
+            balance_loss = None  # expert choice is balanced by construction
             load_E, num_dropped = taken_BTE.sum((0, 1)), (~taken_BTE.any(-1)).sum()
         else:
             routing, chosen_BTE, num_dropped = self._tokens_choose(scores_BTE, group)
@@ -139,8 +139,8 @@ class Router(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def settle(self, y: Tensor, auxiliary: Tensor | None, load_E: Tensor, num_dropped: Tensor) -> Tensor:
-        """y, after the run (or this router, without one) has taken note of the rest; `y` is what the experts made."""
-        if y.is_meta:  # a rehearsal
+        """Return y, the output of the experts, after recording the router's auxiliary loss and loads."""
+        if y.is_meta:  # a trace of shapes
             return y
         self.was_settled = True
         if self.shared is not None:
@@ -150,17 +150,17 @@ class Router(nn.Module):
         return y
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the graph of the last forward, which can be neither copied nor pickled."""
+        """Leave out the graph of the last forward, which can be neither copied nor pickled."""
         return {**self.__dict__, "auxiliary_loss": None}
 
     def _logits(self, x_BTD: Tensor) -> Tensor:
-        """Never below float32: between close scores rounding would choose."""
+        """Compute in at least float32: in less, rounding would decide between close scores."""
         wide = torch.promote_types(x_BTD.dtype, torch.float32)
         with without_autocast(x_BTD):
             return nn.functional.linear(x_BTD.to(wide), self.weight.to(wide))
 
     def _tokens_choose(self, scores_BTE: Tensor, group: Group) -> tuple[Routing, Tensor, Tensor]:
-        """Rows; which experts each token chose; how many of those choices were dropped."""
+        """Return the rows, which experts each token chose, and how many of those choices were dropped."""
         favour_BTE = scores_BTE.detach() if self.bias is None else scores_BTE.detach() + self.bias
         expert_BTk = favour_BTE.topk(self.top_k, dim=-1).indices
         weight_BTk = scores_BTE.gather(-1, expert_BTk)
@@ -177,17 +177,17 @@ class Router(nn.Module):
             return Routing(*rows, num_tokens, self.top_k, self.num_experts), chosen_BTE, row_R.new_zeros(())
         wanted_BTE = scores_BTE.detach().masked_fill(~chosen_BTE, -math.inf)
         kept_BTE = best_of_each_sequence(wanted_BTE, capacity, group)[1] & chosen_BTE
-        if not scores_BTE.is_meta:  # where nobody knows which, so all are kept
+        if not scores_BTE.is_meta:  # meta tensors have no values: keep all rows
             row_R = kept_BTE.gather(-1, expert_BTk).flatten().nonzero()[:, 0]
         rows = (row_R // self.top_k, expert_BTk.flatten()[row_R], weight_BTk.flatten().gather(0, row_R))
         return Routing(*rows, num_tokens, None, self.num_experts), chosen_BTE, chosen_BTE.sum() - kept_BTE.sum()
 
     def _experts_choose(self, scores_BTE: Tensor, group: Group) -> tuple[Routing, Tensor]:
-        """Rows, and which experts took each token."""
+        """Return the rows, and which experts took each token."""
         batch, num_tokens, num_experts = scores_BTE.shape
         capacity = self.capacity(num_tokens, group)
         best_BCE, taken_BTE = best_of_each_sequence(scores_BTE.detach(), capacity, group)
-        if group is None:  # then the number of rows is known without looking
+        if group is None:  # the number of rows is known without reading the device
             first_B11 = torch.arange(batch, device=scores_BTE.device)[:, None, None] * num_tokens
             token_R = (first_B11 + best_BCE).flatten()
             expert_R = torch.arange(num_experts, device=scores_BTE.device).expand_as(best_BCE).flatten()
@@ -198,50 +198,53 @@ class Router(nn.Module):
         return Routing(token_R, expert_R, weight_R * self.scale, batch * num_tokens, None, self.num_experts), taken_BTE
 
     def capacity(self, num_tokens: int, group: Group) -> int:
-        """C: the most tokens of one sequence that one expert computes; `num_tokens` of it are here."""
-        whole = num_tokens * degree_of(group)
+        """Return C, the most tokens of one sequence that one expert computes; `num_tokens` of it are on this rank."""
+        num_total = num_tokens * degree_of(group)
         factor = 1.0 if self.capacity_factor is None else self.capacity_factor
-        return min(whole, math.ceil(factor * whole * self.top_k / self.num_experts))
+        return min(num_total, math.ceil(factor * num_total * self.top_k / self.num_experts))
 
     def _balance_loss(self, scores_BTE: Tensor, counts_BE: Tensor, group: Group) -> Tensor | None:
-        """coefficient · E · Σ_e f_e P_e, summed over sequences. f: share of the choices that fell on e; P: mean share
-        of its score. f is of the whole sequence, P's sum runs over the tokens here: the ranks' terms add up."""
+        """Return coefficient · E · Σ_e f_e P_e, summed over sequences. f: fraction of the choices that fell on e; P:
+        mean fraction of its score. f is of the full sequence, and P's sum is over the tokens here: the ranks' terms add
+        up."""
         if self.auxiliary_coefficient == 0:
             return None
-        whole = scores_BTE.shape[1] * degree_of(group)
+        num_total = scores_BTE.shape[1] * degree_of(group)
         counts_BE = counts_BE if group is None else _summed(counts_BE, group)
-        share_BE = counts_BE.to(scores_BTE.dtype) / (whole * self.top_k)
+        share_BE = counts_BE.to(scores_BTE.dtype) / (num_total * self.top_k)
         parts_BTE = scores_BTE if self.score == "softmax" else scores_BTE / scores_BTE.sum(-1, keepdim=True)
-        return (share_BE * parts_BTE.sum(1)).sum() * (self.auxiliary_coefficient * self.num_experts / whole)
+        return (share_BE * parts_BTE.sum(1)).sum() * (self.auxiliary_coefficient * self.num_experts / num_total)
 
     def _z_loss(self, logits_BTE: Tensor, group: Group) -> Tensor | None:
-        """coefficient · mean over a sequence's tokens of logsumexp(logits)², summed over sequences: logits stay
-        small."""
+        """Return coefficient · mean over a sequence's tokens of logsumexp(logits)², summed over sequences. It keeps the
+        logits small."""
         if self.z_coefficient == 0:
             return None
-        whole = logits_BTE.shape[1] * degree_of(group)
-        return logits_BTE.logsumexp(-1).square().sum() * (self.z_coefficient / whole)
+        num_total = logits_BTE.shape[1] * degree_of(group)
+        return logits_BTE.logsumexp(-1).square().sum() * (self.z_coefficient / num_total)
 
 
 def problems_of(router: Router) -> list[Problem]:
-    """What cannot be, or can never learn."""
+    """Return settings that are invalid, or with which the router cannot learn."""
     problems = []
     for what, value, known in (("score", router.score, SCORES), ("choice", router.choice, CHOICES)):
         if value not in known:
-            problems.append(Problem(f"{what} is {value!r}", f"{what}: {listed(known)}"))
+            problems.append(Problem(f"{what} must be {listed(known)}, got {value!r}", f"{what}: {known[0]}"))
     if not 1 <= router.top_k <= router.num_experts:
-        what = f"top_k={router.top_k} of num_experts={router.num_experts} experts cannot be chosen"
-        problems.append(Problem(what, f"top_k from 1 to {router.num_experts}"))
+        what = f"top_k must be from 1 to num_experts={router.num_experts}, got {router.top_k}"
+        problems.append(Problem(what, f"top_k: {min(2, router.num_experts)}"))
     if router.capacity_factor is not None and not router.capacity_factor > 0:
-        problems.append(Problem(f"capacity_factor is {router.capacity_factor}", "capacity_factor above 0, or null"))
+        problems.append(
+            Problem(f"capacity_factor must be above 0, got {router.capacity_factor}", "capacity_factor: null")
+        )
     for name in ("auxiliary_coefficient", "z_coefficient", "bias_rate"):
         if not getattr(router, name) >= 0:
-            problems.append(Problem(f"{name} is {getattr(router, name)}", f"{name}: 0 or more"))
+            problems.append(Problem(f"{name} must be 0 or more, got {getattr(router, name)}", f"{name}: 0"))
     if router.choice == "expert" and router.bias_rate > 0:
-        what = f"bias_rate={router.bias_rate} balances what tokens choose, but choice is 'expert'"
+        what = f"bias_rate={router.bias_rate} needs choice 'token', got choice 'expert'"
         problems.append(Problem(what, "bias_rate: 0"))
     if router.choice == "token" and router.top_k == 1 and router.normalise:
-        what = "top_k=1 with normalise: the only weight of a token is always 1, and the router learns nothing from it"
+        what = "top_k=1 with normalise gives every token the weight 1, so the router gets no gradient"
         problems.append(Problem(what, "normalise: false"))
     return problems
 
@@ -250,7 +253,7 @@ def problems_of(router: Router) -> list[Problem]:
 
 
 def best_of_each_sequence(scores_BTE: Tensor, capacity: int, group: Group) -> tuple[Tensor, Tensor]:
-    """The `capacity` tokens of each sequence with the highest score for each expert: where they are in the whole
+    """Return the `capacity` tokens of each sequence with the highest score for each expert: their positions in the full
     sequence (B, C, E), and whether a token of this rank is one of them (B, T, E)."""
     whole_BSE = scores_BTE if group is None else _gathered(scores_BTE, group)
     best_BCE = whole_BSE.topk(capacity, dim=1).indices
@@ -259,7 +262,7 @@ def best_of_each_sequence(scores_BTE: Tensor, capacity: int, group: Group) -> tu
 
 
 def degree_of(group: Group) -> int:
-    """Over how many ranks a sequence is divided."""
+    """Return the number of ranks over which a sequence is divided."""
     return 1 if group is None else group.size()
 
 
@@ -274,7 +277,7 @@ def _summed(counts_BE: Tensor, group: Group) -> Tensor:
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Arithmetic in the dtypes at hand. The meta device has no autocast that one could turn off."""
+    """Disable autocast. The meta device has none to disable."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
@@ -282,12 +285,12 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def routers(model: nn.Module) -> dict[str, Router]:
-    """Full name → router."""
+    """Map full names to routers."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Router)}
 
 
 def note_routers(model: nn.Module, shared: AuxLoss) -> dict[str, Router]:
-    """Give every router its name, and what it shares with the run."""
+    """Give every router its name and the shared state of the run."""
     found = routers(model)
     for name, router in found.items():
         router.name, router.shared = name, shared
@@ -295,15 +298,15 @@ def note_routers(model: nn.Module, shared: AuxLoss) -> dict[str, Router]:
 
 
 def auxiliary_loss(model: nn.Module) -> Tensor:
-    """Plain torch: what to add to the mean loss of the batch that was just computed."""
+    """Plain torch: return the term to add to the mean loss of the last batch."""
     losses = [router.auxiliary_loss for router in routers(model).values() if router.auxiliary_loss is not None]
     return torch.stack(losses).sum() if losses else torch.zeros(())
 
 
 @torch.no_grad()
 def update_bias(router: Router, load_E: Tensor, is_applied: Tensor | bool = True) -> None:
-    """Experts that were chosen more often than the mean become less attractive by `bias_rate`, the others more; unless
-    a number on the device, or here, says that nothing is to change."""
+    """Lower the bias of experts that were chosen more often than the mean by `bias_rate`, and raise the others'; unless
+    `is_applied`, possibly a number on the device, is false."""
     if router.bias is not None:
         load_E = load_E.to(router.bias.device, torch.float64)
         change = (load_E.mean() - load_E).sign() * is_applied
@@ -311,7 +314,7 @@ def update_bias(router: Router, load_E: Tensor, is_applied: Tensor | bool = True
 
 
 def update_biases(model: nn.Module) -> None:
-    """Plain torch: once a step, after all its microbatches."""
+    """Plain torch: update once a step, after all its microbatches."""
     for router in routers(model).values():
         if router.load is not None:
             update_bias(router, router.load)
@@ -319,11 +322,11 @@ def update_biases(model: nn.Module) -> None:
 
 
 def biases(model: nn.Module) -> dict[str, Tensor]:
-    """Full name → the bias of a router that has one."""
+    """Map full names to the biases of routers that have one."""
     return {f"{name}.bias": router.bias for name, router in routers(model).items() if router.bias is not None}
 
 
 def hottest(load_E: Tensor) -> Tensor:
-    """How much more than the mean the busiest expert has; 1: all have the same."""
+    """Return the load of the busiest expert relative to the mean; 1: all are equal."""
     load_E = load_E.double()
     return load_E.max() / load_E.mean()

@@ -1,1 +1,1 @@
-"""`pp`: blocks divided over ranks, microbatches travelling through them."""
+"""`pp`: blocks divided over ranks, microbatches pipelined through them."""

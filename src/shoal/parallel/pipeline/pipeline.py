@@ -1,20 +1,20 @@
-"""`pp`: the blocks of a model divided over ranks, through which microbatches travel one behind the other.
+"""`pp`: the blocks of a model divided over ranks, with microbatches pipelined through them.
 
-torch gives stages and schedules (`torch.distributed.pipelining`), but a stage is a module that the user has cut, its
-input is what the stage before sent and nothing else, and the loss exists on one rank. What this file adds:
+torch has stages and schedules (`torch.distributed.pipelining`). But a stage is a module that the user has cut, it gets
+only the tensor that the previous stage sent, and the loss exists on one rank. This file adds:
 
-*Cut.* A stage is the whole model in which every block that is not its own is a stand-in without parameters. Each
-stage's forward is called as on one device, with the whole input, so masks, positions and whatever else a model
-computes from its input are there on every stage:
+*Cut.* A stage is the full model in which every block of other stages is a stand-in without parameters. Each stage's
+forward is called as on one device, with the full input. So masks, positions and whatever else a model computes from its
+input exist on every stage:
 
     one device   tokens ── embed ── block 0 ── block 1 ── block 2 ── block 3 ── norm ── head ── loss
     stage 0      tokens ── embed ── block 0 ── block 1 ── (end) ──▶ x
     stage 1      tokens ──  (x)  ──   (x)   ──   (x)   ── block 2 ── block 3 ── norm ── head ── loss
-                              stand-ins before the stage's own blocks return what was received;
-                              the first one after them ends the forward with what it is given
+                              stand-ins before the stage's own blocks return the received tensor;
+                              the first one after them ends the forward with its input
 
-*Feed.* torch hands the schedule's microbatches on by number. Data, labels and weights are looked up by that number
-here, so a batch may be anything that the user's loss and model understand.
+*Feed.* torch passes the numbers of microbatches through the schedule. Data, labels and weights are looked up by that
+number here, so a batch may be anything that the user's loss and model accept.
 
 *Loss.* The last stage returns its loss; there is no tensor of all outputs.
 """
@@ -40,32 +40,32 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class StageInput(nn.Module):
-    """In place of a module before the stage's own: returns what the stage has received."""
+    """Replaces a module before the stage's own: returns the tensor that the stage has received."""
 
     def __init__(self) -> None:
         super().__init__()
         self.value: Tensor | None = None
 
     def forward(self, *arguments: Any, **options: Any) -> Tensor:
-        """Whatever it is called with."""
+        """Ignore the arguments."""
         assert self.value is not None
         return self.value
 
 
 class StopForward(Exception):
-    """A stage has come to the first block that is not its own; carries what that block was given."""
+    """Raised at the first block after the stage's own; carries that block's input."""
 
 
 class StageBoundary(nn.Module):
-    """In place of a module after the stage's own: ends the forward, so that what follows is computed only once."""
+    """Replaces a module after the stage's own: ends the forward, so that what follows is not computed here."""
 
     def forward(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        """Never returns."""
+        """Raise `StopForward`."""
         raise StopForward(x)
 
 
 def cut(model: nn.Module, *, before: Sequence[str], after: Sequence[str]) -> tuple[nn.Module, StageInput]:
-    """A copy of the model in which some submodules are stand-ins. What is left shares its tensors with the model."""
+    """Copy the model with stand-ins for some submodules. The rest shares its tensors with the model."""
     received = StageInput()
     memo: dict[int, Any] = {id(model.get_submodule(name)): received for name in before}
     memo |= {id(model.get_submodule(name)): StageBoundary() for name in after}
@@ -75,11 +75,11 @@ def cut(model: nn.Module, *, before: Sequence[str], after: Sequence[str]) -> tup
 
 @dataclass
 class MicrobatchFeed:
-    """What the stages of a rank look up while a step runs: the calls and weights of its microbatches."""
+    """The calls and weights of a step's microbatches, which the stages of a rank look up."""
 
     calls: Sequence[Call] = ()
     loss: Callable[[Any, int], Tensor] | None = None
-    """(the model's output, number of the microbatch) → the loss that is differentiated."""
+    """(output of the model, number of the microbatch) → the loss that is differentiated."""
     begin: Callable[[int, int], None] | None = None
     """Called with (number of the microbatch, stage) before a stage computes a microbatch."""
 
@@ -91,20 +91,20 @@ class Stage(nn.Module):
         super().__init__()
         self.model, self.index, self.num_stages = model, index, num_stages
         self.feed = MicrobatchFeed()
-        self.device, self.wire = torch.device("cpu"), torch.device("cpu")
+        self.device, self.comm_device = torch.device("cpu"), torch.device("cpu")
         self.dtype: torch.dtype | None = None
-        """In which activations travel to the next stage."""
+        """The dtype in which activations are sent to the next stage."""
         self.wide: torch.dtype | None = None
-        """In which they are computed with: as on one device, where they do not travel."""
-        self._received = [received]  # in a list: not a submodule of this module, but of the model
+        """The dtype in which they are computed: as on one device, where they are not sent."""
+        self._received = [received]  # in a list: a submodule of the model, not of this module
 
     @property
     def is_last(self) -> bool:
-        """Whether the loss is computed here."""
+        """Whether this stage computes the loss."""
         return self.index == self.num_stages - 1
 
     def forward(self, x: Tensor | None = None, *, microbatch: Tensor) -> Tensor:
-        """What was received → what is sent on, or the loss."""
+        """Map the received tensor to the one that is sent, or to the loss."""
         number = int(microbatch[0])
         arguments, options = self.feed.calls[number]
         if self.feed.begin is not None:
@@ -114,7 +114,7 @@ class Stage(nn.Module):
             output = self.model(*arguments, **options)
         except StopForward as reached:
             activation: Tensor = reached.args[0]
-            return activation.to(self.wire, self.dtype)
+            return activation.to(self.comm_device, self.dtype)
         finally:
             self._received[0].value = None
         assert self.feed.loss is not None
@@ -123,33 +123,33 @@ class Stage(nn.Module):
 
 @dataclass
 class Pipeline:
-    """The stages of one rank, and torch's schedule over them, made anew for each shape of microbatches."""
+    """The stages of one rank, and torch's schedule over them, rebuilt for each shape of microbatches."""
 
     stages: list[Stage]
     schedule: Schedule
     group: dist.ProcessGroup
     device: torch.device
-    wire: torch.device
-    """Where what travels between stages is sent from and received."""
+    comm_device: torch.device
+    """The device from which stages send and on which they receive."""
     num_stages: int
     activation: Callable[[Call], tuple[int, ...]]
-    """The arguments of the model → the shape of what travels between stages."""
+    """The arguments of the model → the shape of the tensor between stages."""
     dtype: torch.dtype
-    """What travels between stages is of this dtype."""
+    """The dtype of the tensor between stages."""
     loss_dtype: torch.dtype
     owners: Sequence[int]
-    """The place on the pp axis of every stage."""
+    """The index on the pp axis of every stage's rank."""
     _schedules: dict[Any, Any] = field(default_factory=dict)
 
     def step(self, feed: MicrobatchFeed) -> None:
-        """Forward and backward of all microbatches; gradients are left in the parameters."""
+        """Run forward and backward of all microbatches; gradients are left in the parameters."""
         schedule = self._schedule_for(feed)
         self._give(feed)
         numbers = torch.arange(len(feed.calls))
         target = numbers if self.has_loss else None
         try:
             schedule.step(microbatch=numbers, target=target, return_outputs=False)
-        except RuntimeError as error:  # torch wraps what a stage raises
+        except RuntimeError as error:  # torch wraps a stage's exception
             if isinstance(error.__cause__, ShoalError):
                 raise error.__cause__ from None
             _explain_shapes(error)
@@ -162,7 +162,7 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, feed: MicrobatchFeed) -> None:
-        """Forward of all microbatches, one after the other, with nothing kept; for an evaluation."""
+        """Run the forward of all microbatches, one by one, without saved activations; for an evaluation."""
         self._give(feed)
         mine = {stage.index: stage for stage in self.stages}
         me = dist.get_rank(self.group)
@@ -171,10 +171,10 @@ class Pipeline:
             x: Tensor | None = None
             for index, stage in mine.items():
                 if index and self.owners[index - 1] != me:
-                    x = torch.empty(self.activation(call), dtype=self.dtype, device=self.wire)
+                    x = torch.empty(self.activation(call), dtype=self.dtype, device=self.comm_device)
                     source = self.owners[index - 1]
                     receive = dist.P2POp(dist.irecv, x, group=self.group, group_peer=source)
-                    for work in dist.batch_isend_irecv([receive]):  # as it is sent: NCCL keeps the two kinds apart
+                    for work in dist.batch_isend_irecv([receive]):  # batched as its send: NCCL separates the two kinds
                         work.wait()
                 x = stage(*([x] if index else []), microbatch=torch.tensor([number]))
                 if not stage.is_last and self.owners[index + 1] != me:
@@ -186,14 +186,14 @@ class Pipeline:
 
     def _give(self, feed: MicrobatchFeed) -> None:
         for stage in self.stages:
-            stage.feed, stage.device, stage.wire = feed, self.device, self.wire
+            stage.feed, stage.device, stage.comm_device = feed, self.device, self.comm_device
             stage.dtype, stage.wide = self.dtype, self.loss_dtype
 
     def _schedule_for(self, feed: MicrobatchFeed) -> Any:
         shapes = {self.activation(call) for call in feed.calls}
         if len(shapes) > 1:
             raise ShoalError(
-                f"the microbatches of a pipeline must be of one shape, but theirs are {sorted(shapes)}",
+                f"the microbatches of a pipeline must have one shape, got {sorted(shapes)}",
                 fix="a batch that mb divides on every rank (DataLoader(..., drop_last=True)), sequences of one length",
             )
         key = (len(feed.calls), shapes.pop())
@@ -206,7 +206,7 @@ class Pipeline:
         return self._schedules[key]
 
     def _make(self, num_microbatches: int, shape: tuple[int, ...]) -> Any:
-        """torch's stages and schedule. Shapes are given, so that it need not run the model to find them."""
+        """Build torch's stages and schedule. Shapes are given, so that torch need not run the model to find them."""
         from shoal.parallel.pipeline.torch_stages import (  # takes a second: only where there is a pipeline
             SCHEDULES,
             TorchStage,
@@ -219,14 +219,14 @@ class Pipeline:
                 stage,
                 stage.index,
                 self.num_stages,
-                self.wire,
+                self.comm_device,
                 input_args=(activation,) if stage.index else (),
                 output_args=(loss,) if stage.is_last else (activation,),
                 group=self.group,
             )
             for stage in self.stages
         ]
-        # torch's 1F1B refuses one microbatch, with which it would be GPipe: one rank after the other.
+        # torch's 1F1B rejects one microbatch, for which it would equal GPipe: one rank after the other.
         word = "gpipe" if self.schedule == "1f1b" and num_microbatches == 1 else self.schedule
         return SCHEDULES[word](
             stages[0] if word in ONE_STAGE_PER_RANK else stages,
@@ -241,10 +241,11 @@ def _loss_of_stage(output: Tensor, target: Tensor) -> Tensor:
 
 
 def _explain_shapes(error: RuntimeError) -> None:
-    """torch 2.11 compares what a stage returns with what is sent between stages; later ones do not."""
+    """Explain an error of torch 2.11, which compares a stage's output with the shape between stages; later ones do
+    not."""
     for one in (error, error.__cause__):
         if type(one).__name__ == "PipeliningShapeError":
             raise ShoalError(
-                f"a stage ends where activations have another shape than between other stages: {one}",
+                f"every stage must end where activations have the shape that stages exchange: {one}",
                 fix="another pp or v; under tp, stages that end after a layer that is split by ROW",
             ) from error

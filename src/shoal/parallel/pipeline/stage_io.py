@@ -1,8 +1,8 @@
-"""What runs from block to block: its shape, and that nothing else does.
+"""The tensor that blocks pass on: its shape, and a check that blocks pass nothing else.
 
-A stage of a pipeline knows of the stages before it by one tensor alone, the one that it receives. Whether a model keeps
-to that is found out without any memory, by running it on meta tensors in which every block's output is a fresh start:
-what still depends on something earlier has gone another way.
+A stage of a pipeline receives one tensor from the stage before it. A run on meta tensors, without memory, checks that a
+model's blocks need no more: every block's output is cut off from the graph, so a later value that still depends on
+something earlier has bypassed the blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shoal.parallel.tensor import TensorParallel
 
 @dataclass
 class Activation:
-    """The shape of what travels between stages."""
+    """The shape of the tensor between stages."""
 
     skeleton: nn.Module
     blocks: tuple[str, ...]
@@ -31,7 +31,7 @@ class Activation:
     _known: dict[tuple[torch.Size, ...], tuple[int, ...]] = field(default_factory=dict)
 
     def __call__(self, call: Call) -> tuple[int, ...]:
-        """For what the model is called with."""
+        """Return the shape for a call of the model."""
         arguments, options = call
         key = tuple(x.shape for x in (*arguments, *options.values()) if isinstance(x, Tensor))
         if key not in self._known:
@@ -44,8 +44,8 @@ class Activation:
 
 @torch.enable_grad()
 def stream_of(model: nn.Module, blocks: Sequence[str], call: Call) -> torch.Size:
-    """The shape of what runs from block to block, found by running a model without memory; refuses a model whose blocks
-    do not hand one tensor on as it is."""
+    """Return the shape of the tensor that blocks pass on, found by running a model without memory. Rejects a model
+    whose blocks do not pass one tensor on unchanged."""
     taken: list[object] = []
     returned: list[object] = []
     computed: list[object] = []
@@ -54,7 +54,7 @@ def stream_of(model: nn.Module, blocks: Sequence[str], call: Call) -> torch.Size
         taken.append(given[0] if given else None)
 
     def cut_off(_module: nn.Module, _given: object, output: object) -> object:
-        """What comes after a block may know of what came before it by the block's output alone."""
+        """Detach the output: later modules may depend on earlier ones through it alone."""
         computed.append(output)
         returned.append(output.detach().requires_grad_() if isinstance(output, Tensor) else output)
         return returned[-1]
@@ -76,7 +76,7 @@ def stream_of(model: nn.Module, blocks: Sequence[str], call: Call) -> torch.Size
 
 
 def _skips(model: nn.Module, blocks: Sequence[str], computed: list[object], output: object) -> list[Problem]:
-    """Whether a later block, or what follows the last, reads what was computed before the first, past the blocks."""
+    """Check whether a later block, or the code after the last, reads what was computed before the first."""
     inside = {id(p) for name in blocks for p in model.get_submodule(name).parameters()}
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     outside = {n: p for n, p in model.named_parameters() if id(p) not in inside and uses[id(p)] == 1}
@@ -84,12 +84,12 @@ def _skips(model: nn.Module, blocks: Sequence[str], computed: list[object], outp
     for name, value in zip([*blocks[1:], "what follows the blocks"], [*computed[1:], output], strict=True):
         for reached in _behind(value, before):
             what = f"{name} reads what {reached} has computed before the first block, and only the first stage has it"
-            return [Problem(what, "pp=1, or hand it on inside the one tensor that runs from block to block")]
+            return [Problem(what, "pp=1, or pass it inside the one tensor that blocks pass on")]
     return []
 
 
 def _behind(value: object, parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """The parameters on which a value depends."""
+    """Return the parameters that a value depends on."""
     output = getattr(value, "logits", value)
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     if not isinstance(output, Tensor) or not output.requires_grad or not trained:
@@ -99,17 +99,17 @@ def _behind(value: object, parameters: dict[str, nn.Parameter]) -> dict[str, nn.
 
 
 def _broken_chain(blocks: Sequence[str], taken: list[object], returned: list[object]) -> list[Problem]:
-    """Where something happens to the activation between two blocks, or inside one to its shape."""
+    """Find where the activation changes between two blocks, or its shape inside one."""
     if len(returned) != len(blocks):
         what = f"the forward runs {len(returned)} blocks, but the model's description names {len(blocks)}"
-        return [Problem(what, "pp=1, or in blocks=(...) exactly what runs one after the other, each once")]
+        return [Problem(what, "pp=1, or in blocks=(...) exactly the modules that run one by one, each once")]
     for name, following, output, given in zip(blocks, blocks[1:], returned, taken[1:], strict=False):
         if not isinstance(output, Tensor) or output is not given:
             what = "is not a tensor" if not isinstance(output, Tensor) else f"is not what {following} takes"
             fix = "let each block return the tensor that the next one takes as its first argument, with the residual"
             return [
                 Problem(
-                    f"what {name} returns {what}: something happens to it between the blocks, where no stage is",
+                    f"what {name} returns {what}: the forward changes it between the blocks, where no stage is",
                     f"{fix} (x + ...) added inside the block",
                 )
             ]
@@ -119,12 +119,12 @@ def _broken_chain(blocks: Sequence[str], taken: list[object], returned: list[obj
     odd = next((name for name, shape in shapes.items() if shape != shapes[blocks[0]]), None)
     if odd is not None:
         what = f"{blocks[0]} returns {list(shapes[blocks[0]])} and {odd} {list(shapes[odd])}"
-        return [Problem(f"a pipeline sends one shape from stage to stage, but {what}", "pp=1 for this model")]
+        return [Problem(f"a pipeline sends one shape between stages, but {what}", "pp=1 for this model")]
     return []
 
 
 def skeleton_of(model: nn.Module) -> nn.Module:
-    """A copy with shapes and without values."""
+    """Copy a model with shapes and without values."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         there = torch.empty_like(tensor, device="meta")
@@ -134,5 +134,5 @@ def skeleton_of(model: nn.Module) -> nn.Module:
 
 
 def on_meta(value: object) -> object:
-    """A tensor's shape, without its values; anything else as it is."""
+    """Return a tensor's shape, without its values; anything else unchanged."""
     return value.to("meta") if isinstance(value, Tensor) else value

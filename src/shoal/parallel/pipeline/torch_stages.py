@@ -1,4 +1,4 @@
-"""torch's stages and schedules, as a pipeline uses them."""
+"""torch's stages and schedules, adapted for a pipeline."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from shoal.parallel.pipeline.split_backward import add_gradients_of_weights, held_by
+from shoal.parallel.pipeline.split_backward import add_gradients_of_weights, edges_of
 
 SCHEDULES: Mapping[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -31,11 +31,11 @@ SCHEDULES: Mapping[str, Any] = {
 
 
 class TorchStage(PipelineStage):
-    """torch's, but for two things.
+    """torch's stage with two changes.
 
-    torch 2.11 warms connections up by sending from every stage to the next one, also where both are on one rank (the
-    bottom of a V), and gloo has no connection from a rank to itself. 2.13 no longer does. And the second half of a
-    backward that was split is ours, for which the graph is held."""
+    torch 2.11 warms connections up by sending from every stage to the next one, also if both are on one rank (the
+    bottom of a V), and gloo has no connection from a rank to itself. 2.13 no longer does. The second half of a split
+    backward is ours, and needs the graph to stay alive."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         operations = super()._get_init_p2p_neighbors_ops()
@@ -44,12 +44,12 @@ class TorchStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], *rest: Any, **more: Any
     ) -> Any:
-        """As torch's, but for the second half of a split backward."""
+        """Run torch's backward, except for the second half of a split backward."""
         if backward_type == "weight":
             add_gradients_of_weights(self.submod.parameters(), bwd_kwargs["param_groups"])
             return (), None
-        held = held_by(bwd_kwargs["stage_output"]) if backward_type == "input" else []
+        edges = edges_of(bwd_kwargs["stage_output"]) if backward_type == "input" else []
         gradients, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, *rest, **more)
         for group in groups or ():
-            group["held"] = held  # until the second half is done with the group
+            group["edges"] = edges  # keeps the graph alive until the second half has consumed the group
         return gradients, groups

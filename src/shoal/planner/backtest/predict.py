@@ -1,9 +1,9 @@
 """One row of a table → what the planner would have said of that run, or the reason why it cannot say anything.
 
-A row gives dimensions, degrees and words. Here they become a workload, a plan, a cluster and habits: the objects that
-`shoal plan` works with. Facts about published systems (which network, which attention) are in the tables below, with
-the words by which a source is recognised. Nothing here is fitted to a single row; what was observed on many runs of one
-sweep, and is not understood, says so (`nanotron_sweep`).
+A row gives dimensions, degrees and words. Here they become a workload, a plan, a cluster and a profile: the objects
+that `shoal plan` works with. Facts about published systems (which network, which attention) are in the tables below,
+with the words by which a source is recognised. Nothing here is fitted to a single row; what was observed on many runs
+of one sweep, and is not understood, says so (`nanotron_sweep`).
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from dataclasses import dataclass, replace
 from shoal.blueprint.plan import Plan
 from shoal.errors import ShoalError
 from shoal.planner.backtest.nanotron_sweep import late, scatters
-from shoal.planner.backtest.rows import Row
-from shoal.predict import framework_profile as known
+from shoal.planner.backtest.row_model import sequence_of, workload_of
+from shoal.planner.backtest.rows import Row, Unpredictable
 from shoal.predict.cluster import GIB, Cluster
+from shoal.predict.cluster_parser import parse_cluster
 from shoal.predict.estimate.peak_memory import PeakMemory, peak_memory, states
 from shoal.predict.estimate.rank_share import Degrees, RankShare, head_cost, layers_of_stages
 from shoal.predict.estimate.step_time import StepTime, step_time
 from shoal.predict.framework_profile import FrameworkProfile
+from shoal.predict.presets import frameworks as known
 from shoal.predict.presets.clusters import DEVICES, preset
-from shoal.predict.presets.models import MODELS
 from shoal.predict.workload import Workload
 
 
@@ -35,7 +36,7 @@ class Prediction:
     """Why nothing can be predicted; empty if something can."""
     workload: Workload | None = None
     plan: Plan | None = None
-    habits: FrameworkProfile | None = None
+    profile: FrameworkProfile | None = None
     time: StepTime | None = None
     memory: PeakMemory | None = None
     measured_s: float | None = None
@@ -58,10 +59,6 @@ class Prediction:
         return replace(self, time=self.time.slower(factor)) if self.time else self
 
 
-class Unpredictable(Exception):
-    """Why a row cannot be predicted."""
-
-
 def predict(row: Row, *, is_blind: bool = False) -> Prediction:
     """What the planner says of a run. `is_blind`: as if nobody had measured its system."""
     try:
@@ -76,10 +73,10 @@ def _predict(row: Row, is_blind: bool) -> Prediction:
     if "ZeRO" in row.text("source") and "ANALYTIC" in row.text("source"):
         return _of_table(row)
     workload = workload_of(row)
-    habits = habits_of(row)
+    profile = profile_of(row)
     if is_blind:
-        habits = habits.as_documented()
-    sequence = row.whole("seq") or _sequence_of(row)
+        profile = profile.as_documented()
+    sequence = row.whole("seq") or sequence_of(row)
     plan, global_batch = plan_of(row, workload)
     if is_blind and not row.text("plan"):
         plan = replace(plan, sp=None)  # what its runs have told
@@ -88,25 +85,25 @@ def _predict(row: Row, is_blind: bool) -> Prediction:
     gib = row.number("mem_gib")
     place = (plan.pp or 1) - 1 if _is_ci(row) else None
     memory = peak_memory(
-        workload, plan, cluster, sequence=sequence, global_batch=global_batch, habits=habits, stage=place
+        workload, plan, cluster, sequence=sequence, global_batch=global_batch, profile=profile, stage=place
     )
-    held = memory.total * (1.0 if habits.is_known else HEADROOM)
+    held = memory.total * (1.0 if profile.is_known else HEADROOM)
     time = None
     if global_batch:
-        time = step_time(workload, plan, cluster, sequence=sequence, global_batch=global_batch, habits=habits)
-        if habits is known.NANOTRON:
+        time = step_time(workload, plan, cluster, sequence=sequence, global_batch=global_batch, profile=profile)
+        if profile is known.NANOTRON:
             time = late(time, workload, plan, cluster, global_batch, memory.total <= cluster.device.memory)
     return Prediction(
         row=row,
         workload=workload,
         plan=plan,
-        habits=habits,
+        profile=profile,
         time=time,
         memory=memory,
         measured_s=seconds,
         measured_gib=gib,
         predicted_gib=_as_printed(row, memory),
-        fits=held <= cluster.device.memory and not _has_empty_stage(workload, plan, habits),
+        fits=held <= cluster.device.memory and not _has_empty_stage(workload, plan, profile),
         is_dense=not workload.experts,
         is_full=_is_full(row),
         counts_time=_counts_time(row),
@@ -118,11 +115,11 @@ HEADROOM = 1.2
 BigScience hold at most that much more."""
 
 
-def _has_empty_stage(workload: Workload, plan: Plan, habits: FrameworkProfile) -> bool:
+def _has_empty_stage(workload: Workload, plan: Plan, profile: FrameworkProfile) -> bool:
     """Whether a pipeline rank would have nothing to compute, which no system survives."""
     pp = plan.pp or 1
-    counts = layers_of_stages(workload.layers, pp * (plan.v or 1), head_cost(workload), habits.cut)
-    if habits.cut != "thresholds":
+    counts = layers_of_stages(workload.layers, pp * (plan.v or 1), head_cost(workload), profile.cut)
+    if profile.cut != "thresholds":
         return 0 in counts
     unused = next((i for i, layers in enumerate(reversed(counts)) if layers), 0)
     return unused > 2  # the head takes one stage, the loss may take another
@@ -136,11 +133,11 @@ def _of_table(row: Row) -> Prediction:
     billions, devices, stage = row.number("params_b"), row.whole("n_gpus"), row.whole("zero_stage")
     if billions is None or devices is None or stage is None:
         raise Unpredictable("params_b, n_gpus or zero_stage is not published")
-    habits = replace(known.MEGATRON, name="zero", gradient=2)
+    profile = replace(known.MEGATRON, name="zero", gradient=2)
     held = RankShare(layers=1, dense=billions * 1e9, experts=0.0, unit=0.0, root=0.0)
     plan = Plan(dp_shard=devices, zero=stage, precision="bf16")
-    gib = sum(states(held, Degrees.of(plan, habits), habits)) / GIB
-    return Prediction(row=row, habits=habits, measured_gib=row.number("mem_gib"), predicted_gib=gib)
+    gib = sum(states(held, Degrees.of(plan, profile), profile)) / GIB
+    return Prediction(row=row, profile=profile, measured_gib=row.number("mem_gib"), predicted_gib=gib)
 
 
 # ---- the system -----------------------------------------------------------------------------------------------------
@@ -168,7 +165,7 @@ SYSTEMS: tuple[tuple[str, FrameworkProfile], ...] = (
 where parameters are sharded, else for Megatron."""
 
 
-def habits_of(row: Row) -> FrameworkProfile:
+def profile_of(row: Row) -> FrameworkProfile:
     """The system that ran a row."""
     source = row.text("source").lower()
     if source == "shoal":
@@ -177,13 +174,13 @@ def habits_of(row: Row) -> FrameworkProfile:
         return known.DEEPSPEED
     if "torchtitan" in source and re.search(r"202[34]", source):
         return known.TORCHTITAN_2024
-    for word, habits in SYSTEMS:
+    for word, profile in SYSTEMS:
         if word.lower() in source:
-            return _as_noted(row, habits)
+            return _as_noted(row, profile)
     return _as_noted(row, known.TORCHTITAN if row.whole("zero_stage") == 3 else known.MEGATRON)
 
 
-def _as_noted(row: Row, habits: FrameworkProfile) -> FrameworkProfile:
+def _as_noted(row: Row, profile: FrameworkProfile) -> FrameworkProfile:
     """What the notes of a row say of it."""
     notes = row.text("notes")
     changes: dict[str, object] = {}
@@ -194,8 +191,8 @@ def _as_noted(row: Row, habits: FrameworkProfile) -> FrameworkProfile:
     if _is_ci(row):
         changes |= _of_ci(row.text("model"), row.text("gpu"), notes)
     if not changes:
-        return habits
-    return replace(habits, name=f"{habits.name} {sorted(changes.items())}", **changes)  # type: ignore[arg-type]
+        return profile
+    return replace(profile, name=f"{profile.name} {sorted(changes.items())}", **changes)  # type: ignore[arg-type]
 
 
 def _of_ci(model: str, gpu: str, notes: str) -> dict[str, object]:
@@ -209,127 +206,6 @@ def _of_ci(model: str, gpu: str, notes: str) -> dict[str, object]:
     if "cross_entropy_loss_fusion" in model:
         changes["logits"] = 10
     return changes
-
-
-# ---- the model ------------------------------------------------------------------------------------------------------
-
-UNGATED = ("gpt-", "gpt3", "gpt", "mpt", "mt-nlg", "175b", "530b", "nemotron", "bert", "bloom")
-ALIASES = (
-    (r"deepseek.?v3", "deepseek-v3"),
-    (r"deepseek.?v2.?lite", "deepseek-v2-lite"),
-    (r"qwen3.*235b", "qwen3-235b-a22b"),
-    (r"qwen3.*30b", "qwen3-30b-a3b"),
-    (r"gpt.?oss.*120b", "gpt-oss-120b"),
-    (r"gpt.?oss.*20b", "gpt-oss-20b"),
-    (r"mixtral.?8x7b", "mixtral-8x7b"),
-    (r"mixtral.?8x22b", "mixtral-8x22b"),
-    (r"llama.?3.*405b", "llama3-405b"),
-    (r"llama.?3.*70b", "llama3-70b"),
-    (r"llama.?3.*8b", "llama3-8b"),
-    (r"llama.?2.*70b", "llama2-70b"),
-    (r"llama.?2.*13b", "llama2-13b"),
-    (r"llama.?2.*7b", "llama2-7b"),
-    (r"^gpt.?3.?175b", "gpt3-175b"),
-    (r"qwen2.5.*7b", "qwen2.5-7b"),
-)
-"""Names that tables use → presets."""
-
-
-STRANGERS = ("nemotron_3", "nemotron v3", "hybrid", "mamba", "kimi", "vlm", "t5", "bert", "llava", "grpo", "distill")
-
-
-def workload_of(row: Row) -> Workload:
-    """The model of a row: a preset by its name, else its dimensions."""
-    name = row.text("model").lower()
-    if "lora" in name:
-        raise Unpredictable("LoRA trains few parameters; only full training is predicted")
-    if any(word in name for word in STRANGERS):
-        raise Unpredictable(f"{row.text('model')} is not the training of a plain decoder")
-    for pattern, preset_name in ALIASES:
-        if re.search(pattern, name) and _agrees(row, MODELS[preset_name]):
-            return MODELS[preset_name]
-    return _of_dimensions(row, name)
-
-
-def _agrees(row: Row, workload: Workload) -> bool:
-    """Whether nothing that a row says of its model speaks against a preset."""
-    told = {"layers": workload.layers, "hidden": workload.hidden, "heads": workload.heads}
-    return all(row.whole(column) in (None, number) for column, number in told.items())
-
-
-def _of_dimensions(row: Row, name: str) -> Workload:
-    said = {key: row.whole(key) for key in ("layers", "hidden", "heads")}
-    said |= _inferred(row, said)
-    missing = [key for key, value in said.items() if not value]
-    if missing:
-        raise Unpredictable(f"{', '.join(missing)} not published")
-    notes = row.text("notes")
-    experts = _noted(notes, "num-experts")
-    if (row.whole("ep") or 1) > 1 and not experts:
-        raise Unpredictable("the number of experts is not published")
-    gated = not any(word in name for word in UNGATED)
-    if "swiglu=" in notes:
-        gated = "swiglu=True" in notes
-    tied = not gated
-    if "untied=" in notes:
-        tied = "untied=False" in notes
-    vocabulary = row.whole("vocab") or (51200 if "vtrain" in row.text("source").lower() else 50304)
-    top_k = 0
-    if experts:
-        found = re.search(r"top(\d)", name)
-        top_k = int(found[1]) if found else 1 if "parallel" in name else 2
-    ffn = row.whole("ffn") or 4 * (said["hidden"] or 0)
-    workload = Workload(
-        name=row.text("model"),
-        layers=said["layers"] or 0,
-        hidden=said["hidden"] or 0,
-        heads=said["heads"] or 0,
-        kv_heads=_kv_heads(row) or said["heads"] or 0,
-        ffn=ffn,
-        vocabulary=vocabulary,
-        gated=gated,
-        tied=tied,
-        biases=not gated,
-        positions=(row.whole("seq") or 0) if not gated else 0,
-        experts=experts,
-        top_k=top_k,
-        expert_ffn=ffn if experts else 0,
-    )
-    return _nearest_size(workload, row)
-
-
-def _kv_heads(row: Row) -> int | None:
-    """As published. Those of the nanotron sweep are inferred from rates that were measured, and are passed over."""
-    return None if "nanotron" in row.text("source") else row.whole("kv_heads")
-
-
-def _inferred(row: Row, said: dict[str, int | None]) -> dict[str, int | None]:
-    """Layers that a number of parameters leaves no doubt about, and heads of the usual width, of a plain GPT."""
-    hidden, billions, vocabulary = said["hidden"], row.number("params_b"), row.whole("vocab")
-    if not hidden or not billions or not vocabulary or not any(word in row.text("model").lower() for word in UNGATED):
-        return {}
-    layers = round((billions * 1e9 - vocabulary * hidden) / (12 * hidden**2))
-    return {"layers": said["layers"] or layers, "heads": said["heads"] or max(1, hidden // 128)}
-
-
-def _nearest_size(workload: Workload, row: Row) -> Workload:
-    """Whether there is a gate and whether the head is tied, where only the number of parameters tells."""
-    billions = row.number("params_b")
-    if not billions or workload.experts or "untied=" in row.text("notes"):
-        return workload
-    ways = [replace(workload, gated=gated, tied=tied) for gated in (True, False) for tied in (True, False)]
-    best = min(ways, key=lambda way: abs(way.parameters / 1e9 - billions))
-    off = abs(workload.parameters / 1e9 / billions - 1)
-    return best if off > 0.04 and abs(best.parameters / 1e9 / billions - 1) < off / 2 else workload
-
-
-def _noted(notes: str, key: str) -> int:
-    found = re.search(rf"{key}=(\d+)", notes)
-    return int(found[1]) if found else 0
-
-
-def _sequence_of(row: Row) -> int:
-    raise Unpredictable("the length of sequences is not published")
 
 
 # ---- the plan -------------------------------------------------------------------------------------------------------
@@ -446,7 +322,7 @@ NETWORKS = (
 def cluster_of(row: Row) -> Cluster:
     """The machines of a row."""
     if name := row.text("cluster"):
-        return Cluster.parse(name)
+        return parse_cluster(name)
     word = row.text("gpu").lower()
     names = [name for spelled, name in GPUS if spelled in (word or "a100" * _is_ci(row))]
     if not names:

@@ -28,6 +28,10 @@ PAPER_FIGURES = Path(__file__).with_name("paper_figures.csv")
 """Figures of papers and release notes, each with its source: what the repository holds its own planner against."""
 
 
+class Unpredictable(Exception):
+    """Why a row cannot be predicted."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One line of a table."""

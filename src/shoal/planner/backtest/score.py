@@ -121,7 +121,7 @@ def _pick(runs: Sequence[Prediction]) -> Prediction:
     """The run whose plan a person would have been told to take: of those that fit and are predicted as fast as the
     fastest, one on as few axes as can be. Each axis is one more thing that can go wrong, and that no prediction has."""
     fitting = [one for one in runs if one.fits] or runs
-    is_strange = any(one.habits and not one.habits.is_known for one in runs)
+    is_strange = any(one.profile and not one.profile.is_known for one in runs)
     limit = min(one.predicted_s or 0.0 for one in fitting) * (1 + NEAR * (STRANGER if is_strange else 1.0))
     near = [one for one in fitting if (one.predicted_s or 0.0) <= limit]
     return min(near, key=lambda one: (_num_axes(one), one.predicted_s or 0.0))

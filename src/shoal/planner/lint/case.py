@@ -16,10 +16,11 @@ from shoal.blueprint.validation.check import check_plan
 from shoal.errors import ShoalError
 from shoal.planner.candidates import can_cut, can_split, description_of, microbatches
 from shoal.planner.search import SCHEDULES, search
-from shoal.planner.task import PlanEstimate, Task
+from shoal.planner.task import Task
 from shoal.predict.cluster import GIB
 from shoal.predict.estimate.peak_memory import PeakMemory
 from shoal.predict.estimate.rank_share import microbatch, num_microbatches
+from shoal.predict.predict import Prediction
 
 WORTH = 0.02
 """Of a step: what costs less is not worth a word."""
@@ -65,7 +66,7 @@ class Case:
     """One plan before the rules."""
 
     task: Task
-    verdict: PlanEstimate
+    verdict: Prediction
     learning_rate: float | None = None
     """That was right for batches of `base_batch`."""
     base_batch: int | None = None

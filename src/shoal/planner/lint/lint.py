@@ -186,7 +186,7 @@ def lint(task: Task, plan: Plan, *, learning_rate: float | None = None, base_bat
         raise ShoalError(f"base_batch={base_batch} is no number of samples", fix="--base-batch 256, for example")
     if learning_rate is not None and not 0 < learning_rate < math.inf:
         raise ShoalError(f"learning_rate={learning_rate} is no step to take", fix="--learning-rate 3e-4, for example")
-    case = Case(task, task.judged(plan.resolve(task.cluster.num_devices)), learning_rate, base_batch)
+    case = Case(task, task.predict(plan.resolve(task.cluster.num_devices)), learning_rate, base_batch)
     found = {rule.code: (rule, finding) for rule in RULES if (finding := rule.check(case))}
     return [
         Lint(

@@ -184,7 +184,7 @@ def unequal_stages(case: Case) -> Finding | None:
         return None
     if (idle := _idle(task, task.workload, case.plan)) < WORTH:
         return None
-    counts = layers_of_ranks(task.workload, pp, v, case.plan.schedule in V_SHAPED, task.habits.cut)
+    counts = layers_of_ranks(task.workload, pp, v, case.plan.schedule in V_SHAPED, task.profile.cut)
     numbers = f"{task.workload.layers} layers, and a head worth {head_cost(task.workload):.1f}, on pp={pp} v={v}"
     numbers += f" are {min(counts)} to {max(counts)} a rank: they wait {percent(idle)} of their time (predicted)"
     moves = [*trades(case, "pp", "dp", "tp"), *trades(case, "dp", "pp"), *trades(case, "tp", "pp"), *schedules(case)]
@@ -211,7 +211,7 @@ def _idle(task: Task, workload: Workload, plan: Plan) -> float:
     pp, v, is_v_shaped = plan.pp or 1, plan.v or 1, plan.schedule in V_SHAPED
     if pp == 1:
         return 0.0
-    busy = [float(count) for count in layers_of_ranks(workload, pp, v, is_v_shaped, task.habits.cut)]
+    busy = [float(count) for count in layers_of_ranks(workload, pp, v, is_v_shaped, task.profile.cut)]
     busy[0 if is_v_shaped else -1] += head_cost(workload)
     return 1 - sum(busy) / len(busy) / max(busy)
 
@@ -309,7 +309,7 @@ def needless_offload(case: Case) -> Finding | None:
 def logits_at_peak(case: Case) -> Finding | None:
     """Logits in fp32 and their gradient, of a whole microbatch, beside activations that are small."""
     task, memory = case.task, case.verdict.memory
-    is_fused = task.habits.fused_loss and case.degree("tp") == case.degree("pp") == 1
+    is_fused = task.profile.fused_loss and case.degree("tp") == case.degree("pp") == 1
     if is_fused or memory.logits < LARGE_LOGITS * memory.total or memory.total < (1 - FREE) * task.room:
         return None
     numbers = f"logits are {gib(memory.logits)} of the {gib(memory.total)} that the fullest rank needs (predicted)"

@@ -4,7 +4,7 @@ The fullest rank of a pipeline is its first, which has most microbatches in flig
 Its fullest moment is the end of a forward, with all activations and the logits; or the backward after it, with the
 gradients that are just being reduced; or the end of that, with the gradients of all layers but the first. States
 (parameters, gradients, optimizer) are those of `blueprint.memory` in closed form; activations follow Korthikanti et al.
-2022, with what each system keeps of them (`habits`). Three numbers are told apart:
+2022, with what each system keeps of them (`framework_profile`). Three numbers are told apart:
 
     allocated   what tensors take                         torch.cuda.max_memory_allocated
     reserved    and what the allocator holds beside them  torch.cuda.max_memory_reserved
@@ -34,13 +34,17 @@ from shoal.predict.estimate.rank_share import (
     PLENTY,
     Degrees,
     RankShare,
+    StepContext,
     in_flight,
     layers_of_ranks,
     microbatch,
     num_microbatches,
     rank_share,
 )
-from shoal.predict.framework_profile import SHOAL, FrameworkProfile
+from shoal.predict.exact.memory import Memory
+from shoal.predict.exact.states import exact_states
+from shoal.predict.framework_profile import FrameworkProfile
+from shoal.predict.presets.frameworks import SHOAL
 from shoal.predict.workload import Block, Workload
 
 
@@ -92,81 +96,85 @@ def peak_memory(
     *,
     sequence: int,
     global_batch: int = 0,
-    habits: FrameworkProfile = SHOAL,
+    profile: FrameworkProfile = SHOAL,
     stage: int | None = None,
 ) -> PeakMemory:
     """Of a resolved plan. `global_batch` bounds how many microbatches can be in flight; 0: there are plenty. `stage`:
     of that rank of the pipeline; None: of the fullest."""
     if cluster.device.is_host:
-        habits = habits.on_host
-    layout = Degrees.of(plan, habits)
+        profile = profile.on_host
+    layout = Degrees.of(plan, profile)
     if layout.tp > 1:
-        habits = habits.where_split
+        profile = profile.where_split
     m = num_microbatches(plan, global_batch) if global_batch else PLENTY
     samples = microbatch(plan, global_batch)
     if not workload.is_transformer:
-        return _of_blocks(workload, plan, layout, cluster, samples, m, habits)
-    counts = layers_of_ranks(workload, layout.pp, layout.v, layout.is_v_shaped, habits.cut)
+        return _of_blocks(StepContext(workload, plan, layout, cluster, sequence, samples, m, profile))
+    counts = layers_of_ranks(workload, layout.pp, layout.v, layout.is_v_shaped, profile.cut)
     places = {counts.index(count) for count in counts} | {0, layout.pp - 1}  # of as many layers, the first holds most
     if stage is not None:
         places = {stage}
-    found = [_of_rank(workload, plan, layout, cluster, place, samples, m, sequence, habits) for place in places]
+    step = StepContext(workload, plan, layout, cluster, sequence, samples, m, profile)
+    found = [_of_rank(step, place) for place in places]
     return max(found, key=lambda one: one.allocated)
 
 
 # ---- one rank -------------------------------------------------------------------------------------------------------
 
 
-def _of_rank(
-    workload: Workload,
-    plan: Plan,
-    on: Degrees,
-    cluster: Cluster,
-    place: int,
-    samples: int,
-    m: int,
-    sequence: int,
-    habits: FrameworkProfile,
-) -> PeakMemory:
-    held = rank_share(workload, place, tp=on.tp, pp=on.pp, v=on.v, ep=on.ep, is_v_shaped=on.is_v_shaped, habits=habits)
+def _of_rank(step: StepContext, place: int) -> PeakMemory:
+    workload, plan, on, _, sequence, samples, m, profile = step
+    held = rank_share(
+        workload, place, tp=on.tp, pp=on.pp, v=on.v, ep=on.ep, is_v_shaped=on.is_v_shaped, profile=profile
+    )
     tokens = samples * sequence / on.cp
     stream = tokens * workload.hidden * on.size
-    layer = tokens * kept_per_token(workload, habits, tp=on.tp, sp=on.splits_tokens, sequence=sequence, size=on.size)
-    if plan.precision == "fp8" and habits.is_compiled:
+    layer = tokens * kept_per_token(workload, profile, tp=on.tp, sp=on.splits_tokens, sequence=sequence, size=on.size)
+    if plan.precision == "fp8" and profile.is_compiled:
         layer += tokens * kept_beside_narrow(workload, on.size)
-    casts = cast_bytes(workload, habits, on, precision=plan.precision)
+    casts = cast_bytes(workload, profile, on, precision=plan.precision)
     kept, kept_casts, again = layer, casts, 0.0
     if plan.recompute != "none":
         how = recomputed(
-            workload, habits, plan.recompute, tp=on.tp, sp=on.splits_tokens, sequence=sequence, size=on.size
+            workload, profile, plan.recompute, tp=on.tp, sp=on.splits_tokens, sequence=sequence, size=on.size
         )
         kept, kept_casts, again = tokens * how, 0.0, (layer + casts) * (plan.recompute == "full")
     flying = in_flight(plan.schedule or "1f1b", place, on.pp, on.v, m)
     activations = held.layers * (kept * flying + kept_casts)
-    reducing = habits.gradient_copy * (held.dense + held.experts)
-    if not habits.is_compiled:
+    reducing = profile.gradient_copy * (held.dense + held.experts)
+    if not profile.is_compiled:
         activations += again  # one layer at a time is computed again,
         reducing += again  # and has gradients
     is_last = place == (0 if on.is_v_shaped else on.pp - 1)
-    working = backward_bytes(workload, habits, plan.recompute, tokens=tokens, tp=on.tp, size=on.size)
-    messages = message_bytes(workload, habits, on, place=place, is_last=is_last, tokens=tokens, m=m)
+    working = backward_bytes(workload, profile, plan.recompute, tokens=tokens, tp=on.tp, size=on.size)
+    messages = message_bytes(workload, profile, on, place=place, is_last=is_last, tokens=tokens, m=m)
     logits = head_gradient = 0.0
     if is_last:
         logits = logit_bytes(
-            workload, habits, tokens=tokens, tp=on.tp, pp=on.pp, size=on.size, precision=plan.precision
+            workload, profile, tokens=tokens, tp=on.tp, pp=on.pp, size=on.size, precision=plan.precision
         )
-        goes_with_logits = habits.is_compiled and is_fused(habits, tp=on.tp, pp=on.pp)
-        activations += (1 if goes_with_logits else 2 + habits.copies_in_norm) * stream  # the last norm
-        head_gradient = habits.gradient * held.end * (m == 1 and (on.zero == 0 or on.shards == 1))
+        goes_with_logits = profile.is_compiled and is_fused(profile, tp=on.tp, pp=on.pp)
+        activations += (1 if goes_with_logits else 2 + profile.copies_in_norm) * stream  # the last norm
+        head_gradient = profile.gradient * held.end * (m == 1 and (on.zero == 0 or on.shards == 1))
     moments = Moments(activations, logits, reducing, working, messages)
-    if habits.is_compiled:
+    if profile.is_compiled:
         again_beside_input = again - stream if again else 0.0
         moments = moments._replace(
             working=working + again_beside_input + head_gradient,
             ending=(again or kept + kept_casts) + working + stream,
             closing=2 * tokens * workload.hidden * 4,  # the gradient of what was looked up, and the same in order
         )
-    return _summed(plan, on, cluster, habits, held, moments, place, m)
+    exact = None
+    if profile.has_exact_states:
+        exact = exact_states(
+            workload,
+            plan,
+            place=place,
+            weight=int(profile.weight),
+            gradient=int(profile.gradient),
+            optimizer_states=profile.moments / profile.weight,
+        )
+    return _summed(step, held, moments, place, exact)
 
 
 class Moments(NamedTuple):
@@ -188,35 +196,35 @@ class Moments(NamedTuple):
 
 
 def _summed(
-    plan: Plan,
-    on: Degrees,
-    cluster: Cluster,
-    habits: FrameworkProfile,
-    held: RankShare,
-    moments: Moments,
-    place: int,
-    m: int,
+    step: StepContext, held: RankShare, moments: Moments, place: int, exact: Memory | None = None
 ) -> PeakMemory:
-    """States and transients beside activations, at the fuller of two moments."""
-    parameters, gradients, optimizer = states(held, on, habits)
-    gathered, gathered_late, reducing = transients(held, on, habits, moments.working)
+    """States and transients beside activations, at the fuller of two moments. `exact`: the states, counted."""
+    _, plan, on, cluster, _, _, m, profile = step
+    parameters, gradients, optimizer = states(held, on, profile)
+    if exact is not None:
+        for_peers = (
+            profile.weight * on.kept_for_peers / (profile.master + profile.moments + profile.weight * on.kept_for_peers)
+        )
+        parameters, gradients = exact.parameters, exact.gradients
+        optimizer = exact.optimizer + for_peers * optimizer
+    gathered, gathered_late, reducing = transients(held, on, profile, moments.working)
     activations, logits = moments.activations, moments.logits
     reducing += moments.reducing
-    buffers = habits.bucket + moments.messages
-    if habits.keeps_buckets and m > 1 and on.pp == 1 and on.zero == 0 and on.replicas * on.shards > 1:
+    buffers = profile.bucket + moments.messages
+    if profile.keeps_buckets and m > 1 and on.pp == 1 and on.zero == 0 and on.replicas * on.shards > 1:
         buffers += gradients
     other = logits  # what is there beside activations
     if gathered_late + reducing > gathered + logits:  # the fullest moment is in the backward, when logits have gone
         buffers, logits, gathered = buffers + reducing, 0.0, gathered_late
-        other = reducing if habits.is_compiled else 0.0
-    if m == 1 and habits.gradients_come_late and (on.zero or on.replicas == 1):
+        other = reducing if profile.is_compiled else 0.0
+    if m == 1 and profile.gradients_come_late and (on.zero or on.replicas == 1):
         nearly_all = gradients * (1 - held.late / (held.dense + held.experts))
         gradients = max(0.0, max(nearly_all + moments.ending, gradients + moments.closing) - activations - other)
     if plan.offload != "none":
         optimizer = 0.0
     if plan.offload == "parameters" and on.zero == 3 and on.pp == 1:  # else what is gathered stays on the device
         parameters = gradients = 0.0
-    loose = habits.fragmentation + (on.pp > 1) * habits.pipeline_fragmentation
+    loose = profile.fragmentation + (on.pp > 1) * profile.pipeline_fragmentation
     return PeakMemory(
         parameters=parameters,
         gradients=gradients,
@@ -231,38 +239,38 @@ def _summed(
     )
 
 
-def states(held: RankShare, on: Degrees, habits: FrameworkProfile) -> tuple[float, float, float]:
+def states(held: RankShare, on: Degrees, profile: FrameworkProfile) -> tuple[float, float, float]:
     """Bytes of parameters, gradients and optimizer. In a pipeline gradients stay whole, and what FSDP gathers stays."""
     parameters = gradients = optimizer = 0.0
     for numel, sharers in ((held.dense, on.shards), (held.experts, max(1, on.shards // on.ep))):
         divided = sharers if on.zero else 1
         if (
-            habits.master == 0 and on.zero and on.shards > 1
+            profile.master == 0 and on.zero and on.shards > 1
         ):  # FSDP: a shard of the optimizer's own, and a gathered copy
-            parameters += numel * (habits.weight / divided + on.size * (on.zero < 3 or on.pp > 1))
+            parameters += numel * (profile.weight / divided + on.size * (on.zero < 3 or on.pp > 1))
         else:
-            parameters += numel * habits.weight / (divided if on.zero == 3 else 1)
-        gradients += numel * habits.gradient / (divided if on.zero >= 2 and on.pp == 1 else 1)
-        optimizer += numel * (habits.master + habits.moments + habits.weight * on.kept_for_peers) / divided
+            parameters += numel * profile.weight / (divided if on.zero == 3 else 1)
+        gradients += numel * profile.gradient / (divided if on.zero >= 2 and on.pp == 1 else 1)
+        optimizer += numel * (profile.master + profile.moments + profile.weight * on.kept_for_peers) / divided
     return parameters, gradients, optimizer
 
 
 def transients(
-    held: RankShare, on: Degrees, habits: FrameworkProfile, working: float = 0.0
+    held: RankShare, on: Degrees, profile: FrameworkProfile, working: float = 0.0
 ) -> tuple[float, float, float]:
     """Bytes of units that are gathered for a moment, at the end of the forward and in the backward; and of gradients
     that are just being reduced then, and what a layer is `working` with."""
-    if on.shards == 1 or on.zero < (1 if habits.gathers_ends_alone else 3):
+    if on.shards == 1 or on.zero < (1 if profile.gathers_ends_alone else 3):
         return 0.0, 0.0, working
-    reduced = habits.reduce * max(held.unit, held.end if habits.gathers_ends_alone else held.root / 2)
+    reduced = profile.reduce * max(held.unit, held.end if profile.gathers_ends_alone else held.root / 2)
     gathers = on.zero == 3 and on.pp == 1
-    if not habits.gathers_ends_alone:
+    if not profile.gathers_ends_alone:
         gathered = on.size * (2 * held.unit + held.root) * gathers
         return gathered, gathered, max(2 * reduced, reduced + working)
     # A unit is gathered as one buffer, and parameter by parameter. Its gradients are reduced from another buffer, and
     # the next unit is gathered meanwhile; when that one works, those are still on their way.
     unit = on.size * held.unit * gathers
-    copies = 2 + (habits.copies_of_messages > 0) * (on.zero > 1) * (1 + 1 / on.shards)
+    copies = 2 + (profile.copies_of_messages > 0) * (on.zero > 1) * (1 + 1 / on.shards)
     moments = (2 * unit, copies * reduced), (3 * unit, reduced + working)
     return on.size * 2 * held.end * gathers, *max(moments, key=sum)
 
@@ -270,10 +278,9 @@ def transients(
 # ---- traced models --------------------------------------------------------------------------------------------------
 
 
-def _of_blocks(
-    workload: Workload, plan: Plan, on: Degrees, cluster: Cluster, samples: int, m: int, habits: FrameworkProfile
-) -> PeakMemory:
+def _of_blocks(step: StepContext) -> PeakMemory:
     """Of a traced model: blocks instead of layers, samples instead of tokens; tp divides what it can."""
+    workload, plan, on, _, _, samples, m, _ = step
     numel = workload.parameters / on.tp / on.pp
     biggest = max(block.parameters for block in workload.blocks) / on.tp
     held = RankShare(len(workload.blocks) // on.pp, numel, 0.0, biggest, 0.0)
@@ -283,7 +290,7 @@ def _of_blocks(
     working = max(samples * block.working + is_full * _saved(block, samples) for block in workload.blocks)
     flying = in_flight(plan.schedule or "1f1b", 0, on.pp, on.v, m)
     activations = (kept / on.pp * flying + working) / on.tp
-    return _summed(plan, on, cluster, habits, held, Moments(activations), 0, m)
+    return _summed(step, held, Moments(activations), 0)
 
 
 def _saved(block: Block, samples: int) -> float:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from shoal.blueprint.partition import partition
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.schedules.table import V_SHAPED
+from shoal.predict.cluster import Cluster
 from shoal.predict.framework_profile import Cut, FrameworkProfile
 from shoal.predict.workload import Workload
 
@@ -40,7 +41,7 @@ class Degrees(NamedTuple):
     """Numbers that a rank keeps for each parameter: what it owes; under `sync=` shared weights and their momentum."""
 
     @classmethod
-    def of(cls, plan: Plan, habits: FrameworkProfile) -> Degrees:
+    def of(cls, plan: Plan, profile: FrameworkProfile) -> Degrees:
         """Those of a resolved plan."""
         tp, cp = plan.tp or 1, plan.cp or 1
         return cls(
@@ -52,7 +53,7 @@ class Degrees(NamedTuple):
             zero=plan.zero or 0,
             shards=(plan.dp_shard or 1) * cp,
             replicas=plan.dp_replicate or 1,
-            splits_tokens=tp > 1 and (habits.splits_tokens if plan.sp is None else plan.sp),
+            splits_tokens=tp > 1 and (profile.splits_tokens if plan.sp is None else plan.sp),
             is_v_shaped=plan.schedule in V_SHAPED,
             size=BYTES.get(plan.precision, 4.0),
             part_sent=_part_sent(plan),
@@ -74,6 +75,21 @@ def _kept_for_peers(plan: Plan) -> int:
 
 BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 2.0, "fp64": 8.0}
 """Precision → bytes of an activation; fp8 is for products alone."""
+
+
+class StepContext(NamedTuple):
+    """A step of a plan: the model, the plan in degrees, the machines, and the microbatches."""
+
+    workload: Workload
+    plan: Plan
+    on: Degrees
+    cluster: Cluster
+    sequence: int
+    samples: int
+    """Of a microbatch."""
+    m: int
+    """Microbatches of a step."""
+    profile: FrameworkProfile
 
 
 def microbatch(plan: Plan, global_batch: int) -> int:
@@ -147,17 +163,17 @@ class RankShare(NamedTuple):
 
 @lru_cache(maxsize=2**14)
 def rank_share(
-    workload: Workload, place: int, *, tp: int, pp: int, v: int, ep: int, is_v_shaped: bool, habits: FrameworkProfile
+    workload: Workload, place: int, *, tp: int, pp: int, v: int, ep: int, is_v_shaped: bool, profile: FrameworkProfile
 ) -> RankShare:
     """What a rank of the pipeline, of tp and of ep holds."""
-    layers = layers_of_ranks(workload, pp, v, is_v_shaped, habits.cut)[place]
+    layers = layers_of_ranks(workload, pp, v, is_v_shaped, profile.cut)[place]
     is_first, is_last = place == 0, place == (0 if is_v_shaped else pp - 1)
     sparse = workload.sparse_layers / workload.layers
     router = workload.hidden * workload.experts
     plain = workload.attention_parameters + (1 - sparse) * workload.ffn_parameters
     plain += sparse * (workload.shared_parameters - router)
     layer = plain / tp + workload.small_parameters + sparse * router
-    experts = sparse * workload.expert_parameters / ep / (tp if habits.splits_experts else 1)
+    experts = sparse * workload.expert_parameters / ep / (tp if profile.splits_experts else 1)
     rows = -(-workload.vocabulary // (128 * tp)) * 128  # of a rank, filled up
     root = is_first * (rows + workload.positions) * workload.hidden
     root += is_last * (not (workload.tied and is_first)) * rows * workload.hidden

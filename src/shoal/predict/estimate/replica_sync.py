@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod, sqrt
 
-from shoal.blueprint.compression import Compression
 from shoal.blueprint.plan import Plan
+from shoal.blueprint.replicas.compression import Compression
 from shoal.predict.exact.traffic import BUCKET_BYTES
 
 BACKWARD = 2 / 3
@@ -81,7 +81,7 @@ class Step:
 def sync_traffic(plan: Plan, words: str) -> Plan:
     """The plan with another way to meet.
 
-    >>> str(meeting_by(Plan.parse("tp=2 sync=auto"), "compress=int8"))
+    >>> str(sync_traffic(Plan.parse("tp=2 sync=auto"), "compress=int8"))
     'tp=2 compress=int8'
     """
     said = Plan.parse(words)

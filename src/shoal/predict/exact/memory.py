@@ -30,11 +30,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import starmap
 from math import prod
+from typing import NamedTuple
 
-from shoal.blueprint import model_shapes as rules
-from shoal.blueprint.model_shapes import ModelShapes, ShardGroup, Sizes, StageShapes
+from shoal.blueprint import placement as rules
+from shoal.blueprint.model_shapes import ModelShapes, Sizes
+from shoal.blueprint.placement import ShardGroup
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.schedules.generate import make_schedule
 from shoal.blueprint.schedules.table import Kind
@@ -55,27 +56,52 @@ class Memory:
 
 
 def memory(
-    plan: Plan, anatomy: ModelShapes, *, rank: int, sizes: Sizes | None = None, optimizer_states: int = 2
+    plan: Plan, anatomy: ModelShapes, *, rank: int, sizes: Sizes | None = None, optimizer_states: float = 2
 ) -> Memory:
     """What a rank will hold under a resolved plan. `optimizer_states`: tensors as large as a parameter that the
     optimizer keeps for it: 2 for Adam, 1 for momentum, 0 for plain SGD. Its numbers per parameter are left out."""
     sizes = sizes or Sizes.of(plan)
-    parts = rules.parts(plan, anatomy, rank)
     sharers = ShardGroup(plan, anatomy.description, rank)
-    pieces = [item for part in parts for item in part.pieces.items()]
-    trained = [item for part in parts for item in anatomy.trained(part.pieces).items()]
-    stays_gathered = plan.is_sharded and (plan.zero != 3 or plan.layout.pp > 1)
-    has_whole_gradients = plan.is_sharded and (plan.zero == 1 or plan.layout.pp > 1)
+    stages = [_kinds(plan, anatomy, sharers, modules) for _, modules in rules.own_stages(plan, anatomy, rank)]
+    pieces = [kind for stage in stages for kind in stage]
+    trained = [kind for kind in pieces if kind.is_trained]
+    is_pipeline, is_sharded = plan.layout.pp > 1, plan.is_sharded
+    stays_gathered = is_sharded and (plan.zero != 3 or is_pipeline)
+    has_whole_gradients = is_sharded and (plan.zero == 1 or is_pipeline)
     if has_whole_gradients:  # they add up in the precision in which they will be reduced
-        gradients = sum(prod(shape) for _, shape in trained) * sizes.reduce
+        gradients = sum(kind.number * kind.whole for kind in trained) * sizes.reduce
     else:
-        gradients = sum(starmap(sharers.padded, trained)) * sizes.weight
-    shards = sum(starmap(sharers.padded, pieces)) * sizes.weight
+        gradients = sum(kind.number * kind.shard for kind in trained) * sizes.weight
     return Memory(
-        parameters=shards + stays_gathered * _gathered(parts, sharers) * sizes.compute,
+        parameters=sum(kind.number * kind.shard for kind in pieces) * sizes.weight
+        + stays_gathered * _gathered(stages) * sizes.compute,
         gradients=gradients,
-        optimizer=optimizer_states * sizes.weight * sum(starmap(sharers.own, trained)),
+        optimizer=round(optimizer_states * sizes.weight * sum(kind.number * kind.own for kind in trained)),
     )
+
+
+class _Kind(NamedTuple):
+    """Parameters that are alike in every layer of a stage: how many they are, and elements of one of them."""
+
+    number: int
+    is_trained: bool
+    whole: int
+    """Of the piece that tp and ep leave."""
+    shard: int
+    """That FSDP2 keeps of it, padded."""
+    own: int
+    """That are there, and have optimizer state."""
+    gathered: int
+
+
+def _kinds(plan: Plan, anatomy: ModelShapes, sharers: ShardGroup, modules: tuple[str, ...]) -> list[_Kind]:
+    kinds = []
+    for name, number in anatomy.kinds_in(modules).items():
+        shape = rules.piece(plan, anatomy, name, rank=sharers.rank)
+        padded = sharers.padded(name, shape)
+        gathered = padded * sharers.degree(name)
+        kinds.append(_Kind(number, anatomy.is_trained(name), prod(shape), padded, sharers.own(name, shape), gathered))
+    return kinds
 
 
 def has_moment(plan: Plan, *, rank: int, num_microbatches: int) -> bool:
@@ -99,9 +125,7 @@ def has_moment(plan: Plan, *, rank: int, num_microbatches: int) -> bool:
     return False
 
 
-def _gathered(parts: Iterable[StageShapes], sharers: ShardGroup) -> int:
+def _gathered(stages: Iterable[list[_Kind]]) -> int:
     """Elements of the gathered copies; of many stages torch keeps only some at a time."""
-    each = [
-        sum(sharers.padded(name, shape) * sharers.degree(name) for name, shape in part.pieces.items()) for part in parts
-    ]
+    each = [sum(kind.number * kind.gathered for kind in stage) for stage in stages]
     return sum(sorted(each)[-rules.GATHERED_STAGES :])

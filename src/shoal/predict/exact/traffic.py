@@ -39,7 +39,7 @@ from itertools import starmap
 from math import prod
 from typing import NamedTuple
 
-from shoal.blueprint import model_shapes as rules
+from shoal.blueprint import placement as rules
 from shoal.blueprint.context_parallel import ring_elements, ulysses_elements
 from shoal.blueprint.model_shapes import (
     AttentionSite,
@@ -48,12 +48,10 @@ from shoal.blueprint.model_shapes import (
     RouterSite,
     Shape,
     Shapes,
-    ShardGroup,
     Sizes,
-    StageShapes,
     TPBoundary,
-    Unit,
 )
+from shoal.blueprint.placement import ShardGroup, StageShapes, Unit
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.schedules.generate import make_schedule
 

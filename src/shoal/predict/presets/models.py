@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from shoal.errors import ShoalError, nearest
+from shoal.predict.huggingface_config import workload_from_config
 from shoal.predict.workload import Block, Latent, Workload
 
 
@@ -135,3 +139,14 @@ _MODELS = (
 
 MODELS = {model.name: model for model in _MODELS}
 """Name → what the planner knows of it."""
+
+
+def find_model(what: str) -> Workload:
+    """By the name of a preset, or the path of a Hugging Face config.json."""
+    if what in MODELS:
+        return MODELS[what]
+    if what.endswith(".json"):
+        return workload_from_config(Path(what))
+    near = nearest(what.lower(), MODELS)
+    fix = near or f"one of {', '.join(MODELS)}; a config.json; plain dimensions; or file.py:function"
+    raise ShoalError(f"there is no model {what!r}", fix=fix)

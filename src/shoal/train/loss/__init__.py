@@ -1,1 +1,1 @@
-"""The loss of a global batch: what it is called with, and how many labels its mean is over."""
+"""The loss of a global batch, and the number of labels in its mean."""

@@ -1,7 +1,7 @@
-"""Which reductions a scalar was computed by, read from its autograd graph, and over how many things each of them is.
+"""Find the reductions that a scalar was computed by, and their counts, from its autograd graph.
 
-A count is trusted only if it is that of the one reduction over the batch. Decisions follow from the structure of the
-graph, never from values: every rank and every microbatch has to decide alike.
+A count is used only if it is that of the one reduction over the batch. Decisions depend on the structure of the graph,
+never on values, so that every rank and every microbatch decides equally.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _MAX_NODES = 200
 _MEAN, _SUM = 1, 2  # torch's numbers for reduction="mean" and "sum"
 _WEIGHTED = ("AddmmBackward", "MmBackward", "BmmBackward", "MvBackward", "LinearBackward", "ConvolutionBackward")
 _MODEL = (*_WEIGHTED, "EmbeddingBackward", "CompiledFunctionBackward", "torch::autograd::AccumulateGrad")
-"""Where a loss ends and a model begins."""
+"""Operations of a model, where the search for reductions ends."""
 _OTHER = ("Logsumexp", "Amax", "Amin", "LinalgVectorNorm", "Norm", "Var", "Std", "Prod", "Max", "Min", "Median")
 _OTHER_REDUCTIONS = tuple(f"{name}Backward" for name in _OTHER)
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A reduction over elements, at the end of a graph of scalars. Without a count: something else."""
+    """A reduction over elements, at the end of a graph of scalars. Without a count, it is another operation."""
 
     count: Tensor | float | None = None
     is_sum: bool = False
-    """A sum that is neither divided nor multiplied by anything."""
+    """Whether it is a sum that is neither divided nor multiplied."""
     node: Any = None
     source: Any = None
     """The node that the count was read from."""
@@ -61,7 +61,7 @@ def leaves_of(node: Any) -> Iterator[Leaf]:
 
 
 def common_count(leaves: list[Leaf]) -> Tensor | float | None:
-    """The count that all of them share; None: one is not known, or they may differ."""
+    """The common count; None: one is not known, or they may differ."""
     if not leaves or any(leaf.count is None for leaf in leaves):
         return None
     if all(leaf.source is leaves[0].source for leaf in leaves):
@@ -74,7 +74,7 @@ def _children(node: Any) -> list[Any]:
 
 
 def _reduction(node: Any, name: str) -> int | None:
-    """Of a node that reduces something, whether it is a mean or a sum."""
+    """Whether a reduction is a mean or a sum; None: it is no reduction."""
     if name.startswith("MeanBackward"):
         return _MEAN
     if name.startswith("SumBackward"):
@@ -84,7 +84,7 @@ def _reduction(node: Any, name: str) -> int | None:
 
 
 def _is_of_reduced_number(node: Any, name: str) -> bool:
-    """A mean or a sum of one number, which was reduced before."""
+    """Whether it is a mean or a sum of one number that was reduced before."""
     if not name.startswith(("MeanBackward", "SumBackward")) or math.prod(node._saved_self_sym_sizes) != 1:
         return False
     return not node._saved_self_sym_sizes or _reduced_below(node) is not None
@@ -107,8 +107,8 @@ def _leaf(node: Any, name: str, division: Any, is_scaled: bool) -> Leaf:
 
 
 def _is_by_number(node: Any) -> bool:
-    """Whether a product or a quotient is not seen to be by a tensor, which may be a count. The graph shows a number of
-    Python's as a tensor, too, but as one in host memory of 8 bytes."""
+    """Whether a product or a quotient is by a Python number and not by a tensor, which may be a count. The graph has a
+    Python number as a tensor of 8 bytes in host memory."""
     if isinstance(node, float):
         return False
     others = [getattr(node, name, None) for name in ("_saved_other", "_saved_self")]
@@ -120,7 +120,7 @@ def _is_by_number(node: Any) -> bool:
 
 
 def _as_count(other: Any) -> Tensor | float | None:
-    """What something was divided by; None if it is not one number."""
+    """The divisor; None if it is not one number."""
     if not isinstance(other, Tensor):
         return float(other)
     return other.detach() if not other.dim() else None
@@ -139,8 +139,8 @@ def _num_counted(node: Any, name: str) -> Tensor | float:
 
 
 def _reduced_below(node: Any) -> int | None:
-    """Whether what a node reduces was reduced over samples before, between the model and here: only by sums, or by
-    anything else, in which case its number of elements says nothing of the batch."""
+    """Whether the input of a reduction was reduced over samples before: only by sums (`_SUM`), or otherwise (`_MEAN`),
+    when its number of elements is not that of the batch. None: it was not."""
     stack, seen, found = _children(node), {node}, set()
     has_rows_reduced = has_moved_samples = False
     while stack:
@@ -162,7 +162,7 @@ def _reduced_below(node: Any) -> int | None:
 
 
 def _reduction_of_samples(node: Any, name: str) -> int | None:
-    """A reduction of everything, or over the first dimension."""
+    """The kind of a reduction over all dimensions, or over the first; None: it is none."""
     reduction = _reduction(node, name)
     if name.startswith(("MeanBackward", "SumBackward")):
         return reduction if _is_over_first(node) else None
@@ -183,7 +183,7 @@ def _is_over_first(node: Any) -> bool:
 
 
 def _moves_samples(node: Any, name: str) -> bool:
-    """Whether the first dimension becomes another one."""
+    """Whether the first dimension is moved."""
     if name.startswith("TransposeBackward"):
         dims = {_signed(node._saved_dim0), _signed(node._saved_dim1)}
         num_dims = len(_shapes(node)[0]) if _shapes(node) else 0
@@ -194,7 +194,7 @@ def _moves_samples(node: Any, name: str) -> bool:
 
 
 def _makes_a_number(node: Any, name: str) -> bool:
-    """A node that makes one number of a tensor, however it does."""
+    """Whether a node turns a tensor into one number."""
     if name.startswith("torch::autograd::AccumulateGrad") or () not in _shapes(node):
         return False
     is_custom = isinstance(node, torch.autograd.function.BackwardCFunction)
@@ -202,7 +202,7 @@ def _makes_a_number(node: Any, name: str) -> bool:
 
 
 def _shapes(node: Any) -> list[tuple[int, ...]]:
-    """Of what a node's forward returned."""
+    """The shapes of a node's forward outputs."""
     return [tuple(one.shape) for one in getattr(node, "_input_metadata", [])]
 
 
@@ -232,7 +232,7 @@ def _count_of_smoothed(leaves: list[Leaf]) -> Tensor | float | None:
 
 
 def _log_softmax(node: Any) -> Any:
-    """The one from which a node was computed, in a few steps."""
+    """The log-softmax from which a node was computed, within a few steps."""
     for _ in range(5):
         if node is None or node.name().startswith("LogSoftmaxBackward"):
             return node

@@ -1,6 +1,6 @@
-"""Over how many things a loss is a mean, where there is no autograd graph to read it from: in an evaluation.
+"""Find the count of a mean loss without an autograd graph, in an evaluation.
 
-While a loss function runs, calls of torch's reductions are noted with what they divided by. See `counting`, which reads
+While a loss function runs, calls of torch's reductions are recorded with their divisors. See `counting`, which reads
 the same from a graph.
 """
 
@@ -28,7 +28,7 @@ _BY_ELEMENT = {
     F.binary_cross_entropy_with_logits,
 }
 _MODEL = {F.linear, F.embedding, F.conv1d, F.conv2d, F.conv3d, torch.matmul, Tensor.matmul, Tensor.__matmul__}
-"""Where a loss ends and a model begins."""
+"""Operations of a model, where the search for reductions ends."""
 _SWAPPED, _PERMUTED = {torch.transpose, Tensor.transpose}, {torch.permute, Tensor.permute}
 _MEANS, _SUMS = {torch.mean, Tensor.mean}, {torch.sum, Tensor.sum}
 _SAME = {Tensor.to, Tensor.float, Tensor.double, Tensor.clone, Tensor.contiguous, torch.neg, Tensor.neg, Tensor.detach}
@@ -49,25 +49,25 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """A number that was computed by a reduction. Without a count, it is a sum."""
+    """A scalar from a reduction. Without a count, it is a sum."""
 
     result: Tensor
-    """Kept, since another tensor could get its address."""
+    """Kept alive, since another tensor could get its id."""
     count: Tensor | float | None
     is_first: bool = True
-    """Nothing of it was reduced before."""
+    """Whether nothing of it was reduced before."""
 
 
-class Watch(TorchFunctionMode):
-    """Inside, results of reductions are noted."""
+class CallRecorder(TorchFunctionMode):
+    """Record the results of reductions inside the context."""
 
     def __init__(self) -> None:
         super().__init__()
         self.noted: dict[int, Noted] = {}
         self.reduced: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
-        """What was computed from a reduction over samples, and whether only from sums."""
+        """Tensors computed from a reduction over samples, and whether only from sums."""
         self.moved: dict[int, weakref.ref[Tensor]] = {}
-        """What was computed from a tensor whose first dimension became another one."""
+        """Tensors computed from one whose first dimension was moved."""
 
     def __torch_function__(
         self,
@@ -86,11 +86,11 @@ class Watch(TorchFunctionMode):
         return result
 
     def of(self, value: Any) -> Noted | None:
-        """What was noted of this very tensor."""
+        """The record of this tensor."""
         return self.noted.get(id(value))
 
     def _below(self, call: _Call) -> bool | None:
-        """Whether one of the arguments was reduced over samples before; and if so, whether only by sums."""
+        """Whether an argument was reduced over samples before, only by sums; None: it was not."""
         if call.func in _MODEL:
             return None
         values = [*call.args, *call.kwargs.values()]
@@ -145,27 +145,27 @@ class Watch(TorchFunctionMode):
         return Noted(result, args[1]) if inputs[0].is_first else None
 
 
-class Unwatched:
-    """A model that is called outside of a watch, since a compiler has captured parts of it."""
+class Unrecorded:
+    """A model whose calls are not recorded, since a compiler has captured parts of it."""
 
-    def __init__(self, model: Any, watch: Watch) -> None:
-        self._model, self._watch = model, watch
+    def __init__(self, model: Any, recorder: CallRecorder) -> None:
+        self._model, self._recorder = model, recorder
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Leave the watch, call the model, and enter the watch again."""
-        self._watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        """Stop recording, call the model, and record again."""
+        self._recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             return self._model(*args, **kwargs)
         finally:
-            self._watch.__enter__()  # type: ignore[no-untyped-call]
+            self._recorder.__enter__()  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._model, name)
-        return Unwatched(found, self._watch) if callable(found) else found
+        return Unrecorded(found, self._recorder) if callable(found) else found
 
 
 def _moves_samples(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Whether the first dimension becomes another one."""
+    """Whether the first dimension is moved."""
     if func in _SWAPPED:
         return bool({0, -args[0].dim()} & set(args[1:])) if args else True
     if func in _PERMUTED:
@@ -175,7 +175,7 @@ def _moves_samples(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
 
 
 def _is_over_samples(call: _Call) -> bool:
-    """Whether a reduction is one of everything, or over the first dimension."""
+    """Whether a reduction is over all dimensions, or over the first."""
     args = call.args
     if call.func in _BY_ELEMENT or call.func in _LABELLED:
         return not call.result.dim()
@@ -188,14 +188,14 @@ def _is_over_samples(call: _Call) -> bool:
 def _of_criterion(call: _Call) -> Noted | None:
     bound = inspect.signature(call.func).bind(*call.args, **call.kwargs)
     bound.apply_defaults()
-    said, result = bound.arguments, call.result
-    if said["reduction"] != "mean":
-        return Noted(result, None) if said["reduction"] == "sum" else None
-    target, values = said["target"], said["input"]
+    arguments, result = bound.arguments, call.result
+    if arguments["reduction"] != "mean":
+        return Noted(result, None) if arguments["reduction"] == "sum" else None
+    target, values = arguments["target"], arguments["input"]
     if call.func in _BY_ELEMENT:
         return Noted(result, float(torch.broadcast_shapes(values.shape, target.shape).numel()))
     if target.is_floating_point():
         return Noted(result, float(values.numel() / values.shape[1 if values.dim() > 1 else 0]))
-    counts = target != said["ignore_index"]
-    weight = said["weight"]
+    counts = target != arguments["ignore_index"]
+    weight = arguments["weight"]
     return Noted(result, counts.sum() if weight is None else weight[target[counts]].sum())

@@ -1,7 +1,7 @@
-"""Over how many things a loss is a mean, read from the way in which it was computed.
+"""Find the count of a mean loss from how it was computed.
 
-Means of microbatches are put together by their counts. A loss function may return the sum and the count. Where it
-returns a mean, the autograd graph shows what it was divided by: torch's cross-entropy saves the number of labels that
+Means of microbatches are combined by their counts. A loss function may return the sum and the count. If it returns a
+mean, the autograd graph shows the divisor: torch's cross-entropy saves the number of labels that
 were not ignored (or the sum of their class weights), `x.mean()` its number of elements, `a.sum() / n` the divisor.
 """
 
@@ -20,31 +20,31 @@ from shoal.data.batch import IGNORE, length, map_tensors
 from shoal.errors import ShoalError
 from shoal.numerics.precision import wide
 from shoal.train.loss.autograd_graph import common_count, leaves_of
-from shoal.train.loss.call_recorder import Watch
+from shoal.train.loss.call_recorder import CallRecorder
 
 
 class Kind(IntEnum):
-    """What a loss function has returned."""
+    """The kind of value that a loss function has returned."""
 
-    MEAN = 1  # over an unknown number of things
-    SUM = 2  # over an unknown number of things
+    MEAN = 1  # over an unknown number of items
+    SUM = 2  # over an unknown number of items
     COUNTED = 3  # a mean, and the graph shows its count
     PAIR = 4  # a sum and a count
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss as it was returned: a mean or a sum, and over how many things if that is known."""
+    """A returned loss: a mean or a sum, with its count if that is known."""
 
     value: Tensor
     kind: Kind
     count: Tensor | float | None = None
     is_shifted: bool | None = None
-    """Whether the model was seen to shift its labels; None: that was not looked at, or could not be seen."""
+    """Whether the model shifts its labels; None: not checked, or not visible."""
 
     @property
     def total(self) -> Tensor:
-        """The sum, where the count is known. The mean over nothing is NaN, and counts for nothing."""
+        """The sum, if the count is known. The mean over no item is NaN, and its sum is 0."""
         if self.kind is Kind.PAIR:
             return self.value
         value = self.value.to(wide(self.value.dtype))  # a count may be too large for 16 bits
@@ -52,15 +52,15 @@ class Loss:
         return torch.where(count > 0, value, value.nan_to_num(0.0) * 0.0) * count
 
     def count_as(self, dtype: torch.dtype) -> Tensor:
-        """The count, beside the loss. (A GPU would wait for `torch.as_tensor` of a number.)"""
+        """The count, on the device of the loss. (`torch.as_tensor` of a number would block on a GPU.)"""
         assert self.count is not None
         if isinstance(self.count, Tensor):
             return self.count.to(self.value.device, dtype)
         return torch.full((), self.count, dtype=dtype, device=self.value.device)
 
 
-def read_loss(returned: Any, watch: Watch | None = None) -> Loss:
-    """Understand what a loss function returned: a mean, or (sum, count). Without a graph, `watch` saw its count."""
+def read_loss(returned: Any, recorder: CallRecorder | None = None) -> Loss:
+    """Interpret the value of a loss function: a mean, or (sum, count). Without a graph, `recorder` has its count."""
     if isinstance(returned, tuple | list) and len(returned) == 2:
         return _pair(*returned)
     if not isinstance(returned, Tensor) or returned.dim():
@@ -70,7 +70,7 @@ def read_loss(returned: Any, watch: Watch | None = None) -> Loss:
             else "the tensor that the model's output was made to, not .item()"
         )
         raise ShoalError(f"a loss is a tensor of one number, the mean over a batch, not {kind_of(returned)}", fix=fix)
-    if watch is not None and (noted := watch.of(returned)) is not None:
+    if recorder is not None and (noted := recorder.of(returned)) is not None:
         return Loss(returned, Kind.SUM if noted.count is None else Kind.COUNTED, noted.count)
     leaves = list(leaves_of(returned.grad_fn))
     if leaves and all(leaf.is_sum for leaf in leaves):
@@ -92,33 +92,33 @@ def _pair(total: Any, count: Any) -> Loss:
 
 
 def kind_of(value: Any) -> str:
-    """A value in a few words."""
+    """A short description of a value."""
     if not isinstance(value, Tensor):
         return "None" if value is None else f"a {type(value).__name__}"
     shape = f" and shape {tuple(value.shape)}" if value.dim() else ""
     return f"a tensor of {value.dtype}{shape}"
 
 
-# ---- what the data says ----------------------------------------------------------------------------------------------
+# ---- the data --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Whether a mean over a batch can be a mean over anything but equally many things of each sample."""
+    """Whether every sample of a batch contributes equally many items to a mean."""
 
     is_ragged: bool
-    """Some samples have labels or other elements that do not count."""
+    """Whether some samples have ignored labels or masked elements."""
     per_sample: float
     """Elements of one sample."""
 
     @property
     def numbers(self) -> list[float]:
-        """Three numbers whose sums over all ranks tell whether these are alike: see `are_alike`."""
+        """Three numbers whose sums over all ranks show whether these are equal: see `are_alike`."""
         return [float(self.is_ragged), self.per_sample, self.per_sample**2]
 
 
 def evidence_of(batch: Any) -> Evidence:
-    """Look at a batch: labels that are ignored, masks, and the shape of a sample."""
+    """Inspect a batch for ignored labels, masks, and the shape of a sample."""
     num_elements = 0
     is_ragged = any(_is_ragged(name, tensor) for name, tensor in _named(batch))
 
@@ -132,7 +132,7 @@ def evidence_of(batch: Any) -> Evidence:
 
 
 def are_alike(num_ragged: float, total: float, squares: float, number: float) -> bool:
-    """Whether no batch was ragged, and all of them have samples of one shape, from sums over `number` of them."""
+    """Whether no batch is ragged and all samples have one shape, from sums over `number` batches."""
     return not num_ragged and math.isclose(number * squares, total**2, rel_tol=1e-12)
 
 
@@ -148,7 +148,7 @@ def _named(batch: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_ragged(name: str, tensor: Tensor) -> bool:
-    """A mask that leaves something out, or whole numbers of which one is not a label."""
+    """Whether it is a mask with several values, or integers with an ignored label."""
     if tensor.dtype == torch.bool or "mask" in name.lower():
         return bool(tensor.numel()) and not bool((tensor == tensor.flatten()[0]).all())
     return not tensor.is_floating_point() and not tensor.is_complex() and bool((tensor == IGNORE).any())

@@ -1,9 +1,9 @@
-"""Models that take labels and compute a loss themselves, as those of transformers do, and their convention for labels.
+"""The label convention of models that compute a loss themselves, as those of transformers do.
 
 Some shift labels (the logits of token t are compared with label t + 1, in most causal language models), and others
 compare label t with logits t (masked language models, classifiers, most decoders of encoder-decoder models). Neither
-the class nor the declared `loss_type` is reliable: BartForCausalLM does not shift. So the first batch is given to the
-model with its labels, and the targets that its own loss was computed with, or its value, show the convention.
+the class nor the declared `loss_type` is reliable: BartForCausalLM does not shift. So the model gets its first batch
+with labels, and the targets in the graph of its own loss, or the value of that loss, show the convention.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SAME = ("ToCopyBackward", "CloneBackward", "AliasBackward", "ViewBackward")
 
 
 def shifted(labels: Tensor) -> Tensor:
-    """The label of the next token in the place of each; the last token has none.
+    """Move each label to the token before; the last token has none.
 
     >>> shifted(torch.tensor([[1, 2, -100, 4]]))
     tensor([[   2, -100,    4, -100]])
@@ -39,7 +39,7 @@ def takes_labels(model: nn.Module) -> bool:
 
 
 def needs_labels(model: nn.Module) -> bool:
-    """Whether it has to be given labels even where its loss is not used: a decoder makes its inputs from them."""
+    """Whether it needs labels even if its loss is not used: a decoder makes its inputs from them."""
     label = _parameters(model).get("labels")
     is_required = label is not None and label.default is inspect.Parameter.empty
     return is_required or bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
@@ -52,7 +52,7 @@ def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
 
 
 def is_shifting(own: Tensor, logits: Tensor, labels: Tensor) -> bool | None:
-    """Whether a model's own loss compares logits with shifted labels; None: no label counts, so nothing can be seen.
+    """Whether a model's own loss compares logits with shifted labels; None: all labels are ignored.
     Raise if it is the cross-entropy of neither."""
     candidates = {False: labels} | ({True: shifted(labels)} if labels.dim() > 1 and logits.dim() > 2 else {})
     counting = {is_shifted for is_shifted, one in candidates.items() if bool((one != IGNORE).any())}
@@ -83,7 +83,7 @@ def is_shifting(own: Tensor, logits: Tensor, labels: Tensor) -> bool | None:
 
 
 def _target_of(loss: Tensor) -> Tensor | None:
-    """The targets of a mean cross-entropy without class weights; None: it is something else, or not known."""
+    """The targets of a mean cross-entropy without class weights; None: it is another loss, or not known."""
     node = loss.grad_fn
     while node is not None and node.name().startswith(_SAME):
         node = node.next_functions[0][0]
@@ -96,8 +96,8 @@ def _target_of(loss: Tensor) -> Tensor | None:
     return target
 
 
-def refuse_shifted_twice(inputs: Any, labels: Tensor) -> None:
-    """Labels that are the next tokens already, for a model that shifts them."""
+def reject_shifted_twice(inputs: Any, labels: Tensor) -> None:
+    """Raise if labels are already the next tokens, for a model that shifts them."""
     for tokens in inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple) else [inputs]:
         if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.shape != labels.shape:
             continue

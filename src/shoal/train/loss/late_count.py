@@ -1,9 +1,9 @@
-"""Steps whose count is known only after their forwards.
+"""Correct the gradients of steps whose count is known only after their forwards.
 
 A loss function that returns (sum, count) shows its count c in the forward of each microbatch, and gradients are
 accumulated before the last one is known. So each backward starts from  s * degree / W  with an estimate W of the count
-over the global batch, the same on every rank, and the gradients are multiplied by  W / Σ c  once, when they are whole
-and before they are clipped. Where Σ c is W, as with labels of which -100 do not count, the factor is 1.
+over the global batch, the same on every rank. The gradients are multiplied by  W / Σ c  once, when they are complete
+and before they are clipped. Where Σ c is W, as with ignored labels of -100, the factor is 1.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shoal.comm.world import World
 from shoal.errors import ShoalError
 from shoal.train.loss.counting import Kind, Loss, are_alike, evidence_of
 from shoal.train.loss.objective import sum_from_mean
-from shoal.train.step import OpenStep
+from shoal.train.step.report import OpenStep
 
 PAIR_FIX = (
     "return (sum, count) from the loss: return F.cross_entropy(..., reduction='sum'), (labels != -100).sum()"
@@ -27,8 +27,8 @@ PAIR_FIX = (
 
 
 def take(step: OpenStep, loss: Tensor | Loss, number: int, *, weight: float, is_alone: bool) -> Tensor:
-    """The sum of a microbatch, from which its backward starts; its count is noted. `is_alone`: this microbatch is the
-    whole global batch, and its mean is the loss."""
+    """The sum of a microbatch, from which its backward starts. Its count is recorded. `is_alone`: the microbatch is the
+    full global batch, and its mean is the loss."""
     if isinstance(loss, Tensor):
         return loss
     step.kinds.add(loss.kind)
@@ -49,24 +49,24 @@ def take(step: OpenStep, loss: Tensor | Loss, number: int, *, weight: float, is_
 
 
 def is_late(kind: Kind | None, *, is_alone: bool) -> bool:
-    """Whether gradients have to be corrected by what the forwards have counted."""
+    """Whether gradients must be corrected by the counts of the forwards."""
     return kind is Kind.PAIR or (kind is Kind.COUNTED and not is_alone)
 
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What all ranks know of a late step, on the device."""
+    """The sums of a step over all ranks, on the device."""
 
     loss: Tensor
     correction: Tensor
-    """What gradients are multiplied by."""
+    """The factor of the gradients."""
     num_shifted: Tensor
-    """Ranks that saw the model shift labels, and ranks that saw that it does not."""
+    """Ranks on which the model shifts labels, and ranks on which it does not."""
     num_unshifted: Tensor
 
 
 def agree(step: OpenStep, loss: Tensor, *, estimate: float, is_teller: bool, world_size: int) -> Agreed:
-    """Sum losses and counts over all ranks. Of those that computed the same ones, only the tellers have them."""
+    """Sum losses and counts over all ranks. Of ranks that computed the same values, one adds them (`is_teller`)."""
     count = (
         torch.stack(list(step.late_counts.values())).sum() if step.late_counts and is_teller else torch.zeros_like(loss)
     )
@@ -83,7 +83,7 @@ def agree(step: OpenStep, loss: Tensor, *, estimate: float, is_teller: bool, wor
 
 
 def convention(agreed: Agreed) -> bool | None:
-    """Whether the model shifts labels; None: no rank could see it in this step."""
+    """Whether the model shifts labels; None: not visible in this step."""
     shifts, does_not = bool(agreed.num_shifted), bool(agreed.num_unshifted)
     if shifts and does_not:
         raise ShoalError(
@@ -94,8 +94,8 @@ def convention(agreed: Agreed) -> bool | None:
 
 
 def agree_on_kind(step: OpenStep, world: World) -> Kind | None:
-    """What the losses of a step are, on all ranks: some have seen none, as the first stages of a pipeline. Every rank
-    calls it. Raise on all of them if losses are of several kinds: their backwards began from other weights."""
+    """The kind of the losses of a step, on all ranks: the first stages of a pipeline have none. Every rank calls it.
+    Raise on all ranks if there are several kinds, since their backwards started from different weights."""
     numbers = world.all_reduce_host([float(kind in step.kinds) for kind in Kind]).wait()
     found = [kind for kind, number in zip(Kind, numbers, strict=True) if number]
     if len(found) > 1:
@@ -107,8 +107,8 @@ def agree_on_kind(step: OpenStep, world: World) -> Kind | None:
 
 
 def refuse_uncounted(step: OpenStep, kind: Kind, world: World) -> None:
-    """A mean, or a sum, over an unknown number of things, where others cannot be put together with it. Every rank calls
-    it, and all raise or none."""
+    """Raise on a mean or a sum with an unknown count that cannot be combined with others. Every rank calls it, and all
+    raise or none does."""
     if kind is Kind.SUM:
         raise ShoalError(
             "the loss function returned a sum; its microbatches and ranks are put together as means", fix=PAIR_FIX
@@ -122,7 +122,7 @@ def refuse_uncounted(step: OpenStep, kind: Kind, world: World) -> None:
 
 
 def uncounted(why: str) -> ShoalError:
-    """A mean over an unknown number of things."""
+    """The error for a mean with an unknown count."""
     return ShoalError(
         f"the loss function returned a mean over an unknown number of things, and {why}: means of microbatches and"
         " ranks cannot be put together",

@@ -1,7 +1,7 @@
-"""The sum of a step's loss over all ranks. It travels beside the backward or the update; on a CPU, with other numbers.
+"""Sum a step's loss over all ranks, asynchronously; on a CPU, together with other numbers.
 
-Where the labels of a global batch need not be counted, the numbers that would travel with their count travel with the
-loss: a message costs a small step on a CPU more than what it carries. Ranks on one machine need none: see `comm.board`.
+If the labels of a global batch need not be counted, the numbers that are usually sent with their count are sent with
+the loss: in a small step a message costs more than its bytes. Ranks on one machine need none (`comm.shared_board`).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from shoal.comm.shared_board import MOST_VALUES, Board
 
 @dataclass(slots=True)
 class LossMessage:
-    """On its way."""
+    """A loss that is being summed."""
 
     loss: Tensor
     sums: Callable[[], list[float]] | None
-    """Waits for the sums of the loss and the signals; None: the loss is summed in place."""
+    """Wait for the sums of the loss and the signals; None: the loss is summed in place."""
     work: dist.Work | None
     names: tuple[str, ...] = ()
 
     @classmethod
     def send(cls, loss: Tensor, signals: Mapping[str, float] | None = None, board: Board | None = None) -> LossMessage:
-        """This rank's part of the loss, and numbers that are summed with it; None: the loss alone."""
+        """Start to sum this rank's part of the loss, with further numbers; None: the loss alone."""
         if signals is None:
             return cls(loss, None, dist.all_reduce(loss, async_op=True))
         values = [float(loss), *signals.values()]
@@ -39,7 +39,7 @@ class LossMessage:
         return cls(loss, sent.tolist, dist.all_reduce(sent, async_op=True), tuple(signals))
 
     def wait(self) -> tuple[Tensor, dict[str, float]]:
-        """Both sums over all ranks; of a GPU, what is computed after this waits for them, and not the host."""
+        """Both sums over all ranks. On a GPU, later kernels wait for them, and the host does not."""
         if self.work is not None:
             self.work.wait()
         if self.sums is None:

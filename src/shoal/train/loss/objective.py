@@ -1,9 +1,9 @@
-"""What is minimised: a loss that is a *sum* over things that count (valid tokens, samples), and their number.
+"""The objective: a loss that is a *sum* over counted items (valid tokens, samples), and their number.
 
-The law: the loss of a step is the sum over the global batch divided by the number of things that count in it, whatever
-the layout or the microbatching. Means of ragged microbatches cannot be put together to that; sums and counts can. The
-count of cross-entropy comes from the data alone, so every rank knows the global one before the first backward. A loss
-function shows its count only after a forward (`counting`); `late_count` then corrects the gradients once a step.
+The rule: the loss of a step is the sum over the global batch divided by the number of counted items, for every layout
+and microbatch size. Means of ragged microbatches cannot be combined to that; sums and counts can. The count of
+cross-entropy comes from the data alone, so every rank knows the global count before the first backward. A loss
+function shows its count only after a forward (`counting`); `late_count` then corrects the gradients once per step.
 """
 
 from __future__ import annotations
@@ -24,43 +24,43 @@ from shoal.errors import Problem, ShoalError
 from shoal.numerics.precision import wide
 from shoal.parallel.fused_loss_head import LossHead
 from shoal.parallel.tensor import TensorParallel, vocabulary_cross_entropy
-from shoal.train.loss.call_recorder import Unwatched, Watch
+from shoal.train.loss.call_recorder import CallRecorder, Unrecorded
 from shoal.train.loss.counting import Kind, Loss, kind_of, read_loss
-from shoal.train.loss.labels import OWN_LOSS, is_shifting, needs_labels, refuse_shifted_twice, shifted, takes_labels
+from shoal.train.loss.labels import OWN_LOSS, is_shifting, needs_labels, reject_shifted_twice, shifted, takes_labels
 
 LossFunction = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | float]]
 
 
 class Objective(Protocol):
-    """A sum over a microbatch, and how many things it is a sum over."""
+    """A sum over a microbatch, and the number of items in it."""
 
     def weight(self, batch: Any) -> int:
-        """How many things of this batch count. Reads the data only."""
+        """The number of counted items of a batch. Reads the data only."""
 
     def loss_sum(self, model: nn.Module, batch: Any, weight: float) -> Tensor | Loss:
-        """The loss, summed over them. `weight` is their number, or 0 where a batch only stands in for none. A `Loss`
-        says what it is a sum or a mean over, and `weight` was an estimate."""
+        """The loss, summed over the items. `weight` is their number, or 0 for a stand-in batch. A `Loss` has its own
+        count, and `weight` was an estimate."""
 
 
 @dataclass(slots=True)
 class LabelRule:
-    """What a model does with labels."""
+    """The convention of a model for labels."""
 
     needs: bool = False
-    """It has to be given them, though its own loss is not used."""
+    """Whether it needs them as an argument, although its own loss is not used."""
     is_shifted: bool | None = False
     """Whether it compares logits with the next token's label; None: not known before its first batch."""
 
     @classmethod
     def of(cls, model: nn.Module) -> LabelRule:
-        """Of a model that takes labels, only its first batch can show it."""
+        """The rule of a model. If it takes labels, only its first batch shows whether it shifts them."""
         if not takes_labels(model):
             return cls()
         return cls(needs_labels(model), None)
 
 
 class CrossEntropy:
-    """Of the model's logits and the batch's `labels`; labels of -100 do not count.
+    """Cross-entropy of the model's logits and the batch's `labels`; labels of -100 are ignored.
 
     A batch is a mapping whose other entries are the model's arguments by name, or a pair `(inputs, labels)`. A model
     that takes labels keeps its own convention: see `labels`.
@@ -70,27 +70,27 @@ class CrossEntropy:
         self, tensor: TensorParallel | None = None, head: LossHead | None = None, rule: LabelRule | None = None
     ) -> None:
         self.tensor = tensor or TensorParallel()
-        """Who else has a part of the logits: with tensor parallelism, no rank ever holds them all."""
+        """The tensor parallelism of the logits, of which each rank holds a part."""
         self.head = head
         """The layer of the model that can compute the loss itself; None: the model returns logits."""
 
         self.rule = rule or LabelRule()
         self.num_classes: int | None = None
-        """How many logits a label chooses from; None: not known before the first forward."""
+        """The number of classes; None: not known before the first forward."""
 
     def weight(self, batch: Any) -> int:
-        """The number of labels that count."""
+        """The number of labels that are not ignored."""
         return weight_of(shifted_batch(batch) if self.rule.is_shifted else batch)
 
     def check(self, batch: Any) -> None:
-        """Raise if a label of a batch is no class of the model. A device would have to wait to be asked."""
+        """Raise if a label of a batch is no class of the model. Labels on a GPU are not read, which would block."""
         if self.num_classes is not None and _labels(batch).device.type == "cpu":
-            refuse_labels(_labels(batch), self.num_classes)
+            reject_labels(_labels(batch), self.num_classes)
 
     def loss_sum(self, model: nn.Module, batch: Any, weight: float) -> Tensor | Loss:
-        """Cross-entropy in at least float32, summed over the labels that count."""
+        """Cross-entropy in at least float32, summed over the labels that are not ignored."""
         if self.rule.is_shifted is None:
-            return self._by_the_models_rule(model, batch)
+            return self._with_own_rule(model, batch)
         labels = shifted(_labels(batch)) if self.rule.is_shifted else _labels(batch)
         if self.head is not None:
             self._note_classes(labels, self.head.layer.out_features)
@@ -98,8 +98,8 @@ class CrossEntropy:
                 total: Tensor = _logits(_output(model, batch, passes_labels=self.rule.needs))
             if not self.head.has_returned(total):
                 raise ShoalError(
-                    "describe() names a head, and the forward returns something else than what that head returned",
-                    fix="leave head= out of the description",
+                    "the forward must return the output of the head that describe() names",
+                    fix="remove head= from the description",
                 )
             return total if weight else total * 0.0
         with self.tensor.split_logits():
@@ -107,31 +107,31 @@ class CrossEntropy:
         total = self._sum_of(logits, labels, self.tensor.num_logits)
         return total if weight else total * 0.0
 
-    def _by_the_models_rule(self, model: nn.Module, batch: Any) -> Tensor | Loss:
-        """The loss, and whether the model shifts labels, seen in the loss that it computes itself."""
+    def _with_own_rule(self, model: nn.Module, batch: Any) -> Tensor | Loss:
+        """The loss, and whether the model shifts labels, found from the loss that it computes itself."""
         labels = _labels(batch)
         if labels.is_floating_point():
             raise _not_whole(labels, "the model's logits", fix=OWN_LOSS)
-        with _uncompiled(), _no_class_explained():
+        with _uncompiled(), _explain_bad_label():
             output = _output(model, batch, passes_labels=True)
         own, logits = getattr(output, "loss", None), getattr(output, "logits", None)
         if not isinstance(own, Tensor) or own.dim():
-            _refuse_bare_loss(output)
+            _reject_bare_loss(output)
             if not _has_rows(_logits(output), labels):
                 output = _output(model, batch, passes_labels=self.rule.needs)
             total = self._sum_of(_logits(output), labels, None)
             return Loss(total, Kind.PAIR, (labels != IGNORE).sum(), is_shifted=False)
-        refuse_shapes(logits, labels, fix=OWN_LOSS)
+        reject_shapes(logits, labels, fix=OWN_LOSS)
         assert isinstance(logits, Tensor)
         self._note_classes(labels, logits.shape[-1])
         is_shifted = is_shifting(own, logits, labels)
         if is_shifted:
-            refuse_shifted_twice(_inputs(batch), labels)
+            reject_shifted_twice(_inputs(batch), labels)
             labels = shifted(labels)
         return Loss(self._sum_of(logits, labels, None), Kind.PAIR, (labels != IGNORE).sum(), is_shifted)
 
     def _sum_of(self, logits: Any, labels: Tensor, num_logits: int | None) -> Tensor:
-        refuse_shapes(logits, labels)
+        reject_shapes(logits, labels)
         self._note_classes(labels, num_logits or logits.shape[-1])
         rows = logits.to(wide(logits.dtype)).flatten(0, -2)
         if num_logits:
@@ -139,9 +139,9 @@ class CrossEntropy:
         return F.cross_entropy(rows, labels.flatten().long(), ignore_index=IGNORE, reduction="sum")
 
     def _note_classes(self, labels: Tensor, num_classes: int) -> None:
-        """Labels of the first batch are looked at here, and those of others before they are on the device."""
+        """Check the labels of the first batch. `check` reads those of later batches before they are on the device."""
         if self.num_classes is None and not labels.is_floating_point():
-            refuse_labels(labels, num_classes)
+            reject_labels(labels, num_classes)
             self.num_classes = num_classes
 
 
@@ -151,29 +151,32 @@ class MeanOf:
     def __init__(self, function: LossFunction) -> None:
         self.function = function
         self.is_compiled = False
-        """Whether a compiler has captured parts of the model, which must not be watched."""
+        """Whether a compiler has captured parts of the model, whose calls must not be recorded."""
 
     def weight(self, batch: Any) -> int:
         """An estimate: valid labels if the batch has `labels`, else samples."""
         return weight_of(batch)
 
     def loss_sum(self, model: nn.Module, batch: Any, weight: float) -> Loss:
-        """What the function returned, and over how many things, if that can be seen."""
-        with _no_class_explained():
+        """The value of the function, with its count if that can be found."""
+        with _explain_bad_label():
             if torch.is_grad_enabled():
                 return read_loss(self.function(model, batch))
-            with Watch() as watch:
-                called: Any = Unwatched(model, watch) if self.is_compiled else model
+            with CallRecorder() as recorder:
+                called: Any = Unrecorded(model, recorder) if self.is_compiled else model
                 returned = self.function(called, batch)
-            return read_loss(returned, watch)
+            return read_loss(returned, recorder)
 
 
 def objective_of(loss: LossFunction | Objective | None) -> Objective:
-    """What `Run(loss=...)` means."""
+    """The objective of `Run(loss=...)`."""
     if loss is None:
         return CrossEntropy()
     if isinstance(loss, str):
-        raise ShoalError(f"loss is {loss!r}", fix="loss=lambda model, batch: ...; or fused_loss=True, False or None")
+        raise ShoalError(
+            f"loss must be a function, got {loss!r}",
+            fix="loss=lambda model, batch: ...; or fused_loss=True, False or None",
+        )
     if not callable(loss):
         return loss
     if isinstance(loss, nn.Module) or (getattr(loss, "__module__", None) or "").startswith("torch."):
@@ -186,7 +189,7 @@ def objective_of(loss: LossFunction | Objective | None) -> Objective:
 
 
 def sum_from_mean(mean: Tensor, weight: float) -> Tensor:
-    """The sum whose mean over `weight` things this is. The mean over nothing is NaN, and counts for nothing."""
+    """The sum of a mean over `weight` items. The mean over no item is NaN, and its sum is 0."""
     mean = mean.to(wide(mean.dtype))
     return mean * weight if weight else mean.nan_to_num(0.0) * 0.0
 
@@ -201,7 +204,7 @@ class _Recorder(nn.Module):
 
 
 class _Answer(nn.Module):
-    """Stands for a model whose output is known already."""
+    """A stand-in for a model whose output is known."""
 
     def __init__(self, output: Any) -> None:
         super().__init__()
@@ -210,14 +213,14 @@ class _Answer(nn.Module):
     def forward(self, *arguments: Any, **options: Any) -> Any:
         if not self.outputs:
             raise ShoalError(
-                "the loss calls the model twice, and in a pipeline a microbatch goes through the model once",
-                fix="one call of the model in the loss, or pp=1",
+                "in a pipeline the loss must call the model once, got two calls",
+                fix="call the model once in the loss, or pp=1",
             )
         return self.outputs.pop()
 
 
 def call_of(objective: Objective, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """With what the objective calls the model, for a batch."""
+    """The arguments with which the objective calls the model, for a batch."""
     try:
         objective.loss_sum(_Recorder(), batch, 0.0)
     except _Called as called:
@@ -227,7 +230,7 @@ def call_of(objective: Objective, batch: Any) -> tuple[tuple[Any, ...], dict[str
 
 
 def uncallable(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterator[Problem]:
-    """Why a model cannot be called like that: its forward names its arguments otherwise than a batch does."""
+    """Find why a model cannot be called with these arguments: its forward has other names than the batch."""
     try:
         inspect.signature(model.forward).bind(*call[0], **call[1])
     except TypeError as error:
@@ -239,11 +242,11 @@ def uncallable(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -
             " data.synthetic_kind)",
         )
     except ValueError:
-        return  # a forward without a signature that could be read
+        return  # a forward without a readable signature
 
 
 def loss_of_output(objective: Objective, output: Any, batch: Any, weight: float) -> Tensor | Loss:
-    """The objective's sum for what the model has returned."""
+    """The objective's sum for an output of the model."""
     return objective.loss_sum(_Answer(output), batch, weight)
 
 
@@ -265,13 +268,13 @@ def _inputs(batch: Any) -> Any:
 
 
 def shifted_batch(batch: Any) -> Any:
-    """The same batch with each token's label in the place of the token before."""
+    """The batch with each label moved to the token before."""
     labels = shifted(_labels(batch))
     return {**batch, "labels": labels} if isinstance(batch, Mapping) else (batch[0], labels)
 
 
 def _output(model: nn.Module, batch: Any, *, passes_labels: bool = False) -> Any:
-    """What the model returns for all of a batch but its labels, or with them."""
+    """The output of the model for a batch, with or without its labels."""
     inputs, labels = _inputs(batch), {"labels": _labels(batch)} if passes_labels else {}
     return model(**inputs, **labels) if isinstance(batch, Mapping) else model(inputs, **labels)
 
@@ -281,15 +284,15 @@ def _logits(output: Any) -> Any:
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
-    """One call with other arguments is not worth another compilation."""
+    """Run without compilation: one call with other arguments is not worth it."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 # ---- what is rejected ------------------------------------------------------------------------------------------------
 
 
-def refuse_shapes(logits: Any, labels: Tensor, *, fix: str = "") -> None:
-    """Logits and labels that cross-entropy cannot compare."""
+def reject_shapes(logits: Any, labels: Tensor, *, fix: str = "") -> None:
+    """Raise if cross-entropy cannot compare the logits and labels."""
     if not isinstance(logits, Tensor) or labels.is_floating_point():
         raise _not_whole(
             labels, kind_of(logits), fix=fix or "Run(loss=lambda model, batch: ...), the mean over a batch"
@@ -319,8 +322,8 @@ def _not_whole(labels: Tensor, logits: str, *, fix: str) -> ShoalError:
 
 
 @contextmanager
-def _no_class_explained() -> Iterator[None]:
-    """torch's cross-entropy inside raises an IndexError for a label that is no class."""
+def _explain_bad_label() -> Iterator[None]:
+    """Replace the IndexError of torch's cross-entropy for a label that is no class."""
     try:
         yield
     except IndexError as error:
@@ -332,8 +335,8 @@ def _no_class_explained() -> Iterator[None]:
         ) from error
 
 
-def _refuse_bare_loss(output: Any) -> None:
-    """A model that returns its loss for labels, and not as `.loss` beside `.logits`."""
+def _reject_bare_loss(output: Any) -> None:
+    """Raise if a model returns its loss alone, and not as `.loss` with `.logits`."""
     first = output[0] if isinstance(output, tuple | list) and output else output
     if isinstance(first, Tensor) and not first.dim():
         raise ShoalError(
@@ -342,8 +345,8 @@ def _refuse_bare_loss(output: Any) -> None:
         )
 
 
-def refuse_labels(labels: Tensor, num_classes: int) -> None:
-    """Labels that are no class of the model, and one class, of which the cross-entropy is 0 whatever the model does."""
+def reject_labels(labels: Tensor, num_classes: int) -> None:
+    """Raise if a label is no class of the model, or if there is one class, whose cross-entropy is always 0."""
     if num_classes == 1:
         raise ShoalError(
             "the model returns one logit for each label, and the cross-entropy of one class is always 0",
@@ -352,7 +355,7 @@ def refuse_labels(labels: Tensor, num_classes: int) -> None:
     if not labels.numel() or labels.is_floating_point():
         return
     low, high = (int(one) for one in torch.aminmax(labels))
-    if low < 0:  # rarely: most data has no label that does not count
+    if low < 0:  # rarely: most data has no ignored labels
         low, high = (int(one) for one in torch.aminmax(labels.masked_fill(labels == IGNORE, 0)))
     if low < 0 or high >= num_classes:
         what = f"a label is {high}" if high >= num_classes else f"a label is {low}"

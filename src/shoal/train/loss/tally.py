@@ -1,4 +1,4 @@
-"""The losses of an evaluation's batches, on their way to one mean."""
+"""Combine the losses of an evaluation's batches to one mean."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from shoal.train.loss.objective import sum_from_mean
 
 @dataclass
 class Tally:
-    """Sums over this rank's batches, by what a loss function was seen to divide by and by what the data says."""
+    """Sums over this rank's batches, by the loss function's counts and by the counts of the data."""
 
     device: torch.device
     sums: list[Tensor] = field(init=False)
-    """Of losses by data, of losses by count, and of counts."""
+    """Sums of losses weighted by the data, of losses weighted by their counts, and of counts."""
     weight: float = 0.0
     kinds: dict[Kind | None, int] = field(default_factory=dict)
-    """How many batches of each."""
+    """Number of batches of each kind."""
     evidence: list[float] = field(default_factory=lambda: [0.0] * 3)
 
     def __post_init__(self) -> None:
         self.sums = [torch.zeros((), dtype=torch.float64, device=self.device) for _ in range(3)]
 
     def add(self, loss: Tensor | Loss, given: Any, weight: float) -> None:
-        """One batch; `given` as it was before it was moved to the device."""
+        """Add one batch; `given` is the batch before it was moved to the device."""
         if isinstance(loss, Tensor):
             self._count(None)
             self.sums[0] += loss
@@ -49,7 +49,7 @@ class Tally:
         self.kinds[kind] = self.kinds.get(kind, 0) + 1
 
     def mean(self, world: World, *, is_teller: bool) -> float:
-        """Over all ranks, which all call it. Of those that computed the same losses, only the tellers have them."""
+        """The mean over all ranks; every rank calls it. Of ranks with the same losses, one adds them (`is_teller`)."""
         kinds = [float(self.kinds.get(kind, 0)) for kind in (None, *Kind)]
         mine = [*(float(one) for one in self.sums), self.weight, *self.evidence, *kinds]
         sums = world.all_reduce_host(mine if is_teller else [0.0] * len(mine)).wait()

@@ -1,4 +1,4 @@
-"""`plan: auto`: the planner fills in what the plan of a recipe leaves open, for this machine and this model."""
+"""`plan: auto`: let the planner choose what the plan of a recipe leaves open, for this machine and this model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from shoal.errors import ShoalError
 from shoal.planner.backtest.rows import append
 from shoal.planner.search import search
 from shoal.planner.suggestions import refuse_contradictions, smallest_changes
-from shoal.planner.task import PlanEstimate, Task
-from shoal.predict.cluster import GIB, Cluster, is_measured_here
-from shoal.predict.framework_profile import shoal_profile
-from shoal.predict.workload import Workload, from_hugging_face
+from shoal.planner.task import Task
+from shoal.predict.cluster import GIB, Cluster
+from shoal.predict.cluster_parser import is_measured_here, parse_cluster
+from shoal.predict.huggingface_config import from_hugging_face
+from shoal.predict.predict import Prediction
+from shoal.predict.presets.frameworks import shoal_profile
+from shoal.predict.workload import Workload
 from shoal.train.build_model import build_model, describe, without_memory
 
 if TYPE_CHECKING:
@@ -27,12 +30,12 @@ DIMENSIONS = {
     "vocabulary": "vocabulary", "tied": "tied", "head_dim": "head_dim", "num_experts": "experts", "top_k": "top_k",
     "expert_ffn": "expert_ffn", "num_dense_layers": "dense_layers",
 }  # fmt: skip
-"""What the config of a transformer calls its dimensions → what a workload calls them."""
+"""Names of dimensions in the config of a transformer → names in a workload."""
 
 
-def planned(recipe: Recipe, num_ranks: int, per_node: int) -> tuple[Recipe, PlanEstimate]:
-    """The recipe with the best plan of this many ranks, so many on each machine; what its own plan says is kept."""
-    if recipe.optim.param_dtype == "bf16":  # the planner leaves the precision as it is; `--plan auto` has replaced it
+def with_best_plan(recipe: Recipe, num_ranks: int, per_node: int) -> tuple[Recipe, Prediction]:
+    """The recipe with the best plan for this many ranks, `per_node` on each machine. Settings of its own plan stay."""
+    if recipe.optim.param_dtype == "bf16":  # the planner does not choose a precision; `--plan auto` has replaced it
         instead = replace(recipe.plan, precision="bf16")
         reject_bf16_weights(recipe.plan, precision=f'--plan "auto {instead}"')
     model = model_of(recipe)
@@ -42,40 +45,40 @@ def planned(recipe: Recipe, num_ranks: int, per_node: int) -> tuple[Recipe, Plan
     refuse_contradictions(task, recipe.plan)
     best = search(task, recipe.plan, keep=1).best
     if not best:
-        helps = "; or ".join(_helping(recipe, task))
+        fixes = "; or ".join(_suggestions(recipe, task))
         what = f"no plan fits {workload.name} on {num_ranks} x {task.cluster.device.name} (predicted)"
-        raise ShoalError(what, fix=helps or "a smaller model")
-    chosen = {"plan": best[0].plan, "run": recipe.run.model_copy(update={"planned": False})}  # now it is said
+        raise ShoalError(what, fix=fixes or "a smaller --model.preset")
+    chosen = {"plan": best[0].plan, "run": recipe.run.model_copy(update={"planned": False})}  # it is explicit now
     return recipe.model_copy(update=chosen), best[0]
 
 
-def _helping(recipe: Recipe, task: Task) -> Iterator[str]:
-    """Settings of `shoal train`, each with the plan that fits then."""
+def _suggestions(recipe: Recipe, task: Task) -> Iterator[str]:
+    """Settings of `shoal train`, each with the plan that would fit."""
     for change in smallest_changes(task, recipe.plan):
         ((name, value),) = change.items()
-        plan, there = recipe.plan, task
+        plan, changed = recipe.plan, task
         if name == "state_dtype":
-            there, flag = replace(task, habits=task.habits.with_narrow_moments()), f"--optim.state_dtype {value}"
+            changed, flag = replace(task, profile=task.profile.with_narrow_moments()), f"--optim.state_dtype {value}"
         elif name == "seq_len":
-            there, flag = replace(task, sequence=value), f"--data.seq_len {value}"
+            changed, flag = replace(task, sequence=value), f"--data.seq_len {value}"
         else:
             plan = replace(plan, **change)
             flag = f'--plan "auto {plan}"'
-        if best := search(there, plan, keep=1).best:
+        if best := search(changed, plan, keep=1).best:
             yield f"{flag}: {best[0].plan.brief()} takes {best[0].memory.total / GIB:.1f} GiB"
 
 
-def note(recipe: Recipe, summary: Mapping[str, Any], path: Path) -> None:
-    """One more row of a table that `shoal backtest` reads. Of models that are not told by dimensions, there is none."""
+def append_measurement(recipe: Recipe, summary: Mapping[str, Any], path: Path) -> None:
+    """Append the run to a table that `shoal backtest` reads. A model whose config lacks dimensions adds no row."""
     model = without_memory(lambda: build_model(recipe.model))
-    said = None if model is None else dimensions_of(model)
-    if said is None:
+    dimensions = None if model is None else dimensions_of(model)
+    if dimensions is None:
         return
-    workload = Workload(name=recipe.model.name, **said)
+    workload = Workload(name=recipe.model.name, **dimensions)
     cluster = replace(cluster_for(recipe.launch.device), per_node=summary["ranks"], nodes=1)
     is_measured = cluster.is_measured
     task = _task(recipe, workload, cluster)
-    predicted = task.judged(recipe.plan)
+    predicted = task.predict(recipe.plan)
     append(
         path,
         {
@@ -99,7 +102,7 @@ def _task(recipe: Recipe, workload: Workload, cluster: Cluster) -> Task:
         cluster=cluster,
         sequence=recipe.data.seq_len if workload.is_transformer else 1,
         global_batch=recipe.data.global_batch,
-        habits=shoal_profile(
+        profile=shoal_profile(
             compile=recipe.run.compile,
             states=recipe.optim.state_dtype,
             weights=recipe.optim.param_dtype,
@@ -114,17 +117,17 @@ def model_of(recipe: Recipe) -> nn.Module:
     model = without_memory(lambda: build_model(recipe.model))
     if model is None:
         raise ShoalError(
-            "plan: auto has to look at the model without memory, and it cannot be built on the meta device",
-            fix="a plan in words, such as zero=3",
+            "plan: auto needs a model that can be built on the meta device",
+            fix='--plan "zero=3", or another explicit plan',
         )
     return model
 
 
 def workload_for(recipe: Recipe, model: nn.Module) -> Workload:
-    """A model on paper: by its config if it is a transformer that has one, else traced on its data."""
-    said = dimensions_of(model)
-    if said is not None:
-        return Workload(name=recipe.model.name, **said)
+    """The workload of a model: from the config of a transformer, or traced on the recipe's data."""
+    dimensions = dimensions_of(model)
+    if dimensions is not None:
+        return Workload(name=recipe.model.name, **dimensions)
     config = getattr(model, "config", None)
     if hasattr(config, "to_dict"):
         return from_hugging_face(config.to_dict(), name=recipe.model.name)  # type: ignore[union-attr]
@@ -132,13 +135,18 @@ def workload_for(recipe: Recipe, model: nn.Module) -> Workload:
 
 
 def dimensions_of(model: nn.Module) -> dict[str, Any] | None:
-    """Those that a transformer's config says; None: it says none."""
+    """The dimensions in a transformer's config; None: it has none."""
     config = getattr(model, "config", None)
-    said = {ours: getattr(config, theirs, None) for theirs, ours in DIMENSIONS.items()}
-    if any(said[name] is None for name in ("hidden", "layers", "heads", "ffn", "vocabulary")):
+    found = {ours: getattr(config, theirs, None) for theirs, ours in DIMENSIONS.items()}
+    if any(found[name] is None for name in ("hidden", "layers", "heads", "ffn", "vocabulary")):
         return None
-    shared = (getattr(config, "num_shared_experts", 0) or 0) * (said["expert_ffn"] or 0)
-    return {"shared_ffn": shared, **{name: value for name, value in said.items() if value is not None}}
+    shared = (getattr(config, "num_shared_experts", 0) or 0) * (found["expert_ffn"] or 0)
+    by_expert = getattr(config, "choice", "token") == "expert"
+    routing = {
+        "has_auxiliary_loss": not by_expert and bool(getattr(config, "auxiliary_coefficient", True)),
+        "routes_by_sequence": by_expert or getattr(config, "capacity_factor", None) is not None,
+    }
+    return {"shared_ffn": shared, **routing, **{name: value for name, value in found.items() if value is not None}}
 
 
 def _traced(model: nn.Module, recipe: Recipe) -> Workload:
@@ -154,19 +162,19 @@ def _traced(model: nn.Module, recipe: Recipe) -> Workload:
 
 
 def cluster_for(device: str) -> Cluster:
-    """This machine: as it was measured, or the preset of its GPUs, or that of a CPU."""
+    """This machine as a cluster: its calibration, the preset of its GPUs, or the preset of a CPU."""
     import torch
 
     is_cpu = device == "cpu" or not torch.cuda.is_available()
-    if is_measured_here() and (here := Cluster.parse("here")).device.is_host == is_cpu:
+    if is_measured_here() and (here := parse_cluster("here")).device.is_host == is_cpu:
         return here
     if device != "cpu" and torch.cuda.is_available():
-        return Cluster.parse(preset_of(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory))
-    return Cluster.parse("cpu")
+        return parse_cluster(preset_of(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory))
+    return parse_cluster("cpu")
 
 
 def preset_of(name: str, memory: int) -> str:
-    """The preset of a GPU by the name that torch gives it.
+    """The preset of a GPU, by torch's name for it.
 
     >>> preset_of("NVIDIA A100-SXM4-80GB", 80 * 2**30), preset_of("NVIDIA H200", 139 * 2**30)
     ('a100-80', 'h200')
@@ -179,4 +187,4 @@ def preset_of(name: str, memory: int) -> str:
     for preset in sorted(DEVICES, key=len, reverse=True):
         if preset.replace("-", "") in lower.replace("-", ""):
             return preset
-    raise ShoalError(f"there is no preset for {name!r}", fix="shoal calibrate, which measures it in a minute")
+    raise ShoalError(f"there is no preset for {name!r}", fix="shoal calibrate")

@@ -1,4 +1,4 @@
-"""Faults of a step on demand (`shoal.blueprint.faults`): between its backward and its update, where peers wait."""
+"""Inject the faults of SHOAL_FAULTS (`shoal.blueprint.faults`) between backward and update, where peers wait."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from shoal.train.run import Run
 
 
 def inject_faults(run: Run, generation: int) -> None:
-    """Let what the environment orders happen in the steps of a run."""
-    os.environ[GENERATION] = str(generation)  # for the operations of the disk
+    """Make the steps of a run fail as the environment says."""
+    os.environ[GENERATION] = str(generation)  # read by the faults of the disk
     faults = Faults.here(run.world.rank)
     if not faults.ordered:
         return

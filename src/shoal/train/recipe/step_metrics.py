@@ -1,4 +1,4 @@
-"""What a run shows of itself: a record for each step, the summary at the end. It reads the run and changes nothing."""
+"""Metrics of a run: a record for each step, and the summary at the end. They read the run and change nothing."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from shoal.observe.progress import ProgressLine
 from shoal.predict.presets.peak_flops import peak_flops
 from shoal.train.recipe.preflight import Job
 from shoal.train.run import Run
-from shoal.train.step import StepReport
+from shoal.train.step.report import StepReport
 
 Record = dict[str, Any]
 
 ORDER = (
-    *("step", "loss", "grad_norm", "lr", "tokens", "epoch", "step_seconds", "data_seconds", "tokens_per_s", "mfu"),
-    *("memory_gib", "loss_scale", "skipped"),
+    *("step", "loss", "grad_norm", "lr", "tokens", "epoch", "step_seconds", "data_wait_seconds", "tokens_per_s"),
+    *("mfu", "memory_gib", "loss_scale", "skipped"),
 )
-"""Of what is known of every step."""
-REPLICAS = ("comm_seconds", "comm_hidden_part", "comm_bytes")
-"""Of what is known besides where replicas send each other something."""
-EXPERTS = ("expert_load_max", "expert_dropped_part", "auxiliary_loss")
-"""Of what is known besides where there are experts."""
+"""Keys of every record."""
+REPLICAS = ("comm_seconds", "comm_overlap_fraction", "comm_bytes")
+"""Further keys where replicas communicate."""
+EXPERTS = ("expert_load_max", "expert_dropped_fraction", "auxiliary_loss")
+"""Further keys where the model has experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class _PendingRecord:
-    """A step that was asked for, and what was known when it was."""
+    """A step that was started, and the facts that were known then."""
 
     report: StepReport
     facts: Record
@@ -54,7 +54,7 @@ class _PendingRecord:
 
 
 class StepMetrics:
-    """Clock, counters and sinks of one rank. `directory` is None on ranks, and in runs, that keep nothing."""
+    """Clock, counters and sinks of one rank. `directory` is None where no file is written."""
 
     def __init__(
         self,
@@ -63,39 +63,38 @@ class StepMetrics:
         description: Description,
         directory: Path | None,
         *,
-        began: float,
+        start_time: float,
         history: Record | None = None,
         evaluation: tuple[int, float] | None = None,
         say: Callable[[str], None] = print_to_stderr,
     ) -> None:
-        self.run, self.job, self.directory, self.began = run, job, directory, began
+        self.run, self.job, self.directory, self.start_time = run, job, directory, start_time
         self.sinks = _sinks(run, job, directory, say)
         self.tokens_per_step = job.recipe.data.global_batch * (job.training.tokens_per_sample or 1)
         self.flops_per_step = _flops_per_step(job, description)
-        self.peak = _peak(run)
+        self.peak = _peak_of_device(run)
         history = history or {}
         self.loss_first: float | None = history.get("loss_first")
         known = (math.nan if loss is None else loss for loss in history.get("last_losses", ()))
         self.last_losses: deque[float] = deque(known, maxlen=10)
-        self.step_seconds, self.data_seconds = array("d"), array("d")
+        self.step_seconds, self.data_wait_seconds = array("d"), array("d")
         self.comm_seconds, self.comm_exposed, self.comm_bytes = array("d"), array("d"), array("d")
         self.evaluated_at: int | None
-        """After which step the held-out samples were scored last; None: never, or nobody remembers."""
+        """The step of the last evaluation; None: there was none, or it is not recorded."""
         self.eval_loss: float | None
         self.evaluated_at, self.eval_loss = evaluation or (None, history.get("eval_loss"))
         self.num_skipped = int(history.get("skipped_steps", 0))
         self.seconds_before = float(history.get("seconds_training", 0.0))
-        """How long the run was trained before it was interrupted."""
+        """Seconds of training before the run was interrupted."""
         self.waited = 0.0
         self.start = self.last = time.perf_counter()
-        self.setup_seconds = time.time() - began
         self.first_step_seconds: float | None = None
         self.seconds_training = self.seconds_before
         self.num_experts = torch.tensor(list(run.composed.routed.values()), device=run.device)
-        self._untold: deque[_PendingRecord] = deque()
+        self._pending: deque[_PendingRecord] = deque()
 
-    def stepped(self, loader: Loader, line: ProgressLine, done: float) -> None:
-        """A step was asked for: on a GPU, measure, keep and show the one before it, which has ended; else this one."""
+    def record_step(self, loader: Loader, line: ProgressLine, done: float) -> None:
+        """Record the step that was just started. On a GPU its numbers arrive later: write the step before it."""
         report = self.run.report
         assert report is not None
         experts = self._experts(report.experts)
@@ -105,28 +104,29 @@ class StepMetrics:
             "lr": self.run.optimizer.param_groups[0]["lr"],
             "tokens": self.run.steps_done * self.tokens_per_step,
             "epoch": loader.epoch,
-            "data_seconds": waited,
+            "data_wait_seconds": waited,
             "loss_scale": self.run.loss_scale.scale,
         }
-        self._untold.append(_PendingRecord(report, facts, experts, line, done))
-        while len(self._untold) > (self.run.device.type == "cuda"):
-            self._tell(self._untold.popleft())
+        self._pending.append(_PendingRecord(report, facts, experts, line, done))
+        while len(self._pending) > (self.run.device.type == "cuda"):
+            self._record(self._pending.popleft())
 
-    def settle(self) -> None:
-        """Tell of every step that was asked for, and wait for it."""
-        while self._untold:
-            self._tell(self._untold.popleft())
+    def flush(self) -> None:
+        """Wait for every step that was started, and record it."""
+        while self._pending:
+            self._record(self._pending.popleft())
 
-    def _tell(self, untold: _PendingRecord) -> None:
-        report = untold.report
+    def _record(self, pending: _PendingRecord) -> None:
+        """Read the numbers of a step, write its record and show it."""
+        report = pending.report
         loss, grad_norm = report.numbers.read()
         now = time.perf_counter()
         seconds, self.last = now - self.last, now
         if self.first_step_seconds is None:
-            self.first_step_seconds = time.time() - self.began
+            self.first_step_seconds = time.time() - self.start_time
         self.num_skipped += report.was_skipped
-        told: Record = {
-            **untold.facts,
+        known: Record = {
+            **pending.facts,
             "loss": loss,
             "grad_norm": grad_norm,
             "step_seconds": seconds,
@@ -135,28 +135,28 @@ class StepMetrics:
             "memory_gib": peak_memory_gib(self.run.device),
             "skipped": report.was_skipped,
         }
-        if (hidden := report.hidden) is not None:
-            told |= dict(zip(REPLICAS, (hidden.seconds, hidden.part, hidden.bytes), strict=True))
-            self.comm_seconds.append(hidden.seconds)
-            self.comm_exposed.append(hidden.exposed)
-            self.comm_bytes.append(hidden.bytes)
-        if untold.experts is not None:
-            told |= dict(zip(EXPERTS, untold.experts.read(), strict=True))
-        record = {name: told[name] for name in (*ORDER, *REPLICAS, *EXPERTS) if name in told}
+        if (overlap := report.overlap) is not None:
+            known |= dict(zip(REPLICAS, (overlap.seconds, overlap.part, overlap.bytes), strict=True))
+            self.comm_seconds.append(overlap.seconds)
+            self.comm_exposed.append(overlap.exposed)
+            self.comm_bytes.append(overlap.bytes)
+        if pending.experts is not None:
+            known |= dict(zip(EXPERTS, pending.experts.read(), strict=True))
+        record = {name: known[name] for name in (*ORDER, *REPLICAS, *EXPERTS) if name in known}
         self.loss_first = loss if self.loss_first is None else self.loss_first
         self.last_losses.append(loss)
         self.step_seconds.append(seconds)
-        self.data_seconds.append(record["data_seconds"])
+        self.data_wait_seconds.append(record["data_wait_seconds"])
         self.seconds_training = self.seconds_before + now - self.start
         if record["step"] % self.job.recipe.run.log_every == 0:
             self._write(record)
         if report.note:
-            untold.line.say(f"dropped: {report.note}")
-        untold.line.show(record, untold.done)
+            pending.line.say(f"skipped: {report.note}")
+        pending.line.show(record, pending.done)
 
     def history(self) -> Record:
-        """What a run that goes on has to know of the steps before; JSON."""
-        self.settle()
+        """Facts about the steps so far that a resumed run needs; JSON."""
+        self.flush()
         return {
             "loss_first": _finite(self.loss_first),
             "last_losses": [_finite(loss) for loss in self.last_losses],
@@ -165,18 +165,18 @@ class StepMetrics:
             "seconds_training": self.seconds_training,
         }
 
-    def evaluated(self, loss: float) -> None:
-        """The held-out samples were scored."""
-        self.settle()
-        self.last = time.perf_counter()  # an evaluation is not part of the step that follows it
+    def record_evaluation(self, loss: float) -> None:
+        """Record the validation loss after the steps so far."""
+        self.flush()
+        self.last = time.perf_counter()  # the time of an evaluation is not part of the next step
         self.evaluated_at, self.eval_loss = self.run.steps_done, loss
         self._write({"step": self.run.steps_done, "eval_loss": loss})
 
     def summary(self, *, was_stopped: bool) -> Record:
-        """How the run went. Times are measured; every rank must call it together."""
+        """The summary of the run. Every rank calls it."""
         memory = self.run.world.all_gather_object(peak_memory_gib(self.run.device))
-        settled = len(self.step_seconds) // 5  # the first steps pay for allocation and compilation
-        step_seconds = statistics.median(self.step_seconds[settled:]) if self.step_seconds else math.nan
+        warmup = len(self.step_seconds) // 5  # the first steps include allocation and compilation
+        step_seconds = statistics.median(self.step_seconds[warmup:]) if self.step_seconds else math.nan
         return {
             "steps": self.run.steps_done,
             "samples": self.run.steps_done * self.job.recipe.data.global_batch,
@@ -193,32 +193,32 @@ class StepMetrics:
             "step_seconds_median": step_seconds,
             "tokens_per_s": self.tokens_per_step / step_seconds,
             "mfu": self._mfu(step_seconds),
-            "data_wait_part": sum(self.data_seconds[settled:]) / (sum(self.step_seconds[settled:]) or math.nan),
-            **self._of_replicas(settled),
+            "data_wait_fraction": sum(self.data_wait_seconds[warmup:]) / (sum(self.step_seconds[warmup:]) or math.nan),
+            **self._communication(warmup),
             "memory_gib_max": max(memory),
             "seconds_to_first_step": self.first_step_seconds,
             "seconds_training": self.seconds_training,
-            "directory": str(self.directory) if self.directory else None,
+            "run_directory": str(self.directory) if self.directory else None,
         }
 
-    def _of_replicas(self, settled: int) -> Record:
-        """How much of the time replicas sent each other something, and how much of that was hidden."""
+    def _communication(self, warmup: int) -> Record:
+        """The fraction of the time in which replicas communicate, and the fraction of that which is overlapped."""
         if not self.comm_seconds:
-            return {"comm_part": None, "comm_bytes": None, "comm_hidden_part": None}
-        of_step = statistics.fmean(self.step_seconds[settled:])
-        num_timed = len(self.comm_seconds)  # not every step is; the first one, which is slow, always
-        settled = max(num_timed // 5, min(1, num_timed - 1))
-        seconds = statistics.fmean(self.comm_seconds[settled:])
+            return {"comm_fraction": None, "comm_bytes": None, "comm_overlap_fraction": None}
+        of_step = statistics.fmean(self.step_seconds[warmup:])
+        num_timed = len(self.comm_seconds)  # not every step is timed; the first one, which is slow, always is
+        warmup = max(num_timed // 5, min(1, num_timed - 1))
+        seconds = statistics.fmean(self.comm_seconds[warmup:])
         return {
-            "comm_part": min(1.0, seconds / of_step),
-            "comm_bytes": statistics.fmean(self.comm_bytes[settled:]),
-            "comm_hidden_part": 1 - statistics.fmean(self.comm_exposed[settled:]) / seconds if seconds else None,
+            "comm_fraction": min(1.0, seconds / of_step),
+            "comm_bytes": statistics.fmean(self.comm_bytes[warmup:]),
+            "comm_overlap_fraction": 1 - statistics.fmean(self.comm_exposed[warmup:]) / seconds if seconds else None,
         }
 
     def close(self) -> None:
-        """Tell the rest, and close all sinks."""
+        """Record the remaining steps, and close all sinks."""
         try:
-            self.settle()
+            self.flush()
         finally:
             for sink in self.sinks:
                 sink.close()
@@ -228,11 +228,11 @@ class StepMetrics:
             sink.write(record)
 
     def _experts(self, totals: Tensor | None) -> AsyncScalars | None:
-        """How evenly the experts of the layers were used, as in `EXPERTS`; None, where there are none."""
+        """The values of `EXPERTS`; None without experts."""
         if totals is None:
             return None
         loads, dropped, auxiliary = totals[:, :-2], totals[:, -2].sum(), totals[:, -1].sum()
-        hottest = (loads.amax(1) * self.num_experts / loads.sum(1)).max()  # where it is worst
+        hottest = (loads.amax(1) * self.num_experts / loads.sum(1)).max()  # of the least balanced layer
         return AsyncScalars(hottest, dropped / loads.sum(), auxiliary / self.job.recipe.data.global_batch)
 
     def _mfu(self, seconds: float) -> float | None:
@@ -243,18 +243,18 @@ class StepMetrics:
 
 
 def _finite(loss: float | None) -> float | None:
-    """For a manifest, in which every number is one."""
+    """The loss, or None if it is not finite: JSON in a manifest has finite numbers alone."""
     return loss if loss is not None and math.isfinite(loss) else None
 
 
 def _sinks(run: Run, job: Job, directory: Path | None, say: Callable[[str], None]) -> list[Sink]:
-    """Every rank calls it, and all raise if one cannot open its files."""
+    """Open this rank's files. Every rank calls it, and all raise if one fails."""
     if directory is None:
         return []
     opened: list[Sink] = []
     failed = f"the metrics in {str(directory)!r} cannot be written"
     open_own = lambda: opened.extend(_open_sinks(run, job, directory, say))  # noqa: E731
-    all_or_none(run.world, open_own, failed=failed, fix="--run.dir SOMEWHERE_ELSE")
+    all_or_none(run.world, open_own, failed=failed, fix="--run.dir OTHER_DIRECTORY")
     return opened
 
 
@@ -274,11 +274,11 @@ def _lines(path: Path, say: Callable[[str], None]) -> JsonLines:
         return JsonLines(path, say)
     except OSError as error:
         why = f"{error.strerror}{room(path, error)}"
-        raise ShoalError(f"{path} cannot be written: {why}", fix="make room, or --run.dir SOMEWHERE_ELSE") from None
+        raise ShoalError(f"{path} cannot be written: {why}", fix="free space, or --run.dir OTHER_DIRECTORY") from None
 
 
 def _flops_per_step(job: Job, description: Description) -> float | None:
-    """Counted by the model itself, from the shape of what a step feeds it."""
+    """FLOPs of a step as the model's description counts them, from the shape of its input."""
     if description.training_flops is None:
         return None
     sample = job.training.batch(np.zeros(1, dtype=np.int64))
@@ -286,7 +286,7 @@ def _flops_per_step(job: Job, description: Description) -> float | None:
     return description.training_flops((job.recipe.data.global_batch, *first.shape[1:]))
 
 
-def _peak(run: Run) -> float | None:
+def _peak_of_device(run: Run) -> float | None:
     if run.device.type != "cuda":
         return None
     return peak_flops(torch.cuda.get_device_name(run.device), run.plan.precision)

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop (Ctrl-C, SIGTERM, SIGUSR1): it ends when its step is made."""
+"""Stop a run after the current step on Ctrl-C, SIGTERM or SIGUSR1."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from shoal.observe.progress import ProgressLine
 
 
 class StopRequest:
-    """Whether anyone has asked for the end, and been answered."""
+    """Whether a signal has requested the end of the run, and whether that was reported."""
 
     def __init__(self, line: ProgressLine) -> None:
         self.is_first_step = False
-        """Whether the first step is being made: it may compile for a minute, and nobody writes a line meanwhile."""
+        """Whether the first step is running. It may compile for a minute, so a signal is acknowledged at once."""
         self._line = line
-        self._is_asked = self._is_answered = False
+        self._is_requested = self._is_acknowledged = False
 
     def __bool__(self) -> bool:
-        return self._is_asked
+        return self._is_requested
 
-    def note(self, number: int, frame: FrameType | None) -> None:
-        """A signal came. A second Ctrl-C ends the process at once."""
-        if self._is_asked and number == signal.SIGINT:
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal. A second Ctrl-C ends the process at once."""
+        if self._is_requested and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self._is_asked = True
+        self._is_requested = True
         if self.is_first_step:
-            self.answer()
+            self.acknowledge()
 
-    def answer(self) -> None:
-        """Tell whoever has asked, once."""
-        if self._is_asked and not self._is_answered:
-            self._is_answered = True
-            self._line.say("stopping after the next step; Ctrl-C again ends at once")
+    def acknowledge(self) -> None:
+        """Report a received signal, once."""
+        if self._is_requested and not self._is_acknowledged:
+            self._is_acknowledged = True
+            self._line.say("stopping after the next step; press Ctrl-C again to end at once")
 
 
 @contextmanager
 def stop_on_signals(line: ProgressLine) -> Iterator[StopRequest]:
-    """True once a signal came, which would have ended the process."""
-    asked = StopRequest(line)
-    before = {number: signal.signal(number, asked.note) for number in PASSED_ON}
+    """Catch signals that would end the process; the value is true once one has come."""
+    stop_request = StopRequest(line)
+    before = {number: signal.signal(number, stop_request.receive) for number in PASSED_ON}
     try:
-        yield asked
+        yield stop_request
     finally:
-        # A worker that was asked is on its way out, and its launcher may ask it once more.
-        is_leaving = bool(asked) and multiprocessing.parent_process() is not None
+        # A worker that is ending ignores further signals, which its launcher may send.
+        is_leaving = bool(stop_request) and multiprocessing.parent_process() is not None
         for number, handler in before.items():
             signal.signal(number, signal.SIG_IGN if is_leaving else handler)

@@ -1,7 +1,7 @@
-"""`sync=auto`: how replicas should meet here, from what a step takes without them and what the link can do.
+"""`sync=auto`: choose how replicas synchronise from the measured step time and the measured link.
 
-Every rank makes a few steps of the run on its own island, without meeting, on a copy of the model that is thrown away;
-then all measure the link and the codecs together, and `shoal.predict.estimate.replica_sync` chooses.
+Every rank makes a few steps on its own replica, without communication, on a copy of the model that is thrown away. Then
+all ranks measure the link and the codecs together, and `shoal.predict.estimate.replica_sync` chooses.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shoal.config.recipe import Recipe
 from shoal.errors import ShoalError
 from shoal.numerics.local_tensor import to_local
 from shoal.numerics.optim.build import build_optimizer
-from shoal.parallel.checks import refuse_unbuilt
+from shoal.parallel.checks import reject_unsupported
 from shoal.predict.estimate.replica_sync import WAYS, Link, ReplicaShape, Step, choose, sync_traffic
 from shoal.train.build_model import build_for_layout
 from shoal.train.recipe.build_run import build_loader, build_run
@@ -28,15 +28,17 @@ from shoal.train.recipe.preflight import Job
 from shoal.train.run import Run
 
 NEVER = "local:1000000000"
+"""A `sync` that never communicates within the trial steps."""
 TRIALS = 3
+"""Timed steps, after one that is not timed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What was measured, and what follows from it."""
+    """The measurements, and the predicted step time of every way to synchronise."""
 
     replicas: int
-    island: ReplicaShape
+    replica: ReplicaShape
     link: Link
     codec: dict[str, float]
     chosen: Step
@@ -45,52 +47,52 @@ class Estimate:
 
 
 def estimate(job: Job, world: World, ways: tuple[str, ...] = WAYS) -> Estimate | None:
-    """Measure, and choose. Every rank calls it, and all come to the same. None: there is one replica."""
+    """Measure, and choose. Every rank calls it and gets the same result. None: there is one replica."""
     plan = job.recipe.plan
     if plan.layout.dp_replicate == 1:
         return None
     ways = tuple(words for words in ways if _can_be_run(plan, words))
-    alone = job.recipe.model_copy(update={"comm": job.recipe.comm.model_copy(update={"warmup_steps": 0})})
-    trial = build_run(alone, world, replace(plan, sync=NEVER, compress=None))
+    without_warmup = job.recipe.model_copy(update={"comm": job.recipe.comm.model_copy(update={"warmup_steps": 0})})
+    trial = build_run(without_warmup, world, replace(plan, sync=NEVER, compress=None))
     compute, shapes, width = _replica(job, trial)
-    wire = Transport(trial.mesh.new_group("dp_replicate"), trial.mesh.wire)
-    link = link_of(wire)
+    transport = Transport(trial.mesh.new_group("dp_replicate"), trial.mesh.comm_device)
+    link = link_of(transport)
     methods = {Plan.parse(words).compress for words in ways} - {None}
-    codec = codec_seconds(wire, sorted(method for method in methods if method is not None))
+    codec = codec_seconds(transport, sorted(method for method in methods if method is not None))
     trial.composed.close()
     del trial
     gc.collect()
-    island = ReplicaShape(compute, shapes, width)
-    told = world.all_gather_object((island, link, codec), kinds=(ReplicaShape, Link))[
-        0
-    ]  # those of other islands may have other shards
-    chosen, steps, why = choose(told[0], told[1], plan.layout.dp_replicate, told[2], ways)
-    return Estimate(plan.layout.dp_replicate, *told, chosen, steps, why)
+    measured = (ReplicaShape(compute, shapes, width), link, codec)
+    # Rank 0's numbers decide on every rank: other ranks may hold other shards.
+    replica, link, codec = world.all_gather_object(measured, kinds=(ReplicaShape, Link))[0]
+    chosen, steps, why = choose(replica, link, plan.layout.dp_replicate, codec, ways)
+    return Estimate(plan.layout.dp_replicate, replica, link, codec, chosen, steps, why)
 
 
 def _can_be_run(plan: Plan, words: str) -> bool:
     try:
-        refuse_unbuilt(sync_traffic(plan, words))
+        reject_unsupported(sync_traffic(plan, words))
     except ShoalError:
         return False
     return True
 
 
 def resolve_sync(job: Job, world: World) -> tuple[Job, str]:
-    """The job with `sync=auto` made one of the ways, and the reason in words; else as it is."""
+    """Replace `sync=auto` in the job's plan; returns the job and the reason in words."""
     plan = job.recipe.plan
     if plan.sync != "auto":
         return job, ""
-    weighed = estimate(job, world)
-    chosen = sync_traffic(plan, "" if weighed is None else weighed.chosen.words)
-    why = "there is one replica" if weighed is None else f"{weighed.why} (predicted from what was measured)"
-    said = "gradients at every step" if weighed is None or not weighed.chosen.words else weighed.chosen.words
+    estimated = estimate(job, world)
+    words = "" if estimated is None else estimated.chosen.words
+    chosen = sync_traffic(plan, words)
+    why = "there is one replica" if estimated is None else f"{estimated.why} (predicted from measurements)"
     update = {"plan": chosen, "comm": without_no_effect(job.recipe.comm, chosen)}
-    return replace(job, recipe=job.recipe.model_copy(update=update)), f"sync=auto is {said}: {why}"
+    resolved = replace(job, recipe=job.recipe.model_copy(update=update))
+    return resolved, f"sync=auto is {words or 'gradients at every step'}: {why}"
 
 
 def advice(recipe: Recipe) -> str:
-    """What to think of, where Adam would divide by gradients of which most is late or left out."""
+    """A suggestion where AdamW gets gradients of which most is delayed or dropped by compression; else empty."""
     plan = recipe.plan
     compression = plan.compression
     if compression is None or plan.sync or not compression.warmup_steps or recipe.optim.name != "adamw":
@@ -98,42 +100,42 @@ def advice(recipe: Recipe) -> str:
     if plan.layout.dp_replicate == 1 or not _can_be_run(plan, f"sync=local:1 compress={compression}"):
         return ""
     return (
-        f"compress={compression} leaves AdamW to divide by what has arrived; sync=local:1 compress={compression} sends"
-        " its steps instead, and loses less (docs/concepts/slow-links.md)"
+        f"compress={compression} gives AdamW incomplete gradients; sync=local:1 compress={compression} sends its"
+        " updates instead, which costs less loss (docs/concepts/slow-links.md)"
     )
 
 
 def bucket_chosen(run: Run) -> str:
-    """What `run.bucket_mb: auto` has come to, and why; empty: nothing was left open."""
+    """The choice of `run.bucket_mb: auto`, and why; empty: it is not auto."""
     return f"run.bucket_mb auto is {run.composed.bucket_chosen}" if run.composed.bucket_chosen else ""
 
 
 def algorithm_chosen(run: Run) -> str:
-    """What `comm.algorithm: auto` has come to when the model was prepared, and why; empty: nothing was left open."""
-    if run.options.algorithm != "auto":
+    """The choice of `comm.algorithm: auto` when the model was prepared, and why; empty: it is not auto."""
+    if run.policies.sync.algorithm != "auto":
         return ""
-    lanes = run.composed.lanes
-    if lanes is None:
+    comm_threads = run.composed.comm_threads
+    if comm_threads is None:
         return "comm.algorithm auto is builtin: there is one replica"
-    return f"comm.algorithm auto is {lanes.wires[0].algorithm}: {lanes.why}"
+    return f"comm.algorithm auto is {comm_threads.transports[0].algorithm}: {comm_threads.why}"
 
 
 def _replica(job: Job, trial: Run) -> tuple[float, list[tuple[int, ...]], int]:
-    """Seconds of a step of an island, on the slowest; the shapes that this rank holds of it, and bytes of a number."""
+    """Seconds of a step on the slowest rank; the shapes of this rank's parameters; and the bytes of an element."""
     recipe = job.recipe
     trial.prepare(build_for_layout(recipe.model, recipe.run.seed))
     trial.prepare(build_optimizer(trial.parameters, recipe.optim, lr=recipe.optim.lr))
     loader = build_loader(job, trial, workers=0)
-    took = []
+    seconds = []
     try:
         for number, batch in enumerate(trial.batches(loader)):
-            began = time.perf_counter()
+            start = time.perf_counter()
             trial.step(batch)
             trial.settle()
-            took.append(trial.world.all_reduce_host([time.perf_counter() - began], "max").wait()[0])
+            seconds.append(trial.world.all_reduce_host([time.perf_counter() - start], "max").wait()[0])
             if number == TRIALS:
                 break
     finally:
         loader.close()
-    held = [to_local(parameter) for parameter in trial.parameters if parameter.requires_grad]
-    return median(took[1:]), [tuple(piece.shape) for piece in held], held[0].element_size()
+    shards = [to_local(parameter) for parameter in trial.parameters if parameter.requires_grad]
+    return median(seconds[1:]), [tuple(shard.shape) for shard in shards], shards[0].element_size()

@@ -1,7 +1,7 @@
-"""What torch does not tell of some kernels while they run without memory: their FLOPs, and what they keep.
+"""FLOPs and saved bytes of kernels for which torch reports wrong or no numbers without memory.
 
-torch counts all of causal attention as if it were not, knows no FLOPs of the CPU's attention and LSTM, and calls the
-LSTM's workspace, which is most of what it keeps for the backward, empty.
+torch counts the FLOPs of causal attention without the mask, has no FLOPs for the CPU's attention and LSTM, and reports
+the LSTM's workspace, most of the bytes that it saves for the backward, as empty.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 Shape = Sequence[int]
 
 LSTM_SAMPLE = 1024
-"""Tokens with which the CPU's LSTM is asked what it keeps."""
+"""Tokens with which the workspace of the CPU's LSTM is measured."""
 
 aten = torch.ops.aten
 LSTM = aten.mkldnn_rnn_layer.default
@@ -27,7 +27,7 @@ WITHOUT_KERNEL = {
     *(aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided),
     aten._unsafe_view,
 }
-"""Operations that only make a tensor, or another view of one that nobody else has."""
+"""Operations that only allocate a tensor, or view one."""
 
 CAUSAL_AT: Mapping[Any, int] = {
     aten._scaled_dot_product_flash_attention_for_cpu: 4,
@@ -35,11 +35,11 @@ CAUSAL_AT: Mapping[Any, int] = {
     aten._scaled_dot_product_efficient_attention: 6,
     aten._scaled_dot_product_cudnn_attention: 6,
 }
-"""A kernel of attention → which of its arguments says whether it is causal."""
+"""A kernel of attention → the position of its argument `is_causal`."""
 
 
 def launches(func: Any) -> bool:
-    """Whether an operation runs on the device: views, allocations and questions do not."""
+    """Whether an operation launches a kernel: views, allocations and queries do not."""
     return not func.is_view and func.namespace != "prim" and func.overloadpacket not in WITHOUT_KERNEL
 
 
@@ -64,21 +64,21 @@ FLOPS: Mapping[Any, Callable[..., float]] = {op: _attention_flops(place) for op,
 
 
 def lstm_workspace(args: tuple[Any, ...]) -> int:
-    """Bytes that the CPU's LSTM keeps beside its outputs; without memory torch says that there are none.
+    """Bytes that the CPU's LSTM saves beside its outputs, for which torch reports none without memory.
 
-    Only the library knows, so it is asked with some of the tokens. It grows with their number.
+    Only the library knows the size, so it is run with some of the tokens. The size is proportional to their number.
     """
     if not args[15]:  # it is not trained
         return 0
     length, batch, width = args[0].shape
     some = min(batch, 32)
     few = min(length, max(1, LSTM_SAMPLE // some))
-    asked = _asked_workspace(few, some, width, args[10], args[12], args[0].dtype)
-    return int(asked * (length * batch) / (few * some))
+    measured = _measure_workspace(few, some, width, args[10], args[12], args[0].dtype)
+    return int(measured * (length * batch) / (few * some))
 
 
 @lru_cache(maxsize=64)
-def _asked_workspace(length: int, batch: int, width: int, hidden: int, has_biases: bool, dtype: torch.dtype) -> int:
+def _measure_workspace(length: int, batch: int, width: int, hidden: int, has_biases: bool, dtype: torch.dtype) -> int:
     lstm, is_reverse, is_training = 2, False, True
     with unset_fake_temporarily(), torch.device("cpu"):
         weights = torch.zeros(4 * hidden, width), torch.zeros(4 * hidden, hidden), *torch.zeros(2, 4 * hidden)

@@ -1,18 +1,18 @@
-"""What each block of any module costs, found by running it on tensors that have shapes and no memory.
+"""Find the cost of each block of any module by running it on tensors without memory.
 
-torch can count the FLOPs of a forward (`FlopCounterMode`), say what autograd keeps (`saved_tensors_hooks`) and run
-without memory (`FakeTensorMode`), each for itself. This file runs all three at once and charges what they find to the
+torch can count the FLOPs of a forward (`FlopCounterMode`), show the tensors that autograd saves (`saved_tensors_hooks`)
+and run without memory (`FakeTensorMode`). This file uses all three at once and assigns the costs to the
 blocks of the model, so that a planner can cut, shard and recompute it. Everything here is counted, nothing measured.
 
-What counts as kept for the backward:
+Bytes that are saved for the backward:
 
     counted      every storage that some operation saves, once and whole, however many views of it are saved, at the
-                 block that saves it first; so a block's input counts there, if the block needs it, and bytes of
+                 block that saves it first; so a block's input counts there, if the block saves it, and bytes of
                  different blocks add up. Copies of weights in lower precision, which autocast makes, count too.
-    not counted  storages of parameters, buffers and of the inputs of the model: they are there anyway. What a module
-                 keeps on its own, outside of autograd.
+    not counted  storages of parameters, buffers and of the inputs of the model, which exist anyway; and tensors that a
+                 module stores outside of autograd.
 
-A device has kernels of its own, which save what they like: dropout a mask of bytes on CUDA, of numbers on the CPU. So a
+The saved tensors depend on the kernels of a device: dropout saves a mask of bytes on CUDA, of floats on the CPU. So a
 model is traced for a device, and for CUDA only where torch can use it.
 """
 
@@ -46,41 +46,41 @@ from shoal.train.build_model import describe, find_builder
 from shoal.train.trace.kernel_costs import FLOPS, LSTM, launches, lstm_workspace
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
-"""One argument of `forward`, several by place, or several by name."""
+"""One argument of `forward`, several by position, or several by name."""
 
 LISTS = nn.ModuleList | nn.Sequential | nn.ModuleDict
 
 OUTSIDE = ""
-"""The name of what a model computes outside of all its blocks."""
+"""The name of the operations outside of all blocks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedBlock:
-    """What one block costs for the batch that was traced. All of it is counted."""
+    """The cost of one block for the traced batch. All numbers are counted."""
 
     name: str
-    """Of the submodule; "" for what the model does outside of all blocks."""
+    """The name of the submodule; "" for the operations outside of all blocks."""
     parameters: int
-    """Elements; a tied parameter counts at its first block."""
+    """Number of elements; a tied parameter counts at its first block."""
     trained: int
-    """Of which so many need a gradient."""
+    """Number of elements that need a gradient."""
     flops: float
-    """Of the forward, where a multiplication with an addition is two."""
+    """FLOPs of the forward; a multiply-add is two."""
     saved: float
-    """Bytes that autograd keeps from forward to backward."""
+    """Bytes that autograd saves for the backward."""
     output: float
     """Bytes that it returns."""
     traffic: float
     """Bytes that its forward reads and writes, matrix products and attention left out."""
     kernels: int
-    """That its forward launches, if nothing is fused."""
+    """Kernels that its forward launches, if nothing is fused."""
     saved_anyway: float = 0.0
-    """Bytes kept beside `saved` whatever the number of samples, such as weights in lower precision. `trace_samples`
-    tells the two apart; `trace` counts them as one."""
+    """Bytes saved beside `saved` for any number of samples, such as weights in lower precision. `trace_samples`
+    separates the two; `trace` adds them."""
 
 
 def trace(model: nn.Module, inputs: Inputs, *, precision: str = "fp32", device: str = "cpu") -> tuple[TracedBlock, ...]:
-    """The blocks of a model in the order in which they run, each with what it costs for these inputs.
+    """The blocks of a model in the order in which they run, each with its cost for these inputs.
 
     Only shapes and dtypes of model and inputs matter: both may be on the meta device. The model stays as it is, and is
     traced in the mode (train or eval) that it is in.
@@ -88,7 +88,7 @@ def trace(model: nn.Module, inputs: Inputs, *, precision: str = "fp32", device: 
     policy = precision_of(precision)
     _check(device)
     blocks = blocks_of(model)
-    watch = _Watch({id(module): name for name, module in blocks.items()})
+    recorder = _CostRecorder({id(module): name for name, module in blocks.items()})
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         hush(torch.device(device))
@@ -96,31 +96,31 @@ def trace(model: nn.Module, inputs: Inputs, *, precision: str = "fp32", device: 
         imitate = _Imitate(policy, device)
         state = {name: imitate(tensor) for name, tensor in _state(model)}
         arguments, options = _call(tree_map_only(Tensor, imitate, inputs))
-        watch.ignore(*state.values(), *_attributes(model), *tree_leaves((arguments, options)))
+        recorder.ignore(*state.values(), *_attributes(model), *tree_leaves((arguments, options)))
         if policy.is_lower:
             stack.enter_context(torch.autocast(device, dtype=policy.compute_dtype))
-        _run(model, state, arguments, options, watch)
-    return tuple(_summed(model, watch))
+        _run(model, state, arguments, options, recorder)
+    return tuple(_summed(model, recorder))
 
 
 def trace_samples(
     model: nn.Module, inputs: Inputs, *, precision: str = "fp32", device: str = "cpu"
 ) -> tuple[TracedBlock, ...]:
-    """The same for one sample, with what is kept whatever their number beside it.
+    """The blocks of a model with their cost for one sample, and the bytes that do not depend on the samples.
 
-    It is found by a second look, at inputs of twice as many samples. These are counted along the first dim of the first
+    It traces the inputs, and inputs with twice as many samples. These are counted along the first dim of the first
     tensor; every other tensor with a first dim as long has one entry for each of them, too.
     """
     num_samples = _num_samples(inputs)
     twice = tree_map_only(Tensor, lambda x: _doubled(x, num_samples), inputs)
-    looks = (trace(model, each, precision=precision, device=device) for each in (inputs, twice))
-    return tuple(_per_sample(once, both, num_samples) for once, both in zip(*looks, strict=True))
+    traces = (trace(model, each, precision=precision, device=device) for each in (inputs, twice))
+    return tuple(_per_sample(once, both, num_samples) for once, both in zip(*traces, strict=True))
 
 
 def workload_of(
     model: nn.Module, inputs: Inputs, *, name: str = "", precision: str = "fp32", device: str = "cpu"
 ) -> Workload:
-    """The model as a planner sees it, for one sample."""
+    """The workload of a model for the planner, for one sample."""
     traced = trace_samples(model, inputs, precision=precision, device=device)
     return Workload(name=name or type(model).__name__, blocks=tuple(map(_as_block, traced)))
 
@@ -139,10 +139,10 @@ def _as_block(traced: TracedBlock) -> Block:
 
 
 def load(name: str, *, sequence: int | None = None, batch: int = 1) -> tuple[nn.Module, Inputs]:
-    """A model without memory from `path/to/file.py:function`, and what its forward takes.
+    """A model without memory from `path/to/file.py:function`, and the inputs of its forward.
 
     The function returns the model, or the model and its inputs: `return model, torch.empty(8, 3, 224, 224)`. A model
-    that looks up tokens needs no inputs to be said: it gets `batch` sequences of `sequence` tokens.
+    with an embedding needs no inputs: it gets `batch` sequences of `sequence` tokens.
     """
     found = _built(name)
     model, inputs = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
@@ -154,9 +154,9 @@ def load(name: str, *, sequence: int | None = None, batch: int = 1) -> tuple[nn.
     if inputs is None:
         if sequence is None or not any(isinstance(module, nn.Embedding) for module in model.modules()):
             raise ShoalError(
-                f"{name} returns a model, but not what its forward takes",
+                f"{name} must return the inputs of its model's forward, too",
                 fix="return model, inputs from that function: a batch, such as torch.empty(8, 3, 224, 224)"
-                + ("; or say --seq-len, if it takes tokens" if sequence is None else ""),
+                + ("; or --seq-len, if it takes tokens" if sequence is None else ""),
             )
         inputs = torch.empty(batch, sequence, dtype=torch.int64, device="meta")
     return model, inputs
@@ -166,11 +166,12 @@ def load(name: str, *, sequence: int | None = None, batch: int = 1) -> tuple[nn.
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Name → submodule that is looked at as one: those that the model describes as blocks, with what is before and
-    after them; else the elements of its lists of like modules, and what is beside such lists."""
-    said = describe(model)
-    if said.blocks:
-        return {name: model.get_submodule(name) for name in (*said.before_blocks, *said.blocks, *said.after_blocks)}
+    """Name → submodule that is traced as one block: those of the model's description, with the modules before and after
+    them; else the elements of its lists of similar modules, and the modules beside such lists."""
+    description = describe(model)
+    if description.blocks:
+        names = (*description.before_blocks, *description.blocks, *description.after_blocks)
+        return {name: model.get_submodule(name) for name in names}
     return dict(_found("", model))
 
 
@@ -191,7 +192,7 @@ def _holds_likes(module: nn.Module) -> bool:
 
 
 def _are_alike(modules: nn.Module) -> bool:
-    """Whether a list repeats something that has parts of its own: blocks, and neither just layers nor lists of them."""
+    """Whether a list repeats a module with submodules: blocks, and neither single layers nor lists of them."""
     composed = [child for child in modules.children() if next(child.children(), None) is not None]
     kinds = Counter(type(child) for child in composed if not (isinstance(child, LISTS) and _holds_likes(child)))
     return any(number > 1 for number in kinds.values())
@@ -202,8 +203,8 @@ def _are_alike(modules: nn.Module) -> bool:
 
 @dataclass
 class _Imitate:
-    """Makes a tensor of the same shape that has no memory, on the device that is asked about; one for each tensor, so
-    that what is tied stays tied."""
+    """Make a tensor of the same shape without memory, on the traced device; one for each tensor, so that tied tensors
+    stay tied."""
 
     precision: Precision
     device: str
@@ -217,19 +218,19 @@ class _Imitate:
                 like = nn.Parameter(like, requires_grad=tensor.requires_grad)
             else:
                 like.requires_grad_(tensor.requires_grad)
-            self.made[id(tensor)] = tensor, like  # the first as well: nobody else may get its id
+            self.made[id(tensor)] = tensor, like  # the first one is kept alive, so that no other tensor gets its id
         return self.made[id(tensor)][1]
 
 
 def _check(device: str) -> None:
     if device not in ("cpu", "cuda"):
-        raise ShoalError(f"a model cannot be traced for {device!r}", fix="device='cpu' or 'cuda'")
+        raise ShoalError(f"device must be cpu or cuda, got {device!r}", fix="device='cpu' or 'cuda'")
     if device == "cuda" and not torch.cuda.is_available():
         raise ShoalError("a model is traced for CUDA only where there is a CUDA device", fix="device='cpu'")
 
 
 def _mode_of(model: nn.Module) -> FakeTensorMode:
-    """The one that the model was built in, if it was: tensors of two of them do not meet."""
+    """The fake mode that the model was built in, if any: tensors of two modes cannot be combined."""
     modes = (tensor.fake_mode for _, tensor in _state(model) if isinstance(tensor, FakeTensor))
     return next(modes, None) or FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -240,18 +241,18 @@ def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _attributes(model: nn.Module) -> Iterator[Tensor]:
-    """Tensors that modules hold without having said so to torch."""
+    """Tensors that modules hold without registering them."""
     for module in model.modules():
         yield from (value for value in vars(module).values() if isinstance(value, Tensor))
 
 
 def _built(name: str) -> Any:
-    """What a function returns, without memory unless it looks at values while it builds."""
+    """The result of a function, without memory unless the function reads values of tensors."""
     builder = find_builder(name)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             return builder()
-    except Exception:  # if it is wrong and not only curious, it fails again
+    except Exception:  # a function that only reads values works with memory; a wrong one fails again
         pass
     try:
         return builder()
@@ -269,7 +270,7 @@ def _call(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _num_samples(inputs: Inputs) -> int:
     sizes = [leaf.shape[0] for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()]
     if not sizes or not sizes[0]:
-        raise ShoalError("the inputs hold no samples", fix="a tensor whose first dim counts them")
+        raise ShoalError("the inputs must have at least one sample", fix="a tensor whose first dim counts samples")
     return int(sizes[0])
 
 
@@ -279,11 +280,11 @@ def _doubled(tensor: Tensor, num_samples: int) -> Tensor:
     return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
 
 
-# ---- watching -------------------------------------------------------------------------------------------------------
+# ---- recording ------------------------------------------------------------------------------------------------------
 
 
-class _Watch:
-    """Charges what happens to the block that it happens in."""
+class _CostRecorder:
+    """Assign costs to the block that causes them."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         self.names = names
@@ -300,14 +301,14 @@ class _Watch:
         self._charged = 0
 
     def ignore(self, *values: Any) -> None:
-        """These are there anyway."""
+        """Do not count these tensors when they are saved."""
         for value in values:
             if isinstance(value, FakeTensor):
                 storage = value.untyped_storage()
                 self.known[storage._cdata] = storage
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Autograd saves a tensor. What is no stand-in was made by the model for good, and is there anyway."""
+        """Record a tensor that autograd saves. A real tensor was made by the model before, and exists anyway."""
         if isinstance(tensor, FakeTensor):
             storage = tensor.untyped_storage()
             if storage._cdata not in self.known:
@@ -315,71 +316,75 @@ class _Watch:
         return tensor
 
     def before(self, module: nn.Module, arguments: Any) -> None:
-        """Of every module."""
+        """Hook of every module."""
         if (name := self.names.get(id(module))) is not None:
             self.charge()
             self.inside.append(name)
             self.ran[name] = None
 
     def after(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        """Of every module."""
+        """Hook of every module."""
         if (name := self.names.get(id(module))) is not None:
             self.charge()
             self.inside.pop()
             self.outputs[name] += sum(x.nbytes for x in tree_leaves(output) if isinstance(x, Tensor))
 
     def launched(self, num_bytes: int) -> None:
-        """A kernel has run."""
+        """Record a kernel."""
         self.kernels[self.inside[-1]] += 1
         self.traffic[self.inside[-1]] += num_bytes
 
     def charge(self) -> None:
-        """What was computed since the last time, to where we are."""
+        """Assign the FLOPs since the last call to the current block."""
         total = self.counter.get_total_flops()
         self.flops[self.inside[-1]] += total - self._charged
         self._charged = total
 
     def saved(self, name: str) -> int:
-        """Bytes that a block was the first to save."""
+        """Bytes of storages that a block was the first to save."""
         return sum(storage.nbytes() for storage, owner in self.kept.values() if owner == name)
 
 
-class _Listen(TorchDispatchMode):
-    """Counts kernels and what they read and write, and mends what a kernel without memory says of itself."""
+class _KernelCounter(TorchDispatchMode):
+    """Count kernels and their bytes, and correct the workspace of kernels that report none without memory."""
 
-    def __init__(self, watch: _Watch) -> None:
+    def __init__(self, recorder: _CostRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.watch = watch
+        self.recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is LSTM:
             result = (*result[:-1], result[-1].new_empty(lstm_workspace(args)))
         if launches(func):
-            is_product = func.overloadpacket in self.watch.counter.flop_registry
+            is_product = func.overloadpacket in self.recorder.counter.flop_registry
             tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor)]
-            self.watch.launched(0 if is_product else sum(x.nbytes for x in tensors))
+            self.recorder.launched(0 if is_product else sum(x.nbytes for x in tensors))
         return result
 
 
 def _run(
-    model: nn.Module, state: dict[str, Tensor], arguments: tuple[Any, ...], options: dict[str, Any], watch: _Watch
+    model: nn.Module,
+    state: dict[str, Tensor],
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
+    recorder: _CostRecorder,
 ) -> None:
     with ExitStack() as stack:
-        stack.callback(register_module_forward_pre_hook(watch.before).remove)
-        stack.callback(register_module_forward_hook(watch.after).remove)
-        stack.enter_context(saved_tensors_hooks(watch.keep, lambda tensor: tensor))
+        stack.callback(register_module_forward_pre_hook(recorder.before).remove)
+        stack.callback(register_module_forward_hook(recorder.after).remove)
+        stack.enter_context(saved_tensors_hooks(recorder.keep, lambda tensor: tensor))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(_Listen(watch))
-        stack.enter_context(watch.counter)
+        stack.enter_context(_KernelCounter(recorder))
+        stack.enter_context(recorder.counter)
         try:
             output = torch.func.functional_call(model, state, arguments, options)
         except ShoalError:
             raise
         except Exception as error:
-            raise _cannot_run(error, watch.inside[-1]) from error
-        watch.charge()
-        watch.outputs[OUTSIDE] = sum(x.nbytes for x in tree_leaves(output) if isinstance(x, Tensor))
+            raise _cannot_run(error, recorder.inside[-1]) from error
+        recorder.charge()
+        recorder.outputs[OUTSIDE] = sum(x.nbytes for x in tree_leaves(output) if isinstance(x, Tensor))
 
 
 def _cannot_run(error: Exception, where: str) -> ShoalError:
@@ -387,8 +392,10 @@ def _cannot_run(error: Exception, where: str) -> ShoalError:
     place = f" in {where}" if where else ""
     looks_at_values = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
     if looks_at_values or "data-dependent" in first_line:
-        what = f"the model looks at the values of a tensor{place} ({type(error).__name__}: {first_line})"
-        fix = "shapes that follow from those of the inputs: no .item(), no nonzero(). For cuDNN's LSTM, device='cpu'"
+        what = f"the model reads the values of a tensor{place} ({type(error).__name__}: {first_line})"
+        fix = (
+            "shapes that depend on those of the inputs alone: no .item(), no nonzero(). For cuDNN's LSTM, device='cpu'"
+        )
         return ShoalError(what, fix=fix)
     return ShoalError(
         f"the model cannot be run on these inputs{place}: {type(error).__name__}: {first_line}",
@@ -396,23 +403,23 @@ def _cannot_run(error: Exception, where: str) -> ShoalError:
     )
 
 
-def _summed(model: nn.Module, watch: _Watch) -> Iterator[TracedBlock]:
+def _summed(model: nn.Module, recorder: _CostRecorder) -> Iterator[TracedBlock]:
     all_parameters, trained = Counter[str](), Counter[str]()
     for name, parameter in model.named_parameters():
-        home = _home(name, watch.names.values())
+        home = _home(name, recorder.names.values())
         all_parameters[home] += parameter.numel()
         trained[home] += parameter.numel() * parameter.requires_grad
-    blocks = dict.fromkeys((*watch.ran, *watch.names.values()))  # those that never ran have parameters all the same
+    blocks = dict.fromkeys((*recorder.ran, *recorder.names.values()))  # blocks that never ran have parameters, too
     for name in (*blocks, OUTSIDE):
         block = TracedBlock(
             name=name,
             parameters=all_parameters[name],
             trained=trained[name],
-            flops=watch.flops[name],
-            saved=watch.saved(name),
-            output=watch.outputs[name],
-            traffic=watch.traffic[name],
-            kernels=watch.kernels[name],
+            flops=recorder.flops[name],
+            saved=recorder.saved(name),
+            output=recorder.outputs[name],
+            traffic=recorder.traffic[name],
+            kernels=recorder.kernels[name],
         )
         if name or block.parameters or block.flops or block.saved:
             yield block

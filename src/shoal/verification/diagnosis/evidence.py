@@ -1,4 +1,4 @@
-"""What a likely cause is found from: both runs at the step where they part, and what the ranks were told to do."""
+"""The evidence for a likely cause: both runs at the first step that differs, and the layout."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ REDUCED = ("dp_replicate", "dp_shard", "data", "cp", "tp", "pp")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Where a parameter is in a layout: the dim along which tp cuts it (None: it does not), and its pipeline stage; and
-    what it is, if ranks meet there in the forward."""
+    """The place of a parameter in a layout: the dim along which tp cuts it (None: it is not cut), its pipeline stage,
+    and its role, if ranks communicate there in the forward."""
 
     tp_dim: int | None = None
     stage: int = 0
     role: Literal["", "attention", "router", "expert"] = ""
     module: str = ""
-    """The module that attends with it, or that holds both its router and its experts."""
+    """The attention module that it belongs to, or the module with its router and its experts."""
 
     num_experts: int = 0
-    """Of an expert's weight: how many it holds, one after the other along dim 0."""
+    """Of an expert's weight: the number of experts in it, along dim 0."""
 
     has_bias: bool = False
-    """Of a router: a bias balances its experts."""
+    """Of a router: whether a bias balances its experts."""
 
     has_loss: bool = False
-    """Of a router: it adds an auxiliary loss."""
+    """Of a router: whether it adds an auxiliary loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What the candidate's ranks were told to do."""
+    """The layout and settings of the candidate."""
 
     layout: Layout
     num_microbatches: int = 1
     num_stages: int = 1
     pieces: Mapping[str, Piece] = field(default_factory=dict)
-    """Parameter → its piece; a parameter that is not named is not cut, and on stage 0."""
+    """Parameter → its place; a parameter that is not listed is not cut, and on stage 0."""
 
     clip: float | None = None
     """The largest gradient norm. None: no clipping."""
@@ -55,12 +55,12 @@ class Context:
     """The weights before the first step, where they are known."""
 
     tolerance: float
-    """The one that the runs were compared with."""
+    """The tolerance of the comparison."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Both runs at the step where they part."""
+    """Both runs at the first step that differs."""
 
     difference: Difference
     references: Sequence[Observation]
@@ -91,25 +91,30 @@ class Evidence:
         return self.reference.gradients, self.candidate.gradients
 
     @property
+    def is_about_gradients(self) -> bool:
+        """Whether the loss or a gradient differs first, so that gradients can be compared."""
+        return self.difference.kind in ("loss", "gradient")
+
+    @property
     def loose(self) -> float:
-        """How exactly a trace has to fit. A right value is near the tolerance; a coincidence is not this close."""
+        """The tolerance of a trace, somewhat above that of the comparison; a coincidence is not this close."""
         return min(max(1e-6, 10 * self.context.tolerance), 0.02)
 
     def piece(self, name: str) -> Piece:
-        """Where a tensor is in the layout."""
+        """The place of a tensor in the layout."""
         return self.context.pieces.get(name, Piece())
 
     def is_cut(self, name: str) -> bool:
-        """Whether tp divides it."""
+        """Whether tp cuts it."""
         return self.piece(name).tp_dim is not None
 
     def of_role(self, role: str, module: str = "") -> list[str]:
-        """The gradients of attentions, routers or experts; of those of one module, if it is said."""
+        """The gradients of attentions, routers or experts; with `module`, of one module."""
         pieces = ((name, self.piece(name)) for name in self.reference.gradients)
         return [name for name, piece in pieces if piece.role == role and module in ("", piece.module)]
 
     def all_experts(self, names: Sequence[str]) -> bool:
-        """Whether all of these, and there are some, are weights of experts."""
+        """Whether there are names, and all are weights of experts."""
         return bool(names) and all(self.piece(name).role == "expert" for name in names)
 
     def factors(self, names: Iterable[str]) -> float | None:
@@ -118,7 +123,7 @@ class Evidence:
         return common_factor([factor_between(expected[name], got[name], self.loose) for name in names], self.loose)
 
     def degrees(self) -> dict[str, int]:
-        """What a wrong scale may equal: degrees of axes in use, and the number of microbatches."""
+        """Factors that a wrong scale may have: degrees of axes in use, and the number of microbatches."""
         layout = self.context.layout
         found = {axis: layout.degree(axis) for axis in REDUCED}
         if layout.dp_replicate == 1 or layout.dp_shard == 1:
@@ -131,7 +136,7 @@ class Evidence:
         return [axis for axis in ("dp_replicate", "dp_shard", "cp") if self.context.layout.degree(axis) > 1]
 
     def named(self, names: Sequence[str]) -> str:
-        """Tensors in words, with a verb that fits: `every gradient is`, `the gradients of a and 2 more are`."""
+        """Tensors in words, with a verb: `every gradient is`, `the gradients of a and 2 more are`."""
         expected, _ = self.tensors
         what = "weight" if self.difference.kind == "weight" else "gradient"
         if len(names) == len(expected):
@@ -155,19 +160,19 @@ def factor_between(reference: Tensor, candidate: Tensor, loose: float) -> float 
 
 
 def factor_of_numbers(reference: float, candidate: float) -> float | None:
-    """candidate / reference; None where that is no number."""
+    """candidate / reference; None if that is not finite."""
     return candidate / reference if reference and candidate and math.isfinite(candidate / reference) else None
 
 
 def common_factor(factors: Sequence[float | None], loose: float) -> float | None:
-    """The one number that they all are; None if they differ, or one is not known."""
+    """The common value of all factors; None if they differ, or one is not known."""
     known = [k for k in factors if k is not None]
     same = bool(known) and len(known) == len(factors) and all(math.isclose(k, known[0], rel_tol=loose) for k in known)
     return known[0] if same else None
 
 
 def square_of_slice(e: Evidence, name: str, axis: str, index: int) -> float:
-    """The squared norm of what one rank along an axis has of a gradient."""
+    """The squared norm of one rank's shard of a gradient along an axis."""
     gradient, piece = e.reference.gradients[name], e.piece(name)
     dim = {"tp": piece.tp_dim, "ep": 0 if piece.role == "expert" else None}.get(axis, 0)
     if dim is None or not gradient.dim():
@@ -177,7 +182,7 @@ def square_of_slice(e: Evidence, name: str, axis: str, index: int) -> float:
 
 
 def slices(e: Evidence) -> Iterator[tuple[str, str, int, tuple[Tensor, ...], tuple[Tensor, ...]]]:
-    """The wrong tensors in the pieces that ranks hold: by tp along its dim, by dp_shard (experts: ep) along dim 0."""
+    """The wrong tensors in the shards of ranks: by tp along its dim, by dp_shard (experts: ep) along dim 0."""
     expected, got = e.tensors
     layout = e.context.layout
     shards = "dp_shard" if layout.cp == 1 else "dp_shard x cp"
@@ -188,13 +193,13 @@ def slices(e: Evidence) -> Iterator[tuple[str, str, int, tuple[Tensor, ...], tup
         if layout.ep > 1 and e.piece(name).role == "expert":
             yield name, "ep", 0, expected[name].chunk(layout.ep), got[name].chunk(layout.ep)
         elif layout.dp_shard > 1 and expected[name].dim() and (layout.tp == 1 or dim != 0):
-            # where tp cuts dim 0 too, the pieces of dp_shard are no simple slices of the whole
+            # where tp cuts dim 0 too, the shards of dp_shard are no simple slices of the full tensor
             degree = layout.degree("dp_shard_cp")
             yield name, shards, 0, expected[name].chunk(degree), got[name].chunk(degree)
 
 
 def by_expert(e: Evidence, name: str, tensors: Mapping[str, Tensor]) -> Sequence[Tensor]:
-    """The slices of a tensor that belong to each expert; none if it is missing or not what it should be."""
+    """The slice of each expert in a tensor; none if it is missing or has another shape."""
     shape, count = e.reference.gradients[name].shape, e.piece(name).num_experts
     tensor = tensors.get(name)
     if tensor is None or tensor.shape != shape or not shape or shape[0] % count:
@@ -203,8 +208,8 @@ def by_expert(e: Evidence, name: str, tensors: Mapping[str, Tensor]) -> Sequence
 
 
 def nearest_slices(pieces: Sequence[Tensor], among: Sequence[Tensor]) -> list[int]:
-    """For each piece the place of the slice that it has clearly come from: much nearer than the one in its own place,
-    or its own."""
+    """For each piece, the index of its original slice: one that is much nearer than the slice at its own index, or else
+    its own index."""
     order = []
     for place, piece in enumerate(pieces):
         distances = [(piece.double() - one.double()).norm().item() for one in among]
@@ -214,5 +219,5 @@ def nearest_slices(pieces: Sequence[Tensor], among: Sequence[Tensor]) -> list[in
 
 
 def find_slice(piece: Tensor, among: Sequence[Tensor], loose: float) -> int | None:
-    """The place of the slice that a piece equals; None: it equals none."""
+    """The index of the slice that a piece equals; None: it equals none."""
     return next((i for i, one in enumerate(among) if relative_difference(one, piece) <= loose), None)

@@ -1,0 +1,1 @@
+"""What replicas exchange: compressed gradients, local SGD."""

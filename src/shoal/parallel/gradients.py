@@ -1,0 +1,73 @@
+"""Gradients of the pieces that a rank holds, between the last backward and the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoal.comm.mesh import Mesh
+from shoal.numerics.gradients import global_norm, gradients_of, norms_of
+from shoal.numerics.local_tensor import to_local
+from shoal.numerics.precision import wide
+from shoal.parallel.pipeline.pipeline import Pipeline
+
+
+def local_gradients(named: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """The gradients that there are, by name; of a sharded parameter, this rank's piece."""
+    return {name: to_local(p.grad) for name, p in named.items() if p.grad is not None}
+
+
+def sum_tied(first: nn.Parameter | None, second: nn.Parameter | None, pipeline: Pipeline, wire: torch.device) -> None:
+    """Give both copies of a tied parameter the sum of their gradients, whether both are here or on two ranks."""
+    here = [to_local(p.grad) if p is not None and p.grad is not None else None for p in (first, second)]
+    if here[0] is not None and here[1] is not None:
+        here[1] += here[0]
+        here[0].copy_(here[1])
+    elif here[0] is not None:
+        _add_other_copy(here[0], pipeline.owners[-1], pipeline, wire)
+    elif here[1] is not None:
+        _add_other_copy(here[1], pipeline.owners[0], pipeline, wire)
+
+
+def _add_other_copy(gradient: Tensor, owner: int, pipeline: Pipeline, wire: torch.device) -> None:
+    theirs = torch.empty_like(gradient, device=wire)
+    own = gradient.to(wire).contiguous()
+    send = dist.P2POp(dist.isend, own, group=pipeline.group, group_peer=owner)
+    receive = dist.P2POp(dist.irecv, theirs, group=pipeline.group, group_peer=owner)
+    for work in dist.batch_isend_irecv([send, receive]):
+        work.wait()
+    gradient += theirs.to(gradient.device)
+
+
+def own_norms(named: Mapping[str, nn.Parameter], parameters: Collection[nn.Parameter]) -> dict[str, Tensor]:
+    """The norm of each gradient of `parameters` that this rank holds, pieces as they are, by name."""
+    chosen = set(parameters)
+    found = local_gradients({name: p for name, p in named.items() if p in chosen})
+    return dict(zip(found, norms_of(list(found.values())), strict=True))
+
+
+def norm_of_whole(
+    norms: Mapping[str, Tensor], named: Mapping[str, nn.Parameter], parameters: Iterable[nn.Parameter], mesh: Mesh
+) -> Tensor:
+    """The global norm where this rank holds all of every parameter, also of those that are not the model's."""
+    own = set(named.values())
+    every = [*norms.values(), *norms_of(gradients_of(p for p in parameters if p not in own))]
+    return global_norm(every) if every else _zero(named, mesh)
+
+
+def norm_of_pieces(
+    counted: list[Tensor], named: Mapping[str, nn.Parameter], mesh: Mesh, group: dist.ProcessGroup | None
+) -> Tensor:
+    """The global norm over the pieces of all ranks of a group; None: of all ranks. `counted`: norms of those pieces of
+    this rank that no rank before it counts."""
+    square = global_norm(counted).to(mesh.device) ** 2 if counted else _zero(named, mesh)
+    dist.all_reduce(square, group=group)
+    return square.sqrt()
+
+
+def _zero(named: Mapping[str, nn.Parameter], mesh: Mesh) -> Tensor:
+    dtype = wide(next(iter(named.values())).dtype)
+    return torch.zeros((), dtype=dtype, device=mesh.device)

@@ -1,0 +1,253 @@
+"""Trace the shapes of a model: one forward on meta tensors yields everything that predictions need of it.
+
+Hooks record the events of the forward in order. `_is_repeated` reads from that order what a recomputed block would
+execute again:
+
+    enter ─ attention ─ saved ─ leave ─ end of the block
+    └── again ──────────────┘  └── not again: a recomputation stops at the last tensor that it has to save
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from shoal.blueprint.description import Description, Split
+from shoal.blueprint.model_shapes import AttentionSite, DispatchSite, ModelShapes, RouterSite, TPBoundary
+from shoal.blueprint.placement import split_of
+from shoal.errors import ShoalError
+from shoal.parallel.context.attention import Attention
+from shoal.parallel.data.fsdp import units_by_size
+from shoal.parallel.expert.experts import Experts, experts_in
+from shoal.parallel.expert.router import Router, Routing
+from shoal.parallel.pipeline.pipeline import Call
+from shoal.parallel.pipeline.stage_io import on_meta, skeleton_of
+
+
+def trace_shapes(model: nn.Module, description: Description, call: Call) -> ModelShapes:
+    """Run a model once on meta tensors; return its shapes for predictions. The model itself may be on the meta device.
+
+    `call` has the positional and keyword arguments of the model for some samples, samples first.
+    """
+    skeleton = skeleton_of(model)
+    trace = _trace(skeleton, description, call)
+    seconds = {second for _, second in description.tied}
+    named = {name: parameter for name, parameter in skeleton.named_parameters() if name not in seconds}
+    has_blocks = bool(description.blocks)
+    by_size = () if has_blocks else units_by_size(skeleton)
+    beside_experts = () if has_blocks else units_by_size(skeleton, except_for=experts_in(skeleton).values())
+    names = {module: name for name, module in skeleton.named_modules()}
+    return ModelShapes(
+        description=description,
+        parameters={name: tuple(parameter.shape) for name, parameter in named.items()},
+        frozen=frozenset(name for name, parameter in named.items() if not parameter.requires_grad),
+        lookups=frozenset(_lookups(skeleton)),
+        stream=trace.stream,
+        crossings=tuple(trace.crossings()),
+        attentions=tuple(trace.attentions()),
+        dispatches=tuple(trace.dispatches()),
+        routers=tuple(trace.routers()),
+        units_by_size=tuple(names[module] for module in by_size),
+        units_beside_experts=tuple(names[module] for module in beside_experts),
+    )
+
+
+def _lookups(model: nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding):
+            yield f"{name}.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """An event of a forward: a TP boundary, the start of an attention, of experts or of a router, a tensor saved for
+    the backward, or the end of a block."""
+
+    what: str
+    module: str = ""
+    shape: tuple[int, ...] = ()
+    has_backward: bool = False
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class _Trace:
+    """The events of one forward, in order."""
+
+    description: Description
+    num_samples: int
+    seen: list[_Event] = field(default_factory=list)
+    stream: tuple[int, ...] = ()
+    _entered: Tensor | None = None
+    """The input of the current split region's layers; it enters once for all of them."""
+
+    def before_layer(self, name: str, x: Tensor) -> None:
+        how = split_of(self.description, name)
+        if how in (Split.COLUMN, Split.VOCABULARY) and x.is_floating_point() and x is not self._entered:
+            self._entered = x
+            self._cross("enter", name, x)
+
+    def after_layer(self, name: str, output: Tensor, *, is_lookup: bool) -> None:
+        how = split_of(self.description, name)
+        if how is Split.ROW or (how is Split.VOCABULARY and is_lookup):
+            self._entered = None
+            self._cross("leave", name, output)
+        elif how is Split.VOCABULARY:
+            self._entered = None
+            self._cross("logits", name, output)
+
+    def before_attention(self, name: str, q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor) -> None:
+        facts = {"queries": tuple(q_BNTH.shape[1:]), "keys": tuple(k_BKTH.shape[1:])}
+        has_backward = any(x.requires_grad for x in (q_BNTH, k_BKTH, v_BKTH))
+        self.seen.append(_Event("attention", name, has_backward=has_backward, facts=facts))
+
+    def before_experts(self, name: str, experts: Experts, x_TD: Tensor, routing: Routing) -> None:
+        is_trained = x_TD.requires_grad or any(weight.requires_grad for weight in experts.parameters())
+        facts = {
+            "num_experts": experts.num_experts,
+            "rows": routing.token_R.shape[0] // self.num_samples,
+            "dim": x_TD.shape[1],
+            "is_predicted": routing.top_k is not None,
+            "num_returns": x_TD.requires_grad + is_trained,
+        }
+        self.seen.append(_Event("experts", name, facts=facts))
+
+    def before_router(self, name: str, router: Router) -> None:
+        chooses = router.choice == "token"
+        facts = {
+            "num_experts": router.num_experts,
+            "has_auxiliary": chooses and router.auxiliary_coefficient > 0,
+            "gathers_scores": not chooses or router.capacity_factor is not None,
+        }
+        self.seen.append(_Event("router", name, facts=facts))
+
+    def after(self, name: str) -> None:
+        self.seen.append(_Event("after", name))
+
+    def after_block(self, name: str, output: Any) -> None:
+        self.seen.append(_Event("end", name))
+        if isinstance(output, Tensor):
+            self.stream = tuple(output.shape[1:])
+
+    def saved(self, tensor: Tensor) -> Tensor:
+        self.seen.append(_Event("saved"))
+        return tensor
+
+    def settled(self, y: Tensor, *facts: Any) -> Tensor:
+        """Replace `Router.settle`, which saves the loads for the backward in a run."""
+        return self.saved(y)
+
+    def _cross(self, way: str, name: str, x: Tensor) -> None:
+        self.seen.append(_Event(way, name, tuple(x.shape[1:]), x.requires_grad))
+
+    def crossings(self) -> Iterator[TPBoundary]:
+        for place, event in self._of("enter", "leave", "logits"):
+            way: Any = event.what
+            yield TPBoundary(
+                module=event.module,
+                way=way,
+                shape=event.shape,
+                has_backward=event.has_backward,
+                is_repeated=self._is_repeated(place),
+            )
+
+    def attentions(self) -> Iterator[AttentionSite]:
+        for place, event in self._of("attention"):
+            end = next(i for i, later in self._of("after") if i > place and later.module == event.module)
+            yield AttentionSite(
+                module=event.module,
+                has_backward=event.has_backward,
+                is_repeated=self._is_repeated(place),
+                is_output_repeated=self._is_repeated(end),
+                **event.facts,
+            )
+
+    def dispatches(self) -> Iterator[DispatchSite]:
+        for place, event in self._of("experts"):
+            yield DispatchSite(module=event.module, is_repeated=self._is_repeated(place), **event.facts)
+
+    def routers(self) -> Iterator[RouterSite]:
+        for place, event in self._of("router"):
+            yield RouterSite(module=event.module, is_repeated=self._is_repeated(place), **event.facts)
+
+    def _of(self, *events: str) -> Iterator[tuple[int, _Event]]:
+        return ((place, event) for place, event in enumerate(self.seen) if event.what in events)
+
+    def _is_repeated(self, place: int) -> bool:
+        """Whether a recomputed block would execute it again: the recomputation stops at the last tensor to save."""
+        return any(later.what == "saved" for later in _until_end(iter(self.seen[place:])))
+
+
+def _until_end(events: Iterator[_Event]) -> Iterator[_Event]:
+    for event in events:
+        if event.what == "end":
+            return
+        yield event
+
+
+def _trace(model: nn.Module, description: Description, call: Call) -> _Trace:
+    """Run a model on meta tensors and record its events."""
+    trace = _Trace(description, _num_samples(call))
+    modules = dict(model.named_modules())
+    with ExitStack() as stack:
+        for name, module in modules.items():
+            if split_of(description, name) is not None:
+                stack.callback(module.register_forward_pre_hook(_before(trace, name)).remove)
+                stack.callback(module.register_forward_hook(_after(trace, name)).remove)
+            if isinstance(module, Router):
+                module.settle = trace.settled
+            if isinstance(module, Attention | Experts | Router):
+                stack.callback(module.register_forward_pre_hook(_begun(trace, name)).remove)
+                stack.callback(module.register_forward_hook(_done(trace, name)).remove)
+        for name in description.blocks:
+            stack.callback(modules[name].register_forward_hook(_ended(trace, name)).remove)
+        stack.enter_context(saved_tensors_hooks(trace.saved, lambda tensor: tensor))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.device("meta"))
+        arguments, options = call
+        model(*map(on_meta, arguments), **{name: on_meta(value) for name, value in options.items()})
+    if description.blocks and not trace.stream:
+        raise ShoalError(
+            f"block {description.blocks[-1]} must return one tensor",
+            fix="let each block return the tensor that the next block takes as its first argument",
+        )
+    return trace
+
+
+def _before(trace: _Trace, name: str) -> Any:
+    return lambda module, arguments: trace.before_layer(name, arguments[0])
+
+
+def _after(trace: _Trace, name: str) -> Any:
+    return lambda module, arguments, output: trace.after_layer(name, output, is_lookup=isinstance(module, nn.Embedding))
+
+
+def _begun(trace: _Trace, name: str) -> Any:
+    def hook(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        if isinstance(module, Attention):
+            trace.before_attention(name, *arguments[:3])
+        elif isinstance(module, Experts):
+            trace.before_experts(name, module, *arguments)
+        elif isinstance(module, Router):
+            trace.before_router(name, module)
+
+    return hook
+
+
+def _done(trace: _Trace, name: str) -> Any:
+    return lambda module, arguments, output: trace.after(name)
+
+
+def _ended(trace: _Trace, name: str) -> Any:
+    return lambda module, arguments, output: trace.after_block(name, output)
+
+
+def _num_samples(call: Call) -> int:
+    arguments, options = call
+    return next((x.shape[0] for x in (*arguments, *options.values()) if isinstance(x, Tensor) and x.dim()), 1)

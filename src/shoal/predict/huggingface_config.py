@@ -1,0 +1,77 @@
+"""From the config.json of a Hugging Face model to a `Workload`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import ShoalError
+from shoal.predict.workload import Latent, Workload
+from shoal.safe_parsing import parse_json, read_text
+
+HF_KEYS = {
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "vocabulary": ("vocab_size",),
+}
+HF_OPTIONAL = {
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "head_dim": ("head_dim", "qk_nope_head_dim"),
+    "ffn": ("intermediate_size", "n_inner", "ffn_dim"),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "top_k": ("num_experts_per_tok", "experts_per_token", "moe_top_k"),
+    "expert_ffn": ("moe_intermediate_size",),
+    "dense_layers": ("first_k_dense_replace",),
+    "sequence": ("max_position_embeddings", "n_positions"),
+}
+UNGATED = ("gpt2", "gpt_neox", "gptj", "gpt_neo", "opt", "bloom", "mpt", "falcon", "bert", "phi", "starcoder2")
+LEARNED_POSITIONS = ("gpt2", "opt", "bert", "gpt_neo")
+BIASED = ("gpt2", "gpt_neox", "gptj", "gpt_neo", "opt", "bloom", "bert", "phi", "starcoder2")
+
+
+def workload_from_config(path: Path) -> Workload:
+    """From the config.json of a model in Hugging Face's form."""
+    fix = "the config.json of a Hugging Face model"
+    try:
+        text = read_text(path, fix)
+    except OSError as error:
+        raise ShoalError(f"{path} cannot be read: {error.strerror}", fix="the path of a config.json") from error
+    said = parse_json(text, str(path), fix)
+    if not isinstance(said, Mapping):
+        raise ShoalError(f"{path} holds no keys and values", fix="the config.json of a Hugging Face model")
+    return from_hugging_face(said, name=str(said.get("_name_or_path") or path.parent.name or path.stem))
+
+
+def from_hugging_face(said: Mapping[str, Any], *, name: str) -> Workload:
+    """From the keys of a config.json; all that are missing are named at once."""
+    found: dict[str, Any] = {}
+    for key, spellings in (*HF_KEYS.items(), *HF_OPTIONAL.items()):
+        values = [said[word] for word in spellings if isinstance(said.get(word), int)]
+        if values:
+            found[key] = values[0]
+    missing = [f"{key} ({' or '.join(spellings)})" for key, spellings in HF_KEYS.items() if key not in found]
+    if missing:
+        what = f"the config of {name} does not say {', '.join(missing)}"
+        raise ShoalError(what, fix="a config.json of a transformer, or plain dimensions")
+    kind = str(said.get("model_type", ""))
+    shared = int(said.get("n_shared_experts") or 0) * int(found.get("expert_ffn", 0))
+    shared += int(said.get("shared_expert_intermediate_size") or 0)
+    latent = None
+    if said.get("kv_lora_rank"):
+        rope, value = int(said["qk_rope_head_dim"]), int(said["v_head_dim"])
+        query = int(said.get("q_lora_rank") or 0)
+        latent = Latent(query_rank=query, key_rank=int(said["kv_lora_rank"]), rope_dim=rope, value_dim=value)
+    return Workload(
+        name=name,
+        **found,
+        gated=kind not in UNGATED,
+        biases=kind in BIASED,
+        positions=found.get("sequence", 0) if kind in LEARNED_POSITIONS else 0,
+        tied=bool(said.get("tie_word_embeddings", kind in ("gpt2", "opt", "bloom", "bert"))),
+        shared_ffn=shared,
+        latent=latent,
+        causal=kind != "bert",
+        window=int(said.get("sliding_window") or 0) if said.get("use_sliding_window", kind == "mistral") else 0,
+    )

@@ -1,0 +1,381 @@
+"""Save a run while it trains, and load the step that it resumes from.
+
+A step can be saved in two places, in one format:
+
+    disk      a folder or an object store; at intervals, and when the run ends or is stopped by a signal
+    memory    a folder in shared memory, which outlives the workers but not the machine; every few steps, if set
+
+A run resumes from the newest complete step in either.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from shoal.checkpoint.async_saver import AsyncSaver
+from shoal.checkpoint.load import load_newest, load_step
+from shoal.checkpoint.storage.manifest import Manifest
+from shoal.checkpoint.storage.store import Store, find
+from shoal.comm.all_or_none import on_main
+from shoal.config.duration import Duration
+from shoal.config.recipe import Recipe
+from shoal.config.resume_compat import reject_changes
+from shoal.errors import ShoalError
+from shoal.files import PrivateFolder
+from shoal.launch.worker import note_saved
+from shoal.observe.run_directory import locked
+from shoal.train.recipe.preflight import Job, units
+from shoal.train.recipe.saving.memory_rescue import DISK, MEMORY_FIX, memory_folder, own_folder, place_of
+from shoal.train.run import Run
+from shoal.train.run_checkpoint import holder_of, restore, settle_to_save, state_of
+
+FIRST_AUTO = 30.0
+"""Seconds after which `auto` saves for the first time; the cost of a save is not known before."""
+LEAST_AUTO = 5.0
+"""The shortest interval, in seconds, that `auto` chooses."""
+
+Say = Callable[[str], None]
+
+
+def best_interval(cost: float, mtbf: float) -> float:
+    """Seconds between two saves by Young's formula: they minimise the cost of saves plus the work lost to a failure.
+
+    >>> round(best_interval(cost=0.5, mtbf=24 * 3600))
+    294
+    """
+    return math.sqrt(2 * cost * mtbf)
+
+
+@dataclass(kw_only=True)
+class Autosaver:
+    """The saves of one run. Every rank has one and calls the same methods after the same steps."""
+
+    run: Run
+    job: Job
+    disk: AsyncSaver
+    memory: AsyncSaver | None
+    say: Say
+    facts: Callable[[], dict[str, Any]]
+    """What is saved beside the state of the run."""
+    every_steps: int | None = None
+    """Steps between two saves; None: by the clock; 0: only at the end."""
+    every_seconds: float | None = None
+    """Seconds between two saves by the clock; None: `auto`."""
+    memory_steps: int = 0
+    """Steps between two saves to memory; 0: none."""
+    last: int | None = None
+    """The last step whose save was started."""
+    saved: int | None = None
+    """The newest step on the disk."""
+    num_saved: int = 0
+    num_failed: int = 0
+    _clock: float = field(default_factory=time.monotonic)
+    _cost: float | None = None
+    _has_buffers: bool = False
+    _is_over: bool = False
+    _lock: BinaryIO | None = None
+
+    @classmethod
+    def of(cls, run: Run, job: Job, *, directory: Path, memory_root: Path | None, say: Say) -> Autosaver:
+        """Build the autosaver of a recipe. Every rank calls it."""
+        settings, per = job.recipe.checkpoint, units(job.recipe, job.training)
+        every = None if settings.every == "auto" else Duration.parse(settings.every)
+        store = Store.at(settings.dir or directory / "checkpoints")
+        disk = AsyncSaver(store, run.world.beside(), keep=settings.keep, on_saved=note_saved)
+        memory_steps = settings.memory_every.steps(**per) or 0
+        memory = None
+        if memory_steps:
+            _reject_several_hosts(run)
+            failed = f"{settings.memory_dir!r} cannot hold the state of this run"
+            place = memory_root, settings.memory_dir, directory, disk.store.where
+            root = on_main(run.world, lambda: _memory_root(*place, say), failed=failed, fix=MEMORY_FIX)
+            memory = AsyncSaver(Store(root), run.world.beside(), keep=1, on_saved=note_saved)
+        return cls(
+            run=run,
+            job=job,
+            disk=disk,
+            memory=memory,
+            say=say,
+            facts=dict,
+            every_steps=every.steps(**per) if every is not None else None,
+            every_seconds=every.seconds if every is not None else None,
+            memory_steps=memory_steps,
+        )
+
+    # ---- resume ----------------------------------------------------------------------------------------------------
+
+    def resume(self, resume: str) -> Manifest | None:
+        """Load the step to resume from; None: there is none. Every rank calls it."""
+        store, world = self.disk.store, self.run.world
+        if resume.isdecimal():
+            manifest: Manifest | None = load_step(store, world, holder_of(self.run), int(resume))
+        else:
+            stores = [self.memory.store, store] if self.memory is not None else [store]
+            manifest = load_newest(stores, world, holder_of(self.run), self.say)
+        if manifest is None and resume == "latest":
+            raise nothing_to_resume(store)
+        if manifest is not None:
+            reject_other_recipe(manifest, self.job.recipe, store)
+            self._compare_data(manifest)
+            restore(self.run, manifest)
+            self._archive(after=manifest.step)
+            on_disk = on_main(world, store.steps, failed=f"{store.where} cannot be read")
+            self.last = self.saved = manifest.step if manifest.step in on_disk else None  # else it is only in memory
+        return manifest
+
+    def _compare_data(self, manifest: Manifest) -> None:
+        if accepted := reject_other_data(manifest, self.job, self.disk.store):
+            self.say(f"the data has changed since step {manifest.step} (data.changed: accept): {accepted}")
+
+    def reset(self) -> None:
+        """Archive all steps that an earlier run has left in the same place."""
+        self._archive(after=-1)
+
+    def _archive(self, after: int) -> None:
+        """Archive later steps, so that no run resumes from them: they are damaged, or will be made again."""
+
+        def act() -> None:
+            self.disk.store.archive(after=after)
+            if self.memory is not None:
+                self.memory.store.drop(after=after)
+
+        fix = "--checkpoint.dir WRITABLE_DIRECTORY"
+        on_main(self.run.world, act, failed=f"steps after {after} cannot be archived", fix=fix)
+
+    def check_free_space(self) -> None:
+        """Raise before the first step if the checkpoints do not fit on the disk or in memory."""
+        num_bytes = self.run.world.all_reduce_host([float(self._expected_bytes())]).wait()[0]
+        disk, memory = self.disk.store, self.memory
+
+        def look() -> None:
+            num_new = max(1, (self.disk.keep or 2) + 1 - len(disk.steps()))  # the steps that stay, and a draft
+            disk.room(int(num_bytes) * num_new)
+            if memory is not None:
+                _reject_short_memory(memory.store.root, int(num_bytes))
+
+        on_main(self.run.world, look, failed="the checkpoints do not fit", fix="--checkpoint.dir LARGER_DISK")
+
+    def claim_store(self) -> None:
+        """Lock `checkpoint.dir`; raise if another run saves there now."""
+        disk = self.disk.store
+
+        def claim() -> None:
+            if self.job.recipe.checkpoint.dir is not None and disk.disk.renames:
+                self._lock = locked(disk.root)
+
+        on_main(self.run.world, claim, failed=f"{disk.where} cannot be locked", fix="--checkpoint.dir ELSEWHERE")
+
+    def release(self) -> None:
+        """Unlock `checkpoint.dir`."""
+        if self._lock is not None:
+            self._lock.close()
+
+    def _expected_bytes(self) -> int:
+        """Bytes that this rank will save: its parameters, and two moments of each trained one."""
+        composed, total = self.run.composed, 0
+        trained = {id(parameter) for parameter in self.run.trained_parameters()}
+        for name, parameter in composed.named.items():
+            if composed.is_owner(name):
+                size = math.prod(composed.shard_box(name)[1]) * parameter.element_size()
+                total += size * (1 + 2 * (id(parameter) in trained))
+        return total
+
+    # ---- save ------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a save is due by this rank's clock; the main rank's decides for all."""
+        if self.every_steps is not None or self.disk.is_busy:
+            return False
+        passed = time.monotonic() - self._clock
+        if self.every_seconds is not None:
+            return passed >= self.every_seconds
+        if self._cost is None:
+            return passed >= FIRST_AUTO
+        return passed >= max(LEAST_AUTO, best_interval(self._cost, self.job.recipe.checkpoint.mtbf.seconds or 86400.0))
+
+    def after_step(self, *, is_due: bool) -> None:
+        """Save the step if a save is due. `is_due`: it is, by the main rank's clock."""
+        done = self.run.steps_done
+        if not self._has_buffers:
+            self._has_buffers = True
+            for saver in (self.disk, self.memory):
+                if saver is not None:
+                    saver.make_room(holder_of(self.run))
+        if self.memory is not None and done % self.memory_steps == 0:
+            self._begin(self.memory)
+        if is_due or (self.every_steps and done % self.every_steps == 0):
+            self._save()
+        self._report()
+
+    def begin_last_save(self) -> None:
+        """Start to save the last step. A thread writes it while the evaluation runs."""
+        self._is_over = True
+        if self.last != self.run.steps_done:
+            self._save()
+
+    def finish(self) -> None:
+        """Wait until the last step is on the disk; then remove the copy in memory."""
+        for saver in (self.disk, self.memory):
+            if saver is not None:
+                saver.finish()
+        self._report()
+        if self.memory is not None and self.run.is_main and self.saved == self.run.steps_done:
+            shutil.rmtree(self.memory.store.root, ignore_errors=True)
+
+    def _save(self) -> None:
+        self._cost = self._begin(self.disk)
+        self.last = self.run.steps_done
+        self._clock = time.monotonic()
+
+    def _begin(self, saver: AsyncSaver) -> float:
+        """Returns the seconds that the copy took."""
+        settle_to_save(self.run)
+        recipe, data = self.job.recipe.model_dump(mode="json"), self.job.fingerprint.to_mapping()
+        state = {**state_of(self.run), "recipe": recipe, "data": data, **self.facts()}
+        return saver.begin(holder_of(self.run), step=self.run.steps_done, state=state)
+
+    def _report(self) -> None:
+        """Report finished and failed saves."""
+        for saver in (self.disk, self.memory):
+            if saver is not None:
+                saver.raise_error()
+        for note in self.disk.store.take_notes():
+            self.say(note)
+        for saved in self.disk.take_news():
+            if saved.failure:
+                self.num_failed += 1
+                self.say(f"NOT SAVED{'' if self._is_over else ', training continues'}: {saved.failure}")
+            else:
+                self.num_saved += 1
+                self.saved = saved.step
+                if saved.note:
+                    self.say(saved.note)
+        for saved in self.memory.take_news() if self.memory is not None else ():
+            if saved.failure:
+                self.say(f"NOT SAVED TO MEMORY, training continues: {saved.failure}")
+
+    def summary(self) -> dict[str, Any]:
+        """The part of the run's summary that is about saves."""
+        return {
+            "saves": self.num_saved,
+            "saves_failed": self.num_failed,
+            "saved_step": self.saved,
+            "save_stall_seconds": self.disk.seconds_held + self.disk.seconds_waited,
+            "checkpoint_dir": self.disk.store.where,
+        }
+
+
+def nothing_to_resume(store: Store) -> ShoalError:
+    """The error of `--resume latest` where there is no checkpoint."""
+    return ShoalError(
+        f"there is no checkpoint in {store.where} to resume from", fix="--resume auto, or the --run.dir of a run"
+    )
+
+
+def reject_other_recipe(manifest: Manifest, recipe: Recipe, store: Store) -> None:
+    """Raise if the run of a step cannot resume with this recipe."""
+    if saved := manifest.state.get("recipe"):  # imported weights have none
+        reject_changes(saved, recipe, where=store.where)
+
+
+def reject_other_data(manifest: Manifest, job: Job, store: Store) -> str:
+    """Raise if the run of a step was trained on other data, unless `data.changed` is `accept`; returns the difference
+    that was accepted. Manifests without a fingerprint, such as those of imported weights, are not compared."""
+    saved = manifest.state.get("data")
+    found = job.fingerprint.difference(saved) if isinstance(saved, dict) else ""
+    if found and job.recipe.data.changed == "reject":
+        raise ShoalError(
+            f"the data of {job.recipe.data.source!r} is not what the run in {store.where} was trained on: {found};"
+            " nothing was touched",
+            fix="restore the data; or --resume fresh to start over; or --data.changed accept to resume on the"
+            " changed data, of which samples may then be seen twice or not at all in this epoch",
+        )
+    return found
+
+
+def memory_folder_prefix(directory: Path) -> str:
+    """The prefix of the memory folder of a run without a launcher. It follows from the run directory, so that the same
+    command finds the folder again."""
+    name = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:16]
+    return f"shoal-run-{os.geteuid()}-{name}-"
+
+
+def load_start_weights(run: Run, where: str) -> int:
+    """Load the weights of a step of another run, or imported ones; returns that step. Every rank calls it."""
+    store, step = find(where)
+    newest = on_main(run.world, lambda: store.steps()[-1], failed=f"{where!r} cannot be read")
+    return load_step(store, run.world, holder_of(run), newest if step is None else step, only_weights=True).step
+
+
+def check_start_from(run: Run, recipe: Recipe, *, is_fresh: bool) -> None:
+    """Raise if `run.start_from` has no weights, or if starting over would remove them. Every rank calls it."""
+    failed = f"{recipe.run.start_from!r} cannot be read"
+    on_main(
+        run.world,
+        lambda: reject_bad_start_from(recipe, is_fresh=is_fresh),
+        failed=failed,
+        fix="--run.start_from RUN_DIRECTORY",
+    )
+
+
+def reject_bad_start_from(recipe: Recipe, *, is_fresh: bool) -> None:
+    """Raise as `check_start_from` does, in one process."""
+    where, directory = str(recipe.run.start_from), recipe.run.dir
+    if is_fresh and directory and Path(where).resolve().is_relative_to(Path(directory).resolve()):
+        raise ShoalError(
+            f"starting over in {directory!r} would remove {where!r}, which run.start_from names",
+            fix="--run.dir OTHER_DIRECTORY",
+        )
+    if not find(where)[0].steps():
+        raise ShoalError(
+            f"there is no checkpoint in {where!r} to start from",
+            fix="--run.start_from RUN_DIRECTORY, or one of its steps; for other formats, shoal checkpoint import"
+            f" {where} imported, and then --run.start_from imported",
+        )
+
+
+def _memory_root(given: Path | None, memory_dir: str, directory: Path, saves_to: str, say: Say) -> Path:
+    """The memory folder of this run: the launcher's, or its own, which is private to this user."""
+    root = given or own_folder(memory_dir, memory_folder_prefix(directory), say)
+    with memory_folder(str(root.parent)) as parent, PrivateFolder(root.name, parent=parent) as folder:
+        folder.write(DISK, place_of(saves_to).encode())
+    return root
+
+
+def _reject_several_hosts(run: Run) -> None:
+    if run.world.local_size < run.world.size:
+        raise ShoalError(
+            f"checkpoint.memory_every must be 0step where ranks are on several hosts, got {run.world.local_size} of"
+            f" {run.world.size} ranks on this host",
+            fix="--checkpoint.memory_every 0step --checkpoint.every 100step",
+        )
+
+
+def _reject_short_memory(root: Path, num_bytes: int) -> None:
+    """Raise unless two copies fit: the complete one, and the one that is being written."""
+    own = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())  # of this run, before a restart
+    free = min(shutil.disk_usage(root.parent).free, _available()) + own
+    if free < 2 * num_bytes:
+        raise ShoalError(
+            f"{root.parent} must have {2 * num_bytes / 2**30:.1f} GiB free for the state of this run in memory, got"
+            f" {free / 2**30:.1f} GiB",
+            fix="--checkpoint.memory_every 0step, or --checkpoint.memory_dir LARGER_MEMORY_FILE_SYSTEM",
+        )
+
+
+def _available() -> int:
+    """Bytes of this host's memory that are not in use."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

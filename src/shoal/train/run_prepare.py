@@ -1,0 +1,124 @@
+"""Place a model, its optimizer, schedulers and loaders on the ranks of a run."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from shoal.data.sharded_dataloader import ShardedDataLoader
+from shoal.errors import ShoalError, raise_if
+from shoal.numerics.init import init_missing
+from shoal.numerics.local_tensor import to_local
+from shoal.numerics.offload import HostCopies
+from shoal.numerics.optim.build import memory_of_squares
+from shoal.parallel.compose import compose
+from shoal.parallel.parallel_model import ParallelModel
+from shoal.train.build_model import describe
+from shoal.train.checks import reject_compiled, reject_rounding, reject_second, reject_wrapped, rule_under
+from shoal.train.loss.objective import CrossEntropy, LabelRule, MeanOf
+from shoal.train.rebind_optimizer import rebind_optimizer
+from shoal.train.run_checkpoint import loader_changes
+from shoal.train.run_state import RunState
+from shoal.train.schedulers import check_optimizer, encoded_state, is_scheduler
+from shoal.train.step.engine import StepEngine
+
+
+def prepare(engine: StepEngine, things: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The things as the run of this engine takes them, in their order. Models are placed before all else."""
+    models = {id(thing): _prepare_model(engine, thing) for thing in things if isinstance(thing, nn.Module)}
+    return tuple(models[id(thing)] if id(thing) in models else _prepare(engine, thing) for thing in things)
+
+
+def _prepare(engine: StepEngine, thing: Any) -> Any:
+    if isinstance(thing, Optimizer):
+        return _prepare_optimizer(engine, thing)
+    if isinstance(thing, DataLoader):
+        return _prepare_loader(engine.state, thing)
+    if is_scheduler(thing):
+        return _prepare_scheduler(engine.state, thing)
+    raise ShoalError(
+        f"prepare cannot place a {type(thing).__name__}",
+        fix="give it an nn.Module, a torch Optimizer, a scheduler or a DataLoader; keep the rest as it is",
+    )
+
+
+def _prepare_model(engine: StepEngine, model: nn.Module) -> nn.Module:
+    state = engine.state
+    reject_second("model", state.parallel_model)
+    reject_wrapped(model)
+    reject_compiled(model)
+    init_missing(model, state.seed)
+    description = describe(model)
+    rule = LabelRule.of(model)
+    state.unchecked_forward = inspect.signature(model.forward)
+    composed = state.parallel_model = compose(
+        model,
+        state.plan,
+        description=description,
+        mesh=state.mesh,
+        tensor=state.tensor,
+        precision=state.precision,
+        compute=state.policies.compute,
+        sync=state.policies.sync,
+    )
+    state.description = description
+    if composed.reducer is not None:
+        composed.reducer.may_be_dropped = state.updates.on_nan == "skip"
+    if composed.balance is not None:
+        composed.balance.factor = engine.factor_of_open_step
+    if composed.batch_norm is not None:
+        composed.batch_norm.counts = engine.counts_now
+    if isinstance(state.objective, CrossEntropy):
+        state.objective = CrossEntropy(composed.tensor, composed.head, rule_under(state.plan, rule))
+    if isinstance(state.objective, MeanOf):
+        state.objective.is_compiled = bool(state.policies.compute.compile)
+    if state.prepared_optimizer is not None:
+        _give_parameters(state, state.prepared_optimizer, composed)
+    return composed.model
+
+
+def _prepare_optimizer(engine: StepEngine, optimizer: Optimizer) -> Optimizer:
+    state = engine.state
+    reject_second("optimizer", state.prepared_optimizer)
+    reject_rounding(optimizer, state.precision.weight_dtype)
+    for scheduler in state.schedulers:
+        check_optimizer(scheduler, optimizer)
+    optimizer.register_step_pre_hook(engine.before_optimizer)
+    state.prepared_optimizer = optimizer
+    if state.parallel_model is not None:
+        _give_parameters(state, optimizer, state.parallel_model)
+    return optimizer
+
+
+def _give_parameters(state: RunState, optimizer: Optimizer, composed: ParallelModel) -> None:
+    """Let an optimizer hold what became of its parameters; under offload, copies of it in host memory."""
+    rebind_optimizer(optimizer, composed)
+    if composed.islands is not None:
+        composed.islands.rescale(memory_of_squares(optimizer), next(iter(composed.named.values())))
+    is_elsewhere = state.plan.offload == "optimizer" and state.device.type != "cpu"
+    state.host_copies = HostCopies(optimizer, to_local) if is_elsewhere else None
+
+
+def _prepare_loader(state: RunState, loader: DataLoader[Any]) -> ShardedDataLoader:
+    sharded = ShardedDataLoader(loader, seed=state.seed, coordinate=state.coordinate, degree=state.degree)
+    sharded.cut = state.own_tokens
+    sharded.needs_equal_steps = lambda: state.parallel_model is not None and state.parallel_model.has_collective_forward
+    number = len(state.loaders)
+    if number < len(state.saved_loaders):  # a run was loaded that had it
+        known = state.saved_loaders[number]
+        raise_if(loader_changes(number, known, sharded))
+        sharded.position = tuple(known["position"])
+    state.loaders.append(sharded)
+    return sharded
+
+
+def _prepare_scheduler(state: RunState, scheduler: Any) -> Any:
+    check_optimizer(scheduler, state.prepared_optimizer)
+    encoded_state(scheduler)  # rejects now what a save would reject later
+    if all(scheduler is not known for known in state.schedulers):
+        state.schedulers.append(scheduler)
+    return scheduler

@@ -1,0 +1,106 @@
+"""A model that does not fit this machine is rejected before anything is allocated."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.cli import main, memory_check
+from shoal.config.load import load_recipe
+from shoal.config.recipe import ModelSection, Recipe
+from shoal.errors import ShoalError
+from shoal.models.llama_config import PRESETS
+from shoal.predict.presets.models import MODELS
+from shoal.train.build_model import build_model, without_memory
+from tests.cli.host import Host
+
+GIB = 2**30
+HERE = memory_check.host_memory()
+EIGHT = 16 * MODELS["llama3-8b"].parameters
+no_gpu = pytest.mark.skipif(torch.cuda.is_available() or HERE > EIGHT, reason="this machine may hold 8 B parameters")
+
+
+def recipe_of(*words: str) -> Recipe:
+    pairs = [(words[n], words[n + 1]) for n in range(0, len(words), 2)]
+    return load_recipe(None, pairs)
+
+
+@no_gpu
+def test_a_preset_that_cannot_fit_is_rejected_without_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from shoal.cli import main; code = main(['train', '--model.preset', 'llama3-8b']);"
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    words = [sys.executable, "-c", code]
+    ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2, ended.stderr
+    assert "8.03 B parameters take 119.7 GiB on 1 rank of" in ended.stderr
+    assert "--overcommit" in ended.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@no_gpu
+def test_any_model_that_cannot_fit_is_rejected_and_a_dry_run_says_so(host: Host, tmp_path: Path) -> None:
+    words = ["--model.hidden", "8192", "--model.num_layers", "64", "--model.ffn", "32768", "--device", "cpu"]
+    ended = host.run("train", *words, cwd=tmp_path)
+    assert ended.code == 2
+    assert "optimizer state of" in ended.said
+    ended = host.run("train", *words, "--dry-run", cwd=tmp_path)
+    assert ended.code == 0
+    assert "optimizer state of" in ended.said
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name in MODELS])
+def test_presets_have_as_many_parameters_on_paper_as_in_a_run(name: str) -> None:
+    model = without_memory(lambda: build_model(ModelSection.model_validate({"name": "llama", "preset": name})))
+    assert model is not None
+    assert sum(each.numel() for each in model.parameters()) == MODELS[name].parameters
+    assert memory_check.parameters_of_preset(recipe_of("model.preset", name)) == MODELS[name].parameters
+
+
+def test_a_preset_that_is_changed_is_not_weighed_by_its_name() -> None:
+    assert memory_check.parameters_of_preset(recipe_of("model.preset", "llama3-8b", "model.num_layers", "1")) is None
+    assert memory_check.parameters_of_preset(recipe_of()) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "bytes_each"),
+    [
+        (("plan", "zero=0"), 4, 16 * 4),
+        (("plan", "zero=3"), 4, 16),
+        (("plan", "zero=3 dp_replicate=2"), 4, 32),
+        (("plan", "tp=4"), 4, 16),
+        (("plan", "zero=3"), 2, 8),  # half of the ranks are on this machine
+        (("plan", "zero=3 bf16", "optim.state_dtype", "bf16"), 4, 12),
+        (("plan", "zero=3 bf16", "optim.state_dtype", "bf16", "optim.param_dtype", "bf16"), 4, 8),
+        (("plan", "zero=3", "optim.name", "sgd"), 4, 12),
+        (("plan", "zero=3", "optim.name", "sgd", "optim.momentum", "0"), 4, 8),
+        (("plan", "zero=3 fp64"), 4, 32),
+    ],
+)
+def test_states_are_counted(words: tuple[str, ...], ranks: int, bytes_each: int) -> None:
+    recipe = recipe_of(*words)
+    assert memory_check.bytes_of_states(recipe, recipe.plan.resolve(4), 1000, ranks=ranks) == 1000 * bytes_each
+
+
+def test_what_fits_to_the_byte_is_not_rejected() -> None:
+    recipe = recipe_of("plan", "zero=0")
+    plan = recipe.plan.resolve(4)
+    memory_check.reject_too_large(recipe, plan, 1000, ranks=4, memory=64_000)
+    memory_check.reject_too_large(recipe, plan, 1000, ranks=4, memory=0)  # unknown
+    with pytest.raises(ShoalError) as caught:
+        memory_check.reject_too_large(recipe, plan, 1000, ranks=4, memory=63_999)
+    assert caught.value.problems[0].fix.startswith("--plan.zero 3, or --optim.state_dtype bf16;")
+
+
+def test_memory_is_that_of_this_machine() -> None:
+    assert GIB < memory_check.host_memory() < 2**46
+
+
+def test_overcommit_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--overcommit", "--dry-run", "--device", "cpu"]) == 0
+    assert "optimizer state of" not in capsys.readouterr().err

@@ -1,0 +1,172 @@
+"""An invalid layout raises one message on every rank, and no rank is left waiting."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import shoal
+from shoal.comm.world import World
+from shoal.errors import ShoalError
+from shoal.train.run import Run
+from tests.dist.pool import on_ranks
+
+BLOCKS = tuple(f"blocks.{i}" for i in range(4))
+
+
+class Tower(nn.Module):
+    """Four blocks; `outside`: the residual is added where no stage is."""
+
+    def __init__(self, outside: bool = False) -> None:
+        super().__init__()
+        self.outside = outside
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x) if self.outside else block(x)
+        return self.head(x)
+
+    def describe(self) -> shoal.Description:
+        return shoal.Description(blocks=BLOCKS, after_blocks=("head",))
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(8, 6, generator=generator), torch.randint(0, 5, (8,), generator=generator)
+
+
+def prepared(world: World, plan: str, model: nn.Module) -> Run:
+    run = Run(plan, world=world)
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return run
+
+
+@on_ranks(2)
+def test_something_between_the_blocks(world: World) -> None:
+    with pytest.raises(ShoalError, match="the forward changes it between the blocks"):
+        prepared(world, "pp=2 mb=2", Tower(outside=True)).step(batch())
+    assert prepared(world, "pp=2 mb=2", Tower()).step(batch()) > 0
+
+
+@on_ranks(2)
+def test_too_few_microbatches(world: World) -> None:
+    with pytest.raises(ShoalError, match="2 microbatches"):
+        prepared(world, "pp=2 dualpipev mb=4", Tower()).step(batch())
+
+
+@on_ranks(2)
+def test_a_loop_of_ones_own_in_a_pipeline(world: World) -> None:
+    run = prepared(world, "pp=2 mb=2", Tower())
+    with pytest.raises(ShoalError, match=r"run\.step\(batch\)"):
+        next(run.microbatches(batch()))
+    with pytest.raises(ShoalError, match=r"run\.step\(batch\)"):
+        run.backward(torch.ones((), requires_grad=True))
+
+
+@on_ranks(2)
+def test_microbatches_of_two_shapes(world: World) -> None:
+    inputs, labels = batch()
+    with pytest.raises(ShoalError, match="must have one shape"):
+        prepared(world, "pp=2 gpipe mb=3", Tower()).step((inputs, labels))
+
+
+def test_a_loss_that_asks_the_model_twice() -> None:
+    with pytest.raises(ShoalError, match="the loss must call the model once"):
+        shoal.verify(Tower, batch(), "pp=2 mb=4", loss=asks_twice)
+
+
+def asks_twice(model: nn.Module, two: tuple[Tensor, Tensor]) -> Tensor:
+    return (model(two[0]) - 2 * model(two[0])).mean()
+
+
+@on_ranks(2)
+def test_a_validation_that_some_ranks_would_miss(world: World) -> None:
+    run = prepared(world, "zero=3", Tower())
+    loader = run.prepare(DataLoader(TensorDataset(*batch()), batch_size=7))  # 7 and 1: nothing for one of the ranks
+    with pytest.raises(ShoalError, match=r"run\.evaluate\(loader\)"):
+        list(loader)
+    assert run.evaluate(loader) > 0
+
+
+@on_ranks(2)
+def test_layers_that_were_cut_before_they_had_values(world: World) -> None:
+    run = Run("tp=2", world=world)
+    with torch.device("meta"):
+        model = nn.Sequential(shoal.ColumnParallelLinear(6, 8, tensor=run.tensor))
+    with pytest.raises(ShoalError, match="cut before it had values"):
+        run.prepare(model)
+
+
+@on_ranks(2)
+def test_tokens_that_nothing_divides(world: World) -> None:
+    class Norms(Tower):
+        def describe(self) -> shoal.Description:
+            splits = {"blocks.*.0": shoal.Split.SEQUENCE, "head": shoal.Split.SEQUENCE}
+            return shoal.Description(blocks=BLOCKS, after_blocks=("head",), splits=splits)
+
+    with pytest.raises(ShoalError, match="that are split by vocabulary"):
+        prepared(world, "tp=2 sp=on", Norms())
+    assert not prepared(world, "tp=2", Norms()).tensor.splits_tokens
+
+
+class Skips(Tower):
+    """What entered is added again after the blocks, where the last stage does not have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = entered = self.entry(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + entered)
+
+    def describe(self) -> shoal.Description:
+        return shoal.Description(before_blocks=("entry",), blocks=BLOCKS, after_blocks=("head",))
+
+
+class Capped(Tower):
+    """Something is computed after the last module, once and not on every stage."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 5 * torch.tanh(super().forward(x) / 5)
+
+
+def test_what_passes_by_the_blocks() -> None:
+    with pytest.raises(ShoalError, match=r"what follows the blocks reads what entry\.weight has computed"):
+        shoal.verify(Skips, batch(), "pp=2 mb=2")
+
+
+def test_what_follows_the_last_module_is_computed_once() -> None:
+    proof = shoal.verify(Capped, batch(), "pp=2 1f1b mb=2")
+    assert proof.equal, proof.cause
+
+
+@on_ranks(2)
+def test_ranks_that_start_apart(world: World) -> None:
+    torch.manual_seed(world.rank)
+    with pytest.raises(ShoalError, match="must have the same values on every rank"):
+        prepared(world, "pp=2 mb=2", Tower())
+
+
+@on_ranks(2)
+def test_a_tie_that_nobody_declared(world: World) -> None:
+    model = Tower()
+    model.blocks[1][0].weight = model.blocks[0][0].weight
+    with pytest.raises(ShoalError, match="are one parameter"):
+        prepared(world, "zero=3", model)
+
+
+@on_ranks(2)
+def test_an_update_in_the_middle_of_a_batch(world: World) -> None:
+    run = prepared(world, "mb=2", Tower())
+    for inputs, labels in run.microbatches(tuple(part[:4] for part in batch())):
+        run.backward(nn.functional.cross_entropy(run.model(inputs), labels))
+        break
+    with pytest.raises(ShoalError, match="1 of 2 microbatches had a backward"):
+        run.update()

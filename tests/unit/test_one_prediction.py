@@ -1,0 +1,60 @@
+"""The planner predicts what `verify` proves: for every proven composition and every rank, states and messages that come
+from the dimensions alone equal those that come from the built model. `verify` and tests/dist hold the latter against
+what a run counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from shoal.blueprint.model_shapes import ModelShapes
+from shoal.blueprint.plan import Plan
+from shoal.parallel.inspect.trace_shapes import trace_shapes
+from shoal.predict.cluster_parser import parse_cluster
+from shoal.predict.exact.memory import memory
+from shoal.predict.exact.traffic import traffic
+from shoal.predict.predict import messages, predict, states
+from shoal.predict.workload import Workload
+from shoal.train.recipe.auto_plan import dimensions_of
+from tests.dist.compositions import Proven, num_layers_for, proven
+from tests.dist.test_compositions import BATCH, TOKENS, build
+
+
+@cache
+def both(kind: str, num_layers: int) -> tuple[ModelShapes, Workload]:
+    """The shapes of a built model, and the model as the planner knows it."""
+    with torch.device("meta"):
+        model = build(kind, num_layers)
+        tokens = torch.zeros(1, TOKENS, dtype=torch.long)
+    dimensions = dimensions_of(model)
+    assert dimensions is not None
+    return trace_shapes(model, model.describe(), ((tokens,), {})), Workload(name=kind, **dimensions)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("case", proven(), ids=lambda case: f"{case.num_ranks}-{case.words}-{case.model}")
+def test_states_and_messages_are_those_of_the_built_model(case: Proven) -> None:
+    shapes, workload = both(case.model, num_layers_for(case.words, case.num_ranks))
+    plan = Plan.parse(f"{case.words} fp64").resolve(case.num_ranks)
+    for rank in range(case.num_ranks):
+        assert states(plan, workload, rank=rank) == memory(plan, shapes, rank=rank)
+        expected = traffic(plan, shapes, batch=BATCH, rank=rank)
+        assert messages(plan, workload, rank=rank, seq_len=TOKENS, global_batch=BATCH) == expected
+
+
+@pytest.mark.parametrize("case", proven(), ids=lambda case: f"{case.num_ranks}-{case.words}-{case.model}")
+def test_the_peak_stands_on_these_states(case: Proven) -> None:
+    """Of the fullest rank. Gradients count from the second microbatch on, when they lie between two backwards."""
+    shapes, workload = both(case.model, num_layers_for(case.words, case.num_ranks))
+    plan = replace(Plan.parse(f"{case.words} fp64").resolve(case.num_ranks), offload="none", mb=1)
+    cluster = parse_cluster(f"h100:{case.num_ranks}")
+    found = predict(plan, workload, cluster, seq_len=TOKENS, global_batch=BATCH * case.num_ranks).memory
+    rank = plan.layout.rank(pp=found.stage)
+    counted = memory(plan, shapes, rank=rank)
+    assert (found.parameters, found.gradients, found.optimizer) == (
+        counted.parameters,
+        counted.gradients,
+        counted.optimizer,
+    )

@@ -1,0 +1,93 @@
+"""Hooks of mkdocs: README, changelog and linked files of the repository join the site, and doctests become code.
+
+The pages are written for a reader of the repository: they link to `../src/shoal/...` and `../benchmarks/...`. On the
+site such a file lies under `repository/`, as text. A link to a file that does not exist is a warning, and so an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+import griffe
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+HOMES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+LINK = re.compile(r"\]\((?!https?:|#)([^)\s#]+)(#[^)\s]*)?\)")
+FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+log = logging.getLogger("mkdocs.hooks.docs_site")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add README and its neighbours, then every file that a page links to, and so on for pages that came so."""
+    for path, uri in HOMES.items():
+        files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
+    todo = [file for file in files if file.is_documentation_page()]
+    while todo:
+        page = todo.pop()
+        for link in LINK.finditer(without_code(Path(str(page.abs_src_path)).read_text())):
+            path = target(page.src_uri, link[1])
+            uri = address(path)
+            if not (ROOT / path).is_file():
+                log.warning("%s links to %s, which is no file", page.src_uri, path)
+            elif uri not in files.src_uris:
+                files.append(added := File.generated(config, uri, abs_src_path=str(ROOT / path)))
+                todo += [added] if added.is_documentation_page() else []
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Point the links of a page to where their targets lie on the site."""
+    folder = posixpath.dirname(page.file.src_uri)
+
+    def moved(link: re.Match[str]) -> str:
+        uri = address(target(page.file.src_uri, link[1]))
+        return f"]({posixpath.relpath(uri, folder or '.')}{link[2] or ''})"
+
+    code = FENCE.findall(markdown)
+    prose = [LINK.sub(moved, part) for part in FENCE.split(markdown)]
+    return "".join(text for pair in zip(prose, [*code, ""], strict=True) for text in pair)
+
+
+def without_code(markdown: str) -> str:
+    return FENCE.sub("", markdown)
+
+
+def target(page: str, link: str) -> str:
+    """The path in the repository that a link of a page means."""
+    sources = {uri: path for path, uri in HOMES.items()}
+    here = sources.get(page) or page.removeprefix("repository/")
+    if here == page:
+        here = f"docs/{page}"
+    return os.path.normpath(posixpath.join(posixpath.dirname(here), link))
+
+
+def address(path: str) -> str:
+    """Where a file of the repository lies on the site. Source files become text, which a browser shows."""
+    if path in HOMES:
+        return HOMES[path]
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    return f"repository/{path}" if path.endswith(".md") else f"repository/{path}.txt"
+
+
+class Doctests(griffe.Extension):
+    """Fences the doctests of docstrings: Markdown would take `>>>` for a quotation of a quotation of a quotation."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring and ">>>" in obj.docstring.value:
+            obj.docstring.value = fenced(obj.docstring.value)
+
+
+def fenced(text: str) -> str:
+    """Put a fence around every paragraph that begins with `>>>`."""
+    return "\n\n".join(
+        f"```pycon\n{part}\n```" if part.startswith(">>>") else part for part in re.split(r"\n{2,}", text)
+    )
