@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import arguments, heading, table, write
 
 from shoal.config.load import build_recipe
-from shoal.data.loader import Loader
+from shoal.data.loader import Loader, RankStream
 from shoal.data.sources.open import open_datasets
 from shoal.models import llama, moe
 from shoal.models.llama import Llama
@@ -297,7 +297,7 @@ def loads_of(bias_rate: float, arguments: argparse.Namespace) -> tuple[list[Tens
             built = build_model(recipe.model)
         run.prepare(built)
         run.prepare(torch.optim.AdamW(run.module.parameters(), lr=3e-3, betas=(0.9, 0.95), fused=True))
-        loader = Loader(training, seed=SEED, batch=arguments.batch, workers=0)
+        loader = Loader(RankStream(training, seed=SEED, batch=arguments.batch), workers=0)
         for batch in run.batches(loader):
             losses.append(float(run.step(batch)))
             assert run.report is not None

@@ -23,7 +23,7 @@ from report import arguments
 
 from shoal.config.load import build_recipe
 from shoal.config.recipe import OptimSection, Recipe
-from shoal.data.loader import Loader
+from shoal.data.loader import Loader, RankStream
 from shoal.data.sources.open import open_datasets
 from shoal.numerics.init import initialise
 from shoal.numerics.optim.build import build_optimizer, set_lr
@@ -111,7 +111,9 @@ def warmed_up(step: int) -> float:
 
 def loader_of(recipe: Recipe) -> Loader:
     training, _ = open_datasets(recipe.data, 0)
-    return Loader(training, seed=0, batch=recipe.data.global_batch, workers=0, pin=torch.cuda.is_available())
+    return Loader(
+        RankStream(training, seed=0, batch=recipe.data.global_batch), workers=0, pin=torch.cuda.is_available()
+    )
 
 
 if __name__ == "__main__":

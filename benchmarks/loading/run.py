@@ -21,7 +21,7 @@ from report import arguments, heading, table, write
 
 from shoal.config.recipe import DataSection
 from shoal.data.dataset import Dataset
-from shoal.data.loader import Loader
+from shoal.data.loader import Loader, RankStream
 from shoal.data.sources.open import open_datasets
 
 
@@ -64,7 +64,7 @@ def _make_photos(folder: Path, per_class: int = 128) -> None:
 
 
 def _row(name: str, dataset: Dataset, batch: int, workers: int, pin: bool, seconds: float) -> dict[str, str]:
-    loader = Loader(dataset, seed=0, batch=batch, workers=workers, pin=pin)
+    loader = Loader(RankStream(dataset, seed=0, batch=batch), workers=workers, pin=pin)
     warm_up = list(islice(loader, 3 + 2 * workers))  # starts the workers and empties what was made meanwhile
     size = sum(tensor.nbytes for tensor in warm_up[0].values())
     batches, began = 0, time.perf_counter()

@@ -20,7 +20,7 @@ from shoal.blueprint.faults import VARIABLE
 from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.world import World
 from shoal.data.dataset import Batch
-from shoal.data.loader import Loader
+from shoal.data.loader import Loader, RankStream
 from shoal.errors import RunFailed
 from shoal.launch.scratch import scratch_prefix, sweep
 from tests.cover import wide
@@ -126,7 +126,7 @@ class Slow:
 
 @pytest.mark.parametrize("workers", [0, wide(1)])  # torch gives its processes ten seconds
 def test_a_batch_is_waited_for_no_longer_than_the_timeout(workers: int) -> None:
-    loader = Loader(Slow(), seed=0, batch=1, workers=workers, timeout=0.5)
+    loader = Loader(RankStream(Slow(), seed=0, batch=1), workers=workers, timeout=0.5)
     next(loader), next(loader)
     began = time.monotonic()
     with pytest.raises(RunFailed, match=r"the next batch was not ready within 0\.5 s"):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shoal.comm.world import World
-from shoal.data.loader import Loader
+from shoal.data.loader import Loader, RankStream
 from shoal.data.sources.synthetic import SyntheticTokens
 from shoal.errors import ShoalError
 from shoal.models import llama, moe
@@ -26,7 +26,7 @@ SIZES = {"preset": "tiny", "num_layers": 2, "hidden": 32, "ffn": 48, "vocabulary
 def loader_of(run: Run, batch: int, *, labels_per_sample: int | None) -> Loader:
     data = SyntheticTokens(seed=1, num_samples=64, sequence=16, vocabulary=64)
     data.labels_per_sample = labels_per_sample  # type: ignore[assignment]
-    return Loader(data, seed=2, batch=batch, coordinate=run.coordinate, degree=run.degree, workers=0)
+    return Loader(RankStream(data, seed=2, batch=batch, coordinate=run.coordinate, degree=run.degree), workers=0)
 
 
 def trained(world: World, plan: str, batch: int, *, labels_per_sample: int | None) -> list[Any]:

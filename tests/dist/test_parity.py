@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shoal.comm.world import World
 from shoal.config.load import build_recipe
 from shoal.config.recipe import Recipe
-from shoal.data.loader import Loader
+from shoal.data.loader import Loader, RankStream
 from shoal.data.order import sample_ids
 from shoal.data.sources.open import open_datasets
 from shoal.numerics.init import initialise
@@ -51,7 +51,7 @@ def train_with_shoal(world: World, recipe: Recipe) -> tuple[list[float], list[fl
     initialise(model, recipe.run.seed)
     run.prepare(model)
     optimizer = run.prepare(build_optimizer(run.module.parameters(), recipe.optim, lr=recipe.optim.lr))
-    loader = Loader(dataset, seed=5, batch=BATCH, coordinate=run.coordinate, degree=run.degree, workers=0)
+    loader = Loader(RankStream(dataset, seed=5, batch=BATCH, coordinate=run.coordinate, degree=run.degree), workers=0)
     losses, norms = [], []
     for batch in run.batches(loader):
         factor = lr_factor("cosine", (run.steps_done + 1) / STEPS, warmup=2 / STEPS, final=0.1)

@@ -12,7 +12,7 @@ from torch import nn
 from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.world import World
 from shoal.config.load import build_recipe
-from shoal.data.loader import Loader
+from shoal.data.loader import Loader, RankStream
 from shoal.data.sources.open import open_datasets
 from shoal.launch.local import launch
 from shoal.numerics.init import initialise
@@ -39,7 +39,9 @@ def steps(run: Run, num_steps: int = 4) -> tuple[list[float], dict[str, torch.Te
     run.prepare(model)
     run.prepare(torch.optim.AdamW(run.module.parameters(), lr=1e-2, fused=True))
     loader = Loader(
-        dataset, seed=0, batch=8, coordinate=run.coordinate, degree=run.degree, pin=run.device.type == "cuda", workers=0
+        RankStream(dataset, seed=0, batch=8, coordinate=run.coordinate, degree=run.degree),
+        pin=run.device.type == "cuda",
+        workers=0,
     )
     losses = []
     for batch in run.batches(loader):
@@ -94,7 +96,7 @@ def test_two_ranks_on_one_gpu_equal_one() -> None:
 
 def test_batches_are_pinned() -> None:
     recipe = build_recipe({"data": {"seq_len": 64}}, title="test")
-    loader = Loader(open_datasets(recipe.data, 0)[0], seed=0, batch=4, pin=True, workers=0)
+    loader = Loader(RankStream(open_datasets(recipe.data, 0)[0], seed=0, batch=4), pin=True, workers=0)
     assert next(loader)["tokens"].is_pinned()
     loader.close()
 

@@ -1,4 +1,4 @@
-"""The environments of torchrun, Slurm and Open MPI, as tables: what they say, and what is said when they are broken."""
+"""The environments of torchrun, Slurm and Open MPI, as tables: their values, and the errors when they are broken."""
 
 from __future__ import annotations
 
@@ -156,15 +156,15 @@ def test_no_launcher(environ: dict[str, str]) -> None:
     ],
 )
 def test_rejected_with_name_value_and_fix(environ: dict[str, str], words: list[str]) -> None:
-    with pytest.raises(ShoalError) as refusal:
+    with pytest.raises(ShoalError) as caught:
         read_environment(environ)
-    assert [word for word in words if word not in str(refusal.value)] == [], str(refusal.value)
+    assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
 
 
 def test_half_set_names_every_missing_variable() -> None:
-    with pytest.raises(ShoalError) as refusal:
+    with pytest.raises(ShoalError) as caught:
         read_environment({"RANK": "0"})
-    names = {problem.what.split()[0] for problem in refusal.value.problems}
+    names = {problem.what.split()[0] for problem in caught.value.problems}
     assert {"WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= names
 
 

@@ -98,13 +98,15 @@ def save_on(placement: Placement, store: dist.Store, folder: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("reason", "said"), [wide("ENOSPC", "No space left on device"), ("EIO", "Input/output error")])
+@pytest.mark.parametrize(
+    ("reason", "reason_text"), [wide("ENOSPC", "No space left on device"), ("EIO", "Input/output error")]
+)
 def test_a_failing_disk_of_one_rank_is_reported_by_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str, reason_text: str
 ) -> None:
     monkeypatch.setenv(VARIABLE, f"disk_full_at=rank:1,save:1,write:2,errno:{reason}")
     for text in launch(save_on, (str(tmp_path),), nproc=2):
-        assert f"rank 1: {said}" in text
+        assert f"rank 1: {reason_text}" in text
         assert "shard-00001.safetensors" in text
     monkeypatch.setenv(VARIABLE, "")  # not removed: a server of forks keeps what it was started with
     assert launch(save_on, (str(tmp_path),), nproc=2) == ["", ""]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from shoal.data.batch import weight_of
 from shoal.data.dataset import Batch, Ids
-from shoal.data.loader import Loader, evaluation_batches
+from shoal.data.loader import Loader, RankStream, evaluation_batches
 from shoal.data.order import sample_ids
 from shoal.errors import ShoalError
 
@@ -73,7 +73,9 @@ def global_steps(size: int, batch: int, degree: int, position: int, steps: int) 
     ranks = []
     for coordinate in range(degree):
         loader = Loader(
-            Numbers(size), seed=3, batch=batch, coordinate=coordinate, degree=degree, position=position, workers=0
+            RankStream(Numbers(size), seed=3, batch=batch, coordinate=coordinate, degree=degree),
+            position=position,
+            workers=0,
         )
         ranks.append(taken(loader, steps))
         assert loader.position == position + steps * batch
@@ -102,20 +104,20 @@ def test_ledger_when_the_world_changes_midway() -> None:
 @given(size=st.integers(1, 50), batch=st.integers(1, 20), position=st.integers(0, 300))
 @settings(max_examples=25, deadline=None)
 def test_batches_are_those_of_the_order(size: int, batch: int, position: int) -> None:
-    loader = Loader(Numbers(size), seed=5, batch=batch, position=position, workers=0)
+    loader = Loader(RankStream(Numbers(size), seed=5, batch=batch), position=position, workers=0)
     assert taken(loader, 3) == sample_ids(5, size, position, 3 * batch).reshape(3, batch).tolist()
     loader.close()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_resume_equals_uninterrupted(workers: int) -> None:
-    first = Loader(Numbers(50), seed=1, batch=8, workers=workers, prefetch=3)
+    first = Loader(RankStream(Numbers(50), seed=1, batch=8), workers=workers, prefetch=3)
     before = taken(first, 4)
     time.sleep(0.05)  # let it run ahead: what is prefetched does not count
     assert first.position == 32
     assert first.epoch == pytest.approx(32 / 50)
     first.close()
-    second = Loader(Numbers(50), seed=1, batch=8, workers=workers, position=first.position)
+    second = Loader(RankStream(Numbers(50), seed=1, batch=8), workers=workers, position=first.position)
     after = taken(second, 6)
     second.close()
     assert before + after == sample_ids(1, 50, 0, 80).reshape(10, 8).tolist()
@@ -124,7 +126,7 @@ def test_resume_equals_uninterrupted(workers: int) -> None:
 def test_thread_and_processes_give_the_same_batches() -> None:
     got = []
     for workers in (0, 1, 2):
-        loader = Loader(Numbers(100), seed=2, batch=6, coordinate=1, degree=2, workers=workers)
+        loader = Loader(RankStream(Numbers(100), seed=2, batch=6, coordinate=1, degree=2), workers=workers)
         got.append(taken(loader, 10))
         assert loader.decision.endswith("as set")
         loader.close()
@@ -133,14 +135,14 @@ def test_thread_and_processes_give_the_same_batches() -> None:
 
 def test_processes_do_not_touch_the_global_generator() -> None:
     before = torch.get_rng_state()
-    loader = Loader(Numbers(10), seed=0, batch=2, workers=1)
+    loader = Loader(RankStream(Numbers(10), seed=0, batch=2), workers=1)
     next(loader)
     loader.close()
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_auto_keeps_a_thread_for_fast_data() -> None:
-    loader = Loader(Numbers(40), seed=2, batch=4)
+    loader = Loader(RankStream(Numbers(40), seed=2, batch=4))
     assert taken(loader, 5) == sample_ids(2, 40, 0, 20).reshape(5, 4).tolist()
     assert loader.position == 20
     assert loader.decision.startswith("one thread: a batch took ")
@@ -152,7 +154,7 @@ def test_auto_keeps_a_thread_for_fast_data() -> None:
 def test_auto_makes_fast_data_from_memory_at_once() -> None:
     data = Numbers(40)
     data.is_in_memory = True  # files may take any time, and a thread is waited for no longer than the timeout
-    loader = Loader(data, seed=2, batch=4, coordinate=1, degree=2)
+    loader = Loader(RankStream(data, seed=2, batch=4, coordinate=1, degree=2))
     assert taken(loader, 5) == sample_ids(2, 40, 0, 20).reshape(5, 4)[:, 2:].tolist()
     assert loader.position == 20
     assert loader.decision.startswith("no thread: a batch took 0.")
@@ -163,7 +165,7 @@ def test_auto_makes_fast_data_from_memory_at_once() -> None:
 @pytest.mark.alone
 def test_auto_starts_processes_for_slow_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    loader = Loader(Numbers(40, seconds=0.015), seed=2, batch=4)
+    loader = Loader(RankStream(Numbers(40, seconds=0.015), seed=2, batch=4))
     assert taken(loader, 5) == sample_ids(2, 40, 0, 20).reshape(5, 4).tolist()
     assert loader.decision.startswith("2 processes: a batch took ")
     assert len(_children()) == 2
@@ -172,7 +174,7 @@ def test_auto_starts_processes_for_slow_data(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.alone
 def test_waiting_is_measured() -> None:
-    loader = Loader(Numbers(40, seconds=0.2), seed=0, batch=4, workers=0)
+    loader = Loader(RankStream(Numbers(40, seconds=0.2), seed=0, batch=4), workers=0)
     next(loader)
     assert loader.seconds_waited > 0.15
     time.sleep(0.6)  # the next ones are ready by now
@@ -190,7 +192,7 @@ def test_the_thread_makes_no_more_than_prefetch_batches_ahead() -> None:
             made.append(len(ids))
             return super().batch(ids)
 
-    loader = Loader(Counted(40), seed=0, batch=4, workers=0, prefetch=3)
+    loader = Loader(RankStream(Counted(40), seed=0, batch=4), workers=0, prefetch=3)
     next(loader)
     deadline = time.monotonic() + 5
     while len(made) < 4 and time.monotonic() < deadline:
@@ -204,7 +206,7 @@ def test_the_thread_makes_no_more_than_prefetch_batches_ahead() -> None:
 @pytest.mark.parametrize("error", [KeyError, ShoalError])
 def test_an_exception_reaches_the_consumer_with_its_traceback(workers: int, error: type[Exception]) -> None:
     last = int(sample_ids(0, 20, 15, 1)[0])
-    loader = Loader(Numbers(20, fails_at=last, error=error), seed=0, batch=4, workers=workers)
+    loader = Loader(RankStream(Numbers(20, fails_at=last, error=error), seed=0, batch=4), workers=workers)
     with pytest.raises(error, match=f"no sample {last}") as caught:
         taken(loader, 5)
     if error is ShoalError and workers:  # a person's mistake: as it was raised, without the traceback of a process
@@ -220,7 +222,7 @@ def test_an_exception_reaches_the_consumer_with_its_traceback(workers: int, erro
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("how", ["close", "forget", "raise"])
 def test_nothing_is_left_behind(workers: int, how: str) -> None:
-    loader: Loader | None = Loader(Numbers(20), seed=0, batch=4, workers=workers)
+    loader: Loader | None = Loader(RankStream(Numbers(20), seed=0, batch=4), workers=workers)
     assert loader is not None
     next(loader)
     assert len(_children()) == workers
@@ -256,15 +258,15 @@ def test_weight_of_a_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"batch": 2, "degree": 4}, "each of 4 .*, got 2"), ({"batch": 4, "position": -1}, "at least 0, got -1"),
-     ({"batch": 4, "coordinate": 2, "degree": 2}, "coordinate must be from 0 to 1, got 2")],
+    ("settings", "position", "message"),
+    [({"batch": 2, "degree": 4}, 0, "each of 4 .*, got 2"), ({"batch": 4}, -1, "at least 0, got -1"),
+     ({"batch": 4, "coordinate": 2, "degree": 2}, 0, "coordinate must be from 0 to 1, got 2")],
 )  # fmt: skip
-def test_invalid_settings_are_rejected(settings: dict[str, int], message: str) -> None:
+def test_invalid_settings_are_rejected(settings: dict[str, int], position: int, message: str) -> None:
     with pytest.raises(ShoalError, match=message):
-        Loader(Numbers(10), seed=0, **settings)  # type: ignore[arg-type]
+        Loader(RankStream(Numbers(10), seed=0, **settings), position=position)
     with pytest.raises(ShoalError, match="at least one sample, got 0"):
-        Loader(Numbers(0), seed=0, batch=1)
+        Loader(RankStream(Numbers(0), seed=0, batch=1))
 
 
 def _fail_in_the_middle(loader: Loader) -> None:

@@ -38,36 +38,36 @@ def steps(path: Path) -> list[int]:
 
 
 def test_a_line_is_written_as_a_whole_or_later(tmp_path: Path) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     path = tmp_path / "metrics.jsonl"
-    sink = JsonLines(path, said.append)
+    sink = JsonLines(path, messages.append)
     size = len(json.dumps({"step": 1, "loss": 1.5})) + 1
     with limited(2 * size + size // 2):
         for step in range(1, 6):
             sink.write({"step": step, "loss": 1.5})
             assert steps(path) == list(range(1, min(step, 2) + 1))
-    assert len(said) == 1
-    assert "metrics.jsonl lacks its lines since step 3: File too large" in said[0]
+    assert len(messages) == 1
+    assert "metrics.jsonl lacks its lines since step 3: File too large" in messages[0]
     sink.write({"step": 6, "loss": 1.5})
     assert steps(path) == [1, 2, 3, 4, 5, 6]
-    assert "no line is lost" in said[1]
+    assert "no line is lost" in messages[1]
     sink.close()
-    assert len(said) == 2
+    assert len(messages) == 2
 
 
 def test_lines_that_are_lost_are_reported_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are waiting when the run ends, and those that were too many to wait."""
-    said: list[str] = []
+    messages: list[str] = []
     monkeypatch.setattr(JsonLines, "MOST_WAITING", 3)
-    sink = JsonLines(tmp_path / "metrics.jsonl", said.append)
+    sink = JsonLines(tmp_path / "metrics.jsonl", messages.append)
     sink.write({"step": 1})
     with limited(len('{"step": 1}\n')):
         for step in range(2, 12):
             sink.write({"step": step})
         sink.close()
     assert steps(tmp_path / "metrics.jsonl") == [1]
-    assert len(said) == 2
-    assert "was not finished: File too large; the lines of steps 2 to 11 are lost" in said[1]
+    assert len(messages) == 2
+    assert "was not finished: File too large; the lines of steps 2 to 11 are lost" in messages[1]
 
 
 def test_a_full_disk_is_reported_with_its_free_bytes(tmp_path: Path) -> None:
@@ -75,9 +75,9 @@ def test_a_full_disk_is_reported_with_its_free_bytes(tmp_path: Path) -> None:
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", disk], check=False).returncode:
         pytest.skip("only root can mount a small file system")
-    said: list[str] = []
+    messages: list[str] = []
     try:
-        sink = JsonLines(disk / "metrics.jsonl", said.append)
+        sink = JsonLines(disk / "metrics.jsonl", messages.append)
         for step in range(4000):
             sink.write({"step": step})
         sink.close()
@@ -85,8 +85,8 @@ def test_a_full_disk_is_reported_with_its_free_bytes(tmp_path: Path) -> None:
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
     assert whole == list(range(len(whole)))
-    assert f"lacks its lines since step {len(whole)}: No space left on device (0 bytes free)" in said[0]
-    assert f"the lines of steps {len(whole)} to 3999 are lost" in said[1]
+    assert f"lacks its lines since step {len(whole)}: No space left on device (0 bytes free)" in messages[0]
+    assert f"the lines of steps {len(whole)} to 3999 are lost" in messages[1]
 
 
 def test_a_reader_skips_what_a_power_loss_has_torn(tmp_path: Path) -> None:
@@ -135,12 +135,12 @@ class Broken:
 
 
 def test_a_tracker_that_fails_does_not_end_the_run() -> None:
-    said: list[str] = []
+    messages: list[str] = []
     broken = Broken()
-    sink = Guarded("tensorboard", broken, said.append)
+    sink = Guarded("tensorboard", broken, messages.append)
     for step in range(1, 6):
         sink.write({"step": step})
     sink.close()
     assert broken.count == 2
-    assert len(said) == 1
-    assert "the tracker tensorboard has no records since step 2: OSError: [Errno 28] No space left" in said[0]
+    assert len(messages) == 1
+    assert "the tracker tensorboard has no records since step 2: OSError: [Errno 28] No space left" in messages[0]

@@ -237,12 +237,12 @@ def test_what_is_left_is_reckoned_by_the_steps_that_were_watched(monkeypatch: py
     ]
 
 
-def test_a_log_file_hears_of_an_evaluation_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_file_shows_a_long_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     target, out = console(terminal=False)
     line = Plain(target)
-    for seconds in (0.01, 0.5):  # the first one is over before anybody would ask
+    for seconds in (0.01, 0.5):  # the first one is over before the first line
         for done in range(0, 3423, 100):
             line.evaluating(done, 3423)
             now += seconds

@@ -95,7 +95,7 @@ def test_of_takes_plans_words_mappings_and_none() -> None:
     assert Plan.of(None) == Plan.of({}) == Plan.of("auto") == Plan()
 
 
-def test_mapping_holds_what_was_said() -> None:
+def test_mapping_holds_the_given_values() -> None:
     assert Plan().to_mapping() == {}
     assert Plan.parse("tp=1 bf16 zero=0").to_mapping() == {"tp": 1, "zero": 0, "precision": "bf16"}
 
@@ -112,7 +112,7 @@ def test_a_plan_is_a_value() -> None:
 
 @few
 @given(plans, st.integers(1, 256))
-def test_a_resolved_plan_fills_the_world_and_keeps_what_was_said(plan: Plan, world_size: int) -> None:
+def test_a_resolved_plan_fills_the_world_and_preserves_given_values(plan: Plan, world_size: int) -> None:
     try:
         resolved = plan.resolve(world_size)
     except ShoalError:
@@ -121,8 +121,8 @@ def test_a_resolved_plan_fills_the_world_and_keeps_what_was_said(plan: Plan, wor
     assert resolved.layout.world_size == world_size
     assert resolved.resolve(world_size) == resolved
     assert Plan.parse(str(resolved)) == resolved
-    said = plan.to_mapping()
-    assert said == {key: value for key, value in resolved.to_mapping().items() if key in said}
+    given = plan.to_mapping()
+    assert given == {key: value for key, value in resolved.to_mapping().items() if key in given}
 
 
 @few

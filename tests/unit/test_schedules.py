@@ -330,7 +330,7 @@ def test_a_narrow_drawing() -> None:
 
 
 @given(tables(), st.integers(40, 200))
-def test_drawings_are_as_wide_as_asked_for(made: ScheduleTable, width: int) -> None:
+def test_drawings_have_the_given_width(made: ScheduleTable, width: int) -> None:
     lines = draw(simulate(made, EQUAL), width).splitlines()[:-1]
     assert len(lines) == made.num_ranks
     assert len({len(line) for line in lines}) == 1

@@ -28,7 +28,7 @@ from shoal.errors import ShoalError
 NUMBERS = TensorDataset(torch.arange(10))
 
 
-def dealt(loader: DataLoader[Any], degree: int, seed: int = 3) -> list[ShardedDataLoader]:
+def sharded(loader: DataLoader[Any], degree: int, seed: int = 3) -> list[ShardedDataLoader]:
     return [ShardedDataLoader(loader, seed=seed, coordinate=rank, degree=degree) for rank in range(degree)]
 
 
@@ -50,20 +50,20 @@ def global_batches(steps: list[list[list[int]]]) -> list[list[int]]:
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 4])
 def test_in_order(degree: int) -> None:
-    steps = epoch_of(dealt(DataLoader(NUMBERS, batch_size=4), degree))
+    steps = epoch_of(sharded(DataLoader(NUMBERS, batch_size=4), degree))
     assert global_batches(steps) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
 def test_shares_are_as_equal_as_can_be() -> None:
-    assert epoch_of(dealt(DataLoader(NUMBERS, batch_size=4), 2)) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8], [9]]]
-    last = epoch_of(dealt(DataLoader(NUMBERS, batch_size=4), 4))[-1]
+    assert epoch_of(sharded(DataLoader(NUMBERS, batch_size=4), 2)) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8], [9]]]
+    last = epoch_of(sharded(DataLoader(NUMBERS, batch_size=4), 4))[-1]
     assert sorted(map(len, last)) == [0, 0, 1, 1]  # two ranks have nothing to add, and say so
 
 
 @pytest.mark.parametrize(("size", "steps"), [(10, 2), (8, 2), (7, 1), (12, 3)])
 def test_drop_last_drops_what_is_not_full_and_nothing_else(size: int, steps: int) -> None:
     loader = DataLoader(TensorDataset(torch.arange(size)), batch_size=4, drop_last=True)
-    ranks = dealt(loader, 2)
+    ranks = sharded(loader, 2)
     expected = [list(range(start, start + 4)) for start in range(0, steps * 4, 4)]
     assert global_batches(epoch_of(ranks)) == expected
     assert len(ranks[0]) == steps
@@ -71,7 +71,7 @@ def test_drop_last_drops_what_is_not_full_and_nothing_else(size: int, steps: int
 
 @pytest.mark.parametrize("degree", [1, 2, 4])
 def test_shuffled_by_seed_and_epoch_alone(degree: int) -> None:
-    ranks = dealt(DataLoader(NUMBERS, batch_size=4, shuffle=True), degree)
+    ranks = sharded(DataLoader(NUMBERS, batch_size=4, shuffle=True), degree)
     for epoch in range(3):
         order = sample_ids(3, 10, epoch * 10, 10).tolist()  # the first epoch is number 0
         assert sorted(order) == list(range(10))
@@ -82,7 +82,7 @@ def test_shuffled_by_seed_and_epoch_alone(degree: int) -> None:
 
 def test_another_seed_is_another_order() -> None:
     loader = DataLoader(NUMBERS, batch_size=10, shuffle=True)
-    assert epoch_of(dealt(loader, 1, seed=3)) != epoch_of(dealt(loader, 1, seed=4))
+    assert epoch_of(sharded(loader, 1, seed=3)) != epoch_of(sharded(loader, 1, seed=4))
 
 
 def test_only_the_share_is_loaded() -> None:
@@ -100,15 +100,15 @@ def test_only_the_share_is_loaded() -> None:
             return index
 
     numbers = Counting()
-    list(dealt(DataLoader(numbers, batch_size=4), 2)[1])
+    list(sharded(DataLoader(numbers, batch_size=4), 2)[1])
     assert numbers.loaded == [2, 3, 6, 7]
 
 
 def test_an_own_sampler_draws_the_same_on_every_rank() -> None:
     sampler = WeightedRandomSampler([1.0] * 10, num_samples=12)
-    ranks = dealt(DataLoader(NUMBERS, batch_size=4, sampler=sampler), 2)
+    ranks = sharded(DataLoader(NUMBERS, batch_size=4, sampler=sampler), 2)
     shares, again = epoch_of(ranks), epoch_of(ranks)
-    (alone,) = dealt(DataLoader(NUMBERS, batch_size=4, sampler=sampler), 1)
+    (alone,) = sharded(DataLoader(NUMBERS, batch_size=4, sampler=sampler), 1)
     assert global_batches(shares) == global_batches(epoch_of([alone]))
     assert shares != again
 
@@ -123,7 +123,7 @@ def test_an_own_sampler_draws_the_same_on_every_rank() -> None:
     ids=["some", "with replacement", "batch sampler"],
 )
 def test_samplers_that_are_cut_after_loading(options: dict[str, Any]) -> None:
-    ranks, (alone,) = dealt(DataLoader(NUMBERS, **options), 2), dealt(DataLoader(NUMBERS, **options), 1)
+    ranks, (alone,) = sharded(DataLoader(NUMBERS, **options), 2), sharded(DataLoader(NUMBERS, **options), 1)
     assert global_batches(epoch_of(ranks)) == global_batches(epoch_of([alone]))
 
 
@@ -132,23 +132,23 @@ def test_a_stream() -> None:
         def __iter__(self) -> Iterator[Tensor]:
             return iter(torch.arange(5))
 
-    steps = epoch_of(dealt(DataLoader(Stream(), batch_size=4), 2))
+    steps = epoch_of(sharded(DataLoader(Stream(), batch_size=4), 2))
     assert global_batches(steps) == [[0, 1, 2, 3], [4]]
 
 
 def test_a_collate_function_stays() -> None:
     loader = DataLoader(NUMBERS, batch_size=4, collate_fn=lambda rows: torch.stack([row[0] for row in rows]) * 10)
-    assert global_batches(epoch_of(dealt(loader, 2)))[0] == [0, 10, 20, 30]
+    assert global_batches(epoch_of(sharded(loader, 2)))[0] == [0, 10, 20, 30]
 
 
 def test_a_distributed_sampler_is_rejected() -> None:
     loader = DataLoader(NUMBERS, sampler=DistributedSampler(NUMBERS, num_replicas=2, rank=0))
     with pytest.raises(ShoalError, match=r"must have no DistributedSampler.*\n.*batch_size=GLOBAL"):
-        dealt(loader, 2)
+        sharded(loader, 2)
 
 
 def test_taken_directly_every_sample_comes_once_and_none_stands_in() -> None:
-    ranks = dealt(DataLoader(NUMBERS, batch_size=4), 4)
+    ranks = sharded(DataLoader(NUMBERS, batch_size=4), 4)
     taken = [[number for (batch,) in rank for number in batch.tolist()] for rank in ranks]
     assert sorted(chain(*taken)) == list(range(10))
     assert not any(rank.is_iterated_directly for rank in ranks)
@@ -166,6 +166,6 @@ class Noisy(Dataset[Any]):
 
 def test_every_rank_augments_in_its_own_way() -> None:
     first, second = (
-        [share.batch.tolist() for share in rank.shares()] for rank in dealt(DataLoader(Noisy(), batch_size=4), 2)
+        [share.batch.tolist() for share in rank.shares()] for rank in sharded(DataLoader(Noisy(), batch_size=4), 2)
     )
     assert first != second

@@ -366,11 +366,11 @@ def test_npy_of_another_shape_or_type(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: str, *_: object, **__: object) -> int:
+    def reject(path: str, *_: object, **__: object) -> int:
         raise PermissionError(13, "Permission denied", str(path))
 
     write(tmp_path / "a.txt")
-    monkeypatch.setattr("shoal.files.open_regular", refuse)
+    monkeypatch.setattr("shoal.files.open_regular", reject)
     with pytest.raises(ShoalError, match=r"cannot read .*a.txt: Permission denied"):
         opened(tmp_path / "a.txt")
 

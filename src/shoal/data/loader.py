@@ -43,8 +43,9 @@ class RankStream:
     dataset: Dataset
     seed: int
     batch: int
-    coordinate: int
-    degree: int
+    """Samples per step, over all ranks."""
+    coordinate: int = 0
+    degree: int = 1
 
     def __getitem__(self, position: int) -> Batch:
         """This rank's part of the global batch that starts at `position`."""
@@ -65,20 +66,16 @@ class Loader:
 
     def __init__(
         self,
-        dataset: Dataset,
+        stream: RankStream,
         *,
-        seed: int,
-        batch: int,
-        coordinate: int = 0,
-        degree: int = 1,
         position: int = 0,
         workers: int | Literal["auto"] = "auto",
         prefetch: int = 2,
         pin: bool = False,
         timeout: float | None = None,
     ) -> None:
-        _verify(dataset, batch=batch, coordinate=coordinate, degree=degree, position=position)
-        self._share = RankStream(dataset, seed, batch, coordinate, degree)
+        _check(stream, position)
+        self._share = stream
         self._position = position
         self._workers = workers
         self._prefetch = prefetch
@@ -198,14 +195,14 @@ def _named(workers: int | None) -> str:
     return f"{workers} process{'es' if workers > 1 else ''}" if workers else "one thread"
 
 
-def _verify(dataset: Dataset, *, batch: int, coordinate: int, degree: int, position: int) -> None:
-    if len(dataset) == 0:
+def _check(stream: RankStream, position: int) -> None:
+    if len(stream.dataset) == 0:
         raise ShoalError("the dataset must have at least one sample, got 0", fix="--data.source PATH with samples")
-    if batch < degree:
+    if stream.batch < stream.degree:
         raise ShoalError(
-            f"the batch must have a sample for each of {degree} data-parallel ranks, got {batch}",
-            fix=f"--data.global_batch {degree}",
+            f"the batch must have a sample for each of {stream.degree} data-parallel ranks, got {stream.batch}",
+            fix=f"--data.global_batch {stream.degree}",
         )
     if position < 0:
         raise ShoalError(f"position must be at least 0, got {position}", fix="position=0")
-    share(batch, coordinate, degree)  # raises for a coordinate outside of the degree
+    share(stream.batch, stream.coordinate, stream.degree)  # raises for a coordinate outside of the degree

@@ -7,7 +7,7 @@ from typing import Literal
 from shoal.blueprint.plan import Plan
 from shoal.comm.world import World
 from shoal.config.recipe import Recipe
-from shoal.data.loader import Loader
+from shoal.data.loader import Loader, RankStream
 from shoal.train.recipe.preflight import Job
 from shoal.train.recipe.settings import settings_of
 from shoal.train.run import Run
@@ -22,11 +22,13 @@ def build_loader(job: Job, run: Run, *, workers: int | Literal["auto"]) -> Loade
     """The loader of this rank's share of every global batch, from the current step."""
     recipe = job.recipe
     return Loader(
-        job.training,
-        seed=recipe.run.seed,
-        batch=recipe.data.global_batch,
-        coordinate=run.coordinate,
-        degree=run.degree,
+        RankStream(
+            job.training,
+            seed=recipe.run.seed,
+            batch=recipe.data.global_batch,
+            coordinate=run.coordinate,
+            degree=run.degree,
+        ),
         position=run.steps_done * recipe.data.global_batch,
         workers=workers,
         prefetch=recipe.data.prefetch,
