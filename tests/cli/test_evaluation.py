@@ -111,7 +111,7 @@ def test_a_person_is_told_that_it_evaluates_and_how_it_was_stopped(host: Host, f
     assert "it starts at step 3" in started.told
     ended = host.run(*words, cwd=folder)
     assert ended.code == 0, ended.said
-    assert "all of them made before" in ended.told
+    assert "all made before" in ended.told
     assert f"{evaluations(folder)[0][1]:.4f}" in ended.told
 
 
