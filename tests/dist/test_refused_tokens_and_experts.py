@@ -73,7 +73,7 @@ def test_heads_and_tokens_the_other_way_round(world: World) -> None:
 
 @on_ranks(2)
 def test_torchs_attention_in_place_of_the_models(world: World) -> None:
-    with pytest.raises(ShoalError, match="must call its shoal.Attention"):
+    with pytest.raises(ShoalError, match="must call its shoal"):
         prepared(world, "cp=2 mb=2", Reader("torch's")).step(batch())
 
 

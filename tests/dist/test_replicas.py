@@ -328,19 +328,19 @@ def test_how_far_gradients_lie_apart_is_measured(world: World) -> None:
         spread = LocalStepScale(0.9, torch.zeros(2))
         for step in range(30):
             gradients = [torch.ones(shape) + noise * torch.randn(shape, generator=drawn) for shape in shapes]
-            assert not spread.tell(finite, gradients, step, times=torch.ones(()), islands=everybody, own=alone)
+            assert not spread.update(finite, gradients, step, times=torch.ones(()), replicas=everybody, own=alone)
         expected = ((1 + noise**2) / (1 + noise**2 / 4)) ** 0.5
         assert float(spread.factor(4)) == pytest.approx(expected, rel=0.03)
         before = spread.squares
         gradients[0].fill_(torch.nan)
-        assert spread.tell(torch.ones(()), gradients, 30, times=torch.ones(()), islands=everybody, own=alone)
+        assert spread.update(torch.ones(()), gradients, 30, times=torch.ones(()), replicas=everybody, own=alone)
         assert torch.equal(spread.squares, before)
         assert float(spread.factor(4, most=1.5)) == pytest.approx(min(expected, 1.5), rel=0.03)
     assert float(LocalStepScale(0.9, torch.zeros(2)).factor(4)) == 1.0
     late = LocalStepScale(
         0.9, torch.zeros(2), begins_equal=True
     )  # squares of one model are known, and forgotten slowly
-    late.tell(finite, gradients[1:], 0, times=torch.ones(()), islands=everybody, own=alone)
+    late.update(finite, gradients[1:], 0, times=torch.ones(()), replicas=everybody, own=alone)
     assert float(late.factor(4)) < 1.2
     assert picked([torch.empty(0, 3), torch.empty(0)], 5).numel() == 0
 

@@ -119,11 +119,11 @@ def size_of(num_bytes: int) -> str:
 def of_verdicts(verdicts: Mapping[Path, StepVerdict]) -> dict[str, Any]:
     """What became of each step."""
     return {
-        "whole": all(verdict.is_whole for verdict in verdicts.values()),
+        "whole": all(verdict.is_intact for verdict in verdicts.values()),
         "checkpoints": [
             {
                 "path": str(path),
-                "whole": verdict.is_whole,
+                "whole": verdict.is_intact,
                 "bytes": verdict.num_bytes,
                 "damages": [
                     {"file": d.file, "what": d.what, "begin": d.begin, "end": d.end, "tensors": list(d.tensors)}
@@ -139,7 +139,7 @@ def of_verdicts(verdicts: Mapping[Path, StepVerdict]) -> dict[str, Any]:
 def draw_verdicts(console: Console, verdicts: Mapping[Path, StepVerdict]) -> None:
     """One line for what is whole, one for each damage."""
     for path, verdict in verdicts.items():
-        if verdict.is_whole:
+        if verdict.is_intact:
             _say(console, f"whole    {path}: all {size_of(verdict.num_bytes)} are as they were written")
         for damage in verdict.damages:
             is_part = damage.begin is not None and damage.end is not None
