@@ -195,7 +195,7 @@ def test_files_that_are_short_gone_swapped_or_of_another_step_are_found(
     assert damage["what"] == "cannot be read: No such file or directory"
     assert "model/2.weight" in damage["tensors"]
     (second / SHARD).write_bytes((first / SHARD).read_bytes())  # of the step before
-    assert damages()[0]["what"] == "are not those that were written"
+    assert damages()[0]["what"] == "differ from what was written"
     (second / SHARD).write_bytes(whole)
     assert say(capsys, "verify", str(second))["intact"]
     (second / "notes.txt").write_text("nobody reads this")
@@ -205,7 +205,7 @@ def test_files_that_are_short_gone_swapped_or_of_another_step_are_found(
     manifest["tensors"]["model/0.weight"]["pieces"][0].update(shape=[4, 8])
     (second / "manifest.json").write_text(json.dumps(manifest))
     [damage] = damages()
-    assert damage["what"] == "the manifest does not have the hash that stands at its end"
+    assert damage["what"] == "the manifest does not match the hash at its end"
     (second / "manifest.json").write_bytes(with_checksum(json.dumps(manifest).encode()))  # somebody means it
     [damage] = damages()
     assert damage["what"] == "holds F32 [8, 4], and the manifest says F32 [4, 8]"
@@ -239,30 +239,30 @@ def test_diff_tells_what_differs_and_how_much(here: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        ("ls nowhere", "there is no directory nowhere"),
+        ("ls nowhere", "the directory nowhere does not exist"),
         ("ls s3://bucket/run", "got s3://bucket/run"),
         ("export runs/tiny s3://bucket/run", "got s3://bucket/run"),
         ("ls runs", "there is no checkpoint in runs"),
         ("verify runs", "there is no checkpoint in runs"),
-        ("verify runs/tiny --step 7", "one of those that are there: 1, 2"),
+        ("verify runs/tiny --step 7", "saved steps are 1, 2"),
         ("verify runs/tiny --step 1 --all", "exclude each other"),
-        ("verify runs/tiny/checkpoints/step-00000001 --step 2", "one of those that are there: 1"),
-        ("ls runs/tiny/checkpoints/latest", "is a file, and a checkpoint is a directory"),
-        ("diff runs/tiny nowhere", "there is no directory nowhere"),
-        ("export runs/tiny runs", "is there already; nothing was touched"),
-        ("export runs/tiny runs --overwrite", "which no export has written; nothing was touched"),
+        ("verify runs/tiny/checkpoints/step-00000001 --step 2", "saved steps are 1"),
+        ("ls runs/tiny/checkpoints/latest", "a checkpoint must be a directory, got the file"),
+        ("diff runs/tiny nowhere", "the directory nowhere does not exist"),
+        ("export runs/tiny runs", "exists; nothing was changed"),
+        ("export runs/tiny runs --overwrite", "which no export has written; nothing was changed"),
         ("export runs/tiny new --format huggingface --optimizer", "weights alone"),
         ("export runs/tiny new --format huggingface --shard-size many", "got 'many'"),
-        ("export runs/tiny new --step 9", "one of those that are there: 1, 2"),
+        ("export runs/tiny new --step 9", "saved steps are 1, 2"),
         ("export runs/tiny runs/tiny/checkpoints/latest/new", "latest is a file, and"),
         (
             "import runs/tiny/checkpoints/step-00000001/shard-00000.safetensors runs/tiny/checkpoints/latest/a",
             "is a file",
         ),
-        ("import runs/tiny new", "holds checkpoints of shoal already"),
+        ("import runs/tiny new", "has checkpoints of shoal"),
         ("import nowhere new", "there is no nowhere"),
         ("import runs/tiny new --format dcp", "has no .metadata"),
-        ("import runs/tiny/checkpoints/step-00000001/shard-00000.safetensors runs/tiny", "nothing was touched"),
+        ("import runs/tiny/checkpoints/step-00000001/shard-00000.safetensors runs/tiny", "nothing was changed"),
         ("import nowhere new --step -3", "must be 0 or more, got -3"),
         ("xport runs/tiny", "fix: shoal checkpoint export"),
     ],
@@ -293,7 +293,7 @@ def test_an_export_replaces_an_earlier_one_if_asked(here: Path, capsys: pytest.C
         "from": str(TINY / "step-00000001"), "step": 1, "to": "a.safetensors", "format": "safetensors", "tensors": 4,
         "bytes": 67 * 4, "config": False,
     }  # fmt: skip
-    assert "is there already" in told(capsys, "export", "runs/tiny", "a.safetensors", code=2)
+    assert "exists; nothing was changed" in told(capsys, "export", "runs/tiny", "a.safetensors", code=2)
     assert "exported step 2 to a.safetensors" in told(capsys, "export", "runs/tiny", "a.safetensors", "--overwrite")
     said = say(capsys, "import", "a.safetensors", "ours")
     assert (said["tensors"], said["optimizer_states"], said["step"], said["skipped"]) == (4, 0, 0, [])

@@ -197,9 +197,9 @@ def test_a_step_is_saved_although_latest_is_not(host: Host, tmp_path: Path) -> N
         assert ("NOT SAVED" in ended.said) == (not is_there), ended.said
         assert ended.json["saved_step"] == (2 if is_there else 1)
         assert ended.code == (0 if is_there else 3)
-        if "could not be moved" in ended.said:
+        if "could not be updated" in ended.said:
             break
-    assert "step 2 is saved in run/checkpoints, but `latest` could not be moved to it" in ended.said
+    assert "step 2 is saved in run/checkpoints, but `latest` could not be updated" in ended.said
     assert committed(saves(folder)) == 1
     longer = host.run(*words, "--resume", "latest", "--run.duration", "3step", cwd=folder)
     assert (longer.code, longer.json["resumed_from"], committed(saves(folder))) == (0, 2, 3), longer.said

@@ -118,7 +118,7 @@ def test_damage_that_one_rank_sees_ends_the_load_on_all(pool: Pool, tmp_path: Pa
     path.write_bytes(data)
     for told in pool.run(_told_of_damage, 2, str(tmp_path)):
         assert "step-00000002/shard-00001.safetensors bytes" in told
-        assert "are not those that were written" in told
+        assert "differ from what was written" in told
 
 
 def _told_of_failure(world: World, folder: str) -> str:

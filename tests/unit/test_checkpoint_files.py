@@ -83,7 +83,7 @@ def test_a_file_that_is_short_missing_or_another_is_refused(tmp_path: Path) -> N
     path, other = tmp_path / "x.safetensors", tmp_path / "y.safetensors"
     file = shard_file.write(path, tensors(), Filesystem())
     shard_file.write(other, {key: tensor.clone().zero_() for key, tensor in tensors().items()}, Filesystem())
-    with pytest.raises(ShoalError, match="are not those that were written"), shard_file.Reader(other, file) as reader:
+    with pytest.raises(ShoalError, match="differ from what was written"), shard_file.Reader(other, file) as reader:
         reader.rows("large", "F32", (1100, 1024), 0, 1)
     with pytest.raises(ShoalError, match="and the manifest says F32"), shard_file.Reader(path, file) as reader:
         reader.rows("b/bf16", "F32", (7, 3), 0, 1)
@@ -162,8 +162,8 @@ def test_a_header_that_can_be_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("header", "what"),
     [
-        (b"", "header that cannot be"),
-        (b"\x80\x04pickle", "header that cannot be"),
+        (b"", "an invalid header"),
+        (b"\x80\x04pickle", "an invalid header"),
         ([], "no keys and values"),
         ({"a": ENTRY}, "24 bytes, and there are 28"),
         ({"a": ENTRY, "b": {**SECOND, "data_offsets": [20, 24]}}, "begins at 20"),
@@ -186,7 +186,7 @@ def test_a_header_that_can_be_is_read(tmp_path: Path) -> None:
         ({"a": {**ENTRY, "more": 1}, "b": SECOND}, "no dtype"),
         (b'{"a": 1, "a": 2}', "twice"),
         (b"[" * 90 + b"]" * 90, "levels deep"),
-        (b'{"\\ud800": 1}', "header that cannot be"),
+        (b'{"\\ud800": 1}', "an invalid header"),
     ],
 )
 def test_a_header_that_cannot_be_is_refused_with_its_file(tmp_path: Path, header: object, what: str) -> None:
@@ -471,19 +471,19 @@ def small(store: Store, step: int) -> None:
 
 def test_the_newest_good_step_is_found_and_the_others_told(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    assert store.good() == (None, {})
+    assert store.latest_valid() == (None, {})
     for step in (1, 2, 3, 4):
         small(store, step)
-    assert store.good() == (4, {})
+    assert store.latest_valid() == (4, {})
     (store.path(4) / NAME).write_bytes(b"{")
     (store.path(3) / "a.safetensors").write_bytes(b"short")
     (store.path(2) / "a.safetensors").unlink()
-    step, wrong = store.good()
+    step, wrong = store.latest_valid()
     assert step == 1
     assert "step-00000004: the manifest is not JSON" in wrong[4]
     assert "step-00000003/a.safetensors has 5 bytes" in wrong[3]
     assert "step-00000002/a.safetensors cannot be read: No such file" in wrong[2]
-    assert store.good([3, 4])[0] is None
+    assert store.latest_valid([3, 4])[0] is None
 
 
 def test_retention_keeps_the_last_good_one(tmp_path: Path) -> None:

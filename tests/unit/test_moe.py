@@ -337,7 +337,7 @@ def test_a_smaller_copy_has_the_same_anatomy(preset: str) -> None:
         ({"num_dense_layers": 4}, ["num_dense_layers=4 of num_layers=4 leave no layer to experts"]),
         ({"bias_rate": -0.1}, ["bias_rate must be 0 or more, got -0.1"]),
         ({"num_expert": 4}, ["unknown setting 'num_expert'", "num_experts"]),
-        ({"top_k": 9}, ["top_k=9 of num_experts=8"]),
+        ({"top_k": 9}, ["top_k must be from 1 to num_experts=8, got 9"]),
     ],
 )
 def test_refused_numbers(arguments: dict[str, Any], texts: list[str]) -> None:

@@ -67,7 +67,7 @@ def test_steps_are_saved_and_loaded_and_go(store: Store) -> None:
     assert store.steps() == [2, 3]
     assert store.disk.names(store.root) == ["latest", "step-00000002", "step-00000003"]
     assert store.disk.read(store.root / "latest", 100) == b"step-00000003\n"
-    assert store.good() == (3, {})
+    assert store.latest_valid() == (3, {})
     assert loaded(store, 2) == (2, 2.0)
 
 

@@ -99,7 +99,7 @@ def test_moments_of_adam_without_a_step_are_refused(without: list[str], tmp_path
     for name in without:
         del manifest.state["scalars"][name]["step"]
     path.write_bytes(manifest.to_bytes())
-    with pytest.raises(ShoalError, match="does not say which step the moments of"):
+    with pytest.raises(ShoalError, match="must have a step counter for the moments of"):
         run.load(tmp_path)
     run.close()
 

@@ -1,1 +1,2 @@
-"""Checkpoints: a directory of safetensors and one manifest, which says what is in it and what every byte has to be."""
+"""Checkpoints: a directory of safetensors files and one manifest, which lists the tensors and the hash of every
+byte."""

@@ -1,12 +1,12 @@
-"""Save a run while it goes on: a step waits for the copy of the state alone.
+"""Save a run asynchronously: a step waits only for the copy of the state.
 
 training   step 4 ─ copy ─ step 5 ─ step 6 ─ ... ─ step 9 ─ copy ─ ...
 thread                └─ hash, write, fsync, rename ─┘         └─ ...
 
-There is one copy, and so one save at a time: who asks for the next one while it is on its way waits for it, and
-`seconds_waited` says how long. The threads of all ranks talk to each other over connections of their own. A save that
-fails is told to whoever asks (`take_news`), and training goes on. A save in which a rank waits for another one longer
-than `launch.timeout` ends the run: the connections are of no use after that, and no later step could be saved.
+There is one copy, and so one save at a time: the next save waits for the one in progress, and `seconds_waited` counts
+that. The threads of all ranks use their own connections. A save that fails is reported by `take_news`, and training
+continues. A save in which a rank waits for another one longer than `launch.timeout` ends the run: the connections
+cannot be used after that, and no later step could be saved.
 """
 
 from __future__ import annotations
@@ -30,53 +30,53 @@ from shoal.comm.world import World
 from shoal.errors import LostPeer, ShoalError
 
 SLACK = 1.0
-"""Seconds that the main thread waits longer than the thread of a save, which knows better what it waits for."""
+"""Seconds that the main thread waits longer than the thread of a save, whose message is more precise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """How a save ended."""
+    """The outcome of a save."""
 
     step: int
     seconds: float
     """From the copy to the disk."""
     num_bytes: int
-    """Of this rank."""
+    """Bytes of this rank."""
     failure: str = ""
-    """Why there is no such checkpoint; empty: there is."""
+    """Why the save failed; empty: it succeeded."""
     note: str = ""
-    """What could not be done beside it, although there is."""
+    """A problem of a save that succeeded."""
 
 
 @dataclass(slots=True)
 class AsyncSaver:
-    """The saves of one run to one store. Every rank makes one, and calls `begin` and `finish` after the same steps."""
+    """The saves of one run to one store. Every rank has one, and calls `begin` and `finish` after the same steps."""
 
     store: Store
     world: World
-    """The ranks, over connections that nobody else uses: `world.beside()`."""
+    """The ranks, over connections of their own: `world.beside()`."""
     keep: int | None = 2
-    """How many of the newest steps stay; None: all."""
+    """How many of the newest steps are kept; None: all."""
     on_saved: Callable[[int], None] | None = None
     """Called by the main rank with a step that was saved, in the thread that saved it."""
     seconds_held: float = 0.0
     """How long steps have waited for copies."""
     seconds_waited: float = 0.0
-    """How long they have waited for the save before."""
+    """How long steps have waited for the previous save."""
     _copies: dict[tuple[str, Shape], Tensor] = field(default_factory=dict)
     _thread: threading.Thread | None = None
     _news: deque[Saved] = field(default_factory=deque)
     _error: BaseException | None = None
     _step: int = 0
-    """The step that is saved now."""
+    """The step that is being saved."""
 
     def make_room(self, holder: Holder) -> None:
-        """Take the memory for the copy now, beside the next steps: to take it costs more than to fill it."""
+        """Allocate the memory for the copy now, during the next steps: allocating it takes longer than filling it."""
         values = Snapshot.of(holder, step=0, state={})
         self._start(lambda: self._room_for(values))
 
     def begin(self, holder: Holder, *, step: int, state: Mapping[str, Any]) -> float:
-        """Copy the run as it is after a step, and write the copy while it goes on; returns the seconds that took."""
+        """Copy the run after a step, and write the copy in the background; return the seconds that the copy took."""
         with _timed() as waited:
             self.finish()
         self.seconds_waited += waited[0]
@@ -88,7 +88,7 @@ class AsyncSaver:
         return held[0]
 
     def finish(self) -> None:
-        """Return when the save that is on its way has ended, in one way or the other."""
+        """Wait until the save in progress has ended, with or without success."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join(self.world.timeout + SLACK)
@@ -101,25 +101,25 @@ class AsyncSaver:
         self.raise_error()
 
     def raise_error(self) -> None:
-        """Raise what has ended the thread of a save, if something has."""
+        """Raise the exception that ended the thread of a save, if there is one."""
         error, self._error = self._error, None
         if error is not None:
             raise error
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is on its way."""
+        """Whether a save is in progress."""
         return self._thread is not None and self._thread.is_alive()
 
     def take_news(self) -> list[Saved]:
-        """The saves that have ended since somebody asked."""
+        """Return the saves that have ended since the last call."""
         return [self._news.popleft() for _ in range(len(self._news))]
 
     def _start(self, act: Any) -> None:
         def guarded() -> None:
             try:
                 act()
-            except BaseException as error:  # of ours: `save` turns what others may do wrong into news
+            except BaseException as error:  # a defect of ours: `save` reports expected failures
                 self._error = error
 
         self._thread = threading.Thread(target=guarded, name="shoal-save", daemon=True)
@@ -140,12 +140,12 @@ class AsyncSaver:
             if self.world.is_main and self.on_saved is not None:
                 self.on_saved(snapshot.step)
             if self.world.is_main and self.keep is not None and not note:
-                with suppress(Exception):  # the step is there; steps that are too many go the next time
+                with suppress(Exception):  # the step is saved; the next save removes surplus steps
                     self.store.retain(self.keep)
         self._news.append(Saved(snapshot.step, time.perf_counter() - began, snapshot.num_bytes, failure, note))
 
     def _room_for(self, snapshot: Snapshot) -> list[Tensor]:
-        """For every value a tensor in host memory that is used again by the next save; page-locked beside a GPU."""
+        """Return a tensor in host memory for every value, reused by the next save; pinned if there is a GPU."""
         room = []
         for piece, value in zip(snapshot.pieces, snapshot.values, strict=True):
             copy = self._copies.get((piece.name, piece.begin))
@@ -162,7 +162,7 @@ class AsyncSaver:
                 copy.copy_(value, non_blocking=True)
         if any(value.is_cuda for value in snapshot.values):
             torch.cuda.current_stream().synchronize()
-        # The pieces held the run's own tensors, which the thread must not touch.
+        # The pieces refer to the run's own tensors, which the thread must not touch.
         pieces = [replace(piece, value=copy) for piece, copy in zip(snapshot.pieces, room, strict=True)]
         return replace(snapshot, pieces=pieces, values=room)
 

@@ -1,7 +1,7 @@
-"""Two checkpoints, held against each other tensor by tensor, whichever layouts have written them.
+"""Compare two checkpoints tensor by tensor, whatever layouts wrote them.
 
-Both are read in the same rows, so that no more than some rows of either are in memory. Values are compared as numbers:
-a NaN is equal to a NaN, and tensors of two dtypes are compared in float64.
+Both are read in the same rows, so that only some rows of either are in memory. Values are compared as numbers: a NaN
+equals a NaN, and tensors of two dtypes are compared in float64.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from shoal.checkpoint.storage.manifest import Entry
 
 @dataclass(frozen=True)
 class Difference:
-    """How one tensor differs."""
+    """The difference of one tensor."""
 
     name: str
     kinds: tuple[str, str]
-    """Dtype and shape, there and there."""
+    """Dtype and shape in the first and in the second step."""
     num_elements: int = 0
     num_different: int | None = None
-    """Elements; None: the shapes differ, and nothing was compared."""
+    """Elements that differ; None: the shapes differ, and nothing was compared."""
     max_abs: float = 0.0
     relative: float = inf
-    """Norm of the difference, divided by the larger one of the norms."""
+    """Norm of the difference, divided by the larger norm."""
     num_nans: tuple[int, int] = (0, 0)
 
 
@@ -43,26 +43,25 @@ class Comparison:
     differences: tuple[Difference, ...]
     """The largest first."""
     only: tuple[tuple[str, ...], tuple[str, ...]]
-    """Tensors that only the first has, and that only the second has."""
+    """Tensors of the first step only, and of the second only."""
     num_equal: int
     state: tuple[tuple[str, Any, Any], ...]
-    """What is no tensor and differs: key, there and there."""
+    """Other state that differs: key, first and second value."""
 
     @property
     def is_equal(self) -> bool:
-        """Whether they hold the same tensors. What else they say does not count: another plan may have written the
-        same."""
+        """Whether both have the same tensors. Other state does not count: another plan may have written the same."""
         return not self.differences and not any(self.only)
 
 
-def compare(first: SavedStep, second: SavedStep, *, weights_only: bool, tell: Callable[[int], None]) -> Comparison:
-    """Hold two steps against each other; `tell` hears of every part of the first how many bytes it had."""
+def compare(first: SavedStep, second: SavedStep, *, weights_only: bool, progress: Callable[[int], None]) -> Comparison:
+    """Compare two steps; `progress` is called with the bytes of each part of the first."""
     left, right = (_tensors(step, weights_only) for step in (first, second))
     shared = [name for name in left if name in right]
     found: list[Difference] = []
     with FullTensors(first) as one, FullTensors(second) as other:
         for name in shared:
-            difference = _compare(one, other, name, tell)
+            difference = _compare(one, other, name, progress)
             if difference is not None:
                 found.append(difference)
     return Comparison(
@@ -80,15 +79,15 @@ def _tensors(step: SavedStep, weights_only: bool) -> dict[str, Entry]:
     }
 
 
-def _compare(one: FullTensors, other: FullTensors, name: str, tell: Callable[[int], None]) -> Difference | None:
+def _compare(one: FullTensors, other: FullTensors, name: str, progress: Callable[[int], None]) -> Difference | None:
     left, right = one.manifest.tensors[name], other.manifest.tensors[name]
     kinds = (f"{left.dtype} {list(left.shape)}", f"{right.dtype} {list(right.shape)}")
     if left.shape != right.shape:
         return Difference(name, kinds)
     num_different, max_abs, squares, nans = 0, 0.0, [0.0, 0.0, 0.0], [0, 0]
-    for begin, end in row_blocks("F64", left.shape):  # in which they are compared
+    for begin, end in row_blocks("F64", left.shape):  # the dtype of the comparison
         a, b = one.rows(name, begin, end), other.rows(name, begin, end)
-        tell(a.numel() * a.element_size())
+        progress(a.numel() * a.element_size())
         here = _Part.of(a, b)
         num_different, max_abs = num_different + here.num_different, max(max_abs, here.max_abs)
         squares = [x + y for x, y in zip(squares, here.squares, strict=True)]
@@ -105,12 +104,12 @@ def _compare(one: FullTensors, other: FullTensors, name: str, tell: Callable[[in
 
 @dataclass(frozen=True)
 class _Part:
-    """What is added up over the rows of a tensor."""
+    """Sums over some rows of a tensor."""
 
     num_different: int
     max_abs: float
     squares: tuple[float, float, float]
-    """Of the difference, of one, of the other."""
+    """Of the difference, of the first, of the second."""
     num_nans: tuple[int, int]
 
     @classmethod
@@ -133,7 +132,8 @@ def _square(x: Tensor) -> float:
 
 
 def _changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """What two trees say differently, by the path of its key; counters of parameters last, since they are many."""
+    """Yield what differs between two trees, by the path of its key; counters of parameters last, since they are
+    many."""
     left, right = dict(_leaves(one)), dict(_leaves(other))
     for key in sorted(left.keys() | right.keys(), key=lambda key: (key.startswith("scalars/"), key)):
         if left.get(key) != right.get(key):

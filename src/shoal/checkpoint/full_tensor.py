@@ -1,4 +1,4 @@
-"""The tensors of a step as wholes, by rows, whichever layout has written them; every byte that is read is checked."""
+"""Read the full tensors of a step by rows, whatever layout wrote them; every byte that is read is checked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.checkpoint.storage.locate import SavedStep
 from shoal.checkpoint.storage.shard_file import DTYPES, Reader, Reading
 
 MOST_OPEN = 64
-"""Files at a time: a thousand ranks have written a thousand files."""
+"""Open files at a time: a thousand ranks write a thousand files."""
 
 
 class FullTensors:
@@ -24,7 +24,7 @@ class FullTensors:
     def __init__(self, step: SavedStep) -> None:
         self.step, self.manifest = step, step.manifest
         self._open: OrderedDict[str, Reader] = OrderedDict()
-        # Rows of a tensor that is cut by columns lie in all files: a chunk of each is kept for the rows after them.
+        # Rows of a tensor that is cut by columns are in all files: keep a chunk of each for the next rows.
         self._reading = Reading(most_chunks=min(MOST_OPEN, len(step.manifest.files) + 2))
 
     def __enter__(self) -> FullTensors:
@@ -36,7 +36,7 @@ class FullTensors:
             self._open.popitem()[1].close()
 
     def rows(self, name: str, begin: int, end: int) -> Tensor:
-        """Rows of a tensor, or all of one without dims (which has the row 0 to 1)."""
+        """Return rows of a tensor, or all of one without dims (which has the row 0 to 1)."""
         entry = self.manifest.tensors[name]
         if not entry.shape:
             [piece] = entry.pieces
@@ -54,17 +54,17 @@ class FullTensors:
         return out
 
     def tensor(self, name: str) -> LazyTensor:
-        """One tensor, to be read by rows."""
+        """Return one tensor, to be read by rows."""
         entry = self.manifest.tensors[name]
         return by_rows(entry.dtype, entry.shape, partial(self.rows, name))
 
     def model(self) -> dict[str, LazyTensor]:
-        """Name of a parameter, or of what else a model learns → its values."""
+        """Map names of parameters, and of what else a model learns, to their values."""
         names = [name for name in self.manifest.tensors if name.startswith("model/")]
         return {name.partition("/")[2]: self.tensor(name) for name in names}
 
     def optimizer(self) -> dict[tuple[str, str], LazyTensor]:
-        """State and name of a parameter → what the optimizer keeps of it; counters are tensors without dims."""
+        """Map (state, name of a parameter) to the optimizer's state; counters are tensors without dims."""
         found = {}
         for name in self.manifest.tensors:
             if name.startswith("optimizer/"):

@@ -1,5 +1,4 @@
-"""Load a run, on any layout: every rank reads its own boxes out of the pieces that they overlap, and checks what it
-reads."""
+"""Load a run on any layout: every rank reads its own boxes from the pieces that they overlap, and checks the bytes."""
 
 from __future__ import annotations
 
@@ -25,17 +24,17 @@ from shoal.numerics.optim.adamw import AdamW
 
 
 class MismatchedModel(ShoalError):
-    """The checkpoint is whole, and of another model: an older one would be, too."""
+    """The checkpoint is intact but of another model; an older one would be, too."""
 
 
 def load(store: Store, holder: Holder, *, step: int, only_weights: bool = False) -> Manifest:
-    """Fill this rank's part of a run with what was saved of a step; or its model alone. Returns its manifest."""
+    """Fill this rank's part of a run, or its model alone, from a saved step. Return its manifest."""
     manifest = store.manifest(step)
     if holder.composed.islands is not None:
         holder.composed.islands.forget()
     if not only_weights:
         _reject_missing_scalars(manifest, store, counts_steps=isinstance(holder.optimizer, _COUNT_STEPS))
-        holder.optimizer.state.clear()  # what another step has left there
+        holder.optimizer.state.clear()  # of another step
         make_states(holder, _kinds(manifest), dict(manifest.state.get("scalars", {})))
     pieces = [piece for piece in local_shards(holder) if not only_weights or piece.name.startswith("model/")]
     of_replicas = [piece for piece in replica_shards(holder) if not only_weights or "/model/" in piece.name]
@@ -45,7 +44,7 @@ def load(store: Store, holder: Holder, *, step: int, only_weights: bool = False)
         more = f"; and {len(mismatches) - 4} more" if len(mismatches) > 4 else ""
         raise MismatchedModel(
             f"step {step} of {store.where} is of another model: {'; '.join(mismatches[:4])}{more}",
-            fix="the model and the optimizer that were saved",
+            fix="load with the model and the optimizer that were saved",
         )
     with _Files(store.path(step), manifest, store.disk) as files, torch.no_grad():
         for piece, names in read_from:
@@ -58,8 +57,8 @@ def load(store: Store, holder: Holder, *, step: int, only_weights: bool = False)
 def load_newest(
     stores: Sequence[Store], world: World, holder: Holder, say: Callable[[str], None] = lambda text: None
 ) -> Manifest | None:
-    """Fill a run with the newest step that is whole, wherever it is; every rank calls it. None: there is none at all.
-    What is damaged is told, and the one before it is tried."""
+    """Fill a run from the newest intact step of all stores; every rank calls it. None: there is no step. Damaged steps
+    are reported, and the previous one is tried."""
     problems: list[Problem] = []
     known, damaged = _known(stores, world)
     for path in damaged:
@@ -72,14 +71,14 @@ def load_newest(
                 raise
             except ShoalError as error:
                 problems += error.problems
-                say(f"step {step} of {stores[place].where} cannot be used, and what is left is tried: {error}")
+                say(f"step {step} of {stores[place].where} cannot be used, trying the next one: {error}")
     if problems:
-        raise RunFailed(*problems, title=f"the checkpoints in {stores[-1].where}, of which not one can be used")
+        raise RunFailed(*problems, title=f"the checkpoints in {stores[-1].where}, none of which can be used")
     return None
 
 
 def _known(stores: Sequence[Store], world: World) -> tuple[dict[int, list[int]], list[str]]:
-    """Step → in which of the stores it is, as the main rank sees it; and the paths of damaged steps."""
+    """Map steps to the stores that have them, as the main rank sees it; and list the paths of damaged steps."""
 
     def look() -> tuple[dict[int, list[int]], list[str]]:
         found: dict[int, list[int]] = {}
@@ -92,8 +91,8 @@ def _known(stores: Sequence[Store], world: World) -> tuple[dict[int, list[int]],
 
 
 def load_step(store: Store, world: World, holder: Holder, step: int, *, only_weights: bool = False) -> Manifest:
-    """Fill a run with one step, or its model alone; every rank calls it, and all raise if one cannot."""
-    failed, fix = f"step {step} of {store.where} was not loaded", "load another step: --resume STEP"
+    """Fill a run, or its model alone, from one step; every rank calls it, and all raise if one fails."""
+    failed, fix = f"step {step} of {store.where} was not loaded", "--resume STEP, with another step"
     read: list[Manifest] = []
 
     def act() -> None:
@@ -104,7 +103,7 @@ def load_step(store: Store, world: World, holder: Holder, step: int, *, only_wei
 
 
 def fill_with_mean(shard: LocalShard, entries: Sequence[Entry], files: _Files) -> None:
-    """A piece with the mean of what replicas have written of it, or with what all of them have."""
+    """Fill a shard with the mean of the replicas' tensors, or with the one that all share."""
     if len(entries) == 1:
         fill(shard, entries[0], files)
     elif entries:
@@ -114,11 +113,11 @@ def fill_with_mean(shard: LocalShard, entries: Sequence[Entry], files: _Files) -
             total += one
         shard.value.copy_(total / len(entries))
     elif shard.name.startswith(("replica/", "outer/")):
-        shard.value.zero_()  # nothing is owed
+        shard.value.zero_()  # no residual
 
 
 def fill(shard: LocalShard, entry: Entry, files: _Files) -> None:
-    """A piece with what others have written of it."""
+    """Fill a shard from the saved pieces that overlap it."""
     for piece in entry.pieces:
         here, there = overlap(shard.begin, tuple(shard.value.shape), piece)
         if all(part.stop > part.start for part in here):
@@ -126,7 +125,7 @@ def fill(shard: LocalShard, entry: Entry, files: _Files) -> None:
 
 
 def overlap(begin: Shape, shape: Shape, piece: Piece) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-    """What a box shares with a piece, as a part of the box and as a part of the piece.
+    """Return the overlap of a box with a piece, as slices of the box and as slices of the piece.
 
     >>> overlap((2,), (4,), Piece("", "", (0,), (3,)))
     ((slice(0, 1, None),), (slice(2, 3, None),))
@@ -140,7 +139,7 @@ def overlap(begin: Shape, shape: Shape, piece: Piece) -> tuple[tuple[slice, ...]
 
 
 def _kinds(manifest: Manifest) -> dict[str, dict[str, torch.dtype]]:
-    """Parameter → the states that there are of it."""
+    """Map parameters to the kinds of their saved states."""
     found: dict[str, dict[str, torch.dtype]] = {}
     for name, entry in manifest.tensors.items():
         plain = name.removeprefix("replica/0/")
@@ -151,22 +150,21 @@ def _kinds(manifest: Manifest) -> dict[str, dict[str, torch.dtype]]:
 
 
 _COUNT_STEPS = (torch.optim.Adam, torch.optim.AdamW, AdamW)
-"""Optimizers that keep the number of steps of each parameter, and cannot continue without it."""
+"""Optimizers that keep a step counter per parameter, and cannot continue without it."""
 
 
 def _reject_missing_scalars(manifest: Manifest, store: Store, *, counts_steps: bool) -> None:
-    """Raise if there are moments of Adam without the number of their step, where that number is expected: the optimizer
-    keeps it for each parameter, or the checkpoint has it of other parameters. Lion has one moment and no such number;
-    FusedAdam has one number for a group."""
+    """Reject moments of Adam without their step counter, where it is expected: the optimizer keeps one per parameter,
+    or the checkpoint has it for other parameters. Lion has one moment and no counter; FusedAdam has one per group."""
     scalars = manifest.state.get("scalars", {})
     if not counts_steps and not any("step" in numbers for numbers in scalars.values()):
         return
     for parameter, kinds in _kinds(manifest).items():
         if kinds.keys() >= {"exp_avg", "exp_avg_sq"} and "step" not in scalars.get(parameter, {}):
             raise ShoalError(
-                f"the state of step {manifest.step} of {store.where} does not say which step the moments of"
-                f" {parameter!r} are of",
-                fix="another step, or its weights alone: --run.start_from",
+                f"step {manifest.step} of {store.where} must have a step counter for the moments of {parameter!r}, got"
+                " none",
+                fix="--resume STEP with another step, or --run.start_from for the weights alone",
             )
 
 
@@ -175,11 +173,11 @@ def _mismatches(manifest: Manifest, read_from: Sequence[tuple[LocalShard, list[s
         if not names and piece.is_needed:
             yield f"it has no {piece.name}"
         for entry in (entry for entry in map(manifest.tensors.__getitem__, names) if entry.shape != piece.full_shape):
-            yield f"{piece.name} has the shape {list(entry.shape)} there, and {list(piece.full_shape)} here"
+            yield f"{piece.name} has the shape {list(entry.shape)} in the checkpoint and {list(piece.full_shape)} here"
 
 
 class _Files(Mapping[str, Reader]):
-    """The files of a step, each opened when it is first asked for; they share the threads that read and hash."""
+    """The files of a step, opened on first use; they share the threads that read and hash."""
 
     def __init__(self, folder: Path, manifest: Manifest, disk: Filesystem | None = None) -> None:
         self.folder, self.manifest, self.disk = folder, manifest, disk or Filesystem()

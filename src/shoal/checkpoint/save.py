@@ -1,4 +1,4 @@
-"""Save a run: every rank writes what it alone has to tell, one rank says that it is done.
+"""Save a run: every rank writes its own shards, and one rank commits the step.
 
 rank 0    make the draft ─┐                        ┌─ manifest, rename, latest ─┐
 all       ────────────────┴─ write a shard, fsync ─┴────────────────────────────┴─ done, or all raise
@@ -28,12 +28,13 @@ from shoal.errors import ShoalError
 from shoal.observe.durable_write import FULL
 
 SavedShard = tuple[str, str, Shape, Shape, Shape]
-"""Of one piece: the tensor's name, its dtype and whole shape, where the piece begins, and its shape."""
+"""One piece: the tensor's name, its dtype and full shape, the piece's begin and its shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What one rank has to tell of a step. `values` are the run's own tensors, or copies that it does not touch."""
+    """The shards of a step that one rank writes. `values` are the run's own tensors, or copies that it does not
+    touch."""
 
     step: int
     pieces: list[LocalShard]
@@ -42,28 +43,28 @@ class Snapshot:
     state: Mapping[str, Any]
 
     @classmethod
-    @torch.no_grad()  # else shards are handed out through autograd, a tenth of a millisecond each
+    @torch.no_grad()  # else autograd handles every access to a shard, a tenth of a millisecond each
     def of(cls, holder: Holder, *, step: int, state: Mapping[str, Any]) -> Snapshot:
-        """The run as it is now; nothing is copied."""
+        """Return the run's state now, without a copy."""
         entries = (piece for piece in chain(local_shards(holder), replica_shards(holder)) if piece.is_saved)
         pieces = [
             piece for piece in entries if piece.value.numel() or not prod(piece.full_shape)
-        ]  # an empty share says nothing
+        ]  # empty shards are left out
         return cls(step, pieces, [piece.value for piece in pieces], scalars_of(holder), state)
 
     @property
     def num_bytes(self) -> int:
-        """Of the values."""
+        """Bytes of the values."""
         return sum(value.numel() * value.element_size() for value in self.values)
 
 
 def save(store: Store, world: World, snapshot: Snapshot) -> str:
-    """Write one step; returns on every rank when it is on the disk, and raises on every rank if it could not be. The
-    text says what could not be done beside it; mostly it is empty."""
+    """Write one step. Return on every rank when it is on the disk, and raise on every rank if it fails. The returned
+    text reports a problem that did not prevent the save; it is usually empty."""
     step = snapshot.step
     how = {
-        "failed": f"the checkpoint of step {step} was not saved, and the one before it is as it was",
-        "fix": "make room, or --checkpoint.dir SOMEWHERE that every rank can write to",
+        "failed": f"the checkpoint of step {step} was not saved; the previous one is unchanged",
+        "fix": "free disk space, or --checkpoint.dir DIR, which every rank can write to",
     }
     try:
         on_main(world, lambda: store.begin(step), **how)
@@ -93,7 +94,7 @@ def _write_own(
 
 
 def _with_room(error: OSError, store: Store, path: Path, needed: int) -> OSError:
-    """A full disk also says how many bytes it lacks."""
+    """Add the missing bytes to the error of a full disk."""
     if error.errno not in FULL:
         return error
     try:
@@ -107,7 +108,7 @@ def _with_room(error: OSError, store: Store, path: Path, needed: int) -> OSError
 
 
 def key_of(name: str, begin: Shape) -> str:
-    """What a piece is called in a file: as its tensor, and where it begins unless that is at the start."""
+    """Return the key of a piece in a file: its tensor's name, with its begin unless that is the start."""
     return f"{name}@{','.join(map(str, begin))}" if any(begin) else name
 
 
@@ -121,7 +122,7 @@ def _commit(store: Store, written: list[Any], step: int, state: Mapping[str, Any
             pieces.setdefault(name, []).append(Piece(file, key_of(name, begin), begin, shape))
     tensors = {name: Entry(*kinds[name], tuple(found)) for name, found in pieces.items()}
     manifest = Manifest(step=step, tensors=tensors, files=files, state=state)
-    Manifest.parse(manifest.to_bytes())  # what is said to be saved can be loaded
+    Manifest.parse(manifest.to_bytes())  # a step that is reported as saved can be loaded
     unfinished: list[str] = []
     store.commit(manifest, unfinished.append)
     return "; ".join(unfinished)

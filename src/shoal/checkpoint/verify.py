@@ -1,7 +1,7 @@
-"""Read every byte of a checkpoint, and hold it against what the manifest says of it. Nothing here imports torch.
+"""Read every byte of a checkpoint, and compare it with the manifest's hashes. Nothing here imports torch.
 
-Loading checks what it reads and stops at the first byte that differs. This reads all of it, on several threads, and
-lists all that is wrong: the file, the bytes, and the tensors that lie there.
+Loading checks what it reads and stops at the first difference. This reads everything, on several threads, and lists all
+damage: the file, the bytes, and the tensors in them.
 """
 
 from __future__ import annotations
@@ -26,42 +26,42 @@ THREADS = min(8, os.cpu_count() or 1)
 
 @dataclass(frozen=True)
 class Damage:
-    """Something that is not as it was written."""
+    """A part of a step that differs from what was written."""
 
     file: str
     what: str
     begin: int | None = None
     end: int | None = None
-    """The bytes of the file; None: all of it, or none in particular."""
+    """The range of bytes; None: the full file, or no range."""
     tensors: tuple[str, ...] = ()
-    """What lies there, as far as that can be told."""
+    """The affected tensors, as far as they are known."""
 
 
 @dataclass(frozen=True)
 class StepVerdict:
-    """What became of reading a step."""
+    """The result of verifying a step."""
 
     num_bytes: int
-    """That were read."""
+    """Bytes that were read."""
     damages: tuple[Damage, ...]
     unlisted: tuple[str, ...]
-    """Files that the manifest does not know. They do no harm: nobody reads them."""
+    """Files that are not in the manifest. They are ignored when loading."""
 
     @property
-    def is_whole(self) -> bool:
+    def is_intact(self) -> bool:
         """Whether everything is as it was written."""
         return not self.damages
 
 
-def verify(step: SavedStep, tell: Callable[[int], None] = lambda size: None) -> StepVerdict:
-    """Read all of a step; `tell` hears of every part how many bytes it had."""
+def verify(step: SavedStep, progress: Callable[[int], None] = lambda size: None) -> StepVerdict:
+    """Read a full step; `progress` is called with the bytes of each part."""
     damages: list[Damage] = []
     num_bytes = 0
 
     def count(size: int) -> None:
         nonlocal num_bytes
         num_bytes += size
-        tell(size)
+        progress(size)
 
     with ThreadPoolExecutor(THREADS) as threads:
         for name, file in step.manifest.files.items():
@@ -91,7 +91,7 @@ def _check(
         header, start = _header(handle, size)
         places = _places(header, start) if header else {}
         if size != file.size:
-            what = f"has {size:,} bytes, and the manifest says {file.size:,}"
+            what = f"has {size:,} bytes, and the manifest lists {file.size:,}"
             begin, end = sorted((size, file.size))
             yield Damage(path.name, what, begin, end, _tensors_in(places, begin, end))
         num_whole = min(size, file.size) // CHUNK if size != file.size else len(file.hashes)
@@ -99,7 +99,7 @@ def _check(
         for begin, end, what in _joined(_differing(found, file, count)):
             yield Damage(path.name, what, begin, end, _tensors_in(places, begin, end) if header else tuple(there))
         if header is None:
-            yield Damage(path.name, "has no header that can be read", 0, 8, tuple(there))
+            yield Damage(path.name, "has no readable header", 0, 8, tuple(there))
         else:
             yield from _mismatches(path.name, header, file.size - start, there)
     finally:
@@ -107,7 +107,7 @@ def _check(
 
 
 def _digest(handle: int, number: int) -> tuple[int, str | OSError]:
-    """How many bytes a chunk has, and their hash, or why they cannot be read."""
+    """Return the size of a chunk, and its hash or the reason why it cannot be read."""
     try:
         chunk = os.pread(handle, CHUNK, number * CHUNK)
     except OSError as error:
@@ -124,11 +124,11 @@ def _differing(
         if isinstance(digest, OSError):
             yield begin, end, f"cannot be read: {digest.strerror}"
         elif digest != file.hashes[number]:
-            yield begin, end, "are not those that were written"
+            yield begin, end, "differ from what was written"
 
 
 def _joined(ranges: Iterable[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
-    """Neighbours of one kind, as one.
+    """Merge adjacent ranges of one kind.
 
     >>> _joined([(0, 4, "x"), (4, 8, "x"), (12, 16, "x")])
     [(0, 8, 'x'), (12, 16, 'x')]
@@ -142,8 +142,8 @@ def _joined(ranges: Iterable[tuple[int, int, str]]) -> list[tuple[int, int, str]
 
 
 def _header(handle: int, size: int) -> tuple[dict[str, Any] | None, int]:
-    """What a file says that it holds, and where its values begin; None if that makes no sense. Only what has its hash
-    is believed when something is loaded; here it serves to say which tensors are hit."""
+    """Return the header of a file, and where its values begin; None if it makes no sense. Loading trusts only bytes
+    with the right hash; here the header serves to name the affected tensors."""
     try:
         length = int.from_bytes(os.pread(handle, 8, 0), "little")
         if length > min(MOST_HEADER, size - 8):
@@ -157,7 +157,7 @@ def _header(handle: int, size: int) -> tuple[dict[str, Any] | None, int]:
 
 
 def _places(header: dict[str, Any], start: int) -> dict[str, tuple[int, int]]:
-    """Key → its bytes in the file."""
+    """Map keys to their bytes in the file."""
     places = {}
     for key, entry in header.items():
         begin, end = entry["data_offsets"]
@@ -172,14 +172,14 @@ def _tensors_in(places: dict[str, tuple[int, int]], begin: int, end: int) -> tup
 def _mismatches(
     file: str, header: dict[str, Any], num_bytes: int, there: dict[str, tuple[str, Piece]]
 ) -> Iterator[Damage]:
-    """What the manifest says of a file and its header does not."""
+    """Yield what differs between the manifest and a file's header."""
     for key, (dtype, piece) in there.items():
         entry = header.get(key)
         if entry is None:
-            yield Damage(file, "does not have what the manifest says is in it", tensors=(key,))
+            yield Damage(file, "lacks a tensor that the manifest lists", tensors=(key,))
             continue
         if entry.get("dtype") != dtype or list(entry.get("shape", ())) != list(piece.shape):
-            what = f"holds {entry.get('dtype')} {entry.get('shape')}, and the manifest says {dtype} {list(piece.shape)}"
+            what = f"has {entry.get('dtype')} {entry.get('shape')}, and the manifest lists {dtype} {list(piece.shape)}"
             yield Damage(file, what, tensors=(key,))
             continue
         begin, end = entry["data_offsets"]
@@ -187,5 +187,5 @@ def _mismatches(
         for extent in piece.shape:
             wanted *= extent
         if not 0 <= begin <= end <= num_bytes or end - begin != wanted:
-            what = f"puts {end - begin:,} bytes at {begin:,}, and {wanted:,} of {num_bytes:,} were to be there"
+            what = f"has {end - begin:,} bytes at {begin:,}, and the tensor needs {wanted:,} within {num_bytes:,}"
             yield Damage(file, what, tensors=(key,))

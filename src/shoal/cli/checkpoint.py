@@ -221,7 +221,7 @@ def _verify(options: Verify) -> int:
     _answer(
         options, lambda: report.of_verdicts(ordered), lambda console: report.draw_verdicts(console, ordered)
     )  # fmt: skip
-    return 0 if all(verdict.is_whole for verdict in ordered.values()) else 1
+    return 0 if all(verdict.is_intact for verdict in ordered.values()) else 1
 
 
 def _diff(options: Diff) -> int:
@@ -229,7 +229,7 @@ def _diff(options: Diff) -> int:
     from shoal.checkpoint.diff import compare
 
     with _progress_bar("comparing", first.model_bytes if options.weights else first.num_bytes, options) as advance:
-        found = compare(first, second, weights_only=options.weights, tell=advance)
+        found = compare(first, second, weights_only=options.weights, progress=advance)
     _answer(
         options,
         lambda: report.of_comparison(found),

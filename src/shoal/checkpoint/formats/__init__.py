@@ -1,1 +1,1 @@
-"""Formats of others: safetensors, Hugging Face folders, torch's DCP."""
+"""Other formats: safetensors, Hugging Face folders, torch's DCP."""

@@ -1,10 +1,9 @@
-"""Checkpoints of torch.distributed.checkpoint, for those who must: written by torch's own writer, and read without
-letting a stranger's pickle do anything.
+"""Checkpoints of torch.distributed.checkpoint: written by torch's own writer, and read without running their pickle.
 
-Their `.metadata` is a pickle, and loading a pickle calls what it names: torch loads it without a look, so that a file
-can run any command. Here nothing that it names is ever looked up. Each of the names that a sound one has stands for a
-record that keeps what it is given; every other name is refused. The tensors beside it are read by torch's own reader of
-weights, which builds nothing but tensors, and have to be what the records say.
+Their `.metadata` is a pickle, and loading a pickle calls what it names. torch loads it without a check, so a file can
+run any command. Here no name of the pickle is ever imported. Each name of a valid one is replaced by a record that
+stores its arguments; every other name is rejected. The tensors are read by torch's own weights-only reader, which
+builds nothing but tensors, and must match the records.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 
 
 def name_of_state(kind: str, parameter: str) -> str:
-    """What a state of the optimizer is called there: as in torch's flattened state dict of an optimizer."""
+    """Return the name of an optimizer state, as in torch's flattened state dict of an optimizer."""
     return f"optimizer.state.{parameter}.{kind}"
 
 
 def state_of_name(name: str) -> tuple[str, str] | None:
-    """Kind of state and parameter; None: it is no state.
+    """Return the kind of state and the parameter; None: it is not a state.
 
     >>> state_of_name("optimizer.state.layers.0.weight.exp_avg")
     ('exp_avg', 'layers.0.weight')
@@ -55,21 +54,21 @@ def state_of_name(name: str) -> tuple[str, str] | None:
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
-def write(folder: Path, tensors: Mapping[str, LazyTensor], tell: Callable[[int], None]) -> None:
-    """Fill a folder that `torch.distributed.checkpoint.load` reads. One box is in memory at a time."""
+def write(folder: Path, tensors: Mapping[str, LazyTensor], progress: Callable[[int], None]) -> None:
+    """Write a folder that `torch.distributed.checkpoint.load` reads. One box is in memory at a time."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninitialized")
         try:
-            # No copying ahead: a box is written before the next one is asked for. No sync, which the caller does: torch
-            # syncs its metadata before it flushes it.
+            # No prefetch: a box is written before the next one is read. No sync, which the caller does: torch syncs its
+            # metadata before it flushes it.
             writer = _Writer(folder, per_thread_copy_ahead=0, sync_files=False)
-            torch_checkpoint.save({}, storage_writer=writer, planner=_Planner(tensors, tell), no_dist=True)
-        except CheckpointException as error:  # which has what was raised by rank
+            torch_checkpoint.save({}, storage_writer=writer, planner=_Planner(tensors, progress), no_dist=True)
+        except CheckpointException as error:  # it holds the exceptions by rank
             raise reason(next(iter(error.failures.values()))[0]) from None
 
 
 def reason(error: BaseException) -> BaseException:
-    """Why torch could not write: it then finds a file too short, and raises that over what the disk has said."""
+    """Return why torch could not write: its own error, about a file that is too short, hides the disk's."""
     found: BaseException | None = error
     while found is not None and not isinstance(found, OSError | ShoalError):
         found = found.__cause__ or found.__context__
@@ -78,16 +77,16 @@ def reason(error: BaseException) -> BaseException:
 
 class _Writer(torch_checkpoint.FileSystemWriter):
     def storage_meta(self) -> StorageMeta | None:
-        """Nothing: else it would say the name of the draft."""
+        """Return nothing: else it would store the name of the draft."""
         return None
 
 
 class _Planner(torch_checkpoint.DefaultSavePlanner):
-    """torch asks for the plan first and for each value when it writes it: a value can be read then."""
+    """Resolves values when torch writes them, not when it plans: so they are read one by one."""
 
-    def __init__(self, tensors: Mapping[str, LazyTensor], tell: Callable[[int], None]) -> None:
+    def __init__(self, tensors: Mapping[str, LazyTensor], progress: Callable[[int], None]) -> None:
         super().__init__()
-        self.tensors, self.tell = tensors, tell
+        self.tensors, self.progress = tensors, progress
         self.boxes = {(name, box.begin): box for name, tensor in tensors.items() for box in tensor.boxes}
         self.last: Tensor | None = None
 
@@ -110,13 +109,13 @@ class _Planner(torch_checkpoint.DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         index = write_item.index
-        if self.last is not None:  # is written; what torch.save leaves behind holds it until it is collected
+        if self.last is not None:  # already written, but torch.save's garbage refers to it until it is collected
             self.last.untyped_storage().resize_(0)
         value = self.boxes[index.fqn, tuple(index.offset or ())].read()
-        if not value.untyped_storage().resizable():  # numpy has looked at it
+        if not value.untyped_storage().resizable():  # numpy has exported it
             value = value.clone()
         self.last = value
-        self.tell(value.numel() * value.element_size())
+        self.progress(value.numel() * value.element_size())
         return value
 
 
@@ -124,12 +123,12 @@ class _Planner(torch_checkpoint.DefaultSavePlanner):
 
 
 def read(folder: Path) -> tuple[dict[str, LazyTensor], list[str]]:
-    """The tensors of a folder, and the names of what it has beside tensors."""
+    """Return the tensors of a folder, and the names of other entries."""
     records = _metadata(folder / METADATA)
     try:
         entries, places = dict(records.state_dict_metadata), _places(records.storage_data)
     except (AttributeError, TypeError, ValueError):
-        raise _wrong(folder, "does not list tensors and where they lie") from None
+        raise _wrong(folder, "does not list tensors and their places") from None
     tensors: dict[str, LazyTensor] = {}
     others = []
     for name, entry in entries.items():
@@ -149,16 +148,16 @@ def _tensor(folder: Path, name: str, entry: Any, places: Mapping[tuple[str, Shap
         dtype, shape = entry.properties.state[0], _shape(entry.size)
         boxes = [(_shape(chunk.offsets), _shape(chunk.sizes)) for chunk in entry.chunks]
     except (AttributeError, TypeError, ValueError, IndexError, KeyError):
-        raise _wrong(folder, f"does not say what {name[:200]!r} is") from None
+        raise _wrong(folder, f"does not describe {name[:200]!r}") from None
     if not isinstance(dtype, torch.dtype) or dtype not in NAMES:
-        raise _wrong(folder, f"says that {name[:200]!r} is of {str(dtype)[:40]}, which shoal does not know")
+        raise _wrong(folder, f"gives {name[:200]!r} the dtype {str(dtype)[:40]}, which shoal does not support")
     if any(len(part) != len(shape) for box in boxes for part in box) or not tiles(shape, boxes):
-        raise _wrong(folder, f"has pieces of {name[:200]!r} that do not fill its shape {list(shape)}, each place once")
+        raise _wrong(folder, f"has pieces of {name[:200]!r} that do not fill its shape {list(shape)} exactly once")
     parts = []
     for begin, size in boxes:
         place = places.get((name, begin))
         if place is None:
-            raise _wrong(folder, f"does not say where {name[:200]!r} lies")
+            raise _wrong(folder, f"does not list the place of {name[:200]!r}")
         parts.append(Box(begin, size, partial(_value, folder, name, _spot(folder, name, place), dtype, size)))
     return LazyTensor(NAMES[dtype], shape, tuple(parts))
 
@@ -171,7 +170,7 @@ def _shape(found: Any) -> Shape:
 
 
 def _spot(folder: Path, name: str, place: Any) -> tuple[Path, int, int]:
-    """The file of a value, and its bytes in it."""
+    """Return the file of a value, and its bytes in it."""
     file, offset, length = (getattr(place, key, None) for key in ("relative_path", "offset", "length"))
     if not isinstance(file, str) or not _PLAIN_NAME.fullmatch(file):
         raise _wrong(folder, f"puts {name[:200]!r} into a file {str(file)[:80]!r}")
@@ -179,7 +178,7 @@ def _spot(folder: Path, name: str, place: Any) -> tuple[Path, int, int]:
         raise _wrong(folder, f"puts {name[:200]!r} at {str(offset)[:40]} of {file}")
     if getattr(place, "transform_descriptors", None):
         raise ShoalError(
-            f"{folder / file} is compressed or encrypted, which shoal does not read", fix="save it without extensions"
+            f"{folder / file} is compressed or encrypted, which shoal cannot read", fix="save it without extensions"
         )
     return folder / file, offset, length
 
@@ -192,10 +191,10 @@ def _value(folder: Path, name: str, spot: tuple[Path, int, int], dtype: torch.dt
             value = torch.load(window, map_location="cpu", weights_only=True)
     except OSError as error:
         raise ShoalError(f"{path} cannot be read: {error.strerror}", fix="all files of the checkpoint") from error
-    except Exception as error:  # whatever torch makes of bytes that are none of its own
+    except Exception as error:  # torch raises many kinds for foreign bytes
         raise _wrong(folder, f"has no tensor {name[:200]!r} in {path.name}: {str(error).splitlines()[0]}") from None
     if not isinstance(value, Tensor) or value.dtype != dtype or tuple(value.shape) != shape:
-        raise _wrong(folder, f"says {dtype} {list(shape)} of {name[:200]!r}, and {path.name} has something else")
+        raise _wrong(folder, f"lists {dtype} {list(shape)} for {name[:200]!r}, and {path.name} has something else")
     return value.detach()
 
 
@@ -242,13 +241,13 @@ def _metadata(path: Path) -> Any:
         return _Unpickler(text).load()
     except ShoalError as error:
         raise ShoalError(f"{path}: {error.problems[0].what}", fix=error.problems[0].fix) from None
-    except Exception as error:  # a broken pickle breaks in many ways
-        raise _wrong(path.parent, f"is no metadata: {type(error).__name__}") from None
+    except Exception as error:  # a broken pickle raises many kinds
+        raise _wrong(path.parent, f"is not valid metadata: {type(error).__name__}") from None
 
 
-# In Python, not C: the one in C sets memory aside for as many entries as a pickle says that there will be.
+# The Python version: the C version allocates memory for as many entries as a pickle announces.
 class _Unpickler(pickle._Unpickler):
-    """Reads a pickle into records. Nothing that it names is imported or called."""
+    """Reads a pickle into records. No name in it is imported or called."""
 
     def __init__(self, text: bytes) -> None:
         super().__init__(io.BytesIO(text))
@@ -258,19 +257,21 @@ class _Unpickler(pickle._Unpickler):
         if (module, name) in self._known:
             return self._known[module, name]
         raise ShoalError(
-            f"its pickle asks for {module}.{name}, which no metadata of a checkpoint needs; nothing was run",
-            fix="do not load it with torch: it may run commands. Ask for the weights as safetensors",
+            f"its pickle names {module}.{name}, which no checkpoint metadata needs; nothing was run",
+            fix="do not load it with torch: it may run commands. Get the weights as safetensors",
         )
 
     def get_extension(self, code: int) -> None:
-        raise ShoalError(f"its pickle asks for the extension {code}; nothing was run", fix="the weights as safetensors")
+        raise ShoalError(
+            f"its pickle names the extension {code}; nothing was run", fix="get the weights as safetensors"
+        )
 
 
 def _stand_ins() -> dict[tuple[str, str], Any]:
-    """Module and name → what stands for it. They are made anew for each pickle, since one may write to them."""
+    """Map module and name to stand-ins. They are created for each pickle, since one may write to them."""
 
     class Record:
-        """Keeps what it is given."""
+        """Stores its arguments."""
 
         def __new__(cls, *_: Any) -> Record:
             return super().__new__(cls)
@@ -303,4 +304,4 @@ def _stand_ins() -> dict[tuple[str, str], Any]:
 
 
 def _wrong(folder: Path, what: str) -> ShoalError:
-    return ShoalError(f"{folder / METADATA} {what}", fix="the folder as torch.distributed.checkpoint has written it")
+    return ShoalError(f"{folder / METADATA} {what}", fix="the folder as torch.distributed.checkpoint wrote it")

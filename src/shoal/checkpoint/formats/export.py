@@ -1,9 +1,8 @@
-"""A step in a form that others read: one safetensors file, a folder of Hugging Face, one of
-torch.distributed.checkpoint, or a state dict of torch.
+"""Export a step: to one safetensors file, a Hugging Face folder, a folder of torch.distributed.checkpoint, or a state
+dict of torch.
 
-Every value is checked on its way out of the checkpoint, and no more than a box of one tensor is in memory. What is
-written has the name of a draft until all of it is on the disk: a process that dies before leaves nothing under the name
-that was asked for.
+Every value is checked when it is read, and only a box of one tensor is in memory. The output has the name of a draft
+until all of it is on the disk: a process that dies before leaves nothing under the requested name.
 """
 
 from __future__ import annotations
@@ -32,40 +31,40 @@ from shoal.errors import RunFailed, ShoalError
 
 FORMATS = ("safetensors", "huggingface", "dcp", "torch")
 _OF_AN_EXPORT = ("model*.safetensors", huggingface.INDEX, huggingface.CONFIG, dcp.METADATA, "*.distcp")
-"""Names of files in a folder that an export has written."""
+"""Patterns of the files in a folder that an export writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportSettings:
-    """What is written, and in which form."""
+    """What to export, and in which format."""
 
     format: str = "safetensors"
     optimizer: bool = False
-    """Also what the optimizer keeps."""
+    """Also export the optimizer's state."""
     shard_bytes: float = 5e9
-    """Of one file, in the form of Hugging Face."""
+    """Maximum bytes of one file, in a Hugging Face folder."""
     overwrite: bool = False
     model: Mapping[str, Any] | None = None
-    """The model section of a recipe; None: as far as the checkpoint says it."""
+    """The model section of a recipe; None: from the checkpoint."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written."""
+    """The files of an export."""
 
     tensors: int
     num_bytes: int
     config: bool
-    """Whether a config.json says what the model is."""
+    """Whether there is a config.json."""
 
 
 def export(
-    step: SavedStep, to: Path, how: ExportSettings, tell: Callable[[int], None], disk: Filesystem | None = None
+    step: SavedStep, to: Path, how: ExportSettings, progress: Callable[[int], None], disk: Filesystem | None = None
 ) -> Exported:
-    """Write a step to a file or folder of its own; `tell` hears of every part how many bytes it had."""
+    """Write a step to a new file or folder; `progress` is called with the bytes of each part."""
     if how.optimizer and how.format == "huggingface":
         raise ShoalError(
-            "a folder of Hugging Face has weights alone, and --optimizer was asked for",
+            "--format huggingface has weights alone, and cannot be combined with --optimizer",
             fix="--format dcp or --format safetensors, or leave out --optimizer",
         )
     disk = disk or Filesystem()
@@ -76,12 +75,12 @@ def export(
         if how.format == "huggingface":
             config = huggingface.config_of(how.model or model_in(step), tensors)
         with _target(to, disk, overwrite=how.overwrite, needs=size * (2 if how.format == "torch" else 1)) as draft:
-            _write(draft, tensors, how, config, tell, disk)
+            _write(draft, tensors, how, config, progress, disk)
     return Exported(len(tensors), size, config is not None)
 
 
 def model_in(step: SavedStep) -> Mapping[str, Any]:
-    """The model section of the recipe that a step was trained with, or what an import has found; empty: nobody says."""
+    """Return the model section of the recipe of a step, or what an import has found; empty: unknown."""
     state = step.manifest.state
     recipe = state.get("recipe")
     found = recipe.get("model") if isinstance(recipe, dict) else state.get("model")
@@ -91,7 +90,7 @@ def model_in(step: SavedStep) -> Mapping[str, Any]:
 def _named(full: FullTensors, how: ExportSettings) -> dict[str, LazyTensor]:
     tensors = full.model()
     if not tensors:
-        raise ShoalError(f"{full.step.path} has no tensors of a model", fix="another checkpoint")
+        raise ShoalError(f"{full.step.path} must have tensors of a model, got none", fix="export another checkpoint")
     if how.optimizer:
         for (kind, parameter), state in full.optimizer().items():
             name = dcp.name_of_state(kind, parameter) if how.format == "dcp" else f"optimizer/{kind}/{parameter}"
@@ -104,33 +103,33 @@ def _write(
     tensors: Mapping[str, LazyTensor],
     how: ExportSettings,
     config: Mapping[str, Any] | None,
-    tell: Callable[[int], None],
+    progress: Callable[[int], None],
     disk: Filesystem,
 ) -> None:
     if how.format == "safetensors":
-        safetensors.write(draft, tensors, disk, tell, format="pt")
+        safetensors.write(draft, tensors, disk, progress, format="pt")
     elif how.format == "torch":
-        _write_state_dict(draft, tensors, tell, disk)
+        _write_state_dict(draft, tensors, progress, disk)
     else:
         disk.make_draft(draft)
         if how.format == "huggingface":
-            huggingface.write(draft, tensors, disk, tell, shard_bytes=how.shard_bytes, config=config)
+            huggingface.write(draft, tensors, disk, progress, shard_bytes=how.shard_bytes, config=config)
         else:
-            dcp.write(draft, tensors, tell)
+            dcp.write(draft, tensors, progress)
             for name in disk.names(draft):
                 disk.sync(draft / name)
         disk.sync(draft)
 
 
 def _write_state_dict(
-    draft: Path, tensors: Mapping[str, LazyTensor], tell: Callable[[int], None], disk: Filesystem
+    draft: Path, tensors: Mapping[str, LazyTensor], progress: Callable[[int], None], disk: Filesystem
 ) -> None:
-    """torch.save wants all tensors at once. So they are written to a file first, and are then that file's memory, which
-    the system reads as torch goes along."""
+    """Write with torch.save, which needs all tensors at once. So they are written to a file first, and then mapped from
+    it, which the system reads as torch proceeds."""
     values = _beside(draft)
-    places = safetensors.write(values, tensors, disk, tell)
+    places = safetensors.write(values, tensors, disk, progress)
     with values.open("r+b") as file:
-        memory = mmap.mmap(file.fileno(), 0)  # which is let go of when the last tensor is, and not before
+        memory = mmap.mmap(file.fileno(), 0)  # unmapped when the last tensor is freed
     state = {name: _view(memory, *places[name]) for name in tensors}
     with safetensors.new_file(draft, disk) as out:
         file_like: Any = _Out(out, disk)
@@ -142,7 +141,7 @@ def _write_state_dict(
 
 
 class _Out:
-    """A file as torch.save wants one."""
+    """A file object for torch.save."""
 
     def __init__(self, file: Any, disk: Filesystem) -> None:
         self.file, self.disk = file, disk
@@ -153,7 +152,7 @@ class _Out:
         return len(view)
 
     def flush(self) -> None:
-        """All that was written is with the disk."""
+        """Flush to the disk."""
 
 
 def _view(memory: mmap.mmap, dtype: str, shape: tuple[int, ...], begin: int, end: int) -> Tensor:
@@ -163,16 +162,16 @@ def _view(memory: mmap.mmap, dtype: str, shape: tuple[int, ...], begin: int, end
     return torch.frombuffer(memory, dtype=DTYPES[dtype], count=prod(shape), offset=begin).view(shape)
 
 
-# ---- there as a whole, or not at all --------------------------------------------------------------------------------
+# ---- complete, or not at all ----------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _target(to: Path, disk: Filesystem, *, overwrite: bool, needs: int) -> Iterator[Path]:
-    """Where to write what will be `to`; it is put there when all of it is on the disk."""
+    """Yield the path of a draft; it becomes `to` when all of it is on the disk."""
     draft, gone = to.with_name(f".draft-{to.name}"), to.with_name(f".draft-gone-{to.name}")
     try:
         if gone.exists() and not to.exists():
-            disk.rename(gone, to)  # somebody was killed between taking the old one away and putting the new one there
+            disk.rename(gone, to)  # a process was killed between removing the old one and renaming the new one
         _reject_existing(to, overwrite)
         disk.make(to.parent)
         for left in (draft, _beside(draft), gone):
@@ -181,7 +180,7 @@ def _target(to: Path, disk: Filesystem, *, overwrite: bool, needs: int) -> Itera
         reject_full_disk(to.parent, needs)
         try:
             yield draft
-            if to.exists() and (to.is_dir() or draft.is_dir()):  # a file takes the place of a file at once
+            if to.exists() and (to.is_dir() or draft.is_dir()):  # only a file replaces a file atomically
                 disk.rename(to, gone)
             disk.rename(draft, to)
             _sync(to, disk)
@@ -200,7 +199,7 @@ def _sync(to: Path, disk: Filesystem) -> None:
         disk.sync(to.parent)
     except OSError as error:
         raise RunFailed(
-            f"{to} is written, but the disk does not say that it will stay: {error.strerror}", fix="look at the disk"
+            f"{to} is written, but the disk has not confirmed it: {error.strerror}", fix="check the disk"
         ) from error
 
 
@@ -210,43 +209,43 @@ def _beside(draft: Path) -> Path:
 
 def _reject_existing(to: Path, overwrite: bool) -> None:
     if not to.name:
-        raise ShoalError(f"{str(to)!r} is no name for a new file or folder", fix="a name of its own")
+        raise ShoalError(f"{str(to)!r} is not a name for a new file or folder", fix="a new name")
     reject_path_inside_file(to)
     if not to.exists() and not to.is_symlink():
         return
     if not overwrite:
-        raise ShoalError(f"{to} is there already; nothing was touched", fix="another name, or --overwrite")
+        raise ShoalError(f"{to} exists; nothing was changed", fix="another name, or --overwrite")
     strangers = [path.name for path in (to.iterdir() if to.is_dir() else ()) if not any(map(path.match, _OF_AN_EXPORT))]
     if strangers:
         raise ShoalError(
-            f"{to} holds {', '.join(sorted(strangers)[:3])}, which no export has written; nothing was touched",
+            f"{to} has {', '.join(sorted(strangers)[:3])}, which no export has written; nothing was changed",
             fix="another name, or remove it yourself",
         )
 
 
 def reject_path_inside_file(to: Path) -> None:
-    """Raise if something above a path is a file."""
+    """Reject a path below a file."""
     above = next((parent for parent in to.parents if parent.is_file()), None)
     if above is not None:
-        raise ShoalError(f"{above} is a file, and {to} would lie in it", fix="a place in a directory")
+        raise ShoalError(f"{to} must be in a directory, got the file {above}", fix="a path in a directory")
 
 
 def reject_full_disk(folder: Path, needs: int) -> None:
-    """Raise if a folder that is there has less room than will be written."""
+    """Raise if an existing folder has less free space than will be written."""
     free = shutil.disk_usage(folder).free
     if needs > free:
         raise ShoalError(
             f"{folder} has {free / 1e9:,.2f} GB free, and {needs / 1e9:,.2f} GB are needed; nothing was written",
-            fix="make room, or write to another disk",
+            fix="free disk space, or write to another disk",
         )
 
 
 def failed(to: Path, error: OSError) -> ShoalError:
-    """What a disk has refused, in one message."""
+    """Describe a failed write in one message."""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     kind = RunFailed if is_full or error.errno == errno.EIO else ShoalError
     where = f" ({error.filename})" if error.filename else ""
     return kind(
-        f"{to} was not written: {error.strerror}{where}; what was there before is as it was",
-        fix="make room, or write to another disk" if is_full else "a place that you may write to",
+        f"{to} was not written: {error.strerror}{where}; the previous content is unchanged",
+        fix="free disk space, or write to another disk" if is_full else "a path that you can write to",
     )

@@ -1,12 +1,12 @@
-"""Folders as Hugging Face has them: safetensors files, the index of several, and the configuration of a llama.
+"""Hugging Face folders: safetensors files, the index of several, and the configuration of a llama.
 
     model-00001-of-00002.safetensors    or model.safetensors, if there is one
     model-00002-of-00002.safetensors
-    model.safetensors.index.json        which tensor lies in which file
-    config.json                         what the model is
+    model.safetensors.index.json        the file of each tensor
+    config.json                         the model's configuration
 
-Shoal's llama has the modules, their names and the rotary pairs of `transformers.LlamaForCausalLM`: tensors go over as
-they are, and only the configuration has other words.
+Shoal's llama has the modules, their names and the rotary pairs of `transformers.LlamaForCausalLM`. So tensors are
+copied unchanged, and only the configuration is translated.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ WORDS = {
     "tied": "tie_word_embeddings",
     "init_std": "initializer_range",
 }
-"""What shoal calls a setting of a llama → what Hugging Face calls it."""
+"""shoal's name of a llama setting → Hugging Face's name."""
 
 DEFAULTS = {
     "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
     "intermediate_size": 11008, "max_position_embeddings": 2048, "rope_theta": 10000.0, "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False, "initializer_range": 0.02,
 }  # fmt: skip
-"""Of a llama's config.json that does not say."""
+"""Defaults of a llama's config.json."""
 
 DTYPE_WORDS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
@@ -61,17 +61,17 @@ def write(
     folder: Path,
     tensors: Mapping[str, LazyTensor],
     disk: Filesystem,
-    tell: Callable[[int], None],
+    progress: Callable[[int], None],
     *,
     shard_bytes: float,
     config: Mapping[str, Any] | None,
 ) -> list[str]:
-    """Fill a folder; returns the names of its files."""
+    """Write a folder; return the names of its files."""
     groups = split(tensors, shard_bytes)
     names = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
     names = names if len(groups) > 1 else [SINGLE]
     for name, group in zip(names, groups, strict=True):
-        safetensors.write(folder / name, {key: tensors[key] for key in group}, disk, tell, format="pt")
+        safetensors.write(folder / name, {key: tensors[key] for key in group}, disk, progress, format="pt")
     texts: dict[str, Any] = {}
     if len(groups) > 1:
         total = sum(tensor.num_bytes for tensor in tensors.values())
@@ -86,7 +86,7 @@ def write(
 
 
 def split(tensors: Mapping[str, LazyTensor], most_bytes: float) -> list[list[str]]:
-    """Names of the tensors that go into one file each, in their order; one that is too large has its own."""
+    """Group tensors into files, in their order; one that is too large has its own file."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, tensor in tensors.items():
@@ -99,17 +99,17 @@ def split(tensors: Mapping[str, LazyTensor], most_bytes: float) -> list[list[str
 
 
 def read(folder: Path) -> dict[str, LazyTensor]:
-    """The tensors of a folder, from whichever files its index names, or from all there are."""
+    """Return the tensors of a folder, from the files that its index names, or from all there are."""
     if (folder / INDEX).is_file():
         where = read_json(folder / INDEX).get("weight_map")
         if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
-            raise ShoalError(f"{folder / INDEX} has no weight_map", fix="the index that was written")
+            raise ShoalError(f"{folder / INDEX} must have a weight_map, got none", fix="the index that was written")
         for name in where.values():
             if not _PLAIN_NAME.fullmatch(name):
                 raise ShoalError(f"{folder / INDEX} names a file {name[:80]!r}", fix="plain names, without a path")
         files = {name: safetensors.read(folder / name) for name in sorted(set(where.values()))}
         raise_if(
-            Problem(f"{name} is not in {file}, where {INDEX} says it is", "the files that were written")
+            Problem(f"{name} is not in {file}, where {INDEX} lists it", "the files that were written")
             for name, file in where.items()
             if name not in files[file]
         )
@@ -121,22 +121,24 @@ def read(folder: Path) -> dict[str, LazyTensor]:
     for path in paths:
         read = safetensors.read(path)
         if twice := sorted(found.keys() & read.keys()):
-            raise ShoalError(f"{twice[0]} is in {path.name} and in a file before it", fix=f"an {INDEX} that says which")
+            raise ShoalError(
+                f"{twice[0]} is in {path.name} and in another file", fix=f"add an {INDEX} that lists files"
+            )
         found.update(read)
     return found
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Keys and values of a file."""
+    """Read a JSON object from a file."""
     try:
         text = read_regular(path, MOST_JSON)
         found = json.loads(text) if len(text) <= MOST_JSON else None
     except OSError as error:
-        raise ShoalError(f"{path} cannot be read: {error.strerror}", fix="a file that you may read") from error
+        raise ShoalError(f"{path} cannot be read: {error.strerror}", fix=f"chmod u+r {path}") from error
     except (ValueError, RecursionError) as error:
         raise ShoalError(f"{path} is not JSON: {error}", fix="the file as it was written") from None
     if not isinstance(found, dict):
-        raise ShoalError(f"{path} has no keys and values", fix="the file as it was written")
+        raise ShoalError(f"{path} must be a JSON object", fix="the file as it was written")
     return found
 
 
@@ -144,7 +146,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def config_of(model: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> dict[str, Any] | None:
-    """`config.json` of the model section of a recipe; None if it is no llama, which Hugging Face would not know."""
+    """Return the `config.json` of a recipe's model section; None if it is not a llama."""
     if model.get("name") != "llama":
         return None
     arguments = {key: value for key, value in model.items() if key != "name" and value is not None}
@@ -178,14 +180,14 @@ def _reject_other_architecture(said: Mapping[str, Any], tensors: Mapping[str, La
         words = "an embedding of {}, {} layers and {} head"
         one, other = (words.format(e, n, "a tied" if tied else "an own") for e, n, tied in (there, wanted))
         raise ShoalError(
-            f"the recipe is of another model: the checkpoint has {one}, and the recipe {other}",
-            fix="--recipe with the recipe that the checkpoint was trained with",
+            f"the recipe must describe the checkpoint's model, {one}, got {other}",
+            fix="--recipe RECIPE, with the recipe that the checkpoint was trained with",
         )
 
 
 def model_of(config: Mapping[str, Any], path: Path) -> dict[str, Any] | None:
-    """The model section of a recipe for a `config.json`; None if it is no llama. Raises if it is one that shoal's llama
-    is not."""
+    """Return the model section of a recipe for a `config.json`; None if it is not a llama. Raises for a llama that
+    shoal's llama does not support."""
     if config.get("model_type") != "llama":
         return None
     rope = config.get("rope_parameters") or {}
@@ -197,9 +199,9 @@ def model_of(config: Mapping[str, Any], path: Path) -> dict[str, Any] | None:
         (config.get("mlp_bias", False), "biases in its feed-forward"),
         (config.get("hidden_act", "silu") != "silu", f"the activation {config.get('hidden_act')!r}"),
     )
-    fix = "--format safetensors takes the tensors alone, for a model of your own"
+    fix = "--format safetensors, which imports the tensors alone, for a model of your own"
     raise_if(
-        [Problem(f"{path} says that the model has {what}, which shoal's llama has not", fix) for is_so, what in others
+        [Problem(f"{path} has {what}, which shoal's llama does not support", fix) for is_so, what in others
          if is_so]
     )  # fmt: skip
     values = {**DEFAULTS, **rope, **{key: value for key, value in config.items() if value is not None}}
@@ -208,7 +210,7 @@ def model_of(config: Mapping[str, Any], path: Path) -> dict[str, Any] | None:
 
 
 def without_copies(tensors: Mapping[str, LazyTensor], model: Mapping[str, Any]) -> dict[str, LazyTensor]:
-    """What a llama of shoal's has: no second name of a tied embedding, no table of rotary angles."""
+    """Drop tensors that shoal's llama does not have: the second name of a tied embedding, tables of rotary angles."""
     return {
         name: tensor
         for name, tensor in tensors.items()

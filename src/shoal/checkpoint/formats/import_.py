@@ -1,8 +1,7 @@
-"""Make a checkpoint of what others have written: safetensors, a folder of Hugging Face, or one of
-torch.distributed.checkpoint.
+"""Import a checkpoint: safetensors, a Hugging Face folder, or a folder of torch.distributed.checkpoint.
 
-Tensors are read box by box and written to files of a bounded size, a tensor that is larger in several pieces. Then it
-is a checkpoint as any other: with hashes, there as a whole or not at all, and loaded on any layout.
+Tensors are read box by box and written to files of bounded size, a larger tensor in several pieces. The result is an
+ordinary checkpoint: with hashes, complete or absent, and loadable on any layout.
 """
 
 from __future__ import annotations
@@ -26,25 +25,25 @@ from shoal.errors import ShoalError, listed
 
 FORMATS = ("auto", "safetensors", "huggingface", "dcp")
 FILE_BYTES = 256 * 2**20
-"""Of one file of the checkpoint, which is in memory while it is written; a box that is larger has its own."""
+"""Maximum bytes of one file of the checkpoint, which is in memory while it is written; a larger box has its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportSettings:
-    """What is read, and as what."""
+    """What to import, and as what."""
 
     format: str = "auto"
     step: int = 0
     prefix: str = ""
-    """What stands before the names of weights there; what has another name is left out."""
+    """The prefix of the names of weights; other tensors are left out."""
     overwrite: bool = False
     file_bytes: int = FILE_BYTES
-    """The most that one file of the checkpoint holds."""
+    """Maximum bytes of one file of the checkpoint."""
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """What was found."""
+    """The content of a foreign checkpoint."""
 
     source: str
     """The name of the file or folder."""
@@ -52,26 +51,26 @@ class Foreign:
     model: dict[str, LazyTensor]
     """Name of a parameter → its values."""
     states: dict[tuple[str, str], LazyTensor] = field(default_factory=dict)
-    """State and name of a parameter → what an optimizer kept."""
+    """(State, name of a parameter) → the optimizer's state."""
     left_out: tuple[str, ...] = ()
     section: dict[str, Any] | None = None
     """The model section of a recipe that these weights fit."""
 
     @property
     def num_bytes(self) -> int:
-        """Of all that will be written."""
+        """Bytes that will be written."""
         return sum(tensor.num_bytes for tensor in (*self.model.values(), *self.states.values()))
 
 
-def import_checkpoint(found: Foreign, to: Path, how: ImportSettings, tell: Callable[[int], None]) -> Path:
-    """Write a checkpoint of what was found; returns its step. `tell` hears of every part how many bytes it had."""
+def import_checkpoint(found: Foreign, to: Path, how: ImportSettings, progress: Callable[[int], None]) -> Path:
+    """Write a checkpoint; return its step. `progress` is called with the bytes of each part."""
     store = Store(to)
     _reject_existing(store, how)
     try:
         draft = store.begin(how.step)
         reject_full_disk(to, found.num_bytes)
-        manifest = _write(draft, store, found, how, tell)
-        Manifest.parse(manifest.to_bytes())  # whatever was read, what is written can be loaded
+        manifest = _write(draft, store, found, how, progress)
+        Manifest.parse(manifest.to_bytes())  # whatever was read, the result can be loaded
         return store.commit(manifest)
     except BaseException as error:
         store.abandon(how.step)
@@ -84,25 +83,25 @@ def _reject_existing(store: Store, how: ImportSettings) -> None:
     root = store.root
     reject_path_inside_file(root)
     if root.exists() and not root.is_dir():
-        raise ShoalError(f"{root} is a file, and a checkpoint is a directory", fix="a directory of its own")
+        raise ShoalError(f"a checkpoint must be a directory, got the file {root}", fix="a new directory")
     there = {path.name for path in root.iterdir() if not path.name.startswith(".draft-")} if root.is_dir() else set()
     if not there:
         return
     own = {store.path(how.step).name, "latest"}
     if how.step not in store.steps() or not there <= own:
         raise ShoalError(
-            f"{root} holds {', '.join(sorted(there - own)[:3] or sorted(there))}; nothing was touched",
-            fix="import into a directory of its own",
+            f"{root} has {', '.join(sorted(there - own)[:3] or sorted(there))}; nothing was changed",
+            fix="import into a new directory",
         )
     if not how.overwrite:
-        raise ShoalError(f"{root} has step {how.step} already; nothing was touched", fix="another name, or --overwrite")
+        raise ShoalError(f"{root} has step {how.step} already; nothing was changed", fix="another name, or --overwrite")
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
 def read(source: Path, how: ImportSettings) -> Foreign:
-    """What there is to be imported."""
+    """Read a foreign checkpoint."""
     kind = detect(source) if how.format == "auto" else how.format
     section = None
     others: list[str] = []
@@ -121,7 +120,7 @@ def read(source: Path, how: ImportSettings) -> Foreign:
 
 
 def detect(source: Path) -> str:
-    """What is in a file or folder, by its names."""
+    """Detect the format of a file or folder by its names."""
     _reject_missing(source)
     if source.is_dir():
         if (source / dcp.METADATA).is_file():
@@ -132,7 +131,7 @@ def detect(source: Path) -> str:
     elif source.suffix == ".safetensors":
         return "safetensors"
     raise ShoalError(
-        f"{source} is nothing that can be imported",
+        f"{source} is not in a format that can be imported",
         fix=f"a .safetensors file, a folder of them, or a folder with {dcp.METADATA}; --format says which. A .pt or "
         ".bin file: save it as safetensors first, safetensors.torch.save_file(torch.load(..., weights_only=True), ...)",
     )
@@ -140,17 +139,17 @@ def detect(source: Path) -> str:
 
 def _reject_missing(source: Path) -> None:
     if not source.exists():
-        raise ShoalError(f"there is no {source}", fix="a file or a folder that is there")
+        raise ShoalError(f"{source} does not exist", fix=f"ls {source.parent}")
 
 
 def _reject_own_format(source: Path) -> None:
-    """A checkpoint of shoal's needs no import."""
+    """Reject a checkpoint of shoal's, which needs no import."""
     try:
         step = find(source)
     except ShoalError:
         return
     raise ShoalError(
-        f"{source} holds checkpoints of shoal already, such as {step.path.name}", fix="load it as it is: run.load(...)"
+        f"{source} has checkpoints of shoal, such as {step.path.name}", fix="load it without an import: run.load(...)"
     )
 
 
@@ -159,13 +158,14 @@ def _folder(source: Path, kind: str, needs: str) -> Path:
     if not (source / needs).is_file():
         others = [name for name in FORMATS[1:] if name != kind]
         raise ShoalError(
-            f"{source} has no {needs}, which the form {kind} has", fix=f"--format {listed(others)}, or another folder"
+            f"{source} must have {needs} for --format {kind}, got none",
+            fix=f"--format {listed(others)}, or another folder",
         )
     return source
 
 
 def _sorted_out(found: Foreign, tensors: Mapping[str, LazyTensor], prefix: str) -> Foreign:
-    """Weights, states of weights that are there, and the rest."""
+    """Separate weights, states of weights that exist, and the rest."""
     model: dict[str, LazyTensor] = {}
     states: dict[str, tuple[str, str]] = {}
     left_out = list(found.left_out)
@@ -179,8 +179,8 @@ def _sorted_out(found: Foreign, tensors: Mapping[str, LazyTensor], prefix: str) 
             left_out.append(name)
     if not model:
         raise ShoalError(
-            f"none of the {len(tensors)} tensors there is a weight" + (f" called {prefix}..." if prefix else ""),
-            fix=f"--prefix with what stands before the names: {', '.join(list(tensors)[:3]) or 'there are none'}",
+            f"none of the {len(tensors)} tensors is a weight" + (f" called {prefix}..." if prefix else ""),
+            fix=f"--prefix PREFIX, the start of the names: {', '.join(list(tensors)[:3]) or 'there are none'}",
         )
     fitting: dict[tuple[str, str], LazyTensor] = {}
     for name, (kind, parameter) in states.items():
@@ -193,7 +193,8 @@ def _sorted_out(found: Foreign, tensors: Mapping[str, LazyTensor], prefix: str) 
 
 
 def _state_of_name(name: str) -> tuple[str, str] | None:
-    """Kind and parameter of a state that `shoal checkpoint export --optimizer` has written; None: it is no state."""
+    """Return kind and parameter of a state that `shoal checkpoint export --optimizer` wrote; None: it is not a
+    state."""
     parts = name.split("/", 2)
     return (parts[1], parts[2]) if parts[0] == "optimizer" and len(parts) == 3 else None
 
@@ -201,7 +202,7 @@ def _state_of_name(name: str) -> tuple[str, str] | None:
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
-def _write(draft: Path, store: Store, found: Foreign, how: ImportSettings, tell: Callable[[int], None]) -> Manifest:
+def _write(draft: Path, store: Store, found: Foreign, how: ImportSettings, progress: Callable[[int], None]) -> Manifest:
     tensors = {f"model/{name}": tensor for name, tensor in found.model.items()}
     scalars: dict[str, dict[str, float]] = {}
     for (kind, parameter), tensor in found.states.items():
@@ -219,7 +220,7 @@ def _write(draft: Path, store: Store, found: Foreign, how: ImportSettings, tell:
             key = key_of(name, box.begin)
             pieces[name].append(Piece(file, key, box.begin, box.shape))
             values[key] = box.read()
-            tell(values[key].numel() * values[key].element_size())
+            progress(values[key].numel() * values[key].element_size())
         files[file] = shard_file.write(draft / file, values, store.disk)
     entries = {name: Entry(tensor.dtype, tensor.shape, tuple(pieces[name])) for name, tensor in tensors.items()}
     state: dict[str, Any] = {"imported": {"from": found.source, "format": found.format}, "scalars": scalars}
@@ -229,7 +230,7 @@ def _write(draft: Path, store: Store, found: Foreign, how: ImportSettings, tell:
 
 
 def _groups(tensors: Mapping[str, LazyTensor], most_bytes: int) -> Iterator[list[tuple[str, int]]]:
-    """What goes into one file each: names, and which box of each."""
+    """Group boxes into files: names, and which box of each."""
     group: list[tuple[str, int]] = []
     size = 0
     for name, tensor in tensors.items():

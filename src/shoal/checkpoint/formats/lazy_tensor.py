@@ -1,7 +1,7 @@
-"""Tensors that nobody has read yet: what they are, and the boxes that they can be read in, one at a time.
+"""Lazy tensors: dtype, shape, and boxes that can be read one at a time.
 
-What is exported or imported is larger than memory. So a tensor on its way is a list of boxes, each of which is read
-when it is written, and forgotten then.
+An exported or imported checkpoint may be larger than memory. So a tensor is a list of boxes, each of which is read when
+it is written, and freed then.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 from shoal.checkpoint.storage.manifest import SIZES, Shape
 
 BLOCK = 8 * 2**20
-"""Bytes that are read at a time, if a row is not larger."""
+"""Bytes that are read at a time, unless a row is larger."""
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A part of a tensor, and how to read it."""
+    """A part of a tensor, and a function that reads it."""
 
     begin: Shape
     shape: Shape
@@ -33,18 +33,18 @@ class LazyTensor:
     """A tensor, as boxes that fill it."""
 
     dtype: str
-    """As safetensors calls it."""
+    """safetensors' name of it."""
     shape: Shape
     boxes: tuple[Box, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Of all its values."""
+        """Bytes of all values."""
         return prod(self.shape) * SIZES[self.dtype]
 
 
 def by_rows(dtype: str, shape: Sequence[int], rows: Callable[[int, int], Tensor]) -> LazyTensor:
-    """A tensor of which rows can be read; one without dims is read by `rows(0, 1)`."""
+    """Make a tensor from a function that reads rows; one without dims is read by `rows(0, 1)`."""
     rest = tuple(shape[1:])
     boxes = tuple(
         Box((begin, *(0 for _ in rest)), (end - begin, *rest), partial(rows, begin, end)) if shape
@@ -55,7 +55,7 @@ def by_rows(dtype: str, shape: Sequence[int], rows: Callable[[int, int], Tensor]
 
 
 def row_blocks(dtype: str, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Rows to read at a time.
+    """Yield ranges of rows to read at a time.
 
     >>> list(row_blocks("F32", (5, 2**20)))
     [(0, 2), (2, 4), (4, 5)]

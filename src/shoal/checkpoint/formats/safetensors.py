@@ -1,7 +1,7 @@
-"""safetensors files of anybody: written header first and then box by box, read by rows.
+"""Foreign safetensors files: written header first and then box by box, read by rows.
 
-These have no manifest and no hashes. So nothing that the header of one says is believed before it is checked: the
-values of every tensor lie inside of the file, have the size that dtype and shape ask for, and no two share a byte.
+These have no manifest and no hashes. So the header is checked: the values of every tensor are inside of the file, have
+the size that dtype and shape imply, and no two tensors share a byte.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from shoal.errors import ShoalError
 from shoal.files import opened
 
 Places = dict[str, tuple[str, Shape, int, int]]
-"""Key → dtype, shape, and the bytes of the file that hold its values."""
+"""Key → dtype, shape, and the range of its bytes in the file."""
 
 
 def write(
-    path: Path, tensors: Mapping[str, LazyTensor], disk: Filesystem, tell: Callable[[int], None], **metadata: str
+    path: Path, tensors: Mapping[str, LazyTensor], disk: Filesystem, progress: Callable[[int], None], **metadata: str
 ) -> Places:
-    """Write tensors to a new file, a box at a time; returns where they lie. Those with wide elements come first, so
-    that all are aligned."""
+    """Write tensors to a new file, a box at a time; return their places. Those with wide elements come first, so that
+    all are aligned."""
     ordered = sorted(tensors.items(), key=lambda item: -SIZES[item[1].dtype])
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     end = 0
@@ -48,13 +48,13 @@ def write(
             for box in tensor.boxes:
                 data = bytes_of(box.read())
                 disk.write(file, data)
-                tell(len(data))
+                progress(len(data))
     return _places(path, header, 8 + len(text), 8 + len(text) + end)
 
 
 @contextmanager
 def new_file(path: Path, disk: Filesystem) -> Iterator[Any]:
-    """A file to write to, which is on the disk in the end."""
+    """Yield a new file, which is on the disk in the end."""
     file = disk.create(path)
     try:
         yield file
@@ -65,7 +65,7 @@ def new_file(path: Path, disk: Filesystem) -> Iterator[Any]:
 
 
 def read(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of a file, to be read by rows."""
+    """Return the tensors of a file, to be read by rows."""
     return {
         key: by_rows(dtype, shape, partial(_rows, path, dtype, shape, begin))
         for key, (dtype, shape, begin, _) in places(path).items()
@@ -73,16 +73,16 @@ def read(path: Path) -> dict[str, LazyTensor]:
 
 
 def places(path: Path) -> Places:
-    """Where the tensors of a file lie."""
+    """Return the places of the tensors of a file."""
     try:
         with opened(path) as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(MOST_HEADER, size - 8):
-                raise _wrong(path, f"says that its header has {length:,} bytes, and the file has {size:,}")
+                raise _wrong(path, f"has a header of {length:,} bytes, and the file has {size:,}")
             header = json.loads(file.read(length))
     except OSError as error:
-        raise ShoalError(f"{path} cannot be read: {error.strerror}", fix="a file that you may read") from error
+        raise ShoalError(f"{path} cannot be read: {error.strerror}", fix=f"chmod u+r {path}") from error
     except (ValueError, RecursionError) as error:
         if isinstance(error, ShoalError):
             raise
@@ -92,12 +92,12 @@ def places(path: Path) -> Places:
 
 def _places(path: Path, header: Any, start: int, size: int) -> Places:
     if not isinstance(header, dict):
-        raise _wrong(path, "has a header without keys and values")
+        raise _wrong(path, "has a header that is not a JSON object")
     found = {key: _place(path, key, entry, start, size) for key, entry in header.items() if key != "__metadata__"}
     last = start
     for key, (_, _, begin, end) in sorted(found.items(), key=lambda item: item[1][2:]):
         if begin < last:
-            raise _wrong(path, f"has values of {key[:200]!r} where others lie")
+            raise _wrong(path, f"has values of {key[:200]!r} that overlap others")
         last = end
     return found
 
@@ -106,7 +106,7 @@ def _place(path: Path, key: str, entry: Any, start: int, size: int) -> tuple[str
     said: dict[str, Any] = entry if isinstance(entry, dict) else {}
     dtype, shape, offsets = (said.get(word) for word in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in SIZES:
-        raise _wrong(path, f"says that {key[:200]!r} is of {str(dtype)[:40]!r}; known are {', '.join(SIZES)}")
+        raise _wrong(path, f"gives {key[:200]!r} the dtype {str(dtype)[:40]!r}; supported are {', '.join(SIZES)}")
     if not _numbers(shape) or len(shape) > MOST_DIMS or prod(length or 1 for length in shape) > MOST_ELEMENTS:
         raise _wrong(path, f"gives {key[:200]!r} the shape {str(shape)[:80]}")
     wanted = prod(shape) * SIZES[dtype]
@@ -133,4 +133,4 @@ def _rows(path: Path, dtype: str, shape: Shape, start: int, begin: int, end: int
 
 
 def _wrong(path: Path, what: str) -> ShoalError:
-    return ShoalError(f"{path} {what}", fix="the file as it was written: this one is damaged, or no safetensors")
+    return ShoalError(f"{path} {what}", fix="the file as it was written: this one is damaged, or not safetensors")

@@ -1,1 +1,1 @@
-"""What of a run is saved."""
+"""The parts of a run that are saved."""

@@ -1,5 +1,5 @@
-"""What the `state` of a manifest may hold under the names that shoal itself reads. A hash shows that it is as somebody
-has written it, and not that it makes sense."""
+"""Types of the values in a manifest's `state` that shoal reads. A hash shows that a value is unchanged, not that it is
+valid."""
 
 from __future__ import annotations
 
@@ -59,5 +59,5 @@ KNOWN: dict[str, Check] = {
 
 
 def wrong_in(state: Mapping[str, Any]) -> str | None:
-    """The first name whose value is not what shoal writes there; None: all are."""
+    """Return the first name whose value has not the type that shoal writes; None: all are valid."""
     return next((name for name, check in KNOWN.items() if name in state and not check(state[name])), None)

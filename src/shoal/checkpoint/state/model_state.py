@@ -30,44 +30,44 @@ from shoal.parallel.parallel_model import ParallelModel
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """A piece of a tensor on this rank."""
+    """A rank's piece of a tensor."""
 
     name: str
     full_shape: Shape
     begin: Shape
     value: Tensor
-    """In the memory of the run: what is written to it changes the run."""
+    """The run's own memory: writing to it changes the run."""
     is_saved: bool
-    """Whether this rank writes it, of all that hold the same."""
+    """Whether this rank saves it, of all ranks that have the same piece."""
     is_needed: bool = True
-    """Whether a checkpoint without it is of another model. Those of others know nothing of buffers."""
+    """Whether a checkpoint without it is of another model. Imported checkpoints have no buffers."""
     replicas: int = 1
-    """How many have a tensor of their own in its place."""
+    """How many replicas have their own tensor of this name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """What holds the tensors of a run on this rank."""
+    """The objects of a run on this rank whose tensors are saved."""
 
     composed: ParallelModel
     optimizer: Optimizer
     copies: Mapping[nn.Parameter, nn.Parameter] = field(default_factory=dict)
-    """Parameters whose copies in host memory the optimizer has instead (`offload=optimizer`)."""
+    """Parameters that the optimizer updates through copies in host memory (`offload=optimizer`)."""
 
     def updated(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What the optimizer updates for a parameter."""
+        """Return the tensor that the optimizer updates for a parameter."""
         return self.copies.get(parameter, parameter)
 
 
 def local_shards(holder: Holder) -> Iterator[LocalShard]:
-    """Everything that this rank holds of a run, optimizer states as far as there are any."""
+    """Yield all tensors of a run on this rank, with optimizer states if there are any."""
     composed = holder.composed
     firsts = {second: first for first, second in composed.tied}
     for name, parameter in composed.named.items():
         full_shape, (begin, shape), is_saved = composed.shapes[name], composed.shard_box(name), composed.is_owner(name)
         known = firsts.get(name, name)
         value = to_local(parameter).detach()
-        assert tuple(value.shape) == shape, f"{name} has the box {shape} and holds {tuple(value.shape)}"
+        assert tuple(value.shape) == shape, f"{name} has the box {shape} and the shape {tuple(value.shape)}"
         local_sgd = composed.islands
         own = local_sgd.shared.get(name, value) if local_sgd is not None else value
         yield LocalShard(f"model/{known}", full_shape, begin, own, is_saved)
@@ -76,10 +76,9 @@ def local_shards(holder: Holder) -> Iterator[LocalShard]:
                 own = to_local(state)
                 if own.shape != value.shape:
                     raise ShoalError(
-                        f"{type(holder.optimizer).__name__} keeps {kind} of {name} in the shape"
-                        f" {list(own.shape)}, and the parameter has {list(value.shape)} here: nobody knows"
-                        " which part of it that is",
-                        fix="an optimizer whose states are as large as its parameters, such as AdamW or SGD",
+                        f"{type(holder.optimizer).__name__} must keep {kind} of {name} in the parameter's shape"
+                        f" {list(value.shape)}, got {list(own.shape)}",
+                        fix="torch.optim.AdamW or torch.optim.SGD, whose states have the shape of their parameters",
                     )
                 if local_sgd is None:
                     yield LocalShard(f"optimizer/{kind}/{known}", full_shape, begin, own, is_saved)
@@ -89,14 +88,14 @@ def local_shards(holder: Holder) -> Iterator[LocalShard]:
 
 
 def _buffers(composed: ParallelModel) -> Iterator[tuple[str, Tensor]]:
-    """Biases of routers, and what a model's own state_dict has of buffers; of several ranks, the first one's."""
+    """Yield biases of routers, and the persistent buffers of a model; the first rank's, if several have them."""
     for part in composed.parts:
         routed = biases(part.model)
         yield from routed.items()
         passing = {
             f"{prefix}{'.' * bool(prefix)}{name}"
             for prefix, module in part.model.named_modules()
-            for name in module._non_persistent_buffers_set  # torch has no public word for it
+            for name in module._non_persistent_buffers_set  # torch has no public name for it
         }
         for name, buffer in part.model.named_buffers():
             if name not in routed and name not in passing:
@@ -104,7 +103,7 @@ def _buffers(composed: ParallelModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def scalars_of(holder: Holder) -> dict[str, dict[str, float]]:
-    """Name → what the optimizer keeps of a parameter in one number, of the parameters that this rank tells."""
+    """Map names to the optimizer's scalar states, for the parameters that this rank saves."""
     found: dict[str, dict[str, float]] = {}
     for name, parameter in holder.composed.named.items():
         states = holder.optimizer.state.get(holder.updated(parameter), {})
@@ -117,7 +116,7 @@ def scalars_of(holder: Holder) -> dict[str, dict[str, float]]:
 
 
 def make_states(holder: Holder, kinds: dict[str, dict[str, torch.dtype]], scalars: dict[str, Any]) -> None:
-    """Let the optimizer hold, for each parameter of this rank, states of the kinds that a checkpoint has."""
+    """Create optimizer states, for each parameter of this rank, of the kinds that a checkpoint has."""
     optimizer = holder.optimizer
     firsts = {second: first for first, second in holder.composed.tied}
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
@@ -136,6 +135,6 @@ def make_states(holder: Holder, kinds: dict[str, dict[str, torch.dtype]], scalar
 
 
 def _device_of_step(group: dict[str, Any], parameter: nn.Parameter) -> torch.device:
-    """Where an optimizer keeps its counters: with the parameters if its kernels read them, else on the host."""
+    """Return the device of an optimizer's counters: the parameter's if its kernels read them, else the CPU."""
     is_near = group.get("fused") or group.get("capturable") or "states" in group
     return to_local(parameter).device if is_near else torch.device("cpu")

@@ -1,17 +1,17 @@
-"""What differs from replica to replica, in a checkpoint.
+"""State that differs between replicas, in a checkpoint.
 
-Under `compress=` a replica keeps what it could not send. Under `sync=` it has weights and an optimizer of its own until
-islands meet. Each replica's is saved:
+Under `compress=` a replica has a residual. Under `sync=` it has its own weights and optimizer between exchanges. Both
+are saved per replica:
 
-    replica/2/residual/NAME           what replica 2 owes to a gradient (residual.tp1: its tp rank 1, where each owes)
-    replica/2/model/NAME              the weights of island 2; model/NAME are those that all share
-    replica/2/optimizer/STATE/NAME    what its optimizer keeps; there is no optimizer/STATE/NAME then
-    replica/2/sent/NAME               the weights that island 2 has sent, if what they come to has not been applied yet
+    replica/2/residual/NAME           the residual of replica 2 (residual.tp1: of its tp rank 1, if each has its own)
+    replica/2/model/NAME              the weights of replica 2; model/NAME are the shared weights
+    replica/2/optimizer/STATE/NAME    its optimizer's state; then there is no optimizer/STATE/NAME
+    replica/2/sent/NAME               the weights that replica 2 has sent, if the exchange is not applied yet
     outer/momentum/NAME, outer/arrived/NAME, narrow/BEGIN/NAME     the same for all
 
-One rule brings them back on another number of replicas: with as many as there were, each has its own; else all have the
-mean. A residual counts 1/W for the mean gradient, so its mean is what all of them owed; and the mean of the islands is
-what they would tell each other at their next meeting.
+One rule restores them: with the same number of replicas, each gets its own; else all get the mean. A residual counts
+1/W in the mean gradient, so the mean of the residuals is the total that was not sent. The mean of the replicas' weights
+is the result of their next exchange.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shoal.parallel.parallel_model import ParallelModel
 
 
 def replica_shards(holder: Holder) -> Iterator[LocalShard]:
-    """What this rank holds beside what `rank_share` says."""
+    """Yield the tensors of this rank that differ between replicas."""
     composed = holder.composed
     firsts = {second: first for first, second in composed.tied}
 
@@ -67,8 +67,8 @@ def replica_shards(holder: Holder) -> Iterator[LocalShard]:
 
 
 def _residual(composed: ParallelModel, name: str, residual: Tensor, averager: BucketAverager) -> LocalShard:
-    """What is owed to a gradient. Copies that are summed up only after they have travelled owe each their own: tp ranks
-    of a weight that each used for its own tokens, and two stages that hold one parameter."""
+    """Return the residual of a parameter as a shard. Copies whose gradients are summed only after averaging have one
+    residual each: tp ranks of a partial weight, and two stages that share a parameter."""
     is_partial = composed.islands is None and name in composed.tensor.partial
     kind = f"residual.tp{composed.tensor.index}" if is_partial else "residual"
     own = composed.meeting_axes + (("tp",) if is_partial else ())
@@ -87,10 +87,10 @@ def _averagers(composed: ParallelModel) -> list[BucketAverager]:
 
 
 def sources(manifest: Manifest, piece: LocalShard, *, has_local_sgd: bool) -> list[str]:
-    """Which tensors of a checkpoint a piece is the mean of: one, several, or none.
+    """Return the names of the tensors in a checkpoint whose mean fills a shard: one, several, or none.
 
-    `piece` is of one replica or of all, and so is what the checkpoint has. Who has no islands takes the mean of the
-    weights of those that there were, not what they shared when they last met.
+    Both the shard and the checkpoint's tensors may be of one replica or of all. Without local SGD, a run takes the mean
+    of the replicas' weights, not the shared weights of their last exchange.
     """
     if _is_of_another_rank(manifest, piece):
         return []
@@ -103,6 +103,6 @@ def sources(manifest: Manifest, piece: LocalShard, *, has_local_sgd: bool) -> li
 
 
 def _is_of_another_rank(manifest: Manifest, piece: LocalShard) -> bool:
-    """A narrow matrix of another width than is wanted now is no begin for one."""
+    """Whether a narrow matrix has another rank than this run's: then it cannot be used."""
     known = manifest.tensors.get(piece.name)
     return piece.name.startswith("narrow/") and known is not None and known.shape != piece.full_shape

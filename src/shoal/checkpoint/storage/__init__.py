@@ -1,1 +1,1 @@
-"""Files of a checkpoint: manifest, shards, and the file system or object store that holds them."""
+"""Files of a checkpoint: manifest, shard files, and the file system or object store that holds them."""

@@ -1,12 +1,10 @@
-"""What a checkpoint asks of a file system: few operations, each of which may fail, and none of which a process has to
-survive.
+"""The file system operations of a checkpoint: few, and each may fail.
 
-A save is safe if killing the process before any one of them leaves the checkpoint before it intact. All that change
-something go through here and are counted, in an order that is the same every time, so that a test can do just that,
-and worse: see `shoal.blueprint.faults`.
+A save is safe if killing the process before any one of them leaves the previous checkpoint intact. All operations that
+change something are counted here, in an order that is the same every time. So a test can kill the process before each,
+and do worse: see `shoal.blueprint.faults`.
 
-Paths are names. What is done with them, a disk does: this one is of this machine,
-`shoal.checkpoint.storage.object_store` has one that is not.
+Paths are names. This class uses the local disk; `shoal.checkpoint.storage.object_store` has one for object stores.
 """
 
 from __future__ import annotations
@@ -26,28 +24,28 @@ from shoal.observe.durable_write import make_directory, sync
 
 Buffer = bytes | memoryview
 _MOST_PARTS = 512
-"""Of one call of the system; 1024 is what it takes at least."""
+"""Buffers per system call; 1024 is the guaranteed minimum of the limit."""
 
 
 class Source(Protocol):
-    """A file that is read, by several threads at a time."""
+    """A file that several threads read at a time."""
 
     size: int
 
     def read_into(self, begin: int, view: memoryview) -> int:
-        """Fill memory with what the file has from a place on; returns how many bytes there were."""
+        """Fill memory from the file at an offset; return the number of bytes read."""
         ...
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close it."""
         ...
 
 
 class Filesystem:
-    """A file system, operation by operation; every one is on the disk when it returns, or is followed by a `sync`."""
+    """A file system, operation by operation; each is durable when it returns, or is followed by a `sync`."""
 
     renames = True
-    """Whether a directory gets another name at once, or not at all."""
+    """Whether renaming a directory is atomic."""
 
     def __init__(self, faults: Faults | None = None) -> None:
         self.count = 0
@@ -57,27 +55,27 @@ class Filesystem:
         self._faults = faults
         self._is_to_corrupt = False
         self._lasting: set[Path] = set()
-        """Directories whose names, and those of their parents, are known to be on the disk."""
+        """Directories whose names, with their parents', are known to be on the disk."""
 
     # ---- operations that change something; each is counted -----------------------------------------------------------
 
     def make(self, path: Path) -> None:
-        """A directory, with those above it; all of them survive a power loss."""
+        """Create a directory with its parents; all of them survive a power loss."""
         self._may_fail(path)
         self._make_lasting(path)
 
     def make_draft(self, path: Path) -> None:
-        """A directory that will be renamed, or removed, and may be lost until then."""
+        """Create a directory that will be renamed or removed, and may be lost until then."""
         self._may_fail(path)
         path.mkdir(exist_ok=True)
 
     def create(self, path: Path) -> Any:
-        """A new file to write to."""
+        """Create a file to write to."""
         self._may_fail(path)
         return opened(path, "wb", buffering=0)
 
     def write(self, file: Any, *parts: Buffer) -> None:
-        """More of it."""
+        """Append to the file."""
         failure = self._count()
         parts = self._as_ordered(parts)
         try:
@@ -87,11 +85,11 @@ class Filesystem:
                 raise failure.error(_name(file))
             self._put(file, [memoryview(part) for part in parts if len(part)])
         except OSError as error:
-            error.filename = error.filename or _name(file)  # a failed write does not say of what
+            error.filename = error.filename or _name(file)  # a failed write does not name its file
             raise
 
     def close(self, file: Any) -> None:
-        """All of it is on the disk after this."""
+        """Close the file; all of it is on the disk afterwards."""
         try:
             self._may_fail(_name(file))
             os.fsync(file.fileno())
@@ -102,7 +100,7 @@ class Filesystem:
             file.close()
 
     def put(self, path: Path, text: bytes) -> None:
-        """A small file, all of it."""
+        """Write a small file."""
         file = self.create(path)
         try:
             self.write(file, text)
@@ -112,58 +110,58 @@ class Filesystem:
         self.close(file)
 
     def rename(self, old: Path, new: Path) -> None:
-        """At once, or not at all."""
+        """Rename atomically."""
         self._may_fail(old)
         old.rename(new)
 
     def sync(self, path: Path) -> None:
-        """What was made, renamed or removed in a directory stays so; or what others have written to a file."""
+        """Make changes to a directory's names, or to a file's content, durable."""
         self._may_fail(path)
         sync(path)
 
     def remove(self, path: Path) -> None:
-        """A file, or a directory with all that is in it."""
+        """Remove a file, or a directory with its content."""
         self._may_fail(path)
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
 
-    # ---- what changes nothing ----------------------------------------------------------------------------------------
+    # ---- operations that change nothing ------------------------------------------------------------------------------
 
     def give_up(self, file: Any) -> None:
-        """Let go of a file that is not finished."""
+        """Close a file that is not finished."""
         file.close()
 
     def names(self, directory: Path) -> list[str]:
-        """Of what is in a directory; of none, if there is no such directory."""
+        """Return the names in a directory; none, if it does not exist."""
         return sorted(os.listdir(directory)) if directory.is_dir() else []
 
     def has(self, path: Path) -> bool:
-        """Whether there is such a file."""
+        """Whether a file exists."""
         return path.is_file()
 
     def size(self, path: Path) -> int:
-        """Bytes of a file."""
+        """Return the bytes of a file."""
         return path.stat().st_size
 
     def read(self, path: Path, most: int) -> bytes:
-        """What a file says, up to so many bytes."""
+        """Read a file, up to `most` bytes."""
         return read_regular(path, most)[:most]
 
     def open(self, path: Path) -> Source:
-        """A file to read from."""
+        """Open a file for reading."""
         return _Local(path)
 
     def free(self, path: Path) -> int | None:
-        """Bytes that can still be written below a path. None: nobody knows."""
+        """Return the bytes that can still be written below a path. None: unknown."""
         while not path.is_dir() and path != path.parent:
             path = path.parent
         return shutil.disk_usage(path).free
 
     def probe(self, directory: Path) -> None:
-        """Write something below a directory and remove it again; raises if that cannot be done."""
-        self._make_lasting(directory)  # so that the first save need not
+        """Write something below a directory and remove it again; raise if that fails."""
+        self._make_lasting(directory)  # saves the first save this work
         path = directory / self._probe_name()
         try:
             with opened(path, "xb") as file:
@@ -182,21 +180,21 @@ class Filesystem:
     # ---- faults ------------------------------------------------------------------------------------------------------
 
     def saving(self, step: int, *, again: bool = False) -> None:
-        """What follows belongs to the save of a step; a new one, if it is another step or `again`."""
+        """Assign the following operations to the save of a step; a new save, if the step is another one or `again`."""
         if again or step != self._step:
             self._step, self._before_save = step, self.count
             self.saves += 1
 
     def _may_fail(self, path: object) -> None:
-        """Count an operation, and fail if it was ordered to."""
+        """Count an operation, and fail if a fault was injected for it."""
         if failure := self._count():
             raise failure.error(path)
 
     def _count(self) -> Fault | None:
-        """Count an operation, and let what was ordered for it happen; returns how it has to fail, if it has to."""
+        """Count an operation, and carry out an injected fault; return how it must fail, if it must."""
         self.count += 1
         if self._faults is None:
-            import torch.distributed as dist  # here, so that to look at a checkpoint needs no torch
+            import torch.distributed as dist  # here, so that inspecting a checkpoint needs no torch
 
             self._faults = Faults.here(dist.get_rank() if dist.is_initialized() else 0)
         if not self._faults.ordered:
@@ -209,7 +207,7 @@ class Filesystem:
         return self._due("disk_full_at")
 
     def _as_ordered(self, parts: tuple[Buffer, ...]) -> tuple[Buffer, ...]:
-        """What is written in place of what was meant: the same, or with one bit in the middle turned over."""
+        """Return the data to write: unchanged, or with one bit in the middle flipped by an injected fault."""
         if not self._is_to_corrupt:
             return parts
         self._is_to_corrupt, changed = False, bytearray(b"".join(parts))
@@ -227,7 +225,7 @@ class Filesystem:
         )
 
     def _put(self, file: BinaryIO, parts: Sequence[memoryview]) -> None:
-        """Write all of them, and have the disk begin with it."""
+        """Write all parts, and let the disk start on them."""
         handle, left = file.fileno(), list(parts)
         begin = os.lseek(handle, 0, os.SEEK_CUR)
         while left:
@@ -237,12 +235,12 @@ class Filesystem:
             if written:
                 left[0] = left[0][written:]
         if hasattr(os, "posix_fadvise"):
-            # "Not needed" makes the system write dirty pages now, beside what we do next, and not all of them in fsync.
+            # "Not needed" makes the system write dirty pages now, in the background, and not all of them in fsync.
             os.posix_fadvise(handle, begin, 0, os.POSIX_FADV_DONTNEED)
 
 
 class _Local:
-    """A file of this machine."""
+    """A local file."""
 
     def __init__(self, path: Path) -> None:
         self._handle = open_regular(path)

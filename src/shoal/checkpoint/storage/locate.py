@@ -1,4 +1,4 @@
-"""Which checkpoints a path means: the directory of a run, a store of steps, or one step. Nothing here imports torch."""
+"""Find the checkpoints at a path: the directory of a run, a store of steps, or one step. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from shoal.errors import ShoalError
 from shoal.files import read_regular
 
 MOST_NAME = 4096
-"""Bytes of a file that holds a name."""
+"""Maximum bytes of a file that holds a name."""
 
 
 @dataclass(frozen=True)
 class SavedStep:
-    """One step that is done, wherever it lies."""
+    """A complete step, in any store."""
 
     path: Path
     manifest: Manifest
 
     @property
     def num_bytes(self) -> int:
-        """Of all its files but the manifest."""
+        """Bytes of all its files but the manifest."""
         return sum(file.size for file in self.manifest.files.values())
 
     @property
@@ -36,7 +36,7 @@ class SavedStep:
 
     @property
     def model_bytes(self) -> int:
-        """Of all tensors of the model."""
+        """Bytes of all tensors of the model."""
         return sum(prod(entry.shape) * SIZES[entry.dtype] for entry in self._model())
 
     def _model(self) -> list[Entry]:
@@ -45,26 +45,26 @@ class SavedStep:
 
 @dataclass(frozen=True)
 class Listed:
-    """Something in a store: a step, or what was to become one."""
+    """An entry of a store: a step, or a draft."""
 
     path: Path
     step: SavedStep | None
-    """None: it is not there as a whole."""
+    """None: it is incomplete."""
     trouble: str = ""
-    """What is wrong with it, as far as that shows without reading its files."""
+    """What is wrong with it, as far as that is visible without reading its files."""
     is_latest: bool = False
     when: float = 0.0
     """Seconds since 1970."""
 
 
 def find(path: Path, step: int | None = None) -> SavedStep:
-    """The step that a path means: itself, or the one that is asked for of those in it, or the newest of them."""
+    """Return the step at a path: itself, the requested one of those in it, or the newest of them."""
     folder = folder_of(path, step)
     return SavedStep(folder, read_manifest(folder))
 
 
 def folder_of(path: Path, step: int | None = None) -> Path:
-    """Where that step is, whatever is in it."""
+    """Return the folder of that step, whatever its content is."""
     folders = folders_of(path)
     if step is None:
         return folders[-1]
@@ -72,19 +72,19 @@ def folder_of(path: Path, step: int | None = None) -> Path:
     if step not in there:
         raise ShoalError(
             f"there is no checkpoint of step {step} in {path}",
-            fix=f"--step with one of those that are there: {', '.join(map(str, there))}",
+            fix=f"--step {there[-1] if there else 'N'}; saved steps are {', '.join(map(str, there))}",
         )
     return there[step]
 
 
 def folders_of(path: Path) -> list[Path]:
-    """Where all steps are that a path means, the oldest first."""
+    """Return the folders of all steps at a path, the oldest first."""
     _reject_non_directory(path)
     return [path] if (path / NAME).is_file() else list(_done(path).values())
 
 
 def listing(path: Path) -> list[Listed]:
-    """Everything that a path holds of checkpoints: steps by their number, then drafts."""
+    """Return all checkpoints at a path: steps by their number, then drafts."""
     _reject_non_directory(path)
     if (path / NAME).is_file():
         return [_listed(path, "")]
@@ -97,11 +97,13 @@ def listing(path: Path) -> list[Listed]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Of one step, under whatever name it lies."""
+    """Read the manifest of one step, in a folder of any name."""
     try:
         text = read_regular(folder / NAME, MOST_BYTES)
     except OSError as error:
-        raise ShoalError(f"{folder / NAME} cannot be read: {error.strerror}", fix="another checkpoint") from error
+        raise ShoalError(
+            f"{folder / NAME} cannot be read: {error.strerror}", fix="--step N, with another step"
+        ) from error
     try:
         return Manifest.parse(text)
     except ShoalError as error:
@@ -109,7 +111,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _done(path: Path) -> dict[int, Path]:
-    """Step → where it is, the oldest first; of one that was saved several times, the last one."""
+    """Map steps to their folders, the oldest first; of one that was saved several times, the last one."""
     store = Store(root_of(path))
     found = {step: store.path(step) for step in store.steps()}
     if not found:
@@ -126,7 +128,7 @@ def _candidates(root: Path) -> Iterator[Path]:
 
 def _listed(folder: Path, latest: str) -> Listed:
     if folder.name.startswith(DRAFT):
-        return Listed(folder, None, "a draft: never finished, or on its way", when=_when(folder))
+        return Listed(folder, None, "a draft: not finished, or in progress", when=_when(folder))
     if not (folder / NAME).is_file():
         return Listed(folder, None, f"damaged: it has no {NAME}", when=_when(folder))
     is_latest, when = folder.name == latest, _when(folder / NAME)
@@ -139,7 +141,7 @@ def _listed(folder: Path, latest: str) -> Listed:
 
 
 def _trouble(step: SavedStep) -> str:
-    """What shows without reading: a file that is gone, or of another size."""
+    """Return damage that is visible without reading: a file that is missing, or of another size."""
     return next((f"damaged: {name} {what}" for name, what in wrong_sizes(step.path, step.manifest, Filesystem())), "")
 
 
@@ -157,13 +159,13 @@ def _text(path: Path) -> str:
 def _reject_non_directory(path: Path) -> None:
     if path.is_file():
         raise ShoalError(
-            f"{path} is a file, and a checkpoint is a directory",
+            f"a checkpoint must be a directory, got the file {path}",
             fix="the directory of a run, of its checkpoints, or of one step; shoal checkpoint import reads other files",
         )
     if not path.is_dir():
         near = next((parent for parent in path.parents if parent.is_dir()), Path())
         raise ShoalError(
-            f"there is no directory {path}", fix=f"the directory of a run or of a step; ls {near} shows what is there"
+            f"the directory {path} does not exist", fix=f"ls {near}, and the directory of a run or of a step"
         )
 
 

@@ -1,19 +1,19 @@
-"""The manifest of a checkpoint: one JSON file that says which tensors there are, where their pieces lie, and what every
-byte of every file has to be.
+"""The manifest of a checkpoint: one JSON file that lists the tensors, the places of their pieces, and the hash of every
+chunk of every file.
 
     step-00000120/
       manifest.json                       written last
-      shard-00000.safetensors ...         one file for each rank that has something to say
+      shard-00000.safetensors ...         one file per rank that has something to save
 
-torch's checkpoints say this in a pickle, which runs code, and say nothing of the bytes. This one is data that somebody
-may have damaged, or made up: whatever it is, parsing it either gives a manifest in which nothing contradicts itself, or
-a `ShoalError` that names the entry. Names of files lead nowhere else, sizes are bounded before anything is allocated,
-and the pieces of a tensor fill it exactly, without a gap and without a place that two of them claim.
+torch's checkpoints store this in a pickle, which can run code, and have no hashes. This one is untrusted data, possibly
+damaged or forged. Parsing yields a consistent manifest, or a `ShoalError` that names the entry. File names have no
+paths, sizes are bounded before anything is allocated, and the pieces of a tensor fill it exactly, without gaps and
+without overlaps.
 
-That last thing is one sum. A box is the difference of corners: its indicator has +1 and -1 where its edges begin and
-end. Boxes fill another one, once each place, if and only if their corners cancel to the corners of that one:
+The last check is one sum. A box is a difference of corners: its indicator has +1 and -1 where its edges begin and end.
+Boxes fill another box exactly once if and only if their corners cancel to the corners of that box:
 
-    ┌───┬─────┐     + - at every corner; inside, every + meets a -
+    ┌───┬─────┐     + - at every corner; inside, every + cancels a -
     │ a │  b  │
     ├───┴──┬──┤
     │  c   │ d│
@@ -40,22 +40,22 @@ FORMAT = "shoal checkpoint"
 VERSION = 1
 NAME = "manifest.json"
 CHUNK = 4 * 2**20
-"""Bytes of a file that have one hash, so that a part of it can be read and checked."""
+"""Bytes of a file per hash, so that a part of it can be read and checked."""
 
 MOST_BYTES = 256 * 2**20
-"""Of a manifest: that of a model with a million tensors on a thousand ranks is smaller."""
+"""Maximum size of a manifest: that of a model with a million tensors on a thousand ranks is smaller."""
 MOST_DIMS = 8
 MOST_ELEMENTS = 2**53
 MOST_PARTS = 2**25
-"""Brackets and commas of a manifest: what it becomes in memory grows with them. That of a million tensors has fewer."""
+"""Maximum of brackets and commas: memory for the parsed manifest grows with them. A million tensors need fewer."""
 DEEPEST = 64
-"""Levels of nesting."""
+"""Maximum levels of nesting."""
 
 SIZES = {
     "F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
-"""Names that safetensors gives to dtypes → bytes of one element."""
+"""safetensors' name of a dtype → bytes per element."""
 
 Shape = tuple[int, ...]
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
@@ -64,11 +64,11 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of a tensor, and where its values are."""
+    """A box of a tensor, and the place of its values."""
 
     file: str
     key: str
-    """Its name in that file."""
+    """Its name in the file."""
     begin: Shape
     shape: Shape
 
@@ -98,10 +98,10 @@ class Manifest:
     tensors: Mapping[str, Entry]
     files: Mapping[str, File]
     state: Mapping[str, Any] = field(default_factory=dict)
-    """What is no tensor: the position in the data, seeds, the recipe, the layout. JSON."""
+    """State that is not a tensor: the position in the data, seeds, the recipe, the layout. JSON."""
 
     def to_bytes(self) -> bytes:
-        """The text of the file."""
+        """Return the text of the file."""
         said = {
             "format": FORMAT,
             "version": VERSION,
@@ -127,7 +127,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, text: bytes) -> Manifest:
-        """Read what somebody has written; raises if anything in it cannot be."""
+        """Parse untrusted text; raise if anything in it is invalid."""
         if len(text) > MOST_BYTES:
             raise _wrong(f"has {len(text):,} bytes", f"at most {MOST_BYTES:,}")
         try:
@@ -135,7 +135,7 @@ class Manifest:
         except ShoalError:
             raise
         except ValueError as error:  # UnicodeDecodeError is one
-            raise _wrong(f"is not JSON that can be read: {error}", "the file that was written") from None
+            raise _wrong(f"is not valid JSON: {error}", "the file that was written") from None
         if tree.text("format") != FORMAT:
             raise _wrong(f"is of the format {tree.value['format']!r}", f"a manifest of the format {FORMAT!r}")
         if tree.number("version") != VERSION:
@@ -144,9 +144,9 @@ class Manifest:
         tensors = {name: _entry(entry, files) for name, entry in tree.mapping("tensors").items()}
         read = cls(step=tree.number("step"), tensors=tensors, files=files, state=tree.mapping("state").value)
         if (name := wrong_in(read.state)) is not None:
-            raise _wrong(f"has something else in its state under {name!r} than shoal writes there", "the saved state")
-        if text != with_checksum(text):  # after all else, which says more of what is wrong
-            raise _wrong("does not have the hash that stands at its end", "the file that was written")
+            raise _wrong(f"has an invalid value in its state under {name!r}", "the saved state")
+        if text != with_checksum(text):  # last: the other checks say more about what is wrong
+            raise _wrong("does not match the hash at its end", "the file that was written")
         return read
 
 
@@ -154,9 +154,10 @@ _SEAL = re.compile(rb',\s*"sha256":\s*"[0-9a-f]{64}"\s*}\s*\Z')
 
 
 def with_checksum(text: bytes) -> bytes:
-    """A manifest with the hash of what comes before it as its last key, in place of one that is there.
+    """Return a manifest with the hash of what precedes it as its last key, in place of an existing one.
 
-    >>> sealed(b'{"step":1}')[:21], sealed(sealed(b'{"step":1}')) == sealed(b'{"step":1}')
+    >>> once = with_checksum(b'{"step":1}')
+    >>> once[:21], with_checksum(once) == once
     (b'{"step":1,"sha256":"c', True)
     """
     body = _SEAL.sub(b"", text) if _SEAL.search(text) else text.rstrip()[:-1]
@@ -164,7 +165,7 @@ def with_checksum(text: bytes) -> bytes:
 
 
 def tiles(shape: Shape, boxes: Iterable[tuple[Shape, Shape]]) -> bool:
-    """Whether boxes, each with its begin and its shape, fill a whole exactly: the corners cancel.
+    """Whether boxes, each with its begin and its shape, fill a shape exactly: the corners cancel.
 
     >>> tiles((2, 3), [((0, 0), (1, 3)), ((1, 0), (1, 1)), ((1, 1), (1, 2))])
     True
@@ -193,23 +194,21 @@ def _file(name: str, said: _Reader) -> File:
     if len(hashes) != -(-size // CHUNK):
         raise _wrong(f"has {len(hashes)} hashes for the {size} bytes of {name!r}", f"{-(-size // CHUNK)}")
     if not all(isinstance(one, str) and _HASH.fullmatch(one) for one in hashes):
-        raise _wrong(f"has a hash of {name!r} that is none", "64 hexadecimal digits")
+        raise _wrong(f"has an invalid hash of {name!r}", "64 hexadecimal digits")
     return File(size, tuple(hashes))
 
 
 def _entry(said: _Reader, files: Mapping[str, File]) -> Entry:
     dtype, shape = said.text("dtype"), said.shape("shape")
     if dtype not in SIZES:
-        raise _wrong(f"says that {said.place} is of {dtype[:40]!r}", f"one of {', '.join(SIZES)}")
+        raise _wrong(f"gives {said.place} the dtype {dtype[:40]!r}", f"one of {', '.join(SIZES)}")
     pieces = tuple(_piece(_Reader(f"{said.place}: a piece", one), len(shape), files) for one in said.list("pieces"))
     for piece in pieces:
         needed, size = prod(piece.shape) * SIZES[dtype], files[piece.file].size
         if needed > size:
             raise _wrong(f"puts {needed} bytes of {said.place} into {piece.file!r}, which has {size}", "a larger file")
     if not tiles(shape, ((piece.begin, piece.shape) for piece in pieces)):
-        raise _wrong(
-            f"has pieces of {said.place} that do not fill its shape {list(shape)}, each place once", "all of it"
-        )
+        raise _wrong(f"has pieces of {said.place} that do not fill its shape {list(shape)} exactly once", "all of it")
     return Entry(dtype, shape, pieces)
 
 
@@ -225,7 +224,7 @@ def _piece(said: _Reader, num_dims: int, files: Mapping[str, File]) -> Piece:
 
 
 class _Reader:
-    """Keys and values that may be anything, asked for as what they should be."""
+    """Untrusted keys and values, read with a type."""
 
     def __init__(self, place: str, value: Any) -> None:
         if not isinstance(value, dict):
@@ -243,9 +242,9 @@ class _Reader:
         return found
 
     def number(self, key: str) -> int:
-        found: int = self._get(key, int, "a whole number")
+        found: int = self._get(key, int, "an integer")
         if not 0 <= found <= MOST_ELEMENTS:
-            raise _wrong(f"says {key}={found} at {self.place or 'the top'}", f"0 to {MOST_ELEMENTS}")
+            raise _wrong(f"has {key}={found} at {self.place or 'the top'}", f"0 to {MOST_ELEMENTS}")
         return found
 
     def list(self, key: str) -> list[Any]:
@@ -258,9 +257,11 @@ class _Reader:
     def shape(self, key: str) -> Shape:
         found = self.list(key)
         if len(found) > MOST_DIMS or not all(type(size) is int and 0 <= size <= MOST_ELEMENTS for size in found):
-            raise _wrong(f"gives {self.place} the {key} {str(found)[:80]}", f"up to {MOST_DIMS} numbers from 0 on")
-        if prod(size or 1 for size in found) > MOST_ELEMENTS:  # a 0 does not make room for the others: strides overflow
-            raise _wrong(f"gives {self.place} the {key} {found}: more elements than there can be", "a smaller one")
+            raise _wrong(f"gives {self.place} the {key} {str(found)[:80]}", f"up to {MOST_DIMS} integers of 0 or more")
+        if (
+            prod(size or 1 for size in found) > MOST_ELEMENTS
+        ):  # a size of 0 does not excuse the others: strides overflow
+            raise _wrong(f"gives {self.place} the {key} {found}: too many elements", "a smaller one")
         return tuple(found)
 
 
@@ -270,8 +271,8 @@ class _Mapping(_Reader):
 
 
 def read_json(text: bytes) -> Any:
-    """What a text says, if it has no more parts than a checkpoint needs, is not too deep, and says nothing twice.
-    Raises `ValueError` before it costs more than a multiple of what was sent."""
+    """Parse JSON that has no more parts than a checkpoint needs, is not too deep, and has no duplicate keys. Raise
+    `ValueError` before it costs more than a multiple of the input."""
     if sum(map(text.count, (b"[", b"{", b","))) > MOST_PARTS:
         raise ValueError(f"more than {MOST_PARTS:,} parts")
     if _depth(text) > DEEPEST:
@@ -283,7 +284,7 @@ def read_json(text: bytes) -> Any:
 
 
 def _depth(text: bytes) -> int:
-    """How deep brackets are nested, without building anything; those inside of texts count too, which does no harm."""
+    """Return the nesting depth of brackets, without building anything; brackets inside of strings count too."""
     depth = deepest = 0
     for match in re.finditer(rb"[\[{]+|[\]}]+", text):
         size = match.end() - match.start()
@@ -295,8 +296,8 @@ def _depth(text: bytes) -> int:
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("it says something twice")
-    "".join(found).encode()  # raises where a name holds half of a character, which nobody could print
+        raise ValueError("a key occurs twice")
+    "".join(found).encode()  # raises for a name with half of a surrogate pair, which cannot be printed
     return found
 
 
@@ -310,4 +311,4 @@ def _no_constant(word: str) -> Any:
 
 
 def _wrong(what: str, wanted: str) -> ShoalError:
-    return ShoalError(f"the manifest {what}", fix=f"wanted is {wanted}: load another checkpoint, this one is damaged")
+    return ShoalError(f"the manifest {what}", fix=f"expected {wanted}; load another checkpoint, this one is damaged")

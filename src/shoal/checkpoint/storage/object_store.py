@@ -1,7 +1,7 @@
-"""Object stores, and whatever else a URL of fsspec names: `s3://bucket/run`, `gs://...`, `memory://...`.
+"""Object stores, and other URLs of fsspec: `s3://bucket/run`, `gs://...`, `memory://...`.
 
-There is no rename there, and no directory; but an object is there as a whole or not at all. So the files of a step get
-their last names at once, and its manifest, which comes last, is what makes it a step. They are read by ranges.
+They have no rename and no directories, but an object appears completely or not at all. So the files of a step have
+their final names from the start, and its manifest, written last, makes it a step. Files are read by ranges.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from shoal.checkpoint.storage.filesystem import Filesystem
 from shoal.errors import ShoalError, nearest
 
 LOCAL = ("file", "local")
-"""Protocols of this machine, whose disk keeps more promises than fsspec asks of it."""
+"""Protocols of the local disk, which guarantees more than fsspec requires."""
 
 
 def filesystem_at(where: str | Path) -> tuple[Filesystem, Path]:
-    """The disk that a path or a URL is on, and its name there."""
+    """Return the file system of a path or a URL, and its name there."""
     protocol, is_url, rest = str(where).partition("://")
     if not is_url:
         return Filesystem(), Path(where)
     if protocol in LOCAL:
         return Filesystem(), Path(rest)
-    import fsspec  # type: ignore[import-untyped]  # some 0.1 s, for those who need it
+    import fsspec  # type: ignore[import-untyped]  # some 0.1 s, only where it is needed
 
     try:
         system, path = fsspec.core.url_to_fs(str(where))
@@ -40,7 +40,7 @@ def filesystem_at(where: str | Path) -> tuple[Filesystem, Path]:
 
 
 class ObjectStore(Filesystem):
-    """A file system of fsspec that may have no rename and no directories."""
+    """A file system of fsspec, possibly without rename and directories."""
 
     renames = False
 
@@ -49,16 +49,16 @@ class ObjectStore(Filesystem):
         self.system = system
 
     def make(self, path: Path) -> None:
-        """A directory, where there are any."""
+        """Create a directory, if the store has them."""
         self._may_fail(path)
         self.system.makedirs(str(path), exist_ok=True)
 
     def make_draft(self, path: Path) -> None:
-        """The same."""
+        """Create a directory, if the store has them."""
         self.make(path)
 
     def create(self, path: Path) -> Any:
-        """A new object; it is there when it is closed."""
+        """Create an object; it appears when it is closed."""
         self._may_fail(path)
         return self.system.open(str(path), "wb")
 
@@ -67,7 +67,7 @@ class ObjectStore(Filesystem):
             file.write(part)
 
     def close(self, file: Any) -> None:
-        """All of it is there after this."""
+        """Close the object, which then exists completely."""
         try:
             self._may_fail(getattr(file, "path", ""))
         except OSError:
@@ -76,26 +76,26 @@ class ObjectStore(Filesystem):
         file.close()
 
     def put(self, path: Path, text: bytes) -> None:
-        """A small object, at once or not at all."""
+        """Write a small object atomically."""
         self._may_fail(path)
         self.system.pipe_file(str(path), b"".join(self._as_ordered((text,))))
 
     def rename(self, old: Path, new: Path) -> None:
-        """Never: it would be a copy."""
+        """Raise: it would be a copy."""
         raise AssertionError(f"{old} cannot be renamed")
 
     def sync(self, path: Path) -> None:
-        """Nothing to do: what was closed is there."""
+        """Do nothing: a closed object is durable."""
 
     def remove(self, path: Path) -> None:
-        """An object, or all whose names begin with this one as with a directory's."""
+        """Remove an object, or all objects below a name."""
         self._may_fail(path)
         with suppress(FileNotFoundError):
             self.system.rm(str(path), recursive=True)
 
     def give_up(self, file: Any) -> None:
-        """Let go of an object that is not finished. Where that cannot be told, it is stored as it is: a step without a
-        manifest is none."""
+        """Discard an unfinished object. If the store cannot, it is stored as it is: a step without a manifest does not
+        count."""
         try:
             file.discard()
             file.closed = True
@@ -104,7 +104,7 @@ class ObjectStore(Filesystem):
                 file.close()
 
     def names(self, directory: Path) -> list[str]:
-        """Of what is in a directory; of none, if there is no such directory."""
+        """Return the names in a directory; none, if it does not exist."""
         self.system.invalidate_cache()
         try:
             found = {Path(path).name for path in self.system.ls(str(directory), detail=False)}
@@ -113,28 +113,28 @@ class ObjectStore(Filesystem):
         return sorted(found - {directory.name})  # some stores list an object for the directory itself
 
     def has(self, path: Path) -> bool:
-        """Whether there is such an object."""
+        """Whether an object exists."""
         self.system.invalidate_cache()
         return bool(self.system.isfile(str(path)))
 
     def size(self, path: Path) -> int:
-        """Bytes of an object."""
+        """Return the bytes of an object."""
         return int(self.system.size(str(path)))
 
     def read(self, path: Path, most: int) -> bytes:
-        """What an object says, up to so many bytes."""
+        """Read an object, up to `most` bytes."""
         return bytes(self.system.cat_file(str(path), start=0, end=most))
 
     def open(self, path: Path) -> _Object:
-        """An object to read from."""
+        """Open an object for reading."""
         return _Object(self.system, str(path))
 
     def free(self, path: Path) -> int | None:
-        """Nobody knows."""
+        """Return None: unknown."""
         return None
 
     def probe(self, directory: Path) -> None:
-        """Store something and remove it again; raises if that cannot be done."""
+        """Store something and remove it again; raise if that fails."""
         path = str(directory / self._probe_name())
         self.system.makedirs(str(directory), exist_ok=True)
         self.system.pipe_file(path, b"shoal")
@@ -142,7 +142,7 @@ class ObjectStore(Filesystem):
 
 
 class _Object:
-    """An object that is read, by several threads at a time."""
+    """An object that several threads read at a time."""
 
     def __init__(self, system: Any, path: str) -> None:
         self._system, self._path = system, path
@@ -153,10 +153,10 @@ class _Object:
             data = self._system.cat_file(self._path, start=begin, end=begin + len(view))
         except OSError:
             raise
-        except Exception as error:  # each store has its own
+        except Exception as error:  # each store raises its own kind
             raise OSError(f"{type(error).__name__}: {error}") from error
         view[: len(data)] = data
         return len(data)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""

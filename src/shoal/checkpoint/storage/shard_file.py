@@ -1,12 +1,12 @@
-"""One file of a checkpoint: tensors in the form of safetensors, written and read with a hash of every chunk.
+"""One file of a checkpoint: tensors in safetensors format, written and read with a hash of every chunk.
 
-The form is that of the safetensors package, which reads these files as they are: eight bytes with the length of a JSON
-header, the header, and the values one after the other. Chunks are hashed beside their way to the disk, so that nothing
-is read twice; a reader hashes each chunk that it touches, in several threads, where it lies: in the memory that it was
-read for, if all of it was. Who is told that a chunk differs has to take nothing of what was read.
+The safetensors package reads these files: eight bytes with the length of a JSON header, the header, and the values one
+after the other. Chunks are hashed while they are written, so that nothing is read twice. A reader hashes each chunk
+that it reads, in several threads, in the memory that it was read into if the full chunk is there. If a chunk differs,
+the caller must discard all that was read.
 
-A header is data that somebody may have damaged, or made up, as a manifest is: every tensor lies where its dtype and
-shape say, one after the other, from the first byte to the last.
+A header is untrusted data, possibly damaged or forged, as a manifest is. Every tensor must be at the place that dtypes
+and shapes imply, one after the other, from the first byte to the last.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ NAMES = {
 }  # fmt: skip
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 MOST_HEADER = 100 * 2**20
-"""Bytes of a header; the safetensors package has the same limit."""
+"""Maximum bytes of a header; the safetensors package has the same limit."""
 THREADS = 4
-"""That hash, and read: one hashes 1 to 2 GB a second."""
+"""Threads that hash and read: one hashes 1 to 2 GB a second."""
 AHEAD = 8
 """Chunks that may wait to be hashed, and so stay in memory, while later ones are written."""
 BLOCK = 16 * CHUNK
-"""Bytes that are read at a time when they cannot be read to where they belong."""
+"""Bytes that are read at a time if they cannot be read directly to their target."""
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], disk: Filesystem) -> File:
-    """Write tensors to a new file, to the disk; returns its size and hashes."""
+    """Write tensors to a new file, durably; return its size and hashes."""
     header: dict[str, Any] = {}
     end = 0
     for key, tensor in tensors.items():
@@ -71,13 +71,13 @@ def write(path: Path, tensors: Mapping[str, Tensor], disk: Filesystem) -> File:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor in host memory, as they lie there."""
+    """Return the bytes of a tensor in host memory."""
     plain = tensor.detach().cpu().contiguous()
     return plain.flatten().view(torch.uint8).numpy().data if plain.numel() else memoryview(b"")
 
 
 def _chunks(stream: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """A stream of bytes, cut into the chunks of a file: lists of parts, of which none is copied."""
+    """Cut a stream of bytes into the chunks of a file: lists of parts, without a copy."""
     chunk: list[memoryview] = []
     room = CHUNK
     for data in stream:
@@ -99,7 +99,7 @@ def _sha256(parts: Iterable[memoryview]) -> str:
 
 
 class Reading:
-    """What the readers of several files share: threads, and the chunks that were read last and not used up."""
+    """State that the readers of several files share: threads, and a cache of recently read chunks."""
 
     def __init__(self, most_chunks: int = 16) -> None:
         self.most_chunks = most_chunks
@@ -107,25 +107,25 @@ class Reading:
         self._kept: OrderedDict[tuple[Path, int], Future[memoryview]] = OrderedDict()
 
     def keep(self, path: Path, number: int, chunk: Future[memoryview]) -> None:
-        """Remember a chunk, and forget the one that nobody has asked for the longest."""
+        """Cache a chunk, and evict the least recently used one."""
         self._kept[path, number] = chunk
         if len(self._kept) > self.most_chunks:
             self._kept.popitem(last=False)
 
     def kept(self, path: Path, number: int) -> Future[memoryview] | None:
-        """A chunk that is here, or on its way."""
+        """Return a chunk that is cached, or being read."""
         if found := self._kept.get((path, number)):
             self._kept.move_to_end((path, number))
         return found
 
     def close(self) -> None:
-        """End the threads, when they are done."""
+        """End the threads when they are done."""
         self.threads.shutdown()
         self._kept.clear()
 
 
 class Reader:
-    """A file of a checkpoint, of which nothing counts as read that does not have its hash. For one thread."""
+    """A file of a checkpoint; only bytes with the right hash are returned. For one thread."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class Reader:
         reading: Reading | None = None,
         verify: bool = True,
     ) -> None:
-        """`verify=False` is for who wants to know what hashing costs."""
+        """Open the file. `verify=False` is for measuring the cost of hashing."""
         self.path, self.file, self.verify = path, file, verify
         self.header: dict[str, Any] = {}
         self._begin = 0
@@ -159,7 +159,7 @@ class Reader:
         self.close()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self._is_alone:
             self._reading.close()
         self._source.close()
@@ -167,7 +167,7 @@ class Reader:
     # ---- bytes -------------------------------------------------------------------------------------------------------
 
     def part(self, begin: int, size: int) -> bytes:
-        """A part of the file; every chunk of it has been checked."""
+        """Return a part of the file; every chunk of it has been checked."""
         data = bytearray(size)
         self.read_into(begin, memoryview(data))
         return bytes(data)
@@ -186,7 +186,7 @@ class Reader:
                 through.append((self._chunk(number), at, view[:size]))
             self._last = number
             begin, view = begin + size, view[size:]
-        wait(straight)  # all of them, so that none writes to this memory after another one has failed
+        wait(straight)  # for all: none may write to this memory after another one has failed
         for done in straight:
             done.result()
         for chunk, at, part in through:
@@ -196,7 +196,7 @@ class Reader:
         return min(CHUNK, self.file.size - number * CHUNK)
 
     def _chunk(self, number: int) -> Future[memoryview]:
-        """A chunk of which a part is wanted; the rest may be wanted next, and then the chunk after it."""
+        """Read a chunk of which a part is needed; cache the rest, and prefetch the next chunk."""
         if number == self._last + 1 and (number + 1) * CHUNK < self.file.size:
             self._fetch(number + 1)
         return self._fetch(number)
@@ -221,39 +221,39 @@ class Reader:
         except OSError as error:
             raise _damaged(self.path, f"{place} cannot be read: {error.strerror or error}") from error
         if count != len(view) or (self.verify and hashlib.sha256(view).hexdigest() != self.file.hashes[number]):
-            raise _damaged(self.path, f"{place} are not those that were written{self._held(number)}")
+            raise _damaged(self.path, f"{place} differ from what was written{self._tensors_in(number)}")
 
-    def _held(self, number: int) -> str:
-        """Which tensors lie in a chunk, as far as the header is known to be right."""
+    def _tensors_in(self, number: int) -> str:
+        """Return the tensors in a chunk, as far as the header is known to be right."""
         begin, end = number * CHUNK - self._begin, (number + 1) * CHUNK - self._begin
-        held = [
+        names = [
             key
             for key, entry in self.header.items()
             if entry["data_offsets"][0] < end and entry["data_offsets"][1] > begin
         ]
-        return f": they hold {', '.join(held[:3])}{' and more' * (len(held) > 3)}" if held else ""
+        return f": they hold {', '.join(names[:3])}{' and more' * (len(names) > 3)}" if names else ""
 
     # ---- header ------------------------------------------------------------------------------------------------------
 
     def _read_header(self) -> None:
         size = self._source.size
         if size != self.file.size:
-            raise _damaged(self.path, f"has {size:,} bytes, and the manifest says {self.file.size:,}")
+            raise _damaged(self.path, f"has {size:,} bytes, and the manifest lists {self.file.size:,}")
         length = int.from_bytes(self.part(0, min(8, size)), "little")
         if size < 8 or length > min(MOST_HEADER, size - 8):
-            raise _damaged(self.path, f"says that its header has {length:,} bytes")
+            raise _damaged(self.path, f"has a header of {length:,} bytes, more than the file")
         try:
             header = _header(self.part(8, length), size - 8 - length)
         except ValueError as error:
             if isinstance(error, ShoalError):
                 raise
-            raise _damaged(self.path, f"has a header that cannot be: {error}") from error
+            raise _damaged(self.path, f"has an invalid header: {error}") from error
         self._begin, self.header = 8 + length, header
 
     # ---- tensors -----------------------------------------------------------------------------------------------------
 
     def rows(self, key: str, dtype: str, shape: Sequence[int], begin: int, end: int) -> Tensor:
-        """Rows of a tensor, or all of a tensor without dims. What the manifest says of it has to be what is there."""
+        """Return rows of a tensor, or all of one without dims. The header must match the manifest's dtype and shape."""
         entry = self._entry(key, dtype, shape)
         assert not shape or 0 <= begin <= end <= shape[0]
         wanted = ((end - begin), *shape[1:]) if len(shape) else ()
@@ -262,7 +262,7 @@ class Reader:
         return values
 
     def fill(self, target: Tensor, key: str, dtype: str, shape: Sequence[int], part: Sequence[slice]) -> None:
-        """Copy a part of a tensor to where it belongs; to that very memory, if it lies there as it does in the file."""
+        """Copy a part of a tensor to its target; directly, if the memory layouts match."""
         entry = self._entry(key, dtype, shape)
         first = part[0] if part else slice(0, 1)
         is_rows = all(one == slice(0, size) for one, size in zip(part[1:], shape[1:], strict=True))
@@ -281,7 +281,7 @@ class Reader:
             target[begin - first.start : end - first.start].copy_(block[(slice(None), *part[1:])])
 
     def _read_rows(self, target: Tensor, entry: Mapping[str, Any], begin: int) -> None:
-        """Rows from one on, to memory that they fill."""
+        """Read rows from `begin` on into memory that they fill."""
         if target.numel():
             row_bytes = prod(entry["shape"][1:]) * SIZES[entry["dtype"]]
             place = self._begin + entry["data_offsets"][0] + begin * row_bytes
@@ -291,39 +291,39 @@ class Reader:
         entry: dict[str, Any] | None = self.header.get(key)
         if entry is None or entry["dtype"] != dtype or list(entry["shape"]) != list(shape):
             found = "nothing" if entry is None else f"{entry['dtype']} {entry['shape']}"
-            raise _damaged(self.path, f"has {found} under {key!r}, and the manifest says {dtype} {list(shape)}")
+            raise _damaged(self.path, f"has {found} under {key!r}, and the manifest lists {dtype} {list(shape)}")
         return entry
 
 
 def _header(text: bytes, size: int) -> dict[str, Any]:
-    """The tensors of a header, if they lie one after the other and fill so many bytes; raises `ValueError`."""
+    """Return the tensors of a header, if they are contiguous and fill `size` bytes; raise `ValueError` otherwise."""
     tree = read_json(text)
     if not isinstance(tree, dict):
         raise ValueError("no keys and values")
-    tree.pop("__metadata__", None)  # of the package; ours says nothing there
+    tree.pop("__metadata__", None)  # of the safetensors package; ours is empty
     found = sorted((_offsets(key, entry), key) for key, entry in tree.items())
     place = 0
     for (begin, end), key in found:
         if begin != place:
-            raise ValueError(f"{key[:200]!r} begins at {begin}, and what is before it ends at {place}")
+            raise ValueError(f"{key[:200]!r} begins at {begin}, and the previous tensor ends at {place}")
         place = end
     if place != size:
-        raise ValueError(f"it tells of {place:,} bytes, and there are {size:,}")
+        raise ValueError(f"its tensors have {place:,} bytes, and the file has {size:,}")
     return tree
 
 
 def _offsets(key: str, entry: Any) -> tuple[int, int]:
-    """Where a tensor lies, if it can lie there."""
+    """Return the place of a tensor, if it is valid."""
     name = repr(key[:200])
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{name} has no dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in SIZES:
-        raise ValueError(f"{name} is of {str(dtype)[:40]!r}")
+        raise ValueError(f"{name} has the dtype {str(dtype)[:40]!r}")
     if not _are_numbers(shape) or len(shape) > MOST_DIMS or prod(size or 1 for size in shape) > MOST_ELEMENTS:
         raise ValueError(f"{name} has the shape {str(shape)[:80]}")
     if not _are_numbers(offsets) or len(offsets) != 2 or offsets[1] - offsets[0] != prod(shape) * SIZES[dtype]:
-        raise ValueError(f"{name} lies at {str(offsets)[:80]}, with {prod(shape) * SIZES[dtype]} bytes")
+        raise ValueError(f"{name} is at {str(offsets)[:80]}, with {prod(shape) * SIZES[dtype]} bytes")
     return offsets[0], offsets[1]
 
 

@@ -1,21 +1,21 @@
-"""Where checkpoints live: a directory of steps, of which each is there as a whole or not at all.
+"""A directory of checkpoints, in which each step exists completely or not at all.
 
     checkpoints/
       step-00000100/          the files of a step: shards and manifest.json
       step-00000120/
-      step-00000120-2/        saved once more; the later one counts, and the earlier one goes when it is there
-      latest                  the name of the newest one; moves last
-      aside-step-00000130/    what a run has left behind that went on from an earlier step; nobody removes it
-      step-00000150.damaged-1 what had the name of a step and no manifest when that step was saved; nothing removes it
-      .draft-step-00000140/   on its way; what a crash leaves of it is removed by the next save
+      step-00000120-2/        saved again; the later one counts, and then the earlier one is removed
+      latest                  the name of the newest one; updated last
+      aside-step-00000130/    archived: a run resumed from an earlier step; shoal never removes it
+      step-00000150.damaged-1 had the name of a step and no manifest when that step was saved; shoal never removes it
+      .draft-step-00000140/   in progress; the next save removes what a crash leaves of it
 
-A step is written under the name of a draft, every file of it is on the disk before its manifest, the manifest before
-the rename, and the rename before `latest` moves. So whatever moment a process dies at, the newest step that is there is
-one that was finished. Nothing that is finished is ever written to again. The same holds when the power is lost: see
-`shoal.observe.durable_write` for what a disk may have lost then.
+A step is written under the name of a draft. Every file of it is on the disk before its manifest, the manifest before
+the rename, and the rename before `latest` is updated. So at any moment that a process dies, the newest step that exists
+is complete. A complete step is never written to again. The same holds for a power loss: see
+`shoal.observe.durable_write` for what a disk may lose then.
 
-An object store has no rename. There the files of a step have their last names from the start, and it is a step when its
-manifest is there; one is set aside by an object beside it, `aside-step-00000130`, that says so.
+An object store has no rename. There the files of a step have their final names from the start, and it is a step when
+its manifest exists. An object beside it, `aside-step-00000130`, marks it as archived.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ ASIDE = "aside-"
 DAMAGED = ".damaged-"
 DRAFT = ".draft-"
 STEP = re.compile(r"step-(\d{8,})(?:-(\d+))?")
-"""The name of a step that is done: its number, and how often it was saved."""
+"""The name of a complete step: its number, and how often it was saved."""
 
 
 def root_of(path: Path) -> Path:
-    """Where steps are: in the checkpoints of a run, or in the directory itself."""
+    """Return the directory of steps: the checkpoints of a run, or the directory itself."""
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
 def find(where: str | Path) -> tuple[Store, int | None]:
-    """What a person means by a path: a directory of steps, the directory of a run that has one, or a step in one."""
+    """Resolve a path: a directory of steps, the directory of a run that has one, or a step in one."""
     path = Path(where)
     if "://" in str(where):
         return Store.at(where), None
@@ -55,7 +55,7 @@ def find(where: str | Path) -> tuple[Store, int | None]:
 
 
 def wrong_sizes(folder: Path, manifest: Manifest, disk: Filesystem) -> Iterator[tuple[str, str]]:
-    """Files of a step that are gone or of another size, and what is wrong with each; their bytes are not read."""
+    """Yield files of a step that are missing or of another size, and what is wrong; their bytes are not read."""
     for name, file in manifest.files.items():
         try:
             size = disk.size(folder / name)
@@ -63,35 +63,35 @@ def wrong_sizes(folder: Path, manifest: Manifest, disk: Filesystem) -> Iterator[
             yield name, f"cannot be read: {error.strerror or error}"
         else:
             if size != file.size:
-                yield name, f"has {size:,} bytes, and the manifest says {file.size:,}"
+                yield name, f"has {size:,} bytes, and the manifest lists {file.size:,}"
 
 
 class Store:
-    """The checkpoints of one run, on a disk."""
+    """The checkpoints of one run, on a file system."""
 
     def __init__(self, root: Path, disk: Filesystem | None = None, *, where: str = "") -> None:
         self.root, self.disk = root, disk or Filesystem()
         self.where = where or str(root)
-        """As a person names it: the path, or the URL."""
+        """Its path or URL, for messages."""
         self._notes: list[str] = []
 
     @classmethod
     def at(cls, where: str | Path) -> Store:
-        """In a directory of this machine, or at a URL of any store that fsspec knows."""
+        """Open a local directory, or a URL of any store that fsspec supports."""
         disk, root = filesystem_at(where)
         return cls(root, disk, where=str(where))
 
     # ---- saving -----------------------------------------------------------------------------------------------------
 
     def draft(self, step: int) -> Path:
-        """Of a step that is on its way."""
+        """Return the path of a step in progress."""
         self.disk.saving(step)
         if self.disk.renames:
             return self.root / f"{DRAFT}step-{step:08d}"
         return self._next(step)
 
     def begin(self, step: int) -> Path:
-        """Make room for a step, by one rank; drafts that were never finished go."""
+        """Create the draft of a step, on one rank, and remove unfinished drafts."""
         self.disk.saving(step, again=True)
         self.disk.make(self.root)
         for left in self._leftovers():
@@ -102,22 +102,22 @@ class Store:
         return draft
 
     def _move_damaged(self, step: int) -> None:
-        """Rename whatever has the name that a step gets and is no step. It may be a person's: it is not removed."""
+        """Rename whatever has a step's name and is not a step. It may be a user's file: it is not removed."""
         done = self._next(step)
         if self.disk.renames and done.name in self.disk.names(self.root):
             moved = self._free(f"{done.name}{DAMAGED}1", f"{done.name}{DAMAGED}")
             self.disk.rename(done, moved)
-            self._notes.append(f"{done} has no {NAME} that can be read; it was renamed to {moved.name}")
+            self._notes.append(f"{done} has no readable {NAME}; it was renamed to {moved.name}")
 
     def take_notes(self) -> list[str]:
-        """What a person should know of the saves since the last call."""
+        """Return messages for the user about saves since the last call."""
         taken, self._notes = self._notes, []
         return taken
 
     def commit(self, manifest: Manifest, unfinished: Callable[[str], None] | None = None) -> Path:
-        """Finish a step, by one rank, when all files of it are on the disk. What fails leaves no draft, if it can.
+        """Commit a step, on one rank, when all its files are on the disk. On failure the draft is removed if possible.
 
-        A step is there when it has its name. An error after that is reported to `unfinished`, if it is given.
+        A step exists when it has its final name. An error after that is reported to `unfinished`, if given.
         """
         draft, disk = self.draft(manifest.step), self.disk
         earlier = self._found().get(manifest.step, {})
@@ -133,11 +133,11 @@ class Store:
         try:
             what = f"but the disk has not confirmed the name {done.name}, which a power failure may undo"
             disk.sync(self.root)
-            what = f"but `{LATEST}` could not be moved to it, and may name an earlier one; loading finds the newest"
+            what = f"but `{LATEST}` could not be updated, and may name an earlier one; loading finds the newest"
             self._point_to(done.name)
             what = "but an earlier save of the same step could not be removed"
             self._drop(*earlier.values())
-        except Exception as error:  # each store has its own
+        except Exception as error:  # each store raises its own kind
             if unfinished is None:
                 raise
             why = (
@@ -147,17 +147,17 @@ class Store:
         return done
 
     def abandon(self, step: int) -> None:
-        """Remove what there is of a step that will not be finished, as far as that can be done."""
-        with suppress(Exception):  # each store has its own
+        """Remove what exists of a step that will not be finished, as far as possible."""
+        with suppress(Exception):  # each store raises its own kind
             self.disk.remove(self.draft(step))
 
     def _next(self, step: int) -> Path:
-        """The name that a step gets when it is done."""
+        """Return the name of the next save of a step."""
         number = max(self._named().get(step, {}), default=0) + 1
         return self.root / f"step-{step:08d}{f'-{number}' * (number > 1)}"
 
     def _leftovers(self) -> list[Path]:
-        """What nobody will finish."""
+        """Return drafts of saves that have ended."""
         names = self.disk.names(self.root)
         left = [name for name in names if name.startswith(DRAFT)]
         if not self.disk.renames:
@@ -174,18 +174,18 @@ class Store:
         self.disk.rename(new, self.root / LATEST)
         self.disk.sync(self.root)
 
-    # ---- what is there ----------------------------------------------------------------------------------------------
+    # ---- reading ----------------------------------------------------------------------------------------------------
 
     def path(self, step: int) -> Path:
-        """Of a step that is done; where it would be, if it is not."""
+        """Return the path of a complete step, or its path if it were saved now."""
         return max(self._found().get(step, {1: self.root / f"step-{step:08d}"}).items())[1]
 
     def steps(self) -> list[int]:
-        """Those that are done, the oldest first."""
+        """Return the complete steps, the oldest first."""
         return sorted(self._found())
 
     def manifest(self, step: int) -> Manifest:
-        """Of a step that is done."""
+        """Read the manifest of a complete step."""
         path = self.path(step) / NAME
         try:
             text = self.disk.read(path, MOST_BYTES + 1)
@@ -193,19 +193,21 @@ class Store:
             known = ", ".join(map(str, self.steps()[-5:])) or "none"
             raise ShoalError(
                 f"there is no checkpoint of step {step} in {self.where}: {error.strerror or error}",
-                fix=f"steps that are: {known}",
+                fix=f"--resume STEP, with one of the saved steps: {known}",
             ) from error
         try:
             read = Manifest.parse(text)
         except ShoalError as error:
             raise ShoalError(*(Problem(f"{path.parent.name}: {p.what}", p.fix) for p in error.problems)) from error
         if read.step != step:
-            raise ShoalError(f"{path} says that it is of step {read.step}", fix="load another one: this one was moved")
+            raise ShoalError(
+                f"{path} is the manifest of step {read.step}: it was moved", fix="--resume STEP, another one"
+            )
         return read
 
-    def good(self, steps: Iterable[int] | None = None) -> tuple[int | None, dict[int, str]]:
-        """The newest of some steps (None: of all) with a manifest that can be read and files of the sizes that it says,
-        and what is wrong with each one that is newer. What their bytes are is not looked at."""
+    def latest_valid(self, steps: Iterable[int] | None = None) -> tuple[int | None, dict[int, str]]:
+        """Return the newest of some steps (None: of all) with a readable manifest and files of the listed sizes, and
+        what is wrong with each newer one. Their bytes are not read."""
         wrong: dict[int, str] = {}
         for step in sorted(self.steps() if steps is None else steps, reverse=True):
             try:
@@ -219,15 +221,15 @@ class Store:
     def _check_sizes(self, step: int) -> None:
         folder = self.path(step)
         found = wrong_sizes(folder, self.manifest(step), self.disk)
-        raise_if(Problem(f"{folder.name}/{name} {what}", "load another step: --resume STEP") for name, what in found)
+        raise_if(Problem(f"{folder.name}/{name} {what}", "--resume STEP, with another step") for name, what in found)
 
     def damaged(self) -> list[str]:
-        """Names of what should be a step and has no manifest. In an object store, those are saves on their way."""
+        """Return names of steps without a manifest. In an object store, those are saves in progress."""
         names = [name for name in self.disk.names(self.root) if STEP.fullmatch(name)] if self.disk.renames else []
         return [name for name in names if not self.disk.has(self.root / name / NAME)]
 
     def _named(self) -> dict[int, dict[int, Path]]:
-        """Step → how often it was saved → where. Only what has a manifest is done."""
+        """Map step → number of the save → path. Only steps with a manifest are complete."""
         found: dict[int, dict[int, Path]] = {}
         for name in self.disk.names(self.root):
             match = STEP.fullmatch(name)
@@ -236,7 +238,7 @@ class Store:
         return found
 
     def _found(self) -> dict[int, dict[int, Path]]:
-        """Those that nobody has set aside."""
+        """Return the steps that are not archived."""
         if self.disk.renames:
             return self._named()
         aside = {name.removeprefix(ASIDE) for name in self.disk.names(self.root) if name.startswith(ASIDE)}
@@ -246,13 +248,13 @@ class Store:
         }
         return {step: saved for step, saved in kept.items() if saved}
 
-    # ---- making room ------------------------------------------------------------------------------------------------
+    # ---- space ------------------------------------------------------------------------------------------------------
 
     def room(self, num_bytes: int) -> None:
-        """Raise if so many bytes have no place here, or if nothing can be written here at all."""
+        """Raise if `num_bytes` do not fit here, or if nothing can be written here at all."""
         try:
             self.disk.probe(self.root)
-        except Exception as error:  # each store has its own
+        except Exception as error:  # each store raises its own kind
             why = (
                 error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
             )
@@ -260,28 +262,28 @@ class Store:
         free = self.disk.free(self.root)
         if free is not None and free < num_bytes:
             raise ShoalError(
-                f"{self.where} has room for {free / 2**30:.2f} GiB, and a checkpoint needs {num_bytes / 2**30:.2f} GiB",
-                fix="--checkpoint.dir ELSEWHERE, or make room",
+                f"{self.where} has {free / 2**30:.2f} GiB free, and a checkpoint needs {num_bytes / 2**30:.2f} GiB",
+                fix="--checkpoint.dir ELSEWHERE, or free disk space",
             )
 
     def retain(self, number: int) -> list[int]:
-        """Remove all but the newest ones; returns those that are gone. The newest is never removed, nor is the newest
-        one that is good."""
+        """Remove all but the newest steps; return the removed ones. The newest is never removed, nor is the newest
+        valid one."""
         steps = self.steps()
         gone, kept = steps[: -max(1, number)], steps[-max(1, number) :]
-        if gone and self.good(kept)[0] is None:
-            last = self.good(gone)[0]
+        if gone and self.latest_valid(kept)[0] is None:
+            last = self.latest_valid(gone)[0]
             gone = [step for step in gone if step != last]
         found = self._found()
         self._drop(*(path for step in gone for path in found.get(step, {}).values()))
         return gone
 
     def drop(self, *, after: int) -> None:
-        """Remove the steps after one: of a place that is kept for a while only."""
+        """Remove the steps after one, in a temporary store."""
         self._drop(*(path for step, saves in self._found().items() if step > after for path in saves.values()))
 
     def archive(self, *, after: int) -> list[int]:
-        """Take the steps after one out of the way of a run that goes on from there, and remove none; returns them."""
+        """Rename the steps after one, from which a run resumes, and remove none; return them."""
         found = self._found()
         later = sorted(step for step in found if step > after)
         if not later:
@@ -300,13 +302,13 @@ class Store:
         return later
 
     def _free(self, name: str, stem: str = "") -> Path:
-        """A name that nothing has: this one, or a stem (by default itself and a dot) with a number from 2 on."""
+        """Return an unused name: this one, or a stem (by default itself and a dot) with a number from 2 on."""
         taken = set(self.disk.names(self.root))
         names = itertools.chain([name], (f"{stem or f'{name}.'}{number}" for number in itertools.count(2)))
         return self.root / next(one for one in names if one not in taken)
 
     def _drop(self, *paths: Path) -> None:
-        """A step is never half there: first it is no step, then it has no files, also after a power loss."""
+        """Remove steps so that none is ever incomplete: first the name, then the files, also across a power loss."""
         if self.disk.renames:
             gone = [self.root / f"{DRAFT}gone-{path.name}" for path in paths]
             for path, left in zip(paths, gone, strict=True):

@@ -119,11 +119,11 @@ def size_of(num_bytes: int) -> str:
 def of_verdicts(verdicts: Mapping[Path, StepVerdict]) -> dict[str, Any]:
     """The verdicts as JSON."""
     return {
-        "intact": all(verdict.is_whole for verdict in verdicts.values()),
+        "intact": all(verdict.is_intact for verdict in verdicts.values()),
         "checkpoints": [
             {
                 "path": str(path),
-                "intact": verdict.is_whole,
+                "intact": verdict.is_intact,
                 "bytes": verdict.num_bytes,
                 "damages": [
                     {"file": d.file, "what": d.what, "begin": d.begin, "end": d.end, "tensors": list(d.tensors)}
@@ -139,7 +139,7 @@ def of_verdicts(verdicts: Mapping[Path, StepVerdict]) -> dict[str, Any]:
 def draw_verdicts(console: Console, verdicts: Mapping[Path, StepVerdict]) -> None:
     """One line for an intact step, and one for each damage."""
     for path, verdict in verdicts.items():
-        if verdict.is_whole:
+        if verdict.is_intact:
             _say(console, f"intact   {path}: all {size_of(verdict.num_bytes)} have their hashes")
         for damage in verdict.damages:
             is_part = damage.begin is not None and damage.end is not None
