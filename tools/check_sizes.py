@@ -28,7 +28,6 @@ KNOWN: dict[str, dict[str, int]] = {
         "shoal.predict.exact.traffic": 458,
     },
     "parameters": {
-        "shoal.data.loader.Loader.__init__": 10,
         "shoal.parallel.expert.router.Router.__init__": 11,
         "shoal.predict.estimate.peak_memory._of_rank": 9,
         "shoal.predict.estimate.peak_memory._summed": 9,
