@@ -28,7 +28,6 @@ KNOWN: dict[str, dict[str, int]] = {
         "shoal.predict.exact.traffic": 458,
     },
     "parameters": {
-        "shoal.data.loader.Loader.__init__": 10,
         "shoal.parallel.expert.router.Router.__init__": 11,
         "shoal.predict.exact.traffic.traffic": 9,
         "shoal.verification.api.verify": 12,
