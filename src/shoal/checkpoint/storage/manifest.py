@@ -135,7 +135,7 @@ class Manifest:
         except ShoalError:
             raise
         except ValueError as error:  # UnicodeDecodeError is one
-            raise _wrong(f"is not valid JSON: {error}", "the file that was written") from None
+            raise _wrong(f"is not JSON: {error}", "the file that was written") from None
         if tree.text("format") != FORMAT:
             raise _wrong(f"is of the format {tree.value['format']!r}", f"a manifest of the format {FORMAT!r}")
         if tree.number("version") != VERSION:
