@@ -158,7 +158,7 @@ def with_checksum(text: bytes) -> bytes:
 
     >>> once = with_checksum(b'{"step":1}')
     >>> once[:21], with_checksum(once) == once
-    (b'{"step":1,"sha256":"c', True)
+    (b'{"step":1,"sha256":"d', True)
     """
     body = _SEAL.sub(b"", text) if _SEAL.search(text) else text.rstrip()[:-1]
     return body + b',"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"}'
