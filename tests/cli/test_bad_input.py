@@ -175,7 +175,7 @@ CASES = {
         "--optim.state_dtype fp32, or another --plan.precision",
     ),
     "fp8 with tp": ("train --plan.precision fp8 --plan.tp 2 --nproc 2", "tp=2 splits them", "bf16 instead of fp8"),
-    "fp8 of small layers": ("train --plan.precision fp8", "has 512 features", "--run.fp8_min_features 16"),
+    "fp8 of small layers": ("train --plan.precision fp8", "at least 512 features", "--run.fp8_min_features 16"),
     "fp8 by rows, in fp32": (
         "train --run.fp8 rowwise",
         "run.fp8 rowwise needs the precision fp8, got fp32",

@@ -114,7 +114,7 @@ def test_ls_names_what_is_not_whole(here: Path, capsys: pytest.CaptureFixture[st
     (TINY / ".draft-step-00000006").mkdir()
     shutil.copytree(TINY / "step-00000001", TINY / "aside-step-00000007")
     found = {Path(one["path"]).name: one["problem"] for one in say(capsys, "ls", "runs/tiny")["checkpoints"]}
-    assert found["step-00000003"].startswith("damaged: shard-00000.safetensors has 5 bytes, and the manifest says")
+    assert found["step-00000003"].startswith("damaged: shard-00000.safetensors has 5 bytes, and the manifest lists")
     assert found["step-00000004"].startswith("damaged: the manifest has no 'format'")
     assert found["step-00000005"] == "damaged: it has no manifest.json"
     assert found[".draft-step-00000006"].startswith("a draft")
@@ -155,7 +155,7 @@ def test_a_flipped_bit_is_found(here: Path, capsys: pytest.CaptureFixture[str], 
     assert "model/0.weight" in damage["tensors"]
     assert say(capsys, "verify", "runs/tiny")["intact"]  # the newest
     out = told(capsys, "verify", "runs/tiny", "--step", "1", code=1)
-    assert re.search(r"shard-00000.safetensors bytes 0 to [\d,]+ are not those .*, in .*model/0.weight", out)
+    assert re.search(r"shard-00000.safetensors bytes 0 to [\d,]+ differ from .* they hold .*model/0.weight", out)
 
 
 def test_damage_in_a_large_file_is_told_with_its_bytes_and_tensors(
@@ -208,7 +208,7 @@ def test_files_that_are_short_gone_swapped_or_of_another_step_are_found(
     assert damage["what"] == "the manifest does not match the hash at its end"
     (second / "manifest.json").write_bytes(with_checksum(json.dumps(manifest).encode()))  # somebody means it
     [damage] = damages()
-    assert damage["what"] == "holds F32 [8, 4], and the manifest says F32 [4, 8]"
+    assert damage["what"] == "has F32 [8, 4], and the manifest lists F32 [4, 8]"
     (second / "manifest.json").write_text("[" * 1000)
     [damage] = damages()
     assert damage["file"] == "manifest.json"
@@ -254,14 +254,14 @@ def test_diff_tells_what_differs_and_how_much(here: Path, capsys: pytest.Capture
         ("export runs/tiny new --format huggingface --optimizer", "weights alone"),
         ("export runs/tiny new --format huggingface --shard-size many", "got 'many'"),
         ("export runs/tiny new --step 9", "saved steps are 1, 2"),
-        ("export runs/tiny runs/tiny/checkpoints/latest/new", "latest is a file, and"),
+        ("export runs/tiny runs/tiny/checkpoints/latest/new", "must be in a directory, got the file"),
         (
             "import runs/tiny/checkpoints/step-00000001/shard-00000.safetensors runs/tiny/checkpoints/latest/a",
-            "is a file",
+            "must be in a directory, got the file",
         ),
         ("import runs/tiny new", "has checkpoints of shoal"),
-        ("import nowhere new", "there is no nowhere"),
-        ("import runs/tiny new --format dcp", "has no .metadata"),
+        ("import nowhere new", "nowhere does not exist"),
+        ("import runs/tiny new --format dcp", "must have .metadata for --format dcp"),
         ("import runs/tiny/checkpoints/step-00000001/shard-00000.safetensors runs/tiny", "nothing was changed"),
         ("import nowhere new --step -3", "must be 0 or more, got -3"),
         ("xport runs/tiny", "fix: shoal checkpoint export"),

@@ -222,7 +222,7 @@ def test_another_run_is_refused_unless_its_weights_are_all_that_is_wanted(world:
 def test_states_that_are_no_part_of_a_parameter_are_refused(world: World, tmp_path: Path) -> None:
     run = own(world, "fp32", torch.optim.Adafactor)
     run.step(one_batch(0))
-    with pytest.raises(ShoalError, match=r"Adafactor keeps row_var of linear\.weight in the shape"):
+    with pytest.raises(ShoalError, match=r"Adafactor must keep row_var of linear\.weight in the parameter's shape"):
         run.save(tmp_path / "here")
 
 

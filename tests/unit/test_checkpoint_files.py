@@ -75,7 +75,7 @@ def test_one_flipped_bit_is_refused_with_its_file(tmp_path: Path, place: int) ->
                     key, shard_file.NAMES[tensor.dtype], tensor.shape, 0, tensor.shape[0] if tensor.dim() else 1
                 )
 
-    with pytest.raises(ShoalError, match=r"step-1/x.safetensors bytes [\d,]+ to [\d,]+ are not those"):
+    with pytest.raises(ShoalError, match=r"step-1/x.safetensors bytes [\d,]+ to [\d,]+ differ from"):
         read_all()
 
 
@@ -85,10 +85,10 @@ def test_a_file_that_is_short_missing_or_another_is_refused(tmp_path: Path) -> N
     shard_file.write(other, {key: tensor.clone().zero_() for key, tensor in tensors().items()}, Filesystem())
     with pytest.raises(ShoalError, match="differ from what was written"), shard_file.Reader(other, file) as reader:
         reader.rows("large", "F32", (1100, 1024), 0, 1)
-    with pytest.raises(ShoalError, match="and the manifest says F32"), shard_file.Reader(path, file) as reader:
+    with pytest.raises(ShoalError, match="and the manifest lists F32"), shard_file.Reader(path, file) as reader:
         reader.rows("b/bf16", "F32", (7, 3), 0, 1)
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ShoalError, match="bytes, and the manifest says"):
+    with pytest.raises(ShoalError, match="bytes, and the manifest lists"):
         shard_file.Reader(path, file)
     path.unlink()
     with pytest.raises(ShoalError, match="cannot be read"):
@@ -165,23 +165,23 @@ def test_a_header_that_can_be_is_read(tmp_path: Path) -> None:
         (b"", "an invalid header"),
         (b"\x80\x04pickle", "an invalid header"),
         ([], "no keys and values"),
-        ({"a": ENTRY}, "24 bytes, and there are 28"),
+        ({"a": ENTRY}, "24 bytes, and the file has 28"),
         ({"a": ENTRY, "b": {**SECOND, "data_offsets": [20, 24]}}, "begins at 20"),
         ({"a": ENTRY, "b": {**SECOND, "data_offsets": [25, 29]}}, "begins at 25"),
-        ({"a": {**ENTRY, "data_offsets": [-24, 0]}, "b": SECOND}, "lies at"),
-        ({"a": {**ENTRY, "data_offsets": [24, 0]}, "b": SECOND}, "lies at"),
-        ({"a": {**ENTRY, "data_offsets": [0, 2**60]}, "b": SECOND}, "lies at"),
-        ({"a": {**ENTRY, "data_offsets": [0.0, 24.0]}, "b": SECOND}, "lies at"),
-        ({"a": {**ENTRY, "data_offsets": [False, 24]}, "b": SECOND}, "lies at"),
-        ({"a": {**ENTRY, "data_offsets": "ab"}, "b": SECOND}, "lies at"),
-        ({"a": {**ENTRY, "data_offsets": [0]}, "b": SECOND}, "lies at"),
+        ({"a": {**ENTRY, "data_offsets": [-24, 0]}, "b": SECOND}, "is at"),
+        ({"a": {**ENTRY, "data_offsets": [24, 0]}, "b": SECOND}, "is at"),
+        ({"a": {**ENTRY, "data_offsets": [0, 2**60]}, "b": SECOND}, "is at"),
+        ({"a": {**ENTRY, "data_offsets": [0.0, 24.0]}, "b": SECOND}, "is at"),
+        ({"a": {**ENTRY, "data_offsets": [False, 24]}, "b": SECOND}, "is at"),
+        ({"a": {**ENTRY, "data_offsets": "ab"}, "b": SECOND}, "is at"),
+        ({"a": {**ENTRY, "data_offsets": [0]}, "b": SECOND}, "is at"),
         ({"a": {**ENTRY, "shape": [2**40, 2**40]}, "b": SECOND}, "the shape"),
         ({"a": {**ENTRY, "shape": [2**40, 0, 2**40], "data_offsets": [0, 0]}}, "the shape"),
         ({"a": {**ENTRY, "shape": [-2, -3]}, "b": SECOND}, "the shape"),
-        ({"a": {**ENTRY, "shape": [2, 4]}, "b": SECOND}, "lies at"),
+        ({"a": {**ENTRY, "shape": [2, 4]}, "b": SECOND}, "is at"),
         ({"a": {**ENTRY, "shape": None}, "b": SECOND}, "the shape"),
-        ({"a": {**ENTRY, "dtype": "F3"}, "b": SECOND}, "is of 'F3'"),
-        ({"a": {**ENTRY, "dtype": ["F32"]}, "b": SECOND}, "is of"),
+        ({"a": {**ENTRY, "dtype": "F3"}, "b": SECOND}, "the dtype 'F3'"),
+        ({"a": {**ENTRY, "dtype": ["F32"]}, "b": SECOND}, "the dtype"),
         ({"a": 3, "b": SECOND}, "no dtype"),
         ({"a": {**ENTRY, "more": 1}, "b": SECOND}, "no dtype"),
         (b'{"a": 1, "a": 2}', "twice"),
@@ -415,7 +415,7 @@ def test_a_full_disk_leaves_what_was_there_and_room_says_so_before(small_disk: P
     store = Store(small_disk)
     save(store, 1)
     store.room(2**20)
-    with pytest.raises(ShoalError, match=r"has room for 0\.\d\d GiB, and a checkpoint needs 3\.00 GiB") as told:
+    with pytest.raises(ShoalError, match=r"has 0\.\d\d GiB free, and a checkpoint needs 3\.00 GiB") as told:
         store.room(3 * 2**30)
     assert "--checkpoint.dir" in str(told.value)
     (small_disk / "other").write_bytes(bytes(6 * 2**20))

@@ -86,7 +86,7 @@ def test_a_model_without_blocks_is_refused() -> None:
 
 
 def test_a_model_that_is_too_small_is_refused() -> None:
-    with Run("fp8", device="cpu") as run, pytest.raises(ShoalError, match="has 512 features"):
+    with Run("fp8", device="cpu") as run, pytest.raises(ShoalError, match="at least 512 features"):
         run.prepare(Llama(LlamaConfig(hidden=64, ffn=128, num_layers=1)))
 
 

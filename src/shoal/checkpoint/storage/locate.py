@@ -72,7 +72,7 @@ def folder_of(path: Path, step: int | None = None) -> Path:
     if step not in there:
         raise ShoalError(
             f"there is no checkpoint of step {step} in {path}",
-            fix=f"--step {there[-1] if there else 'N'}; saved steps are {', '.join(map(str, there))}",
+            fix=f"--step {max(there)}; saved steps are {', '.join(map(str, there))}",
         )
     return there[step]
 

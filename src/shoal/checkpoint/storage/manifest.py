@@ -135,7 +135,7 @@ class Manifest:
         except ShoalError:
             raise
         except ValueError as error:  # UnicodeDecodeError is one
-            raise _wrong(f"is not valid JSON: {error}", "the file that was written") from None
+            raise _wrong(f"is not JSON: {error}", "the file that was written") from None
         if tree.text("format") != FORMAT:
             raise _wrong(f"is of the format {tree.value['format']!r}", f"a manifest of the format {FORMAT!r}")
         if tree.number("version") != VERSION:
@@ -158,7 +158,7 @@ def with_checksum(text: bytes) -> bytes:
 
     >>> once = with_checksum(b'{"step":1}')
     >>> once[:21], with_checksum(once) == once
-    (b'{"step":1,"sha256":"c', True)
+    (b'{"step":1,"sha256":"d', True)
     """
     body = _SEAL.sub(b"", text) if _SEAL.search(text) else text.rstrip()[:-1]
     return body + b',"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"}'
