@@ -252,7 +252,7 @@ def test_dry_run_shows_the_plan_and_touches_nothing(here: Here) -> None:
     assert "dp_replicate=2" in ended.out
     assert "num_layers: 1" in ended.out
     as_json = here("--dry-run", "--nproc", "2", "--json").json
-    assert (as_json["ranks"], as_json["recipe"]["data"]["batch"]) == (2, 4)
+    assert (as_json["ranks"], as_json["recipe"]["data"]["global_batch"]) == (2, 4)
     assert list(Path().iterdir()) == []
 
 
