@@ -162,7 +162,7 @@ MUTATIONS = [
         "comm/compression/codecs.py",
         ".mul_(2).sub_(1)",
         ".mul_(2).sub_(2)",
-        "tests/dist/test_averages.py::test_no_method_is_further_off_than_it_promises",
+        "tests/dist/test_averages.py::test_one_bit_is_a_sign_and_a_scale_the_mean_size",
     ),
     # ---- launch
     M(

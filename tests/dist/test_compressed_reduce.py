@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from shoal.blueprint.replicas.compression import Compression
+from shoal.comm.compression.codecs import SIGN_BLOCK, codec_of
 from shoal.comm.compression.reduce import Bucket, Seeds, build_average
 from shoal.comm.replicas.transport import Transport
 from shoal.comm.world import World
@@ -196,3 +197,10 @@ def test_the_bound_of_bf16_is_one(world: World) -> None:
     average(x, average.new_bucket([(4096,)], torch.float64, CPU, [0]), transport_of(world), Seeds(0, 0))
     error = float((x - exact).abs().max())
     assert 2.0**-9 < error <= compression.error_bound
+
+
+def test_one_bit_is_a_sign_and_a_scale_the_mean_size() -> None:
+    """Feedback makes up for a decoder that is wrong, and a bound leaves room for one: here are its numbers."""
+    codec = codec_of(Compression.parse("1bit"))
+    x = torch.tensor([3.0, -1.0] * (SIGN_BLOCK // 2))
+    assert torch.equal(codec.decode(codec.encode(x, torch.Generator()), torch.float64), 2 * x.double().sign())
