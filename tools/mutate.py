@@ -66,7 +66,7 @@ MUTATIONS = [
         "blueprint/partition.py",
         "work[-1] += last",
         "work[0] += last",
-        "tests/unit/test_balance.py::test_equal_blocks",
+        "tests/unit/test_partition.py::test_equal_blocks",
     ),
     M(
         "fragments are exchanged one turn early",
@@ -101,8 +101,8 @@ MUTATIONS = [
     M(
         "parameters stay gathered under zero=3 instead of the others",
         "predict/exact/memory.py",
-        "(plan.zero != 3 or plan.layout.pp > 1)",
-        "(plan.zero == 3 or plan.layout.pp > 1)",
+        "(plan.zero != 3 or is_pipeline)",
+        "(plan.zero == 3 or is_pipeline)",
         "tests/unit/test_predictions.py::test_memory_of_the_zero_paper",
     ),
     M(
@@ -135,7 +135,7 @@ MUTATIONS = [
         "tests/unit/test_search.py::test_nothing_is_left_out_that_would_be_faster",
     ),
     M(
-        "plans are ordered by memory where time was asked for",
+        "plans are ordered by memory where time is requested",
         "planner/search.py",
         'return (memory, time) if self.by == "memory" else (time, memory)',
         'return (time, memory) if self.by == "memory" else (memory, time)',
@@ -147,7 +147,7 @@ MUTATIONS = [
         "comm/message_collectives.py",
         "            flat /= self.size",
         "            pass",
-        "tests/dist/test_stepped.py::test_other_reductions_other_roots_and_lanes",
+        "tests/dist/test_message_collectives.py::test_other_reductions_other_roots_and_lanes",
     ),
     M(
         "the backward of a tensor-parallel layer is not summed",
@@ -162,7 +162,7 @@ MUTATIONS = [
         "comm/compression/codecs.py",
         ".mul_(2).sub_(1)",
         ".mul_(2).sub_(2)",
-        "tests/dist/test_averages.py::test_one_bit_is_a_sign_and_a_scale_the_mean_size",
+        "tests/dist/test_compressed_reduce.py::test_one_bit_is_a_sign_and_a_scale_the_mean_size",
     ),
     # ---- launch
     M(
@@ -207,14 +207,14 @@ MUTATIONS = [
         "data/loader.py",
         "self._position += self._share.batch",
         "self._position += 1",
-        "tests/unit/test_loading.py::test_resume_equals_uninterrupted",
+        "tests/unit/test_loader.py::test_resume_equals_uninterrupted",
     ),
     M(
         "an evaluation goes beyond the end of the data",
         "data/loader.py",
         "share(min(batch, len(dataset) - start), coordinate, degree)",
         "share(batch, coordinate, degree)",
-        "tests/unit/test_loading.py::test_evaluation_sees_every_sample_once",
+        "tests/unit/test_loader.py::test_evaluation_sees_every_sample_once",
     ),
     # ---- parallel
     M(
@@ -222,7 +222,7 @@ MUTATIONS = [
         "parallel/expert/aux_loss.py",
         "if factor != 0:",
         "if factor != -1:",
-        "tests/unit/test_routing.py::test_a_batch_that_counts_for_nothing_leaves_no_trace",
+        "tests/unit/test_router.py::test_a_batch_that_counts_for_nothing_leaves_no_trace",
     ),
     M(
         "weights of two groups of a split backward are forgotten",
@@ -241,8 +241,8 @@ MUTATIONS = [
     M(
         "squares of gradients are summed over replicas",
         "parallel/data/local_step_scale.py",
-        "torch.stack([told[1] / size,",
-        "torch.stack([told[1],",
+        "torch.stack([summed[1] / size,",
+        "torch.stack([summed[1],",
         "tests/dist/test_replicas.py::test_how_far_gradients_lie_apart_is_measured",
     ),
     # ---- checkpoint

@@ -93,5 +93,5 @@ def test_a_ring_sends_as_much_as_the_formula_says(world: World) -> None:
 
 
 def test_nodes_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ValueError, match="6 ranks cannot be divided into nodes of 4"):
+    with pytest.raises(ValueError, match="node must divide the 6 ranks of a hierarchical collective, got 4"):
         steps("all_reduce", "hierarchical", 6, 10, node=4)

@@ -150,7 +150,7 @@ def test_mistakes_come_together() -> None:
     with pytest.raises(ShoalError, match="depth: 18 or 50") as caught:
         build(depth=34, width=0)
     assert len(caught.value.problems) == 2
-    with pytest.raises(ShoalError, match=r"no preset 'resnet51'[\s\S]*resnet50"):
+    with pytest.raises(ShoalError, match=r"unknown preset 'resnet51'[\s\S]*resnet50"):
         build(preset="resnet51")
 
 

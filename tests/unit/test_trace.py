@@ -481,7 +481,7 @@ class Gate(nn.Module):
         (lambda: trace(LooksAtValues(), torch.empty(2, 4)), "reads the values of a tensor in gate"),
         (lambda: trace(TwoLinears(), torch.empty(2, 9)), "cannot be run on these inputs in first: RuntimeError"),
         (lambda: trace(TwoLinears(), torch.empty(2, 8), device="tpu"), "device must be cpu or cuda, got 'tpu'"),
-        (lambda: trace(TwoLinears(), torch.empty(2, 8), precision="fp31"), "precision 'fp31'"),
+        (lambda: trace(TwoLinears(), torch.empty(2, 8), precision="fp31"), "got 'fp31'"),
         (lambda: trace_samples(TwoLinears(), {}), "the inputs must have at least one sample"),
     ],
 )

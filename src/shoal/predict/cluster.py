@@ -98,7 +98,8 @@ class Tier:
 class Cluster:
     """Nodes of equal devices.
 
-    >>> cluster = Cluster.parse("h100:8x16")
+    >>> from shoal.predict.cluster_parser import parse_cluster
+    >>> cluster = parse_cluster("h100:8x16")
     >>> cluster.num_devices, cluster.device.name
     (128, 'h100')
     """

@@ -59,7 +59,7 @@ class Workload:
     """A model on paper. `blocks` is empty for a transformer, and all there is for anything else.
 
     >>> Workload(name="tiny", hidden=8, layers=2, heads=2, vocabulary=10).parameters
-    2776
+    2248
     """
 
     name: str
