@@ -8,7 +8,7 @@ from typing import Any
 
 from shoal.blueprint.plan import Plan
 from shoal.errors import ShoalError
-from shoal.planner.candidates import can_split, misfits_of
+from shoal.planner.candidates import can_split, check_candidate
 from shoal.planner.search import EQUAL, MODES, SAME, SCHEDULES, complexity
 from shoal.planner.task import Task
 from shoal.predict.estimate.peak_memory import PeakMemory
@@ -30,7 +30,7 @@ class Rejected:
 
 def alternatives(task: Task, best: Prediction) -> list[Rejected]:
     """Each plan that differs in one thing, with one line of reason."""
-    return [_weighed(task, best, move, said) for move, said in _moves(task, best.plan)]
+    return [_compare(task, best, move, changes) for move, changes in _moves(task, best.plan)]
 
 
 def _moves(task: Task, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -61,9 +61,9 @@ def _moves(task: Task, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{plan.schedule} → {schedule} v={v}", {"schedule": schedule, "v": v}
 
 
-def _weighed(task: Task, best: Prediction, move: str, said: Mapping[str, Any]) -> Rejected:
+def _compare(task: Task, best: Prediction, move: str, changes: Mapping[str, Any]) -> Rejected:
     try:
-        plan = replace(best.plan, **said).resolve(task.cluster.num_devices)
+        plan = replace(best.plan, **changes).resolve(task.cluster.num_devices)
     except ShoalError as error:
         return Rejected(move, "", error.problems[0].what)
     if reason := _why_illegal(task, plan):
@@ -85,7 +85,7 @@ def _why_illegal(task: Task, plan: Plan) -> str:
     ranks = (plan.dp_replicate or 1) * (plan.dp_shard or 1)
     if not can_split(task.workload, plan.tp or 1):
         return f"tp={plan.tp} does not divide its heads or features"
-    if wrong := misfits_of(task, plan):
+    if wrong := check_candidate(task, plan):
         return wrong[0].what
     if task.global_batch % (ranks * (plan.mb or 1)):
         return f"a batch of {task.global_batch} does not divide into {ranks} ranks with microbatches of {plan.mb}"
@@ -97,7 +97,7 @@ def why_larger(task: Task, best: PeakMemory, other: PeakMemory) -> str:
     causes = ("parameters", "gradients", "optimizer", "activations", "gathered", "buffers", "logits")
     grown = max(causes, key=lambda cause: getattr(other, cause) - getattr(best, cause))
     more = (getattr(other, grown) - getattr(best, grown)) / 2**30
-    return f"{other.total / 2**30:.1f} of {task.room / 2**30:.1f} GiB ({grown} {more:+.1f})"
+    return f"{other.total / 2**30:.1f} of {task.memory_limit / 2**30:.1f} GiB ({grown} {more:+.1f})"
 
 
 def cause_of(best: Prediction, other: Prediction) -> str:

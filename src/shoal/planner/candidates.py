@@ -40,11 +40,11 @@ def _sharded(task: Task, wanted: Plan, chosen: dict[str, int], dp: int) -> Itera
     stages = (0,) if shared == 1 else (0, 1) if chosen["pp"] > 1 else (0, 1, 2, 3)
     for zero in stages if wanted.zero is None else (wanted.zero,):
         for shard in _groups(dp, zero):
-            said = {"dp_shard": shard, "dp_replicate": dp // shard}
-            if any(getattr(wanted, axis) not in (None, degree) for axis, degree in said.items()):
+            data = {"dp_shard": shard, "dp_replicate": dp // shard}
+            if any(getattr(wanted, axis) not in (None, degree) for axis, degree in data.items()):
                 continue
             for ep in _expert_degrees(task.workload, wanted.ep, shard * chosen["cp"], zero):
-                yield {**chosen, **said, "ep": ep, "zero": zero}
+                yield {**chosen, **data, "ep": ep, "zero": zero}
 
 
 def _groups(dp: int, zero: int) -> list[int]:
@@ -85,7 +85,7 @@ def microbatches(share: int, wanted: int | None, largest: int = LARGEST_MICROBAT
     return [size for size in divisors(share) if size <= largest]
 
 
-def misfits_of(task: Task, plan: Plan) -> list[Problem]:
+def check_candidate(task: Task, plan: Plan) -> list[Problem]:
     """Why a run would refuse a resolved plan."""
     description = task.description or description_of(task.workload)
     return check_plan(plan, description=description, sequence=task.sequence, compiles=task.compiles)

@@ -42,11 +42,11 @@ class Suggestion:
         return f"{how}: {self.best.plan.brief()} takes {self.best.memory.total / 2**30:.1f} GiB"
 
 
-def suggestions(request: PlanRequest, task: Task, wanted: dict[str, Any], *, is_refused: bool) -> list[Suggestion]:
+def suggestions(request: PlanRequest, task: Task, wanted: dict[str, Any], *, is_rejected: bool) -> list[Suggestion]:
     """All single changes that make a plan fit, the cheapest first."""
-    changes = _changes(request, task, wanted, is_refused)
+    changes = _changes(request, task, wanted, is_rejected)
     found = [one for change in changes if (one := _tried(request, task, *change))]
-    if found and is_refused:
+    if found and is_rejected:
         return found
     names = islice(larger(request.cluster), DOUBLINGS)
     bigger = (_tried(request, task, {"cluster": name}, _layout_words(request)) for name in names)
@@ -54,13 +54,13 @@ def suggestions(request: PlanRequest, task: Task, wanted: dict[str, Any], *, is_
 
 
 def _changes(
-    request: PlanRequest, task: Task, wanted: dict[str, Any], is_refused: bool
+    request: PlanRequest, task: Task, wanted: dict[str, Any], is_rejected: bool
 ) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
     for change in smallest_changes(task, Plan.of(wanted)):
         yield change, ()
-    if is_refused and not request.eager:
+    if is_rejected and not request.eager:
         yield {"eager": True}, ()
-    if is_refused and request.schedule is not None:
+    if is_rejected and request.schedule is not None:
         yield {}, ("schedule", "v") if request.v is not None else ("schedule",)
     if limits := request.limits():
         yield {}, limits

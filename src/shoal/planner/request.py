@@ -148,16 +148,16 @@ def task_of(request: PlanRequest) -> Task:
         global_batch=batch,
         profile=shoal_profile(compile=not request.eager, states=request.state_dtype, weights=request.param_dtype),
         compiles=not request.eager,
-        max_memory=None if request.max_memory is None else _room(request.max_memory, cluster),
+        max_memory=None if request.max_memory is None else _memory_limit(request.max_memory, cluster),
     )
 
 
-def _room(text: str, cluster: Cluster) -> float:
-    room, there = size_in_bytes(text), cluster.device.memory
-    if room > there:
+def _memory_limit(text: str, cluster: Cluster) -> float:
+    limit, there = size_in_bytes(text), cluster.device.memory
+    if limit > there:
         what = f"--max-memory {text}, and a {cluster.device.name} has {there / 2**30:.1f} GiB"
         raise ShoalError(what, fix=f"--max-memory {there * 0.95 / 2**30:.0f}GiB or less")
-    return room
+    return limit
 
 
 def _usual_batch(cluster: Cluster, workload: Workload, sequence: int) -> int:
@@ -169,19 +169,19 @@ def _usual_batch(cluster: Cluster, workload: Workload, sequence: int) -> int:
 
 def workload_of(request: PlanRequest) -> Workload:
     """The model: by its name with other dimensions, by dimensions alone, or traced."""
-    said = {name: getattr(request, name) for name in DIMENSIONS if getattr(request, name) is not None}
+    given = {name: getattr(request, name) for name in DIMENSIONS if getattr(request, name) is not None}
     if request.model is None:
-        missing = [name for name in ("hidden", "layers", "heads") if name not in said]
+        missing = [name for name in ("hidden", "layers", "heads") if name not in given]
         if missing:
             raise ShoalError(
                 f"which model? Its name, or at least its {', '.join(missing)}",
                 fix="shoal plan llama3-8b ..., or --hidden 4096 --layers 32 --heads 32",
             )
-        return Workload(name="a model of these dimensions", **{"vocabulary": 32000, **said})
+        return Workload(name="a model of these dimensions", **{"vocabulary": 32000, **given})
     if ".py" in request.model:
-        if said:
+        if given:
             raise ShoalError(
-                f"{request.model} is traced, and --{next(iter(said))} is for dimensions", fix="leave it out"
+                f"{request.model} is traced, and --{next(iter(given))} is for dimensions", fix="leave it out"
             )
         if ":" not in request.model:
             raise ShoalError(f"{request.model} is a file: which function of it?", fix=f"{request.model}:function")
@@ -191,23 +191,23 @@ def workload_of(request: PlanRequest) -> Workload:
         traced: Workload = trace.workload_of(model, inputs, name=request.model, precision=precision)
         return traced
     named = find_model(request.model)
-    if said and not named.is_transformer:
-        what = f"{request.model} is no transformer, and --{next(iter(said))} is a dimension of one"
+    if given and not named.is_transformer:
+        what = f"{request.model} is no transformer, and --{next(iter(given))} is a dimension of one"
         raise ShoalError(what, fix="leave it out")
-    return named.resized(**said) if said else named
+    return named.resized(**given) if given else named
 
 
 def wanted_of(request: PlanRequest) -> dict[str, Any]:
     """The words that every plan must have, as keys and values."""
     own = {name: getattr(request, name) for name in (*WORDS, "precision")}
-    said = {name: value for name, value in own.items() if value is not None}
+    given = {name: value for name, value in own.items() if value is not None}
     words = parse_words(request.plan)
     raise_if(
-        Problem(f"{name} is said twice: {words[name]} in --plan, and --{name} {said[name]}", "leave one of them out")
-        for name in said
-        if name in words and words[name] != said[name]
+        Problem(f"{name} is said twice: {words[name]} in --plan, and --{name} {given[name]}", "leave one of them out")
+        for name in given
+        if name in words and words[name] != given[name]
     )
-    wanted = {**words, **said}
+    wanted = {**words, **given}
     wanted.setdefault("precision", _usual_precision(parse_cluster(request.cluster)))
     plan = Plan.of(wanted)  # refuses what cannot be
     if request.param_dtype == "bf16":

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from shoal.blueprint.plan import Plan, Recompute
 from shoal.blueprint.schedules.generate import check_schedule
-from shoal.planner.candidates import LARGEST_MICROBATCH, layouts, microbatches, misfits_of
+from shoal.planner.candidates import LARGEST_MICROBATCH, check_candidate, layouts, microbatches
 from shoal.planner.task import Task
 from shoal.predict.predict import Prediction
 
@@ -50,9 +50,9 @@ class SearchResult:
     """Plans of which no other is both faster and smaller, from the fastest to the smallest."""
     smallest: Prediction | None = None
     """The one that takes least memory, whether it fits or not."""
-    refused: dict[str, str] = field(default_factory=dict)
+    rejection_reasons: dict[str, str] = field(default_factory=dict)
     """Why plans that fit cannot be run → what could be."""
-    num_judged: int = 0
+    num_predicted: int = 0
     num_too_large: int = 0
     num_left_out: int = 0
     """Layouts that fit, and to which one that is among the best is preferable in everything."""
@@ -76,7 +76,7 @@ class _Search:
     """One search on its way."""
 
     def __init__(self, task: Task, wanted: Wanted, keep: int, by: By) -> None:
-        self.said = set(wanted.to_mapping() if isinstance(wanted, Plan) else wanted or {})
+        self.given = set(wanted.to_mapping() if isinstance(wanted, Plan) else wanted or {})
         self.wanted = Plan.of(wanted) if wanted is not None else Plan(precision="bf16")
         self.task, self.keep, self.by = task, keep, by
         self.found = SearchResult()
@@ -88,11 +88,11 @@ class _Search:
     def look_at(self, layout: Mapping[str, Any]) -> None:
         """All that can be done on one layout."""
         share = self.task.global_batch // (layout["dp_replicate"] * layout["dp_shard"])
-        if ("schedule" in self.said or (self.wanted.v or 1) > 1) and layout["pp"] == 1:
+        if ("schedule" in self.given or (self.wanted.v or 1) > 1) and layout["pp"] == 1:
             return  # which speak of pipelines; v=1 holds without one
-        if "context" in self.said and layout["cp"] == 1:
+        if "context" in self.given and layout["cp"] == 1:
             return
-        modes = (self.wanted.recompute,) if "recompute" in self.said else self._modes(layout)
+        modes = (self.wanted.recompute,) if "recompute" in self.given else self._modes(layout)
         largest = LARGEST_MICROBATCH if self.task.workload.is_transformer else share
         sizes = microbatches(share, self.wanted.mb, largest)
         is_full = False
@@ -104,7 +104,7 @@ class _Search:
                 continue
             fits = False
             for mode in modes:
-                fits |= self._judge(replace(plan, recompute=mode) if mode != "none" else plan, share // mb)
+                fits |= self._predict(replace(plan, recompute=mode) if mode != "none" else plan, share // mb)
                 if fits and self.by != "memory":
                     break
             is_full = not fits
@@ -118,7 +118,7 @@ class _Search:
         if layout["pp"] > 1:
             schedule, v = self._schedules()[0]
             if wrong := check_schedule(schedule, num_ranks=layout["pp"], v=v, num_microbatches=count):
-                self.found.refused.setdefault(wrong[0].what, wrong[0].fix)
+                self.found.rejection_reasons.setdefault(wrong[0].what, wrong[0].fix)
                 return None
         return Plan(
             **layout,
@@ -141,12 +141,12 @@ class _Search:
         assert resolved.schedule is not None
         return ((resolved.schedule, resolved.v or 1),)
 
-    def _judge(self, plan: Plan, count: int) -> bool:
+    def _predict(self, plan: Plan, count: int) -> bool:
         """Whether it fits, with its first schedule; the others are tried if it does."""
         memory = self.task.memory(plan)
-        self.found.num_judged += 1
+        self.found.num_predicted += 1
         least = self.found.smallest
-        if (least is None or memory.total < least.memory.total) and not misfits_of(self.task, plan):
+        if (least is None or memory.total < least.memory.total) and not check_candidate(self.task, plan):
             self.found.smallest = Prediction(plan, memory, self.task.time(plan))
         if not self.task.fits(memory):
             self.found.num_too_large += 1
@@ -165,33 +165,33 @@ class _Search:
                 continue
             other = replace(plan, schedule=schedule, v=v)  # type: ignore[arg-type]
             if (plan.pp or 1) * v <= self.task.workload.layers and self.task.fits(held := self.task.memory(other)):
-                self.found.num_judged += 1
+                self.found.num_predicted += 1
                 self._enter(Prediction(other, held, self.task.time(other)))
         return True
 
-    def _enter(self, verdict: Prediction) -> None:
+    def _enter(self, prediction: Prediction) -> None:
         """Among the best, if it is."""
-        corner = (round(verdict.memory.total / 2**30), verdict.plan.recompute)
+        corner = (round(prediction.memory.total / 2**30), prediction.plan.recompute)
         held = self.fitting.get(corner)
-        is_corner = held is None or verdict.time.total < held.time.total
-        plan = verdict.plan
+        is_corner = held is None or prediction.time.total < held.time.total
+        plan = prediction.plan
         key = (plan.tp, plan.pp, plan.cp, plan.ep, plan.dp_shard, plan.zero)
-        is_best = key not in self.kept or self._is_better(verdict, self.kept[key])
+        is_best = key not in self.kept or self._is_better(prediction, self.kept[key])
         if not (is_corner or is_best):
             return
-        if wrong := misfits_of(self.task, plan):
-            self.found.refused.setdefault(wrong[0].what, wrong[0].fix)
+        if wrong := check_candidate(self.task, plan):
+            self.found.rejection_reasons.setdefault(wrong[0].what, wrong[0].fix)
             return
         if is_corner:
-            self.fitting[corner] = verdict
+            self.fitting[corner] = prediction
         if is_best:
-            self.kept[key], self._totals[key] = verdict, verdict.time.total
+            self.kept[key], self._totals[key] = prediction, prediction.time.total
             if len(self.kept) >= self.keep and self.by == "time":
                 self._worst = sorted(self._totals.values())[self.keep - 1]
 
-    def rank(self, verdict: Prediction) -> tuple[float, float]:
+    def rank(self, prediction: Prediction) -> tuple[float, float]:
         """What comes first, is best."""
-        time, memory = verdict.time.total, verdict.memory.total
+        time, memory = prediction.time.total, prediction.memory.total
         return (memory, time) if self.by == "memory" else (time, memory)
 
     def _is_better(self, one: Prediction, other: Prediction) -> bool:
@@ -255,10 +255,10 @@ def tradeoffs(best: Prediction, frontier: Iterable[Prediction]) -> dict[str, lis
     return {label: plans for label, plans in found.items() if plans}
 
 
-def _frontier(verdicts: Iterable[Prediction]) -> list[Prediction]:
+def _frontier(predictions: Iterable[Prediction]) -> list[Prediction]:
     """From the fastest on, each that is smaller than all before it by at least a per cent."""
     chosen: list[Prediction] = []
-    for verdict in sorted(verdicts, key=lambda one: (one.time.total, one.memory.total)):
-        if not chosen or verdict.memory.total < 0.99 * chosen[-1].memory.total:
-            chosen.append(verdict)
+    for prediction in sorted(predictions, key=lambda one: (one.time.total, one.memory.total)):
+        if not chosen or prediction.memory.total < 0.99 * chosen[-1].memory.total:
+            chosen.append(prediction)
     return chosen

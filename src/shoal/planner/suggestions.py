@@ -46,7 +46,7 @@ AS_OPTIONS = Spelling("--{name} {value}", "--{name}", "--global-batch", hyphens=
 """Of `shoal plan`."""
 
 
-def refuse_contradictions(task: Task, wanted: Plan, spelling: Spelling = IN_A_PLAN) -> None:
+def reject_contradictions(task: Task, wanted: Plan, spelling: Spelling = IN_A_PLAN) -> None:
     """Raise if there is not one layout to try: the words that cannot be, each with what could."""
     found = list(layouts(task, wanted))
     shares = sorted({task.global_batch // (one["dp_shard"] * one["dp_replicate"]) for one in found})
@@ -57,25 +57,25 @@ def refuse_contradictions(task: Task, wanted: Plan, spelling: Spelling = IN_A_PL
     if found:
         return
     model, free = task.workload.name, Plan(precision=wanted.precision)
-    said = {axis: getattr(wanted, axis) for axis in (*DEGREES, "zero") if getattr(wanted, axis) is not None}
+    given = {axis: getattr(wanted, axis) for axis in (*DEGREES, "zero") if getattr(wanted, axis) is not None}
     possible = list(layouts(task, free))
-    legal = {axis: sorted({layout[axis] for layout in possible}) for axis in said}
+    legal = {axis: sorted({layout[axis] for layout in possible}) for axis in given}
     raise_if(
         (
             Problem(
                 f"no plan for {model} on {task.cluster} has {axis}={value}", spelling.say(axis, listed(legal[axis]))
             )
-            for axis, value in said.items()
+            for axis, value in given.items()
             if legal[axis] and value not in legal[axis]
         ),
-        title="nothing to plan" if len(said) > 1 else "",
+        title="nothing to plan" if len(given) > 1 else "",
     )
-    if len(said) > 1 and possible:
-        words = " ".join(f"{axis}={value}" for axis, value in said.items())
-        free_of = [axis for axis in said if any(True for _ in layouts(task, Plan.of(_without(wanted, axis))))]
+    if len(given) > 1 and possible:
+        words = " ".join(f"{axis}={value}" for axis, value in given.items())
+        free_of = [axis for axis in given if any(True for _ in layouts(task, Plan.of(_without(wanted, axis))))]
         raise ShoalError(
             f"no plan for {model} on {task.cluster} has all of {words}, with {task.global_batch} samples a step",
-            fix=spelling.leave_out(free_of or said),
+            fix=spelling.leave_out(free_of or given),
         )
     devices = task.cluster.num_devices
     near = devices * max(1, round(task.global_batch / devices))

@@ -43,7 +43,7 @@ class Task:
         raise_if(check_bounds([("--seq-len", self.sequence), ("--global-batch", self.global_batch)]))
 
     @cached_property
-    def room(self) -> float:
+    def memory_limit(self) -> float:
         """Bytes that a rank may use."""
         return self.cluster.device.memory * (1 - SPARE) if self.max_memory is None else self.max_memory
 
@@ -71,7 +71,7 @@ class Task:
 
     def fits(self, memory: PeakMemory) -> bool:
         """Whether a rank has room for it."""
-        return memory.total <= self.room
+        return memory.total <= self.memory_limit
 
 
 @dataclass(frozen=True, slots=True)

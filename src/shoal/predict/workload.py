@@ -122,10 +122,10 @@ class Workload:
     def __hash__(self) -> int:
         return hash((self.name, self.hidden, self.layers))
 
-    def resized(self, **said: Any) -> Workload:
+    def resized(self, **changes: Any) -> Workload:
         """The same with other dimensions."""
         known = [entry.name for entry in fields(self)]
-        for key in said:
+        for key in changes:
             if key not in known:
                 raise ShoalError(f"a model has no {key!r}", fix=nearest(key, known) or ", ".join(known))
         derived = {}
@@ -133,7 +133,7 @@ class Workload:
             derived["head_dim"] = 0
         if self.kv_heads == self.heads:
             derived["kv_heads"] = 0
-        return replace(self, **{**derived, **said})
+        return replace(self, **{**derived, **changes})
 
     # ---- parameters -------------------------------------------------------------------------------------------------
 

@@ -79,7 +79,7 @@ def _predict(row: Row, is_blind: bool) -> Prediction:
     sequence = row.whole("seq") or sequence_of(row)
     plan, global_batch = plan_of(row, workload)
     if is_blind and not row.text("plan"):
-        plan = replace(plan, sp=None)  # what its runs have told
+        plan = replace(plan, sp=None)  # which is known from its runs alone
     cluster = cluster_of(row)
     seconds = _measured_seconds(row, workload, sequence, global_batch)
     gib = row.number("mem_gib")
@@ -241,7 +241,7 @@ def plan_of(row: Row, workload: Workload) -> tuple[Plan, int]:
         raise Unpredictable(f"ep={ep} takes in tp ranks, which no plan here can")
     while (dp * cp) % ep:
         ep //= 2
-    said: dict[str, object] = {
+    settings: dict[str, object] = {
         "tp": tp,
         "pp": pp,
         "cp": cp,
@@ -254,11 +254,11 @@ def plan_of(row: Row, workload: Workload) -> tuple[Plan, int]:
         "dp_replicate": dp // shard if zero else dp,
     }
     if tp > 1 and "nanotron" in row.text("source"):
-        said["sp"] = scatters(tp, pp, devices)
+        settings["sp"] = scatters(tp, pp, devices)
     if pp > 1:
-        said["v"] = v
-        said["schedule"] = "interleaved" if v > 1 else "1f1b"
-    return Plan.of(said).resolve(devices), batch or 0
+        settings["v"] = v
+        settings["schedule"] = "interleaved" if v > 1 else "1f1b"
+    return Plan.of(settings).resolve(devices), batch or 0
 
 
 def _shard_group(row: Row, dp: int) -> int:

@@ -66,7 +66,7 @@ class Case:
     """One plan before the rules."""
 
     task: Task
-    verdict: Prediction
+    prediction: Prediction
     learning_rate: float | None = None
     """That was right for batches of `base_batch`."""
     base_batch: int | None = None
@@ -74,7 +74,7 @@ class Case:
     @property
     def plan(self) -> Plan:
         """Resolved."""
-        return self.verdict.plan
+        return self.prediction.plan
 
     @property
     def mb(self) -> int:
@@ -92,8 +92,8 @@ class Case:
 
     def part(self, *causes: str) -> float:
         """Of the step that these causes take."""
-        seconds = self.verdict.time.causes()
-        return sum(seconds[cause] for cause in causes) / self.verdict.time.total
+        seconds = self.prediction.time.causes()
+        return sum(seconds[cause] for cause in causes) / self.prediction.time.total
 
     def takes(self, *causes: str) -> str:
         """The same in words."""
@@ -101,12 +101,12 @@ class Case:
 
     def changed(self, change: Change) -> Plan | None:
         """The plan with a change; None if it could not run."""
-        said = {entry.name: getattr(self.plan, entry.name) for entry in fields(Plan)} | dict(change)
-        said |= {"schedule": None, "v": None} if said["pp"] == 1 else {}
-        said |= {"context": None} if said["cp"] == 1 else {}
-        said |= {"sp": None} if said["tp"] == 1 else {}
+        settings = {entry.name: getattr(self.plan, entry.name) for entry in fields(Plan)} | dict(change)
+        settings |= {"schedule": None, "v": None} if settings["pp"] == 1 else {}
+        settings |= {"context": None} if settings["cp"] == 1 else {}
+        settings |= {"sp": None} if settings["tp"] == 1 else {}
         try:
-            plan = Plan(**said).resolve(self.task.cluster.num_devices)
+            plan = Plan(**settings).resolve(self.task.cluster.num_devices)
         except ShoalError:
             return None
         return plan if _can_run(self.task, plan) else None
@@ -119,8 +119,8 @@ class Case:
         return sorted((self._saving(plan, memory) for plan, memory in fitting), key=lambda saving: -saving.seconds)
 
     def _saving(self, plan: Plan, memory: PeakMemory) -> Saving:
-        seconds = self.verdict.time.total - self.task.time(plan).total
-        return Saving(plan, seconds, seconds / self.verdict.time.total, self.verdict.memory.total - memory.total)
+        seconds = self.prediction.time.total - self.task.time(plan).total
+        return Saving(plan, seconds, seconds / self.prediction.time.total, self.prediction.memory.total - memory.total)
 
     def found(
         self,

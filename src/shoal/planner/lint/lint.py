@@ -42,8 +42,8 @@ class Lint:
 
     def to_mapping(self) -> dict[str, Any]:
         """For machines."""
-        said = {key: getattr(self, key) for key in ("code", "title", "numbers", "evidence", "fix")}
-        return {**said, "saves": self.saves.to_mapping() if self.saves else None}
+        mapping = {key: getattr(self, key) for key in ("code", "title", "numbers", "evidence", "fix")}
+        return {**mapping, "saves": self.saves.to_mapping() if self.saves else None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,8 +84,8 @@ def sync_traffic(plan: Plan, words: str) -> Plan:
     >>> str(sync_traffic(Plan.parse("tp=2 sync=auto"), "compress=int8"))
     'tp=2 compress=int8'
     """
-    said = Plan.parse(words)
-    return replace(plan, sync=said.sync, compress=said.compress)
+    parsed = Plan.parse(words)
+    return replace(plan, sync=parsed.sync, compress=parsed.compress)
 
 
 def predict(words: str, island: ReplicaShape, link: Link, replicas: int, codec: Mapping[str, float]) -> Step:

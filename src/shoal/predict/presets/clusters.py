@@ -222,8 +222,8 @@ DEVICES = {
 def preset_device(name: str) -> Device:
     """A device of the table."""
     row = DEVICES[name]
-    told = {word: peak_flops(row.torch_name, word) for word in PRECISIONS}
-    peak = {word: rate for word, rate in told.items() if rate is not None}
+    rates = {word: peak_flops(row.torch_name, word) for word in PRECISIONS}
+    peak = {word: rate for word, rate in rates.items() if rate is not None}
     if row.peaks:
         fp32, half, eighth = row.peaks
         peak = {word: rate * TERA for word, rate in zip(PRECISIONS, (fp32 / 2, fp32, half, half, eighth), strict=True)}
