@@ -110,9 +110,9 @@ def test_plans_are_legal_and_fit_and_no_neighbour_is_faster(
 
 def test_constraints_are_kept() -> None:
     work = task("llama3-70b", "h100:8x8", batch=128)
-    wanted = Plan.parse("tp=8 zero=1 pp=4 recompute=full mb=2 interleaved v=2 bf16")
-    for prediction in search(work, wanted).best:
-        said = wanted.to_mapping()
+    required = Plan.parse("tp=8 zero=1 pp=4 recompute=full mb=2 interleaved v=2 bf16")
+    for prediction in search(work, required).best:
+        said = required.to_mapping()
         assert {key: getattr(prediction.plan, key) for key in said} == said
     roomy, tight = search(work).best[0], search(replace(work, max_memory=40 * 2**30)).best[0]
     assert roomy.memory.total > 40 * 2**30 >= tight.memory.total
@@ -136,10 +136,10 @@ def test_the_first_is_never_slower_and_larger_than_another() -> None:
 def test_what_fits_in_one_microbatch_alone_is_found() -> None:
     """Gradients of a single microbatch never meet all of its activations: the largest mb takes least memory."""
     work = task("llama3-3b", "h100:8", 2048, 16)
-    wanted = {"zero": 0, "tp": 1, "pp": 1, "cp": 1, "recompute": "none", "precision": "bf16"}
-    sizes = {mb: work.memory(Plan.of({**wanted, "mb": mb}).resolve(8)).total for mb in (1, 2)}
+    required = {"zero": 0, "tp": 1, "pp": 1, "cp": 1, "recompute": "none", "precision": "bf16"}
+    sizes = {mb: work.memory(Plan.of({**required, "mb": mb}).resolve(8)).total for mb in (1, 2)}
     assert sizes[2] < sizes[1]
-    found = search(replace(work, max_memory=(sizes[1] + sizes[2]) / 2), wanted).best
+    found = search(replace(work, max_memory=(sizes[1] + sizes[2]) / 2), required).best
     assert [prediction.plan.mb for prediction in found] == [2]
 
 

@@ -1,4 +1,4 @@
-"""Why not another plan: every one that differs from the best in one thing, with one line of reason."""
+"""Alternatives to the best plan: each differs from it in one change, and has one line of reason."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from shoal.predict.predict import Prediction
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A neighbour of a plan, and why it was not taken."""
+    """An alternative, and why it was rejected."""
 
     move: str
     plan: str
     reason: str
 
     def to_mapping(self) -> dict[str, str]:
-        """For machines."""
+        """Return it as JSON values."""
         return {"move": self.move, "plan": self.plan, "reason": self.reason}
 
 
 def alternatives(task: Task, best: Prediction) -> list[Rejected]:
-    """Each plan that differs in one thing, with one line of reason."""
+    """Return every plan that differs in one change, with its effect."""
     return [_compare(task, best, move, changes) for move, changes in _moves(task, best.plan)]
 
 
 def _moves(task: Task, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
-    """One step away in every direction; what an axis takes or gives comes from data parallelism."""
+    """Double or halve each axis, and try the other modes; data parallelism takes the ranks that are left."""
     data = {"dp_shard": None, "dp_replicate": None}
     for axis in ("tp", "pp", "cp", *(("ep",) if task.workload.experts else ())):
         degree = getattr(plan, axis) or 1
@@ -75,8 +75,8 @@ def _compare(task: Task, best: Prediction, move: str, changes: Mapping[str, Any]
     if abs(change) < SAME:
         return Rejected(move, plan.brief(), f"as fast ({change:+.1%})")
     if 1 / EQUAL < 1 + change < 1:
-        simple = ", and less simple" * (complexity(plan) > complexity(best.plan))
-        return Rejected(move, plan.brief(), f"only {-change:.1%} faster, which no prediction can tell{simple}")
+        simple = "; also more complex" * (complexity(plan) > complexity(best.plan))
+        return Rejected(move, plan.brief(), f"only {-change:.1%} faster, less than predictions can resolve{simple}")
     how = "slower" if change > 0 else "faster"
     return Rejected(move, plan.brief(), f"{how} by {abs(change):.1%}: {cause_of(best, other)}")
 
@@ -93,7 +93,7 @@ def _why_illegal(task: Task, plan: Plan) -> str:
 
 
 def why_larger(task: Task, best: PeakMemory, other: PeakMemory) -> str:
-    """Which cause takes it over what there is."""
+    """Name the cause that grew most, and the total beside the limit."""
     causes = ("parameters", "gradients", "optimizer", "activations", "gathered", "buffers", "logits")
     grown = max(causes, key=lambda cause: getattr(other, cause) - getattr(best, cause))
     more = (getattr(other, grown) - getattr(best, grown)) / 2**30
@@ -101,7 +101,7 @@ def why_larger(task: Task, best: PeakMemory, other: PeakMemory) -> str:
 
 
 def cause_of(best: Prediction, other: Prediction) -> str:
-    """The cause that changes most, in seconds."""
+    """Name the cause whose time changed most."""
     ours, theirs = best.time.causes(), other.time.causes()
     name = max(ours, key=lambda cause: abs(theirs[cause] - ours[cause]))
     return f"{name} {(theirs[name] - ours[name]) * 1e3:+,.0f} ms"

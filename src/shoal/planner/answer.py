@@ -1,4 +1,4 @@
-"""The planner's answer: the best plans, why no other one, and what to type."""
+"""The planner's answer: the best plans, their alternatives, and the command that trains by the first."""
 
 from __future__ import annotations
 
@@ -37,28 +37,28 @@ SHOWN_FRONTIER = 6
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A plan that was found, and on how many devices."""
+    """A plan that fits, with its prediction and its cluster."""
 
     task: Task
     prediction: Prediction
 
     @property
     def devices(self) -> int:
-        """That it takes."""
+        """Devices that the plan uses."""
         return self.task.cluster.num_devices
 
     def device_hours(self, tokens: float) -> float:
-        """Of training on so many tokens."""
+        """Device-hours of training on that many tokens."""
         per_step = self.task.global_batch * self.task.sequence
         return tokens / per_step * self.prediction.time.total * self.devices / 3600
 
     def cost(self, tokens: float) -> float | None:
-        """Of training on so many tokens, in money; None: the price of a device is unknown."""
+        """Money for training on that many tokens. None: the price of a device is unknown."""
         price = self.task.cluster.price
         return None if price is None else self.device_hours(tokens) * price
 
     def to_mapping(self) -> dict[str, Any]:
-        """For machines."""
+        """Return it as JSON values."""
         memory, time = self.prediction.memory, self.prediction.time
         saved = self.task.saved(self.prediction.plan)
         seconds = {name: round(value, 6) for name, value in time.causes().items()}
@@ -89,32 +89,32 @@ class Choice:
 
 @dataclass
 class Answer:
-    """All that there is to say."""
+    """The result of a search, and everything derived from it."""
 
     task: Task
     found: SearchResult
     best: list[Choice]
     by: str = "time"
     top: int = 5
-    """Plans that were asked for."""
+    """The number of plans requested."""
     assumed: dict[str, str] = field(default_factory=dict)
-    """Dimensions of the model that were not given → what was taken, and why."""
+    """Dimension of the model that was not given → the assumed value, and why."""
     rejected: list[Rejected] = field(default_factory=list)
     lints: list[Lint] = field(default_factory=list)
     suggestions: list[Suggestion] = field(default_factory=list)
     rejection_reasons: list[str] = field(default_factory=list)
-    """Why plans that were asked for, and that fit, cannot be run."""
+    """Why requested plans that fit cannot be run."""
     way: list[Move] = field(default_factory=list)
     laws: Laws | None = None
     scaling: list[Scale] = field(default_factory=list)
     rules_of_thumb: list[RuleOfThumb] = field(default_factory=list)
     tokens: float | None = None
     command: str | None = None
-    """What trains by the first plan as it was judged."""
+    """The command that trains by the first plan, with the settings of its prediction."""
 
 
 def plan(model: str | None = None, **request: Any) -> Answer:
-    """Rank all plans by which a model can be trained on a cluster: what `shoal plan` prints, as a value.
+    """Rank the plans that fit a model on a cluster: the answer of `shoal plan`, as a value.
 
     Takes the options of `shoal plan` by name: `shoal.plan("llama3-8b", cluster="h200:8", seq_len=8192)`. Every number
     is predicted. `answer.best[0].prediction.plan` is the first plan; `to_mapping(answer)` is the JSON.
@@ -129,19 +129,19 @@ def plan(model: str | None = None, **request: Any) -> Answer:
 
 
 def answer(request: PlanRequest) -> Answer:
-    """Search, and say why."""
-    task, wanted = request.task(), request.wanted()
-    reject_contradictions(task, Plan.of(wanted), AS_OPTIONS)
-    found = search(task, wanted, keep=request.top, by=request.by)
+    """Search for plans, and explain the first."""
+    task, required = request.task(), request.required()
+    reject_contradictions(task, Plan.of(required), AS_OPTIONS)
+    found = search(task, required, keep=request.top, by=request.by)
     choices = [Choice(task, prediction) for prediction in found.best]
     if request.by == "money":
-        choices = _cheapest(task, wanted, request.top)
+        choices = _cheapest(task, required, request.top)
     result = Answer(task, found, choices, request.by, request.top, assumed(request, task.workload))
     if request.tokens is not None:
         result.tokens = count_of(request.tokens)
     if not choices:
         result.rejection_reasons = list(found.rejection_reasons) if request.limits() else []
-        result.suggestions = suggestions(request, task, dict(wanted), is_rejected=bool(result.rejection_reasons))
+        result.suggestions = suggestions(request, task, dict(required), is_rejected=bool(result.rejection_reasons))
         return result
     first = choices[0]
     result.command = _command(first, request)
@@ -149,7 +149,7 @@ def answer(request: PlanRequest) -> Answer:
     result.lints = lint(
         first.task, first.prediction.plan, learning_rate=request.learning_rate, base_batch=request.base_batch
     )
-    result.rules_of_thumb = rules_of_thumb(first.task, first.prediction, wanted) if request.by == "time" else []
+    result.rules_of_thumb = rules_of_thumb(first.task, first.prediction, required) if request.by == "time" else []
     if request.explain:
         result.way = moves(first.task, first.prediction.plan)
         result.laws = laws(first.task, first.prediction)
@@ -158,7 +158,7 @@ def answer(request: PlanRequest) -> Answer:
 
 
 def _command(choice: Choice, request: PlanRequest) -> str:
-    """`shoal train` with all that the plan was judged by and that a run is not by itself; a recipe says the model."""
+    """Return `shoal train` with every setting of the prediction that is not a default; a recipe names the model."""
     task = choice.task
     words = ["shoal train ...", f'--plan "{choice.prediction.plan.brief()}"']
     words += [f"--nproc {choice.devices}"] if task.cluster.nodes == 1 else []  # several are started by torchrun
@@ -169,13 +169,13 @@ def _command(choice: Choice, request: PlanRequest) -> str:
     return " ".join(words)
 
 
-def _cheapest(task: Task, wanted: Mapping[str, Any], keep: int) -> list[Choice]:
-    """The best plan of every size of the cluster that can be made by halving it, by device-seconds a step."""
+def _cheapest(task: Task, required: Mapping[str, Any], keep: int) -> list[Choice]:
+    """Return the best plans of the whole cluster, of half of it, of a quarter, ..., by device-seconds per step."""
     choices: list[Choice] = []
     devices = task.cluster.num_devices
     while devices >= 1:
         fewer = replace(task, cluster=task.cluster.resized(devices))
-        choices += [Choice(fewer, prediction) for prediction in search(fewer, wanted, keep=2).best]
+        choices += [Choice(fewer, prediction) for prediction in search(fewer, required, keep=2).best]
         if devices % 2 or (devices > task.cluster.per_node and (devices // 2) % task.cluster.per_node):
             break
         devices //= 2
@@ -183,7 +183,7 @@ def _cheapest(task: Task, wanted: Mapping[str, Any], keep: int) -> list[Choice]:
 
 
 def to_mapping(result: Answer) -> dict[str, Any]:
-    """For machines: every number is predicted."""
+    """Return the answer as JSON values. Every number is predicted."""
     task = result.task
     mapping: dict[str, Any] = {
         "model": task.workload.name,
@@ -228,7 +228,7 @@ def to_mapping(result: Answer) -> dict[str, Any]:
 
 
 def costs_of_run(result: Answer) -> dict[str, Any]:
-    """What training on all tokens takes."""
+    """Return days, device-hours and cost of training on all tokens."""
     assert result.tokens is not None
     first = result.best[0]
     hours = first.device_hours(result.tokens)
@@ -240,11 +240,11 @@ def costs_of_run(result: Answer) -> dict[str, Any]:
     }
 
 
-# ---- for people -----------------------------------------------------------------------------------------------------
+# ---- for tables -----------------------------------------------------------------------------------------------------
 
 
 def tradeoffs_of(result: Answer) -> dict[str, list[Prediction]]:
-    """Other plans by what they give for what. Those of the whole cluster are not compared with a plan of a part."""
+    """Group other plans by tradeoff. Plans of the whole cluster are not compared with a plan of a part of it."""
     first = result.best[0]
     if first.devices != result.task.cluster.num_devices:
         return {}
@@ -253,7 +253,7 @@ def tradeoffs_of(result: Answer) -> dict[str, list[Prediction]]:
 
 
 def why_fewer(result: Answer) -> str:
-    """Why there are fewer plans than were asked for; empty if there are as many."""
+    """Say why there are fewer plans than requested; empty if there are not."""
     count = len(result.best)
     if not count or count >= result.top:
         return ""
@@ -267,12 +267,12 @@ def why_fewer(result: Answer) -> str:
 
 
 def assumed(request: PlanRequest, workload: Workload) -> dict[str, str]:
-    """Dimensions that were assumed, of a model that is given by its dimensions."""
+    """Return the assumed dimensions of a model that is given by its dimensions."""
     if request.model is not None:
         return {}
     reasons = {
         "ffn": "4 x hidden, with a gate",
-        "vocabulary": "a usual one",
+        "vocabulary": "default",
         "kv_heads": "as many as heads",
         "expert_ffn": "as wide as ffn",
     }

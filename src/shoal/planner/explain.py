@@ -1,4 +1,4 @@
-"""Why a plan is what it is: from one device to the plan, move by move, and what more devices would bring."""
+"""Explain a plan: the moves from one device to it, the laws of scaling, and rules of thumb."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNLIMITED = 1e30
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One step of the way, and what it has bought."""
+    """One change on the way to the plan, and its effect."""
 
     name: str
     plan: str
@@ -28,7 +28,7 @@ class Move:
     note: str = ""
 
     def to_mapping(self) -> dict[str, Any]:
-        """For machines."""
+        """Return it as JSON values."""
         return {
             "move": self.name,
             "plan": self.plan,
@@ -40,8 +40,8 @@ class Move:
 
 
 def moves(task: Task, best: Plan) -> list[Move]:
-    """From one device to the plan. Each move says what it changes against the one before it; a plan that cannot be run
-    is told with the reason, and the next move starts from it nevertheless."""
+    """Return the moves from one device to the plan, each compared with the one before it. A plan that cannot run is
+    listed with the reason, and the next move still starts from it."""
     alone = replace(task, cluster=task.cluster.resized(1))
     start = Plan(mb=1, precision=best.precision).resolve(1)
     found = [_move(alone, "one device", start, None)]
@@ -55,7 +55,7 @@ def moves(task: Task, best: Plan) -> list[Move]:
 
 
 def _way(best: Plan, num_devices: int) -> Iterator[tuple[str, Plan]]:
-    """The words of the plan, a few at a time, in the order in which people think of them."""
+    """Add the words of the plan a few at a time, in the usual order."""
     plan = Plan(mb=1, precision=best.precision, zero=0)
     if num_devices > 1:
         yield "copies on all devices", plan
@@ -102,7 +102,7 @@ def _move(task: Task, name: str, plan: Plan, before: Move | None) -> Move:
 
 
 def _times(now: float, before: float) -> str:
-    """How a time has changed, as a person would say it."""
+    """Format the change of a time: a factor for large gains, else a percentage."""
     if now < before / 1.5:
         return f"{before / now:,.1f} times as fast"
     return f"{now / before - 1:+.1%} time"
@@ -113,7 +113,7 @@ def _times(now: float, before: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Laws:
-    """Amdahl's law, and that of messages, for one plan."""
+    """Amdahl's law and the alpha-beta model of messages, for one plan."""
 
     serial_part: float
     """The part of a step on one device that would not get faster, by which Amdahl's law gives this plan's time."""
@@ -128,7 +128,7 @@ class Laws:
 
 
 def laws(task: Task, best: Prediction) -> Laws:
-    """Of a plan: what one device would take, if it had the memory, against what all of them take."""
+    """Compare the plan's time with that of one device, as if that had the memory."""
     alone = replace(task, cluster=task.cluster.resized(1), max_memory=UNLIMITED)
     plan, count = best.plan, task.cluster.num_devices
     one = alone.time(Plan(mb=plan.mb, precision=plan.precision, recompute=plan.recompute).resolve(1)).total
@@ -147,12 +147,12 @@ class Scale:
     devices: int
     seconds: float
     efficiency: float
-    """Tokens per second and device, beside those of the smallest number that can run it."""
+    """Tokens/s/device, relative to the smallest number of devices that can run it."""
 
 
 def scaling(task: Task, plan: Plan) -> list[Scale]:
-    """One model copy, two, four, ... as many as there are devices, with the same global batch, where it fits;
-    microbatches stay as they are."""
+    """Return one model copy, two, four, ... up to all devices, with the same global batch and microbatches, where it
+    fits."""
     unit = (plan.tp or 1) * (plan.pp or 1) * (plan.cp or 1)
     is_hybrid = (plan.dp_replicate or 1) > 1 and (plan.dp_shard or 1) > 1
     unit *= (plan.dp_shard or 1) if is_hybrid else 1
@@ -180,7 +180,7 @@ def scaling(task: Task, plan: Plan) -> list[Scale]:
 
 @dataclass(frozen=True, slots=True)
 class RuleOfThumb:
-    """A rule that people know, and whether the search has come to the same."""
+    """A well-known rule, and whether the plan follows it."""
 
     rule: str
     agrees: bool
@@ -188,7 +188,7 @@ class RuleOfThumb:
 
 
 def rules_of_thumb(task: Task, best: Prediction, given: Mapping[str, Any] | None = None) -> list[RuleOfThumb]:
-    """Those that speak of this task. Words that were `said` for every plan are the reason where a rule is not kept."""
+    """Return the rules that apply to this task. Where a rule is not followed, `given` words are the reason, if any."""
     limits = [f"{axis}={given[axis]}" for axis in (*DEGREES, "zero") if given and given.get(axis) is not None]
     found = _rules_of_thumb(task, best)
     if not limits:

@@ -106,7 +106,7 @@ def _size(name: str, size: str) -> tuple[int, int]:
 
 
 def _sized(cluster: Cluster, name: str, size: str) -> Cluster:
-    """The same machines, in the numbers that were asked for, if any were."""
+    """Return the same machines in the given numbers, if any are given."""
     if not size:
         return cluster
     per_node, nodes = _size(name, size)
@@ -197,7 +197,7 @@ def _preset(name: Any) -> Cluster:
 
 
 def _named_tier(value: Any) -> Any:
-    """The keys of a kind of link that is said by its name."""
+    """The keys of a kind of link that is given by its name."""
     if not isinstance(value, str):
         return value
     if value not in TIERS:
@@ -205,12 +205,12 @@ def _named_tier(value: Any) -> Any:
     return asdict(TIERS[value])
 
 
-def _changed(all_of: Mapping[str, Any], mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """The first with what is said in its place, key by key, however deep."""
+def _changed(all_of: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge the changes into the first mapping, key by key, at any depth."""
     changed = {
         key: _changed(all_of[key], value)
         if isinstance(value, Mapping) and isinstance(all_of.get(key), Mapping)
         else value
-        for key, value in mapping.items()
+        for key, value in changes.items()
     }
     return {**all_of, **changed}

@@ -1,7 +1,7 @@
-"""What the planner needs to know of a model: how many parameters, FLOPs and bytes each of its layers has.
+"""A model as the planner sees it: parameters, FLOPs and bytes of each of its layers.
 
-A transformer is told by its dimensions: everything else follows from them. Any other model is told by its blocks, each
-with what tracing it has found. Both come as a `Workload`, from the name of a preset, a Hugging Face `config.json`,
+A transformer is given by its dimensions: everything else follows from them. Any other model is given by its blocks,
+each with the result of a trace. Both come as a `Workload`, from the name of a preset, a Hugging Face `config.json`,
 plain dimensions, or a trace.
 
 FLOPs are those of training a token, forward and backward, a multiplication and an addition counting two. Attention is
@@ -139,7 +139,7 @@ class Workload:
 
     @property
     def is_transformer(self) -> bool:
-        """Whether it is told by dimensions."""
+        """Whether it is given by dimensions."""
         return not self.blocks
 
     @cached_property

@@ -79,10 +79,10 @@ def _render_title(console: Console, answer: Answer) -> None:
         console.print(f"assumed: {taken}", highlight=False)
     measured = "measured on this machine" if task.cluster.is_measured else "from datasheets and published runs"
     if task.cluster.num_devices > 1 and not task.cluster.device.is_host:
-        measured += ", and shoal was never run on several GPUs"
+        measured += "; shoal was never run on several GPUs"
     console.print(
-        f"[dim]all numbers predicted, rates {measured}; {answer.found.num_predicted:,} plans predicted,"
-        f" {answer.found.num_too_large:,} larger than {task.memory_limit / GIB:.1f} GiB[/dim]\n",
+        f"[dim]all numbers predicted, rates {measured}\n{answer.found.num_predicted:,} plans predicted,"
+        f" {answer.found.num_too_large:,} above the limit of {task.memory_limit / GIB:.1f} GiB[/dim]\n",
         highlight=False,
     )
 

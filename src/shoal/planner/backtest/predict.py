@@ -1,4 +1,4 @@
-"""One row of a table → what the planner would have said of that run, or the reason why it cannot say anything.
+"""Predict one row of a table of measured runs, or give the reason why it cannot be predicted.
 
 A row gives dimensions, degrees and words. Here they become a workload, a plan, a cluster and a profile: the objects
 that `shoal plan` works with. Facts about published systems (which network, which attention) are in the tables below,
@@ -60,7 +60,7 @@ class Prediction:
 
 
 def predict(row: Row, *, is_blind: bool = False) -> Prediction:
-    """What the planner says of a run. `is_blind`: as if nobody had measured its system."""
+    """Predict a run. `is_blind`: without any figure that was measured on its system."""
     try:
         return _predict(row, is_blind)
     except Unpredictable as error:
@@ -111,7 +111,7 @@ def _predict(row: Row, is_blind: bool) -> Prediction:
 
 
 HEADROOM = 1.2
-"""What a system that nobody has measured may hold, over what is predicted for it: 9 of 10 runs of Megatron's CI and of
+"""Memory that an unmeasured system may hold, relative to its prediction: 9 of 10 runs of Megatron's CI and of
 BigScience hold at most that much more."""
 
 

@@ -48,7 +48,7 @@ def workload_of(row: Row) -> Workload:
 
 
 def _agrees(row: Row, workload: Workload) -> bool:
-    """Whether nothing that a row says of its model speaks against a preset."""
+    """Whether no published dimension of a row contradicts a preset."""
     dimensions = {"layers": workload.layers, "hidden": workload.hidden, "heads": workload.heads}
     return all(row.whole(column) in (None, number) for column, number in dimensions.items())
 
@@ -109,7 +109,7 @@ def _inferred(row: Row, dimensions: dict[str, int | None]) -> dict[str, int | No
 
 
 def _nearest_size(workload: Workload, row: Row) -> Workload:
-    """Whether there is a gate and whether the head is tied, where only the number of parameters tells."""
+    """Infer gate and tied head from the number of parameters, where the row does not say."""
     billions = row.number("params_b")
     if not billions or workload.experts or "untied=" in row.text("notes"):
         return workload

@@ -1,8 +1,7 @@
-"""Rules of thumb, each as one function of a plan: is it broken here, what does that cost, what would be cheaper.
+"""Rules of thumb, each a function of a plan: is it broken, what does that cost, which plan is cheaper.
 
-A rule first looks at the plan (tp spans two nodes) and then at its price, by judging the plans around it (`lint_case`).
-So it speaks with numbers of this plan, never with those of the table that it comes from, and it names a way out only if
-that way fits and is predicted to be better.
+A rule first checks the plan (tp spans two nodes) and then predicts the plans next to it (`lint.case`). So it reports
+numbers of this plan, never those of its evidence. It names a fix only if that fits and is predicted to be better.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from shoal.predict.estimate.rank_share import head_cost, layers_of_ranks
 from shoal.predict.workload import Workload
 
 NOTABLE = 0.05
-"""Of a step: what other sizes (of microbatches, of batches, of the model) have to save to be worth a word."""
+"""Of a step: what another size (of microbatch, batch or model) must save to be reported."""
 MUCH = 0.1
 """Of a step, which a pipeline waits, sharded parameters travel, or everything takes that a larger batch would not
 repeat."""
@@ -217,7 +216,7 @@ def _idle(task: Task, workload: Workload, plan: Plan) -> float:
 
 
 def too_few_microbatches(case: Case) -> Finding | None:
-    """A pipeline with fewer microbatches than ranks never fills; an interleaved one wants whole rounds of them."""
+    """A pipeline with fewer microbatches than ranks never fills; an interleaved one needs whole rounds of them."""
     pp, m, schedule = case.degree("pp"), case.m, case.plan.schedule or "1f1b"
     if pp == 1:
         return None
@@ -290,7 +289,7 @@ def batch_not_dealt(case: Case) -> Finding | None:
 
 
 def needless_recompute(case: Case) -> Finding | None:
-    """A third more computing buys memory that nobody needs."""
+    """Full recompute adds a third of the compute, for memory that is free anyway."""
     limit, held = case.task.memory_limit, case.prediction.memory.total
     if case.plan.recompute != "full" or held > (1 - FREE) * limit:
         return None
@@ -299,7 +298,7 @@ def needless_recompute(case: Case) -> Finding | None:
 
 
 def needless_offload(case: Case) -> Finding | None:
-    """What the device has room for need not travel to the host and back."""
+    """States that fit on the device need not travel to the host and back."""
     if case.plan.offload == "none":
         return None
     numbers = f"offload={case.plan.offload} takes {case.takes('offload')}"
