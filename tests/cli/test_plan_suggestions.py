@@ -193,7 +193,7 @@ def test_every_suggestion_can_be_typed_and_does_what_it_says(
     given = files_in(tmp_path, words)
     code, out, err = asked(capsys, *given, "--json")
     assert code == 1, err
-    told = json.loads(out)["remedies"]
+    told = json.loads(out)["suggestions"]
     assert told
     for suggestion in told:
         code, out, err = asked(capsys, *typed(given, suggestion), "--json")
@@ -208,9 +208,9 @@ def test_every_suggestion_can_be_typed_and_does_what_it_says(
 
 def test_suggestions_are_options_of_this_verb(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = asked(capsys, *NOTHING_FITS[6].split(), "--json")
-    assert any(one.startswith("--state-dtype bf16: ") for one in json.loads(out)["remedies"])
+    assert any(one.startswith("--state-dtype bf16: ") for one in json.loads(out)["suggestions"])
     _, out, _ = asked(capsys, *NOTHING_FITS[0].split(), "--json")
-    assert any(one.startswith("--cluster rtx4090:8: ") for one in json.loads(out)["remedies"])
+    assert any(one.startswith("--cluster rtx4090:8: ") for one in json.loads(out)["suggestions"])
 
 
 @pytest.mark.parametrize(

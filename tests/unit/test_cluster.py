@@ -87,7 +87,7 @@ def test_here_is_what_was_measured(home: Path) -> None:
 def test_here_that_was_not_measured_says_how(home: Path) -> None:
     with pytest.raises(ShoalError) as caught:
         parse_cluster("here:2")
-    assert f"this machine was not measured: there is no {here_file()}" in str(caught.value)
+    assert f"no calibration of this machine found: {here_file()} does not exist" in str(caught.value)
     assert "fix: shoal calibrate" in str(caught.value)
 
 

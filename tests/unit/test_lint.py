@@ -285,7 +285,7 @@ def test_recompute_in_a_device_that_is_nearly_full_is_left_alone() -> None:
     full = ONE_NODE.but(plan="zero=1 mb=1 bf16 recompute=full")
     less = full.task.memory(replace(full.resolved, recompute="selective"))
     task = replace(full.task, max_memory=1.01 * less.total)
-    assert 0.7 < full.task.memory(full.resolved).total / task.room < 1
+    assert 0.7 < full.task.memory(full.resolved).total / task.memory_limit < 1
     assert "SH09" not in {found.code for found in lint(task, full.resolved)}
 
 

@@ -14,10 +14,10 @@ from shoal.blueprint.schedules.generate import check_schedule
 from shoal.blueprint.validation.pipeline import SPLIT_BACKWARD
 from shoal.errors import ShoalError
 from shoal.planner.alternatives import alternatives
-from shoal.planner.candidates import misfits_of
+from shoal.planner.candidates import check_candidate
 from shoal.planner.explain import laws, moves, rules_of_thumb, scaling
 from shoal.planner.search import EQUAL, SearchResult, search
-from shoal.planner.suggestions import refuse_contradictions, smallest_changes
+from shoal.planner.suggestions import reject_contradictions, smallest_changes
 from shoal.planner.task import Task
 from shoal.predict.cluster_parser import parse_cluster
 from shoal.predict.estimate.peak_memory import peak_memory
@@ -56,7 +56,7 @@ def everything(work: Task) -> list[Plan]:
                     dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, pp=pp, ep=1, zero=zero, v=v, mb=mb,
                     schedule=schedule, context="ring" if cp > 1 else None, recompute=recompute, precision="bf16",
                 )  # type: ignore[arg-type] # fmt: skip
-                if not misfits_of(work, plan):
+                if not check_candidate(work, plan):
                     found.append(plan)
     return found
 
@@ -92,28 +92,28 @@ def test_plans_are_legal_and_fit_and_no_neighbour_is_faster(
     work = task(model, cluster, sequence, batch)
     found = searched(model, cluster, sequence, batch)
     assert found.best
-    for verdict in [*found.best, *found.frontier]:
-        plan = verdict.plan
+    for prediction in [*found.best, *found.frontier]:
+        plan = prediction.plan
         assert plan == plan.resolve(work.cluster.num_devices)
-        assert misfits_of(work, plan) == []
-        assert verdict.memory.total <= work.room
+        assert check_candidate(work, plan) == []
+        assert prediction.memory.total <= work.memory_limit
         assert plan.num_microbatches(batch) >= 1
         assert plan.schedule not in SPLIT_BACKWARD
     rejected = alternatives(work, found.best[0])
     assert len(rejected) > 5
     assert all(one.reason for one in rejected)
     assert not [one for one in rejected if one.reason.startswith("faster")]
-    frontier = [(verdict.time.total, verdict.memory.total) for verdict in found.frontier]
+    frontier = [(prediction.time.total, prediction.memory.total) for prediction in found.frontier]
     assert frontier == sorted(frontier, key=lambda both: (both[0], -both[1]))
     assert [memory for _, memory in frontier] == sorted((memory for _, memory in frontier), reverse=True)
 
 
 def test_constraints_are_kept() -> None:
     work = task("llama3-70b", "h100:8x8", batch=128)
-    wanted = Plan.parse("tp=8 zero=1 pp=4 recompute=full mb=2 interleaved v=2 bf16")
-    for verdict in search(work, wanted).best:
-        said = wanted.to_mapping()
-        assert {key: getattr(verdict.plan, key) for key in said} == said
+    required = Plan.parse("tp=8 zero=1 pp=4 recompute=full mb=2 interleaved v=2 bf16")
+    for prediction in search(work, required).best:
+        said = required.to_mapping()
+        assert {key: getattr(prediction.plan, key) for key in said} == said
     roomy, tight = search(work).best[0], search(replace(work, max_memory=40 * 2**30)).best[0]
     assert roomy.memory.total > 40 * 2**30 >= tight.memory.total
     assert tight.time.total > roomy.time.total
@@ -136,11 +136,11 @@ def test_the_first_is_never_slower_and_larger_than_another() -> None:
 def test_what_fits_in_one_microbatch_alone_is_found() -> None:
     """Gradients of a single microbatch never meet all of its activations: the largest mb takes least memory."""
     work = task("llama3-3b", "h100:8", 2048, 16)
-    wanted = {"zero": 0, "tp": 1, "pp": 1, "cp": 1, "recompute": "none", "precision": "bf16"}
-    sizes = {mb: work.memory(Plan.of({**wanted, "mb": mb}).resolve(8)).total for mb in (1, 2)}
+    required = {"zero": 0, "tp": 1, "pp": 1, "cp": 1, "recompute": "none", "precision": "bf16"}
+    sizes = {mb: work.memory(Plan.of({**required, "mb": mb}).resolve(8)).total for mb in (1, 2)}
     assert sizes[2] < sizes[1]
-    found = search(replace(work, max_memory=(sizes[1] + sizes[2]) / 2), wanted).best
-    assert [verdict.plan.mb for verdict in found] == [2]
+    found = search(replace(work, max_memory=(sizes[1] + sizes[2]) / 2), required).best
+    assert [prediction.plan.mb for prediction in found] == [2]
 
 
 @pytest.mark.parametrize(
@@ -182,11 +182,11 @@ def test_as_fast_in_fewer_microbatches_is_better() -> None:
 def test_contradictions_are_refused_with_what_could_be() -> None:
     work = task("llama3-70b", "h100:8x8", batch=512)
     with pytest.raises(ShoalError, match=r"has tp=3\n *fix: tp=1, 2, 4 or 8"):
-        refuse_contradictions(work, Plan.parse("tp=3"))
+        reject_contradictions(work, Plan.parse("tp=3"))
     with pytest.raises(ShoalError, match=r"has all of tp=8 pp=16"):
-        refuse_contradictions(work, Plan.parse("tp=8 pp=16"))
+        reject_contradictions(work, Plan.parse("tp=8 pp=16"))
     with pytest.raises(ShoalError, match=r"global batch of 7 samples"):
-        refuse_contradictions(task("resnet50", "h100:8", 1, 7), Plan())
+        reject_contradictions(task("resnet50", "h100:8", 1, 7), Plan())
 
 
 def test_what_fits_nowhere_is_told_what_would_help() -> None:
@@ -194,7 +194,7 @@ def test_what_fits_nowhere_is_told_what_would_help() -> None:
     found = search(work)
     assert found.best == []
     assert found.smallest is not None
-    assert found.smallest.memory.total > work.room
+    assert found.smallest.memory.total > work.memory_limit
     helps = list(smallest_changes(work, Plan(precision="bf16")))
     assert {"state_dtype": "bf16"} in helps
     assert {"offload": "optimizer"} in helps

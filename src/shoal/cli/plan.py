@@ -1,4 +1,4 @@
-"""`shoal plan MODEL --cluster h100:8x4`: what fits, how fast it would be, and why."""
+"""`shoal plan MODEL --cluster h100:8x4`: rank the plans that fit by predicted time."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from shoal.planner.request import PlanRequest
 
 @dataclass(frozen=True, kw_only=True)
 class Options(PlanRequest):
-    """Rank all plans by which a model can be trained on a cluster: what fits, how fast it would be, and why. Nothing is
-    run: every number is predicted.
+    """Rank the plans that fit a model on a cluster, with the reasons for the first. Nothing runs: every number is
+    predicted.
 
     shoal plan llama3-8b --cluster h200:8 --seq-len 8192 --global-batch 64
     """
@@ -31,7 +31,7 @@ class Options(PlanRequest):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Plan; 0 when there is a plan, 1 when none fits."""
+    """Print the plans; return 0 if one fits, else 1."""
     options = tyro.cli(Options, args=list(arguments), prog="shoal plan", config=(tyro.conf.FlagCreatePairsOff,))
     from shoal.cli.reports.plan import render
     from shoal.planner.answer import answer, to_mapping

@@ -1,4 +1,4 @@
-"""Why not another plan: every one that differs from the best in one thing, with one line of reason."""
+"""Alternatives to the best plan: each differs from it in one change, and has one line of reason."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from shoal.blueprint.plan import Plan
 from shoal.errors import ShoalError
-from shoal.planner.candidates import can_split, misfits_of
+from shoal.planner.candidates import can_split, check_candidate
 from shoal.planner.search import EQUAL, MODES, SAME, SCHEDULES, complexity
 from shoal.planner.task import Task
 from shoal.predict.estimate.peak_memory import PeakMemory
@@ -17,24 +17,24 @@ from shoal.predict.predict import Prediction
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A neighbour of a plan, and why it was not taken."""
+    """An alternative, and why it was rejected."""
 
     move: str
     plan: str
     reason: str
 
     def to_mapping(self) -> dict[str, str]:
-        """For machines."""
+        """Return it as JSON values."""
         return {"move": self.move, "plan": self.plan, "reason": self.reason}
 
 
 def alternatives(task: Task, best: Prediction) -> list[Rejected]:
-    """Each plan that differs in one thing, with one line of reason."""
-    return [_weighed(task, best, move, said) for move, said in _moves(task, best.plan)]
+    """Return every plan that differs in one change, with its effect."""
+    return [_compare(task, best, move, changes) for move, changes in _moves(task, best.plan)]
 
 
 def _moves(task: Task, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
-    """One step away in every direction; what an axis takes or gives comes from data parallelism."""
+    """Double or halve each axis, and try the other modes; data parallelism takes the ranks that are left."""
     data = {"dp_shard": None, "dp_replicate": None}
     for axis in ("tp", "pp", "cp", *(("ep",) if task.workload.experts else ())):
         degree = getattr(plan, axis) or 1
@@ -61,9 +61,9 @@ def _moves(task: Task, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{plan.schedule} → {schedule} v={v}", {"schedule": schedule, "v": v}
 
 
-def _weighed(task: Task, best: Prediction, move: str, said: Mapping[str, Any]) -> Rejected:
+def _compare(task: Task, best: Prediction, move: str, changes: Mapping[str, Any]) -> Rejected:
     try:
-        plan = replace(best.plan, **said).resolve(task.cluster.num_devices)
+        plan = replace(best.plan, **changes).resolve(task.cluster.num_devices)
     except ShoalError as error:
         return Rejected(move, "", error.problems[0].what)
     if reason := _why_illegal(task, plan):
@@ -75,8 +75,8 @@ def _weighed(task: Task, best: Prediction, move: str, said: Mapping[str, Any]) -
     if abs(change) < SAME:
         return Rejected(move, plan.brief(), f"as fast ({change:+.1%})")
     if 1 / EQUAL < 1 + change < 1:
-        simple = ", and less simple" * (complexity(plan) > complexity(best.plan))
-        return Rejected(move, plan.brief(), f"only {-change:.1%} faster, which no prediction can tell{simple}")
+        simple = "; also more complex" * (complexity(plan) > complexity(best.plan))
+        return Rejected(move, plan.brief(), f"only {-change:.1%} faster, less than predictions can resolve{simple}")
     how = "slower" if change > 0 else "faster"
     return Rejected(move, plan.brief(), f"{how} by {abs(change):.1%}: {cause_of(best, other)}")
 
@@ -85,7 +85,7 @@ def _why_illegal(task: Task, plan: Plan) -> str:
     ranks = (plan.dp_replicate or 1) * (plan.dp_shard or 1)
     if not can_split(task.workload, plan.tp or 1):
         return f"tp={plan.tp} does not divide its heads or features"
-    if wrong := misfits_of(task, plan):
+    if wrong := check_candidate(task, plan):
         return wrong[0].what
     if task.global_batch % (ranks * (plan.mb or 1)):
         return f"a batch of {task.global_batch} does not divide into {ranks} ranks with microbatches of {plan.mb}"
@@ -93,15 +93,15 @@ def _why_illegal(task: Task, plan: Plan) -> str:
 
 
 def why_larger(task: Task, best: PeakMemory, other: PeakMemory) -> str:
-    """Which cause takes it over what there is."""
+    """Name the cause that grew most, and the total beside the limit."""
     causes = ("parameters", "gradients", "optimizer", "activations", "gathered", "buffers", "logits")
     grown = max(causes, key=lambda cause: getattr(other, cause) - getattr(best, cause))
     more = (getattr(other, grown) - getattr(best, grown)) / 2**30
-    return f"{other.total / 2**30:.1f} of {task.room / 2**30:.1f} GiB ({grown} {more:+.1f})"
+    return f"{other.total / 2**30:.1f} of {task.memory_limit / 2**30:.1f} GiB ({grown} {more:+.1f})"
 
 
 def cause_of(best: Prediction, other: Prediction) -> str:
-    """The cause that changes most, in seconds."""
+    """Name the cause whose time changed most."""
     ours, theirs = best.time.causes(), other.time.causes()
     name = max(ours, key=lambda cause: abs(theirs[cause] - ours[cause]))
     return f"{name} {(theirs[name] - ours[name]) * 1e3:+,.0f} ms"

@@ -1,4 +1,4 @@
-"""The planner's answer: the best plans, why no other one, and what to type."""
+"""The planner's answer: the best plans, their alternatives, and the command that trains by the first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.planner.flag_suggestions import Suggestion, suggestions
 from shoal.planner.lint.lint import Lint, lint
 from shoal.planner.request import PlanRequest
 from shoal.planner.search import SearchResult, search, tradeoffs
-from shoal.planner.suggestions import AS_OPTIONS, refuse_contradictions
+from shoal.planner.suggestions import AS_OPTIONS, reject_contradictions
 from shoal.planner.task import Task
 from shoal.predict.cluster import GIB
 from shoal.predict.predict import Prediction
@@ -32,38 +32,38 @@ MEMORY = (
     "allocator",
     "context",
 )
-TOLD_FRONTIER = 6
+SHOWN_FRONTIER = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A plan that was found, and on how many devices."""
+    """A plan that fits, with its prediction and its cluster."""
 
     task: Task
-    verdict: Prediction
+    prediction: Prediction
 
     @property
     def devices(self) -> int:
-        """That it takes."""
+        """Devices that the plan uses."""
         return self.task.cluster.num_devices
 
     def device_hours(self, tokens: float) -> float:
-        """Of training on so many tokens."""
+        """Device-hours of training on that many tokens."""
         per_step = self.task.global_batch * self.task.sequence
-        return tokens / per_step * self.verdict.time.total * self.devices / 3600
+        return tokens / per_step * self.prediction.time.total * self.devices / 3600
 
     def cost(self, tokens: float) -> float | None:
-        """Of training on so many tokens, in money; None: nobody has said what a device costs."""
+        """Money for training on that many tokens. None: the price of a device is unknown."""
         price = self.task.cluster.price
         return None if price is None else self.device_hours(tokens) * price
 
     def to_mapping(self) -> dict[str, Any]:
-        """For machines."""
-        memory, time = self.verdict.memory, self.verdict.time
-        saved = self.task.saved(self.verdict.plan)
+        """Return it as JSON values."""
+        memory, time = self.prediction.memory, self.prediction.time
+        saved = self.task.saved(self.prediction.plan)
         seconds = {name: round(value, 6) for name, value in time.causes().items()}
         return {
-            "plan": str(self.verdict.plan),
+            "plan": str(self.prediction.plan),
             "devices": self.devices,
             "memory_gib": {
                 **{name: round(getattr(memory, name) / GIB, 4) for name in MEMORY},
@@ -89,35 +89,35 @@ class Choice:
 
 @dataclass
 class Answer:
-    """All that there is to say."""
+    """The result of a search, and everything derived from it."""
 
     task: Task
     found: SearchResult
     best: list[Choice]
     by: str = "time"
     top: int = 5
-    """Plans that were asked for."""
+    """The number of plans requested."""
     assumed: dict[str, str] = field(default_factory=dict)
-    """Dimensions of the model that were not given → what was taken, and why."""
+    """Dimension of the model that was not given → the assumed value, and why."""
     rejected: list[Rejected] = field(default_factory=list)
     lints: list[Lint] = field(default_factory=list)
-    remedies: list[Suggestion] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
-    """Why plans that were asked for, and that fit, cannot be run."""
+    suggestions: list[Suggestion] = field(default_factory=list)
+    rejection_reasons: list[str] = field(default_factory=list)
+    """Why requested plans that fit cannot be run."""
     way: list[Move] = field(default_factory=list)
     laws: Laws | None = None
     scaling: list[Scale] = field(default_factory=list)
-    thumbs: list[RuleOfThumb] = field(default_factory=list)
+    rules_of_thumb: list[RuleOfThumb] = field(default_factory=list)
     tokens: float | None = None
     command: str | None = None
-    """What trains by the first plan as it was judged."""
+    """The command that trains by the first plan, with the settings of its prediction."""
 
 
 def plan(model: str | None = None, **request: Any) -> Answer:
-    """Rank all plans by which a model can be trained on a cluster: what `shoal plan` prints, as a value.
+    """Rank the plans that fit a model on a cluster: the answer of `shoal plan`, as a value.
 
     Takes the options of `shoal plan` by name: `shoal.plan("llama3-8b", cluster="h200:8", seq_len=8192)`. Every number
-    is predicted. `answer.best[0].verdict.plan` is the first plan; `to_mapping(answer)` is the JSON.
+    is predicted. `answer.best[0].prediction.plan` is the first plan; `to_mapping(answer)` is the JSON.
     """
     known = [entry.name for entry in fields(PlanRequest)]
     raise_if(
@@ -129,38 +129,38 @@ def plan(model: str | None = None, **request: Any) -> Answer:
 
 
 def answer(request: PlanRequest) -> Answer:
-    """Search, and say why."""
-    task, wanted = request.task(), request.wanted()
-    refuse_contradictions(task, Plan.of(wanted), AS_OPTIONS)
-    found = search(task, wanted, keep=request.top, by=request.by)
-    choices = [Choice(task, verdict) for verdict in found.best]
+    """Search for plans, and explain the first."""
+    task, required = request.task(), request.required()
+    reject_contradictions(task, Plan.of(required), AS_OPTIONS)
+    found = search(task, required, keep=request.top, by=request.by)
+    choices = [Choice(task, prediction) for prediction in found.best]
     if request.by == "money":
-        choices = _cheapest(task, wanted, request.top)
-    told = Answer(task, found, choices, request.by, request.top, assumed(request, task.workload))
+        choices = _cheapest(task, required, request.top)
+    result = Answer(task, found, choices, request.by, request.top, assumed(request, task.workload))
     if request.tokens is not None:
-        told.tokens = count_of(request.tokens)
+        result.tokens = count_of(request.tokens)
     if not choices:
-        told.refused = list(found.refused) if request.limits() else []
-        told.remedies = suggestions(request, task, dict(wanted), is_refused=bool(told.refused))
-        return told
+        result.rejection_reasons = list(found.rejection_reasons) if request.limits() else []
+        result.suggestions = suggestions(request, task, dict(required), is_rejected=bool(result.rejection_reasons))
+        return result
     first = choices[0]
-    told.command = _command(first, request)
-    told.rejected = alternatives(first.task, first.verdict)
-    told.lints = lint(
-        first.task, first.verdict.plan, learning_rate=request.learning_rate, base_batch=request.base_batch
+    result.command = _command(first, request)
+    result.rejected = alternatives(first.task, first.prediction)
+    result.lints = lint(
+        first.task, first.prediction.plan, learning_rate=request.learning_rate, base_batch=request.base_batch
     )
-    told.thumbs = rules_of_thumb(first.task, first.verdict, wanted) if request.by == "time" else []
+    result.rules_of_thumb = rules_of_thumb(first.task, first.prediction, required) if request.by == "time" else []
     if request.explain:
-        told.way = moves(first.task, first.verdict.plan)
-        told.laws = laws(first.task, first.verdict)
-        told.scaling = scaling(first.task, first.verdict.plan)
-    return told
+        result.way = moves(first.task, first.prediction.plan)
+        result.laws = laws(first.task, first.prediction)
+        result.scaling = scaling(first.task, first.prediction.plan)
+    return result
 
 
 def _command(choice: Choice, request: PlanRequest) -> str:
-    """`shoal train` with all that the plan was judged by and that a run is not by itself; a recipe says the model."""
+    """Return `shoal train` with every setting of the prediction that is not a default; a recipe names the model."""
     task = choice.task
-    words = ["shoal train ...", f'--plan "{choice.verdict.plan.brief()}"']
+    words = ["shoal train ...", f'--plan "{choice.prediction.plan.brief()}"']
     words += [f"--nproc {choice.devices}"] if task.cluster.nodes == 1 else []  # several are started by torchrun
     words += [f"--data.seq_len {task.sequence}"] if task.workload.is_transformer else []
     words += [f"--data.global_batch {task.global_batch}"]
@@ -169,108 +169,110 @@ def _command(choice: Choice, request: PlanRequest) -> str:
     return " ".join(words)
 
 
-def _cheapest(task: Task, wanted: Mapping[str, Any], keep: int) -> list[Choice]:
-    """The best plan of every size of the cluster that can be made by halving it, by device-seconds a step."""
+def _cheapest(task: Task, required: Mapping[str, Any], keep: int) -> list[Choice]:
+    """Return the best plans of the whole cluster, of half of it, of a quarter, ..., by device-seconds per step."""
     choices: list[Choice] = []
     devices = task.cluster.num_devices
     while devices >= 1:
         fewer = replace(task, cluster=task.cluster.resized(devices))
-        choices += [Choice(fewer, verdict) for verdict in search(fewer, wanted, keep=2).best]
+        choices += [Choice(fewer, prediction) for prediction in search(fewer, required, keep=2).best]
         if devices % 2 or (devices > task.cluster.per_node and (devices // 2) % task.cluster.per_node):
             break
         devices //= 2
-    return sorted(choices, key=lambda choice: choice.devices * choice.verdict.time.total)[:keep]
+    return sorted(choices, key=lambda choice: choice.devices * choice.prediction.time.total)[:keep]
 
 
-def to_mapping(told: Answer) -> dict[str, Any]:
-    """For machines: every number is predicted."""
-    task = told.task
-    said: dict[str, Any] = {
+def to_mapping(result: Answer) -> dict[str, Any]:
+    """Return the answer as JSON values. Every number is predicted."""
+    task = result.task
+    mapping: dict[str, Any] = {
         "model": task.workload.name,
         "parameters": task.workload.parameters,
         "cluster": str(task.cluster),
         "is_measured_cluster": task.cluster.is_measured,
         "seq_len": task.sequence,
         "global_batch": task.global_batch,
-        "assumed": told.assumed,
-        "room_gib": round(task.room / GIB, 3),
-        "num_judged": told.found.num_judged,
-        "num_too_large": told.found.num_too_large,
-        "plans": [choice.to_mapping() for choice in told.best],
-        "why_fewer": why_fewer(told),
-        "command": told.command,
-        "frontier": [Choice(task, verdict).to_mapping() for verdict in told.found.frontier],
-        "rejected": [one.to_mapping() for one in told.rejected],
-        "lint": [one.to_mapping() for one in told.lints],
-        "rules_of_thumb": [{"rule": one.rule, "agrees": one.agrees, "why": one.why} for one in told.thumbs],
+        "assumed": result.assumed,
+        "memory_limit_gib": round(task.memory_limit / GIB, 3),
+        "plans_predicted": result.found.num_predicted,
+        "num_too_large": result.found.num_too_large,
+        "plans": [choice.to_mapping() for choice in result.best],
+        "why_fewer": why_fewer(result),
+        "command": result.command,
+        "frontier": [Choice(task, prediction).to_mapping() for prediction in result.found.frontier],
+        "rejected": [one.to_mapping() for one in result.rejected],
+        "lint": [one.to_mapping() for one in result.lints],
+        "rules_of_thumb": [{"rule": one.rule, "agrees": one.agrees, "why": one.why} for one in result.rules_of_thumb],
     }
-    if not told.best:
-        said["remedies"] = [str(remedy) for remedy in told.remedies]
-        said["refused"] = told.refused
-        said["smallest"] = None if told.found.smallest is None else Choice(task, told.found.smallest).to_mapping()
-    if told.way:
-        said["explain"] = [move.to_mapping() for move in told.way]
-    if told.laws is not None:
-        law = told.laws
+    if not result.best:
+        mapping["suggestions"] = [str(suggestion) for suggestion in result.suggestions]
+        mapping["rejection_reasons"] = result.rejection_reasons
+        mapping["smallest"] = (
+            None if result.found.smallest is None else Choice(task, result.found.smallest).to_mapping()
+        )
+    if result.way:
+        mapping["explain"] = [move.to_mapping() for move in result.way]
+    if result.laws is not None:
+        law = result.laws
         limit = None if law.limit == float("inf") else law.limit
-        said["laws"] = {
+        mapping["laws"] = {
             "serial_part": law.serial_part, "amdahl_limit": limit, "message_bytes": law.message,
             "latency_s": law.latency, "transfer_s": law.transfer,
         }  # fmt: skip
-        said["scaling"] = [
-            {"devices": one.devices, "step_s": one.seconds, "efficiency": one.efficiency} for one in told.scaling
+        mapping["scaling"] = [
+            {"devices": one.devices, "step_s": one.seconds, "efficiency": one.efficiency} for one in result.scaling
         ]
-    if told.tokens is not None and told.best:
-        said["run"] = costs_of_run(told)
-    return said
+    if result.tokens is not None and result.best:
+        mapping["run"] = costs_of_run(result)
+    return mapping
 
 
-def costs_of_run(told: Answer) -> dict[str, Any]:
-    """What training on all tokens takes."""
-    assert told.tokens is not None
-    first = told.best[0]
-    hours = first.device_hours(told.tokens)
+def costs_of_run(result: Answer) -> dict[str, Any]:
+    """Return days, device-hours and cost of training on all tokens."""
+    assert result.tokens is not None
+    first = result.best[0]
+    hours = first.device_hours(result.tokens)
     return {
-        "tokens": told.tokens,
+        "tokens": result.tokens,
         "days": hours / first.devices / 24,
         "device_hours": hours,
-        "cost": first.cost(told.tokens),
+        "cost": first.cost(result.tokens),
     }
 
 
-# ---- for people -----------------------------------------------------------------------------------------------------
+# ---- for tables -----------------------------------------------------------------------------------------------------
 
 
-def tradeoffs_of(told: Answer) -> dict[str, list[Prediction]]:
-    """Other plans by what they give for what. Those of the whole cluster are not compared with a plan of a part."""
-    first = told.best[0]
-    if first.devices != told.task.cluster.num_devices:
+def tradeoffs_of(result: Answer) -> dict[str, list[Prediction]]:
+    """Group other plans by tradeoff. Plans of the whole cluster are not compared with a plan of a part of it."""
+    first = result.best[0]
+    if first.devices != result.task.cluster.num_devices:
         return {}
-    found = tradeoffs(first.verdict, told.found.frontier)
-    return {label: plans[:TOLD_FRONTIER] for label, plans in found.items()}
+    found = tradeoffs(first.prediction, result.found.frontier)
+    return {label: plans[:SHOWN_FRONTIER] for label, plans in found.items()}
 
 
-def why_fewer(told: Answer) -> str:
-    """Why there are fewer plans than were asked for; empty if there are as many."""
-    count = len(told.best)
-    if not count or count >= told.top:
+def why_fewer(result: Answer) -> str:
+    """Say why there are fewer plans than requested; empty if there are not."""
+    count = len(result.best)
+    if not count or count >= result.top:
         return ""
-    shown = f"{count} plan{'s' * (count > 1)} instead of {told.top}"
-    if told.by == "money":
+    shown = f"{count} plan{'s' * (count > 1)} instead of {result.top}"
+    if result.by == "money":
         return f"{shown}: of each number of devices, the two best that fit"
-    if left_out := told.found.num_left_out:
+    if left_out := result.found.num_left_out:
         others = f"{left_out} other layout{'s' * (left_out > 1)}"
         return f"{shown}: {others} would fit, and one of these matches each in time, memory and simplicity within 5 %"
     return f"{shown}: no other layout fits"
 
 
 def assumed(request: PlanRequest, workload: Workload) -> dict[str, str]:
-    """Dimensions that were assumed, of a model that is given by its dimensions."""
+    """Return the assumed dimensions of a model that is given by its dimensions."""
     if request.model is not None:
         return {}
     reasons = {
         "ffn": "4 x hidden, with a gate",
-        "vocabulary": "a usual one",
+        "vocabulary": "default",
         "kv_heads": "as many as heads",
         "expert_ffn": "as wide as ffn",
     }

@@ -1,6 +1,6 @@
-"""What there is to try: every layout of a task's devices whose degrees divide what they have to divide.
+"""Candidate layouts: every layout of a task's devices whose degrees divide heads, layers, tokens and batch.
 
-`check_plan` has all rules that a run's plan obeys. Here are only those that keep most layouts from being made.
+`check_plan` has every rule of a run. Here are only the cheap ones, which exclude most layouts early.
 """
 
 from __future__ import annotations
@@ -18,82 +18,82 @@ from shoal.planner.task import Task
 from shoal.predict.workload import Workload
 
 LARGEST_MICROBATCH = 128
-"""Of sequences; samples of other models may be small, and all that a rank has are tried."""
+"""Sequences. Samples of other models may be small: there, microbatches up to a rank's whole share are tried."""
 LEAST_TOKENS = 512
-"""Of a cp rank: below that, attention is not worth dividing."""
+"""Tokens of a cp rank: below that, attention is not worth dividing."""
 
 
-def layouts(task: Task, wanted: Plan) -> Iterator[dict[str, Any]]:
-    """All degrees that divide what they have to divide, with a stage of sharding each; from simple to composed."""
+def layouts(task: Task, required: Plan) -> Iterator[dict[str, Any]]:
+    """Yield all legal degrees, with each ZeRO stage, from simple to composed."""
     model, world = task.workload, task.cluster.num_devices
-    for tp in degrees_of(world, wanted.tp, partial(can_split, model)):
-        for pp in degrees_of(world // tp, wanted.pp, lambda pp: pp <= max(1, model.layers)):
-            for cp in degrees_of(world // tp // pp, wanted.cp, partial(can_cut, task, tp)):
+    for tp in degrees_of(world, required.tp, partial(can_split, model)):
+        for pp in degrees_of(world // tp, required.pp, lambda pp: pp <= max(1, model.layers)):
+            for cp in degrees_of(world // tp // pp, required.cp, partial(can_cut, task, tp)):
                 dp = world // (tp * pp * cp)
                 if dp <= task.global_batch and task.global_batch % dp == 0:
-                    yield from _sharded(task, wanted, {"tp": tp, "pp": pp, "cp": cp}, dp)
+                    yield from _sharded(task, required, {"tp": tp, "pp": pp, "cp": cp}, dp)
 
 
-def _sharded(task: Task, wanted: Plan, chosen: dict[str, int], dp: int) -> Iterator[dict[str, Any]]:
-    """All ways to share parameters among the ranks of dp and cp."""
+def _sharded(task: Task, required: Plan, chosen: dict[str, int], dp: int) -> Iterator[dict[str, Any]]:
+    """Yield all ways to shard parameters over the ranks of dp and cp."""
     shared = dp * chosen["cp"]
     stages = (0,) if shared == 1 else (0, 1) if chosen["pp"] > 1 else (0, 1, 2, 3)
-    for zero in stages if wanted.zero is None else (wanted.zero,):
+    for zero in stages if required.zero is None else (required.zero,):
         for shard in _groups(dp, zero):
-            said = {"dp_shard": shard, "dp_replicate": dp // shard}
-            if any(getattr(wanted, axis) not in (None, degree) for axis, degree in said.items()):
+            data = {"dp_shard": shard, "dp_replicate": dp // shard}
+            if any(getattr(required, axis) not in (None, degree) for axis, degree in data.items()):
                 continue
-            for ep in _expert_degrees(task.workload, wanted.ep, shard * chosen["cp"], zero):
-                yield {**chosen, **said, "ep": ep, "zero": zero}
+            for ep in _expert_degrees(task.workload, required.ep, shard * chosen["cp"], zero):
+                yield {**chosen, **data, "ep": ep, "zero": zero}
 
 
 def _groups(dp: int, zero: int) -> list[int]:
-    """Sizes of groups that share one copy: all data ranks, or any part of them, the rest being replicas."""
+    """Return the sizes of shard groups: all data ranks, or any divisor of them with replicas."""
     return [1] if zero == 0 else [size for size in reversed(divisors(dp)) if size > 1 or dp == 1]
 
 
-def _expert_degrees(model: Workload, wanted: int | None, shared: int, zero: int) -> list[int]:
+def _expert_degrees(model: Workload, required: int | None, shared: int, zero: int) -> list[int]:
     if not model.experts or zero == 0:
-        return [1] if wanted in (None, 1) else []
-    return [ep for ep in divisors(shared) if model.experts % ep == 0 and wanted in (None, ep)]
+        return [1] if required in (None, 1) else []
+    return [ep for ep in divisors(shared) if model.experts % ep == 0 and required in (None, ep)]
 
 
-def degrees_of(world: int, wanted: int | None, allows: Callable[[int], bool]) -> list[int]:
-    """Degrees of an axis that can be: the one that was asked for, or all that divide the ranks and the model."""
-    return [degree for degree in divisors(world) if wanted in (None, degree) and allows(degree)]
+def degrees_of(world: int, required: int | None, allows: Callable[[int], bool]) -> list[int]:
+    """Return the legal degrees of an axis: the required one, or all that divide the ranks and the model."""
+    return [degree for degree in divisors(world) if required in (None, degree) and allows(degree)]
 
 
 def can_split(model: Workload, tp: int) -> bool:
-    """Whether tp divides heads and features; models that are not transformers do not say how they could be split."""
+    """Whether tp divides heads and features. A model that is not a transformer does not say how to split it."""
     if tp == 1:
         return True
     return model.is_transformer and not any(size % tp for size in (model.heads, model.kv_heads, model.ffn))
 
 
 def can_cut(task: Task, tp: int, cp: int) -> bool:
-    """Whether sequences can be divided so."""
+    """Whether cp divides the sequence, with enough tokens on each rank."""
     if cp == 1:
         return True
     enough = task.sequence // cp >= LEAST_TOKENS
     return task.workload.is_transformer and enough and task.sequence % (2 * cp * tp) == 0
 
 
-def microbatches(share: int, wanted: int | None, largest: int = LARGEST_MICROBATCH) -> list[int]:
-    """Sizes to try: those that divide a rank's share."""
-    if wanted is not None:
-        return [wanted] if share % wanted == 0 else []
+def microbatches(share: int, required: int | None, largest: int = LARGEST_MICROBATCH) -> list[int]:
+    """Return the microbatch sizes to try: the divisors of a rank's share."""
+    if required is not None:
+        return [required] if share % required == 0 else []
     return [size for size in divisors(share) if size <= largest]
 
 
-def misfits_of(task: Task, plan: Plan) -> list[Problem]:
-    """Why a run would refuse a resolved plan."""
+def check_candidate(task: Task, plan: Plan) -> list[Problem]:
+    """Return the problems for which a run would reject a resolved plan."""
     description = task.description or description_of(task.workload)
     return check_plan(plan, description=description, sequence=task.sequence, compiles=task.compiles)
 
 
 @lru_cache(maxsize=64)
 def description_of(model: Workload) -> Description:
-    """What a model of these dimensions says of itself; the planner asks the same rules as a run."""
+    """Describe a model of these dimensions, so that the planner applies the same rules as a run."""
     experts = {"layers.*.experts": Split.EXPERTS} if model.experts else {}
     return Description(
         blocks=tuple(f"layers.{number}" for number in range(model.layers or len(model.blocks))),

@@ -1,4 +1,4 @@
-"""Why a plan is what it is: from one device to the plan, move by move, and what more devices would bring."""
+"""Explain a plan: the moves from one device to it, the laws of scaling, and rules of thumb."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.blueprint.plan import DEGREES, Plan
 from shoal.errors import ShoalError
-from shoal.planner.candidates import misfits_of
+from shoal.planner.candidates import check_candidate
 from shoal.planner.task import Task
 from shoal.predict.predict import Prediction
 
@@ -18,7 +18,7 @@ UNLIMITED = 1e30
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One step of the way, and what it has bought."""
+    """One change on the way to the plan, and its effect."""
 
     name: str
     plan: str
@@ -28,7 +28,7 @@ class Move:
     note: str = ""
 
     def to_mapping(self) -> dict[str, Any]:
-        """For machines."""
+        """Return it as JSON values."""
         return {
             "move": self.name,
             "plan": self.plan,
@@ -40,22 +40,22 @@ class Move:
 
 
 def moves(task: Task, best: Plan) -> list[Move]:
-    """From one device to the plan. Each move says what it changes against the one before it; a plan that cannot be run
-    is told with the reason, and the next move starts from it nevertheless."""
+    """Return the moves from one device to the plan, each compared with the one before it. A plan that cannot run is
+    listed with the reason, and the next move still starts from it."""
     alone = replace(task, cluster=task.cluster.resized(1))
     start = Plan(mb=1, precision=best.precision).resolve(1)
-    told = [_told(alone, "one device", start, None)]
+    found = [_move(alone, "one device", start, None)]
     for name, plan in _way(best, task.cluster.num_devices):
-        before = told[-1]
+        before = found[-1]
         try:
-            told.append(_told(task, name, plan.resolve(task.cluster.num_devices), before))
+            found.append(_move(task, name, plan.resolve(task.cluster.num_devices), before))
         except ShoalError as error:
-            told.append(Move(name, str(plan), math.nan, math.nan, False, error.problems[0].what))
-    return told
+            found.append(Move(name, str(plan), math.nan, math.nan, False, error.problems[0].what))
+    return found
 
 
 def _way(best: Plan, num_devices: int) -> Iterator[tuple[str, Plan]]:
-    """The words of the plan, a few at a time, in the order in which people think of them."""
+    """Add the words of the plan a few at a time, in the usual order."""
     plan = Plan(mb=1, precision=best.precision, zero=0)
     if num_devices > 1:
         yield "copies on all devices", plan
@@ -81,28 +81,28 @@ def _way(best: Plan, num_devices: int) -> Iterator[tuple[str, Plan]]:
         steps.append((f"{best.schedule}", {"schedule": best.schedule, "v": best.v}))
     if best.offload != "none":
         steps.append((f"offload={best.offload}", {"offload": best.offload}))
-    for name, said in steps:
-        plan = replace(plan, **said)
+    for name, changes in steps:
+        plan = replace(plan, **changes)
         yield name, plan
 
 
-def _told(task: Task, name: str, plan: Plan, before: Move | None) -> Move:
-    verdict = task.predict(plan)
+def _move(task: Task, name: str, plan: Plan, before: Move | None) -> Move:
+    prediction = task.predict(plan)
     note = ""
     ranks = (plan.dp_replicate or 1) * (plan.dp_shard or 1)
     if ranks > task.global_batch:
         note = f"a batch of {task.global_batch} has no sample for each of {ranks} ranks"
-    elif wrong := misfits_of(task, plan):
+    elif wrong := check_candidate(task, plan):
         note = wrong[0].what
-    fits = task.fits(verdict.memory) and not note
-    gib = verdict.memory.total / 2**30
+    fits = task.fits(prediction.memory) and not note
+    gib = prediction.memory.total / 2**30
     if not note and before is not None and not math.isnan(before.gib):
-        note = f"{gib - before.gib:+.1f} GiB, {_times(verdict.time.total, before.seconds)}"
-    return Move(name, plan.brief(), gib, verdict.time.total, fits, note)
+        note = f"{gib - before.gib:+.1f} GiB, {_times(prediction.time.total, before.seconds)}"
+    return Move(name, plan.brief(), gib, prediction.time.total, fits, note)
 
 
 def _times(now: float, before: float) -> str:
-    """How a time has changed, as a person would say it."""
+    """Format the change of a time: a factor for large gains, else a percentage."""
     if now < before / 1.5:
         return f"{before / now:,.1f} times as fast"
     return f"{now / before - 1:+.1%} time"
@@ -113,7 +113,7 @@ def _times(now: float, before: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Laws:
-    """Amdahl's law, and that of messages, for one plan."""
+    """Amdahl's law and the alpha-beta model of messages, for one plan."""
 
     serial_part: float
     """The part of a step on one device that would not get faster, by which Amdahl's law gives this plan's time."""
@@ -128,7 +128,7 @@ class Laws:
 
 
 def laws(task: Task, best: Prediction) -> Laws:
-    """Of a plan: what one device would take, if it had the memory, against what all of them take."""
+    """Compare the plan's time with that of one device, as if that had the memory."""
     alone = replace(task, cluster=task.cluster.resized(1), max_memory=UNLIMITED)
     plan, count = best.plan, task.cluster.num_devices
     one = alone.time(Plan(mb=plan.mb, precision=plan.precision, recompute=plan.recompute).resolve(1)).total
@@ -147,18 +147,18 @@ class Scale:
     devices: int
     seconds: float
     efficiency: float
-    """Tokens per second and device, beside those of the smallest number that can run it."""
+    """Tokens/s/device, relative to the smallest number of devices that can run it."""
 
 
 def scaling(task: Task, plan: Plan) -> list[Scale]:
-    """One model copy, two, four, ... as many as there are devices, with the same global batch, where it fits;
-    microbatches stay as they are."""
+    """Return one model copy, two, four, ... up to all devices, with the same global batch and microbatches, where it
+    fits."""
     unit = (plan.tp or 1) * (plan.pp or 1) * (plan.cp or 1)
     is_hybrid = (plan.dp_replicate or 1) > 1 and (plan.dp_shard or 1) > 1
     unit *= (plan.dp_shard or 1) if is_hybrid else 1
     most = task.cluster.num_devices
     sizes = [unit * 2**n for n in range((most // unit).bit_length()) if unit * 2**n < most]
-    told: list[Scale] = []
+    scales: list[Scale] = []
     for devices in (*sizes, most):
         axis = "dp_shard" if plan.zero and not is_hybrid else "dp_replicate"
         try:
@@ -169,10 +169,10 @@ def scaling(task: Task, plan: Plan) -> list[Scale]:
         if not there.fits(there.memory(same)):
             continue
         seconds = there.time(same).total
-        first = told[0] if told else None
+        first = scales[0] if scales else None
         efficiency = 1.0 if first is None else first.seconds * first.devices / (seconds * devices)
-        told.append(Scale(devices, seconds, efficiency))
-    return told
+        scales.append(Scale(devices, seconds, efficiency))
+    return scales
 
 
 # ---- rules of thumb -------------------------------------------------------------------------------------------------
@@ -180,27 +180,27 @@ def scaling(task: Task, plan: Plan) -> list[Scale]:
 
 @dataclass(frozen=True, slots=True)
 class RuleOfThumb:
-    """A rule that people know, and whether the search has come to the same."""
+    """A well-known rule, and whether the plan follows it."""
 
     rule: str
     agrees: bool
     why: str
 
 
-def rules_of_thumb(task: Task, best: Prediction, said: Mapping[str, Any] | None = None) -> list[RuleOfThumb]:
-    """Those that speak of this task. Words that were `said` for every plan are the reason where a rule is not kept."""
-    given = [f"{axis}={said[axis]}" for axis in (*DEGREES, "zero") if said and said.get(axis) is not None]
+def rules_of_thumb(task: Task, best: Prediction, given: Mapping[str, Any] | None = None) -> list[RuleOfThumb]:
+    """Return the rules that apply to this task. Where a rule is not followed, `given` words are the reason, if any."""
+    limits = [f"{axis}={given[axis]}" for axis in (*DEGREES, "zero") if given and given.get(axis) is not None]
     found = _rules_of_thumb(task, best)
-    if not given:
+    if not limits:
         return found
-    return [one if one.agrees else replace(one, why=f"plans were limited to {' '.join(given)}") for one in found]
+    return [one if one.agrees else replace(one, why=f"plans were limited to {' '.join(limits)}") for one in found]
 
 
 def _rules_of_thumb(task: Task, best: Prediction) -> list[RuleOfThumb]:
     plan, size = best.plan, task.workload.parameters
     alone = replace(task, cluster=task.cluster.resized(1))
     fits_alone = alone.fits(alone.memory(Plan(mb=1, precision=plan.precision).resolve(1)))
-    told: list[RuleOfThumb] = []
+    rules: list[RuleOfThumb] = []
     several = task.cluster.num_devices > 1
     is_plain = plan.tp == plan.pp == plan.cp == plan.ep == 1
     if several and fits_alone:
@@ -211,25 +211,25 @@ def _rules_of_thumb(task: Task, best: Prediction) -> list[RuleOfThumb]:
             if is_plain
             else "faster"
         )
-        told.append(RuleOfThumb("what fits on one device is copied (DDP)", is_plain and plan.zero == 0, why))
+        rules.append(RuleOfThumb("what fits on one device is copied (DDP)", is_plain and plan.zero == 0, why))
     elif several and size <= 10e9:
         why = "" if is_plain and plan.zero else f"predicted faster: {plan.brief()}"
-        told.append(RuleOfThumb("1 to 10 B parameters are sharded (FSDP)", is_plain and bool(plan.zero), why))
+        rules.append(RuleOfThumb("1 to 10 B parameters are sharded (FSDP)", is_plain and bool(plan.zero), why))
     elif several:
         composed = plan.tp != 1 or plan.pp != 1
         why = "" if composed else "sharding alone hides behind computing here"
-        told.append(RuleOfThumb("more than 10 B parameters are divided along several axes (3D)", composed, why))
+        rules.append(RuleOfThumb("more than 10 B parameters are divided along several axes (3D)", composed, why))
     if (plan.tp or 1) > 1:
         inside = (plan.tp or 1) <= task.cluster.per_node
-        told.append(
+        rules.append(
             RuleOfThumb("tensor parallelism stays inside a node", inside, "" if inside else "nothing else fits")
         )
     if task.sequence >= 32768 and several:
         divided = plan.cp != 1
-        told.append(RuleOfThumb("long sequences are divided (cp)", divided, "" if divided else "they fit without"))
+        rules.append(RuleOfThumb("long sequences are divided (cp)", divided, "" if divided else "they fit without"))
     if task.workload.experts and several:
         divided = plan.ep != 1
-        told.append(
+        rules.append(
             RuleOfThumb("experts are divided (ep)", divided, "" if divided else "they travel less where they are whole")
         )
-    return told
+    return rules

@@ -1,4 +1,4 @@
-"""What to type behind `shoal plan` when nothing fits: request of that verb, each tried before it is suggested."""
+"""Suggest options of `shoal plan` when no plan fits. Each is tried before it is suggested."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from shoal.predict.cluster_parser import larger
 from shoal.predict.predict import Prediction
 
 DOUBLINGS = 14
-"""Of a cluster, that are tried."""
+"""How often the cluster is doubled, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """PlanRequest to add and to leave out, and the best plan that there is then."""
+    """Options to add and to drop, and the best plan that then fits."""
 
     add: dict[str, Any]
     drop: tuple[str, ...]
@@ -30,7 +30,7 @@ class Suggestion:
 
     @property
     def flags(self) -> str:
-        """What to add to the command."""
+        """The options to add to the command."""
         words = (
             f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}") for name, value in self.add.items()
         )
@@ -42,11 +42,11 @@ class Suggestion:
         return f"{how}: {self.best.plan.brief()} takes {self.best.memory.total / 2**30:.1f} GiB"
 
 
-def suggestions(request: PlanRequest, task: Task, wanted: dict[str, Any], *, is_refused: bool) -> list[Suggestion]:
-    """All single changes that make a plan fit, the cheapest first."""
-    changes = _changes(request, task, wanted, is_refused)
+def suggestions(request: PlanRequest, task: Task, required: dict[str, Any], *, is_rejected: bool) -> list[Suggestion]:
+    """Return all single changes with which a plan fits, the cheapest first."""
+    changes = _changes(request, task, required, is_rejected)
     found = [one for change in changes if (one := _tried(request, task, *change))]
-    if found and is_refused:
+    if found and is_rejected:
         return found
     names = islice(larger(request.cluster), DOUBLINGS)
     bigger = (_tried(request, task, {"cluster": name}, _layout_words(request)) for name in names)
@@ -54,28 +54,28 @@ def suggestions(request: PlanRequest, task: Task, wanted: dict[str, Any], *, is_
 
 
 def _changes(
-    request: PlanRequest, task: Task, wanted: dict[str, Any], is_refused: bool
+    request: PlanRequest, task: Task, required: dict[str, Any], is_rejected: bool
 ) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
-    for change in smallest_changes(task, Plan.of(wanted)):
+    for change in smallest_changes(task, Plan.of(required)):
         yield change, ()
-    if is_refused and not request.eager:
+    if is_rejected and not request.eager:
         yield {"eager": True}, ()
-    if is_refused and request.schedule is not None:
+    if is_rejected and request.schedule is not None:
         yield {}, ("schedule", "v") if request.v is not None else ("schedule",)
     if limits := request.limits():
         yield {}, limits
 
 
 def _layout_words(request: PlanRequest) -> tuple[str, ...]:
-    """Those that a larger cluster may have to do without."""
+    """Return the options that a larger cluster may contradict."""
     return tuple(name for name in request.limits() if name not in ("recompute", "offload"))
 
 
 def _tried(request: PlanRequest, task: Task, add: dict[str, Any], drop: tuple[str, ...]) -> Suggestion | None:
-    """The change, if a plan fits then. The batch stays as it is, also where it would follow from what is changed; it
-    grows where a cluster has more devices than there are samples."""
+    """Return the change if a plan then fits. The global batch stays the same, unless the cluster has more devices than
+    samples: then it grows."""
     changed = replace(request, **{name: _default(request, name) for name in drop})
-    if "plan" in drop and (precision := request.wanted()["precision"]) != changed.wanted()["precision"]:
+    if "plan" in drop and (precision := request.required()["precision"]) != changed.required()["precision"]:
         add = {**add, "precision": precision}
     changed = replace(changed, **add)
     try:
@@ -84,7 +84,7 @@ def _tried(request: PlanRequest, task: Task, add: dict[str, Any], drop: tuple[st
         if there.global_batch != batch:
             add, changed = {**add, "global_batch": batch}, replace(changed, global_batch=batch)
             there = changed.task()
-        best = search(there, changed.wanted(), keep=1).best
+        best = search(there, changed.required(), keep=1).best
     except ShoalError:  # words that exclude each other
         return None
     return Suggestion(add, drop, best[0]) if best else None

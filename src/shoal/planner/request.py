@@ -1,4 +1,4 @@
-"""What a planner is asked: a model, a cluster, a batch, and what every plan must have."""
+"""The input of the planner: a model, a cluster, a batch, and the words that every plan must have."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from shoal.predict.presets.models import find_model
 from shoal.predict.workload import Workload
 
 BATCH_TOKENS = 2**22
-"""Tokens of a global batch where nobody says how many."""
+"""Default tokens of a global batch."""
 BATCH_SAMPLES = 256
-"""Samples of a device, of a model that does not take tokens."""
+"""Default samples per device, for a model that does not take tokens."""
 LONGEST = 8192
-"""Tokens of a sample where nobody says how many, of a model that would take more."""
+"""The longest default sequence, for a model that would take a longer one."""
 DIMENSIONS = ("hidden", "layers", "heads", "kv_heads", "ffn", "vocabulary", "experts", "top_k", "expert_ffn")
 WORDS = ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate", "zero", "mb", "recompute", "schedule", "v", "offload")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """A model, a cluster, and what every plan must have."""
+    """A model, a cluster, and the words that every plan must have."""
 
     model: str | None = None
     """A preset (llama3-8b, mixtral-8x7b, ...), a Hugging Face config.json, or file.py:function. None: the dimensions
@@ -65,7 +65,7 @@ class PlanRequest:
     """None: bf16 on a GPU that has it, fp32 on a CPU."""
 
     max_memory: str | None = None
-    """Memory of a device that may be used, such as 70GiB, which 70 means as well. None: 95 % of it."""
+    """Memory of a device that may be used, such as 70GiB, or 70 for short. None: 95 % of it."""
 
     state_dtype: Literal["fp32", "bf16"] = "fp32"
     """What AdamW keeps its moments in."""
@@ -86,7 +86,7 @@ class PlanRequest:
     """Walk from one device to the best plan, with what each move buys; laws of scaling; more devices and fewer."""
 
     tokens: str | None = None
-    """Tokens of the whole run, such as 15T: tells its days, device-hours and cost."""
+    """Tokens of the whole run, such as 15T: adds its days, device-hours and cost."""
 
     price: float | None = None
     """Money for one device and one hour."""
@@ -112,9 +112,9 @@ class PlanRequest:
         """Return the model, the cluster and the batch that they name."""
         return task_of(self)
 
-    def wanted(self) -> dict[str, Any]:
+    def required(self) -> dict[str, Any]:
         """Return the keys and values that every plan must have."""
-        return wanted_of(self)
+        return required_of(self)
 
     def limits(self) -> tuple[str, ...]:
         """Return the names of the options that limit which plans there are."""
@@ -122,7 +122,7 @@ class PlanRequest:
 
 
 def task_of(request: PlanRequest) -> Task:
-    """What is to be trained, on what."""
+    """Build the task from a request."""
     cluster = parse_cluster(request.cluster)
     if request.price is not None:
         cluster = replace(cluster, price=request.price)
@@ -148,71 +148,71 @@ def task_of(request: PlanRequest) -> Task:
         global_batch=batch,
         profile=shoal_profile(compile=not request.eager, states=request.state_dtype, weights=request.param_dtype),
         compiles=not request.eager,
-        max_memory=None if request.max_memory is None else _room(request.max_memory, cluster),
+        max_memory=None if request.max_memory is None else _memory_limit(request.max_memory, cluster),
     )
 
 
-def _room(text: str, cluster: Cluster) -> float:
-    room, there = size_in_bytes(text), cluster.device.memory
-    if room > there:
+def _memory_limit(text: str, cluster: Cluster) -> float:
+    limit, there = size_in_bytes(text), cluster.device.memory
+    if limit > there:
         what = f"--max-memory {text}, and a {cluster.device.name} has {there / 2**30:.1f} GiB"
         raise ShoalError(what, fix=f"--max-memory {there * 0.95 / 2**30:.0f}GiB or less")
-    return room
+    return limit
 
 
 def _usual_batch(cluster: Cluster, workload: Workload, sequence: int) -> int:
-    """About 4 million tokens, in samples that all devices can share; of what is not made of tokens, some for each."""
+    """Return about 4 million tokens, in samples that divide over all devices; or `BATCH_SAMPLES` per device."""
     devices = cluster.num_devices
     each = BATCH_TOKENS // max(1, sequence) // devices if workload.is_transformer else BATCH_SAMPLES
     return devices * max(1, each)
 
 
 def workload_of(request: PlanRequest) -> Workload:
-    """The model: by its name with other dimensions, by dimensions alone, or traced."""
-    said = {name: getattr(request, name) for name in DIMENSIONS if getattr(request, name) is not None}
+    """Return the model: a preset with changed dimensions, dimensions alone, or a traced module."""
+    given = {name: getattr(request, name) for name in DIMENSIONS if getattr(request, name) is not None}
     if request.model is None:
-        missing = [name for name in ("hidden", "layers", "heads") if name not in said]
+        missing = [name for name in ("hidden", "layers", "heads") if name not in given]
         if missing:
             raise ShoalError(
                 f"which model? Its name, or at least its {', '.join(missing)}",
                 fix="shoal plan llama3-8b ..., or --hidden 4096 --layers 32 --heads 32",
             )
-        return Workload(name="a model of these dimensions", **{"vocabulary": 32000, **said})
+        return Workload(name="a model of these dimensions", **{"vocabulary": 32000, **given})
     if ".py" in request.model:
-        if said:
+        if given:
             raise ShoalError(
-                f"{request.model} is traced, and --{next(iter(said))} is for dimensions", fix="leave it out"
+                f"{request.model} is traced, and --{next(iter(given))} is for dimensions", fix="leave it out"
             )
         if ":" not in request.model:
             raise ShoalError(f"{request.model} is a file: which function of it?", fix=f"{request.model}:function")
         trace = import_module("shoal.train.trace.model_trace")  # by its name: only a traced model needs torch
         model, inputs = trace.load(request.model, sequence=request.seq_len)
-        precision = wanted_of(request)["precision"]
+        precision = required_of(request)["precision"]
         traced: Workload = trace.workload_of(model, inputs, name=request.model, precision=precision)
         return traced
     named = find_model(request.model)
-    if said and not named.is_transformer:
-        what = f"{request.model} is no transformer, and --{next(iter(said))} is a dimension of one"
+    if given and not named.is_transformer:
+        what = f"{request.model} is no transformer, and --{next(iter(given))} is a dimension of one"
         raise ShoalError(what, fix="leave it out")
-    return named.resized(**said) if said else named
+    return named.resized(**given) if given else named
 
 
-def wanted_of(request: PlanRequest) -> dict[str, Any]:
-    """The words that every plan must have, as keys and values."""
+def required_of(request: PlanRequest) -> dict[str, Any]:
+    """Return the words that every plan must have, as keys and values."""
     own = {name: getattr(request, name) for name in (*WORDS, "precision")}
-    said = {name: value for name, value in own.items() if value is not None}
+    given = {name: value for name, value in own.items() if value is not None}
     words = parse_words(request.plan)
     raise_if(
-        Problem(f"{name} is said twice: {words[name]} in --plan, and --{name} {said[name]}", "leave one of them out")
-        for name in said
-        if name in words and words[name] != said[name]
+        Problem(f"{name} is given twice: {words[name]} in --plan, and --{name} {given[name]}", "leave one of them out")
+        for name in given
+        if name in words and words[name] != given[name]
     )
-    wanted = {**words, **said}
-    wanted.setdefault("precision", _usual_precision(parse_cluster(request.cluster)))
-    plan = Plan.of(wanted)  # refuses what cannot be
+    required = {**words, **given}
+    required.setdefault("precision", _usual_precision(parse_cluster(request.cluster)))
+    plan = Plan.of(required)  # rejects contradictions
     if request.param_dtype == "bf16":
         reject_bf16_weights(plan, weights="--param-dtype fp32", precision="--precision bf16")
-    return wanted
+    return required
 
 
 def _usual_precision(cluster: Cluster) -> str:

@@ -1,16 +1,16 @@
-"""Every legal plan of a task, the ones that fit, and the best of them.
+"""Search all legal plans of a task for the best that fit.
 
-After divisibility there are some thousands to a hundred thousand plans: all are looked at, in an order in which most of
-them need not be judged, and what is left out is left out for a reason that always holds:
+Divisibility leaves thousands to a hundred thousand plans. The search covers all of them. It skips the prediction of a
+plan only by a rule that always holds:
 
     recompute   more of it is slower and smaller: once a plan fits, the next mode is not tried
     mb          larger microbatches take more memory: once none of the modes fits, only the largest is tried, of which
-                there is one, and whose gradients need no room of their own
+                there is one, and whose gradients need no memory of their own
     schedule    all schedules compute the same: one is tried only if, without any bubble, it could be among the best
-    zero        in a pipeline, shoal holds for 2 and 3 what it holds for 1 (`blueprint.memory`)
+    zero        in a pipeline, shoal holds for 2 and 3 what it holds for 1 (`predict.exact.memory`)
 
-Plans that are predicted within 5 % of the best are as good as anybody can tell: the simplest comes first. A plan that
-comes out is one that `check_plan` lets run.
+Predictions cannot distinguish plans within 5 % of the best: of these, the simplest comes first. `check_plan` accepts
+every plan that the search returns.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from typing import Any, Literal
 
 from shoal.blueprint.plan import Plan, Recompute
 from shoal.blueprint.schedules.generate import check_schedule
-from shoal.planner.candidates import LARGEST_MICROBATCH, layouts, microbatches, misfits_of
+from shoal.planner.candidates import LARGEST_MICROBATCH, check_candidate, layouts, microbatches
 from shoal.planner.task import Task
 from shoal.predict.predict import Prediction
 
 By = Literal["time", "memory", "money"]
-Wanted = Plan | Mapping[str, Any] | None
+Required = Plan | Mapping[str, Any] | None
 SCHEDULES: tuple[tuple[str, int], ...] = (
     ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb", 1), ("zbv", 2), ("dualpipev", 2),
 )  # fmt: skip
 """Schedules to try, with their stages per rank. gpipe and looped take more memory than 1f1b and interleaved for the
-same bubble, and are tried only if they are asked for."""
+same bubble, and are tried only if they are required."""
 SAME = 0.01
-"""A difference of time that is not worth a word."""
+"""A relative difference of time that is not worth reporting."""
 EQUAL = 1.05
 """Predictions closer than this are equal: errors are larger. `shoal backtest` picks the one on fewest axes of them."""
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -42,7 +42,7 @@ MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 @dataclass
 class SearchResult:
-    """What a search has come to."""
+    """The plans that a search found, and its counts."""
 
     best: list[Prediction] = field(default_factory=list)
     """One for each layout and stage of sharding, the best first."""
@@ -50,19 +50,19 @@ class SearchResult:
     """Plans of which no other is both faster and smaller, from the fastest to the smallest."""
     smallest: Prediction | None = None
     """The one that takes least memory, whether it fits or not."""
-    refused: dict[str, str] = field(default_factory=dict)
-    """Why plans that fit cannot be run → what could be."""
-    num_judged: int = 0
+    rejection_reasons: dict[str, str] = field(default_factory=dict)
+    """Why plans that fit cannot run → the fix."""
+    num_predicted: int = 0
     num_too_large: int = 0
     num_left_out: int = 0
-    """Layouts that fit, and to which one that is among the best is preferable in everything."""
+    """Layouts that fit, and that one of the best dominates."""
 
 
-def search(task: Task, wanted: Wanted = None, *, keep: int = 5, by: By = "time") -> SearchResult:
-    """The best plans of a task. `wanted` says what they must have: keys and values, or a plan, of which only what is
-    not as it would be anyway is meant."""
-    searching = _Search(task, wanted, keep, by)
-    for layout in layouts(task, searching.wanted):
+def search(task: Task, required: Required = None, *, keep: int = 5, by: By = "time") -> SearchResult:
+    """Return the best plans of a task. Every plan has the words of `required`: keys and values, or a plan, of which the
+    words that are not defaults count."""
+    searching = _Search(task, required, keep, by)
+    for layout in layouts(task, searching.required):
         searching.look_at(layout)
     found = searching.found
     ranked = searching.ranked()
@@ -73,11 +73,11 @@ def search(task: Task, wanted: Wanted = None, *, keep: int = 5, by: By = "time")
 
 
 class _Search:
-    """One search on its way."""
+    """The state of one search."""
 
-    def __init__(self, task: Task, wanted: Wanted, keep: int, by: By) -> None:
-        self.said = set(wanted.to_mapping() if isinstance(wanted, Plan) else wanted or {})
-        self.wanted = Plan.of(wanted) if wanted is not None else Plan(precision="bf16")
+    def __init__(self, task: Task, required: Required, keep: int, by: By) -> None:
+        self.given = set(required.to_mapping() if isinstance(required, Plan) else required or {})
+        self.required = Plan.of(required) if required is not None else Plan(precision="bf16")
         self.task, self.keep, self.by = task, keep, by
         self.found = SearchResult()
         self.kept: dict[tuple[Any, ...], Prediction] = {}
@@ -86,15 +86,15 @@ class _Search:
         self._worst = math.inf
 
     def look_at(self, layout: Mapping[str, Any]) -> None:
-        """All that can be done on one layout."""
+        """Try every microbatch size, recompute mode and schedule of one layout."""
         share = self.task.global_batch // (layout["dp_replicate"] * layout["dp_shard"])
-        if ("schedule" in self.said or (self.wanted.v or 1) > 1) and layout["pp"] == 1:
-            return  # which speak of pipelines; v=1 holds without one
-        if "context" in self.said and layout["cp"] == 1:
+        if ("schedule" in self.given or (self.required.v or 1) > 1) and layout["pp"] == 1:
+            return  # both need a pipeline; v=1 does not
+        if "context" in self.given and layout["cp"] == 1:
             return
-        modes = (self.wanted.recompute,) if "recompute" in self.said else self._modes(layout)
+        modes = (self.required.recompute,) if "recompute" in self.given else self._modes(layout)
         largest = LARGEST_MICROBATCH if self.task.workload.is_transformer else share
-        sizes = microbatches(share, self.wanted.mb, largest)
+        sizes = microbatches(share, self.required.mb, largest)
         is_full = False
         for mb in sizes:
             if is_full and mb != sizes[-1]:
@@ -104,7 +104,7 @@ class _Search:
                 continue
             fits = False
             for mode in modes:
-                fits |= self._judge(replace(plan, recompute=mode) if mode != "none" else plan, share // mb)
+                fits |= self._predict(replace(plan, recompute=mode) if mode != "none" else plan, share // mb)
                 if fits and self.by != "memory":
                     break
             is_full = not fits
@@ -113,40 +113,42 @@ class _Search:
         return ("none", "full") if layout["ep"] > 1 else MODES
 
     def _plan(self, layout: Mapping[str, Any], mb: int, count: int) -> Plan | None:
-        """The plan with the schedule that always runs; None if a schedule that was asked for does not."""
+        """Return the plan with the schedule that always runs; None if the required schedule does not."""
         schedule, v = None, 1
         if layout["pp"] > 1:
             schedule, v = self._schedules()[0]
             if wrong := check_schedule(schedule, num_ranks=layout["pp"], v=v, num_microbatches=count):
-                self.found.refused.setdefault(wrong[0].what, wrong[0].fix)
+                self.found.rejection_reasons.setdefault(wrong[0].what, wrong[0].fix)
                 return None
         return Plan(
             **layout,
             schedule=schedule,  # type: ignore[arg-type]
             v=v,
             mb=mb,
-            context=("ring" if self.wanted.context is None else self.wanted.context) if layout["cp"] > 1 else None,
-            sp=self.wanted.sp if layout["tp"] > 1 else None,
-            precision=self.wanted.precision,
-            offload=self.wanted.offload,
-            compress=self.wanted.compress if layout["dp_replicate"] > 1 else None,  # else there is nobody to send to
-            sync=self.wanted.sync if layout["dp_replicate"] > 1 else None,
+            context=("ring" if self.required.context is None else self.required.context) if layout["cp"] > 1 else None,
+            sp=self.required.sp if layout["tp"] > 1 else None,
+            precision=self.required.precision,
+            offload=self.required.offload,
+            compress=self.required.compress
+            if layout["dp_replicate"] > 1
+            else None,  # else there is no replica to send to
+            sync=self.required.sync if layout["dp_replicate"] > 1 else None,
         )
 
     def _schedules(self) -> tuple[tuple[str, int], ...]:
-        if self.wanted.schedule is None and self.wanted.v is None:
+        if self.required.schedule is None and self.required.v is None:
             return SCHEDULES
-        resolved = replace(self.wanted, pp=2, dp_replicate=1, dp_shard=1, cp=1, tp=1, ep=1, mb=None, sp=None, zero=0)
+        resolved = replace(self.required, pp=2, dp_replicate=1, dp_shard=1, cp=1, tp=1, ep=1, mb=None, sp=None, zero=0)
         resolved = replace(resolved, context=None, offload="none", compress=None, sync=None).resolve(2)
         assert resolved.schedule is not None
         return ((resolved.schedule, resolved.v or 1),)
 
-    def _judge(self, plan: Plan, count: int) -> bool:
-        """Whether it fits, with its first schedule; the others are tried if it does."""
+    def _predict(self, plan: Plan, count: int) -> bool:
+        """Predict a plan with its first schedule, and with the others if it fits. Return whether it fits."""
         memory = self.task.memory(plan)
-        self.found.num_judged += 1
+        self.found.num_predicted += 1
         least = self.found.smallest
-        if (least is None or memory.total < least.memory.total) and not misfits_of(self.task, plan):
+        if (least is None or memory.total < least.memory.total) and not check_candidate(self.task, plan):
             self.found.smallest = Prediction(plan, memory, self.task.time(plan))
         if not self.task.fits(memory):
             self.found.num_too_large += 1
@@ -165,45 +167,45 @@ class _Search:
                 continue
             other = replace(plan, schedule=schedule, v=v)  # type: ignore[arg-type]
             if (plan.pp or 1) * v <= self.task.workload.layers and self.task.fits(held := self.task.memory(other)):
-                self.found.num_judged += 1
+                self.found.num_predicted += 1
                 self._enter(Prediction(other, held, self.task.time(other)))
         return True
 
-    def _enter(self, verdict: Prediction) -> None:
-        """Among the best, if it is."""
-        corner = (round(verdict.memory.total / 2**30), verdict.plan.recompute)
+    def _enter(self, prediction: Prediction) -> None:
+        """Keep a prediction if it is among the best, or on the frontier."""
+        corner = (round(prediction.memory.total / 2**30), prediction.plan.recompute)
         held = self.fitting.get(corner)
-        is_corner = held is None or verdict.time.total < held.time.total
-        plan = verdict.plan
+        is_corner = held is None or prediction.time.total < held.time.total
+        plan = prediction.plan
         key = (plan.tp, plan.pp, plan.cp, plan.ep, plan.dp_shard, plan.zero)
-        is_best = key not in self.kept or self._is_better(verdict, self.kept[key])
+        is_best = key not in self.kept or self._is_better(prediction, self.kept[key])
         if not (is_corner or is_best):
             return
-        if wrong := misfits_of(self.task, plan):
-            self.found.refused.setdefault(wrong[0].what, wrong[0].fix)
+        if wrong := check_candidate(self.task, plan):
+            self.found.rejection_reasons.setdefault(wrong[0].what, wrong[0].fix)
             return
         if is_corner:
-            self.fitting[corner] = verdict
+            self.fitting[corner] = prediction
         if is_best:
-            self.kept[key], self._totals[key] = verdict, verdict.time.total
+            self.kept[key], self._totals[key] = prediction, prediction.time.total
             if len(self.kept) >= self.keep and self.by == "time":
                 self._worst = sorted(self._totals.values())[self.keep - 1]
 
-    def rank(self, verdict: Prediction) -> tuple[float, float]:
-        """What comes first, is best."""
-        time, memory = verdict.time.total, verdict.memory.total
+    def rank(self, prediction: Prediction) -> tuple[float, float]:
+        """The sort key: the best has the smallest."""
+        time, memory = prediction.time.total, prediction.memory.total
         return (memory, time) if self.by == "memory" else (time, memory)
 
     def _is_better(self, one: Prediction, other: Prediction) -> bool:
-        """Of two that differ in microbatches, recompute and schedule; as fast in fewer microbatches is better."""
+        """Compare two plans of one layout. Of two that are as fast, the one with fewer microbatches is better."""
         if self.by == "memory":
             return self.rank(one) < self.rank(other)
         change = one.time.total / other.time.total - 1
         return change < -SAME or (abs(change) <= SAME and (one.plan.mb or 0) > (other.plan.mb or 0))
 
     def ranked(self) -> list[Prediction]:
-        """The best first; before it, if there is one, a simpler one that is as good. Never one to which another is
-        preferable in both time and memory."""
+        """Return the best first, or before it the simplest of those that are as fast. No plan comes first that another
+        beats in both time and memory."""
         ordered = sorted(self.kept.values(), key=self.rank)
         if not ordered or self.by == "memory":
             return ordered
@@ -218,7 +220,7 @@ def _is_smaller(one: Prediction, other: Prediction) -> bool:
 
 
 def complexity(plan: Plan) -> float:
-    """How much there is to understand in a plan."""
+    """Return a score of how many concepts a plan uses."""
     axes = sum((degree or 1) > 1 for degree in (plan.tp, plan.cp, plan.pp, plan.ep))
     hybrid = (plan.dp_replicate or 1) > 1 and (plan.dp_shard or 1) > 1
     schedule = 0.0 if plan.schedule in (None, "1f1b", "gpipe") else 0.5
@@ -226,7 +228,7 @@ def complexity(plan: Plan) -> float:
 
 
 def _undominated(ranked: list[Prediction]) -> list[Prediction]:
-    """Without those to which another one is preferable in everything: no slower, no larger and no less simple."""
+    """Drop each plan that another one dominates: no slower, no larger and no more complex."""
     chosen: list[Prediction] = []
     for one in ranked:
         if not any(
@@ -245,7 +247,7 @@ LESS_TIME = "less time for more memory"
 
 
 def tradeoffs(best: Prediction, frontier: Iterable[Prediction]) -> dict[str, list[Prediction]]:
-    """Plans of a frontier by what each of them gives for what, against the plan that was chosen."""
+    """Group the plans of a frontier by their tradeoff against the chosen plan."""
     found: dict[str, list[Prediction]] = {AS_FAST: [], LESS_MEMORY: [], LESS_TIME: []}
     for one in frontier:
         if one.memory.total < best.memory.total:
@@ -255,10 +257,10 @@ def tradeoffs(best: Prediction, frontier: Iterable[Prediction]) -> dict[str, lis
     return {label: plans for label, plans in found.items() if plans}
 
 
-def _frontier(verdicts: Iterable[Prediction]) -> list[Prediction]:
-    """From the fastest on, each that is smaller than all before it by at least a per cent."""
+def _frontier(predictions: Iterable[Prediction]) -> list[Prediction]:
+    """Return the Pareto frontier from the fastest plan on; each is at least 1 % smaller than the one before."""
     chosen: list[Prediction] = []
-    for verdict in sorted(verdicts, key=lambda one: (one.time.total, one.memory.total)):
-        if not chosen or verdict.memory.total < 0.99 * chosen[-1].memory.total:
-            chosen.append(verdict)
+    for prediction in sorted(predictions, key=lambda one: (one.time.total, one.memory.total)):
+        if not chosen or prediction.memory.total < 0.99 * chosen[-1].memory.total:
+            chosen.append(prediction)
     return chosen

@@ -1,6 +1,6 @@
-"""What would help when no plan fits, and why there is nothing to plan at all.
+"""Changes to try when no plan fits, and errors for words that no plan can have together.
 
-Suggestions are in the words of the verb that gives them (`Spelling`), so that each can be typed behind its command.
+Fixes are spelled for the command that prints them (`Spelling`), so that each can be appended to it.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from shoal.planner.task import Task
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """How a verb takes the words of a plan and the samples of a step."""
+    """How a command takes the words of a plan and the global batch."""
 
     word: str
-    """Of a plan, with {name} and {value}."""
+    """A word of a plan, with {name} and {value}."""
     name: str
-    """Of such a word, to be left out."""
+    """The name of such a word, to leave it out."""
     batch: str
     hyphens: bool = False
     """Whether names have hyphens where a plan has underscores."""
 
     def say(self, name: str, values: object) -> str:
-        """A word with a value, or with several to choose from."""
+        """Spell a word with its value, or with several to choose from."""
         return self.word.format(name=self._of(name), value=values)
 
     def leave_out(self, names: Iterable[str]) -> str:
-        """The advice to drop one of these words."""
+        """Spell the fix to drop one of these words."""
         return f"leave out {listed(self.name.format(name=self._of(name)) for name in names)}"
 
     def _of(self, name: str) -> str:
@@ -41,41 +41,41 @@ class Spelling:
 
 
 IN_A_PLAN = Spelling("{name}={value}", "{name}", "--data.global_batch")
-"""Of `shoal train --plan "..."`."""
+"""For `shoal train --plan "..."`."""
 AS_OPTIONS = Spelling("--{name} {value}", "--{name}", "--global-batch", hyphens=True)
-"""Of `shoal plan`."""
+"""For `shoal plan`."""
 
 
-def refuse_contradictions(task: Task, wanted: Plan, spelling: Spelling = IN_A_PLAN) -> None:
-    """Raise if there is not one layout to try: the words that cannot be, each with what could."""
-    found = list(layouts(task, wanted))
+def reject_contradictions(task: Task, required: Plan, spelling: Spelling = IN_A_PLAN) -> None:
+    """Raise if no layout has all required words; name the legal values of each."""
+    found = list(layouts(task, required))
     shares = sorted({task.global_batch // (one["dp_shard"] * one["dp_replicate"]) for one in found})
-    if wanted.mb is not None and found and not any(share % wanted.mb == 0 for share in shares):
+    if required.mb is not None and found and not any(share % required.mb == 0 for share in shares):
         sizes = sorted({size for share in shares for size in divisors(share) if size <= 128})
-        what = f"mb={wanted.mb} divides no rank's share of {task.global_batch} samples"
+        what = f"mb={required.mb} divides no rank's share of {task.global_batch} samples"
         raise ShoalError(what, fix=spelling.say("mb", listed(sizes)))
     if found:
         return
-    model, free = task.workload.name, Plan(precision=wanted.precision)
-    said = {axis: getattr(wanted, axis) for axis in (*DEGREES, "zero") if getattr(wanted, axis) is not None}
+    model, free = task.workload.name, Plan(precision=required.precision)
+    given = {axis: getattr(required, axis) for axis in (*DEGREES, "zero") if getattr(required, axis) is not None}
     possible = list(layouts(task, free))
-    legal = {axis: sorted({layout[axis] for layout in possible}) for axis in said}
+    legal = {axis: sorted({layout[axis] for layout in possible}) for axis in given}
     raise_if(
         (
             Problem(
                 f"no plan for {model} on {task.cluster} has {axis}={value}", spelling.say(axis, listed(legal[axis]))
             )
-            for axis, value in said.items()
+            for axis, value in given.items()
             if legal[axis] and value not in legal[axis]
         ),
-        title="nothing to plan" if len(said) > 1 else "",
+        title="nothing to plan" if len(given) > 1 else "",
     )
-    if len(said) > 1 and possible:
-        words = " ".join(f"{axis}={value}" for axis, value in said.items())
-        free_of = [axis for axis in said if any(True for _ in layouts(task, Plan.of(_without(wanted, axis))))]
+    if len(given) > 1 and possible:
+        words = " ".join(f"{axis}={value}" for axis, value in given.items())
+        free_of = [axis for axis in given if any(True for _ in layouts(task, Plan.of(_without(required, axis))))]
         raise ShoalError(
             f"no plan for {model} on {task.cluster} has all of {words}, with {task.global_batch} samples a step",
-            fix=spelling.leave_out(free_of or said),
+            fix=spelling.leave_out(free_of or given),
         )
     devices = task.cluster.num_devices
     near = devices * max(1, round(task.global_batch / devices))
@@ -87,11 +87,11 @@ def _without(plan: Plan, axis: str) -> dict[str, Any]:
     return {name: value for name, value in plan.to_mapping().items() if name != axis}
 
 
-def smallest_changes(task: Task, wanted: Plan) -> Iterator[dict[str, Any]]:
-    """Changes that may make room, the cheapest first: what to change, and to what. The verb tries each of them."""
+def smallest_changes(task: Task, required: Plan) -> Iterator[dict[str, Any]]:
+    """Yield changes that may reduce memory, the cheapest first. The command tries each of them."""
     if task.profile.moments > 4:
         yield {"state_dtype": "bf16"}
-    if wanted.offload == "none" and not task.cluster.device.is_host and task.profile.weight == 4:
+    if required.offload == "none" and not task.cluster.device.is_host and task.profile.weight == 4:
         yield {"offload": "optimizer"}
     for shorter in (task.sequence // 2, task.sequence // 4):
         if task.workload.is_transformer and shorter >= 512:

@@ -1,4 +1,4 @@
-"""What is to be trained, on what: a model, a cluster, a sequence, a batch. And what a plan would make of it."""
+"""A planning task: a model, a cluster, a sequence length and a global batch, with the prediction of any plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shoal.predict.presets.frameworks import SHOAL
 from shoal.predict.workload import Workload
 
 SPARE = 0.05
-"""Of a device's memory that a plan leaves free, where nobody says how much it may take."""
+"""Default fraction of a device's memory that a plan leaves free."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Task:
     compiles: bool = True
     """Whether torch.compile captures blocks, which some schedules do not allow."""
     description: Description | None = None
-    """What the model says of itself. None: all that a transformer of these dimensions could say."""
+    """The model's description. None: that of a transformer of these dimensions."""
     max_memory: float | None = None
     """Bytes of a device that may be used. None: all but a small part, since predictions are off by some per cent."""
 
@@ -43,35 +43,35 @@ class Task:
         raise_if(check_bounds([("--seq-len", self.sequence), ("--global-batch", self.global_batch)]))
 
     @cached_property
-    def room(self) -> float:
+    def memory_limit(self) -> float:
         """Bytes that a rank may use."""
         return self.cluster.device.memory * (1 - SPARE) if self.max_memory is None else self.max_memory
 
     def memory(self, plan: Plan) -> PeakMemory:
-        """Of the fullest rank of a resolved plan; a search asks for it alone first."""
+        """Predict the peak memory of the fullest rank. A search needs it first, without the time."""
         size, batch = self.sequence, self.global_batch
         return peak_memory(self.workload, plan, self.cluster, sequence=size, global_batch=batch, profile=self.profile)
 
     def time(self, plan: Plan) -> StepTime:
-        """Of a step of a resolved plan."""
+        """Predict the time of a step of a resolved plan."""
         size, batch = self.sequence, self.global_batch
         return step_time(self.workload, plan, self.cluster, sequence=size, global_batch=batch, profile=self.profile)
 
     def predict(self, plan: Plan) -> Prediction:
-        """Both."""
+        """Predict both memory and time."""
         size, batch = self.sequence, self.global_batch
         return predict(plan, self.workload, self.cluster, seq_len=size, global_batch=batch, profile=self.profile)
 
     def saved(self, plan: Plan) -> Saved:
-        """What a checkpoint of a resolved plan is: weights and moments, each rank its part; of replicas, the first."""
+        """Return the size of a checkpoint: weights and moments, each rank its part; of replicas, the first writes."""
         total = self.workload.parameters * (self.profile.weight + self.profile.moments)
         layout = plan.layout
         sharers = layout.dp_shard * layout.cp if plan.zero else 1
         return Saved(total=total, copied=total / (layout.tp * layout.pp * sharers))
 
     def fits(self, memory: PeakMemory) -> bool:
-        """Whether a rank has room for it."""
-        return memory.total <= self.room
+        """Whether it is within the memory limit of a rank."""
+        return memory.total <= self.memory_limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,4 +80,4 @@ class Saved:
 
     total: float
     copied: float
-    """In the host memory of a rank, while it is written: a step waits for the copy alone."""
+    """Held in the host memory of a rank while it is written: a step waits only for this copy."""

@@ -30,7 +30,7 @@ class Device:
     achievable: Mapping[str, float]
     """Precision → FLOP/s that large matrix products reach."""
     memory: float
-    """Bytes that a process can allocate when nobody else does."""
+    """Bytes that a process can allocate when no other process does."""
     bandwidth: float
     """Bytes/s of its memory, by the datasheet."""
     streaming: float = 0.85
@@ -110,7 +110,7 @@ class Cluster:
     inside: Tier
     between: Tier
     price: float | None = None
-    """Money for one device and one hour. None: nobody said."""
+    """Money for one device and one hour. None: unknown."""
     is_measured: bool = False
     """Whether the rates were measured on these very machines."""
     source: str = ""

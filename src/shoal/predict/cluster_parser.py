@@ -56,26 +56,26 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def _here(size: str) -> Cluster:
-    """The machine at hand, with as many devices as were measured or as are asked for."""
+    """The machine at hand, with as many devices as were measured or as the size says."""
     path = here_file()
     if not os.path.exists(path):
-        what = f"this machine was not measured: there is no {path}"
+        what = f"no calibration of this machine found: {path} does not exist"
         raise ShoalError(what, fix="shoal calibrate, which takes a minute; or a preset such as h100:8")
     return _sized(cluster_from_yaml(path), HERE, size)
 
 
-def cluster_from_mapping(said: Mapping[str, Any]) -> Cluster:
+def cluster_from_mapping(mapping: Mapping[str, Any]) -> Cluster:
     """From keys and values, such as those of a YAML file. `like` names a preset that they change: `{"like":
     "h100:8x4", "between": "ethernet-100", "price": 2}`."""
-    said = {key: _named_tier(value) if key in ("inside", "between") else value for key, value in said.items()}
-    if "like" in said:
-        said = _changed(_preset(said.pop("like")).to_mapping(), said)
+    mapping = {key: _named_tier(value) if key in ("inside", "between") else value for key, value in mapping.items()}
+    if "like" in mapping:
+        mapping = _changed(_preset(mapping.pop("like")).to_mapping(), mapping)
     for key, kind in (("device", Device), ("inside", Tier), ("between", Tier)):
-        if key not in said:
+        if key not in mapping:
             fix = f"{key}: with {listed(_keys(kind))}; or like: h100:8, and what is different"
             raise ShoalError(f"the cluster does not say its {key}", fix=fix)
-        said[key] = _build(kind, said[key], key)
-    built: Cluster = _build(Cluster, said, "the cluster")
+        mapping[key] = _build(kind, mapping[key], key)
+    built: Cluster = _build(Cluster, mapping, "the cluster")
     return built
 
 
@@ -86,10 +86,10 @@ def cluster_from_yaml(path: Path) -> Cluster:
     except OSError as error:
         fix = "shoal calibrate writes one, or say a preset such as h100:8x2"
         raise ShoalError(f"the cluster file {path} cannot be read: {error.strerror}", fix=fix) from error
-    said = parse_yaml(text, str(path), "shoal calibrate writes one")
-    if not isinstance(said, Mapping):
+    mapping = parse_yaml(text, str(path), "shoal calibrate writes one")
+    if not isinstance(mapping, Mapping):
         raise ShoalError(f"{path} holds no keys and values", fix="shoal calibrate writes one")
-    return cluster_from_mapping(said)
+    return cluster_from_mapping(mapping)
 
 
 def _size(name: str, size: str) -> tuple[int, int]:
@@ -106,7 +106,7 @@ def _size(name: str, size: str) -> tuple[int, int]:
 
 
 def _sized(cluster: Cluster, name: str, size: str) -> Cluster:
-    """The same machines, in the numbers that were asked for, if any were."""
+    """Return the same machines in the given numbers, if any are given."""
     if not size:
         return cluster
     per_node, nodes = _size(name, size)
@@ -140,17 +140,17 @@ def _keys(kind: type[Any]) -> list[str]:
     return [entry.name for entry in fields(kind)]
 
 
-def _build(kind: type[Any], said: Any, where: str) -> Any:
+def _build(kind: type[Any], mapping: Any, where: str) -> Any:
     """An object from its keys, each known and none missing."""
-    if not isinstance(said, Mapping):
-        raise ShoalError(f"{where} is {said!r}, not keys and values", fix=f"{where}: with {listed(_keys(kind))}")
+    if not isinstance(mapping, Mapping):
+        raise ShoalError(f"{where} is {mapping!r}, not keys and values", fix=f"{where}: with {listed(_keys(kind))}")
     types = {field.name: str(field.type) for field in fields(kind)}
-    for key in said:
+    for key in mapping:
         if key not in types:
             fix = nearest(str(key), _keys(kind)) or listed(_keys(kind))
             raise ShoalError(f"{where} has no key {key!r}", fix=fix)
     try:
-        return kind(**{key: _number(value, types[key], f"{where}: {key}") for key, value in said.items()})
+        return kind(**{key: _number(value, types[key], f"{where}: {key}") for key, value in mapping.items()})
     except TypeError as error:
         raise ShoalError(
             f"{where} is not complete: {error}", fix=f"shoal calibrate writes all of {_keys(kind)}"
@@ -197,7 +197,7 @@ def _preset(name: Any) -> Cluster:
 
 
 def _named_tier(value: Any) -> Any:
-    """The keys of a kind of link that is said by its name."""
+    """The keys of a kind of link that is given by its name."""
     if not isinstance(value, str):
         return value
     if value not in TIERS:
@@ -205,12 +205,12 @@ def _named_tier(value: Any) -> Any:
     return asdict(TIERS[value])
 
 
-def _changed(all_of: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
-    """The first with what is said in its place, key by key, however deep."""
+def _changed(all_of: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge the changes into the first mapping, key by key, at any depth."""
     changed = {
         key: _changed(all_of[key], value)
         if isinstance(value, Mapping) and isinstance(all_of.get(key), Mapping)
         else value
-        for key, value in said.items()
+        for key, value in changes.items()
     }
     return {**all_of, **changed}

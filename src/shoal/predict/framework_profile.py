@@ -1,8 +1,9 @@
-"""What training systems do differently, as far as memory and time depend on it.
+"""Profiles of training systems: how they differ, as far as memory and time depend on it.
 
 A plan says how a model is laid out; it does not say whether gradients add up in fp32, whether attention ever holds its
-scores, or whether the last gradients travel while others are computed. Those are habits of the system that runs the
-plan. Each set of habits is read off the system's documentation and code; none belongs to a single run.
+scores, or whether the last gradients travel while others are computed. That depends on the system that
+runs the plan. A profile is read off the system's documentation and code. Figures that no documentation has (`LEARNT`)
+are fitted to its published runs: one number for the whole system, never for a run.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class FrameworkProfile:
     name: str
     source: str = ""
     is_known: bool = True
-    """Whether somebody has measured runs of it."""
+    """Whether measured runs of it are published."""
     is_known_together: bool = True
     """And on several devices."""
     has_exact_states: bool = False
@@ -41,7 +42,7 @@ class FrameworkProfile:
     """Bytes of Adam's two moments."""
     gradients_come_late: bool = False
     """Whether gradients are made in the backward and forgotten after the step: then those of a single microbatch never
-    meet all of its activations. Else their buffers are always there."""
+    coexist with all of its activations. Else their buffers are always there."""
     gradient_copy: float = 0.0
     """Bytes of gradients that are held during the backward beside those that add up: in the precision of compute, and
     in buckets. They come when logits have gone."""
@@ -70,8 +71,8 @@ class FrameworkProfile:
     keeps_gathered: bool = False
     """Whether a layer that tp divides keeps its input of all tokens. Else it gathers that again in the backward."""
     is_lean: bool = False
-    """Whether layers keep less than autograd would, by computing inputs again (`numerics.lean`): those that tp does not
-    divide."""
+    """Whether layers that tp does not divide keep less than autograd would, by computing inputs again
+    (`numerics.ops.memory_saving_linear`)."""
     copies_in_norm: bool = False
     """Whether a norm by itself keeps a scaled copy of its input: one that is computed by several kernels does."""
     backward_tensors: float = 0.0
@@ -106,7 +107,7 @@ class FrameworkProfile:
     attention_part: float = 0.6
     """Part of the rate of large products that its attention kernels reach, up to Ampere."""
     modern_attention_part: float = 0.44
-    """The same on Hopper and later, whose matrix units want kernels that are written for them."""
+    """The same on Hopper and later, whose matrix units need kernels written for them."""
     fp8_casts: float = 0.0
     """Bytes read and written in each microbatch to find the scale of one weight and to cast it to fp8."""
     attention_ramp: float = 0.0
@@ -127,7 +128,7 @@ class FrameworkProfile:
     host_backward: float = 0.5 * MS
     host_part: float = 1.0
     """The part of what `shoal calibrate` measures, all kernels of a layer launched one by one, that the host needs: a
-    compiler fuses some. Where nobody has measured, the seconds above count as they are."""
+    compiler fuses some. On unmeasured machines the seconds above count as they are."""
     host_collective: float = 0.05 * MS
     """Seconds that the host needs to launch one collective."""
     host_scatter: float = 0.0
@@ -190,8 +191,8 @@ class FrameworkProfile:
 
     @cached_property
     def on_host(self) -> FrameworkProfile:
-        """The same on a CPU: no workspaces, an allocator that gives back; kernels that are not fused; and nobody else
-        who would send while it computes."""
+        """The same on a CPU: no workspaces, an allocator that gives back; kernels that are not fused; and no
+        other unit that could send while it computes."""
         return replace(
             self,
             name=f"{self.name} on the host",
@@ -250,4 +251,4 @@ LEARNT = (
     "expert_efficiency",
     "efficiency",
 )
-"""What no documentation says, and measured runs of a system do. Nothing of it was chosen for a single run."""
+"""Figures that no documentation has, fitted to the measured runs of a system; none to a single run."""

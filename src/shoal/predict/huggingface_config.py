@@ -38,40 +38,40 @@ def workload_from_config(path: Path) -> Workload:
         text = read_text(path, fix)
     except OSError as error:
         raise ShoalError(f"{path} cannot be read: {error.strerror}", fix="the path of a config.json") from error
-    said = parse_json(text, str(path), fix)
-    if not isinstance(said, Mapping):
+    config = parse_json(text, str(path), fix)
+    if not isinstance(config, Mapping):
         raise ShoalError(f"{path} holds no keys and values", fix="the config.json of a Hugging Face model")
-    return from_hugging_face(said, name=str(said.get("_name_or_path") or path.parent.name or path.stem))
+    return from_hugging_face(config, name=str(config.get("_name_or_path") or path.parent.name or path.stem))
 
 
-def from_hugging_face(said: Mapping[str, Any], *, name: str) -> Workload:
+def from_hugging_face(config: Mapping[str, Any], *, name: str) -> Workload:
     """From the keys of a config.json; all that are missing are named at once."""
     found: dict[str, Any] = {}
     for key, spellings in (*HF_KEYS.items(), *HF_OPTIONAL.items()):
-        values = [said[word] for word in spellings if isinstance(said.get(word), int)]
+        values = [config[word] for word in spellings if isinstance(config.get(word), int)]
         if values:
             found[key] = values[0]
     missing = [f"{key} ({' or '.join(spellings)})" for key, spellings in HF_KEYS.items() if key not in found]
     if missing:
         what = f"the config of {name} does not say {', '.join(missing)}"
         raise ShoalError(what, fix="a config.json of a transformer, or plain dimensions")
-    kind = str(said.get("model_type", ""))
-    shared = int(said.get("n_shared_experts") or 0) * int(found.get("expert_ffn", 0))
-    shared += int(said.get("shared_expert_intermediate_size") or 0)
+    kind = str(config.get("model_type", ""))
+    shared = int(config.get("n_shared_experts") or 0) * int(found.get("expert_ffn", 0))
+    shared += int(config.get("shared_expert_intermediate_size") or 0)
     latent = None
-    if said.get("kv_lora_rank"):
-        rope, value = int(said["qk_rope_head_dim"]), int(said["v_head_dim"])
-        query = int(said.get("q_lora_rank") or 0)
-        latent = Latent(query_rank=query, key_rank=int(said["kv_lora_rank"]), rope_dim=rope, value_dim=value)
+    if config.get("kv_lora_rank"):
+        rope, value = int(config["qk_rope_head_dim"]), int(config["v_head_dim"])
+        query = int(config.get("q_lora_rank") or 0)
+        latent = Latent(query_rank=query, key_rank=int(config["kv_lora_rank"]), rope_dim=rope, value_dim=value)
     return Workload(
         name=name,
         **found,
         gated=kind not in UNGATED,
         biases=kind in BIASED,
         positions=found.get("sequence", 0) if kind in LEARNED_POSITIONS else 0,
-        tied=bool(said.get("tie_word_embeddings", kind in ("gpt2", "opt", "bloom", "bert"))),
+        tied=bool(config.get("tie_word_embeddings", kind in ("gpt2", "opt", "bloom", "bert"))),
         shared_ffn=shared,
         latent=latent,
         causal=kind != "bert",
-        window=int(said.get("sliding_window") or 0) if said.get("use_sliding_window", kind == "mistral") else 0,
+        window=int(config.get("sliding_window") or 0) if config.get("use_sliding_window", kind == "mistral") else 0,
     )

@@ -1,7 +1,7 @@
-"""What the planner needs to know of a model: how many parameters, FLOPs and bytes each of its layers has.
+"""A model as the planner sees it: parameters, FLOPs and bytes of each of its layers.
 
-A transformer is told by its dimensions: everything else follows from them. Any other model is told by its blocks, each
-with what tracing it has found. Both come as a `Workload`, from the name of a preset, a Hugging Face `config.json`,
+A transformer is given by its dimensions: everything else follows from them. Any other model is given by its blocks,
+each with the result of a trace. Both come as a `Workload`, from the name of a preset, a Hugging Face `config.json`,
 plain dimensions, or a trace.
 
 FLOPs are those of training a token, forward and backward, a multiplication and an addition counting two. Attention is
@@ -122,10 +122,10 @@ class Workload:
     def __hash__(self) -> int:
         return hash((self.name, self.hidden, self.layers))
 
-    def resized(self, **said: Any) -> Workload:
+    def resized(self, **changes: Any) -> Workload:
         """The same with other dimensions."""
         known = [entry.name for entry in fields(self)]
-        for key in said:
+        for key in changes:
             if key not in known:
                 raise ShoalError(f"a model has no {key!r}", fix=nearest(key, known) or ", ".join(known))
         derived = {}
@@ -133,13 +133,13 @@ class Workload:
             derived["head_dim"] = 0
         if self.kv_heads == self.heads:
             derived["kv_heads"] = 0
-        return replace(self, **{**derived, **said})
+        return replace(self, **{**derived, **changes})
 
     # ---- parameters -------------------------------------------------------------------------------------------------
 
     @property
     def is_transformer(self) -> bool:
-        """Whether it is told by dimensions."""
+        """Whether it is given by dimensions."""
         return not self.blocks
 
     @cached_property

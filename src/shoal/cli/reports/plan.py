@@ -1,4 +1,4 @@
-"""The answer of `shoal plan`, for people and for machines."""
+"""Print the answer of `shoal plan` as tables."""
 
 from __future__ import annotations
 
@@ -13,57 +13,60 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def render(console: Console, told: Answer) -> None:
-    """As tables."""
-    task = told.task
-    _render_title(console, told)
-    if not told.best:
-        _render_nothing(console, told)
+def render(console: Console, answer: Answer) -> None:
+    """Print the plans, the memory and time of the first, its alternatives and the command that trains by it."""
+    task = answer.task
+    _render_title(console, answer)
+    if not answer.best:
+        _render_nothing(console, answer)
         return
     unit = "tokens" if task.sequence > 1 else "samples"
-    columns = ["plan", "devices", "GiB", "step", "in 8 of 10 runs", "MFU", f"{unit}/s/device"]
-    rows = [_row(choice) for choice in told.best]
-    if told.by == "money":
+    columns = ["plan", "devices", "GiB", "step", "80 % interval", "MFU", f"{unit}/s/device"]
+    rows = [_row(choice) for choice in answer.best]
+    if answer.by == "money":
         columns.append(f"{'device-hours' if task.cluster.price is None else 'money'}/B {unit}")
-        rows = [[*row, _cost(choice)] for row, choice in zip(rows, told.best, strict=True)]
+        rows = [[*row, _cost(choice)] for row, choice in zip(rows, answer.best, strict=True)]
     _table(console, "", columns, rows)
-    if reason := why_fewer(told):
+    if reason := why_fewer(answer):
         console.print(f"[dim]{reason}[/dim]\n", highlight=False)
-    if told.by == "money" and task.cluster.price is not None:
-        console.print(f"[dim]at {task.cluster.price:g} for one device and one hour; --price says another[/dim]\n")
-    fastest = min(told.best, key=lambda choice: choice.verdict.time.total)
-    if told.best[0] is not fastest and told.best[0].devices == fastest.devices:
-        console.print("[dim]the first is the simplest of those that are within 5 % of the fastest[/dim]\n")
-    _render_causes(console, told.best[0].verdict)
-    saved = told.best[0].task.saved(told.best[0].verdict.plan)
+    if answer.by == "money" and task.cluster.price is not None:
+        console.print(f"[dim]at {task.cluster.price:g} for one device and one hour; --price sets another[/dim]\n")
+    fastest = min(answer.best, key=lambda choice: choice.prediction.time.total)
+    if answer.best[0] is not fastest and answer.best[0].devices == fastest.devices:
+        console.print("[dim]the first is the simplest of the plans within 5 % of the fastest[/dim]\n")
+    _render_causes(console, answer.best[0].prediction)
+    saved = answer.best[0].task.saved(answer.best[0].prediction.plan)
     console.print(
-        f"[dim]a checkpoint has {saved.total / GIB:,.1f} GiB; while it is written, each rank keeps up to"
+        f"[dim]a checkpoint has {saved.total / GIB:,.1f} GiB; while it is written, each rank holds up to"
         f" {saved.copied / GIB:,.1f} GiB of it in host memory[/dim]\n",
         highlight=False,
     )
-    for label, plans in tradeoffs_of(told).items():
+    for label, plans in tradeoffs_of(answer).items():
         rows = [[one.plan.brief(), f"{one.memory.total / GIB:.1f}", seconds(one.time.total)] for one in plans]
         _table(console, label, ["plan", "GiB", "step"], rows)
-    rows = [[one.move, one.reason] for one in told.rejected]
-    _table(console, "why not", ["one thing else", "then"], rows)
-    for thumb in told.thumbs:
-        mark = "as usual" if thumb.agrees else "[yellow]not as usual[/yellow]"
-        console.print(f"{mark}: {thumb.rule}{': ' * bool(thumb.why)}{thumb.why}", highlight=False)
-    for one in told.lints:
+    rows = [[one.move, one.reason] for one in answer.rejected]
+    _table(console, "alternatives", ["change", "effect"], rows)
+    for rule in answer.rules_of_thumb:
+        verb = "follows" if rule.agrees else "[yellow]departs from[/yellow]"
+        reason = f" ({rule.why})" if rule.why else ""
+        console.print(f'the plan {verb} the rule of thumb "{rule.rule}"{reason}', highlight=False)
+    for one in answer.lints:
         console.print(f"[yellow]{one}[/yellow]", highlight=False)
-    if told.way:
-        _render_way(console, told)
-    if told.tokens is not None:
-        run = costs_of_run(told)
+    if answer.way:
+        _render_way(console, answer)
+    if answer.tokens is not None:
+        run = costs_of_run(answer)
         cost = "" if run["cost"] is None else f", {run['cost']:,.0f} in money"
         days, hours = run["days"], run["device_hours"]
-        console.print(f"\n{told.tokens:.3g} tokens: {days:,.1f} days, {hours:,.0f} device-hours{cost}", highlight=False)
-    console.print(f"\n{told.command}", highlight=False, soft_wrap=True)  # in one line, to be copied
+        console.print(
+            f"\n{answer.tokens:.3g} tokens: {days:,.1f} days, {hours:,.0f} device-hours{cost}", highlight=False
+        )
+    console.print(f"\n{answer.command}", highlight=False, soft_wrap=True)  # in one line, to be copied
 
 
-def _render_title(console: Console, told: Answer) -> None:
+def _render_title(console: Console, answer: Answer) -> None:
     """The model, the cluster, and where the numbers come from."""
-    task = told.task
+    task = answer.task
     size = f"{task.workload.parameters / 1e9:.3g} B parameters"
     what = f" of {task.sequence:,} tokens" if task.sequence > 1 else ""
     console.print(
@@ -71,38 +74,40 @@ def _render_title(console: Console, told: Answer) -> None:
         f" {task.global_batch:,} samples{what} a step",
         highlight=False,
     )
-    if told.assumed:
-        taken = ", ".join(f"--{name.replace('_', '-')} {what}" for name, what in told.assumed.items())
+    if answer.assumed:
+        taken = ", ".join(f"--{name.replace('_', '-')} {what}" for name, what in answer.assumed.items())
         console.print(f"assumed: {taken}", highlight=False)
     measured = "measured on this machine" if task.cluster.is_measured else "from datasheets and published runs"
     if task.cluster.num_devices > 1 and not task.cluster.device.is_host:
-        measured += ", and shoal was never run on several GPUs"
+        measured += "; shoal was never run on several GPUs"
     console.print(
-        f"[dim]all numbers predicted, rates {measured}; {told.found.num_judged:,} plans judged,"
-        f" {told.found.num_too_large:,} larger than {task.room / GIB:.1f} GiB[/dim]\n",
+        f"[dim]all numbers predicted, rates {measured}\n{answer.found.num_predicted:,} plans predicted,"
+        f" {answer.found.num_too_large:,} above the limit of {task.memory_limit / GIB:.1f} GiB[/dim]\n",
         highlight=False,
     )
 
 
-def _render_nothing(console: Console, told: Answer) -> None:
-    least = told.found.smallest
+def _render_nothing(console: Console, answer: Answer) -> None:
+    least = answer.found.smallest
     if least is not None:
         console.print(
-            f"nothing fits: the smallest plan, {least.plan.brief()}, takes {least.memory.total / GIB:.1f} GiB,"
-            f" and {told.task.room / GIB:.1f} are there",
+            f"no plan fits: the smallest, {least.plan.brief()}, takes {least.memory.total / GIB:.1f} GiB,"
+            f" and the limit is {answer.task.memory_limit / GIB:.1f} GiB",
             highlight=False,
         )
         _render_causes(console, least)
-    for what in told.refused[:3]:
-        console.print(f"refused: {what}", highlight=False)
-    console.print("what would help:" if told.remedies else "nothing that was tried would help", highlight=False)
-    for remedy in told.remedies:
-        console.print(f"  {remedy}", highlight=False)
+    for what in answer.rejection_reasons[:3]:
+        console.print(f"rejected: {what}", highlight=False)
+    console.print(
+        "changes that would fit:" if answer.suggestions else "no change that was tried would fit", highlight=False
+    )
+    for suggestion in answer.suggestions:
+        console.print(f"  {suggestion}", highlight=False)
 
 
-def _render_causes(console: Console, verdict: Prediction) -> None:
+def _render_causes(console: Console, prediction: Prediction) -> None:
     """Memory and time of one plan, by cause, with bars."""
-    memory, time = verdict.memory, verdict.time
+    memory, time = prediction.memory, prediction.time
     parts = [(name, getattr(memory, name) / GIB) for name in MEMORY if getattr(memory, name) > 0.005 * memory.total]
     rows = [[name, f"{gib:.1f} GiB", bar(gib * GIB / memory.total)] for name, gib in parts]
     _table(console, f"memory of the fullest rank, {memory.total / GIB:.1f} GiB", ["", "", ""], rows, has_head=False)
@@ -111,16 +116,16 @@ def _render_causes(console: Console, verdict: Prediction) -> None:
     _table(console, f"time of a step, {seconds(time.total)}", ["", "", ""], rows, has_head=False)
 
 
-def _render_way(console: Console, told: Answer) -> None:
+def _render_way(console: Console, answer: Answer) -> None:
     rows = [
         [move.name, move.plan, f"{move.gib:.1f}", seconds(move.seconds), "yes" if move.fits else "no", move.note]
-        for move in told.way
+        for move in answer.way
     ]
-    _table(console, "from one device to this plan", ["move", "plan", "GiB", "step", "fits", "against before"], rows)
-    assert told.laws is not None
-    law = told.laws
+    _table(console, "from one device to this plan", ["move", "plan", "GiB", "step", "fits", "change"], rows)
+    assert answer.laws is not None
+    law = answer.laws
     console.print(
-        f"Amdahl: {law.serial_part:.2e} of one device's step does not get faster"
+        f"Amdahl: {law.serial_part:.2e} of one device's step is serial"
         + (
             ""
             if law.limit == float("inf")
@@ -129,20 +134,21 @@ def _render_way(console: Console, told: Answer) -> None:
         highlight=False,
     )
     console.print(
-        f"alpha + beta M: gradients of {law.message / 1e9:.2f} GB take {law.latency * 1e3:.2f} ms whatever they are, "
-        f"and {law.transfer * 1e3:.1f} ms to travel\n",
+        f"alpha + beta M: gradients of {law.message / 1e9:.2f} GB take {law.latency * 1e3:.2f} ms of latency "
+        f"and {law.transfer * 1e3:.1f} ms of transfer\n",
         highlight=False,
     )
     rows = [
-        [f"{one.devices:,}", seconds(one.seconds), f"{one.efficiency:.0%}", bar(one.efficiency)] for one in told.scaling
+        [f"{one.devices:,}", seconds(one.seconds), f"{one.efficiency:.0%}", bar(one.efficiency)]
+        for one in answer.scaling
     ]
     _table(console, "the same batch on more devices", ["devices", "step", "efficiency", ""], rows)
 
 
 def _row(choice: Choice) -> list[str]:
-    memory, time = choice.verdict.memory, choice.verdict.time
+    memory, time = choice.prediction.memory, choice.prediction.time
     return [
-        choice.verdict.plan.brief(),
+        choice.prediction.plan.brief(),
         f"{choice.devices:,}",
         f"{memory.total / GIB:.1f}",
         seconds(time.total),
@@ -153,11 +159,11 @@ def _row(choice: Choice) -> list[str]:
 
 
 _NUMBERS = ("GiB", "step", "MFU", "/s/device", "devices", "efficiency", "/B tokens", "/B samples")
-"""How the names of columns of numbers end."""
+"""Endings of the names of columns that hold numbers."""
 
 
 def _cost(choice: Choice) -> str:
-    """What the cheapest is chosen by."""
+    """Money for a billion tokens, or device-hours where the price is unknown: what `--by money` sorts by."""
     cost = choice.cost(1e9)
     return f"{choice.device_hours(1e9):,.1f}" if cost is None else f"{cost:,.0f}"
 
@@ -180,7 +186,7 @@ def _table(
 
 
 def bar(part: float, width: int = 30) -> str:
-    """A part of 1 as a bar.
+    """Draw a fraction as a bar.
 
     >>> bar(0.5, width=4)
     '██'
@@ -189,7 +195,7 @@ def bar(part: float, width: int = 30) -> str:
 
 
 def seconds(value: float) -> str:
-    """As people say it.
+    """Format seconds, or milliseconds below one.
 
     >>> seconds(0.01234), seconds(5.6721)
     ('12.3 ms', '5.67 s')

@@ -1,4 +1,4 @@
-"""One row of a table → what the planner would have said of that run, or the reason why it cannot say anything.
+"""Predict one row of a table of measured runs, or give the reason why it cannot be predicted.
 
 A row gives dimensions, degrees and words. Here they become a workload, a plan, a cluster and a profile: the objects
 that `shoal plan` works with. Facts about published systems (which network, which attention) are in the tables below,
@@ -60,7 +60,7 @@ class Prediction:
 
 
 def predict(row: Row, *, is_blind: bool = False) -> Prediction:
-    """What the planner says of a run. `is_blind`: as if nobody had measured its system."""
+    """Predict a run. `is_blind`: without any figure that was measured on its system."""
     try:
         return _predict(row, is_blind)
     except Unpredictable as error:
@@ -79,7 +79,7 @@ def _predict(row: Row, is_blind: bool) -> Prediction:
     sequence = row.whole("seq") or sequence_of(row)
     plan, global_batch = plan_of(row, workload)
     if is_blind and not row.text("plan"):
-        plan = replace(plan, sp=None)  # what its runs have told
+        plan = replace(plan, sp=None)  # which is known from its runs alone
     cluster = cluster_of(row)
     seconds = _measured_seconds(row, workload, sequence, global_batch)
     gib = row.number("mem_gib")
@@ -111,7 +111,7 @@ def _predict(row: Row, is_blind: bool) -> Prediction:
 
 
 HEADROOM = 1.2
-"""What a system that nobody has measured may hold, over what is predicted for it: 9 of 10 runs of Megatron's CI and of
+"""Memory that an unmeasured system may hold, relative to its prediction: 9 of 10 runs of Megatron's CI and of
 BigScience hold at most that much more."""
 
 
@@ -241,7 +241,7 @@ def plan_of(row: Row, workload: Workload) -> tuple[Plan, int]:
         raise Unpredictable(f"ep={ep} takes in tp ranks, which no plan here can")
     while (dp * cp) % ep:
         ep //= 2
-    said: dict[str, object] = {
+    settings: dict[str, object] = {
         "tp": tp,
         "pp": pp,
         "cp": cp,
@@ -254,11 +254,11 @@ def plan_of(row: Row, workload: Workload) -> tuple[Plan, int]:
         "dp_replicate": dp // shard if zero else dp,
     }
     if tp > 1 and "nanotron" in row.text("source"):
-        said["sp"] = scatters(tp, pp, devices)
+        settings["sp"] = scatters(tp, pp, devices)
     if pp > 1:
-        said["v"] = v
-        said["schedule"] = "interleaved" if v > 1 else "1f1b"
-    return Plan.of(said).resolve(devices), batch or 0
+        settings["v"] = v
+        settings["schedule"] = "interleaved" if v > 1 else "1f1b"
+    return Plan.of(settings).resolve(devices), batch or 0
 
 
 def _shard_group(row: Row, dp: int) -> int:

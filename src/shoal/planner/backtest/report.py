@@ -1,7 +1,7 @@
-"""What a backtest has found, as one JSON object and as tables to read; and the bars that the planner is held to.
+"""Report a backtest as one JSON object and as tables, with the bars that the planner must reach.
 
-A bar is judged only where the tables have rows for it. Everything here is measured by others, or predicted; which is
-which stands in the heading.
+A bar is checked only where the tables have rows for it. Every number is either measured by others or predicted; the
+heading says which.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Source:
     name: str
     rows: int
     predicted: int
-    """Rows for which something could be said."""
+    """Rows with a prediction."""
     time: score.Errors | None
     memory: score.Errors | None
     coverage: float | None
@@ -46,13 +46,13 @@ class Bar:
 
     @property
     def holds(self) -> bool:
-        """Whether it does."""
+        """Whether the value is within its limits."""
         return (self.least is None or self.value >= self.least) and (self.most is None or self.value <= self.most)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Everything that one backtest has to show."""
+    """The result of one backtest."""
 
     rows: int
     sources: tuple[Source, ...]
@@ -71,8 +71,8 @@ class Report:
 
 
 def backtest(rows: Sequence[Row], *, leave_out: bool = False) -> Report:
-    """Predict every row, and score. `leave_out`: predict each source as if nobody had ever measured its system, with
-    one factor for time that makes the other sources right on the whole."""
+    """Predict every row, and score. `leave_out`: predict each source without figures measured on its system, with one
+    factor for time that makes the other sources right on the whole."""
     found = score.blind(rows) if leave_out else [predict(row) for row in rows]
     groups = score.by_source(found)
     cells = tuple(score.cells(found))
@@ -161,7 +161,7 @@ WORST = 5
 
 def render(console: Console, report: Report) -> None:
     """Sources, cells, bars, and what could not be predicted."""
-    blind = ", each source as if nobody had measured its system" if report.is_blind else ""
+    blind = ", each source without figures measured on its system" if report.is_blind else ""
     console.print(f"{report.rows} rows: predicted beside measured{blind}\n", highlight=False)
     console.print(_table_of_sources(report.sources))
     if report.cells:
@@ -184,7 +184,7 @@ def _table_of_sources(sources: Iterable[Source]) -> Table:
     columns = (
         "source",
         "rows",
-        "said",
+        "predicted",
         "time: mean",
         "median",
         "signed",
@@ -193,7 +193,7 @@ def _table_of_sources(sources: Iterable[Source]) -> Table:
         "signed",
         "covered",
     )
-    table = _table(*columns, title="error of what was predicted")
+    table = _table(*columns, title="error of predictions")
     for each in sources:
         figures = [_percent(getattr(off, key, None)) for off in (each.time, each.memory) for key in ("mean", "median")]
         signed = [_percent(off.signed, signed=True) if off else "" for off in (each.time, each.memory)]
@@ -225,11 +225,13 @@ def _table_of_cells(cells: Sequence[score.Cell], halves: Mapping[str, score.Halv
 
 
 def _table_of_bars(bars: Iterable[Bar]) -> Table:
-    table = _table("bar", "value", "wanted", "", title="what the planner is held to")
+    table = _table("bar", "value", "required", "", title="bars of the planner")
     for bar in bars:
-        wanted = [f"at least {bar.least:g}"] if bar.least is not None else []
-        wanted += [f"at most {bar.most:g}"] if bar.most is not None else []
-        table.add_row(bar.name, f"{bar.value:.3f}", ", ".join(wanted), "holds" if bar.holds else "[bold]missed[/bold]")
+        required = [f"at least {bar.least:g}"] if bar.least is not None else []
+        required += [f"at most {bar.most:g}"] if bar.most is not None else []
+        table.add_row(
+            bar.name, f"{bar.value:.3f}", ", ".join(required), "holds" if bar.holds else "[bold]missed[/bold]"
+        )
     return table
 
 

@@ -48,15 +48,15 @@ def workload_of(row: Row) -> Workload:
 
 
 def _agrees(row: Row, workload: Workload) -> bool:
-    """Whether nothing that a row says of its model speaks against a preset."""
-    told = {"layers": workload.layers, "hidden": workload.hidden, "heads": workload.heads}
-    return all(row.whole(column) in (None, number) for column, number in told.items())
+    """Whether no published dimension of a row contradicts a preset."""
+    dimensions = {"layers": workload.layers, "hidden": workload.hidden, "heads": workload.heads}
+    return all(row.whole(column) in (None, number) for column, number in dimensions.items())
 
 
 def _of_dimensions(row: Row, name: str) -> Workload:
-    said = {key: row.whole(key) for key in ("layers", "hidden", "heads")}
-    said |= _inferred(row, said)
-    missing = [key for key, value in said.items() if not value]
+    dimensions = {key: row.whole(key) for key in ("layers", "hidden", "heads")}
+    dimensions |= _inferred(row, dimensions)
+    missing = [key for key, value in dimensions.items() if not value]
     if missing:
         raise Unpredictable(f"{', '.join(missing)} not published")
     notes = row.text("notes")
@@ -74,13 +74,13 @@ def _of_dimensions(row: Row, name: str) -> Workload:
     if experts:
         found = re.search(r"top(\d)", name)
         top_k = int(found[1]) if found else 1 if "parallel" in name else 2
-    ffn = row.whole("ffn") or 4 * (said["hidden"] or 0)
+    ffn = row.whole("ffn") or 4 * (dimensions["hidden"] or 0)
     workload = Workload(
         name=row.text("model"),
-        layers=said["layers"] or 0,
-        hidden=said["hidden"] or 0,
-        heads=said["heads"] or 0,
-        kv_heads=_kv_heads(row) or said["heads"] or 0,
+        layers=dimensions["layers"] or 0,
+        hidden=dimensions["hidden"] or 0,
+        heads=dimensions["heads"] or 0,
+        kv_heads=_kv_heads(row) or dimensions["heads"] or 0,
         ffn=ffn,
         vocabulary=vocabulary,
         gated=gated,
@@ -99,17 +99,17 @@ def _kv_heads(row: Row) -> int | None:
     return None if "nanotron" in row.text("source") else row.whole("kv_heads")
 
 
-def _inferred(row: Row, said: dict[str, int | None]) -> dict[str, int | None]:
+def _inferred(row: Row, dimensions: dict[str, int | None]) -> dict[str, int | None]:
     """Layers that a number of parameters leaves no doubt about, and heads of the usual width, of a plain GPT."""
-    hidden, billions, vocabulary = said["hidden"], row.number("params_b"), row.whole("vocab")
+    hidden, billions, vocabulary = dimensions["hidden"], row.number("params_b"), row.whole("vocab")
     if not hidden or not billions or not vocabulary or not any(word in row.text("model").lower() for word in UNGATED):
         return {}
     layers = round((billions * 1e9 - vocabulary * hidden) / (12 * hidden**2))
-    return {"layers": said["layers"] or layers, "heads": said["heads"] or max(1, hidden // 128)}
+    return {"layers": dimensions["layers"] or layers, "heads": dimensions["heads"] or max(1, hidden // 128)}
 
 
 def _nearest_size(workload: Workload, row: Row) -> Workload:
-    """Whether there is a gate and whether the head is tied, where only the number of parameters tells."""
+    """Infer gate and tied head from the number of parameters, where the row does not say."""
     billions = row.number("params_b")
     if not billions or workload.experts or "untied=" in row.text("notes"):
         return workload

@@ -25,7 +25,7 @@ OWN_COLUMNS = ("plan", "cluster", "predicted_s", "predicted_gib")
 """That a table of shoal's own runs has as well: the plan in words, and the cluster by preset or file."""
 
 PAPER_FIGURES = Path(__file__).with_name("paper_figures.csv")
-"""Figures of papers and release notes, each with its source: what the repository holds its own planner against."""
+"""Figures of papers and release notes, each with its source: the repository tests its planner with them."""
 
 
 class Unpredictable(Exception):
@@ -64,7 +64,7 @@ class Row:
 
     @property
     def failed(self) -> bool:
-        """Whether it ran out of memory, or died for a reason that was not told from it."""
+        """Whether it ran out of memory, or crashed for a reason that the table does not distinguish from that."""
         return "oom" in self.text("status").lower() or self.text("notes").startswith("OOM")
 
     @property
@@ -107,7 +107,7 @@ def _read(path: Path) -> list[Row]:
 def append(path: Path, cells: Mapping[str, object]) -> None:
     """Write down one run, with what was predicted and what was measured, at the end of a table that `read` reads.
 
-    Cells that are not said stay empty. Beyond the columns of every table there are `OWN_COLUMNS`.
+    Cells that are not given stay empty. Beyond the columns of every table there are `OWN_COLUMNS`.
     """
     strangers = [name for name in cells if name not in (*COLUMNS, *OWN_COLUMNS)]
     if strangers:

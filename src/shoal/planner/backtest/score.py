@@ -4,7 +4,7 @@ error       predicted / measured - 1; absolute, unless it is called signed
 regret      of a cell (one model and batch on as many devices): measured time of the plan that is picked (`_pick`) over
             the fastest measured, less 1; among plans that ran
 halves      the same where a coin decides of each run whether it is known: one lucky run makes or breaks a cell, and
-            many draws tell how much of a regret is luck
+            many draws show how much of a regret is luck
 rank        Spearman's correlation of predicted and measured times in a cell
 recall      part of the runs that failed for which no fit was predicted; precision: part of those predictions that were
             right
@@ -64,7 +64,7 @@ def memories(found: Iterable[Prediction]) -> list[tuple[float, float]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """Runs of one model with one batch on as many devices of one kind: what a person has to choose among."""
+    """Runs of one model with one batch on as many devices of one kind: the choices of one task."""
 
     source: str
     model: str
@@ -113,13 +113,13 @@ def _cell(runs: Sequence[Prediction]) -> Cell:
 
 
 NEAR = 0.05
-"""Plans that are predicted so close to the fastest are as fast as far as anybody can tell. For a system that nobody has
-measured it is more, as its intervals are wider."""
+"""Plans predicted this close to the fastest count as equally fast. For an unmeasured system it is more, as its
+intervals are wider (`STRANGER`)."""
 
 
 def _pick(runs: Sequence[Prediction]) -> Prediction:
-    """The run whose plan a person would have been told to take: of those that fit and are predicted as fast as the
-    fastest, one on as few axes as can be. Each axis is one more thing that can go wrong, and that no prediction has."""
+    """Return the run that the planner would recommend: of those that fit and are predicted as fast as the fastest, the
+    one on fewest axes. Each axis adds a risk that no prediction includes."""
     fitting = [one for one in runs if one.fits] or runs
     is_strange = any(one.profile and not one.profile.is_known for one in runs)
     limit = min(one.predicted_s or 0.0 for one in fitting) * (1 + NEAR * (STRANGER if is_strange else 1.0))
@@ -247,17 +247,17 @@ class Fits:
 
 
 def fits(found: Iterable[Prediction]) -> Fits | None:
-    """Over rows of tables that tell of failures, where the plan could be predicted."""
+    """Score the rows of tables that list failures, where the plan could be predicted."""
     known = [one for one in found if one.fits is not None]
     families = {one.row.family for one in known if one.row.failed}
-    judged = [one for one in known if one.row.family in families]
-    if not judged:
+    scored = [one for one in known if one.row.family in families]
+    if not scored:
         return None
-    failed = [one for one in judged if one.row.failed]
+    failed = [one for one in scored if one.row.failed]
     return Fits(
         failed=len(failed),
         foretold=sum(not one.fits for one in failed),
-        alarms=sum(not one.fits for one in judged),
+        alarms=sum(not one.fits for one in scored),
     )
 
 

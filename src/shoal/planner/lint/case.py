@@ -1,4 +1,4 @@
-"""One plan before the rules of `lint_rules`: its numbers, the plans around it, and what those would save.
+"""One plan under the rules of `lint.rules`: its numbers, the plans next to it, and their predicted savings.
 
 Changes to a plan are keys and values (`{"tp": 8, "dp_shard": 16}`). Those that `check_plan` rejects are skipped, and so
 are those that do not fit. All numbers are predicted.
@@ -23,14 +23,14 @@ from shoal.predict.estimate.rank_share import microbatch, num_microbatches
 from shoal.predict.predict import Prediction
 
 WORTH = 0.02
-"""Of a step: what costs less is not worth a word."""
+"""Fraction of a step: a smaller cost is not reported."""
 
 Change = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """What the plan next to it is predicted to save. Below 0: it costs that."""
+    """The predicted saving of another plan. Below 0: a cost."""
 
     plan: Plan
     seconds: float
@@ -49,7 +49,7 @@ class Saving:
         return f"saves {held}, costs {step} (predicted)" if self.part < 0 else f"saves {step} and {held} (predicted)"
 
     def to_mapping(self) -> dict[str, Any]:
-        """For machines."""
+        """Return it as JSON values."""
         return {"plan": self.plan.brief(), "step_s": self.seconds, "part": self.part, "memory_gib": self.bytes / GIB}
 
 
@@ -63,18 +63,18 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One plan before the rules."""
+    """One plan, its prediction, and the search for cheaper plans next to it."""
 
     task: Task
-    verdict: Prediction
+    prediction: Prediction
     learning_rate: float | None = None
-    """That was right for batches of `base_batch`."""
+    """Chosen for batches of `base_batch`."""
     base_batch: int | None = None
 
     @property
     def plan(self) -> Plan:
         """Resolved."""
-        return self.verdict.plan
+        return self.prediction.plan
 
     @property
     def mb(self) -> int:
@@ -91,22 +91,22 @@ class Case:
         return self.degree("dp_replicate") * self.degree("dp_shard") if axis == "dp" else getattr(self.plan, axis) or 1
 
     def part(self, *causes: str) -> float:
-        """Of the step that these causes take."""
-        seconds = self.verdict.time.causes()
-        return sum(seconds[cause] for cause in causes) / self.verdict.time.total
+        """Fraction of the step that these causes take."""
+        seconds = self.prediction.time.causes()
+        return sum(seconds[cause] for cause in causes) / self.prediction.time.total
 
     def takes(self, *causes: str) -> str:
-        """The same in words."""
+        """Format that fraction."""
         return f"{percent(self.part(*causes))} of the step (predicted)"
 
     def changed(self, change: Change) -> Plan | None:
         """The plan with a change; None if it could not run."""
-        said = {entry.name: getattr(self.plan, entry.name) for entry in fields(Plan)} | dict(change)
-        said |= {"schedule": None, "v": None} if said["pp"] == 1 else {}
-        said |= {"context": None} if said["cp"] == 1 else {}
-        said |= {"sp": None} if said["tp"] == 1 else {}
+        settings = {entry.name: getattr(self.plan, entry.name) for entry in fields(Plan)} | dict(change)
+        settings |= {"schedule": None, "v": None} if settings["pp"] == 1 else {}
+        settings |= {"context": None} if settings["cp"] == 1 else {}
+        settings |= {"sp": None} if settings["tp"] == 1 else {}
         try:
-            plan = Plan(**said).resolve(self.task.cluster.num_devices)
+            plan = Plan(**settings).resolve(self.task.cluster.num_devices)
         except ShoalError:
             return None
         return plan if _can_run(self.task, plan) else None
@@ -114,13 +114,13 @@ class Case:
     def savings(self, changes: Iterable[Change], keeps: Callable[[Plan], bool] = lambda plan: True) -> list[Saving]:
         """Of those changes that can run and fit, the fastest first. None of them starves a pipeline."""
         plans = dict.fromkeys(plan for change in changes if (plan := self.changed(change)))
-        wanted = [plan for plan in plans if plan != self.plan and keeps(plan) and not is_starved(self.task, plan)]
-        fitting = [(plan, memory) for plan in wanted if self.task.fits(memory := self.task.memory(plan))]
+        candidates = [plan for plan in plans if plan != self.plan and keeps(plan) and not is_starved(self.task, plan)]
+        fitting = [(plan, memory) for plan in candidates if self.task.fits(memory := self.task.memory(plan))]
         return sorted((self._saving(plan, memory) for plan, memory in fitting), key=lambda saving: -saving.seconds)
 
     def _saving(self, plan: Plan, memory: PeakMemory) -> Saving:
-        seconds = self.verdict.time.total - self.task.time(plan).total
-        return Saving(plan, seconds, seconds / self.verdict.time.total, self.verdict.memory.total - memory.total)
+        seconds = self.prediction.time.total - self.task.time(plan).total
+        return Saving(plan, seconds, seconds / self.prediction.time.total, self.prediction.memory.total - memory.total)
 
     def found(
         self,
@@ -167,7 +167,7 @@ def is_starved(task: Task, plan: Plan) -> bool:
 
 
 def words(plan: Plan, other: Plan) -> str:
-    """What has to be said differently.
+    """Return the words of the other plan that differ.
 
     >>> words(Plan.parse("tp=16 zero=1 bf16").resolve(32), Plan.parse("tp=8 zero=1 bf16").resolve(32))
     'dp_shard=4 tp=8'
@@ -179,7 +179,7 @@ def words(plan: Plan, other: Plan) -> str:
 
 
 def percent(part: float) -> str:
-    """A part, as people read it.
+    """Format a fraction as a percentage.
 
     >>> percent(0.0234), percent(0.4)
     ('2.3 %', '40 %')
@@ -188,11 +188,11 @@ def percent(part: float) -> str:
 
 
 def gib(size: float) -> str:
-    """Bytes, as people read them."""
+    """Format bytes as GiB."""
     return f"{size / GIB:.1f} GiB"
 
 
-# ---- what there is next to a plan -----------------------------------------------------------------------------------
+# ---- plans next to a plan --------------------------------------------------------------------------------------------
 
 
 def trades(case: Case, axis: str, *others: str) -> Iterator[Change]:

@@ -1,9 +1,8 @@
-"""What experience says against a plan: rules with codes, each with numbers, evidence and a cheaper neighbour.
+"""Lint a plan: rules with codes, each with the plan's numbers, published evidence and a cheaper alternative.
 
-Everybody knows rules of thumb, and everybody breaks them when the numbers say so. Here a rule speaks only when breaking
-it is predicted to cost something on these machines, and says how much; `lint_rules` has the rules themselves. Evidence
-is a published run, so that nobody has to believe the prediction alone. `docs/concepts/lints.md` has a section for every
-code.
+A rule reports only if breaking it is predicted to cost time or memory on this cluster, and says how much. `rules` has
+the rules themselves. Evidence is a published run, so that a finding does not rest on the prediction alone.
+`docs/concepts/lints.md` has a section for every code.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Lint:
     numbers: str
     """This plan's own; predicted, where they say so, else counted."""
     evidence: str
-    """What breaking the rule has cost others, measured; and who says so."""
+    """The measured cost of breaking the rule in a published run, with its source."""
     fix: str
     """The words of a plan next to it, or what to do instead."""
     saves: Saving | None = None
@@ -41,9 +40,9 @@ class Lint:
         return f"{self.code} {self.title}: {self.numbers} → {fix} [{self.evidence}]"
 
     def to_mapping(self) -> dict[str, Any]:
-        """For machines."""
-        said = {key: getattr(self, key) for key in ("code", "title", "numbers", "evidence", "fix")}
-        return {**said, "saves": self.saves.to_mapping() if self.saves else None}
+        """Return it as JSON values."""
+        mapping = {key: getattr(self, key) for key in ("code", "title", "numbers", "evidence", "fix")}
+        return {**mapping, "saves": self.saves.to_mapping() if self.saves else None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class Rule:
     check: Callable[[Case], Finding | None]
     evidence: str
     unless: tuple[str, ...] = ()
-    """Rules that say the same more exactly: where one of them speaks, this one does not."""
+    """More specific rules: if one of them reports, this one does not."""
 
 
 _PLAYBOOK = "3.57B on H100: 10,900 tok/s/GPU at tp=8, 6,160 at tp=16 (measured, Ultra-Scale Playbook)"
@@ -181,7 +180,7 @@ RULES = (
 
 
 def lint(task: Task, plan: Plan, *, learning_rate: float | None = None, base_batch: int | None = None) -> list[Lint]:
-    """What there is to say against a plan. `learning_rate` was right for batches of `base_batch`; None: nobody said."""
+    """Return the rules that a plan breaks. `learning_rate` was chosen for batches of `base_batch`; None: not given."""
     if base_batch is not None and base_batch < 1:
         raise ShoalError(f"base_batch={base_batch} is no number of samples", fix="--base-batch 256, for example")
     if learning_rate is not None and not 0 < learning_rate < math.inf:

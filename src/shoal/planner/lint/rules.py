@@ -1,8 +1,7 @@
-"""Rules of thumb, each as one function of a plan: is it broken here, what does that cost, what would be cheaper.
+"""Rules of thumb, each a function of a plan: is it broken, what does that cost, which plan is cheaper.
 
-A rule first looks at the plan (tp spans two nodes) and then at its price, by judging the plans around it (`lint_case`).
-So it speaks with numbers of this plan, never with those of the table that it comes from, and it names a way out only if
-that way fits and is predicted to be better.
+A rule first checks the plan (tp spans two nodes) and then predicts the plans next to it (`lint.case`). So it reports
+numbers of this plan, never those of its evidence. It names a fix only if that fits and is predicted to be better.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from shoal.predict.estimate.rank_share import head_cost, layers_of_ranks
 from shoal.predict.workload import Workload
 
 NOTABLE = 0.05
-"""Of a step: what other sizes (of microbatches, of batches, of the model) have to save to be worth a word."""
+"""Of a step: what another size (of microbatch, batch or model) must save to be reported."""
 MUCH = 0.1
 """Of a step, which a pipeline waits, sharded parameters travel, or everything takes that a larger batch would not
 repeat."""
@@ -217,7 +216,7 @@ def _idle(task: Task, workload: Workload, plan: Plan) -> float:
 
 
 def too_few_microbatches(case: Case) -> Finding | None:
-    """A pipeline with fewer microbatches than ranks never fills; an interleaved one wants whole rounds of them."""
+    """A pipeline with fewer microbatches than ranks never fills; an interleaved one needs whole rounds of them."""
     pp, m, schedule = case.degree("pp"), case.m, case.plan.schedule or "1f1b"
     if pp == 1:
         return None
@@ -245,7 +244,7 @@ def large_bubble(case: Case) -> Finding | None:
 
 def microbatch_size(case: Case) -> Finding | None:
     """Small ones do not fill the device, large ones leave a pipeline too few of them."""
-    numbers = f"mb={case.mb}, {case.m} of them: {percent(case.verdict.time.mfu)} MFU (predicted)"
+    numbers = f"mb={case.mb}, {case.m} of them: {percent(case.prediction.time.mfu)} MFU (predicted)"
     return case.found(numbers, any_microbatch(case, [{}]), worth=NOTABLE)
 
 
@@ -265,7 +264,7 @@ def batch_too_small(case: Case) -> Finding | None:
         return None
     batch = 4 * case.task.global_batch
     larger = replace(case.task, global_batch=batch).time(replace(case.plan, mb=case.mb))
-    gain = larger.tokens_per_s_per_device / case.verdict.time.tokens_per_s_per_device - 1
+    gain = larger.tokens_per_s_per_device / case.prediction.time.tokens_per_s_per_device - 1
     if gain < NOTABLE:
         return None
     numbers = f"{case.m} microbatch{'es' * (case.m > 1)} of {case.mb} on each of {case.degree('dp')} data ranks,"
@@ -290,16 +289,16 @@ def batch_not_dealt(case: Case) -> Finding | None:
 
 
 def needless_recompute(case: Case) -> Finding | None:
-    """A third more computing buys memory that nobody needs."""
-    room, held = case.task.room, case.verdict.memory.total
-    if case.plan.recompute != "full" or held > (1 - FREE) * room:
+    """Full recompute adds a third of the compute, for memory that is free anyway."""
+    limit, held = case.task.memory_limit, case.prediction.memory.total
+    if case.plan.recompute != "full" or held > (1 - FREE) * limit:
         return None
-    numbers = f"recompute=full with {gib(room - held)} of {gib(room)} free (predicted)"
+    numbers = f"recompute=full with {gib(limit - held)} of {gib(limit)} free (predicted)"
     return case.found(numbers, [{"recompute": "none"}, {"recompute": "selective"}])
 
 
 def needless_offload(case: Case) -> Finding | None:
-    """What the device has room for need not travel to the host and back."""
+    """States that fit on the device need not travel to the host and back."""
     if case.plan.offload == "none":
         return None
     numbers = f"offload={case.plan.offload} takes {case.takes('offload')}"
@@ -308,9 +307,9 @@ def needless_offload(case: Case) -> Finding | None:
 
 def logits_at_peak(case: Case) -> Finding | None:
     """Logits in fp32 and their gradient, of a whole microbatch, beside activations that are small."""
-    task, memory = case.task, case.verdict.memory
+    task, memory = case.task, case.prediction.memory
     is_fused = task.profile.fused_loss and case.degree("tp") == case.degree("pp") == 1
-    if is_fused or memory.logits < LARGE_LOGITS * memory.total or memory.total < (1 - FREE) * task.room:
+    if is_fused or memory.logits < LARGE_LOGITS * memory.total or memory.total < (1 - FREE) * task.memory_limit:
         return None
     numbers = f"logits are {gib(memory.logits)} of the {gib(memory.total)} that the fullest rank needs (predicted)"
     smaller = [{"mb": size} for size in smaller_microbatches(case)]
@@ -351,19 +350,20 @@ def _multiples_around(number: int, divisor: int = ALIGNED) -> list[int]:
 
 def balanced_routing(case: Case) -> Finding | None:
     """Experts are predicted to be equally busy; with ep the busiest rank sets the pace and is the fullest."""
-    model, memory, time = case.task.workload, case.verdict.memory, case.verdict.time
+    model, memory, time = case.task.workload, case.prediction.memory, case.prediction.time
     if not model.experts or case.degree("ep") == 1:
         return None
     routed = model.sparse_layers * model.top_k * model.matrices * model.hidden * model.expert_ffn
     slower = HOT * (routed / model.active_parameters * case.part("matmul") + case.part("ep"))
     more = HOT * memory.activations
-    is_full = memory.total <= case.task.room < memory.total + more
+    is_full = memory.total <= case.task.memory_limit < memory.total + more
     if slower < WORTH and not is_full:
         return None
     numbers = f"{percent(slower)} of the step and up to {gib(more)} more where experts are not equally busy (predicted)"
     if is_full:
         return Finding(
-            f"{numbers}, {gib(memory.total + more)} of {gib(case.task.room)}", "smaller microbatches, or recompute"
+            f"{numbers}, {gib(memory.total + more)} of {gib(case.task.memory_limit)}",
+            "smaller microbatches, or recompute",
         )
     return Finding(
         numbers, f"count on {time.total * (1 + slower):.2f} s instead of {time.total:.2f} s; a balancing loss"

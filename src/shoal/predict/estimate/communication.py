@@ -25,7 +25,7 @@ def tensor_parallel(workload: Workload, cluster: Cluster, profile: FrameworkProf
 
 
 def context_parallel(workload: Workload, cluster: Cluster, work: Work, again: int, attention: float) -> float:
-    """Keys and values round a ring, in the shadow of attention; or heads exchanged for tokens, in nobody's."""
+    """Keys and values round a ring, hidden behind attention; or heads exchanged for tokens, never hidden."""
     if work.cp == 1:
         return 0.0
     link, tokens = cluster.link(work.cp, work.tp), work.samples * work.sequence / work.cp

@@ -3,14 +3,14 @@
 The fullest rank of a pipeline is its first, which has most microbatches in flight, or its last, which has the logits.
 Its fullest moment is the end of a forward, with all activations and the logits; or the backward after it, with the
 gradients that are just being reduced; or the end of that, with the gradients of all layers but the first. States
-(parameters, gradients, optimizer) are those of `blueprint.memory` in closed form; activations follow Korthikanti et al.
-2022, with what each system keeps of them (`framework_profile`). Three numbers are told apart:
+(parameters, gradients, optimizer) are those of `predict.exact`, or in closed form for other systems. Activations follow
+Korthikanti et al. 2022, with what each system keeps of them (`framework_profile`). Three numbers are distinguished:
 
     allocated   what tensors take                         torch.cuda.max_memory_allocated
     reserved    and what the allocator holds beside them  torch.cuda.max_memory_reserved
     total       and what lives outside of it              nvidia-smi; what has to fit
 
-What a rank has of a model is in `shares`, what a layer keeps in `activations`.
+`rank_share` has the part of a model on a rank, `activations` the bytes that a layer saves.
 """
 
 from __future__ import annotations

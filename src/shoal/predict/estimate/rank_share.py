@@ -1,6 +1,6 @@
-"""What of a model and of a batch one rank of a plan has: degrees, layers of its stages, microbatches in flight.
+"""The part of a model and of a batch on one rank of a plan: degrees, layers of its stages, microbatches in flight.
 
-Memory (`footprint`) and time (`step_time`) are both predicted from it.
+Memory (`peak_memory`) and time (`step_time`) are both predicted from it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shoal.predict.framework_profile import Cut, FrameworkProfile
 from shoal.predict.workload import Workload
 
 PLENTY = 2**20
-"""Microbatches, where nobody says how many."""
+"""Microbatches, where the number is not given."""
 
 
 class Degrees(NamedTuple):
@@ -36,9 +36,9 @@ class Degrees(NamedTuple):
     size: float
     """Bytes of a number in compute."""
     part_sent: float
-    """What replicas send each other in a step, as a part of their gradients: by compression, and by meeting rarely."""
+    """Fraction of their gradients that replicas send in a step; compression and rare synchronization lower it."""
     kept_for_peers: int
-    """Numbers that a rank keeps for each parameter: what it owes; under `sync=` shared weights and their momentum."""
+    """Numbers that a rank stores for each parameter: the residual; under `sync=` shared weights and their momentum."""
 
     @classmethod
     def of(cls, plan: Plan, profile: FrameworkProfile) -> Degrees:
@@ -69,8 +69,8 @@ def _part_sent(plan: Plan) -> float:
 def _kept_for_peers(plan: Plan) -> int:
     if (plan.dp_replicate or 1) == 1:
         return 0
-    owes = plan.compression is not None and plan.compression.feeds_back
-    return owes + 2 * (plan.sync is not None)
+    has_residual = plan.compression is not None and plan.compression.feeds_back
+    return has_residual + 2 * (plan.sync is not None)
 
 
 BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 2.0, "fp64": 8.0}
@@ -187,7 +187,7 @@ def rank_share(
 def in_flight(schedule: str, place: int, pp: int, v: int, m: int) -> float:
     """Microbatches whose activations a rank of the pipeline holds at most, of all of its layers.
 
-    The closed forms of what `simulate.in_flight` plays; a test holds one against the other.
+    The closed forms of what `simulate.in_flight` plays; a test compares the two.
     """
     if pp == 1:
         return 1.0

@@ -1,13 +1,14 @@
-"""How replicas should meet over a link: at every step, compressed, or every so many steps; and what a step then takes.
+"""Choose how replicas synchronize over a link: every step, compressed, or every H steps; and predict the step time.
 
     compute   ├─ forward ─┼──────── backward ────────┤├ update
     buckets               .   b0 ready . b1 ready . b2 ready
     link                      ├── b0 ──────┼── b1 ──────┼── b2 ──────┤      seconds of a step: until the last arrived
 
 A bucket travels when it is ready and the one before it has arrived; it takes its messages' latency, its bytes over the
-link, and the time to encode and decode it. Islands pay for an exchange once in H steps.
+link, and the time to encode and decode it. Local SGD pays for an exchange once in H steps.
 
-The choice: of the ways that lose less, the first that is near the fastest, or that hides what it sends.
+The choice: `WAYS` is ordered by how little each changes the result. The first that is near the fastest, or that hides
+its traffic, is chosen.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from shoal.blueprint.replicas.compression import Compression
 from shoal.predict.exact.traffic import BUCKET_BYTES
 
 BACKWARD = 2 / 3
-"""Of the time to compute a step, about: every product of the forward has two in the backward."""
+"""Fraction of the compute time, about: each product of the forward has two in the backward."""
 NEAR = 1.25
-"""A way that takes so many times longer than the fastest is still preferred, if it changes less."""
+"""A way up to this many times slower than the fastest is preferred if it changes the result less."""
 HIDDEN = 1.1
-"""So much slower than computing alone is as good as hidden."""
+"""A step up to this many times as long as computing alone counts as hidden."""
 
 LANES = 2
 """Threads that encode (`shoal.parallel.data.bucket_averager`)."""
 SMALLEST_BUCKET = 2**20
 WAYS = ("", "compress=bf16", "compress=int8", "sync=local:1 compress=powersgd:4", "sync=diloco:50 compress=int8")
-"""What is chosen from, by how much it changes what is computed. `topk`, `1bit` and `randomk` are for those who know
-that they want them: of ways as fast, they change more."""
+"""The choices, ordered by how much they change the result. `topk`, `1bit` and `randomk` are not among them: they
+change more than others that are as fast."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaShape:
-    """What one replica is."""
+    """One replica: its parameters and its compute time."""
 
     compute: float
     """Seconds of a step without its peers, *measured*."""
@@ -64,7 +65,7 @@ class ReplicaShape:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a step takes by one way, *predicted*."""
+    """The *predicted* step of one way to synchronize."""
 
     words: str
     """Of a plan; empty: gradients at every step."""
@@ -79,34 +80,34 @@ class Step:
 
 
 def sync_traffic(plan: Plan, words: str) -> Plan:
-    """The plan with another way to meet.
+    """Return the plan with another way to synchronize.
 
     >>> str(sync_traffic(Plan.parse("tp=2 sync=auto"), "compress=int8"))
     'tp=2 compress=int8'
     """
-    said = Plan.parse(words)
-    return replace(plan, sync=said.sync, compress=said.compress)
+    parsed = Plan.parse(words)
+    return replace(plan, sync=parsed.sync, compress=parsed.compress)
 
 
-def predict(words: str, island: ReplicaShape, link: Link, replicas: int, codec: Mapping[str, float]) -> Step:
-    """What a step takes. `codec`: seconds to encode and decode a number, by method, *measured*; without an entry,
+def predict(words: str, replica: ReplicaShape, link: Link, replicas: int, codec: Mapping[str, float]) -> Step:
+    """Predict a step. `codec`: seconds to encode and decode a number, by method, *measured*; without an entry,
     nothing."""
     plan = Plan.parse(words)
     compression = plan.compression
     per_number = codec.get(compression.method, 0.0) if compression is not None else 0.0
     if compression is None:
-        num_bytes = 2 * (replicas - 1) / replicas * island.width * island.size
+        num_bytes = 2 * (replicas - 1) / replicas * replica.width * replica.size
     else:
-        num_bytes = compression.bytes_sent(island.shapes, replicas, island.width)
-    num_buckets = max(1, round(island.size * island.width / BUCKET_BYTES))
+        num_bytes = compression.bytes_sent(replica.shapes, replicas, replica.width)
+    num_buckets = max(1, round(replica.size * replica.width / BUCKET_BYTES))
     sending = num_bytes / link.bandwidth + _messages(compression) * num_buckets * link.latency
-    encoding = per_number * island.size
+    encoding = per_number * replica.size
     if plan.sync_spec is not None:
         every = plan.sync_spec.every
         agreeing = 2 * link.latency  # on the loss, and on whether a gradient is finite, in every step
         exchange = sending + encoding / LANES  # nothing is computed meanwhile
-        return Step(words, island.compute + agreeing + exchange / every, num_bytes / every)
-    return Step(words, _overlapped(island.compute, sending + encoding, num_buckets), num_bytes)
+        return Step(words, replica.compute + agreeing + exchange / every, num_bytes / every)
+    return Step(words, _overlapped(replica.compute, sending + encoding, num_buckets), num_bytes)
 
 
 def _messages(compression: Compression | None) -> int:
@@ -115,7 +116,7 @@ def _messages(compression: Compression | None) -> int:
 
 
 def _overlapped(compute: float, exchange: float, num_buckets: int) -> float:
-    """The drawing above.
+    """Return the end of the last bucket, as drawn at the top of this file.
 
     >>> _overlapped(3.0, 0.0, 4), _overlapped(3.0, 8.0, 1)
     (3.0, 11.0)
@@ -140,21 +141,21 @@ def best_bucket(num_bytes: int, link: Link, replicas: int) -> float:
 
 
 def choose(
-    island: ReplicaShape, link: Link, replicas: int, codec: Mapping[str, float], ways: Sequence[str] = WAYS
+    replica: ReplicaShape, link: Link, replicas: int, codec: Mapping[str, float], ways: Sequence[str] = WAYS
 ) -> tuple[Step, list[Step], str]:
-    """The way to meet, all that were weighed, and why this one."""
-    steps = [predict(words, island, link, replicas, codec) for words in ways]
+    """Return the chosen way to synchronize, the predictions of all ways, and the reason."""
+    steps = [predict(words, replica, link, replicas, codec) for words in ways]
     fastest = min(step.seconds for step in steps)
-    limit = max(NEAR * fastest, HIDDEN * island.compute)
+    limit = max(NEAR * fastest, HIDDEN * replica.compute)
     chosen = next(step for step in steps if step.seconds <= limit)
     exact = steps[0]
     rate = f"{link.bandwidth * 8 / 1e6:,.0f} Mbit/s, {link.latency * 1e3:.1f} ms"
     if chosen is exact:
-        why = f"gradients as they are cost {exact.seconds / island.compute:.2f} x computing alone over {rate}"
+        why = f"gradients as they are cost {exact.seconds / replica.compute:.2f} x computing alone over {rate}"
     else:
         why = (
             f"over {rate} a step would take {exact.seconds:.2f} s with gradients as they are,"
-            f" {chosen.seconds:.2f} s so, {island.compute:.2f} s alone"
+            f" {chosen.seconds:.2f} s so, {replica.compute:.2f} s alone"
         )
         compression = Plan.parse(chosen.words).compression
         if compression is not None and compression.warmup_steps:

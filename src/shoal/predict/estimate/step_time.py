@@ -59,13 +59,13 @@ SPREAD = {
     "offload": 0.5,
     "fixed": 0.7,
 }
-"""Relative standard deviation of each cause on machines that were not measured."""
+"""Relative standard deviation of each cause on unmeasured machines, from the residuals of published runs."""
 COMMON = 0.10
-"""And of everything together: clocks, stragglers, what nobody wrote down."""
+"""And of everything together (clocks, stragglers, unpublished settings), from the same residuals."""
 MEASURED = 0.5
 """How much narrower an interval is on machines that were measured."""
 STRANGER = 2.5
-"""And how much wider of a system that nobody has measured."""
+"""And how much wider for an unmeasured system: see `shoal backtest --leave-out` in docs/concepts/planner.md."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,7 +190,7 @@ def _of_layers(step: StepContext) -> dict[str, float]:
 def bubble(schedule: str, pp: int, v: int, m: int) -> float:
     """The part of one microbatch's way through all other stages that a schedule waits for.
 
-    A single microbatch has nothing to fill it with but gradients of weights; zbv wants one and a half for each rank.
+    A single microbatch has nothing to fill it with but gradients of weights; zbv needs one and a half for each rank.
     """
     if pp == 1:
         return 0.0

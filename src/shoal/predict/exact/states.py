@@ -1,7 +1,7 @@
 """Bytes of states on a rank of a plan, from dimensions: the exact count, as fast as a search over plans needs it.
 
-`exact.memory` counts what `verify` proves, parameter by parameter. A search asks for the same layout many times, with
-other microbatches, schedules and recompute, none of which change the states. So the count is kept by what does.
+`exact.memory` counts what `verify` proves, parameter by parameter. A search needs the same layout many times, with
+other microbatches, schedules and recompute, none of which change the states. So the count is cached by the other words.
 """
 
 from __future__ import annotations

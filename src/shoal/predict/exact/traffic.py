@@ -1,8 +1,8 @@
-"""What one rank will hand to torch.distributed in one steady optimizer step: predicted messages, axis by axis.
+"""Predict the messages that one rank hands to torch.distributed in a steady optimizer step, axis by axis.
 
-A cost model gives volumes that the wire carries, for layers that are all alike. Here it is the very messages that
-`shoal.comm.traffic_counter` counts, call by call and byte by byte, for this model and this plan, so that the two can be
-held against each other and have to be *equal*. Beside the textbook (P parameters, N ranks, m microbatches, S bytes of
+A cost model gives volumes on the wire, for layers that are all alike. This file predicts the messages that
+`shoal.comm.traffic_counter` counts, call by call and byte by byte, for this model and this plan. The two must be
+*equal*. Beside the textbook (P parameters, N ranks, m microbatches, S bytes of
 an activation, L layers; a message counts whole):
 
 | axis, plan            | textbook, per step                  | here, in addition                          |

@@ -1,8 +1,8 @@
 """Presets of devices and links, each with where its numbers are from.
 
 Peaks are those of `shoal.predict.presets.peak_flops`; here is what time and memory need beside them. `matmul` is the
-largest rate of a matrix product that somebody has measured ("maximum achievable matmul FLOPS", MAMF, in
-stas00/ml-engineering, compute/accelerator/benchmarks); where nobody has, the part of the peak that the nearest relative
+largest measured rate of a matrix product ("maximum achievable matmul FLOPS", MAMF, in
+stas00/ml-engineering, compute/accelerator/benchmarks); without one, the part of the peak that the nearest relative
 reaches.
 """
 
@@ -67,7 +67,7 @@ class Entry:
     """A device of the table below."""
 
     torch_name: str
-    """By which `devices.peak_flops` knows it."""
+    """Its name in `peak_flops`."""
     memory: float
     """GiB that torch reports."""
     bandwidth: float
@@ -78,11 +78,11 @@ class Entry:
     between: str
     per_node: int = 8
     price: float | None = None
-    """Dollars an hour, on demand at large clouds, rounded, mid 2026; say your own."""
+    """Dollars an hour, on demand at large clouds, rounded, mid 2026; `--price` sets another."""
     is_modern: bool = False
     """See `Device`."""
     peaks: tuple[float, float, float] | None = None
-    """TFLOP/s in fp32, bf16 and fp8 where devices.py does not know them."""
+    """TFLOP/s in fp32, bf16 and fp8 where `peak_flops` does not have them."""
     source: str = ""
 
 
@@ -105,7 +105,7 @@ def _with(entry: Entry, **changes: object) -> Entry:
     return replace(entry, **changes)  # type: ignore[arg-type]
 
 
-_RELATIVE = "matmul: nobody has published one; the part of the peak that its nearest relative reaches"
+_RELATIVE = "matmul: none is published; the part of the peak that its nearest relative reaches"
 _H100 = _with(_nvidia("H100 80GB HBM3", 79.1, 3350, 794, "nvlink4", "infiniband-ndr"), price=6.88)
 _A100 = _nvidia("A100", 79.2, 2039, 271, "nvlink3", "infiniband-hdr")
 _B200 = _with(_nvidia("B200", 178, 8000, 1745, "nvlink5", "infiniband-ndr"), price=14.24)
@@ -222,8 +222,8 @@ DEVICES = {
 def preset_device(name: str) -> Device:
     """A device of the table."""
     row = DEVICES[name]
-    told = {word: peak_flops(row.torch_name, word) for word in PRECISIONS}
-    peak = {word: rate for word, rate in told.items() if rate is not None}
+    rates = {word: peak_flops(row.torch_name, word) for word in PRECISIONS}
+    peak = {word: rate for word, rate in rates.items() if rate is not None}
     if row.peaks:
         fp32, half, eighth = row.peaks
         peak = {word: rate * TERA for word, rate in zip(PRECISIONS, (fp32 / 2, fp32, half, half, eighth), strict=True)}

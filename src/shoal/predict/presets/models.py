@@ -10,8 +10,8 @@ from shoal.predict.workload import Block, Latent, Workload
 
 
 def _llama(name: str, hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, **more: int | bool) -> Workload:
-    said = {"vocabulary": 128256, "sequence": 8192, **more}
-    return Workload(name=name, hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads, ffn=ffn, **said)  # type: ignore[arg-type]
+    dimensions = {"vocabulary": 128256, "sequence": 8192, **more}
+    return Workload(name=name, hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads, ffn=ffn, **dimensions)  # type: ignore[arg-type]
 
 
 def _gpt3(name: str, hidden: int, layers: int, heads: int) -> Workload:

@@ -53,7 +53,7 @@ _PEAKS: dict[str, dict[str, float]] = {
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Dense FLOP/s of a device at a precision (`fp64 fp32 bf16 fp16 fp8`); None when nobody told us.
+    """Dense FLOP/s of a device at a precision (`fp64 fp32 bf16 fp16 fp8`); None for an unknown device.
 
     >>> peak_flops("NVIDIA H100 80GB HBM3", "bf16")
     989000000000000.0

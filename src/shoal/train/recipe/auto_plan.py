@@ -12,7 +12,7 @@ from shoal.config.recipe import Recipe
 from shoal.errors import ShoalError
 from shoal.planner.backtest.rows import append
 from shoal.planner.search import search
-from shoal.planner.suggestions import refuse_contradictions, smallest_changes
+from shoal.planner.suggestions import reject_contradictions, smallest_changes
 from shoal.planner.task import Task
 from shoal.predict.cluster import GIB, Cluster
 from shoal.predict.cluster_parser import is_measured_here, parse_cluster
@@ -42,7 +42,7 @@ def with_best_plan(recipe: Recipe, num_ranks: int, per_node: int) -> tuple[Recip
     workload = workload_for(recipe, model)
     cluster = replace(cluster_for(recipe.launch.device), per_node=per_node, nodes=-(-num_ranks // per_node))
     task = replace(_task(recipe, workload, cluster), description=describe(model))
-    refuse_contradictions(task, recipe.plan)
+    reject_contradictions(task, recipe.plan)
     best = search(task, recipe.plan, keep=1).best
     if not best:
         fixes = "; or ".join(_suggestions(recipe, task))
