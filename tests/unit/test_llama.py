@@ -289,7 +289,9 @@ def test_from_meta_it_is_the_same_model(tied: bool) -> None:
 def test_mistakes_are_named_with_a_way_out() -> None:
     with pytest.raises(ShoalError, match=r"unknown preset 'llama3-8B'[\s\S]*fix: llama3-8b"):
         build(preset="llama3-8B")
-    with pytest.raises(ShoalError, match=r"no setting 'num_layer'[\s\S]*fix: num_layers \(known: vocabulary, hidden"):
+    with pytest.raises(
+        ShoalError, match=r"unknown setting 'num_layer'[\s\S]*fix: num_layers \(known: vocabulary, hidden"
+    ):
         build(num_layer=2)
     with pytest.raises(ShoalError) as caught:
         build(hidden=100, num_heads=8, num_kv_heads=3)
