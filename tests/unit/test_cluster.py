@@ -186,7 +186,8 @@ def test_as_many_machines_as_are_needed() -> None:
 NO_HOME = """
 import os, pwd
 import shoal.predict.presets.clusters
-from shoal.predict.cluster import Cluster, ShoalError
+from shoal.errors import ShoalError
+from shoal.predict.cluster_parser import parse_cluster
 os.environ.pop("HOME", None)
 os.setgroups([]); os.setgid(54321); os.setuid(54321)  # after the imports: Python may be in the home of root
 try:
