@@ -105,7 +105,7 @@ def test_tp_over_ethernet_that_nothing_can_replace_names_the_link(capsys: pytest
 def test_a_rule_of_thumb_blames_the_words_that_were_given(capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", "llama3-8b", "--cluster", "rtx4090:1x8", "--tp", "8"])
     out = capsys.readouterr().out
-    assert "tensor parallelism stays inside a node: plans were limited to tp=8" in out
+    assert '"tensor parallelism stays inside a node" (plans were limited to tp=8)' in out
     assert "nothing else fits" not in out
 
 

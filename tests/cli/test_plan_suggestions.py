@@ -115,7 +115,7 @@ PART = ["--hidden", "1024", "--layers", "8", "--heads", "16", "--cluster", "h100
 
 def test_dimensions_that_were_not_given_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = asked(capsys, *PART)
-    assert "assumed: --ffn 4096 (4 x hidden, with a gate), --vocabulary 32000 (a usual one), --kv-heads 16" in out
+    assert "assumed: --ffn 4096 (4 x hidden, with a gate), --vocabulary 32000 (default), --kv-heads 16" in out
     _, out, _ = asked(capsys, *PART, "--ffn", "2816", "--kv-heads", "4", "--vocabulary", "50304")
     assert "assumed" not in out
     _, out, _ = asked(capsys, *PART, "--experts", "8", "--top-k", "2", "--json")
