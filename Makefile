@@ -29,7 +29,7 @@ test: $(STAMP)  ## run the tests; ARGS goes to pytest
 test-all: $(STAMP)  ## run the tests, with every row of every wide table: half an hour
 	SHOAL_ALL=1 $(BIN)/pytest $(or $(ARGS),$(PARALLEL))
 
-matrix: $(STAMP)  ## verify every legal layout of 1, 2, 4 and 8 ranks, dense and with experts: some hours
+matrix: $(STAMP)  ## verify every legal layout of 1 to 32 ranks, dense and with experts: some hours
 	$(BIN)/python benchmarks/verify/run.py --matrix 1,2,4,8,16,32 $(ARGS)
 
 reshard: $(STAMP)  ## save on every layout and load on every other, each value compared: some minutes

@@ -6,7 +6,7 @@ thread                └─ hash, write, fsync, rename ─┘         └─ ..
 There is one copy, and so one save at a time: the next save waits for the one in progress, and `seconds_waited` counts
 that. The threads of all ranks use their own connections. A save that fails is reported by `take_news`, and training
 continues. A save in which a rank waits for another one longer than `launch.timeout` ends the run: the connections
-cannot be used after that, and no later step could be saved.
+cannot be used after that, and no later step could be saved. When to save: `shoal.train.recipe.saving.autosave`.
 """
 
 from __future__ import annotations

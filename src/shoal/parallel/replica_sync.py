@@ -1,4 +1,4 @@
-"""Choose what keeps replicas equal: DDP, FSDP2, our own buckets of gradients, or weights every so many steps."""
+"""Choose what keeps replicas equal: DDP, FSDP2, our own buckets of gradients, or local SGD (DiLoCo)."""
 
 from __future__ import annotations
 

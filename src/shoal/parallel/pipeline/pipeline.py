@@ -17,6 +17,8 @@ input exist on every stage:
 number here, so a batch may be anything that the user's loss and model accept.
 
 *Loss.* The last stage returns its loss; there is no tensor of all outputs.
+
+The order of forwards and backwards (1F1B and others) is a table of `shoal.blueprint.schedules.generate`.
 """
 
 from __future__ import annotations
