@@ -141,7 +141,7 @@ def test_an_image_that_is_no_file(tmp_path: Path) -> None:
 
     (tmp_path / "cat").mkdir()
     fifo(tmp_path / "cat" / "1.png")
-    with pytest.raises(ShoalError, match="it is a FIFO"):
+    with pytest.raises(ShoalError, match="got a FIFO"):
         ImageFolder(tmp_path, 4).batch(torch.arange(1).numpy())
 
 
@@ -279,16 +279,25 @@ def test_a_hostile_word_is_one_message(tmp_path: Path, words: list[str]) -> None
 @pytest.mark.parametrize(
     ("words", "number"),
     [
-        (["plan", "llama3-8b", "--layers", "100000000", "--cluster", "h100:8"], "layers=100000000"),
-        (["plan", "llama3-8b", "--cluster", "h100:8x100000000"], "nodes=100000000"),
-        (["plan", "llama3-8b", "--global-batch", "1000000000000", "--cluster", "h100:8"], "batch=1000000000000"),
-        (["plan", "llama3-8b", "--seq-len", "1000000000000", "--cluster", "h100:8"], "seq-len=1000000000000"),
-        (["plan", "config.json", "--cluster", "h100:8"], "layers=100000000"),
-        (["train", "--dry-run", "--model.num_layers", "100000000"], "num_layers=100000000"),
-        (["train", "--dry-run", "--model.num_layers", "100000000", "--plan", "auto"], "num_layers=100000000"),
+        (["plan", "llama3-8b", "--layers", "100000000", "--cluster", "h100:8"], "layers must be at most|got 100000000"),
+        (["plan", "llama3-8b", "--cluster", "h100:8x100000000"], "nodes must be at most|got 100000000"),
+        (
+            ["plan", "llama3-8b", "--global-batch", "1000000000000", "--cluster", "h100:8"],
+            "batch must be at most|got 1000000000000",
+        ),
+        (
+            ["plan", "llama3-8b", "--seq-len", "1000000000000", "--cluster", "h100:8"],
+            "seq-len must be at most|got 1000000000000",
+        ),
+        (["plan", "config.json", "--cluster", "h100:8"], "layers must be at most|got 100000000"),
+        (["train", "--dry-run", "--model.num_layers", "100000000"], "num_layers must be at most|got 100000000"),
+        (
+            ["train", "--dry-run", "--model.num_layers", "100000000", "--plan", "auto"],
+            "num_layers must be at most|got 100000000",
+        ),
         (["train", "--dry-run", "--data.global_batch", "1000000000000"], "1000000000000"),
         (["train", "--dry-run", "--nproc", "100000000"], "100000000"),
-        (["verify", "--model.num_layers", "100000000"], "num_layers=100000000"),
+        (["verify", "--model.num_layers", "100000000"], "num_layers must be at most|got 100000000"),
     ],
 )
 def test_an_absurd_number_is_named_at_once(tmp_path: Path, words: list[str], number: str) -> None:
@@ -296,7 +305,7 @@ def test_an_absurd_number_is_named_at_once(tmp_path: Path, words: list[str], num
     config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**8, "intermediate_size": 64}))
     code, said = command(*words, cwd=tmp_path)
-    assert (code, number in said) == (2, True), said
+    assert (code, all(part in said for part in number.split("|"))) == (2, True), said
 
 
 # ---- a manifest with a hash that is right ----------------------------------------------------------------------------
@@ -344,7 +353,7 @@ def test_a_resealed_state_is_one_message(trained: Path, tmp_path: Path, what: st
     words = ["--quiet", "--resume", "latest", "--run.duration", "3step"]
     code, said = command("train", *SMALL, *words, cwd=tmp_path, seconds=30)
     assert code in (1, 2, 3), said
-    assert "state" in said or "recipe" in said
+    assert any(word in said for word in ("state", "recipe", "step counter"))
 
 
 @pytest.mark.parametrize(

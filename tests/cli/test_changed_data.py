@@ -77,7 +77,7 @@ def test_changed_data_is_accepted_or_started_over_on_request(host: Host, tmp_pat
     accepted = host.run(*WORDS, *source, *LONGER, "--data.changed", "accept", cwd=tmp_path)
     assert accepted.code == 0, accepted.said
     assert accepted.json["resumed_from"] == 2
-    assert "data.changed accepts" in accepted.said
+    assert "data.changed: accept" in accepted.said
     again = host.run(*WORDS, *source, "--resume", "latest", "--run.duration", "6step", cwd=tmp_path)
     assert again.code == 0, again.said  # what was accepted is what the run is trained on now
     over = host.run(*WORDS, *source, "--resume", "fresh", "--run.duration", "2step", cwd=tmp_path)

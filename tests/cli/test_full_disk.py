@@ -113,7 +113,7 @@ def test_a_disk_that_fills_up_before_a_save(host: Host, tmp_path: Path, mount: M
     assert "No space left on device: this rank writes " in started.said
     assert "bytes, and " in started.said
     assert "are free" in started.said
-    assert "the last step is not on the disk" in started.said
+    assert "the last step is not saved" in started.said
     kept = committed(saves)
     assert started.json["steps"] > started.json["saved_step"] == kept
     assert not list(saves.glob(".draft*"))

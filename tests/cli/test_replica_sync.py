@@ -93,7 +93,10 @@ def test_who_compresses_gradients_for_adam_is_told_of_a_better_way(host: Host, t
         (["bench", "compress", "--methods", "tp=2"], "got other words in 'tp=2'"),
         (["bench", "compress", "--method", "plain"], "did you mean --methods?"),
         (["bench", "compress", "--plan", "zero=3", "--nproc", "2"], "--plan.dp_replicate 2"),
-        (["bench", "compress", "--plan", "fp16", "--nproc", "2", "--methods", "compress=1bit"], "fp16 scales"),
+        (
+            ["bench", "compress", "--plan", "fp16", "--nproc", "2", "--methods", "compress=1bit"],
+            "changing loss scale of fp16",
+        ),
     ],
 )
 def test_what_cannot_be_tried_is_refused(host: Host, tmp_path: Path, words: list[str], what: str) -> None:

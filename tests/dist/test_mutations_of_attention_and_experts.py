@@ -339,7 +339,7 @@ DEFECTS: list[tuple[Callable[[], Any], int, str, str, tuple[str, ...]]] = [
         ("Expert 2 of", "of ep rank 1", "lost in the dispatch over ep"),
     ),
     (rows_come_home_in_another_order, 2, "ep=2 zero=1 mb=1", "moe", FORWARD_OF_EP),
-    (gradients_of_rows_do_not_come_home, 2, "ep=2 zero=1 mb=1", "moe", ("layers.1.mlp", "that returned over ep")),
+    (gradients_of_rows_do_not_come_home, 2, "ep=2 zero=1 mb=1", "moe", ("layers.1.mlp", "are returned over ep")),
     (gradients_of_experts_are_sums, 2, "ep=2 zero=1 mb=1", "moe", ("experts", "not divided by ep=2")),
     (gradients_of_experts_are_sums, 4, "ep=2 cp=2 zero=3 mb=2", "moe", ("experts", "not divided by ep=2")),
     (weights_of_the_router_are_forgotten, 2, "ep=2 zero=1 mb=1", "plain", ("summed without the router's weights",)),

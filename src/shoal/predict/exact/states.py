@@ -27,7 +27,9 @@ def exact_states(
 
     `weight`, `gradient`: bytes of an element. `optimizer_states`: bytes that the optimizer keeps of one, in weights."""
     schedule = plan.schedule if plan.schedule in V_SHAPED else None
-    degrees = (plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp, plan.pp, plan.ep)
+    # States depend on the number of ranks that share them, not on the axes that these ranks come from.
+    shards = (plan.dp_shard or 1) * (plan.cp or 1)
+    degrees = (shards if plan.zero or (plan.ep or 1) > 1 else 1, plan.tp or 1, plan.pp or 1, plan.ep or 1)
     of_element = (weight, gradient, optimizer_states)
     return _states(model, degrees, plan.zero, plan.v, schedule, place, plan.precision, of_element)
 
@@ -35,7 +37,7 @@ def exact_states(
 @lru_cache(maxsize=2**14)
 def _states(
     model: Workload,
-    degrees: tuple[int | None, ...],
+    degrees: tuple[int, int, int, int],
     zero: int | None,
     v: int | None,
     schedule: Schedule | None,
@@ -45,17 +47,17 @@ def _states(
 ) -> Memory:
     weight, gradient, optimizer_states = of_element
     order: Schedule = schedule or ("interleaved" if (v or 1) > 1 else "1f1b")
-    dp_replicate, dp_shard, cp, tp, pp, ep = degrees
+    shards, tp, pp, ep = degrees
     plan = Plan(
-        dp_replicate=dp_replicate,
-        dp_shard=dp_shard,
-        cp=cp,
+        dp_replicate=1,
+        dp_shard=shards,
+        cp=1,
         tp=tp,
         pp=pp,
         ep=ep,
         zero=zero,
         v=v,
-        schedule=order if (pp or 1) > 1 else None,
+        schedule=order if pp > 1 else None,
         precision=precision,
     )
     sizes = Sizes.of(plan)
