@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -80,9 +81,10 @@ except ShoalError as error:
     print(error)
     sys.exit(error.exit_code)
 """
-    for parent in tmp_path.parents[:2]:
+    for parent in (tmp_path, *tmp_path.parents):
+        if parent == Path(tempfile.gettempdir()):
+            break
         parent.chmod(0o755)
-    tmp_path.chmod(0o755)
     ended = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=False)
     assert ended.returncode == code, ended.stderr
     assert not code or f"the run directory '{folder}/run' cannot be written: Permission denied" in ended.stdout
