@@ -155,7 +155,9 @@ def test_a_flipped_bit_is_found(here: Path, capsys: pytest.CaptureFixture[str], 
     assert "model/0.weight" in damage["tensors"]
     assert say(capsys, "verify", "runs/tiny")["intact"]  # the newest
     out = told(capsys, "verify", "runs/tiny", "--step", "1", code=1)
-    assert re.search(r"shard-00000.safetensors bytes 0 to [\d,]+ differ from what was written, in .*model/0.weight", out)
+    assert re.search(
+        r"shard-00000.safetensors bytes 0 to [\d,]+ differ from what was written, in .*model/0.weight", out
+    )
 
 
 def test_damage_in_a_large_file_is_told_with_its_bytes_and_tensors(

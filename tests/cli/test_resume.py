@@ -127,6 +127,7 @@ def test_a_signal_to_every_process_at_once(host: Host, undisturbed: list[float],
     assert hexed(losses(tmp_path / "run")) == hexed(undisturbed)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_worker_that_is_killed_costs_no_committed_step(
     host: Host, undisturbed: list[float], tmp_path: Path, rank: int

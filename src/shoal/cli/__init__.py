@@ -77,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _report(error: ShoalError, *, as_json: bool) -> None:
     if as_json:
         problems = [{"what": problem.what, "fix": problem.fix} for problem in error.problems]
-        print(json.dumps({"error": {"title": error.title, "problems": problems}, "exit_code": error.exit_code}))
+        text = json.dumps({"error": {"title": error.title, "problems": problems}, "exit_code": error.exit_code})
+        sys.stdout.write(f"{text}\n")  # in one write: ranks under torchrun share the stream, and `print` makes two
     kind = "bad input" if error.exit_code == BAD_INPUT else "the run failed"
     print(f"shoal: {kind}: {error}", file=sys.stderr)
