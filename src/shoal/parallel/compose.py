@@ -318,7 +318,7 @@ def _compile(block: nn.Module, compute: ComputePolicy, *, unless: bool = False) 
 
 
 def _sharding(plan: Plan, mesh: Mesh, precision: Precision, axis: str, *, uses_own_reducer: bool) -> Sharding | None:
-    """None: there is nobody to share anything with, and nothing to keep in host memory."""
+    """How parameters are sharded; None: they are not, and none stay in host memory."""
     offloads = plan.offload == "parameters" and mesh.device.type != "cpu"
     if not plan.is_sharded and not (plan.zero and offloads):
         return None

@@ -20,21 +20,23 @@ def local_gradients(named: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     return {name: to_local(p.grad) for name, p in named.items() if p.grad is not None}
 
 
-def sum_tied(first: nn.Parameter | None, second: nn.Parameter | None, pipeline: Pipeline, wire: torch.device) -> None:
+def sum_tied(
+    first: nn.Parameter | None, second: nn.Parameter | None, pipeline: Pipeline, comm_device: torch.device
+) -> None:
     """Give both copies of a tied parameter the sum of their gradients, whether both are here or on two ranks."""
     here = [to_local(p.grad) if p is not None and p.grad is not None else None for p in (first, second)]
     if here[0] is not None and here[1] is not None:
         here[1] += here[0]
         here[0].copy_(here[1])
     elif here[0] is not None:
-        _add_other_copy(here[0], pipeline.owners[-1], pipeline, wire)
+        _add_other_copy(here[0], pipeline.owners[-1], pipeline, comm_device)
     elif here[1] is not None:
-        _add_other_copy(here[1], pipeline.owners[0], pipeline, wire)
+        _add_other_copy(here[1], pipeline.owners[0], pipeline, comm_device)
 
 
-def _add_other_copy(gradient: Tensor, owner: int, pipeline: Pipeline, wire: torch.device) -> None:
-    theirs = torch.empty_like(gradient, device=wire)
-    own = gradient.to(wire).contiguous()
+def _add_other_copy(gradient: Tensor, owner: int, pipeline: Pipeline, comm_device: torch.device) -> None:
+    theirs = torch.empty_like(gradient, device=comm_device)
+    own = gradient.to(comm_device).contiguous()
     send = dist.P2POp(dist.isend, own, group=pipeline.group, group_peer=owner)
     receive = dist.P2POp(dist.irecv, theirs, group=pipeline.group, group_peer=owner)
     for work in dist.batch_isend_irecv([send, receive]):

@@ -88,7 +88,7 @@ class ParallelModel:
     """Elements of all parameters of the whole model; a shared one counts once."""
     tied: tuple[tuple[str, str], ...]
     bucket_chosen: str = ""
-    """The size of buckets of gradients, and why so; empty: nobody left it open."""
+    """The bucket size that `auto` chose, and the reason; empty: it was set."""
     named: dict[str, nn.Parameter] = field(init=False)
     """The parameters of this rank, by the names that they have on one device; a tied one under its first name only,
     unless its second is on another stage."""
@@ -132,7 +132,7 @@ class ParallelModel:
 
     @property
     def has_collective_forward(self) -> bool:
-        """Whether ranks meet in a forward, so that all must run as many."""
+        """Whether a forward has collectives, so that all ranks must run as many."""
         return self.is_sharded or self.pipeline is not None or self.tensor.group is not None or self.context is not None
 
     @property

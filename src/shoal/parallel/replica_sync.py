@@ -93,7 +93,7 @@ def build_gradient_sync(group: ReplicaGroup, sync: SyncPolicy, *, seed: int) -> 
 
 
 def _own_sync(group: ReplicaGroup, sync: SyncPolicy, seed: int) -> GradientReducer | LocalSGD:
-    """Our own reducer, or the exchange of weights every so many steps."""
+    """The bucketed reducer, or local SGD."""
     plan, mesh, axis = group.plan, group.mesh, group.axis
     transport = Transport(mesh.new_group(axis), mesh.comm_device, node=mesh.ranks_of_node(axis))
     named = group.named

@@ -50,7 +50,7 @@ class Device:
 
     @cached_property
     def is_host(self) -> bool:
-        """Whether it is the processor itself, with no libraries of a GPU's beside it."""
+        """Whether it is a CPU, without a GPU's context in its memory."""
         return self.name.lower().startswith("cpu")
 
     def rate(self, precision: str) -> float:
@@ -133,7 +133,7 @@ class Cluster:
         return self.per_node * self.nodes
 
     def resized(self, num_devices: int) -> Cluster:
-        """The same machines, as many as are needed for so many devices."""
+        """The same machines, with `num_devices` devices."""
         if num_devices <= self.per_node:
             return replace(self, per_node=num_devices, nodes=1)
         if num_devices % self.per_node:

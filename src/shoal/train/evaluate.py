@@ -47,8 +47,8 @@ def evaluate(run: RunState, batches: Iterable[Any], stop: Callable[[], bool] | N
         composed.after_evaluation()
     if was_stopped:
         return None
-    is_teller = run.mesh.coordinate["tp"] == 0 and (composed.pipeline is None or composed.pipeline.has_loss)
-    return tally.mean(run.world, is_teller=is_teller)
+    is_owner_of_loss = run.mesh.coordinate["tp"] == 0 and (composed.pipeline is None or composed.pipeline.has_loss)
+    return tally.mean(run.world, is_owner_of_loss=is_owner_of_loss)
 
 
 def _loss(run: RunState, batch: Any, weight: float) -> Tensor | Loss | None:

@@ -46,7 +46,7 @@ class Copied(NamedTuple):
 
 @dataclass
 class ReplicaCheck:
-    """Compares the copies of a run every so many steps."""
+    """Compare checksums of all copies every n steps."""
 
     every: int
     """Steps between two comparisons; 0: never."""

@@ -38,7 +38,7 @@ from shoal.train.step.report import Counted, StepReport
 
 
 class Run(RunState):
-    """A rank's part in a training run. docs/run.md shows loops of one's own, validation and saving.
+    """A rank's part in a training run. docs/run.md shows your own loops, validation and saving.
 
     plan      words such as "bf16 mb=4", or a Plan; the ranks are found under python, torchrun, srun and mpirun
     loss      loss(model, batch), the mean over a microbatch, or (sum, count); None: cross-entropy of model(inputs) and
@@ -199,11 +199,11 @@ class Run(RunState):
         return x.detach() if context is None else context.join(x.detach(), dim)
 
     def sum(self, *numbers: float) -> list[float]:
-        """Each number summed over all ranks, for a validation of one's own; every rank must call it. Ranks that see the
+        """Each number summed over all ranks, for a script's own validation; every rank must call it. Ranks that see the
         same tokens count once."""
         place = self.mesh.coordinate
-        is_teller = place["tp"] == place["pp"] == 0
-        return self.world.all_reduce_host(numbers if is_teller else [0.0] * len(numbers)).wait()
+        is_owner_of_loss = place["tp"] == place["pp"] == 0
+        return self.world.all_reduce_host(numbers if is_owner_of_loss else [0.0] * len(numbers)).wait()
 
     def close(self) -> None:
         """Leave the world, if this run entered it."""

@@ -58,7 +58,7 @@ overshoots; with a factor of two it would oscillate for ever."""
 
 @dataclass
 class LocalSGD(GradientSync):
-    """What lets the replicas of a model meet every so many steps."""
+    """Local SGD and DiLoCo: the replicas of a model exchange weights every H steps."""
 
     named: Mapping[str, nn.Parameter]
     comm_threads: CommThreads

@@ -108,7 +108,7 @@ class StepTime:
         return {name: getattr(self, name) for name in SPREAD}
 
     def slower(self, factor: float) -> StepTime:
-        """The same with every cause so many times as long."""
+        """The same with every cause multiplied by `factor`."""
         causes = {name: seconds * factor for name, seconds in self.causes().items()}
         rates = {"mfu": self.mfu / factor, "tokens_per_s_per_device": self.tokens_per_s_per_device / factor}
         return replace(self, **causes, **rates, low=self.low * factor, high=self.high * factor)

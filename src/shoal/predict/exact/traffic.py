@@ -62,7 +62,7 @@ HOST_BYTES = 8
 KINDS_OF_LOSS = 4
 """Which of them each rank has seen (`train.late_count.agree_on_kind`)."""
 LATE_NUMBERS = 4
-"""The loss, its count and two flags (`train.late_count.agree`), or what `refuse_uncounted` compares."""
+"""The loss, its count and two flags (`train.late_count.agree`), or what `reject_uncounted` compares."""
 COUNT_BYTES = 8
 """How often the tokens of a sequence chose an expert is an int64."""
 ROWS_BYTES = 4

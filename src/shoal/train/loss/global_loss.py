@@ -15,7 +15,7 @@ from shoal.numerics.gradients import gradients_of, scale_
 from shoal.numerics.local_tensor import to_local
 from shoal.train.checks import reject_late_routers
 from shoal.train.loss.counting import Kind
-from shoal.train.loss.late_count import agree, agree_on_kind, convention, is_late, refuse_uncounted
+from shoal.train.loss.late_count import agree, agree_on_kind, convention, is_late, reject_uncounted
 from shoal.train.loss.objective import CrossEntropy, MeanOf
 from shoal.train.run_state import RunState
 from shoal.train.step.report import OpenStep
@@ -75,7 +75,7 @@ class GlobalLoss:
         state.compares_samples = kind in (Kind.MEAN, Kind.SUM) and not is_alone
         if state.compares_samples:
             assert kind is not None
-            refuse_uncounted(step, kind, state.world)
+            reject_uncounted(step, kind, state.world)
         return is_late(kind, is_alone=is_alone)
 
     def correct(self, step: OpenStep, loss: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class GlobalLoss:
             step,
             loss,
             estimate=self.total_weight(step),
-            is_teller=state.mesh.coordinate["tp"] == 0,
+            is_owner_of_loss=state.mesh.coordinate["tp"] == 0,
             world_size=state.world.size,
         )
         if state.composed.balance is not None:

@@ -65,10 +65,12 @@ class Agreed:
     num_unshifted: Tensor
 
 
-def agree(step: OpenStep, loss: Tensor, *, estimate: float, is_teller: bool, world_size: int) -> Agreed:
-    """Sum losses and counts over all ranks. Of ranks that computed the same values, one adds them (`is_teller`)."""
+def agree(step: OpenStep, loss: Tensor, *, estimate: float, is_owner_of_loss: bool, world_size: int) -> Agreed:
+    """Sum losses and counts over all ranks. Of ranks that computed the same values, one adds them (`is_owner_of_loss`)."""
     count = (
-        torch.stack(list(step.late_counts.values())).sum() if step.late_counts and is_teller else torch.zeros_like(loss)
+        torch.stack(list(step.late_counts.values())).sum()
+        if step.late_counts and is_owner_of_loss
+        else torch.zeros_like(loss)
     )
     seen = [any(step.seen_shifted), not all(step.seen_shifted)]
     flags = [torch.full((), float(flag), dtype=torch.float64, device=loss.device) for flag in seen]
@@ -106,7 +108,7 @@ def agree_on_kind(step: OpenStep, world: World) -> Kind | None:
     return found[0] if found else None
 
 
-def refuse_uncounted(step: OpenStep, kind: Kind, world: World) -> None:
+def reject_uncounted(step: OpenStep, kind: Kind, world: World) -> None:
     """Raise on a mean or a sum with an unknown count that cannot be combined with others. Every rank calls it, and all
     raise or none does."""
     if kind is Kind.SUM:

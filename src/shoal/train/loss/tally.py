@@ -48,11 +48,11 @@ class Tally:
     def _count(self, kind: Kind | None) -> None:
         self.kinds[kind] = self.kinds.get(kind, 0) + 1
 
-    def mean(self, world: World, *, is_teller: bool) -> float:
+    def mean(self, world: World, *, is_owner_of_loss: bool) -> float:
         """The mean over all ranks; every rank calls it. Of ranks with the same losses, one adds them (`is_teller`)."""
         kinds = [float(self.kinds.get(kind, 0)) for kind in (None, *Kind)]
         mine = [*(float(one) for one in self.sums), self.weight, *self.evidence, *kinds]
-        sums = world.all_reduce_host(mine if is_teller else [0.0] * len(mine)).wait()
+        sums = world.all_reduce_host(mine if is_owner_of_loss else [0.0] * len(mine)).wait()
         by_data, by_count, count, weight, *rest = sums
         num_ragged, elements, squares, _, mean, total, counted, pair = rest
         if not mean + total and (counted or pair):

@@ -236,7 +236,7 @@ class StepEngine:
             reject_iterated_loaders(self.state)
 
     def factor_of_open_step(self) -> float:
-        """The factor of auxiliary losses in a loop of one's own that does not go through microbatches."""
+        """The factor of auxiliary losses in a script's own loop without `microbatches`."""
         step = self.state.open_step
         return 0.0 if step is None else self.loss.auxiliary_factor(step, 0)
 

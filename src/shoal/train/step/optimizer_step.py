@@ -3,7 +3,7 @@
 One number decides, the global norm, which is the same on every rank. Where it is checked:
 
 on the host     the host reads it, and waits for the step: on a CPU, under fp16 (whose next step depends on it), with an
-                optimizer of one's own, and where optimizer or parameters live in host memory
+                optimizer that the script brings, and where optimizer or parameters live in host memory
 on the device   a fused optimizer reads it there, and drops the update by itself; the host reads it after the next step
                 was queued
 """
