@@ -66,7 +66,7 @@ class Agreed:
 
 
 def agree(step: OpenStep, loss: Tensor, *, estimate: float, is_owner_of_loss: bool, world_size: int) -> Agreed:
-    """Sum losses and counts over all ranks. Of ranks that computed the same values, one adds them (`is_owner_of_loss`)."""
+    """Sum losses and counts over all ranks. Of ranks with the same values, one adds them (`is_owner_of_loss`)."""
     count = (
         torch.stack(list(step.late_counts.values())).sum()
         if step.late_counts and is_owner_of_loss
