@@ -37,7 +37,8 @@ def global_norm(norms: Sequence[Tensor]) -> Tensor:
     """Combine 2-norms, possibly on several devices, into the 2-norm of all gradients as one vector."""
     if not norms:
         return torch.zeros(())
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    device = norms[0].device
+    total: Tensor = torch.linalg.vector_norm(torch.stack([x if x.device == device else x.to(device) for x in norms]))
     return total
 
 

@@ -46,8 +46,8 @@ def _add_other_copy(gradient: Tensor, owner: int, pipeline: Pipeline, comm_devic
 
 def own_norms(named: Mapping[str, nn.Parameter], parameters: Collection[nn.Parameter]) -> dict[str, Tensor]:
     """The norm of each gradient of `parameters` that this rank holds, pieces as they are, by name."""
-    chosen = set(parameters)
-    found = local_gradients({name: p for name, p in named.items() if p in chosen})
+    chosen = {id(p) for p in parameters}  # of a tensor, a hash is a call of Python, and this is done in every step
+    found = local_gradients({name: p for name, p in named.items() if id(p) in chosen})
     return dict(zip(found, norms_of(list(found.values())), strict=True))
 
 
@@ -55,8 +55,8 @@ def norm_of_whole(
     norms: Mapping[str, Tensor], named: Mapping[str, nn.Parameter], parameters: Iterable[nn.Parameter], mesh: Mesh
 ) -> Tensor:
     """The global norm where this rank holds all of every parameter, also of those that are not the model's."""
-    own = set(named.values())
-    every = [*norms.values(), *norms_of(gradients_of(p for p in parameters if p not in own))]
+    own = {id(p) for p in named.values()}
+    every = [*norms.values(), *norms_of(gradients_of(p for p in parameters if id(p) not in own))]
     return global_norm(every) if every else _zero(named, mesh)
 
 

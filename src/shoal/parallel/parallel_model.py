@@ -15,7 +15,7 @@ tied        (pp) two stages that hold one parameter, each its own copy: both get
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
@@ -174,16 +174,18 @@ class ParallelModel:
         """Make every gradient whole, once a step."""
         self._step = step
         self.replicas.finish_backward()
-        gradients = local_gradients(self.named)
-        if own := [gradient for name, gradient in gradients.items() if name in self.experts]:
+        if self.experts and (own := self._gradients_of(self.experts)):
             torch._foreach_div_(own, self.plan.layout.ep)
         if self.tensor.partial:
-            partial = [gradient for name, gradient in gradients.items() if name in self.tensor.partial]
-            all_reduce_together(partial, self.tensor.group)
+            all_reduce_together(self._gradients_of(self.tensor.partial), self.tensor.group)
         self.replicas.finish_gradients(step)
         if self.pipeline is not None:
             for first, second in self.tied:
                 sum_tied(self.named.get(first), self.named.get(second), self.pipeline, self.mesh.comm_device)
+
+    def _gradients_of(self, names: Collection[str]) -> list[Tensor]:
+        """Of this rank's pieces, in the order of the model."""
+        return list(local_gradients({name: p for name, p in self.named.items() if name in names}).values())
 
     def norm(self, parameters: list[nn.Parameter], *, scale: float = 1.0, clip: float | None = None) -> Tensor:
         """The global norm of their gradients: every piece of every rank, each counted once. Islands have their own.
