@@ -49,4 +49,5 @@ def reject_unsettled(routers: Mapping[str, Router]) -> None:
             f"router.settle() was not called after {forgotten[0]}: its auxiliary loss and expert loads are lost",
             fix="routing, *facts = router(x); y = experts(x.flatten(0, 1), routing).view_as(x);"
             " y = router.settle(y, *facts)",
+            code="M038",
         )
