@@ -68,7 +68,7 @@ class Run(RunState):
         objective = objective_of(loss)
         if policies.compute.fused_loss and not isinstance(objective, CrossEntropy):
             raise ShoalError(
-                "a loss of one's own is not computed inside the model's last layer",
+                "loss= is not computed inside the model's last layer",
                 fix="fused_loss=None; or no loss=, which is the cross-entropy of batches with labels",
                 code="T039",
             )
