@@ -16,6 +16,7 @@ from shoal.predict.cluster import Cluster
 from shoal.predict.cluster_parser import here_file, parse_cluster
 from shoal.predict.presets.clusters import DEVICES, TIERS, preset_device
 from shoal.predict.presets.peak_flops import peak_flops
+from tests.rejects import rejects
 
 
 def test_a_preset_says_nodes_and_devices() -> None:
@@ -80,7 +81,7 @@ def test_here_is_what_was_measured(home: Path) -> None:
     assert parse_cluster("here") == cluster
     assert parse_cluster("here:4") == replace(cluster, per_node=4)
     assert parse_cluster("here:4x2") == replace(cluster, per_node=4, nodes=2)
-    with pytest.raises(ShoalError, match="'many' is not a number of devices"):
+    with rejects("Q016", "'many'"):
         parse_cluster("here:many")
 
 
@@ -139,7 +140,7 @@ def test_a_mistake_in_a_file_is_told(tmp_path: Path, text: str, said: str) -> No
 def test_a_file_without_links_says_so(tmp_path: Path) -> None:
     path = tmp_path / "here.yaml"
     path.write_text("per_node: 8\n")
-    with pytest.raises(ShoalError, match="does not say its device"):
+    with rejects("Q020", match="does not say its device"):
         parse_cluster(str(path))
 
 
@@ -179,7 +180,7 @@ def test_as_many_machines_as_are_needed() -> None:
     cluster = parse_cluster("h100:8x4")
     assert cluster.resized(16).nodes == 2
     assert cluster.resized(4).per_node == 4
-    with pytest.raises(ShoalError, match="do not fill nodes of 8"):
+    with rejects("Q017", "of 8"):
         cluster.resized(12)
 
 

@@ -11,6 +11,7 @@ from shoal.config.load import build_recipe, difference, dump_recipe, known_keys,
 from shoal.config.recipe import Recipe
 from shoal.errors import ShoalError
 from shoal.models import BUILDERS
+from tests.rejects import rejects
 
 
 def write(path: Path, text: str) -> Path:
@@ -125,7 +126,7 @@ def test_mistakes_in_words_of_a_plan_and_in_keys_after_them_are_each_reported_on
     ],
 )
 def test_names_of_other_systems_are_understood(theirs: str, ours: str) -> None:
-    with pytest.raises(ShoalError, match=ours):
+    with rejects("R011", match=ours):
         load_recipe(None, [(theirs, "1")])
 
 
@@ -138,7 +139,7 @@ def test_a_dumped_recipe_loads_to_itself() -> None:
 
 def test_no_such_recipe_names_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text("")
-    with pytest.raises(ShoalError, match=r"tiny\.yaml"):
+    with rejects("R006", "tiny.yaml"):
         load_recipe(tmp_path / "tinny.yaml")
 
 
@@ -161,7 +162,7 @@ def test_a_file_that_is_no_recipe_is_rejected(tmp_path: Path, text: str, message
         ("save_steps: 100", "checkpoint.every"),
         (
             "run: {recompute_swiglu: perhaps}",
-            "recompute_swiglu must be true or false, got 'perhaps'\n.*fix: --run.recompute_swiglu true or false",
+            "recompute_swiglu must be true or false, got 'perhaps' .R012.\n.*fix: --run.recompute_swiglu true or false",
         ),
         ("run: {compile: inductor}", "fix: --run.compile true or false"),
         ("run: {fp8: blockwise}", "fix: --run.fp8 tensorwise or rowwise"),
@@ -169,8 +170,8 @@ def test_a_file_that_is_no_recipe_is_rejected(tmp_path: Path, text: str, message
         ("comm: {algorithm: rings}", "fix: --comm.algorithm ring$"),
         ("optim: {weight_decay: -1}", r"L2 penalty \(sgd\) of every parameter with at least two dimensions\.$"),
         ("checkpoint: {keep: 1}", "at least two, since one may be damaged"),
-        ("plan: bf16 compile", "'compile' is not a word of a plan\n.*fix: run.compile: true"),
-        ("plan: {compile: true}", "a plan has no key 'compile'\n.*fix: run.compile: true"),
+        ("plan: bf16 compile", "'compile' is not a word of a plan .P001.\n.*fix: run.compile: true"),
+        ("plan: {compile: true}", "a plan has no key 'compile' .P002.\n.*fix: run.compile: true"),
         ("plan: {weights: bf16}", "fix: optim.param_dtype: bf16"),
     ],
 )
@@ -186,7 +187,7 @@ def test_an_empty_section_and_a_model_by_name_are_fine(tmp_path: Path) -> None:
 
 def test_a_program_is_not_a_recipe(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text("x = 1")
-    with pytest.raises(ShoalError, match="is a Python program"):
+    with rejects("R008"):
         load_recipe(tmp_path / "model.py")
 
 

@@ -63,8 +63,8 @@ def test_equal_blocks(num_blocks: int, num_stages: int, first: float, last: floa
 @pytest.mark.parametrize(
     ("costs", "num_stages", "text"),
     [
-        ([1, 1], 3, r"2 blocks cannot be cut into 3 stages of at least one\n    fix: pp x v = 1 or 2"),
-        ([1] * 32, 64, r"32 blocks cannot be cut into 64 stages of at least one\n    fix: pp x v = 1 to 32"),
+        ([1, 1], 3, r"2 blocks cannot be cut into 3 stages of at least one \[P042\]\n    fix: pp x v = 1 or 2"),
+        ([1] * 32, 64, r"32 blocks cannot be cut into 64 stages of at least one \[P042\]\n    fix: pp x v = 1 to 32"),
         ([1, 1], 0, "2 blocks cannot be cut into 0 stages"),
         ([], 1, "stages need blocks"),
         ([1, -1], 1, "the cost of block 1 must be at least 0, got -1"),
