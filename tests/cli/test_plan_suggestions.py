@@ -252,7 +252,9 @@ CONTRADICTIONS = (
 def test_every_fix_of_a_contradiction_can_be_typed(capsys: pytest.CaptureFixture[str], words: str) -> None:
     code, _, err = asked(capsys, *words.split())
     assert code == 2
-    what, _, fix = err.strip().partition("\n    fix: ")
+    what, _, rest = err.strip().partition("\n    fix: ")
+    fix, _, hint = rest.partition("\n")
+    assert hint.startswith("shoal explain Q0")
     assert fix.startswith(("--", "leave out --"))
     for flag, value in choices_of(fix):
         given = words.split()

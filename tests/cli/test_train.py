@@ -432,7 +432,7 @@ def test_the_rank_that_raised_is_the_one_that_is_shown(host: Host, tmp_path: Pat
     assert ended.code == 3
     assert ended.out == ""
     first = ended.err.splitlines()[0]
-    assert first == "shoal: the run failed: rank 1 of 2 failed: ZeroDivisionError: the fault of rank 1"
+    assert first == "shoal: the run failed: rank 1 of 2 failed: ZeroDivisionError: the fault of rank 1 [N022]"
     assert 'raise ZeroDivisionError("the fault of rank 1")' in ended.err
     assert "rank 0" not in ended.err
 
