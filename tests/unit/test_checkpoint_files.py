@@ -28,6 +28,7 @@ from shoal.checkpoint.storage.manifest import CHUNK, NAME, Entry, File, Manifest
 from shoal.checkpoint.storage.store import Store
 from shoal.errors import ShoalError
 from tests.cover import covered
+from tests.rejects import rejects
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -75,7 +76,7 @@ def test_one_flipped_bit_is_refused_with_its_file(tmp_path: Path, place: int) ->
                     key, shard_file.NAMES[tensor.dtype], tensor.shape, 0, tensor.shape[0] if tensor.dim() else 1
                 )
 
-    with pytest.raises(ShoalError, match=r"step-1/x.safetensors bytes [\d,]+ to [\d,]+ differ from"):
+    with rejects("C008", match=r"step-1/x.safetensors bytes [\d,]+ to [\d,]+ differ from"):
         read_all()
 
 
@@ -83,15 +84,15 @@ def test_a_file_that_is_short_missing_or_another_is_refused(tmp_path: Path) -> N
     path, other = tmp_path / "x.safetensors", tmp_path / "y.safetensors"
     file = shard_file.write(path, tensors(), Filesystem())
     shard_file.write(other, {key: tensor.clone().zero_() for key, tensor in tensors().items()}, Filesystem())
-    with pytest.raises(ShoalError, match="differ from what was written"), shard_file.Reader(other, file) as reader:
+    with rejects("C008", match="differ from what was written"), shard_file.Reader(other, file) as reader:
         reader.rows("large", "F32", (1100, 1024), 0, 1)
-    with pytest.raises(ShoalError, match="and the manifest lists F32"), shard_file.Reader(path, file) as reader:
+    with rejects("C008", match="and the manifest lists F32"), shard_file.Reader(path, file) as reader:
         reader.rows("b/bf16", "F32", (7, 3), 0, 1)
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ShoalError, match="bytes, and the manifest lists"):
+    with rejects("C008", match="bytes, and the manifest lists"):
         shard_file.Reader(path, file)
     path.unlink()
-    with pytest.raises(ShoalError, match="cannot be read"):
+    with rejects("C008", match="cannot be read"):
         shard_file.Reader(path, file)
 
 
@@ -190,14 +191,14 @@ def test_a_header_that_can_be_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_a_header_that_cannot_be_is_refused_with_its_file(tmp_path: Path, header: object, what: str) -> None:
-    with pytest.raises(ShoalError, match=r"step-9/made-up\.safetensors") as told:
+    with rejects("C008", "step-9/made-up.safetensors") as told:
         shard_file.Reader(*crafted(tmp_path, header))
     assert what in str(told.value)
 
 
 @pytest.mark.parametrize("length", [2**63, 2**64 - 1, 10_000, 29])
 def test_a_header_longer_than_its_file_is_refused(tmp_path: Path, length: int) -> None:
-    with pytest.raises(ShoalError, match="made-up"):
+    with rejects("C008", match="made-up"):
         shard_file.Reader(*crafted(tmp_path, {}, length=length))
 
 
@@ -205,7 +206,7 @@ def test_a_header_longer_than_its_file_is_refused(tmp_path: Path, length: int) -
 def test_a_file_that_has_no_header_is_refused(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "x"
     path.write_bytes(data)
-    with pytest.raises(ShoalError, match="header"):
+    with rejects("C008", match="header"):
         shard_file.Reader(path, File(len(data), (hashlib.sha256(data).hexdigest(),) * bool(data)))
 
 
@@ -313,7 +314,7 @@ def test_the_last_step_is_never_removed(tmp_path: Path) -> None:
     assert store.retain(0) == [2]
     assert store.steps() == [3]
     assert (tmp_path / "latest").read_text() == "step-00000003\n"
-    with pytest.raises(ShoalError, match="no checkpoint of step 1"):
+    with rejects("C002", "step 1"):
         store.manifest(1)
 
 
@@ -415,7 +416,7 @@ def test_a_full_disk_leaves_what_was_there_and_room_says_so_before(small_disk: P
     store = Store(small_disk)
     save(store, 1)
     store.room(2**20)
-    with pytest.raises(ShoalError, match=r"has 0\.\d\d GiB free, and a checkpoint needs 3\.00 GiB") as told:
+    with rejects("C010", match=r"has 0\.\d\d GiB free, and a checkpoint needs 3\.00 GiB") as told:
         store.room(3 * 2**30)
     assert "--checkpoint.dir" in str(told.value)
     (small_disk / "other").write_bytes(bytes(6 * 2**20))
@@ -430,7 +431,7 @@ def test_a_full_disk_leaves_what_was_there_and_room_says_so_before(small_disk: P
 def test_a_disk_that_cannot_be_written_to_is_refused_before(small_disk: Path) -> None:
     save(Store(small_disk), 1)
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    with pytest.raises(ShoalError, match="cannot be written to: Read-only file system"):
+    with rejects("C009", match="cannot be written to: Read-only file system"):
         Store(small_disk).room(1)
     with pytest.raises(OSError, match="Read-only"):
         save(Store(small_disk), 2)
@@ -439,7 +440,7 @@ def test_a_disk_that_cannot_be_written_to_is_refused_before(small_disk: Path) ->
 
 def test_a_place_below_a_file_is_refused_before(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(ShoalError, match="cannot be written to: Not a directory"):
+    with rejects("C009", match="cannot be written to: Not a directory"):
         Store(tmp_path / "file" / "below").room(1)
 
 

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal import ShoalError
 from shoal.blueprint.plan import Plan
 from shoal.train.checks import rule_under
 from shoal.train.loss.counting import Kind, read_loss
 from shoal.train.loss.objective import LabelRule
 from shoal.train.run import Run
+from tests.rejects import rejects
 
 CLASSES = 5
 
@@ -144,7 +144,7 @@ def test_a_mean_whose_count_cannot_be_known_is_rejected(loss: Any, batch: dict[s
         model = nn.Linear(6, CLASSES)
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         before = model.weight.detach().clone()
-        with pytest.raises(ShoalError, match=said) as caught:
+        with rejects("T017", match=said) as caught:
             run.step(batch)
         assert "(sum, count)" in str(caught.value)
         assert torch.equal(model.weight, before)
@@ -174,7 +174,7 @@ def test_what_a_graph_shows() -> None:
     assert read_loss(-x.mean().double() * 3).count == 20
     assert read_loss(x.mean() + x[0].mean()).kind is Kind.MEAN
     assert read_loss((x.sum(), 9)).kind is Kind.PAIR
-    with pytest.raises(ShoalError, match="a sum, a tensor of one number, and a count"):
+    with rejects("T012", match="a sum, a tensor of one number, and a count"):
         read_loss((x, 9))
 
 
@@ -266,7 +266,7 @@ def test_a_model_that_takes_labels_and_returns_logits_runs_once_a_step() -> None
 
 @pytest.mark.parametrize("plan", ["pp=2 mb=1", "cp=2"])
 def test_a_model_that_takes_labels_may_shift_them(plan: str) -> None:
-    with pytest.raises(ShoalError, match=r"(?s)takes labels.*cannot be seen under.*Run\(loss="):
+    with rejects("T004", match=r"(?s)takes labels.*cannot be seen under.*Run\(loss="):
         rule_under(Plan.of(plan).resolve(2), LabelRule.of(Normed()))
 
 
@@ -277,5 +277,5 @@ def test_a_branch_of_a_loss_that_returns_another_kind_is_rejected() -> None:
     with Run("fp64 mb=1", device="cpu", loss=loss) as run:
         model = nn.Linear(6, CLASSES)
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        with pytest.raises(ShoalError, match=r"for one microbatch and .* for another"):
+        with rejects("T016", match=r"for one microbatch and .* for another"):
             run.step(data())

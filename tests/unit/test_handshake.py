@@ -151,7 +151,7 @@ def test_a_rank_of_another_generation_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    with rejects("N006", "rank 0", "of 3", "0.2", "ranks 1", "2"):
+    with rejects("N006", "rank 0 of 3", "0.2 s", "ranks 1, 2"):
         agree(dist.HashStore(), place_of(0, 3), GOOD, run="a run", timeout=0.2)
 
 

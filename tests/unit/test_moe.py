@@ -351,7 +351,7 @@ def test_refused_numbers(arguments: dict[str, Any], texts: list[str]) -> None:
 def test_experts_that_cannot_be_divided_are_refused() -> None:
     three = ExpertParallel()
     three.degree = 3
-    with rejects("P039", "num_experts=8", "ep=3", "ep=1", "2", "4"):
+    with rejects("P039", "num_experts=8", "ep=3", "ep=1, 2, 4"):
         divide(Experts(D, FFN, 8), three)
 
 

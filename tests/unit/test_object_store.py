@@ -20,7 +20,7 @@ from shoal.checkpoint.storage.filesystem import Filesystem
 from shoal.checkpoint.storage.manifest import NAME, Entry, Manifest, Piece
 from shoal.checkpoint.storage.object_store import ObjectStore
 from shoal.checkpoint.storage.store import Store
-from shoal.errors import ShoalError
+from tests.rejects import rejects
 
 VALUES = {step: torch.full((1100, 1024), float(step)) for step in (1, 2, 3, 4)}
 """More than one chunk each."""
@@ -111,7 +111,7 @@ def test_a_turned_bit_is_refused(store: Store) -> None:
     save(store, 1)
     store.disk = type(store.disk)(store.disk.system, Faults.parse("corrupt_at=write:1"))  # type: ignore[attr-defined, call-arg]
     save(store, 2)
-    with pytest.raises(ShoalError, match=r"step-00000002/shard-0.safetensors bytes 0 to"):
+    with rejects("C008", "step-00000002/shard-0.safetensors", "bytes 0"):
         loaded(store)
 
 
@@ -172,10 +172,10 @@ def test_a_url_of_this_machine_is_its_disk(tmp_path: Path) -> None:
 
 def test_a_store_that_is_not_there_is_told_with_what_to_install() -> None:
     if find_spec("s3fs") is None:
-        with pytest.raises(ShoalError, match="s3://bucket/run needs the package s3fs") as told:
+        with rejects("R027", match="s3://bucket/run needs the package s3fs") as told:
             Store.at("s3://bucket/run")
         assert "pip install s3fs" in str(told.value)
-    with pytest.raises(ShoalError, match="Protocol not known: memry") as told:
+    with rejects("C016", match="Protocol not known: memry") as told:
         Store.at("memry://x/run")
     assert "memory://" in str(told.value)
 
@@ -183,5 +183,5 @@ def test_a_store_that_is_not_there_is_told_with_what_to_install() -> None:
 def test_a_store_that_cannot_be_written_to_is_refused_before(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     store = Store(tmp_path / "file" / "below", ObjectStore(LocalFileSystem()), where="far://away")
-    with pytest.raises(ShoalError, match="far://away cannot be written to: "):
+    with rejects("C009", match="far://away cannot be written to: "):
         store.room(1)

@@ -15,11 +15,12 @@ import yaml
 from rich.console import Console
 
 from shoal.config.load import build_recipe
-from shoal.errors import ShoalError, needs
+from shoal.errors import needs
 from shoal.observe import progress
 from shoal.observe.metrics import TRACKERS, JsonLines, numbers, peak_memory_gib
 from shoal.observe.progress import Live, Plain, Quiet, human, progress_line, status, time_left
 from shoal.observe.run_directory import RunDirectory
+from tests.rejects import rejects
 
 RECORD = {"step": 3, "loss": 5.125, "tokens_per_s": 18312.0, "mfu": None, "memory_gib": 1.3, "skipped": False}
 
@@ -66,7 +67,7 @@ def test_a_directory_in_use_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> No
     held.begin(recipe(name="a"))
     assert claimed(name="a").path == Path("runs/a-2")
     for resume in ("auto", "latest", "fresh"):
-        with pytest.raises(ShoalError, match="another process is training in"):
+        with rejects("C027"):
             RunDirectory.claim(recipe(dir="runs/a"), resume)
     held.close()
     assert claimed(dir="runs/a").resumes
@@ -82,9 +83,9 @@ def test_the_difference_to_the_earlier_run_is_reported() -> None:
     claimed(dir="mine", seed=1, ended=True)
     before = Path("mine/recipe.yaml").read_bytes()
     for resume in ("auto", "latest", "7"):
-        with pytest.raises(ShoalError, match=r"another recipe: run.seed: 1 → 2; nothing was touched"):
+        with rejects("C021", "run.seed: 1 → 2"):
             RunDirectory.claim(recipe(dir="mine", seed=2), resume)
-    with pytest.raises(ShoalError, match="a finished run of this recipe; nothing was touched"):
+    with rejects("C025"):
         RunDirectory.claim(recipe(dir="./mine", seed=1))
     assert Path("mine/recipe.yaml").read_bytes() == before
     assert claimed("latest", dir="mine", seed=1, duration="900step", log_every=5).resumes
@@ -100,7 +101,7 @@ def test_fresh_removes_a_run_and_nothing_else() -> None:
     assert not Path("mine/checkpoints").exists()
     Path("other").mkdir()
     Path("other/notes.txt").write_text("precious")
-    with pytest.raises(ShoalError, match="holds no run of shoal"):
+    with rejects("C024"):
         RunDirectory.claim(recipe(dir="other"), "fresh")
     assert Path("other/notes.txt").read_text() == "precious"
 
@@ -137,7 +138,7 @@ def test_numbers_are_what_a_tracker_can_plot() -> None:
 
 def test_every_tracker_has_a_package_and_is_selected_by_name() -> None:
     assert set(TRACKERS) == {"tensorboard", "wandb", "mlflow"}
-    with pytest.raises(ShoalError, match=r"\[wandb\]"):
+    with rejects("R027", match=r"\[wandb\]"):
         needs("surely_not_there", what="a test", extra="wandb")
 
 
