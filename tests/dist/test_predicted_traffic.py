@@ -6,6 +6,7 @@ The counter looks at what torch.distributed is handed; the prediction sees only 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from shoal.parallel.expert.router import Router
 from shoal.parallel.inspect.trace_shapes import trace_shapes
 from shoal.predict.exact.traffic import traffic
 from shoal.train.run import Run
-from tests.cover import beside, covered
+from tests.cover import covered
 from tests.dist.compositions import num_layers_for
 from tests.dist.pool import Pool
 
@@ -62,8 +63,9 @@ def read(size: int, words: str) -> tuple[str, dict[str, Any]]:
 
 
 def traits(size: int, words: str) -> set[Hashable]:
-    """Each word beside everything else that is said; but for the size of microbatches."""
-    return beside([word for word in words.split() if not word.startswith("mb=")], key_of)
+    """Each word, and which axes stand beside each other; but for the size of microbatches."""
+    said = [word for word in words.split() if not word.startswith("mb=")]
+    return {*said, *combinations(sorted({key_of(word) for word in said}), 2)}
 
 
 def key_of(word: str) -> str:
