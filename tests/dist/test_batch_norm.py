@@ -129,7 +129,7 @@ def test_stages_agree_with_their_replicas_alone(world: World) -> None:
 
 
 @on_ranks(2)
-def test_islands_agree_when_they_meet(world: World, tmp_path: Path) -> None:
+def test_local_sgd_replicas_agree_after_an_exchange(world: World, tmp_path: Path) -> None:
     """Between meetings replicas train apart and send nothing."""
     run = own_run(world, "sync=local:2")
     inputs, labels = data(8).tensors

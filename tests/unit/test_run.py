@@ -556,7 +556,7 @@ def test_what_is_between_replicas_changes_nothing_where_there_is_one(make_run: A
     run = make_run("compress=powersgd:4 sync=diloco:50")
     run.prepare(nn.Linear(2, 2))
     assert run.composed.reducer is None
-    assert run.composed.islands is None
+    assert run.composed.local_sgd is None
 
 
 def test_a_step_in_which_nothing_that_is_trained_has_a_gradient_has_a_norm_of_the_kind_of_the_others() -> None:

@@ -30,15 +30,15 @@ class MismatchedModel(ShoalError):
 def load(store: Store, holder: Holder, *, step: int, only_weights: bool = False) -> Manifest:
     """Fill this rank's part of a run, or its model alone, from a saved step. Return its manifest."""
     manifest = store.manifest(step)
-    if holder.composed.islands is not None:
-        holder.composed.islands.forget()
+    if holder.composed.local_sgd is not None:
+        holder.composed.local_sgd.forget()
     if not only_weights:
         _reject_missing_scalars(manifest, store, counts_steps=isinstance(holder.optimizer, _COUNT_STEPS))
         holder.optimizer.state.clear()  # of another step
         make_states(holder, _kinds(manifest), dict(manifest.state.get("scalars", {})))
     pieces = [piece for piece in local_shards(holder) if not only_weights or piece.name.startswith("model/")]
     of_replicas = [piece for piece in replica_shards(holder) if not only_weights or "/model/" in piece.name]
-    has_local_sgd = holder.composed.islands is not None
+    has_local_sgd = holder.composed.local_sgd is not None
     read_from = [(piece, sources(manifest, piece, has_local_sgd=has_local_sgd)) for piece in (*pieces, *of_replicas)]
     if mismatches := list(_mismatches(manifest, read_from)):
         more = f"; and {len(mismatches) - 4} more" if len(mismatches) > 4 else ""

@@ -228,8 +228,8 @@ def _statistics(modules: list[nn.Module], plan: Plan, mesh: Mesh) -> RunningStat
     everywhere = mesh.new_group("dp_cp")
     if plan.sync is None:
         return RunningStatistics(modules, every_step=everywhere, all_replicas=everywhere)
-    island = mesh.new_group("dp_shard_cp") if plan.layout.degree("dp_shard_cp") > 1 else None
-    return RunningStatistics(modules, every_step=island, all_replicas=everywhere)
+    within = mesh.new_group("dp_shard_cp") if plan.layout.degree("dp_shard_cp") > 1 else None
+    return RunningStatistics(modules, every_step=within, all_replicas=everywhere)
 
 
 # ---- units ----------------------------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ class ParallelModel:
         self.placement = Placement(
             self.plan, self.mesh, self.tensor, self.is_sharded, self.experts, self.shapes, copies
         )
-        own = self.meeting_axes if self.islands is not None else ()
+        own = self.meeting_axes if self.local_sgd is not None else ()
         self._counted = [name for name in self.named if self.is_owner(name, besides=own)]
         self._holds_all = not self.is_sharded and self.pipeline is None and self.tensor.group is None
         self._routers = {name: r for part in self.parts for name, r in routers(part.model).items()}
@@ -120,14 +120,14 @@ class ParallelModel:
         return self.replicas if isinstance(self.replicas, GradientReducer) else None
 
     @property
-    def islands(self) -> LocalSGD | None:
+    def local_sgd(self) -> LocalSGD | None:
         """The exchange of weights under `sync=`; None: there is none."""
         return self.replicas if isinstance(self.replicas, LocalSGD) else None
 
     @property
     def meeting_axes(self) -> tuple[str, ...]:
-        """The axes along which `reducer` or `islands` exchange."""
-        is_alone = self.is_sharded or self.islands is not None or self.plan.layout.cp == 1
+        """The axes along which `reducer` or `local_sgd` exchange."""
+        is_alone = self.is_sharded or self.local_sgd is not None or self.plan.layout.cp == 1
         return ("dp_replicate",) if is_alone else ("dp_replicate", "dp_shard", "cp")
 
     @property
@@ -188,8 +188,8 @@ class ParallelModel:
         return list(local_gradients({name: p for name, p in self.named.items() if name in names}).values())
 
     def norm(self, parameters: list[nn.Parameter], *, scale: float = 1.0, clip: float | None = None) -> Tensor:
-        """The global norm of their gradients: every piece of every rank, each counted once. Islands have their own.
-        `scale` is the factor of the gradients, and `clip` the norm that they will be clipped to."""
+        """The global norm of their gradients: every piece of every rank, each counted once. Under local SGD each
+        replica has its own. `scale` is the factor of the gradients, and `clip` the norm that they are clipped to."""
         self.norms = own_norms(self.named, parameters)
         if self._holds_all:
             norm = norm_of_whole(self.norms, self.named, parameters, self.mesh)
@@ -263,12 +263,12 @@ class ParallelModel:
         return self.replicas.threads()
 
     def shared_weights(self) -> AbstractContextManager[None]:
-        """Inside, the model has the weights that all ranks agree on; which it always has, unless there are islands."""
+        """Inside, the model has the weights that all ranks agree on; without local SGD, it always has."""
         return self.replicas.shared_weights()
 
     def before_evaluation(self) -> None:
-        """Make the running statistics of batch norm the same everywhere: they are after each step, but for islands and
-        for forwards outside of a step."""
+        """Make the running statistics of batch norm the same everywhere: they are after each step, except
+        under local SGD and after forwards outside of a step."""
         if self.statistics is not None:
             self.statistics.agree()
 

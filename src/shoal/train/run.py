@@ -185,11 +185,11 @@ class Run(RunState):
             return evaluate(self, batches, stop)
 
     def meet(self) -> None:
-        """Under sync=, average the weights of all islands now, at the end of a run, say. Every rank calls it."""
+        """Under sync=, average the weights of all replicas now, at the end of a run, say. Every rank calls it."""
         self.reject_open_step("to meet")
         self.settle()
-        if self.composed.islands is not None:
-            self.composed.islands.exchange_all(self.steps_done)
+        if self.composed.local_sgd is not None:
+            self.composed.local_sgd.exchange_all(self.steps_done)
             self.composed.before_evaluation()
 
     def whole_tokens(self, x: Tensor, dim: int = 1) -> Tensor:

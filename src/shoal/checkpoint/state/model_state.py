@@ -68,7 +68,7 @@ def local_shards(holder: Holder) -> Iterator[LocalShard]:
         known = firsts.get(name, name)
         value = to_local(parameter).detach()
         assert tuple(value.shape) == shape, f"{name} has the box {shape} and the shape {tuple(value.shape)}"
-        local_sgd = composed.islands
+        local_sgd = composed.local_sgd
         own = local_sgd.shared.get(name, value) if local_sgd is not None else value
         yield LocalShard(f"model/{known}", full_shape, begin, own, is_saved)
         for kind, state in holder.optimizer.state.get(holder.updated(parameter), {}).items():
