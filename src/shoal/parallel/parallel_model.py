@@ -108,7 +108,7 @@ class ParallelModel:
         self.placement = Placement(
             self.plan, self.mesh, self.tensor, self.is_sharded, self.experts, self.shapes, copies
         )
-        own = self.meeting_axes if self.local_sgd is not None else ()
+        own = self.sync_axes if self.local_sgd is not None else ()
         self._counted = [name for name in self.named if self.is_owner(name, besides=own)]
         self._holds_all = not self.is_sharded and self.pipeline is None and self.tensor.group is None
         self._routers = {name: r for part in self.parts for name, r in routers(part.model).items()}
@@ -125,7 +125,7 @@ class ParallelModel:
         return self.replicas if isinstance(self.replicas, LocalSGD) else None
 
     @property
-    def meeting_axes(self) -> tuple[str, ...]:
+    def sync_axes(self) -> tuple[str, ...]:
         """The axes along which `reducer` or `local_sgd` exchange."""
         is_alone = self.is_sharded or self.local_sgd is not None or self.plan.layout.cp == 1
         return ("dp_replicate",) if is_alone else ("dp_replicate", "dp_shard", "cp")

@@ -57,7 +57,7 @@ def compression_error(run: Run, share: Any, exact: Mapping[str, Tensor] | None) 
 
     def add(name: str, gradient: Tensor) -> None:
         nonlocal own
-        if composed.is_owner(name, besides=composed.meeting_axes):
+        if composed.is_owner(name, besides=composed.sync_axes):
             own += float(gradient.norm() ** 2)
 
     def look() -> None:

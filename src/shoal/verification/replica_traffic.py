@@ -58,7 +58,7 @@ def replica_traffic(
     averagers = composed.local_sgd.fragments if composed.local_sgd is not None else []
     averagers = [*averagers, *([composed.reducer.averager] if composed.reducer is not None else [])]
     predicted = sum(_predicted(averager, plan, comm_threads.size) for averager in averagers)
-    axis = "dp_replicate" if composed.meeting_axes == ("dp_replicate",) else plan.gradient_axis
+    axis = "dp_replicate" if composed.sync_axes == ("dp_replicate",) else plan.gradient_axis
     return ReplicaTraffic(axis, every, predicted, overlap.bytes, have_equal_weights(), composed.local_sgd is not None)
 
 
