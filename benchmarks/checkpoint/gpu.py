@@ -83,7 +83,7 @@ def measured(arguments: argparse.Namespace, folder: Path) -> str:
         beside_room = [step() for _ in range(6)]
         saver.finish()
         before = [step() for _ in range(arguments.steps)]
-        run.settle()
+        run.check_last_step()
         began = time.perf_counter()
         held = saver.begin(holder_of(run), step=run.steps_done, state=state_of(run))
         during: list[float] = []

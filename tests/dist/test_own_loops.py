@@ -131,7 +131,7 @@ def whole_logits(world: World, plan: str) -> tuple[Tensor, Tensor]:
     mine = run.own_tokens(batch)
     with torch.no_grad():
         logits = model(**{name: value for name, value in mine.items() if name != "labels"})
-    return run.whole_tokens(logits), run.whole_tokens(mine["labels"])
+    return run.gather_tokens(logits), run.gather_tokens(mine["labels"])
 
 
 @pytest.mark.parametrize("plan", ["cp=2", "cp=2 ulysses"])

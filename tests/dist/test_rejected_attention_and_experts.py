@@ -59,7 +59,7 @@ def test_whole_tokens_before_anything_was_cut(world: World) -> None:
     mine = run.own_tokens(batch())
     logits = run.model(mine["tokens"])
     assert logits.requires_grad
-    whole = run.whole_tokens(logits)
+    whole = run.gather_tokens(logits)
     assert whole.shape == (4, 16, 31)
     assert not whole.requires_grad
     torch.testing.assert_close(whole, Reader()(batch()["tokens"]).detach())

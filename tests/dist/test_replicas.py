@@ -430,7 +430,7 @@ def test_what_is_owed_is_paid_in_the_end(world: World) -> None:
     assert any(debt.count_nonzero() for debt in owed.values())
     before = run.weights()
     mean = {name: sum(one[name] for one in world.all_gather_object(owed)) / world.size for name in owed}
-    run.meet()
+    run.sync_replicas()
     for name, weight in run.weights().items():
         assert torch.allclose(weight, before[name] - mean[name], rtol=0, atol=1e-15), name
     assert not any(debt.count_nonzero() for one in local_sgd.fragments for _, debt in one.residuals())
@@ -453,7 +453,7 @@ def test_no_replica_updates_if_one_gradient_is_not_finite(world: World) -> None:
         before = model.weight.detach().clone()
         run.step({"x": torch.ones(2, 3, dtype=torch.float64)})
         assert torch.equal(before, model.weight) == (number == 2) or run.steps_done == 3
-        run.settle()
+        run.check_last_step()
     assert model.weight.isfinite().all()
 
 
@@ -479,10 +479,10 @@ def test_the_shared_weights_are_what_is_told(world: World) -> None:
         assert all(torch.equal(w, run.composed.local_sgd.shared[n]) for n, w in run.weights().items())
     else:
         run.weights()
-    run.meet()
+    run.sync_replicas()
     first, second = world.all_gather_object({n: p.detach().clone() for n, p in run.composed.named.items()})
     assert all(torch.equal(first[name], second[name]) for name in first)
-    run.meet()  # nothing has happened since
+    run.sync_replicas()  # nothing has happened since
     assert all(torch.equal(p, first[n]) for n, p in run.composed.named.items())
 
 

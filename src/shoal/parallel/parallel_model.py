@@ -241,7 +241,7 @@ class ParallelModel:
         return self.placement.shard_box(name)
 
     @torch.no_grad()
-    def whole(self, what: str) -> Iterator[tuple[str, Tensor | None]]:
+    def full_tensors(self, what: str) -> Iterator[tuple[str, Tensor | None]]:
         """Every parameter ("weight") or its gradient ("gradient") under its name, whole and on the CPU of rank 0; None
         on the other ranks, which all have to go through it too."""
         yield from full_tensors(self.placement, self.named, what, self._stages)

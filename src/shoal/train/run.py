@@ -131,10 +131,10 @@ class Run(RunState):
     def weights(self) -> dict[str, Tensor]:
         """Every parameter, whole, under the name that it has on one device, in host memory of the main rank; and biases
         of routers and running statistics of batch norm. It is empty on the other ranks, which have to call this too."""
-        self.settle()
+        self.check_last_step()
         with self.composed.shared_weights():
             self.composed.before_evaluation()
-            found = {**dict(self.composed.whole("weight")), **self.composed.biases()}
+            found = {**dict(self.composed.full_tensors("weight")), **self.composed.biases()}
             found |= self.composed.running_statistics()
         return {name: tensor for name, tensor in found.items() if tensor is not None and self.is_main}
 
@@ -180,19 +180,19 @@ class Run(RunState):
         """The same; None on every rank, without the rest of the batches, as soon as `stop()`, which every rank calls
         before each of its batches, is true on any of them."""
         use_device(self.device)
-        self.settle()
+        self.check_last_step()
         with self.composed.shared_weights():
             return evaluate(self, batches, stop)
 
-    def meet(self) -> None:
-        """Under sync=, average the weights of all replicas now, at the end of a run, say. Every rank calls it."""
-        self.reject_open_step("to meet")
-        self.settle()
+    def sync_replicas(self) -> None:
+        """Under `sync=`, average the weights of all replicas now, as at the end of a run. Every rank calls it."""
+        self.reject_open_step("to synchronize replicas")
+        self.check_last_step()
         if self.composed.local_sgd is not None:
             self.composed.local_sgd.exchange_all(self.steps_done)
             self.composed.before_evaluation()
 
-    def whole_tokens(self, x: Tensor, dim: int = 1) -> Tensor:
+    def gather_tokens(self, x: Tensor, dim: int = 1) -> Tensor:
         """Join what every rank has computed for its own tokens (logits, say) to all tokens of the sequence, in order.
         Without context parallelism a rank has them all already. No gradient flows back through it."""
         context = self.composed.context
@@ -209,7 +209,7 @@ class Run(RunState):
         """Leave the world, if this run entered it."""
         try:
             if sys.exc_info()[0] is None:  # else other ranks may have left
-                self.settle()
+                self.check_last_step()
                 self._finish_saves()
         finally:
             self.world.close()
@@ -222,7 +222,7 @@ class Run(RunState):
     ) -> None:
         try:
             if error is None:
-                self.settle()
+                self.check_last_step()
                 self._finish_saves()
         finally:
             self.world.__exit__(kind, error, trace)

@@ -70,10 +70,10 @@ def _local_sgd(run: RunState) -> dict[str, Any]:
     }
 
 
-def settle_to_save(run: RunState) -> None:
+def prepare_to_save(run: RunState) -> None:
     """Wait for the last step, and let what ranks learn on their own be the same on all of them."""
     run.reject_open_step("to save")
-    run.settle()
+    run.check_last_step()
     run.composed.before_evaluation()  # statistics of batch norm
     if run.composed.local_sgd is not None:
         run.composed.local_sgd.synchronize()  # what is on its way
@@ -83,7 +83,7 @@ def save_run(
     run: RunState, directory: str | Path, *, wait: bool, keep: int | None, extra: Mapping[str, Any] | None
 ) -> None:
     """All of a run between two steps."""
-    settle_to_save(run)
+    prepare_to_save(run)
     if run.is_main:
         lost = "its state is not saved"
         warn_of_unprepared(run.schedulers, run.optimizer, has_extra=bool(extra), lost=lost)

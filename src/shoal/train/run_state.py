@@ -148,10 +148,10 @@ class RunState:
             return [parameter for parameter, _ in self.host_copies.pairs]
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
-    def settle(self) -> None:
+    def check_last_step(self) -> None:
         """Wait for the last step and check its gradient: end the run, or report why its update was dropped, if it was
         not finite. On a GPU that is otherwise known only when the next step has been queued."""
-        self.updates.settle()
+        self.updates.check_last_step()
 
     def reject_open_step(self, why: str) -> None:
         """Raise between a batch that was taken and its update."""

@@ -61,7 +61,7 @@ def compression_error(run: Run, share: Any, exact: Mapping[str, Tensor] | None) 
             own += float(gradient.norm() ** 2)
 
     def look() -> None:
-        full = dict(composed.whole("gradient"))
+        full = dict(composed.full_tensors("gradient"))
         gradients.update({name: tensor for name, tensor in full.items() if tensor is not None})
 
     composed.reducer.on_own, run.on_gradients = add, look

@@ -148,14 +148,14 @@ def _observe(run: Run, batch: Any) -> Observation:
     def look() -> None:
         disagreements.extend(_disagreements(run.composed, "gradient"))
         scale = run.loss_scale.scale  # in fp16; clipping removes it later
-        full = run.composed.whole("gradient")
+        full = run.composed.full_tensors("gradient")
         gradients.update({name: tensor if tensor is None else tensor / scale for name, tensor in full})
 
     run.on_gradients = look
     loss = run.step(_share(run, batch))
     run.on_gradients = None
     disagreements.extend(_disagreements(run.composed, "weight"))
-    weights = {**dict(run.composed.whole("weight")), **run.composed.biases()}
+    weights = {**dict(run.composed.full_tensors("weight")), **run.composed.biases()}
     assert run.report is not None
     every = [one for rank in run.world.all_gather_object(disagreements, kinds=(Disagreement,)) for one in rank]
     return Observation(

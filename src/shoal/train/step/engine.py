@@ -166,7 +166,7 @@ class StepEngine:
         """[4] Clip, apply the optimizer and clear the gradients; or drop the step if the gradient is not finite."""
         state, composed = self.state, self.state.composed
         step = with_all_backwards(state.open_step)
-        state.settle()
+        state.check_last_step()
         state.counts_late = self.loss.is_late(step)
         loss, message = self._send_loss(step)
         if composed.statistics is not None:
@@ -189,7 +189,7 @@ class StepEngine:
         report = StepReport(loss, norm, AsyncScalars(loss, norm), keeps_nonfinite=keeps_nonfinite, experts=experts)
         state.updates.pending = PendingStep(report, state.steps_done + 1, step.sums, composed.norms)
         if isinstance(is_applied, bool):
-            state.settle()
+            state.check_last_step()
         self._end_step(report)
         return report
 

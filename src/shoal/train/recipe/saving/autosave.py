@@ -35,7 +35,7 @@ from shoal.observe.run_directory import locked
 from shoal.train.recipe.preflight import Job, units
 from shoal.train.recipe.saving.memory_rescue import DISK, MEMORY_FIX, memory_folder, own_folder, place_of
 from shoal.train.run import Run
-from shoal.train.run_checkpoint import holder_of, restore, settle_to_save, state_of
+from shoal.train.run_checkpoint import holder_of, prepare_to_save, restore, state_of
 
 FIRST_AUTO = 30.0
 """Seconds after which `auto` saves for the first time; the cost of a save is not known before."""
@@ -238,7 +238,7 @@ class Autosaver:
 
     def _begin(self, saver: AsyncSaver) -> float:
         """Returns the seconds that the copy took."""
-        settle_to_save(self.run)
+        prepare_to_save(self.run)
         recipe, data = self.job.recipe.model_dump(mode="json"), self.job.fingerprint.to_mapping()
         state = {**state_of(self.run), "recipe": recipe, "data": data, **self.facts()}
         return saver.begin(holder_of(self.run), step=self.run.steps_done, state=state)
