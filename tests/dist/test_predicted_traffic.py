@@ -243,8 +243,8 @@ class Sparse(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         routing, *facts = self.router(x)
         y = self.experts(x.flatten(0, 1), routing).view_as(x)
-        settled: Tensor = self.router.settle(x + y + self.extra(x), *facts)
-        return settled
+        attached: Tensor = self.router.attach_aux_loss(x + y + self.extra(x), *facts)
+        return attached
 
 
 class Mixture(nn.Module):

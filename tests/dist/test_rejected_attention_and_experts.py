@@ -106,7 +106,7 @@ class Sparse(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.table(tokens)
         routing, *facts = self.router(x)
-        y = self.router.settle(self.experts(x.flatten(0, 1), routing).view_as(x), *facts)
+        y = self.router.attach_aux_loss(self.experts(x.flatten(0, 1), routing).view_as(x), *facts)
         logits: Tensor = self.head(y)
         return logits
 

@@ -33,7 +33,7 @@ from shoal.parallel.data.gradient_reducer import GradientReducer
 from shoal.parallel.data.gradient_sync import GradientSync
 from shoal.parallel.data.local_sgd import LocalSGD
 from shoal.parallel.expert.aux_loss import AuxLoss
-from shoal.parallel.expert.loads import balance_routers, reject_unsettled, sum_loads
+from shoal.parallel.expert.loads import balance_routers, reject_unattached, sum_loads
 from shoal.parallel.expert.router import biases, routers
 from shoal.parallel.full_tensors import Placement, from_all_stages, full_tensors
 from shoal.parallel.fused_loss_head import LossHead
@@ -220,7 +220,7 @@ class ParallelModel:
         those experts that had too little. None: there are no routers."""
         if self.balance is None:
             return None
-        reject_unsettled(self._routers)
+        reject_unattached(self._routers)
         copies = 1 if self.tensor.splits_tokens else self.tensor.degree  # tp ranks that saw the same tokens
         totals = sum_loads(self.balance, self.routed, self.mesh, copies=copies)
         balance_routers(self._routers, self.routed, totals, is_applied=is_applied)

@@ -139,8 +139,8 @@ class _Trace:
         self.seen.append(_Event("saved"))
         return tensor
 
-    def settled(self, y: Tensor, *facts: Any) -> Tensor:
-        """Replace `Router.settle`, which saves the loads for the backward in a run."""
+    def aux_loss_attached(self, y: Tensor, *facts: Any) -> Tensor:
+        """Replace `Router.attach_aux_loss`, which saves the loads for the backward in a run."""
         return self.saved(y)
 
     def _cross(self, way: str, name: str, x: Tensor) -> None:
@@ -201,7 +201,7 @@ def _trace(model: nn.Module, description: Description, call: Call) -> _Trace:
                 stack.callback(module.register_forward_pre_hook(_before(trace, name)).remove)
                 stack.callback(module.register_forward_hook(_after(trace, name)).remove)
             if isinstance(module, Router):
-                module.settle = trace.settled
+                module.attach_aux_loss = trace.aux_loss_attached
             if isinstance(module, Attention | Experts | Router):
                 stack.callback(module.register_forward_pre_hook(_begun(trace, name)).remove)
                 stack.callback(module.register_forward_hook(_done(trace, name)).remove)
