@@ -151,13 +151,13 @@ class Run(RunState):
         were made. Every rank calls it.
 
         wait    True: return when all of it is on the disk, or raise. False: when it is copied; it is written during the
-                next steps, one save at a time, and `run.saved(directory)` waits for it
+                next steps, one save at a time, and `run.wait_for_save(directory)` waits for it
         keep    how many of the newest steps stay; None: all of them, and two under wait=False
         extra   values of the main rank that `load` puts into `run.extra`: anything that JSON can hold
         """
         save_run(self, directory, wait=wait, keep=keep, extra=extra)
 
-    def saved(self, directory: str | Path) -> None:
+    def wait_for_save(self, directory: str | Path) -> None:
         """Return when what was saved without waiting is on the disk; raise if it could not be."""
         if (saver := self.savers.get(str(directory))) is not None:
             wait_for(saver)
@@ -231,7 +231,7 @@ class Run(RunState):
         if self.parallel_model is not None:
             self.parallel_model.close()
         for directory in self.savers:
-            self.saved(directory)
+            self.wait_for_save(directory)
 
 
 # help(shoal.Run) lists what a script can type, and the policies are the one place that says it.
