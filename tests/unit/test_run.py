@@ -337,7 +337,7 @@ def test_an_evaluation_is_left_when_somebody_says_so_before_one_of_its_batches(m
     run.prepare(model)
     answers = iter([False] * told_after + [True])
     batches = [ragged_batch(seed) for seed in range(3)]
-    found = run.evaluate_unless(lambda: next(answers), batches)
+    found = run.evaluate(batches, stop=lambda: next(answers))
     assert found == (None if told_after < 3 else run.evaluate(batches))
     assert model.training
 

@@ -19,7 +19,7 @@ from shoal.train.run_state import RunState
 
 @torch.no_grad()
 def evaluate(run: RunState, batches: Iterable[Any], stop: Callable[[], bool] | None = None) -> float | None:
-    """What `Run.evaluate_unless` returns; weights and modes of modules stay as they are."""
+    """What `Run.evaluate` returns; weights and modes of modules stay as they are."""
     composed = run.composed
     composed.before_evaluation()
     modes = {module: module.training for part in composed.parts for module in part.model.modules()}

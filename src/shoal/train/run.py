@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Unpack
+from typing import Any, Unpack, overload
 
 from torch import Tensor
 
@@ -170,15 +170,19 @@ class Run(RunState):
 
     # ---- evaluation and the end ------------------------------------------------------------------------------------
 
-    def evaluate(self, batches: Iterable[Any]) -> float:
-        """The mean loss over batches that are dealt out over the ranks, each sample once; weights do not change."""
-        loss = self.evaluate_unless(None, batches)
-        assert loss is not None  # without `stop`, it ends with the batches
-        return loss
+    @overload
+    def evaluate(self, batches: Iterable[Any]) -> float: ...
 
-    def evaluate_unless(self, stop: Callable[[], bool] | None, batches: Iterable[Any]) -> float | None:
-        """The same; None on every rank, without the rest of the batches, as soon as `stop()`, which every rank calls
-        before each of its batches, is true on any of them."""
+    @overload
+    def evaluate(self, batches: Iterable[Any], *, stop: Callable[[], bool]) -> float | None: ...
+
+    def evaluate(self, batches: Iterable[Any], *, stop: Callable[[], bool] | None = None) -> float | None:
+        """Return the mean loss over the batches of all ranks, each sample once; weights do not change.
+
+        batches  this rank's held-out batches: a prepared DataLoader, or any iterable
+        stop     called by every rank before each of its batches; as soon as it is true on any rank, the rest is left
+                 out and every rank returns None
+        """
         use_device(self.device)
         self.check_last_step()
         with self.composed.shared_weights():

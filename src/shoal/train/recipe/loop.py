@@ -226,7 +226,7 @@ def _evaluate(run: Run, job: Job, step_metrics: StepMetrics, line: ProgressLine,
             line.evaluating(number * size, total)
             yield batch
 
-    loss = run.evaluate_unless(lambda: bool(stop_request), shown())
+    loss = run.evaluate(shown(), stop=lambda: bool(stop_request))
     if loss is None:
         line.say("stopping without the rest of the evaluation; press Ctrl-C again to end at once")
         return False
