@@ -21,7 +21,7 @@ from statistics import mean, median
 
 from shoal.planner.backtest.predict import Prediction, predict
 from shoal.planner.backtest.rows import Row
-from shoal.predict.estimate.step_time import STRANGER
+from shoal.predict.estimate.step_time import UNKNOWN_FRAMEWORK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ def _cell(runs: Sequence[Prediction]) -> Cell:
 
 NEAR = 0.05
 """Plans predicted this close to the fastest count as equally fast. For an unmeasured system it is more, as its
-intervals are wider (`STRANGER`)."""
+intervals are wider (`UNKNOWN_FRAMEWORK`)."""
 
 
 def _pick(runs: Sequence[Prediction]) -> Prediction:
@@ -122,7 +122,7 @@ def _pick(runs: Sequence[Prediction]) -> Prediction:
     one on fewest axes. Each axis adds a risk that no prediction includes."""
     fitting = [one for one in runs if one.fits] or runs
     is_strange = any(one.profile and not one.profile.is_known for one in runs)
-    limit = min(one.predicted_s or 0.0 for one in fitting) * (1 + NEAR * (STRANGER if is_strange else 1.0))
+    limit = min(one.predicted_s or 0.0 for one in fitting) * (1 + NEAR * (UNKNOWN_FRAMEWORK if is_strange else 1.0))
     near = [one for one in fitting if (one.predicted_s or 0.0) <= limit]
     return min(near, key=lambda one: (_num_axes(one), one.predicted_s or 0.0))
 
