@@ -92,7 +92,7 @@ def batch() -> dict[str, Tensor]:
     return {"tokens": tokens, "labels": tokens.roll(-1, 1)}
 
 
-def anatomy(**options: Any) -> ModelShapes:
+def llama_shapes(**options: Any) -> ModelShapes:
     model = build(**options)
     return trace_shapes(model, model.describe(), ((batch()["tokens"],), {}))
 
@@ -140,14 +140,14 @@ def check(plan: str, of: ModelShapes, counted: list[Any], **options: Any) -> Non
 )
 def test_traffic_is_what_was_predicted(pool: Pool, size: int, words: str) -> None:
     plan, options = read(size, words)
-    check(plan, anatomy(**options), pool.run(count_llama, size, plan, options))
+    check(plan, llama_shapes(**options), pool.run(count_llama, size, plan, options))
 
 
 @pytest.mark.parametrize("plan", ["fp64 tp=2 sp=off mb=4", "bf16 tp=2 sp=on"])
 def test_a_loss_of_ones_own_joins_the_logits(pool: Pool, plan: str) -> None:
     options = read(2, "")[1]
     of = {"splits_logits": False, "counts_late": "mb" in plan}  # one microbatch on one data rank is the whole batch
-    check(plan, anatomy(**options), pool.run(count_llama, 2, plan, options, True), **of)
+    check(plan, llama_shapes(**options), pool.run(count_llama, 2, plan, options, True), **of)
 
 
 # ---- models that are not ours ---------------------------------------------------------------------------------------

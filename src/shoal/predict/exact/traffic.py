@@ -83,7 +83,7 @@ Operations = dict[str, Messages]
 
 def traffic(
     plan: Plan,
-    anatomy: ModelShapes,
+    model: ModelShapes,
     *,
     batch: int,
     rank: int,
@@ -102,7 +102,7 @@ def traffic(
     user's function, whose count is known after its forward and is summed over all ranks with the loss.
     `compares_samples`: that count is never known, and ranks compare the shapes of their samples.
     """
-    step = _Step(plan, anatomy, batch, rank, sizes or Sizes.of(plan))
+    step = _Step(plan, model, batch, rank, sizes or Sizes.of(plan))
     return _added(
         [
             *over_replicas(step),
@@ -127,7 +127,7 @@ class _Step:
     """One rank in one step: what all formulas ask for."""
 
     plan: Plan
-    anatomy: ModelShapes
+    model: ModelShapes
     batch: int
     rank: int
     sizes: Sizes
@@ -138,7 +138,7 @@ class _Step:
 
     @cached_property
     def parts(self) -> list[StageShapes]:
-        return rules.parts(self.plan, self.anatomy, self.rank)
+        return rules.parts(self.plan, self.model, self.rank)
 
     @cached_property
     def num_microbatches(self) -> int:
@@ -155,7 +155,7 @@ class _Step:
 
     @cached_property
     def splits_tokens(self) -> bool:
-        return rules.splits_tokens(self.plan, self.anatomy.description)
+        return rules.splits_tokens(self.plan, self.model.description)
 
     def is_here(self, module: str) -> bool:
         """Whether a submodule lives on this rank."""
@@ -163,12 +163,12 @@ class _Step:
 
     def num_forwards(self, module: str, *, is_repeated: bool) -> int:
         """How often a submodule computes in a step; twice for each backward where its block is recomputed."""
-        is_in_block = any(module.startswith(f"{block}.") for block in self.anatomy.description.blocks)
+        is_in_block = any(module.startswith(f"{block}.") for block in self.model.description.blocks)
         return self.num_microbatches * (1 + (self.plan.recompute != "none" and is_in_block and is_repeated))
 
     @cached_property
     def sharers(self) -> ShardGroup:
-        return ShardGroup(self.plan, self.anatomy.description, self.rank)
+        return ShardGroup(self.plan, self.model.description, self.rank)
 
     def padded(self, pieces: Shapes) -> int:
         """Elements of this rank's shard of a unit, as FSDP2 sends it."""
@@ -203,10 +203,10 @@ def over_replicas(step: _Step) -> Iterator[Message]:
     axis = "dp_replicate" if plan.is_sharded else plan.gradient_axis
     if plan.layout.degree(axis) == 1:
         return
-    trained = [shape for part in step.parts for shape in step.anatomy.trained(part.pieces).values()]
+    trained = [shape for part in step.parts for shape in step.model.trained(part.pieces).values()]
     if plan.is_sharded:
         for _, _, pieces in _units(step):
-            if numel := step.padded(step.anatomy.trained(pieces)):
+            if numel := step.padded(step.model.trained(pieces)):
                 yield axis, "all_reduce", 1, numel * step.sizes.reduce
     elif step.is_pipeline:
         sizes = _buckets([prod(shape) * step.sizes.weight for shape in trained])
@@ -226,15 +226,13 @@ def over_shards(step: _Step) -> Iterator[Message]:
         if degree == 1:  # experts that ep has divided among all
             continue
         yield axis, "all_gather", _num_gathers(step, part, unit), degree * step.padded(pieces) * step.sizes.compute
-        if trained := step.anatomy.trained(pieces):
+        if trained := step.model.trained(pieces):
             yield axis, "reduce_scatter", num_reductions, degree * step.padded(trained) * step.sizes.reduce
 
 
 def _units(step: _Step) -> list[tuple[StageShapes, Unit, Shapes]]:
     return [
-        (part, unit, pieces)
-        for part in step.parts
-        for unit, pieces in rules.sharded_units(step.plan, step.anatomy, part)
+        (part, unit, pieces) for part in step.parts for unit, pieces in rules.sharded_units(step.plan, step.model, part)
     ]
 
 
@@ -253,7 +251,7 @@ def _is_in_backward(step: _Step, unit: Unit) -> bool:
     every = _units(step)
     place = next(i for i, (_, other, _) in enumerate(every) if other == unit)
     reached = every if unit.is_root else every[: place + 2]
-    return any(step.anatomy.trained(pieces) for _, _, pieces in reached)
+    return any(step.model.trained(pieces) for _, _, pieces in reached)
 
 
 def _num_gathers_of_stage(step: _Step, stage: int) -> int:
@@ -294,7 +292,7 @@ def over_context(step: _Step) -> Iterator[Message]:
     """Keys and values round a ring, with their gradients in the backward; or heads for tokens and back."""
     if step.plan.layout.cp == 1:
         return
-    for attended in step.anatomy.attentions:
+    for attended in step.model.attentions:
         if step.is_here(attended.module):
             yield from (_ring if step.plan.context == "ring" else _ulysses)(step, attended)
 
@@ -324,7 +322,7 @@ def over_tensor_parallel(step: _Step, *, splits_logits: bool) -> Iterator[Messag
     """Activations over the borders of split regions, the loss of split logits, and gradients that are only shares."""
     if step.plan.layout.tp == 1:
         return
-    for crossing in step.anatomy.crossings:
+    for crossing in step.model.crossings:
         if step.is_here(crossing.module):
             yield from _crossed(step, crossing, splits_logits=splits_logits)
     yield from _shares_of_gradients(step)
@@ -347,7 +345,7 @@ def _crossed(step: _Step, crossing: TPBoundary, *, splits_logits: bool) -> Itera
 
 def _size_of(step: _Step, crossing: TPBoundary) -> int:
     """Matrix products come out in the precision of compute; rows of an embedding in that of its weight."""
-    is_lookup = f"{crossing.module}.weight" in step.anatomy.lookups
+    is_lookup = f"{crossing.module}.weight" in step.model.lookups
     return step.sizes.weight if is_lookup and not step.plan.is_sharded else step.sizes.compute
 
 
@@ -363,8 +361,8 @@ def _logits(step: _Step, shape: Shape, *, splits_logits: bool) -> Iterator[Messa
 
 def _shares_of_gradients(step: _Step) -> Iterator[Message]:
     """All of them summed over tp in one message, once a step; each rank that shares a parameter its own rows."""
-    description = step.anatomy.description
-    trained = [item for part in step.parts for item in step.anatomy.trained(part.pieces).items()]
+    description = step.model.description
+    trained = [item for part in step.parts for item in step.model.trained(part.pieces).items()]
     shares = [
         step.sharers.own(name, shape)
         for name, shape in trained
@@ -379,10 +377,10 @@ def _shares_of_gradients(step: _Step) -> Iterator[Message]:
 
 def over_experts(step: _Step) -> Iterator[Message]:
     """Tokens to their experts and back, and what routers have to know of the rest of a sequence."""
-    for dispatched in step.anatomy.dispatches if step.plan.layout.ep > 1 else ():
+    for dispatched in step.model.dispatches if step.plan.layout.ep > 1 else ():
         if step.is_here(dispatched.module):
             yield from _dispatched(step, dispatched)
-    for router in step.anatomy.routers:
+    for router in step.model.routers:
         if step.is_here(router.module):
             yield from _asked(step, router)
 
@@ -418,7 +416,7 @@ def over_stages(step: _Step) -> Iterator[Message]:
     if not step.is_pipeline:
         return
     owners, me = rules.owners(step.plan), step.place["pp"]
-    size = step.samples * prod(step.anatomy.stream) * step.sizes.compute // step.plan.layout.cp
+    size = step.samples * prod(step.model.stream) * step.sizes.compute // step.plan.layout.cp
     if step.splits_tokens:  # each tp rank sends its own tokens
         size //= step.plan.layout.tp
     for stage in (part.stage for part in step.parts):
@@ -426,8 +424,8 @@ def over_stages(step: _Step) -> Iterator[Message]:
             if 0 <= neighbour < len(owners) and owners[neighbour] != me:  # what goes one way comes back the other
                 yield "pp", "send", step.num_microbatches, size
                 yield "pp", "recv", step.num_microbatches, size
-    mine = {name: shape for part in step.parts for name, shape in step.anatomy.trained(part.pieces).items()}
-    for pair in step.anatomy.description.tied:
+    mine = {name: shape for part in step.parts for name, shape in step.model.trained(part.pieces).items()}
+    for pair in step.model.description.tied:
         here = [name for name in pair if name in mine]
         if len(here) == 1:
             num_bytes = step.sharers.own(here[0], mine[here[0]]) * step.sizes.weight
@@ -440,7 +438,7 @@ def over_everyone(
 ) -> Iterator[Message]:
     """Numbers: what the batch weighs, the loss, the square of the norm where no rank has every gradient, and for every
     router of the model the load of its experts, how much it dropped, and its loss."""
-    plan, routers = step.plan, step.anatomy.routers
+    plan, routers = step.plan, step.model.routers
     if plan.layout.world_size == 1:
         return
     if host_numbers:
