@@ -49,15 +49,15 @@ def textbook(**changes: object) -> ModelShapes:
     blocks = tuple(f"blocks.{i}" for i in range(LAYERS))
     pieces = {f"{block}.{way}.weight": (D, D) for block in blocks for way in ("up", "down")}
     splits = {"blocks.*.up": Split.COLUMN, "blocks.*.down": Split.ROW, "embed": Split.VOCABULARY}
-    crossings = [TPBoundary(module="embed", way="leave", shape=(T, D))]
+    tp_boundaries = [TPBoundary(module="embed", way="leave", shape=(T, D))]
     for block in blocks:
-        crossings.append(TPBoundary(module=f"{block}.up", way="enter", shape=(T, D)))
-        crossings.append(TPBoundary(module=f"{block}.down", way="leave", shape=(T, D), is_repeated=False))
+        tp_boundaries.append(TPBoundary(module=f"{block}.up", way="enter", shape=(T, D)))
+        tp_boundaries.append(TPBoundary(module=f"{block}.down", way="leave", shape=(T, D), is_repeated=False))
     shapes = ModelShapes(
         description=Description(before_blocks=("embed",), blocks=blocks, after_blocks=("head",), splits=splits),
         parameters={"embed.weight": (V, D), **pieces, "head.weight": (V, D)},
         stream=(T, D),
-        crossings=tuple(crossings),
+        tp_boundaries=tuple(tp_boundaries),
         lookups=frozenset(["embed.weight"]),
     )
     return replace(shapes, **changes)  # type: ignore[arg-type]
@@ -407,17 +407,17 @@ def test_whose_gradients_are_shares() -> None:
 # ---- reading a model ------------------------------------------------------------------------------------------------
 
 
-def test_crossings_of_a_llama() -> None:
+def test_tp_boundaries_of_a_llama() -> None:
     shapes = traced(tiny(num_layers=1))
     block = "model.layers.0"
-    assert [(c.module, c.way, c.shape, c.is_repeated) for c in shapes.crossings[:5]] == [
+    assert [(c.module, c.way, c.shape, c.is_repeated) for c in shapes.tp_boundaries[:5]] == [
         ("model.embed_tokens", "leave", (12, 16), True),
         (f"{block}.self_attn.q_proj", "enter", (12, 16), True),  # keys and values read the same
         (f"{block}.self_attn.o_proj", "leave", (12, 16), True),
         (f"{block}.mlp.gate_proj", "enter", (12, 16), True),
         (f"{block}.mlp.down_proj", "leave", (12, 16), False),  # nothing after it is kept
     ]
-    assert [(c.module, c.way, c.shape) for c in shapes.crossings[5:]] == [
+    assert [(c.module, c.way, c.shape) for c in shapes.tp_boundaries[5:]] == [
         ("lm_head", "enter", (12, 16)),
         ("lm_head", "logits", (12, 37)),
     ]
@@ -439,11 +439,11 @@ def test_a_block_that_ends_with_a_norm_crosses_again() -> None:
     model = nn.Sequential(PostNorm(), PostNorm())
     splits = {"*.up": Split.COLUMN, "*.down": Split.ROW, "*.norm": Split.SEQUENCE}
     shapes = trace_shapes(model, Description(blocks=("0", "1"), splits=splits), ((torch.ones(3, 5, 4),), {}))
-    assert [(c.module, c.is_repeated) for c in shapes.crossings] == [
+    assert [(c.module, c.is_repeated) for c in shapes.tp_boundaries] == [
         (f"{block}.{layer}", True) for block in (0, 1) for layer in ("up", "down")
     ]
-    assert not shapes.crossings[0].has_backward  # of the input
-    assert all(c.has_backward for c in shapes.crossings[1:])
+    assert not shapes.tp_boundaries[0].has_backward  # of the input
+    assert all(c.has_backward for c in shapes.tp_boundaries[1:])
     assert model[0].up.weight.device.type == "cpu"  # the model itself is untouched
 
 
@@ -464,7 +464,7 @@ def test_attentions_and_experts_of_a_model() -> None:
     mlp = "model.layers.1.mlp"
     assert shapes.dispatches == (DispatchSite(module=f"{mlp}.experts", num_experts=4, rows=24, dim=16),)
     assert shapes.routers == (RouterSite(module=f"{mlp}.router", num_experts=4, has_auxiliary=True),)
-    repeated = {crossing.module: crossing.is_repeated for crossing in shapes.crossings}
+    repeated = {boundary.module: boundary.is_repeated for boundary in shapes.tp_boundaries}
     assert not repeated["model.layers.0.mlp.down_proj"]
     assert repeated[f"{mlp}.shared.down_proj"]  # after it, the router keeps the loads
 

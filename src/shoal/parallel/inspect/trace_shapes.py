@@ -49,7 +49,7 @@ def trace_shapes(model: nn.Module, description: Description, call: Call) -> Mode
         frozen=frozenset(name for name, parameter in named.items() if not parameter.requires_grad),
         lookups=frozenset(_lookups(skeleton)),
         stream=trace.stream,
-        crossings=tuple(trace.crossings()),
+        tp_boundaries=tuple(trace.tp_boundaries()),
         attentions=tuple(trace.attentions()),
         dispatches=tuple(trace.dispatches()),
         routers=tuple(trace.routers()),
@@ -146,7 +146,7 @@ class _Trace:
     def _cross(self, way: str, name: str, x: Tensor) -> None:
         self.seen.append(_Event(way, name, tuple(x.shape[1:]), x.requires_grad))
 
-    def crossings(self) -> Iterator[TPBoundary]:
+    def tp_boundaries(self) -> Iterator[TPBoundary]:
         for place, event in self._of("enter", "leave", "logits"):
             way: Any = event.what
             yield TPBoundary(

@@ -322,20 +322,20 @@ def over_tensor_parallel(step: _Step, *, splits_logits: bool) -> Iterator[Messag
     """Activations over the borders of split regions, the loss of split logits, and gradients that are only shares."""
     if step.plan.layout.tp == 1:
         return
-    for crossing in step.model.crossings:
-        if step.is_here(crossing.module):
-            yield from _crossed(step, crossing, splits_logits=splits_logits)
+    for boundary in step.model.tp_boundaries:
+        if step.is_here(boundary.module):
+            yield from _at_boundary(step, boundary, splits_logits=splits_logits)
     yield from _shares_of_gradients(step)
 
 
-def _crossed(step: _Step, crossing: TPBoundary, *, splits_logits: bool) -> Iterator[Message]:
-    if crossing.way == "logits":
-        yield from _logits(step, crossing.shape, splits_logits=splits_logits)
+def _at_boundary(step: _Step, boundary: TPBoundary, *, splits_logits: bool) -> Iterator[Message]:
+    if boundary.way == "logits":
+        yield from _logits(step, boundary.shape, splits_logits=splits_logits)
         return
-    size = step.samples * prod(crossing.shape) // step.plan.layout.cp * _size_of(step, crossing)
-    forwards = step.num_forwards(crossing.module, is_repeated=crossing.is_repeated)
-    backwards = step.num_microbatches * crossing.has_backward
-    enters = crossing.way == "enter"
+    size = step.samples * prod(boundary.shape) // step.plan.layout.cp * _size_of(step, boundary)
+    forwards = step.num_forwards(boundary.module, is_repeated=boundary.is_repeated)
+    backwards = step.num_microbatches * boundary.has_backward
+    enters = boundary.way == "enter"
     if step.splits_tokens:
         yield "tp", "all_gather", forwards if enters else backwards, size
         yield "tp", "reduce_scatter", backwards if enters else forwards, size
@@ -343,9 +343,9 @@ def _crossed(step: _Step, crossing: TPBoundary, *, splits_logits: bool) -> Itera
         yield "tp", "all_reduce", backwards if enters else forwards, size
 
 
-def _size_of(step: _Step, crossing: TPBoundary) -> int:
+def _size_of(step: _Step, boundary: TPBoundary) -> int:
     """Matrix products come out in the precision of compute; rows of an embedding in that of its weight."""
-    is_lookup = f"{crossing.module}.weight" in step.model.lookups
+    is_lookup = f"{boundary.module}.weight" in step.model.lookups
     return step.sizes.weight if is_lookup and not step.plan.is_sharded else step.sizes.compute
 
 
