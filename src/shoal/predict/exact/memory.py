@@ -61,8 +61,8 @@ def memory(
     """What a rank will hold under a resolved plan. `optimizer_states`: tensors as large as a parameter that the
     optimizer keeps for it: 2 for Adam, 1 for momentum, 0 for plain SGD. Its numbers per parameter are left out."""
     sizes = sizes or Sizes.of(plan)
-    sharers = ShardGroup(plan, model.description, rank)
-    stages = [_kinds(plan, model, sharers, modules) for _, modules in rules.own_stages(plan, model, rank)]
+    shard_group = ShardGroup(plan, model.description, rank)
+    stages = [_kinds(plan, model, shard_group, modules) for _, modules in rules.own_stages(plan, model, rank)]
     pieces = [kind for stage in stages for kind in stage]
     trained = [kind for kind in pieces if kind.is_trained]
     is_pipeline, is_sharded = plan.layout.pp > 1, plan.is_sharded
@@ -94,13 +94,13 @@ class _Kind(NamedTuple):
     gathered: int
 
 
-def _kinds(plan: Plan, model: ModelShapes, sharers: ShardGroup, modules: tuple[str, ...]) -> list[_Kind]:
+def _kinds(plan: Plan, model: ModelShapes, shard_group: ShardGroup, modules: tuple[str, ...]) -> list[_Kind]:
     kinds = []
     for name, number in model.kinds_in(modules).items():
-        shape = rules.piece(plan, model, name, rank=sharers.rank)
-        padded = sharers.padded(name, shape)
-        gathered = padded * sharers.degree(name)
-        kinds.append(_Kind(number, model.is_trained(name), prod(shape), padded, sharers.own(name, shape), gathered))
+        shape = rules.piece(plan, model, name, rank=shard_group.rank)
+        padded = shard_group.padded(name, shape)
+        gathered = padded * shard_group.degree(name)
+        kinds.append(_Kind(number, model.is_trained(name), prod(shape), padded, shard_group.own(name, shape), gathered))
     return kinds
 
 

@@ -111,7 +111,7 @@ def traffic(
             *over_tensor_parallel(step, splits_logits=splits_logits),
             *over_experts(step),
             *over_stages(step),
-            *over_everyone(
+            *over_world(
                 step,
                 host_numbers=host_numbers,
                 counts_late=counts_late,
@@ -167,12 +167,12 @@ class _Step:
         return self.num_microbatches * (1 + (self.plan.recompute != "none" and is_in_block and is_repeated))
 
     @cached_property
-    def sharers(self) -> ShardGroup:
+    def shard_group(self) -> ShardGroup:
         return ShardGroup(self.plan, self.model.description, self.rank)
 
     def padded(self, pieces: Shapes) -> int:
         """Elements of this rank's shard of a unit, as FSDP2 sends it."""
-        return sum(starmap(self.sharers.padded, pieces.items()))
+        return sum(starmap(self.shard_group.padded, pieces.items()))
 
 
 Message = tuple[str, str, int | None, int | None]
@@ -221,7 +221,7 @@ def over_shards(step: _Step) -> Iterator[Message]:
         return
     num_reductions = step.num_microbatches if step.plan.zero != 1 and not step.is_pipeline else 1
     for part, unit, pieces in _units(step):
-        axis = step.sharers.axis(next(iter(pieces)))
+        axis = step.shard_group.axis(next(iter(pieces)))
         degree = step.plan.layout.degree(axis)
         if degree == 1:  # experts that ep has divided among all
             continue
@@ -364,7 +364,7 @@ def _shares_of_gradients(step: _Step) -> Iterator[Message]:
     description = step.model.description
     trained = [item for part in step.parts for item in step.model.trained(part.pieces).items()]
     shares = [
-        step.sharers.own(name, shape)
+        step.shard_group.own(name, shape)
         for name, shape in trained
         if rules.is_partial(description, name, splits_tokens=step.splits_tokens)
     ]
@@ -379,13 +379,13 @@ def over_experts(step: _Step) -> Iterator[Message]:
     """Tokens to their experts and back, and what routers have to know of the rest of a sequence."""
     for dispatched in step.model.dispatches if step.plan.layout.ep > 1 else ():
         if step.is_here(dispatched.module):
-            yield from _dispatched(step, dispatched)
+            yield from _of_dispatch(step, dispatched)
     for router in step.model.routers:
         if step.is_here(router.module):
-            yield from _asked(step, router)
+            yield from _of_router(step, router)
 
 
-def _dispatched(step: _Step, dispatched: DispatchSite) -> Iterator[Message]:
+def _of_dispatch(step: _Step, dispatched: DispatchSite) -> Iterator[Message]:
     layout = step.plan.layout
     parts = layout.cp * (layout.tp if step.splits_tokens else 1)
     size = step.samples * dispatched.rows // parts * dispatched.dim * step.sizes.compute
@@ -395,7 +395,7 @@ def _dispatched(step: _Step, dispatched: DispatchSite) -> Iterator[Message]:
     yield "ep", "all_to_all", ways, size if dispatched.is_predicted else None
 
 
-def _asked(step: _Step, router: RouterSite) -> Iterator[Message]:
+def _of_router(step: _Step, router: RouterSite) -> Iterator[Message]:
     """Ranks that have parts of the same sequences: how often it chose each expert, and how its tokens compare."""
     names = [axis for axis, is_used in (("cp", step.plan.layout.cp > 1), ("tp", step.splits_tokens)) if is_used]
     if not names:
@@ -428,12 +428,12 @@ def over_stages(step: _Step) -> Iterator[Message]:
     for pair in step.model.description.tied:
         here = [name for name in pair if name in mine]
         if len(here) == 1:
-            num_bytes = step.sharers.own(here[0], mine[here[0]]) * step.sizes.weight
+            num_bytes = step.shard_group.own(here[0], mine[here[0]]) * step.sizes.weight
             yield "pp", "send", 1, num_bytes
             yield "pp", "recv", 1, num_bytes
 
 
-def over_everyone(
+def over_world(
     step: _Step, *, host_numbers: int, counts_late: bool, compares: bool, is_own_loss: bool
 ) -> Iterator[Message]:
     """Numbers: what the batch weighs, the loss, the square of the norm where no rank has every gradient, and for every
