@@ -63,7 +63,7 @@ def _loss(run: RunState, batch: Any, weight: float) -> Tensor | Loss | None:
         last = losses[-1]
         return last if isinstance(last, Tensor) else last.value
 
-    with run.logits_as_the_objective_takes_them():
+    with run.split_logits_for_loss():
         pipeline.forward(MicrobatchFeed([call_of(run.objective, batch)], loss))
     return losses[0] if losses else None
 

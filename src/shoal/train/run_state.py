@@ -162,6 +162,6 @@ class RunState:
         context = self.parallel_model.context if self.parallel_model is not None else None
         return batch if context is None else cut_batch(batch, self.description, context)
 
-    def logits_as_the_objective_takes_them(self) -> AbstractContextManager[None]:
+    def split_logits_for_loss(self) -> AbstractContextManager[None]:
         """A stage calls the model outside of the objective, which would have asked for split logits."""
         return self.composed.tensor.split_logits() if isinstance(self.objective, CrossEntropy) else nullcontext()

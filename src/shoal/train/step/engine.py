@@ -137,7 +137,7 @@ class StepEngine:
             self._begin(step, number, stage)
 
         calls = [call(number) for number in range(len(step.microbatches))]
-        with state.logits_as_the_objective_takes_them():
+        with state.split_logits_for_loss():
             state.composed.pipeline.step(MicrobatchFeed(calls, loss, begin))
         step.has_run = True
 
