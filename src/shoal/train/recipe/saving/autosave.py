@@ -33,7 +33,7 @@ from shoal.files import PrivateFolder
 from shoal.launch.worker import note_saved
 from shoal.observe.run_directory import locked
 from shoal.train.recipe.preflight import Job, units
-from shoal.train.recipe.saving.memory_rescue import DISK, MEMORY_FIX, memory_folder, own_folder, place_of
+from shoal.train.recipe.saving.memory_flush import DISK, MEMORY_FIX, memory_folder, own_folder, place_of
 from shoal.train.run import Run
 from shoal.train.run_checkpoint import holder_of, prepare_to_save, restore, state_of
 
