@@ -92,7 +92,7 @@ def measured(arguments: argparse.Namespace, folder: Path) -> str:
         saver.finish()
         durable = time.perf_counter() - began
         after = [step() for _ in range(arguments.steps)]
-        (news,) = saver.take_news()
+        (news,) = saver.take_results()
         assert not news.failure, news.failure
     usual = statistics.median([*before, *after])
     gib = news.num_bytes / 2**30

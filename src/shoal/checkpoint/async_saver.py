@@ -4,7 +4,7 @@ training   step 4 ─ copy ─ step 5 ─ step 6 ─ ... ─ step 9 ─ copy ─
 thread                └─ hash, write, fsync, rename ─┘         └─ ...
 
 There is one copy, and so one save at a time: the next save waits for the one in progress, and `seconds_waited` counts
-that. The threads of all ranks use their own connections. A save that fails is reported by `take_news`, and training
+that. The threads of all ranks use their own connections. A save that fails is reported by `take_results`, and training
 continues. A save in which a rank waits for another one longer than `launch.timeout` ends the run: the connections
 cannot be used after that, and no later step could be saved. When to save: `shoal.train.recipe.saving.autosave`.
 """
@@ -65,7 +65,7 @@ class AsyncSaver:
     """How long steps have waited for the previous save."""
     _copies: dict[tuple[str, Shape], Tensor] = field(default_factory=dict)
     _thread: threading.Thread | None = None
-    _news: deque[Saved] = field(default_factory=deque)
+    _results: deque[Saved] = field(default_factory=deque)
     _error: BaseException | None = None
     _step: int = 0
     """The step that is being saved."""
@@ -111,9 +111,9 @@ class AsyncSaver:
         """Whether a save is in progress."""
         return self._thread is not None and self._thread.is_alive()
 
-    def take_news(self) -> list[Saved]:
+    def take_results(self) -> list[Saved]:
         """Return the saves that have ended since the last call."""
-        return [self._news.popleft() for _ in range(len(self._news))]
+        return [self._results.popleft() for _ in range(len(self._results))]
 
     def _start(self, act: Any) -> None:
         def guarded() -> None:
@@ -142,7 +142,7 @@ class AsyncSaver:
             if self.world.is_main and self.keep is not None and not note:
                 with suppress(Exception):  # the step is saved; the next save removes surplus steps
                     self.store.retain(self.keep)
-        self._news.append(Saved(snapshot.step, time.perf_counter() - began, snapshot.num_bytes, failure, note))
+        self._results.append(Saved(snapshot.step, time.perf_counter() - began, snapshot.num_bytes, failure, note))
 
     def _room_for(self, snapshot: Snapshot) -> list[Tensor]:
         """Return a tensor in host memory for every value, reused by the next save; pinned if there is a GPU."""

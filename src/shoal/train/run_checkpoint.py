@@ -110,11 +110,11 @@ def wait_for(saver: AsyncSaver) -> None:
     """Wait for a save, and raise if it has failed."""
     saver.finish()
     _warn_of(saver.store)
-    for news in saver.take_news():
-        if news.failure:
-            raise RunFailed(news.failure)
-        if news.note and saver.world.is_main:
-            warnings.warn(news.note, stacklevel=3)
+    for result in saver.take_results():
+        if result.failure:
+            raise RunFailed(result.failure)
+        if result.note and saver.world.is_main:
+            warnings.warn(result.note, stacklevel=3)
 
 
 def _warn_of(store: Store) -> None:

@@ -250,7 +250,7 @@ class Autosaver:
                 saver.raise_error()
         for note in self.disk.store.take_notes():
             self.say(note)
-        for saved in self.disk.take_news():
+        for saved in self.disk.take_results():
             if saved.failure:
                 self.num_failed += 1
                 self.say(f"NOT SAVED{'' if self._is_over else ', training continues'}: {saved.failure}")
@@ -259,7 +259,7 @@ class Autosaver:
                 self.saved = saved.step
                 if saved.note:
                     self.say(saved.note)
-        for saved in self.memory.take_news() if self.memory is not None else ():
+        for saved in self.memory.take_results() if self.memory is not None else ():
             if saved.failure:
                 self.say(f"NOT SAVED TO MEMORY, training continues: {saved.failure}")
 
