@@ -67,7 +67,7 @@ def measured(arguments: argparse.Namespace, folder: Path) -> str:
             model = Llama(config)
         run.prepare(drawn(model) if run.device.type == "cuda" else initialised(model))
         run.prepare(build_optimizer(run.parameters, OptimSection(), lr=1e-4))
-        saver = AsyncSaver(Store(folder), run.world.beside())
+        saver = AsyncSaver(Store(folder), run.world.with_own_connections())
 
         def step() -> float:
             tokens = torch.randint(0, shape.vocabulary, (arguments.micro_batch, arguments.sequence + 1))

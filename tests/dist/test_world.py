@@ -201,7 +201,7 @@ def test_a_connection_that_a_stranger_has_taken_ends_the_run(world: World) -> No
 
 def groups_of_a_run(place: Placement, store: dist.Store) -> tuple[bool, int]:
     with World.start(place, device="cpu", store=store, timeout=30) as world:
-        world.beside()
+        world.with_own_connections()
         Mesh.make(world, Layout(tp=2))
         assert world.session is not None
         return world.session.key != place.key, next(world.session._numbers)

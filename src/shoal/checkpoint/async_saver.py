@@ -54,7 +54,7 @@ class AsyncSaver:
 
     store: Store
     world: World
-    """The ranks, over connections of their own: `world.beside()`."""
+    """The ranks, over connections of their own: `world.with_own_connections()`."""
     keep: int | None = 2
     """How many of the newest steps are kept; None: all."""
     on_saved: Callable[[int], None] | None = None

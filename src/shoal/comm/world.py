@@ -150,7 +150,7 @@ class World:
         of `kinds`. They are sent as JSON, never as a pickle."""
         return all_gather_plain(value, self.control_group, kinds)
 
-    def beside(self) -> World:
+    def with_own_connections(self) -> World:
         """Return the same ranks over separate connections, for a thread that communicates while training does. Every
         rank must call this."""
         if self.size == 1:

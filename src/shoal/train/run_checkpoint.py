@@ -99,7 +99,7 @@ def save_run(
         _warn_of(store)
         return
     if saver is None:
-        saver = run.savers[str(directory)] = AsyncSaver(Store.at(directory), run.world.beside())
+        saver = run.savers[str(directory)] = AsyncSaver(Store.at(directory), run.world.with_own_connections())
     saver.keep = keep if wait else keep or 2
     saver.begin(holder_of(run), step=run.steps_done, state=state)
     if wait:

@@ -89,7 +89,7 @@ class Autosaver:
         settings, per = job.recipe.checkpoint, units(job.recipe, job.training)
         every = None if settings.every == "auto" else Duration.parse(settings.every)
         store = Store.at(settings.dir or directory / "checkpoints")
-        disk = AsyncSaver(store, run.world.beside(), keep=settings.keep, on_saved=note_saved)
+        disk = AsyncSaver(store, run.world.with_own_connections(), keep=settings.keep, on_saved=note_saved)
         memory_steps = settings.memory_every.steps(**per) or 0
         memory = None
         if memory_steps:
@@ -97,7 +97,7 @@ class Autosaver:
             failed = f"{settings.memory_dir!r} cannot hold the state of this run"
             place = memory_root, settings.memory_dir, directory, disk.store.where
             root = on_main(run.world, lambda: _memory_root(*place, say), failed=failed, fix=MEMORY_FIX)
-            memory = AsyncSaver(Store(root), run.world.beside(), keep=1, on_saved=note_saved)
+            memory = AsyncSaver(Store(root), run.world.with_own_connections(), keep=1, on_saved=note_saved)
         return cls(
             run=run,
             job=job,
