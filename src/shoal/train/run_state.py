@@ -91,7 +91,7 @@ class RunState:
         """Directory → the saver that writes to it beside the training."""
         self.open_step: OpenStep | None = None
         """The step whose batch was taken and whose update was not made."""
-        self.counts_late = self.compares_samples = False
+        self.defers_count = self.compares_samples = False
         """Whether the count of the last step's loss was known only after its forwards, or not even then."""
         self.replicas_agreed_at: int | None = None
         """The last step after which all copies of tensors were compared and equal."""

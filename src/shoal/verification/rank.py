@@ -199,7 +199,7 @@ def _predict(findings: Findings, run: Run, case: Case) -> None:
         batch=batch,
         rank=run.world.rank,
         splits_logits=splits_logits,
-        counts_late=run.counts_late,
+        defers_count=run.defers_count,
         compares_samples=run.compares_samples,
     )
     if has_moment(case.plan, rank=run.world.rank, num_microbatches=case.plan.num_microbatches(batch)):

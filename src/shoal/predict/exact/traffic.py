@@ -60,9 +60,9 @@ BUCKET_BYTES = 25 * 2**20
 HOST_BYTES = 8
 """A number that travels for control is a float64; the load of an expert, too."""
 KINDS_OF_LOSS = 4
-"""Which of them each rank has seen (`train.late_count.agree_on_kind`)."""
-LATE_NUMBERS = 4
-"""The loss, its count and two flags (`train.late_count.agree`), or what `reject_uncounted` compares."""
+"""Which of them each rank has seen (`train.deferred_count.agree_on_kind`)."""
+DEFERRED_NUMBERS = 4
+"""The loss, its count and two flags (`train.deferred_count.agree`), or what `reject_uncounted` compares."""
 COUNT_BYTES = 8
 """How often the tokens of a sequence chose an expert is an int64."""
 ROWS_BYTES = 4
@@ -90,7 +90,7 @@ def traffic(
     sizes: Sizes | None = None,
     splits_logits: bool = True,
     host_numbers: int = 2,
-    counts_late: bool = False,
+    defers_count: bool = False,
     compares_samples: bool = False,
 ) -> dict[str, Operations]:
     """Axis → operation → messages of one rank in one steady step, for a resolved plan and a global batch.
@@ -98,7 +98,7 @@ def traffic(
     `splits_logits`: the loss is shoal's cross-entropy, which never joins the logits of tp ranks; a loss of the user's
     own does. `host_numbers`: how many numbers (weight and samples of the batch, signals) ranks agree on over the group
     of all; 0 where a group of the host's own carries them, as beside NCCL. (`shoal train` on a CPU sends them with the
-    loss, or through shared memory, where the dataset knows how many labels count.) `counts_late`: the loss is the
+    loss, or through shared memory, where the dataset knows how many labels count.) `defers_count`: the loss is the
     user's function, whose count is known after its forward and is summed over all ranks with the loss.
     `compares_samples`: that count is never known, and ranks compare the shapes of their samples.
     """
@@ -114,9 +114,9 @@ def traffic(
             *over_world(
                 step,
                 host_numbers=host_numbers,
-                counts_late=counts_late,
+                defers_count=defers_count,
                 compares=compares_samples,
-                is_own_loss=counts_late or compares_samples or not splits_logits,
+                is_own_loss=defers_count or compares_samples or not splits_logits,
             ),
         ]
     )
@@ -434,7 +434,7 @@ def over_stages(step: _Step) -> Iterator[Message]:
 
 
 def over_world(
-    step: _Step, *, host_numbers: int, counts_late: bool, compares: bool, is_own_loss: bool
+    step: _Step, *, host_numbers: int, defers_count: bool, compares: bool, is_own_loss: bool
 ) -> Iterator[Message]:
     """Numbers: what the batch weighs, the loss, the square of the norm where no rank has every gradient, and for every
     router of the model the load of its experts, how much it dropped, and its loss."""
@@ -443,11 +443,11 @@ def over_world(
         return
     if host_numbers:
         yield "world", "all_reduce", 1, HOST_BYTES * host_numbers
-    yield "world", "all_reduce", 1, HOST_BYTES * LATE_NUMBERS if counts_late else step.sizes.weight
+    yield "world", "all_reduce", 1, HOST_BYTES * DEFERRED_NUMBERS if defers_count else step.sizes.weight
     if host_numbers and is_own_loss:
         yield "world", "all_reduce", 1, HOST_BYTES * KINDS_OF_LOSS
     if host_numbers and compares:
-        yield "world", "all_reduce", 1, HOST_BYTES * LATE_NUMBERS
+        yield "world", "all_reduce", 1, HOST_BYTES * DEFERRED_NUMBERS
     if plan.is_sharded or step.is_pipeline or plan.layout.tp > 1:
         yield "world", "all_reduce", 1, step.sizes.weight
     if routers:
