@@ -227,23 +227,23 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Fits:
-    """Failures that were foretold, and false alarms."""
+    """Failures that were predicted, and false alarms."""
 
     failed: int
-    foretold: int
+    predicted: int
     """Of those that failed."""
     alarms: int
     """Predictions that a run would not fit."""
 
     @property
     def recall(self) -> float:
-        """Part of the failures that were foretold."""
-        return self.foretold / self.failed if self.failed else 0.0
+        """Part of the failures that were predicted."""
+        return self.predicted / self.failed if self.failed else 0.0
 
     @property
     def precision(self) -> float:
         """Part of the alarms that were right."""
-        return self.foretold / self.alarms if self.alarms else 0.0
+        return self.predicted / self.alarms if self.alarms else 0.0
 
 
 def fits(found: Iterable[Prediction]) -> Fits | None:
@@ -256,7 +256,7 @@ def fits(found: Iterable[Prediction]) -> Fits | None:
     failed = [one for one in scored if one.row.failed]
     return Fits(
         failed=len(failed),
-        foretold=sum(not one.fits for one in failed),
+        predicted=sum(not one.fits for one in failed),
         alarms=sum(not one.fits for one in scored),
     )
 
