@@ -35,7 +35,7 @@ from shoal.parallel.data.local_sgd import LocalSGD
 from shoal.parallel.expert.aux_loss import AuxLoss
 from shoal.parallel.expert.loads import balance_routers, reject_unattached, sum_loads
 from shoal.parallel.expert.router import biases, routers
-from shoal.parallel.full_tensors import Placement, from_all_stages, full_tensors
+from shoal.parallel.full_tensors import TensorPlacement, from_all_stages, full_tensors
 from shoal.parallel.fused_loss_head import LossHead
 from shoal.parallel.gradients import local_gradients, norm_of_pieces, norm_of_whole, own_norms, sum_tied
 from shoal.parallel.pipeline.pipeline import Pipeline, Stage
@@ -105,7 +105,7 @@ class ParallelModel:
         self._match(self.originals)
         self.originals = {}
         copies = {second for _, second in self.tied if self.pipeline is not None}
-        self.placement = Placement(
+        self.placement = TensorPlacement(
             self.plan, self.mesh, self.tensor, self.is_sharded, self.experts, self.shapes, copies
         )
         own = self.sync_axes if self.local_sgd is not None else ()
@@ -233,7 +233,7 @@ class ParallelModel:
         return self.placement.is_replicated(name, axis)
 
     def is_owner(self, name: str, besides: Sequence[str] = (), *, and_copies: bool = False) -> bool:
-        """Whether this rank is the first that holds this very piece of a parameter; see `Placement`."""
+        """Whether this rank is the first that holds this very piece of a parameter; see `TensorPlacement`."""
         return self.placement.is_owner(name, besides, and_copies=and_copies)
 
     def shard_box(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
