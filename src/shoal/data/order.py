@@ -8,14 +8,14 @@ the sample. So the position of a run in the data is one integer, on any number o
     seed 0, size 5, batch 4, 2 ranks
     epoch      ├──────── 0 ───────┤├──────── 1 ───────┤├── 2 ──    [1]
     position     0   1   2   3   4   5   6   7   8   9  10  11
-    sample       1   2   0   4   3   1   3   0   4   2   0   3     [2]
+    sample       1   2   0   4   3   1   3   0   4   2   0   3
     step       └───── 0 ─────┘ └───── 1 ─────┘ └───── 2 ─────┘      a step may span two epochs
     rank         0   0   1   1   0   0   1   1   0   0   1   1     [4]
 
 [1] Each epoch has its own keys, hashed from the seed and its number.
-[2] The permutation is a Feistel network over a grid of `rows × columns >= size` cells: add to the row a hash of the
-    column, to the column a hash of the row, and so on. Each round is invertible, so all of them are a bijection of the
-    cells. Nothing is stored, and one access costs as much among 10 samples as among 10**12.
+[2] From position to sample: a Feistel network over a grid of `rows × columns >= size` cells. Add to the row a hash of
+    the column, to the column a hash of the row, and so on. Each round is invertible, so all of them are a bijection of
+    the cells. Nothing is stored, and one access costs as much among 10 samples as among 10**12.
 [3] A value on one of the few cells beyond `size` passes again until it is below ("cycle walking"), so the result is a
     bijection of [0, size).
 [4] A rank takes a contiguous part of each batch. Another number of ranks cuts the same batches elsewhere, so a run
