@@ -42,9 +42,9 @@ def state_of(run: RunState) -> dict[str, Any]:
     return {
         "seed": run.seed,
         "precision": run.plan.precision,
-        "weights": str(run.precision.weight_dtype).removeprefix("torch."),
+        "param_dtype": str(run.precision.weight_dtype).removeprefix("torch."),
         "optimizer": type(run.optimizer).__name__,
-        "states": groups[0].get("states", "fp32"),  # which torch's own have, too
+        "state_dtype": groups[0].get("state_dtype", "fp32"),  # which torch's own have, too
         "lr": [{name: float(group[name]) for name in LR if name in group} for group in groups],
         "plan": str(run.plan),
         "ranks": run.world.size,
@@ -161,7 +161,7 @@ def _changes(run: RunState, state: Mapping[str, Any]) -> Iterator[Problem]:
     """What would make the run another one. Checkpoints of others do not say all of it."""
     here = state_of(run)
     fix = "as it was saved; or run.load(..., only_weights=True) for another run with the same weights"
-    for name in ("seed", "precision", "weights", "optimizer", "states"):
+    for name in ("seed", "precision", "param_dtype", "optimizer", "state_dtype"):
         if name in state and state[name] != here[name]:
             yield Problem(f"{name} was {state[name]}, and is {here[name]}", fix)
     was, now = state.get("loaders", ()), here["loaders"]

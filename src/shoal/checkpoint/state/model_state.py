@@ -136,5 +136,5 @@ def make_states(holder: Holder, kinds: dict[str, dict[str, torch.dtype]], scalar
 
 def _device_of_step(group: dict[str, Any], parameter: nn.Parameter) -> torch.device:
     """Return the device of an optimizer's counters: the parameter's if its kernels read them, else the CPU."""
-    is_near = group.get("fused") or group.get("capturable") or "states" in group
+    is_near = group.get("fused") or group.get("capturable") or "state_dtype" in group
     return to_local(parameter).device if is_near else torch.device("cpu")
