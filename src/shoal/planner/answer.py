@@ -114,10 +114,17 @@ class Answer:
 
 
 def plan(model: str | None = None, **request: Any) -> Answer:
-    """Rank the plans that fit a model on a cluster: the answer of `shoal plan`, as a value.
+    """Rank the plans that fit a model on a cluster: the answer of `shoal plan`, as a value. No GPU is needed.
 
-    Takes the options of `shoal plan` by name: `shoal.plan("llama3-8b", cluster="h200:8", seq_len=8192)`. Every number
-    is predicted. `answer.best[0].prediction.plan` is the first plan; `to_mapping(answer)` is the JSON.
+    model    a preset, a Hugging Face `config.json` or `file.py:function`; None: by dimensions (`hidden=`, `layers=`)
+    request  the options of `shoal plan` by name, with `_` for `-`; `shoal plan --help` lists them
+
+    Every number is predicted. `answer.best` are the plans, best first; `to_mapping(answer)` is the JSON.
+
+    >>> answer = plan("llama3-8b", cluster="h200:8", seq_len=8192, global_batch=64)
+    >>> first = answer.best[0].prediction
+    >>> print(first.plan.brief())
+    dp_shard=8 zero=1 mb=2 bf16
     """
     known = [entry.name for entry in fields(PlanRequest)]
     raise_if(

@@ -26,7 +26,15 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class AdamW(Optimizer):
-    """AdamW with decoupled weight decay, as torch.optim.AdamW; states have the same names and meanings."""
+    """AdamW as in torch, with moments and weights in fp32 or bf16, and one kernel per tensor on a GPU.
+
+    params, lr, betas, eps, weight_decay    as in torch.optim.AdamW; the state has the same names and meanings
+    state_dtype                             the moments in "fp32", or "bf16" with a quarter less memory per parameter
+    seed                                    of the stochastic rounding to bf16
+
+    >>> weight = torch.nn.Parameter(torch.ones(4))
+    >>> optimizer = AdamW([weight], lr=1e-3, state_dtype="bf16")
+    """
 
     def __init__(
         self,

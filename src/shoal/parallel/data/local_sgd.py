@@ -40,14 +40,21 @@ from shoal.parallel.data.local_step_scale import LocalStepScale
 
 @dataclass(frozen=True, slots=True)
 class OuterOptimizer:
-    """The optimizer of the shared weights, and how they are exchanged."""
+    """The optimizer of the shared weights under `sync=`, and how they are exchanged.
+
+    lr, momentum  under `sync=diloco:H`, of SGD with Nesterov momentum on the mean change of the replicas in H steps
+    fragments     parts of the weights, which are exchanged one after the other within H steps
+    delay         steps between sending and applying an exchange, during which training continues
+    rescale       under `sync=local:H`, make the mean of Adam's steps as long as one model's would be
+
+        run = shoal.Run("dp_replicate=4 sync=diloco:50", outer=shoal.OuterOptimizer(lr=0.7, momentum=0.9))
+    """
 
     lr: float = 0.7
     momentum: float = 0.9
     fragments: int = 1
     delay: int = 0
     rescale: bool = True
-    """Under `local`, make the mean of Adam's steps as long as one model's would be (`local_step_scale`)."""
 
 
 DEFAULT_OUTER = OuterOptimizer()
