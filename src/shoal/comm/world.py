@@ -251,7 +251,7 @@ def pick_device(name: str, place: Placement, *, backend: str | None, num_cuda: i
         return torch.device("cpu")
     if num_cuda == 0:
         raise ShoalError(
-            "device cuda was asked for, but this machine has no CUDA device",
+            "device is cuda, but this machine has no CUDA device",
             fix="--launch.device cpu; in a script, device='cpu'",
         )
     if place.local_world_size > num_cuda and backend != "gloo":

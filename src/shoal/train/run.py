@@ -75,7 +75,7 @@ class Run(RunState):
         objective = objective_of(loss)
         if policies.compute.fused_loss and not isinstance(objective, CrossEntropy):
             raise ShoalError(
-                "a loss of one's own is not computed inside the model's last layer",
+                "a loss function of yours cannot be computed inside the model's last layer",
                 fix="fused_loss=None; or no loss=, which is the cross-entropy of batches with labels",
             )
         world = world or World.start(read_environment(os.environ), device=device, timeout=timeout, threads=threads)

@@ -163,5 +163,5 @@ class RunState:
         return batch if context is None else cut_batch(batch, self.description, context)
 
     def split_logits_for_loss(self) -> AbstractContextManager[None]:
-        """A stage calls the model outside of the objective, which would have asked for split logits."""
+        """A stage calls the model outside of the objective, which splits the logits otherwise."""
         return self.composed.tensor.split_logits() if isinstance(self.objective, CrossEntropy) else nullcontext()

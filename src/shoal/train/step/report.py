@@ -111,7 +111,7 @@ class OpenStep:
     """The loss, on its way."""
     index: int = -1
     has_run: bool = False
-    """Whether a pipeline has run it; on most of its ranks there is no loss to tell."""
+    """Whether a pipeline has run it; on most of its ranks there is no loss to report."""
     given: Any = None
     """The batch as it was given, before it was moved to the device."""
     kinds: set[Kind] = field(default_factory=set)
