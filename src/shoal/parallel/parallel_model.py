@@ -1,6 +1,6 @@
 """A model laid over the ranks, as one of them holds it: what it computes with, and what its gradients still need.
 
-One step, as `train.step_engine` makes it:
+One step, as `train.step.engine` makes it:
 
     begin_step ─ begin_microbatch (with: forward, backward) x m ─ finish_gradients ─ norm ─ commit ─ end_step
 

@@ -1,6 +1,6 @@
 """`Run`: the public object of a training run, for a loop of your own and for shoal's.
 
-What a rank holds of it is in `run_state`; how a step is made, in `step_engine`.
+`run_state` has the state of one rank, `step.engine` the training step.
 """
 
 from __future__ import annotations

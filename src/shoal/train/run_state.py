@@ -4,7 +4,7 @@ RunState        ranks, plan, precision, model, optimizer, loaders, steps made
   ├─ run_prepare      puts model, optimizer, schedulers and loaders into it
   ├─ open_step        cuts a batch into microbatches
   ├─ global_loss      scales the losses of microbatches to the loss of the global batch
-  ├─ step_engine      forwards, backwards and the update
+  ├─ step.engine      forwards, backwards and the update
   ├─ evaluate         the mean loss over batches
   └─ run_checkpoint   saves and loads it
 Run             the public object: a RunState with the methods above
