@@ -292,7 +292,7 @@ def _choose_recomputed_swiglu(block: nn.Module, compute: ComputePolicy) -> None:
 
 def _convert_to_fp8(block: nn.Module, setup: _Setup) -> None:
     if setup.plan.precision == "fp8":
-        to_fp8(block, setup.compute.fp8, setup.mesh.device, narrow=setup.compute.fp8_min_features)
+        to_fp8(block, setup.compute.fp8, setup.mesh.device, min_features=setup.compute.fp8_min_features)
 
 
 def _give_loss_to_head(model: nn.Module, setup: _Setup) -> None:
