@@ -70,7 +70,7 @@ class FrameworkProfile:
     """Whether it keeps silu(gate) too."""
     keeps_gathered: bool = False
     """Whether a layer that tp divides keeps its input of all tokens. Else it gathers that again in the backward."""
-    is_lean: bool = False
+    is_memory_saving: bool = False
     """Whether layers that tp does not divide keep less than autograd would, by computing inputs again
     (`numerics.ops.memory_saving_linear`)."""
     copies_in_norm: bool = False
@@ -214,7 +214,7 @@ class FrameworkProfile:
     @cached_property
     def where_split(self) -> FrameworkProfile:
         """The same where tp divides layers: they are called one by one, and keep what autograd keeps."""
-        if not self.is_lean:
+        if not self.is_memory_saving:
             return self
         return replace(
             self,
