@@ -85,13 +85,13 @@ def _in_lockstep(
     mine = next(batches, None)
     example: Any = None
     while True:
-        is_asked = stop is not None and stop()
+        is_stopped = stop is not None and stop()
         example = mine if mine is not None else example
-        flags = (mine is not None, is_asked, example is None)
-        num_left, num_asked, num_without = run.world.all_reduce_host([float(flag) for flag in flags]).wait()
+        flags = (mine is not None, is_stopped, example is None)
+        num_left, num_stopped, num_without = run.world.all_reduce_host([float(flag) for flag in flags]).wait()
         if not num_left:
             return
-        if num_asked:
+        if num_stopped:
             yield None
             return
         if is_collective and num_without:  # some rank has never seen a batch

@@ -121,8 +121,8 @@ def _pick(runs: Sequence[Prediction]) -> Prediction:
     """Return the run that the planner would recommend: of those that fit and are predicted as fast as the fastest, the
     one on fewest axes. Each axis adds a risk that no prediction includes."""
     fitting = [one for one in runs if one.fits] or runs
-    is_strange = any(one.profile and not one.profile.is_known for one in runs)
-    limit = min(one.predicted_s or 0.0 for one in fitting) * (1 + NEAR * (UNKNOWN_FRAMEWORK if is_strange else 1.0))
+    is_unknown = any(one.profile and not one.profile.is_known for one in runs)
+    limit = min(one.predicted_s or 0.0 for one in fitting) * (1 + NEAR * (UNKNOWN_FRAMEWORK if is_unknown else 1.0))
     near = [one for one in fitting if (one.predicted_s or 0.0) <= limit]
     return min(near, key=lambda one: (_num_axes(one), one.predicted_s or 0.0))
 
