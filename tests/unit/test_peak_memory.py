@@ -248,7 +248,7 @@ def test_a_head_in_fp8_takes_what_was_measured_more_than_one_in_bf16() -> None:
 
 
 def test_layers_are_narrow_on_paper_where_they_are_in_a_run() -> None:
-    assert (fp8_memory.NARROW, fp8_memory.MULTIPLE) == (convert.NARROW, products.MULTIPLE)
+    assert (fp8_memory.MIN_FEATURES, fp8_memory.MULTIPLE) == (convert.MIN_FEATURES, products.MULTIPLE)
     for width in (256, 504, 512, 520, 528, 4096):
         with torch.device("meta"):
             layer = torch.nn.Linear(1792, width, bias=False)
