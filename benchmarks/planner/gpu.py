@@ -150,7 +150,7 @@ def predicted(case: Case, cluster: Cluster) -> Prediction:
     """What the planner says of a run."""
     task = Task(
         workload=workload(MODELS[case.model]), cluster=cluster, sequence=case.sequence, global_batch=case.batch,
-        profile=shoal_profile(states=case.states),
+        profile=shoal_profile(state_dtype=case.states),
     )  # fmt: skip
     return task.predict(Plan.parse(case.words).resolve(1))
 

@@ -659,12 +659,12 @@ def test_an_exchange_that_fails_is_a_restart(host: Host, five_steps: Any, tmp_pa
 
 MEETING = {
     "compressed": ["--plan", "fp64 compress=1bit", "--comm.warmup_steps", "3"],
-    "islands": ["--plan", "fp64 sync=diloco:4 compress=topk:0.1"],
-    "late islands": ["--plan", "fp64 sync=diloco:6", "--comm.fragments", "2", "--comm.outer_delay", "2"],
+    "local SGD": ["--plan", "fp64 sync=diloco:4 compress=topk:0.1"],
+    "delayed local SGD": ["--plan", "fp64 sync=diloco:6", "--comm.fragments", "2", "--comm.outer_delay", "2"],
 }
 
 
-@pytest.mark.parametrize(("how", "rank"), [("compressed", 1), wide("islands", 1), ("late islands", 0)])
+@pytest.mark.parametrize(("how", "rank"), [("compressed", 1), wide("local SGD", 1), ("delayed local SGD", 0)])
 def test_replicas_that_meet_rarely_go_on_bit_for_bit(host: Host, tmp_path: Path, how: str, rank: int) -> None:
     """A worker dies in the middle of its own steps, and one in the step in which all meet; both come back by
     themselves, and what was owed is still owed."""
@@ -680,7 +680,7 @@ def test_replicas_that_meet_rarely_go_on_bit_for_bit(host: Host, tmp_path: Path,
         assert hexed(losses(tmp_path / f"killed-{step}")) == hexed(losses(tmp_path / "whole"))
 
 
-@pytest.mark.parametrize("how", [wide("compressed"), "islands"])
+@pytest.mark.parametrize("how", [wide("compressed"), "local SGD"])
 def test_replicas_that_meet_rarely_join_and_leave(host: Host, tmp_path: Path, how: str) -> None:
     """2 → 4 → 3 ranks, as the power fails; and another H in the end."""
     words = [*ALL, *MEETING[how], "--checkpoint.every", "1step"]

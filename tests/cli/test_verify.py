@@ -74,8 +74,8 @@ COMMANDS = {
     "strict": ["--nproc", "2", "--plan", "zero=3 mb=1", "--tolerance", "1e-30", "--json"],
     "compressed": ["--nproc", "2", "--plan", "compress=int8 mb=4", "--json"],
     "sharded and compressed": ["--nproc", "4", "--plan", "dp_replicate=2 zero=3 compress=powersgd:2 mb=4", "--json"],
-    "islands": ["--nproc", "2", "--plan", "sync=diloco:50 compress=int8 mb=4", "--json"],
-    "islands for reading": ["--nproc", "2", "--plan", "sync=local:4 mb=4"],
+    "local SGD": ["--nproc", "2", "--plan", "sync=diloco:50 compress=int8 mb=4", "--json"],
+    "local SGD for reading": ["--nproc", "2", "--plan", "sync=local:4 mb=4"],
     "for reading": ["--nproc", "2", "--plan", "dp_replicate=2 mb=2"],
     "in 8 bits": ["--nproc", "1", "--plan", "fp8 mb=4", "--steps", "1"],
     "own": ["--nproc", "2", "--plan", "zero=3 mb=2", *OF_IMAGES],
@@ -152,8 +152,8 @@ def test_what_travels_is_that_of_the_plan_as_it_was_asked_for(ran: dict[str, Ran
     assert 2 * parameters / 8 < sent < 2 * parameters / 7  # a byte of eight, and scales; from two ranks
 
 
-def test_islands_are_not_called_equal(ran: dict[str, Ran]) -> None:
-    code, told = verified(ran["islands"])
+def test_local_sgd_is_not_called_equal(ran: dict[str, Ran]) -> None:
+    code, told = verified(ran["local SGD"])
     assert code == 0
     assert told["replica_sync"] == {
         "axis": "dp_replicate",
@@ -162,8 +162,8 @@ def test_islands_are_not_called_equal(ran: dict[str, Ran]) -> None:
         "sends_weights": True,
     }
     assert told["bytes"]["dp_replicate"] == verified(ran["compressed"])[1]["bytes"]["dp_replicate"]
-    out = ran["islands for reading"].stdout
-    assert ran["islands for reading"].code == 0
+    out = ran["local SGD for reading"].stdout
+    assert ran["local SGD for reading"].code == 0
     assert out.startswith("local SGD")
     assert "bytes sent, every 4 steps" in out
     assert "after a sync their weights are equal" in " ".join(out.split())

@@ -94,7 +94,7 @@ def batch() -> dict[str, Tensor]:
     return {"tokens": tokens, "labels": tokens.roll(-1, 1)}
 
 
-def anatomy(**options: Any) -> ModelShapes:
+def llama_shapes(**options: Any) -> ModelShapes:
     model = build(**options)
     return trace_shapes(model, model.describe(), ((batch()["tokens"],), {}))
 
@@ -142,14 +142,14 @@ def check(plan: str, of: ModelShapes, counted: list[Any], **options: Any) -> Non
 )
 def test_traffic_is_what_was_predicted(pool: Pool, size: int, words: str) -> None:
     plan, options = read(size, words)
-    check(plan, anatomy(**options), pool.run(count_llama, size, plan, options))
+    check(plan, llama_shapes(**options), pool.run(count_llama, size, plan, options))
 
 
 @pytest.mark.parametrize("plan", ["fp64 tp=2 sp=off mb=4", "bf16 tp=2 sp=on"])
 def test_a_loss_of_ones_own_joins_the_logits(pool: Pool, plan: str) -> None:
     options = read(2, "")[1]
-    of = {"splits_logits": False, "counts_late": "mb" in plan}  # one microbatch on one data rank is the whole batch
-    check(plan, anatomy(**options), pool.run(count_llama, 2, plan, options, True), **of)
+    of = {"splits_logits": False, "defers_count": "mb" in plan}  # one microbatch on one data rank is the whole batch
+    check(plan, llama_shapes(**options), pool.run(count_llama, 2, plan, options, True), **of)
 
 
 # ---- models that are not ours ---------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def count_other(world: World, kind: str, plan: str) -> Any:
 @pytest.mark.parametrize("plan", ["zero=3 mb=2", "zero=2", "dp_replicate=2"])
 def test_a_model_without_a_description(pool: Pool, plan: str) -> None:
     of = trace_shapes(Plain(), Description(), ((inputs_and_labels()["inputs"],), {}))
-    check(plan, of, pool.run(count_other, 2, "Plain", plan), counts_late=True)
+    check(plan, of, pool.run(count_other, 2, "Plain", plan), defers_count=True)
 
 
 @no_in_place
@@ -229,7 +229,7 @@ def test_a_model_without_a_description(pool: Pool, plan: str) -> None:
 def test_a_model_with_a_description_of_its_own(pool: Pool, plan: str) -> None:
     model = PostNorms()
     of = trace_shapes(model, model.describe(), ((inputs_and_labels()["inputs"],), {}))
-    check(plan, of, pool.run(count_other, 2, "PostNorms", plan), counts_late=True)
+    check(plan, of, pool.run(count_other, 2, "PostNorms", plan), defers_count=True)
 
 
 # ---- a mixture that does not say what its blocks are ----------------------------------------------------------------
@@ -245,8 +245,8 @@ class Sparse(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         routing, *facts = self.router(x)
         y = self.experts(x.flatten(0, 1), routing).view_as(x)
-        settled: Tensor = self.router.settle(x + y + self.extra(x), *facts)
-        return settled
+        attached: Tensor = self.router.attach_aux_loss(x + y + self.extra(x), *facts)
+        return attached
 
 
 class Mixture(nn.Module):

@@ -158,9 +158,11 @@ def test_a_head_has_a_gradient_beside_the_one_that_adds_up() -> None:
 
 
 def test_states_in_bf16_are_half_as_large() -> None:
-    full, half = (predicted("bf16 mb=1", ranks=1, profile=shoal_profile(states=states)) for states in ("fp32", "bf16"))
+    full, half = (
+        predicted("bf16 mb=1", ranks=1, profile=shoal_profile(state_dtype=states)) for states in ("fp32", "bf16")
+    )
     assert full.optimizer == 2 * half.optimizer == pytest.approx(8 * LLAMA.parameters, rel=1e-3)
-    assert shoal_profile(compile=False, states="bf16").passes == SHOAL_EAGER.passes
+    assert shoal_profile(compile=False, state_dtype="bf16").passes == SHOAL_EAGER.passes
 
 
 def test_full_recompute_keeps_an_input_per_layer() -> None:
@@ -206,7 +208,7 @@ def test_compiled_layers_hold_what_was_measured_on_a_gpu(
     """GiB of torch.cuda.max_memory_allocated on an H200: benchmarks/results/planner_nvidia-h200_2026-11-15.md, and
     h200-longest and h200-speed of the same day."""
     plan = Plan.parse(f"bf16 mb={mb} recompute={recompute}").resolve(1)
-    profile = shoal_profile(states=states)
+    profile = shoal_profile(state_dtype=states)
     found = peak_memory(model, plan, H200, sequence=sequence, global_batch=mb * microbatches, profile=profile)
     assert found.allocated / 2**30 == pytest.approx(measured, rel=0.004)
 
@@ -230,7 +232,7 @@ def test_fp8_holds_what_was_measured_on_a_gpu(
 ) -> None:
     """GiB of torch.cuda.max_memory_allocated on an H200: h200-speed and h200-fp8 of 2026-11-16, and a run with a large
     vocabulary and narrow keys."""
-    profile = shoal_profile(states=states, weights=weights)
+    profile = shoal_profile(state_dtype=states, param_dtype=weights)
     plan = Plan.parse(f"fp8 mb={mb}").resolve(1)
     found = peak_memory(model, plan, H200, sequence=sequence, global_batch=mb, profile=profile)
     assert found.allocated / 2**30 == pytest.approx(measured, rel=0.006)
@@ -246,7 +248,7 @@ def test_a_head_in_fp8_takes_what_was_measured_more_than_one_in_bf16() -> None:
 
 
 def test_layers_are_narrow_on_paper_where_they_are_in_a_run() -> None:
-    assert (fp8_memory.NARROW, fp8_memory.MULTIPLE) == (convert.NARROW, products.MULTIPLE)
+    assert (fp8_memory.MIN_FEATURES, fp8_memory.MULTIPLE) == (convert.MIN_FEATURES, products.MULTIPLE)
     for width in (256, 504, 512, 520, 528, 4096):
         with torch.device("meta"):
             layer = torch.nn.Linear(1792, width, bias=False)

@@ -175,7 +175,7 @@ def test_a_cpu_pays_for_every_action_of_a_pipeline() -> None:
 def test_a_compiler_and_states_in_bf16_save_time() -> None:
     eager, compiled, half = (
         predicted("bf16 zero=3 mb=2", profile=profile)
-        for profile in (shoal_profile(compile=False), shoal_profile(), shoal_profile(states="bf16"))
+        for profile in (shoal_profile(compile=False), shoal_profile(), shoal_profile(state_dtype="bf16"))
     )
     touched = (
         2 * 8 * 4096 * 2.5 * 32 * ((43 + 60 - 10) * 4096 + (12 + 17 - 4) * 14336)

@@ -32,7 +32,11 @@ GROUP_AXES = (*AXES, "ep", "edp", *FLATTENED)
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The degree of each axis.
+    """The degree of each parallel axis, and the groups of ranks along it. It needs no process.
+
+    >>> layout = Layout(dp_shard=2, tp=2)
+    >>> layout.world_size, layout.groups("tp"), layout.groups("dp_shard")
+    (4, ((0, 1), (2, 3)), ((0, 2), (1, 3)))
 
     `ep` is no direction of its own: it cuts the flattened (dp_shard, cp) ranks into slices. Ranks at the same position
     of different slices hold the same experts and form the axis `edp`.

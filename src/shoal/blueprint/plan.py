@@ -29,7 +29,9 @@ from shoal.errors import Problem, ShoalError, listed, raise_if
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """A layout, and how a step is computed on it. None: open; `resolve` fills it in.
+    """How a run is distributed over its ranks: the degree of each axis, and how a step is computed.
+
+    The words are those of `shoal train --plan`. A value that is None is open; `resolve` fills it in.
 
     >>> plan = Plan.parse("bf16 tp=2 zero=3 mb=4").resolve(8)
     >>> plan.layout.dp_shard, plan.num_microbatches(32)

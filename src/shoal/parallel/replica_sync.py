@@ -100,7 +100,7 @@ def _own_sync(group: ReplicaGroup, sync: SyncPolicy, seed: int) -> GradientReduc
     assert sync.bucket_mb != "auto"
     bucket_bytes = BUCKET_BYTES if sync.bucket_mb is None else round(sync.bucket_mb * 2**20)
     transport.algorithm, why = (
-        fastest(transport, bucket_bytes) if sync.algorithm == "auto" else (sync.algorithm, "it was asked for")
+        fastest(transport, bucket_bytes) if sync.algorithm == "auto" else (sync.algorithm, "as set")
     )
     average = build_average(plan.compression)
     # What is not encoded gains nothing by a second lane, and NCCL may not be asked from two threads in any order.

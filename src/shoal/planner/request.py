@@ -146,7 +146,9 @@ def task_of(request: PlanRequest) -> Task:
         cluster=cluster,
         sequence=sequence,
         global_batch=batch,
-        profile=shoal_profile(compile=not request.eager, states=request.state_dtype, weights=request.param_dtype),
+        profile=shoal_profile(
+            compile=not request.eager, state_dtype=request.state_dtype, param_dtype=request.param_dtype
+        ),
         compiles=not request.eager,
         max_memory=None if request.max_memory is None else _memory_limit(request.max_memory, cluster),
     )

@@ -66,8 +66,8 @@ class Task:
         """Return the size of a checkpoint: weights and moments, each rank its part; of replicas, the first writes."""
         total = self.workload.parameters * (self.profile.weight + self.profile.moments)
         layout = plan.layout
-        sharers = layout.dp_shard * layout.cp if plan.zero else 1
-        return Saved(total=total, copied=total / (layout.tp * layout.pp * sharers))
+        shards = layout.dp_shard * layout.cp if plan.zero else 1
+        return Saved(total=total, copied=total / (layout.tp * layout.pp * shards))
 
     def fits(self, memory: PeakMemory) -> bool:
         """Whether it is within the memory limit of a rank."""

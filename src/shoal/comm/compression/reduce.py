@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from shoal.blueprint.replicas.compression import Compression, as_matrix
-from shoal.comm.compression.codecs import Codec, Largest, codec_of
+from shoal.comm.compression.codecs import Codec, TopKCodec, codec_of
 from shoal.comm.replicas.transport import Transport
 
 
@@ -109,7 +109,7 @@ class ScatterReduce(Average):
 class TopK(Average):
     """Every rank sends the largest of its numbers to all others."""
 
-    codec: Largest
+    codec: TopKCodec
     keeps_residual = True
 
     def __call__(self, x: Tensor, bucket: Bucket, transport: Transport, seeds: Seeds) -> None:
@@ -198,7 +198,7 @@ def build_average(compression: Compression | None) -> Average:
         return AllReduce()
     match compression.method:
         case "topk":
-            return TopK(Largest(compression.kept_in_block))
+            return TopK(TopKCodec(compression.kept_in_block))
         case "randomk":
             return RandomK(compression.stride)
         case "powersgd":

@@ -1,8 +1,8 @@
 """`dp_replicate`, and `cp` where nothing is sharded: every rank has the full model and its own samples (or its tokens
 of them); gradients are averaged once per step.
 
-torch gives `DistributedDataParallel`. It averages over ranks and synchronises at every backward. The loss law wants a
-sum over the *global* batch, and accumulation wants one synchronisation per step: `shoal.train.loss.global_loss` scales
+torch gives `DistributedDataParallel`. It averages over ranks and synchronises at every backward. The loss is a sum
+over the *global* batch, and accumulation needs one synchronisation per step: `shoal.train.loss.global_loss` scales
 the loss of each microbatch for the first, `DDPSync` below does the second.
 """
 

@@ -97,8 +97,8 @@ class Router(nn.Module):
         """Its full name in the model, set by `note_routers`."""
         self.shared: AuxLoss | None = None
         """Shared state of a run. None: plain torch, see `auxiliary_loss` and `update_biases`."""
-        self.was_settled = False
-        """Whether `settle` was ever called: without it, auxiliary losses and loads are dropped."""
+        self.has_attached = False
+        """Whether `attach_aux_loss` was ever called: without it, auxiliary losses and loads are dropped."""
         self.auxiliary_loss: Tensor | None = None
         """Plain torch: the mean over the sequences of the last forward."""
         self.load: Tensor | None = None
@@ -138,11 +138,11 @@ class Router(nn.Module):
         return routing, sum(losses[1:], losses[0]) if losses else None, load_E, num_dropped
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def settle(self, y: Tensor, auxiliary: Tensor | None, load_E: Tensor, num_dropped: Tensor) -> Tensor:
+    def attach_aux_loss(self, y: Tensor, auxiliary: Tensor | None, load_E: Tensor, num_dropped: Tensor) -> Tensor:
         """Return y, the output of the experts, after recording the router's auxiliary loss and loads."""
         if y.is_meta:  # a trace of shapes
             return y
-        self.was_settled = True
+        self.has_attached = True
         if self.shared is not None:
             return self.shared.attach(y, auxiliary, load_E, num_dropped, self.name)
         self.auxiliary_loss = None if auxiliary is None else auxiliary / y.shape[0]

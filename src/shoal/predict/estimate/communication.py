@@ -66,10 +66,10 @@ def data_parallel(step: StepContext, share: RankShare, *, micro: float, backward
         travel = buckets * whole.reduce(size / buckets) + copying * size / 2
         return _exposed(travel, window, profile.overlaps_gradients)
     scatter = gather = across = 0.0
-    sharers = max(1, on.shards // on.ep)
+    shards = max(1, on.shards // on.ep)
     for numel, link in (
         (dense, cluster.link(on.shards, on.tp)),
-        (experts, cluster.link(sharers, on.tp * on.ep)),
+        (experts, cluster.link(shards, on.tp * on.ep)),
     ):
         if not numel:
             continue

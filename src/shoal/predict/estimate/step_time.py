@@ -64,7 +64,7 @@ COMMON = 0.10
 """And of everything together (clocks, stragglers, unpublished settings), from the same residuals."""
 MEASURED = 0.5
 """How much narrower an interval is on machines that were measured."""
-STRANGER = 2.5
+UNKNOWN_FRAMEWORK = 2.5
 """And how much wider for an unmeasured system: see `shoal backtest --leave-out` in docs/concepts/planner.md."""
 
 
@@ -133,7 +133,7 @@ def step_time(
     total = sum(causes.values())
     variance = COMMON**2 + sum((SPREAD[name] * seconds / total) ** 2 for name, seconds in causes.items())
     is_known = profile.is_known and (profile.is_known_together or cluster.is_measured or cluster.num_devices == 1)
-    width = (MEASURED if cluster.is_measured else 1.0) * (1.0 if is_known else STRANGER)
+    width = (MEASURED if cluster.is_measured else 1.0) * (1.0 if is_known else UNKNOWN_FRAMEWORK)
     factor = math.exp(EIGHTY * math.sqrt(variance) * width)
     tokens = global_batch * sequence
     devices = on.replicas * on.shards * on.tp * on.pp

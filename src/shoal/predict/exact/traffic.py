@@ -60,9 +60,9 @@ BUCKET_BYTES = 25 * 2**20
 HOST_BYTES = 8
 """A number that travels for control is a float64; the load of an expert, too."""
 KINDS_OF_LOSS = 4
-"""Which of them each rank has seen (`train.late_count.agree_on_kind`)."""
-LATE_NUMBERS = 4
-"""The loss, its count and two flags (`train.late_count.agree`), or what `reject_uncounted` compares."""
+"""Which of them each rank has seen (`train.deferred_count.agree_on_kind`)."""
+DEFERRED_NUMBERS = 4
+"""The loss, its count and two flags (`train.deferred_count.agree`), or what `reject_uncounted` compares."""
 COUNT_BYTES = 8
 """How often the tokens of a sequence chose an expert is an int64."""
 ROWS_BYTES = 4
@@ -83,14 +83,14 @@ Operations = dict[str, Messages]
 
 def traffic(
     plan: Plan,
-    anatomy: ModelShapes,
+    model: ModelShapes,
     *,
     batch: int,
     rank: int,
     sizes: Sizes | None = None,
     splits_logits: bool = True,
     host_numbers: int = 2,
-    counts_late: bool = False,
+    defers_count: bool = False,
     compares_samples: bool = False,
 ) -> dict[str, Operations]:
     """Axis → operation → messages of one rank in one steady step, for a resolved plan and a global batch.
@@ -98,11 +98,11 @@ def traffic(
     `splits_logits`: the loss is shoal's cross-entropy, which never joins the logits of tp ranks; a loss of the user's
     own does. `host_numbers`: how many numbers (weight and samples of the batch, signals) ranks agree on over the group
     of all; 0 where a group of the host's own carries them, as beside NCCL. (`shoal train` on a CPU sends them with the
-    loss, or through shared memory, where the dataset knows how many labels count.) `counts_late`: the loss is the
+    loss, or through shared memory, where the dataset knows how many labels count.) `defers_count`: the loss is the
     user's function, whose count is known after its forward and is summed over all ranks with the loss.
     `compares_samples`: that count is never known, and ranks compare the shapes of their samples.
     """
-    step = _Step(plan, anatomy, batch, rank, sizes or Sizes.of(plan))
+    step = _Step(plan, model, batch, rank, sizes or Sizes.of(plan))
     return _added(
         [
             *over_replicas(step),
@@ -111,12 +111,12 @@ def traffic(
             *over_tensor_parallel(step, splits_logits=splits_logits),
             *over_experts(step),
             *over_stages(step),
-            *over_everyone(
+            *over_world(
                 step,
                 host_numbers=host_numbers,
-                counts_late=counts_late,
+                defers_count=defers_count,
                 compares=compares_samples,
-                is_own_loss=counts_late or compares_samples or not splits_logits,
+                is_own_loss=defers_count or compares_samples or not splits_logits,
             ),
         ]
     )
@@ -127,7 +127,7 @@ class _Step:
     """One rank in one step: what all formulas ask for."""
 
     plan: Plan
-    anatomy: ModelShapes
+    model: ModelShapes
     batch: int
     rank: int
     sizes: Sizes
@@ -138,7 +138,7 @@ class _Step:
 
     @cached_property
     def parts(self) -> list[StageShapes]:
-        return rules.parts(self.plan, self.anatomy, self.rank)
+        return rules.parts(self.plan, self.model, self.rank)
 
     @cached_property
     def num_microbatches(self) -> int:
@@ -155,7 +155,7 @@ class _Step:
 
     @cached_property
     def splits_tokens(self) -> bool:
-        return rules.splits_tokens(self.plan, self.anatomy.description)
+        return rules.splits_tokens(self.plan, self.model.description)
 
     def is_here(self, module: str) -> bool:
         """Whether a submodule lives on this rank."""
@@ -163,16 +163,16 @@ class _Step:
 
     def num_forwards(self, module: str, *, is_repeated: bool) -> int:
         """How often a submodule computes in a step; twice for each backward where its block is recomputed."""
-        is_in_block = any(module.startswith(f"{block}.") for block in self.anatomy.description.blocks)
+        is_in_block = any(module.startswith(f"{block}.") for block in self.model.description.blocks)
         return self.num_microbatches * (1 + (self.plan.recompute != "none" and is_in_block and is_repeated))
 
     @cached_property
-    def sharers(self) -> ShardGroup:
-        return ShardGroup(self.plan, self.anatomy.description, self.rank)
+    def shard_group(self) -> ShardGroup:
+        return ShardGroup(self.plan, self.model.description, self.rank)
 
     def padded(self, pieces: Shapes) -> int:
         """Elements of this rank's shard of a unit, as FSDP2 sends it."""
-        return sum(starmap(self.sharers.padded, pieces.items()))
+        return sum(starmap(self.shard_group.padded, pieces.items()))
 
 
 Message = tuple[str, str, int | None, int | None]
@@ -203,10 +203,10 @@ def over_replicas(step: _Step) -> Iterator[Message]:
     axis = "dp_replicate" if plan.is_sharded else plan.gradient_axis
     if plan.layout.degree(axis) == 1:
         return
-    trained = [shape for part in step.parts for shape in step.anatomy.trained(part.pieces).values()]
+    trained = [shape for part in step.parts for shape in step.model.trained(part.pieces).values()]
     if plan.is_sharded:
         for _, _, pieces in _units(step):
-            if numel := step.padded(step.anatomy.trained(pieces)):
+            if numel := step.padded(step.model.trained(pieces)):
                 yield axis, "all_reduce", 1, numel * step.sizes.reduce
     elif step.is_pipeline:
         sizes = _buckets([prod(shape) * step.sizes.weight for shape in trained])
@@ -221,20 +221,18 @@ def over_shards(step: _Step) -> Iterator[Message]:
         return
     num_reductions = step.num_microbatches if step.plan.zero != 1 and not step.is_pipeline else 1
     for part, unit, pieces in _units(step):
-        axis = step.sharers.axis(next(iter(pieces)))
+        axis = step.shard_group.axis(next(iter(pieces)))
         degree = step.plan.layout.degree(axis)
         if degree == 1:  # experts that ep has divided among all
             continue
         yield axis, "all_gather", _num_gathers(step, part, unit), degree * step.padded(pieces) * step.sizes.compute
-        if trained := step.anatomy.trained(pieces):
+        if trained := step.model.trained(pieces):
             yield axis, "reduce_scatter", num_reductions, degree * step.padded(trained) * step.sizes.reduce
 
 
 def _units(step: _Step) -> list[tuple[StageShapes, Unit, Shapes]]:
     return [
-        (part, unit, pieces)
-        for part in step.parts
-        for unit, pieces in rules.sharded_units(step.plan, step.anatomy, part)
+        (part, unit, pieces) for part in step.parts for unit, pieces in rules.sharded_units(step.plan, step.model, part)
     ]
 
 
@@ -253,7 +251,7 @@ def _is_in_backward(step: _Step, unit: Unit) -> bool:
     every = _units(step)
     place = next(i for i, (_, other, _) in enumerate(every) if other == unit)
     reached = every if unit.is_root else every[: place + 2]
-    return any(step.anatomy.trained(pieces) for _, _, pieces in reached)
+    return any(step.model.trained(pieces) for _, _, pieces in reached)
 
 
 def _num_gathers_of_stage(step: _Step, stage: int) -> int:
@@ -294,7 +292,7 @@ def over_context(step: _Step) -> Iterator[Message]:
     """Keys and values round a ring, with their gradients in the backward; or heads for tokens and back."""
     if step.plan.layout.cp == 1:
         return
-    for attended in step.anatomy.attentions:
+    for attended in step.model.attentions:
         if step.is_here(attended.module):
             yield from (_ring if step.plan.context == "ring" else _ulysses)(step, attended)
 
@@ -324,20 +322,20 @@ def over_tensor_parallel(step: _Step, *, splits_logits: bool) -> Iterator[Messag
     """Activations over the borders of split regions, the loss of split logits, and gradients that are only shares."""
     if step.plan.layout.tp == 1:
         return
-    for crossing in step.anatomy.crossings:
-        if step.is_here(crossing.module):
-            yield from _crossed(step, crossing, splits_logits=splits_logits)
+    for boundary in step.model.tp_boundaries:
+        if step.is_here(boundary.module):
+            yield from _at_boundary(step, boundary, splits_logits=splits_logits)
     yield from _shares_of_gradients(step)
 
 
-def _crossed(step: _Step, crossing: TPBoundary, *, splits_logits: bool) -> Iterator[Message]:
-    if crossing.way == "logits":
-        yield from _logits(step, crossing.shape, splits_logits=splits_logits)
+def _at_boundary(step: _Step, boundary: TPBoundary, *, splits_logits: bool) -> Iterator[Message]:
+    if boundary.way == "logits":
+        yield from _logits(step, boundary.shape, splits_logits=splits_logits)
         return
-    size = step.samples * prod(crossing.shape) // step.plan.layout.cp * _size_of(step, crossing)
-    forwards = step.num_forwards(crossing.module, is_repeated=crossing.is_repeated)
-    backwards = step.num_microbatches * crossing.has_backward
-    enters = crossing.way == "enter"
+    size = step.samples * prod(boundary.shape) // step.plan.layout.cp * _size_of(step, boundary)
+    forwards = step.num_forwards(boundary.module, is_repeated=boundary.is_repeated)
+    backwards = step.num_microbatches * boundary.has_backward
+    enters = boundary.way == "enter"
     if step.splits_tokens:
         yield "tp", "all_gather", forwards if enters else backwards, size
         yield "tp", "reduce_scatter", backwards if enters else forwards, size
@@ -345,9 +343,9 @@ def _crossed(step: _Step, crossing: TPBoundary, *, splits_logits: bool) -> Itera
         yield "tp", "all_reduce", backwards if enters else forwards, size
 
 
-def _size_of(step: _Step, crossing: TPBoundary) -> int:
+def _size_of(step: _Step, boundary: TPBoundary) -> int:
     """Matrix products come out in the precision of compute; rows of an embedding in that of its weight."""
-    is_lookup = f"{crossing.module}.weight" in step.anatomy.lookups
+    is_lookup = f"{boundary.module}.weight" in step.model.lookups
     return step.sizes.weight if is_lookup and not step.plan.is_sharded else step.sizes.compute
 
 
@@ -363,10 +361,10 @@ def _logits(step: _Step, shape: Shape, *, splits_logits: bool) -> Iterator[Messa
 
 def _shares_of_gradients(step: _Step) -> Iterator[Message]:
     """All of them summed over tp in one message, once a step; each rank that shares a parameter its own rows."""
-    description = step.anatomy.description
-    trained = [item for part in step.parts for item in step.anatomy.trained(part.pieces).items()]
+    description = step.model.description
+    trained = [item for part in step.parts for item in step.model.trained(part.pieces).items()]
     shares = [
-        step.sharers.own(name, shape)
+        step.shard_group.own(name, shape)
         for name, shape in trained
         if rules.is_partial(description, name, splits_tokens=step.splits_tokens)
     ]
@@ -379,15 +377,15 @@ def _shares_of_gradients(step: _Step) -> Iterator[Message]:
 
 def over_experts(step: _Step) -> Iterator[Message]:
     """Tokens to their experts and back, and what routers have to know of the rest of a sequence."""
-    for dispatched in step.anatomy.dispatches if step.plan.layout.ep > 1 else ():
+    for dispatched in step.model.dispatches if step.plan.layout.ep > 1 else ():
         if step.is_here(dispatched.module):
-            yield from _dispatched(step, dispatched)
-    for router in step.anatomy.routers:
+            yield from _of_dispatch(step, dispatched)
+    for router in step.model.routers:
         if step.is_here(router.module):
-            yield from _asked(step, router)
+            yield from _of_router(step, router)
 
 
-def _dispatched(step: _Step, dispatched: DispatchSite) -> Iterator[Message]:
+def _of_dispatch(step: _Step, dispatched: DispatchSite) -> Iterator[Message]:
     layout = step.plan.layout
     parts = layout.cp * (layout.tp if step.splits_tokens else 1)
     size = step.samples * dispatched.rows // parts * dispatched.dim * step.sizes.compute
@@ -397,7 +395,7 @@ def _dispatched(step: _Step, dispatched: DispatchSite) -> Iterator[Message]:
     yield "ep", "all_to_all", ways, size if dispatched.is_predicted else None
 
 
-def _asked(step: _Step, router: RouterSite) -> Iterator[Message]:
+def _of_router(step: _Step, router: RouterSite) -> Iterator[Message]:
     """Ranks that have parts of the same sequences: how often it chose each expert, and how its tokens compare."""
     names = [axis for axis, is_used in (("cp", step.plan.layout.cp > 1), ("tp", step.splits_tokens)) if is_used]
     if not names:
@@ -418,7 +416,7 @@ def over_stages(step: _Step) -> Iterator[Message]:
     if not step.is_pipeline:
         return
     owners, me = rules.owners(step.plan), step.place["pp"]
-    size = step.samples * prod(step.anatomy.stream) * step.sizes.compute // step.plan.layout.cp
+    size = step.samples * prod(step.model.stream) * step.sizes.compute // step.plan.layout.cp
     if step.splits_tokens:  # each tp rank sends its own tokens
         size //= step.plan.layout.tp
     for stage in (part.stage for part in step.parts):
@@ -426,30 +424,30 @@ def over_stages(step: _Step) -> Iterator[Message]:
             if 0 <= neighbour < len(owners) and owners[neighbour] != me:  # what goes one way comes back the other
                 yield "pp", "send", step.num_microbatches, size
                 yield "pp", "recv", step.num_microbatches, size
-    mine = {name: shape for part in step.parts for name, shape in step.anatomy.trained(part.pieces).items()}
-    for pair in step.anatomy.description.tied:
+    mine = {name: shape for part in step.parts for name, shape in step.model.trained(part.pieces).items()}
+    for pair in step.model.description.tied:
         here = [name for name in pair if name in mine]
         if len(here) == 1:
-            num_bytes = step.sharers.own(here[0], mine[here[0]]) * step.sizes.weight
+            num_bytes = step.shard_group.own(here[0], mine[here[0]]) * step.sizes.weight
             yield "pp", "send", 1, num_bytes
             yield "pp", "recv", 1, num_bytes
 
 
-def over_everyone(
-    step: _Step, *, host_numbers: int, counts_late: bool, compares: bool, is_own_loss: bool
+def over_world(
+    step: _Step, *, host_numbers: int, defers_count: bool, compares: bool, is_own_loss: bool
 ) -> Iterator[Message]:
     """Numbers: what the batch weighs, the loss, the square of the norm where no rank has every gradient, and for every
     router of the model the load of its experts, how much it dropped, and its loss."""
-    plan, routers = step.plan, step.anatomy.routers
+    plan, routers = step.plan, step.model.routers
     if plan.layout.world_size == 1:
         return
     if host_numbers:
         yield "world", "all_reduce", 1, HOST_BYTES * host_numbers
-    yield "world", "all_reduce", 1, HOST_BYTES * LATE_NUMBERS if counts_late else step.sizes.weight
+    yield "world", "all_reduce", 1, HOST_BYTES * DEFERRED_NUMBERS if defers_count else step.sizes.weight
     if host_numbers and is_own_loss:
         yield "world", "all_reduce", 1, HOST_BYTES * KINDS_OF_LOSS
     if host_numbers and compares:
-        yield "world", "all_reduce", 1, HOST_BYTES * LATE_NUMBERS
+        yield "world", "all_reduce", 1, HOST_BYTES * DEFERRED_NUMBERS
     if plan.is_sharded or step.is_pipeline or plan.layout.tp > 1:
         yield "world", "all_reduce", 1, step.sizes.weight
     if routers:
