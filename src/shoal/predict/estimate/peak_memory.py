@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.blueprint.plan import Plan
+from shoal.blueprint.schedules.counts import in_flight
 from shoal.predict.cluster import Cluster
 from shoal.predict.estimate.activations import (
     backward_bytes,
@@ -35,7 +36,6 @@ from shoal.predict.estimate.rank_share import (
     Degrees,
     RankShare,
     StepContext,
-    in_flight,
     layers_of_ranks,
     microbatch,
     num_microbatches,
@@ -139,7 +139,7 @@ def _of_rank(step: StepContext, place: int) -> PeakMemory:
             workload, profile, plan.recompute, tp=on.tp, sp=on.splits_tokens, sequence=sequence, size=on.size
         )
         kept, kept_casts, again = tokens * how, 0.0, (layer + casts) * (plan.recompute == "full")
-    flying = in_flight(plan.schedule or "1f1b", place, on.pp, on.v, m)
+    flying = in_flight(plan.schedule or "1f1b", place, num_ranks=on.pp, v=on.v, num_microbatches=m)
     activations = held.layers * (kept * flying + kept_casts)
     reducing = profile.gradient_copy * (held.dense + held.experts)
     if not profile.is_compiled:
@@ -288,7 +288,7 @@ def _of_blocks(step: StepContext) -> PeakMemory:
     kept = samples * sum(block.output if is_full else block.saved for block in workload.blocks)
     kept += sum(0.0 if is_full else block.saved_anyway for block in workload.blocks)
     working = max(samples * block.working + is_full * _saved(block, samples) for block in workload.blocks)
-    flying = in_flight(plan.schedule or "1f1b", 0, on.pp, on.v, m)
+    flying = in_flight(plan.schedule or "1f1b", 0, num_ranks=on.pp, v=on.v, num_microbatches=m)
     activations = (kept / on.pp * flying + working) / on.tp
     return _summed(step, held, Moments(activations), 0)
 
