@@ -29,6 +29,7 @@ IN_ROUNDS = ("interleaved", "zb")
 """Schedules that run in rounds of equal size."""
 
 
+@lru_cache(maxsize=2**14)
 def bubble(word: Schedule, *, num_ranks: int, v: int, num_microbatches: int) -> float:
     """Time that the busiest rank waits in a step, beside the way of one microbatch through all other ranks.
 
@@ -47,6 +48,7 @@ def bubble(word: Schedule, *, num_ranks: int, v: int, num_microbatches: int) -> 
     return _idle_units(word, num_ranks, v, m) / (3 * v * (num_ranks - 1))
 
 
+@lru_cache(maxsize=2**14)
 def in_flight(word: Schedule, rank: int, *, num_ranks: int, v: int, num_microbatches: int) -> float:
     """Microbatches whose activations a rank stores at most, in microbatches of all of its stages.
 

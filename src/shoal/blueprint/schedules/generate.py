@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
+from itertools import count, islice
 from typing import get_args
 
 from shoal.blueprint.plan import VIRTUAL_STAGES, Schedule
@@ -101,9 +102,9 @@ def _too_few_or_uneven(word: str, num_ranks: int, num_microbatches: int) -> str:
 @lru_cache(maxsize=4096)  # a search calls it for thousands of plans
 def _legal_around(word: str, num_ranks: int, num_microbatches: int) -> list[int]:
     """Legal numbers of microbatches: the largest below, and the next two above."""
-    ceiling = max(num_microbatches, 2 * num_ranks) + 2 * num_ranks
-    legal = [m for m in range(1, ceiling + 1) if not _too_few_or_uneven(word, num_ranks, m)]
-    return [*[m for m in legal if m < num_microbatches][-1:], *[m for m in legal if m > num_microbatches][:2]]
+    below = (m for m in range(num_microbatches - 1, 0, -1) if not _too_few_or_uneven(word, num_ranks, m))
+    above = (m for m in count(num_microbatches + 1) if not _too_few_or_uneven(word, num_ranks, m))
+    return [*islice(below, 1), *islice(above, 2)]
 
 
 def num_rounds(num_ranks: int, num_microbatches: int) -> int:

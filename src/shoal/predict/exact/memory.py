@@ -56,13 +56,13 @@ class Memory:
 
 
 def memory(
-    plan: Plan, anatomy: ModelShapes, *, rank: int, sizes: Sizes | None = None, optimizer_states: float = 2
+    plan: Plan, shapes: ModelShapes, *, rank: int, sizes: Sizes | None = None, optimizer_states: float = 2
 ) -> Memory:
     """What a rank will hold under a resolved plan. `optimizer_states`: tensors as large as a parameter that the
     optimizer keeps for it: 2 for Adam, 1 for momentum, 0 for plain SGD. Its numbers per parameter are left out."""
     sizes = sizes or Sizes.of(plan)
-    sharers = ShardGroup(plan, anatomy.description, rank)
-    stages = [_kinds(plan, anatomy, sharers, modules) for _, modules in rules.own_stages(plan, anatomy, rank)]
+    sharers = ShardGroup(plan, shapes.description, rank)
+    stages = [_kinds(plan, shapes, sharers, modules) for _, modules in rules.own_stages(plan, shapes, rank)]
     pieces = [kind for stage in stages for kind in stage]
     trained = [kind for kind in pieces if kind.is_trained]
     is_pipeline, is_sharded = plan.layout.pp > 1, plan.is_sharded
@@ -94,13 +94,13 @@ class _Kind(NamedTuple):
     gathered: int
 
 
-def _kinds(plan: Plan, anatomy: ModelShapes, sharers: ShardGroup, modules: tuple[str, ...]) -> list[_Kind]:
+def _kinds(plan: Plan, shapes: ModelShapes, sharers: ShardGroup, modules: tuple[str, ...]) -> list[_Kind]:
     kinds = []
-    for name, number in anatomy.kinds_in(modules).items():
-        shape = rules.piece(plan, anatomy, name, rank=sharers.rank)
-        padded = sharers.padded(name, shape)
-        gathered = padded * sharers.degree(name)
-        kinds.append(_Kind(number, anatomy.is_trained(name), prod(shape), padded, sharers.own(name, shape), gathered))
+    for name, number in shapes.kinds_in(modules).items():
+        shape = rules.piece(plan, shapes, name, rank=sharers.rank)
+        whole, degree = prod(shape), sharers.degree(name)
+        padded, own = (whole, whole) if degree == 1 else (sharers.padded(name, shape), sharers.own(name, shape))
+        kinds.append(_Kind(number, shapes.is_trained(name), whole, padded, own, padded * degree))
     return kinds
 
 
