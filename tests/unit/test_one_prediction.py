@@ -4,6 +4,7 @@ what a run counts."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 
@@ -14,9 +15,13 @@ from shoal.blueprint.model_shapes import ModelShapes
 from shoal.blueprint.plan import Plan
 from shoal.parallel.inspect.trace_shapes import trace_shapes
 from shoal.predict.cluster_parser import parse_cluster
+from shoal.predict.estimate.communication import exact_messages
+from shoal.predict.estimate.rank_share import Degrees
+from shoal.predict.estimate.work import Work
 from shoal.predict.exact.memory import memory
 from shoal.predict.exact.traffic import traffic
 from shoal.predict.predict import messages, predict, states
+from shoal.predict.presets.frameworks import SHOAL
 from shoal.predict.workload import Workload
 from shoal.train.recipe.auto_plan import dimensions_of
 from tests.dist.compositions import Proven, num_layers_for, proven
@@ -58,3 +63,44 @@ def test_the_peak_stands_on_these_states(case: Proven) -> None:
         counted.gradients,
         counted.optimizer,
     )
+
+
+Sent = Counter[tuple[str, str]]
+"""Axis and operation → bytes."""
+
+
+@pytest.mark.parametrize("case", proven(), ids=lambda case: f"{case.num_ranks}-{case.words}-{case.model}")
+def test_seconds_between_layers_stand_on_these_messages(case: Proven) -> None:
+    """Over tp, cp and ep, by operation, summed over all ranks: a microbatch in a layer, as many times as there are."""
+    shapes, workload = both(case.model, num_layers_for(case.words, case.num_ranks))
+    plan = Plan.parse(f"{case.words} fp64").resolve(case.num_ranks)
+    on, samples, m = Degrees.of(plan, SHOAL), plan.microbatch_size(BATCH), plan.num_microbatches(BATCH)
+    precision, recompute = plan.precision, plan.recompute
+    work = Work(on.tp, on.cp, on.ep, on.splits_tokens, samples, TOKENS, precision, recompute, plan.context)
+    estimated: Sent = Counter()
+    for axis, operation, calls, size, _ in exact_messages(workload, work):
+        estimated[axis, operation] += round(calls * workload.layers) * int(size) * m * (case.num_ranks // on.pp)
+    counted: Sent = Counter()
+    for rank in range(case.num_ranks):
+        counted.update(sent(plan, shapes, rank))
+        counted.subtract(sent(plan, outside_of_blocks(shapes), rank))
+    if workload.routes_by_sequence:  # capacity and expert choice: the rows that travel depend on values
+        estimated.pop(("ep", "all_to_all"), None)
+        counted.pop(("ep", "all_to_all"), None)
+    assert +estimated == +counted
+
+
+def sent(plan: Plan, shapes: ModelShapes, rank: int) -> Sent:
+    """What a rank sends over tp, cp and ep in a step, without what routers compare."""
+    found: Sent = Counter()
+    for axis, operations in traffic(plan, replace(shapes, routers=()), batch=BATCH, rank=rank).items():
+        if axis in ("tp", "cp", "ep"):
+            found.update({(axis, name): each.bytes or 0 for name, each in operations.items() if name != "recv"})
+    return found
+
+
+def outside_of_blocks(shapes: ModelShapes) -> ModelShapes:
+    """The same model, of which blocks exchange nothing."""
+    blocks = tuple(f"{block}." for block in shapes.description.blocks)
+    crossings = tuple(crossing for crossing in shapes.crossings if not crossing.module.startswith(blocks))
+    return replace(shapes, crossings=crossings, attentions=(), dispatches=())

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import NamedTuple
+
+from shoal.blueprint.plan import Plan
 from shoal.predict.cluster import Cluster, Link
 from shoal.predict.estimate.rank_share import RankShare, StepContext
 from shoal.predict.estimate.work import Work, bytes_in
+from shoal.predict.exact.layer import layer_messages
 from shoal.predict.framework_profile import FrameworkProfile
 from shoal.predict.workload import Workload
 
@@ -14,37 +19,98 @@ CONTENTION = 0.1
 # ---- messages between layers ----------------------------------------------------------------------------------------
 
 
-def tensor_parallel(workload: Workload, cluster: Cluster, profile: FrameworkProfile, work: Work, again: int) -> float:
-    """Four all-reduces of the activations, or with sp, as many pairs of gather and scatter and two gathers more."""
-    if work.tp == 1:
-        return 0.0
-    link, rounds = cluster.link(work.tp, 1), 4 + 2 * again
-    size = bytes_in(work.precision) * work.samples * work.sequence / work.cp * workload.hidden
-    travel = (2 * rounds + 2) * link.gather(size) if work.sp else rounds * link.reduce(size)
-    return profile.tp_exposed * travel + 2 * rounds * (1 + work.sp) * (link.nodes - 1) * profile.crossing
+def between_layers(
+    workload: Workload, cluster: Cluster, profile: FrameworkProfile, work: Work, attention: float
+) -> tuple[float, float, float]:
+    """Seconds of the messages of one microbatch in one layer, over tp, cp and ep. `attention`: seconds that hide a
+    ring."""
+    if work.tp * work.cp * work.ep == 1:
+        return 0.0, 0.0, 0.0
+    messages = exact_messages(workload, work) if profile.is_exact else textbook_messages(workload, work)
+    tensor, context, expert = (cluster.link(*of) for of in ((work.tp, 1), (work.cp, work.tp), (work.ep, work.tp)))
+    tp = cp = ep = 0.0
+    for axis, operation, calls, size, waits in messages:
+        if axis == "tp":
+            travel = tensor.reduce(size) if operation == "all_reduce" else tensor.gather(size)
+            tp += calls * (profile.tp_exposed * travel + 2 * waits * (tensor.nodes - 1) * profile.crossing)
+        elif axis == "cp":
+            cp += calls * (context.send(size) if operation == "send" else context.exchange(size))
+        else:
+            ep += calls * expert.exchange(size)
+    return tp, _exposed(cp, attention, work.context != "ulysses"), ep
 
 
-def context_parallel(workload: Workload, cluster: Cluster, work: Work, again: int, attention: float) -> float:
-    """Keys and values round a ring, hidden behind attention; or heads exchanged for tokens, never hidden."""
-    if work.cp == 1:
-        return 0.0
-    link, tokens = cluster.link(work.cp, work.tp), work.samples * work.sequence / work.cp
-    size = bytes_in(work.precision)
-    if work.context == "ulysses":
+class LayerMessages(NamedTuple):
+    """Messages that are alike, of one microbatch in one layer."""
+
+    axis: str
+    operation: str
+    calls: float
+    """The mean over all layers, of which only some may have experts."""
+    size: float
+    """Bytes of each."""
+    waits: bool = True
+    """Whether ranks wait for each other at the borders of nodes; a gather that was started early does not."""
+
+
+@lru_cache(maxsize=2**14)
+def exact_messages(workload: Workload, work: Work) -> list[LayerMessages]:
+    """Those that `verify` proves. Of a pair that receives and sends, the one that sends."""
+    plan = Plan(
+        dp_replicate=1,
+        dp_shard=work.ep,
+        cp=work.cp,
+        tp=work.tp,
+        pp=1,
+        ep=work.ep,
+        zero=3 if work.ep > 1 else 0,
+        v=1,
+        mb=work.samples,
+        sp=work.sp if work.tp > 1 else None,
+        context=(work.context or "ring") if work.cp > 1 else None,  # type: ignore[arg-type]
+        recompute=work.recompute,  # type: ignore[arg-type]
+        precision=work.precision,  # type: ignore[arg-type]
+    )
+    found = []
+    sparse = workload.sparse_layers / workload.layers
+    for is_sparse, part in ((False, 1 - sparse), (True, sparse)):
+        if part:
+            for axis, operation, calls, size in layer_messages(
+                workload, plan, samples=work.samples, sequence=work.sequence, is_sparse=is_sparse
+            ):
+                if operation != "recv" and calls:
+                    found.append(LayerMessages(axis, operation, part * calls, float(size or 0)))
+    return found
+
+
+def textbook_messages(workload: Workload, work: Work) -> list[LayerMessages]:
+    """Those of other systems, whose sources say no more than the textbook.
+
+    tp    four all-reduces of the activations, or with sp, as many pairs of gather and scatter and two gathers more
+    cp    keys and values round a ring; or heads exchanged for tokens
+    ep    tokens to their experts and back, in forward and backward
+    """
+    again = 1 if work.recompute == "full" else 0
+    tokens = bytes_in(work.precision) * work.samples * work.sequence / work.cp
+    rounds, found = 4 + 2 * again, []
+    if work.tp > 1:
+        size = tokens * workload.hidden
+        if work.sp:
+            found.append(LayerMessages("tp", "all_gather", rounds, size))
+            found.append(LayerMessages("tp", "reduce_scatter", rounds, size))
+            found.append(LayerMessages("tp", "all_gather", 2, size, waits=False))
+        else:
+            found.append(LayerMessages("tp", "all_reduce", rounds, size))
+    if work.cp > 1 and work.context == "ulysses":
         features = 2 * (workload.heads + workload.kv_heads) * workload.head_dim / work.tp
-        return (2 + again) * link.exchange(size * tokens * features)
-    ring = (work.cp - 1) * link.send(2 * size * tokens * workload.kv_heads * workload.head_dim / work.tp) * (3 + again)
-    return _exposed(ring, attention, True)
-
-
-def expert_parallel(workload: Workload, cluster: Cluster, work: Work, again: int) -> float:
-    """Tokens to their experts and back, in forward and backward."""
-    if work.ep == 1 or not workload.experts:
-        return 0.0
-    rows = work.samples * work.sequence / work.cp * workload.top_k / work.tp
-    part = workload.sparse_layers / workload.layers
-    size = bytes_in(work.precision) * rows * workload.hidden
-    return part * (4 + 2 * again) * cluster.link(work.ep, work.tp).exchange(size)
+        found.append(LayerMessages("cp", "all_to_all", 2 + again, tokens * features))
+    elif work.cp > 1:
+        keys = 2 * workload.kv_heads * workload.head_dim / work.tp
+        found.append(LayerMessages("cp", "send", (work.cp - 1) * (3 + again), tokens * keys))
+    if work.ep > 1 and workload.experts:
+        part, rows = workload.sparse_layers / workload.layers, tokens * workload.top_k / work.tp
+        found.append(LayerMessages("ep", "all_to_all", part * (4 + 2 * again), rows * workload.hidden))
+    return found
 
 
 # ---- data parallelism -----------------------------------------------------------------------------------------------

@@ -165,7 +165,7 @@ def _of_rank(step: StepContext, place: int) -> PeakMemory:
             closing=2 * tokens * workload.hidden * 4,  # the gradient of what was looked up, and the same in order
         )
     exact = None
-    if profile.has_exact_states and on.pp * on.v <= workload.layers:  # else a stage would be empty
+    if profile.is_exact and on.pp * on.v <= workload.layers:  # else a stage would be empty
         exact = exact_states(
             workload,
             plan,

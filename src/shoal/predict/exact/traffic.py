@@ -144,6 +144,21 @@ def _plus(known: int | None, more: int | None) -> int | None:
     return None if known is None or more is None else known + more
 
 
+def inside_block(step: Step, block: str) -> Iterator[Message]:
+    """What ranks exchange inside one block in a step, without what routers compare. `over_context`,
+    `over_tensor_parallel` and `over_experts` add it up over the blocks of a rank."""
+    shapes, layout, prefix = step.shapes, step.plan.layout, f"{block}."
+    for attended in shapes.attentions if layout.cp > 1 else ():
+        if attended.module.startswith(prefix):
+            yield from (_ring if step.plan.context == "ring" else _ulysses)(step, attended)
+    for crossing in shapes.crossings if layout.tp > 1 else ():
+        if crossing.module.startswith(prefix):
+            yield from _crossed(step, crossing, splits_logits=True)
+    for dispatched in shapes.dispatches if layout.ep > 1 else ():
+        if dispatched.module.startswith(prefix):
+            yield from _dispatched(step, dispatched)
+
+
 # ---- context parallelism --------------------------------------------------------------------------------------------
 
 
