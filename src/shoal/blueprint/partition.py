@@ -84,12 +84,15 @@ def _most_even(units: Sequence[int], num_stages: int, *, limit: int) -> list[int
     for stage in range(num_stages):  # no stage is empty: at least a block for each stage before it and after it
         row, start_of = [math.inf] * len(best), [0] * len(best)
         for end in range(stage + 1, len(best) - (num_stages - 1 - stage)):
+            least, until = math.inf, before[end]
             for start in range(end - 1, stage - 1, -1):
-                cost = before[end] - before[start]
+                cost = until - before[start]
                 if cost > limit:
                     break
-                if best[start] + cost * cost <= row[end] and best[start] < math.inf:
-                    row[end], start_of[end] = best[start] + cost * cost, start
+                total = best[start] + cost * cost
+                if total <= least and total < math.inf:
+                    least, start_of[end] = total, start
+            row[end] = least
         best = row
         starts.append(start_of)
     cuts = [len(units)]

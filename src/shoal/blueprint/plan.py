@@ -97,8 +97,7 @@ class Plan:
     link when the run begins, and chooses both `sync` and `compress`."""
 
     def __post_init__(self) -> None:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        _raise(check_values(values), "the plan")
+        _raise(check_values({key: getattr(self, key) for key in KEYS}), "the plan")
 
     @classmethod
     def of(cls, value: Plan | str | Mapping[str, Any] | None) -> Plan:

@@ -7,9 +7,11 @@ from typing import NamedTuple
 
 from shoal.blueprint.plan import Plan
 from shoal.predict.cluster import Cluster, Link
-from shoal.predict.estimate.rank_share import RankShare, StepContext
+from shoal.predict.estimate.rank_share import Degrees, RankShare, StepContext
 from shoal.predict.estimate.work import Work, bytes_in
+from shoal.predict.exact.data_traffic import Exchanged
 from shoal.predict.exact.layer import layer_messages
+from shoal.predict.exact.states import exact_exchange
 from shoal.predict.framework_profile import FrameworkProfile
 from shoal.predict.workload import Workload
 
@@ -119,40 +121,64 @@ def textbook_messages(workload: Workload, work: Work) -> list[LayerMessages]:
 def data_parallel(step: StepContext, share: RankShare, *, micro: float, backward: float) -> float:
     """Seconds that gradients and parameters travel while nothing is computed. `micro` is what one microbatch takes, and
     `backward` the part of it in whose shadow they travel."""
-    on, cluster, profile, m = step.on, step.cluster, step.profile, step.m
-    dense, experts, layers = share.dense, share.experts, share.layers
+    on, cluster, profile = step.on, step.cluster, step.profile
     if on.replicas * on.shards == 1:
         return 0.0
+    sent = exchange_of(step, share)
     window = backward * profile.shadow
-    whole = cluster.link(on.replicas * on.shards, on.tp)
+    reduced, gathered = max(profile.reduce, on.size), max(profile.gather, on.size)  # bytes of an element
     copying = 2 * profile.copies_in_traffic / (cluster.device.bandwidth * cluster.device.streaming)  # seconds of a byte
     if on.zero == 0:
-        size = (dense + experts) * max(profile.reduce, on.size) * on.part_sent
+        size = (sent.dense + sent.experts) * reduced * on.part_sent
         buckets = max(1.0, size / profile.bucket_size)
-        travel = buckets * whole.reduce(size / buckets) + copying * size / 2
+        travel = buckets * cluster.link(on.replicas * on.shards, on.tp).reduce(size / buckets) + copying * size / 2
         return _exposed(travel, window, profile.overlaps_gradients)
-    scatter = gather = across = 0.0
-    sharers = max(1, on.shards // on.ep)
-    for numel, link in (
-        (dense, cluster.link(on.shards, on.tp)),
-        (experts, cluster.link(sharers, on.tp * on.ep)),
+    scatter = gather = again = across = 0.0
+    for numel, last, link in (
+        (sent.dense, sent.last, cluster.link(on.shards, on.tp)),
+        (sent.experts, 0, cluster.link(max(1, on.shards // on.ep), on.tp * on.ep)),
     ):
         if not numel:
             continue
-        more = _more_messages(link, layers * profile.messages)
-        scattered, gathered = numel * max(profile.reduce, on.size), numel * max(profile.gather, on.size)
-        scatter += link.gather(scattered) + more + copying * scattered
-        gather += link.gather(gathered) + more + copying * gathered
+        more = _more_messages(link, share.layers * profile.messages)
+        scatter += link.gather(numel * reduced) + more + copying * numel * reduced
+        gather += link.gather(numel * gathered) + more + copying * numel * gathered
+        again += link.gather((numel - last) * gathered) + more + copying * (numel - last) * gathered
         if on.replicas > 1:
             outer = cluster.link(on.replicas, on.tp * on.shards)
-            across += outer.reduce(numel * max(profile.reduce, on.size) * on.part_sent / link.degree)
-    if on.zero == 3 and on.pp == 1:
+            across += outer.reduce(numel * reduced * on.part_sent / link.degree)
+    calls = num_exchanges(on, step.m)
+    shown = _exposed(across, window, profile.overlaps_gradients)
+    if calls.again:
         each = _exposed(gather, micro - backward, profile.overlaps_gathers)
-        each += _exposed(gather + scatter, backward, profile.overlaps_gathers)
-        return m * each + _exposed(across, window, profile.overlaps_gradients)
-    if on.zero == 2 and on.pp == 1:
-        return m * _exposed(scatter, window, profile.overlaps_gradients) + gather + across
+        each += _exposed(again + scatter, backward, profile.overlaps_gathers)
+        return calls.again * each + shown
+    if calls.scatter > 1:
+        return calls.scatter * _exposed(scatter, window, profile.overlaps_gradients) + gather + across
     return _exposed(scatter + across, window, profile.overlaps_gradients) + gather
+
+
+class Exchanges(NamedTuple):
+    """How often a step gathers all parameters, gathers them again for a backward, and scatters all gradients."""
+
+    gather: int
+    again: int
+    scatter: int
+
+
+def num_exchanges(on: Degrees, m: int) -> Exchanges:
+    """Of a plan that shards, with m microbatches. In a pipeline, what is gathered stays until the step ends."""
+    if on.zero == 3 and on.pp == 1:
+        return Exchanges(m, m, m)
+    return Exchanges(1, 0, m if on.zero == 2 and on.pp == 1 else 1)
+
+
+def exchange_of(step: StepContext, share: RankShare) -> Exchanged:
+    """Elements of parameters that travel. Of shoal they are counted; of others, they are those that a rank holds."""
+    workload, on = step.workload, step.on
+    if step.profile.is_exact and workload.is_transformer and on.pp * on.v <= workload.layers:
+        return exact_exchange(workload, step.plan)
+    return Exchanged(share.dense, share.experts, 0)
 
 
 def _more_messages(link: Link, count: float) -> float:

@@ -156,14 +156,12 @@ def _of_rank(step: StepContext, place: int) -> PeakMemory:
         goes_with_logits = profile.is_compiled and is_fused(profile, tp=on.tp, pp=on.pp)
         activations += (1 if goes_with_logits else 2 + profile.copies_in_norm) * stream  # the last norm
         head_gradient = profile.gradient * held.end * (m == 1 and (on.zero == 0 or on.shards == 1))
-    moments = Moments(activations, logits, reducing, working, messages)
+    ending = closing = 0.0
     if profile.is_compiled:
-        again_beside_input = again - stream if again else 0.0
-        moments = moments._replace(
-            working=working + again_beside_input + head_gradient,
-            ending=(again or kept + kept_casts) + working + stream,
-            closing=2 * tokens * workload.hidden * 4,  # the gradient of what was looked up, and the same in order
-        )
+        ending = (again or kept + kept_casts) + working + stream
+        closing = 2 * tokens * workload.hidden * 4  # the gradient of what was looked up, and the same in order
+        working += (again - stream if again else 0.0) + head_gradient
+    moments = Moments(activations, logits, reducing, working, messages, ending, closing)
     exact = None
     if profile.is_exact and on.pp * on.v <= workload.layers:  # else a stage would be empty
         exact = exact_states(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from math import prod
+from typing import NamedTuple
 
 from shoal.blueprint import placement as rules
-from shoal.blueprint.model_shapes import Shapes
+from shoal.blueprint.model_shapes import ModelShapes, Shapes, is_in
 from shoal.blueprint.placement import StageShapes, Unit
 from shoal.blueprint.schedules.generate import make_schedule
+from shoal.predict.exact.memory import Alike
 from shoal.predict.exact.step import Message, Step
 
 BUCKET_BYTES = 25 * 2**20
@@ -103,3 +105,33 @@ def _buckets(sizes: Iterable[int]) -> Iterator[int]:
             bucket = 0
     if bucket:
         yield bucket
+
+
+# ---- all units together ---------------------------------------------------------------------------------------------
+
+
+class Exchanged(NamedTuple):
+    """Elements of a rank's parameters that one gather of all units carries, and so does one reduction of gradients."""
+
+    dense: float
+    """Shared by all data ranks."""
+    experts: float
+    """Shared by the ranks that have the same experts; 0 where ep does not divide them."""
+    last: float
+    """Of `dense`, those that zero=3 does not gather again for the backward."""
+
+
+def exchanged(shapes: ModelShapes, stages: Iterable[Iterable[Alike]]) -> Exchanged:
+    """What `over_replicas` and `over_shards` send of each unit, added up over the stages of a rank. For a model without
+    frozen parameters."""
+    description = shapes.description
+    ends = (*description.before_blocks, *description.after_blocks) if description.tied else description.after_blocks
+    dense = experts = last = 0
+    for alike in (alike for stage in stages for alike in stage):
+        elements = alike.number * alike.gathered
+        if alike.is_expert:
+            experts += elements
+        else:
+            dense += elements
+            last += elements if is_in(alike.name, ends) else 0
+    return Exchanged(dense, experts, last)
