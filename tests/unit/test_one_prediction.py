@@ -24,6 +24,7 @@ from shoal.predict.exact.states import exact_exchange
 from shoal.predict.exact.traffic import traffic
 from shoal.predict.predict import messages, predict, states
 from shoal.predict.presets.frameworks import SHOAL
+from shoal.predict.presets.models import MODELS
 from shoal.predict.workload import Workload
 from shoal.train.recipe.auto_plan import dimensions_of
 from tests.dist.compositions import Proven, num_layers_for, proven
@@ -99,7 +100,9 @@ def test_seconds_of_gradients_and_parameters_stand_on_these_messages(case: Prove
     plan = Plan.parse(f"{case.words} fp64").resolve(case.num_ranks)
     on, m, layout = Degrees.of(plan, SHOAL), plan.num_microbatches(BATCH), plan.layout
     for place in range(on.pp):
-        numel, calls, estimated = exact_exchange(workload, plan, place=place), num_exchanges(on, m), Sent()
+        numel = exact_exchange(workload, plan, num_microbatches=m, place=place)
+        calls, estimated = num_exchanges(on, m), Sent()
+        assert numel.regathered == 0, "of at most three stages on a rank"
         for axis, elements, last in ((plan.shard_axis, numel.dense, numel.last), ("edp", numel.experts, 0)):
             if plan.is_sharded and layout.degree(axis) > 1:
                 estimated[axis, "all_gather"] += 8 * (calls.gather * elements + calls.again * (elements - last))
@@ -128,3 +131,16 @@ def outside_of_blocks(shapes: ModelShapes) -> ModelShapes:
     blocks = tuple(f"{block}." for block in shapes.description.blocks)
     crossings = tuple(crossing for crossing in shapes.crossings if not crossing.module.startswith(blocks))
     return replace(shapes, crossings=crossings, attentions=(), dispatches=())
+
+
+@pytest.mark.parametrize("words", ["interleaved v=4", "looped v=4", "zb v=5"])
+def test_stages_that_torch_lets_go_are_gathered_again(words: str) -> None:
+    """More than three stages on a rank: gathered several times in a step, most of it behind computing."""
+    workload = MODELS["llama3-8b"].resized(layers=20)
+    plan = Plan.parse(f"pp=2 {words} dp_shard=2 zero=1 mb=1 bf16").resolve(4)
+    for place in range(2):
+        numel = exact_exchange(workload, plan, num_microbatches=8, place=place)
+        rank = plan.layout.rank(pp=place)
+        counted = messages(plan, workload, rank=rank, seq_len=256, global_batch=16)["dp_shard"]["all_gather"].bytes
+        assert numel.regathered > 0
+        assert 2 * (numel.dense + numel.regathered) == counted

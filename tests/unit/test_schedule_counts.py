@@ -81,3 +81,20 @@ def test_uneven_rounds_hold_more_than_even_ones() -> None:
     assert in_flight("interleaved", 0, num_ranks=4, v=2, num_microbatches=10) == 6.0
     assert [in_flight("zbv", rank, num_ranks=4, v=2, num_microbatches=4) for rank in (0, 3)] == [2.5, 4.0]
     assert bubble("zbv", num_ranks=4, v=2, num_microbatches=5) == pytest.approx(4 / 18)
+
+
+@pytest.mark.parametrize(("word", "v"), [("interleaved", 4), ("interleaved", 5), ("looped", 4), ("zb", 4)])
+def test_stages_are_fetched_as_if_the_step_were_played_whole(word: Schedule, v: int) -> None:
+    for pp in range(2, 5):
+        for m in legal(word, pp, v, 5 * pp):
+            for rank in (0, pp - 1):
+                found = counts.fetches(word, rank, num_ranks=pp, v=v, num_microbatches=m, kept=3)
+                assert found == counts._fetches(word, rank, pp, v, m, 3), (pp, m, rank)
+
+
+def test_a_stage_is_fetched_whenever_it_comes_among_the_next_to_compute() -> None:
+    order = make_schedule("interleaved", num_ranks=2, v=4, num_microbatches=4).order(1)
+    stages = [action.stage for slot in order for action in slot.parts]
+    for stage, number in counts.fetches("interleaved", 1, num_ranks=2, v=4, num_microbatches=4, kept=3).items():
+        is_next = [stage in list(dict.fromkeys(stages[place:]))[:3] for place in range(len(stages))]
+        assert number == sum(now and not before for before, now in zip([False, *is_next], is_next, strict=False))

@@ -67,6 +67,39 @@ def in_flight(word: Schedule, rank: int, *, num_ranks: int, v: int, num_microbat
     return min(num_microbatches, stored / v)
 
 
+@lru_cache(maxsize=2**12)
+def fetches(word: Schedule, rank: int, *, num_ranks: int, v: int, num_microbatches: int, kept: int) -> dict[int, int]:
+    """Stage of a rank → how often it is gathered in a step, if only the `kept` stages that compute next stay gathered.
+
+    >>> fetches("interleaved", 0, num_ranks=2, v=4, num_microbatches=4, kept=3)
+    {0: 4, 2: 3, 4: 3, 6: 1}
+    """
+    m, left_out = _shortened(word, num_ranks, runnable(word, num_ranks, num_microbatches), SETTLED)
+    found = _fetches(word, rank, num_ranks, v, m, kept)
+    if not left_out:
+        return found
+    more = m // SETTLED if word in IN_ROUNDS else 1
+    longer = _fetches(word, rank, num_ranks, v, m + more, kept)
+    return {stage: number + left_out // more * (longer[stage] - number) for stage, number in found.items()}
+
+
+def _fetches(word: Schedule, rank: int, p: int, v: int, m: int, kept: int) -> dict[int, int]:
+    found: dict[int, int] = {}
+    coming: list[int] = []  # stages of this rank, the next to compute first
+    later: set[int] = set()  # those that are gathered at the next tick
+    for slot in reversed([*rank_order(word, rank, p, v, m)]):
+        for part in reversed(slot.parts):
+            if part.stage in coming:
+                coming.remove(part.stage)
+            coming.insert(0, part.stage)
+        now = set(coming[:kept])
+        for stage in later - now:  # not gathered here: the next tick has to
+            found[stage] += 1
+        found |= {stage: found.get(stage, 0) for stage in now}
+        later = now
+    return {stage: found[stage] + (stage in later) for stage in sorted(found)}
+
+
 def runnable(word: Schedule, num_ranks: int, num_microbatches: int) -> int:
     """The number of microbatches, or the next one above it that a schedule can run.
 

@@ -155,6 +155,9 @@ def data_parallel(step: StepContext, share: RankShare, *, micro: float, backward
         return calls.again * each + shown
     if calls.scatter > 1:
         return calls.scatter * _exposed(scatter, window, profile.overlaps_gradients) + gather + across
+    if sent.regathered:  # stages that are let go, and gathered while others compute
+        regather = gather * sent.regathered / (sent.dense + sent.experts)
+        gather += _exposed(regather, step.m * micro, profile.overlaps_gathers)
     return _exposed(scatter + across, window, profile.overlaps_gradients) + gather
 
 
@@ -177,7 +180,7 @@ def exchange_of(step: StepContext, share: RankShare) -> Exchanged:
     """Elements of parameters that travel. Of shoal they are counted; of others, they are those that a rank holds."""
     workload, on = step.workload, step.on
     if step.profile.is_exact and workload.is_transformer and on.pp * on.v <= workload.layers:
-        return exact_exchange(workload, step.plan)
+        return exact_exchange(workload, step.plan, num_microbatches=step.m)
     return Exchanged(share.dense, share.experts, 0)
 
 

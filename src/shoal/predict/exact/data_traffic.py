@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
 from shoal.blueprint import placement as rules
 from shoal.blueprint.model_shapes import ModelShapes, Shapes, is_in
 from shoal.blueprint.placement import StageShapes, Unit
-from shoal.blueprint.schedules.generate import make_schedule
+from shoal.blueprint.plan import Plan
+from shoal.blueprint.schedules.counts import fetches
 from shoal.predict.exact.memory import Alike
 from shoal.predict.exact.step import Message, Step
 
@@ -78,21 +79,23 @@ def _is_in_backward(step: Step, unit: Unit) -> bool:
 
 def _num_gathers_of_stage(step: Step, stage: int) -> int:
     """Once, unless the rank has so many stages that torch lets go of those that are not among the next to compute."""
-    plan = step.plan
-    if len(step.parts) <= rules.GATHERED_STAGES:
-        return 1
+    return gathers_of_stages(step.plan, place=step.place["pp"], num_microbatches=step.num_microbatches).get(stage, 1)
+
+
+def gathers_of_stages(plan: Plan, *, place: int, num_microbatches: int) -> dict[int, int]:
+    """Stage → how often the rank at this place of a pipeline gathers it in a step; {}: each once."""
+    v = plan.v or 1
+    if v <= rules.GATHERED_STAGES:
+        return {}
     assert plan.schedule is not None
-    table = make_schedule(
-        plan.schedule, num_ranks=plan.layout.pp, v=plan.v or 1, num_microbatches=step.num_microbatches
+    return fetches(
+        plan.schedule,
+        place,
+        num_ranks=plan.layout.pp,
+        v=v,
+        num_microbatches=num_microbatches,
+        kept=rules.GATHERED_STAGES,
     )
-    order = table.order(step.place["pp"])
-    num_fetches, is_gathered = 0, False
-    for place in range(len(order)):
-        coming = dict.fromkeys(action.stage for slot in order[place:] for action in slot.parts)  # each once, in order
-        is_next = stage in list(coming)[: rules.GATHERED_STAGES]
-        num_fetches += is_next and not is_gathered
-        is_gathered = is_next
-    return num_fetches
 
 
 def _buckets(sizes: Iterable[int]) -> Iterator[int]:
@@ -119,19 +122,23 @@ class Exchanged(NamedTuple):
     """Shared by the ranks that have the same experts; 0 where ep does not divide them."""
     last: float
     """Of `dense`, those that zero=3 does not gather again for the backward."""
+    regathered: float = 0.0
+    """Those of stages of a pipeline that are let go and gathered again in a step, added up over all times."""
 
 
-def exchanged(shapes: ModelShapes, stages: Iterable[Iterable[Alike]]) -> Exchanged:
+def exchanged(shapes: ModelShapes, stages: Sequence[Iterable[Alike]], gathers: Iterable[int] = ()) -> Exchanged:
     """What `over_replicas` and `over_shards` send of each unit, added up over the stages of a rank. For a model without
-    frozen parameters."""
+    frozen parameters. `gathers`: how often each stage is gathered; (): once."""
     description = shapes.description
     ends = (*description.before_blocks, *description.after_blocks) if description.tied else description.after_blocks
-    dense = experts = last = 0
-    for alike in (alike for stage in stages for alike in stage):
-        elements = alike.number * alike.gathered
-        if alike.is_expert:
-            experts += elements
-        else:
-            dense += elements
-            last += elements if is_in(alike.name, ends) else 0
-    return Exchanged(dense, experts, last)
+    dense = experts = last = regathered = 0
+    for stage, times in zip(stages, tuple(gathers) or (1,) * len(stages), strict=True):
+        for alike in stage:
+            elements = alike.number * alike.gathered
+            regathered += (times - 1) * elements
+            if alike.is_expert:
+                experts += elements
+            else:
+                dense += elements
+                last += elements if is_in(alike.name, ends) else 0
+    return Exchanged(dense, experts, last, regathered)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from shoal.blueprint.model_shapes import Sizes
 from shoal.blueprint.plan import Plan, Precision, Schedule
 from shoal.blueprint.schedules.table import V_SHAPED
-from shoal.predict.exact.data_traffic import Exchanged, exchanged
+from shoal.predict.exact.data_traffic import Exchanged, exchanged, gathers_of_stages
 from shoal.predict.exact.memory import Alike, Memory, held, memory_of
 from shoal.predict.exact.shapes import shapes_of
 from shoal.predict.workload import Workload
@@ -32,9 +32,10 @@ def exact_states(
     return _states(model, _Sharding.of(plan), place, plan.zero, plan.precision, (weight, gradient, optimizer_states))
 
 
-def exact_exchange(model: Workload, plan: Plan, *, place: int = 0) -> Exchanged:
+def exact_exchange(model: Workload, plan: Plan, *, num_microbatches: int, place: int = 0) -> Exchanged:
     """Elements of parameters that the first rank at this place of the pipeline exchanges, under a resolved plan."""
-    return _exchange(model, _Sharding.of(plan), place, plan.is_sharded)
+    gathers = gathers_of_stages(plan, place=place, num_microbatches=num_microbatches) if plan.is_sharded else {}
+    return _exchange(model, _Sharding.of(plan), place, plan.is_sharded, tuple(gathers.values()))
 
 
 class _Sharding(NamedTuple):
@@ -91,8 +92,10 @@ def _states(
 
 
 @lru_cache(maxsize=2**14)
-def _exchange(model: Workload, sharding: _Sharding, place: int, is_sharded: bool) -> Exchanged:
-    return exchanged(shapes_of(model, ANY_SEQUENCE), _held(model, sharding, place, is_sharded))
+def _exchange(
+    model: Workload, sharding: _Sharding, place: int, is_sharded: bool, gathers: tuple[int, ...]
+) -> Exchanged:
+    return exchanged(shapes_of(model, ANY_SEQUENCE), _held(model, sharding, place, is_sharded), gathers)
 
 
 @lru_cache(maxsize=2**14)
