@@ -18,7 +18,7 @@ import shoal
 from shoal.cli import main
 from shoal.config.load import load_recipe
 from shoal.errors import ShoalError
-from shoal.verification.api import VerifySettings, _notes, case_of
+from shoal.verification.api import RecipeSettings, _notes, case_of
 from tests.readme.fork_host import Ran, run_commands
 
 pytestmark = pytest.mark.timeout(300)  # the first test that asks for `ran` waits for all its commands
@@ -239,7 +239,7 @@ def test_a_precision_that_was_not_looked_at_is_told(ran: dict[str, Ran]) -> None
 )
 def test_which_precisions_are_told_of(plan: str, precision: str | None, note: str | None) -> None:
     recipe = load_recipe(None, [("plan", plan), ("launch.device", "cpu")])
-    notes = list(_notes(case_of(recipe, 1, VerifySettings(precision=precision))))
+    notes = list(_notes(case_of(recipe, 1, RecipeSettings(precision=precision))))
     assert notes == ([] if note is None else [note])
 
 
@@ -267,7 +267,7 @@ def test_offload_on_a_cpu_is_not_called_verified(capfd: pytest.CaptureFixture[st
 )
 def test_settings_that_were_not_looked_at_are_told(said: list[tuple[str, str]], note: str | None) -> None:
     recipe = load_recipe(None, [("launch.device", "cpu"), *said])
-    assert list(_notes(case_of(recipe, 1, VerifySettings()))) == ([] if note is None else [note])
+    assert list(_notes(case_of(recipe, 1, RecipeSettings()))) == ([] if note is None else [note])
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from shoal.models import llama
 from shoal.parallel.expert.experts import Experts
 from shoal.parallel.expert.router import Router
 from shoal.parallel.inspect.trace_shapes import trace_shapes
-from shoal.predict.exact.traffic import traffic
+from shoal.predict.exact.traffic import LossTraffic, traffic
 from shoal.train.run import Run
 from tests.cover import covered
 from tests.dist.compositions import num_layers_for
@@ -124,7 +124,7 @@ def own_loss(model: nn.Module, data: dict[str, Tensor]) -> Tensor:
 def check(plan: str, of: ModelShapes, counted: list[Any], **options: Any) -> None:
     resolved = Plan.parse(plan).resolve(len(counted))
     for rank, seen in enumerate(counted):
-        predicted = traffic(resolved, of, batch=BATCH, rank=rank, **options)
+        predicted = traffic(resolved, of, batch=BATCH, rank=rank, loss=LossTraffic(**options))
         for axis, operations in predicted.items():
             for operation, messages in operations.items():
                 if messages.calls is None:  # not predicted

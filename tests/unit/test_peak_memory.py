@@ -8,15 +8,13 @@ import pytest
 import torch
 
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.schedules import simulate
-from shoal.blueprint.schedules.generate import make_schedule
 from shoal.numerics.fp8 import convert, products
 from shoal.predict.cluster_parser import parse_cluster
 from shoal.predict.estimate import fp8_memory
 from shoal.predict.estimate import peak_memory as module
 from shoal.predict.estimate.activations import kept_per_token
 from shoal.predict.estimate.peak_memory import PeakMemory, peak_memory
-from shoal.predict.estimate.rank_share import in_flight, layers_of_stages
+from shoal.predict.estimate.rank_share import layers_of_stages
 from shoal.predict.framework_profile import FrameworkProfile
 from shoal.predict.presets.frameworks import MEGATRON_LM, SHOAL, SHOAL_EAGER, shoal_profile
 from shoal.predict.presets.models import MODELS
@@ -24,7 +22,6 @@ from shoal.predict.workload import Block, Workload
 
 GPT = MODELS["gpt3-175b"].resized(positions=0)
 H200 = parse_cluster("h200:8")
-WITH_ANY_V = [("interleaved", 2), ("interleaved", 4), ("looped", 2), ("zb", 1), ("zb", 2)]
 
 
 LLAMA = MODELS["llama3-8b"]
@@ -57,17 +54,6 @@ def test_flash_attention_keeps_sums_instead_of_scores() -> None:
     flash = replace(MEGATRON_LM, name="flash", attention="flash")
     kept = kept_per_token(GPT, flash, tp=1, sp=False, sequence=2048, size=2.0)
     assert kept == pytest.approx(34 * 12288 + 4 * 96)
-
-
-@pytest.mark.parametrize(
-    ("word", "v"),
-    [*WITH_ANY_V, ("gpipe", 1), ("1f1b", 1), ("zbv", 2), ("dualpipev", 2)],
-)
-@pytest.mark.parametrize(("pp", "m"), [(2, 4), (4, 8), (8, 32)])
-def test_microbatches_in_flight_are_those_of_the_schedule(word: str, v: int, pp: int, m: int) -> None:
-    table = make_schedule(word, num_ranks=pp, v=v, num_microbatches=m)  # type: ignore[arg-type]
-    played = [stages / v for stages in simulate.in_flight(table)]
-    assert [in_flight(word, place, pp, v, m) for place in range(pp)] == pytest.approx(played)
 
 
 @pytest.mark.parametrize(("zero", "states"), [(0, 16), (1, 4 / 8 + 2 + 4 + 8 / 8), (2, 4 / 8 + 2 + 4 / 8 + 1), (3, 2)])

@@ -36,8 +36,9 @@ from shoal.parallel.context import ring, ulysses
 from shoal.parallel.context.attention import Attention, attended
 from shoal.parallel.data import ddp
 from shoal.parallel.inspect.trace_shapes import trace_shapes
+from shoal.predict.exact.data_traffic import BUCKET_BYTES
 from shoal.predict.exact.memory import memory
-from shoal.predict.exact.traffic import BUCKET_BYTES, Messages, traffic
+from shoal.predict.exact.traffic import Messages, traffic
 
 D, T, V, LAYERS, BATCH = 64, 16, 128, 4, 16
 ELEMENTS = 2 * V * D + LAYERS * 2 * D * D  # embedding, head, and two matrices a block

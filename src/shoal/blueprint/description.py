@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 
 class Split(Enum):
@@ -136,6 +136,7 @@ class Description:
         return not any(part.isdigit() for pattern in self.splits for part in pattern.split("."))
 
 
+@lru_cache(maxsize=2**14)
 def _without_numbers(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 

@@ -78,6 +78,8 @@ class Layout:
 
     def degree(self, axis: str) -> int:
         """The size of every group along the axis."""
+        if axis in AXES:  # the usual case, which a search meets a hundred thousand times
+            return int(getattr(self, axis))
         _check_axis(axis)
         if axis == "edp":
             return self.dp_shard * self.cp // self.ep
@@ -90,7 +92,11 @@ class Layout:
         {'pp': 0, 'dp_replicate': 0, 'dp_shard': 1, 'cp': 0, 'tp': 0, 'ep': 0}
         """
         self._check_rank(rank)
-        position = {axis: rank // self._stride(axis) % self.degree(axis) for axis in AXES}
+        position, stride = dict.fromkeys(AXES, 0), 1
+        for axis in reversed(AXES):  # the innermost has stride 1
+            degree = self.degree(axis)
+            position[axis] = rank // stride % degree
+            stride *= degree
         return {**position, "ep": self._expert_slot(position) % self.ep}
 
     def rank(self, **coordinate: int) -> int:

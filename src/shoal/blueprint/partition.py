@@ -86,16 +86,18 @@ def _most_even(units: Sequence[int], num_stages: int, *, limit: int) -> list[int
         *[math.inf] * len(units),
     ]  # least sum of squares of the first i blocks so far
     starts: list[list[int]] = []  # stage → i → the start of that stage if it ends before block i
-    for _ in range(num_stages):
+    for stage in range(num_stages):  # no stage is empty: at least a block for each stage before it and after it
         row, start_of = [math.inf] * len(best), [0] * len(best)
-        for end in range(1, len(best)):
-            for start in range(end - 1, -1, -1):
-                cost = before[end] - before[start]
-                if cost > limit:  # [1] and earlier starts cost more
+        for end in range(stage + 1, len(best) - (num_stages - 1 - stage)):
+            least, until = math.inf, before[end]
+            for start in range(end - 1, stage - 1, -1):
+                cost = until - before[start]
+                if cost > limit:
                     break
-                # [2]; `<=` takes the earliest start of equal ones: the stages before it are the shorter ones [3]
-                if best[start] + cost * cost <= row[end] and best[start] < math.inf:
-                    row[end], start_of[end] = best[start] + cost * cost, start
+                total = best[start] + cost * cost
+                if total <= least and total < math.inf:
+                    least, start_of[end] = total, start
+            row[end] = least
         best = row
         starts.append(start_of)
     cuts = [len(units)]

@@ -99,8 +99,7 @@ class Plan:
     link when the run begins, and chooses both `sync` and `compress`."""
 
     def __post_init__(self) -> None:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        _raise(check_values(values), "the plan")
+        _raise(check_values({key: getattr(self, key) for key in KEYS}), "the plan")
 
     @classmethod
     def of(cls, value: Plan | str | Mapping[str, Any] | None) -> Plan:
@@ -147,15 +146,15 @@ class Plan:
     @property
     def is_resolved(self) -> bool:
         """True if no value is open; then there is a `layout`."""
-        filled = all(getattr(self, name) is not None for name in (*DEGREES, "zero", "v"))
-        return filled and (self.pp == 1 or self.schedule is not None)
+        degrees = (self.dp_replicate, self.dp_shard, self.cp, self.tp, self.pp, self.ep)
+        return None not in (*degrees, self.zero, self.v) and (self.pp == 1 or self.schedule is not None)
 
     @property
     def layout(self) -> Layout:
         """The ranks on their axes."""
         if not self.is_resolved:
             raise ShoalError(f"plan '{self}' leaves open how many ranks each axis has", fix="plan.resolve(world_size)")
-        return _layout(*[getattr(self, name) for name in DEGREES])
+        return _layout(self.dp_replicate, self.dp_shard, self.cp, self.tp, self.pp, self.ep)
 
     def resolve(self, world_size: int) -> Plan:
         """Fill in all open values for a number of ranks.
@@ -226,8 +225,8 @@ class Plan:
 
 
 @lru_cache(maxsize=2**12)
-def _layout(*degrees: int) -> Layout:
-    return Layout(**dict(zip(DEGREES, degrees, strict=True)))
+def _layout(*degrees: int | None) -> Layout:
+    return Layout(**{name: degree for name, degree in zip(DEGREES, degrees, strict=True) if degree is not None})
 
 
 def _spelled(value: Any) -> str:

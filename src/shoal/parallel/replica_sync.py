@@ -23,7 +23,7 @@ from shoal.parallel.data.local_sgd import LocalSGD
 from shoal.parallel.parallel_model import StageModule
 from shoal.parallel.policies import SyncPolicy
 from shoal.parallel.tensor import TensorParallel
-from shoal.predict.exact.traffic import BUCKET_BYTES
+from shoal.predict.exact.data_traffic import BUCKET_BYTES
 
 
 def uses_own_reducer(plan: Plan, sync: SyncPolicy) -> bool:

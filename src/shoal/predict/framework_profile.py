@@ -28,8 +28,8 @@ class FrameworkProfile:
     """Whether measured runs of it are published."""
     is_known_together: bool = True
     """And on several devices."""
-    has_exact_states: bool = False
-    """Whether parameters, gradients and optimizer state are counted to the byte (`predict.exact`), as shoal shards."""
+    is_exact: bool = False
+    """Whether states and messages are those that `predict.exact` counts to the byte: shoal's."""
 
     # ---- states ----
     weight: float = 2

@@ -41,7 +41,7 @@ from shoal.parallel.inspect.live_memory import live_memory, peak_bytes
 from shoal.parallel.inspect.trace_shapes import trace_shapes
 from shoal.parallel.parallel_model import ParallelModel
 from shoal.predict.exact.memory import Memory, has_moment, memory
-from shoal.predict.exact.traffic import Messages, traffic
+from shoal.predict.exact.traffic import LossTraffic, Messages, traffic
 from shoal.train.build_model import describe, without_memory
 from shoal.train.loss.objective import CrossEntropy, call_of
 from shoal.train.run import Run
@@ -202,16 +202,12 @@ def _predict(findings: Findings, run: Run, case: Case) -> None:
         raise
     except Exception:  # user code that needs real values; the comparison holds without a prediction
         return
-    splits_logits = isinstance(run.objective, CrossEntropy)
-    findings.predicted_traffic = traffic(
-        case.plan,
-        shapes,
-        batch=batch,
-        rank=run.world.rank,
-        splits_logits=splits_logits,
-        defers_count=run.defers_count,
+    loss = LossTraffic(
+        splits_logits=isinstance(run.objective, CrossEntropy),
+        counts_late=run.counts_late,
         compares_samples=run.compares_samples,
     )
+    findings.predicted_traffic = traffic(case.plan, shapes, batch=batch, rank=run.world.rank, loss=loss)
     if has_moment(case.plan, rank=run.world.rank, num_microbatches=case.plan.num_microbatches(batch)):
         states = 2 if case.plan.precision == "fp64" else 1  # of `optimizer_for`
         findings.predicted_memory = memory(case.plan, shapes, rank=run.world.rank, optimizer_states=states)

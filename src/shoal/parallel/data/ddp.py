@@ -24,7 +24,7 @@ from shoal.comm.replicas.overlap import Overlap
 from shoal.errors import ShoalError
 from shoal.numerics.local_tensor import to_local
 from shoal.parallel.data.gradient_sync import NOTHING, GradientSync
-from shoal.predict.exact.traffic import BUCKET_BYTES
+from shoal.predict.exact.data_traffic import BUCKET_BYTES
 
 
 def replicate(

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from shoal.predict.cluster import Cluster, Device
-from shoal.predict.estimate.communication import context_parallel, expert_parallel, tensor_parallel
+from shoal.predict.estimate.communication import between_layers
 from shoal.predict.estimate.work import Work, bytes_in
 from shoal.predict.framework_profile import FrameworkProfile
 from shoal.predict.workload import Workload
@@ -58,13 +58,14 @@ def layer_pass(workload: Workload, cluster: Cluster, profile: FrameworkProfile, 
     host = launched(profile, cluster) * (profile.host_forward * (1 + again) + profile.host_backward)
     if work.tp > 1:
         host += profile.host_collective * (6 + 2 * again) + profile.host_scatter * work.tp * work.sp
+    tp, cp, ep = between_layers(workload, cluster, profile, work, attention)
     return Pass(
         matmul=_products(workload, cluster.device, profile, work) * (3 + again),
         attention=attention,
         memory=_element_wise(workload, cluster.device, profile, work, again),
-        tp=tensor_parallel(workload, cluster, profile, work, again),
-        cp=context_parallel(workload, cluster, work, again, attention),
-        ep=expert_parallel(workload, cluster, work, again),
+        tp=tp,
+        cp=cp,
+        ep=ep,
         host=host * cluster.device.host_factor,
     )
 

@@ -19,7 +19,7 @@ from math import prod, sqrt
 
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.replicas.compression import Compression
-from shoal.predict.exact.traffic import BUCKET_BYTES
+from shoal.predict.exact.data_traffic import BUCKET_BYTES
 
 BACKWARD = 2 / 3
 """Fraction of the compute time, about: each product of the forward has two in the backward."""

@@ -8,7 +8,7 @@ not sent in the shadow of the last backward, the optimizer, and what every step 
     product   2MNK / achievable + bytes / bandwidth, which is a roofline with a soft knee
     message   base + steps × latency + bytes / bandwidth of the slowest link (`cluster.Link`)
     shadow    two things that overlap take the longer of both, and the shorter slows the longer down a little
-    bubble    closed forms of what `simulate` plays, with stages as unequal as they are
+    bubble    that of equal stages, played (`schedules.counts`), with stages as unequal as they are
 
 The interval takes each cause to be off by as much as it usually is (`SPREAD`), all of them independently, and
 everything together by `COMMON`; both are learnt from the residuals of published runs, and scored by `shoal backtest`.
@@ -20,6 +20,7 @@ import math
 from dataclasses import dataclass, replace
 
 from shoal.blueprint.plan import Plan
+from shoal.blueprint.schedules.counts import bubble
 from shoal.predict.cluster import Cluster
 from shoal.predict.estimate.communication import data_parallel
 from shoal.predict.estimate.compute import head_pass, launched, layer_pass
@@ -179,7 +180,7 @@ def _of_layers(step: StepContext) -> dict[str, float]:
         "cp": layer.cp * passes,
         "ep": layer.ep * passes,
         "pp": send * m * on.v,
-        "bubble": bubble(plan.schedule or "1f1b", on.pp, on.v, m) * (sum(busy) - slowest + (on.pp - 1) * on.v * send),
+        "bubble": _waits(step) * (sum(busy) - slowest + (on.pp - 1) * on.v * send),
         "dp": data_parallel(step, held, micro=slowest, backward=backward),
         "optimizer": owned * profile.optimizer_traffic / (device.bandwidth * device.streaming),
         "offload": owned * 16 / HOST_LINK if plan.offload != "none" else 0.0,
@@ -187,18 +188,9 @@ def _of_layers(step: StepContext) -> dict[str, float]:
     }
 
 
-def bubble(schedule: str, pp: int, v: int, m: int) -> float:
-    """The part of one microbatch's way through all other stages that a schedule waits for.
-
-    A single microbatch has nothing to fill it with but gradients of weights; zbv needs one and a half for each rank.
-    """
-    if pp == 1:
-        return 0.0
-    if m == 1:
-        return 2 / 3 if schedule in ("zb", "zbv") else 1.0
-    if schedule == "zbv":
-        return 1 / 6 + max(0.0, 0.5 - m / (3 * pp))
-    return {"interleaved": 1 / v, "looped": 1 / v, "zb": 1 / (3 * v), "dualpipev": 1 / 3}.get(schedule, 1.0)
+def _waits(step: StepContext) -> float:
+    """The bubble, beside the way of one microbatch through all other ranks of the pipeline."""
+    return bubble(step.plan.schedule or "1f1b", num_ranks=step.on.pp, v=step.on.v, num_microbatches=step.m)
 
 
 def actions(schedule: str | None, on: Degrees, m: int) -> int:
@@ -231,7 +223,7 @@ def _of_blocks(step: StepContext) -> dict[str, float]:
         "matmul": matmul * m,
         "memory_bound": memory * m,
         "host": host * m,
-        "bubble": bubble(plan.schedule or "1f1b", on.pp, on.v, m) * (on.pp - 1) * micro,
+        "bubble": _waits(step) * (on.pp - 1) * micro,
         "dp": data_parallel(step, held, micro=micro, backward=micro * 2 / 3),
         "optimizer": owned * profile.optimizer_traffic / stream,
         "offload": owned * 16 / HOST_LINK if plan.offload != "none" else 0.0,

@@ -28,7 +28,7 @@ nothing to put there; optimizer state has only the rows that are there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -56,13 +56,15 @@ class Memory:
 
 
 def memory(
-    plan: Plan, model: ModelShapes, *, rank: int, sizes: Sizes | None = None, optimizer_states: float = 2
+    plan: Plan, shapes: ModelShapes, *, rank: int, sizes: Sizes | None = None, optimizer_states: float = 2
 ) -> Memory:
     """What a rank will hold under a resolved plan. `optimizer_states`: tensors as large as a parameter that the
     optimizer keeps for it: 2 for Adam, 1 for momentum, 0 for plain SGD. Its numbers per parameter are left out."""
-    sizes = sizes or Sizes.of(plan)
-    shard_group = ShardGroup(plan, model.description, rank)
-    stages = [_kinds(plan, model, shard_group, modules) for _, modules in rules.own_stages(plan, model, rank)]
+    return memory_of(plan, held(plan, shapes, rank=rank), sizes or Sizes.of(plan), optimizer_states)
+
+
+def memory_of(plan: Plan, stages: Sequence[Sequence[Alike]], sizes: Sizes, optimizer_states: float) -> Memory:
+    """The same of parameters that `held` has found."""
     pieces = [kind for stage in stages for kind in stage]
     trained = [kind for kind in pieces if kind.is_trained]
     is_pipeline, is_sharded = plan.layout.pp > 1, plan.is_sharded
@@ -81,11 +83,15 @@ def memory(
     )
 
 
-class _Kind(NamedTuple):
+class Alike(NamedTuple):
     """Parameters that are alike in every layer of a stage: how many they are, and elements of one of them."""
 
+    name: str
+    """Of the first."""
     number: int
     is_trained: bool
+    is_expert: bool
+    """Whether only ranks with the same experts share it."""
     whole: int
     """Of the piece that tp and ep leave."""
     shard: int
@@ -95,14 +101,20 @@ class _Kind(NamedTuple):
     gathered: int
 
 
-def _kinds(plan: Plan, model: ModelShapes, shard_group: ShardGroup, modules: tuple[str, ...]) -> list[_Kind]:
-    kinds = []
-    for name, number in model.kinds_in(modules).items():
-        shape = rules.piece(plan, model, name, rank=shard_group.rank)
-        padded = shard_group.padded(name, shape)
-        gathered = padded * shard_group.degree(name)
-        kinds.append(_Kind(number, model.is_trained(name), prod(shape), padded, shard_group.own(name, shape), gathered))
-    return kinds
+def held(plan: Plan, shapes: ModelShapes, *, rank: int) -> list[list[Alike]]:
+    """The parameters of each stage of a rank."""
+    sharers = ShardGroup(plan, shapes.description, rank)
+    return [_alike(plan, shapes, sharers, modules) for _, modules in rules.own_stages(plan, shapes, rank)]
+
+
+def _alike(plan: Plan, shapes: ModelShapes, sharers: ShardGroup, modules: tuple[str, ...]) -> list[Alike]:
+    found = []
+    for name, number in shapes.kinds_in(modules).items():
+        shape = rules.piece(plan, shapes, name, rank=sharers.rank)
+        whole, degree, is_expert = prod(shape), sharers.degree(name), sharers.axis(name) == "edp"
+        padded, own = (whole, whole) if degree == 1 else (sharers.padded(name, shape), sharers.own(name, shape))
+        found.append(Alike(name, number, shapes.is_trained(name), is_expert, whole, padded, own, padded * degree))
+    return found
 
 
 def has_moment(plan: Plan, *, rank: int, num_microbatches: int) -> bool:
@@ -126,7 +138,7 @@ def has_moment(plan: Plan, *, rank: int, num_microbatches: int) -> bool:
     return False
 
 
-def _gathered(stages: Iterable[list[_Kind]]) -> int:
+def _gathered(stages: Iterable[Sequence[Alike]]) -> int:
     """Elements of the gathered copies; of many stages torch keeps only some at a time."""
     each = [sum(kind.number * kind.gathered for kind in stage) for stage in stages]
     return sum(sorted(each)[-rules.GATHERED_STAGES :])

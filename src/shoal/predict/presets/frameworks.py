@@ -9,8 +9,8 @@ from shoal.predict.framework_profile import MS, FrameworkProfile
 SHOAL = FrameworkProfile(
     name="shoal",
     is_known_together=False,
-    has_exact_states=True,
-    source="docs/concepts/gpu.md, predict/exact/memory.py: float32 weights, autocast, memory-saving layers, fused loss",
+    is_exact=True,
+    source="docs/concepts/gpu.md, predict/exact/memory.py: float32 weights, autocast, lean layers, fused loss",
     weight=4,
     master=0,
     gradient=4,
