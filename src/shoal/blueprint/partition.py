@@ -70,7 +70,7 @@ def _num_needed(units: Sequence[int], limit: int) -> float:
     """The number of stages if each takes as many blocks as the limit allows."""
     num_stages, room = 0, -1
     for cost in units:
-        if cost > limit:
+        if cost > limit:  # [1] and earlier starts cost more
             return math.inf
         if cost > room:
             num_stages, room = num_stages + 1, limit
@@ -92,9 +92,11 @@ def _most_even(units: Sequence[int], num_stages: int, *, limit: int) -> list[int
             least, until = math.inf, before[end]
             for start in range(end - 1, stage - 1, -1):
                 cost = until - before[start]
-                if cost > limit:
+                if cost > limit:  # [1] and earlier starts cost more
                     break
-                total = best[start] + cost * cost
+                total = (
+                    best[start] + cost * cost
+                )  # [2]; `<=` takes the earliest of equal starts: early stages stay short [3]
                 if total <= least and total < math.inf:
                     least, start_of[end] = total, start
             row[end] = least

@@ -204,7 +204,7 @@ def _predict(findings: Findings, run: Run, case: Case) -> None:
         return
     loss = LossTraffic(
         splits_logits=isinstance(run.objective, CrossEntropy),
-        counts_late=run.counts_late,
+        defers_count=run.defers_count,
         compares_samples=run.compares_samples,
     )
     findings.predicted_traffic = traffic(case.plan, shapes, batch=batch, rank=run.world.rank, loss=loss)

@@ -42,7 +42,7 @@ def over_shards(step: Step) -> Iterator[Message]:
         return
     num_reductions = step.num_microbatches if step.plan.zero != 1 and not step.is_pipeline else 1
     for part, unit, pieces in _units(step):
-        axis = step.sharers.axis(next(iter(pieces)))
+        axis = step.shard_group.axis(next(iter(pieces)))
         degree = step.plan.layout.degree(axis)
         if degree == 1:  # experts that ep has divided among all
             continue

@@ -103,16 +103,16 @@ class Alike(NamedTuple):
 
 def held(plan: Plan, shapes: ModelShapes, *, rank: int) -> list[list[Alike]]:
     """The parameters of each stage of a rank."""
-    sharers = ShardGroup(plan, shapes.description, rank)
-    return [_alike(plan, shapes, sharers, modules) for _, modules in rules.own_stages(plan, shapes, rank)]
+    shard_group = ShardGroup(plan, shapes.description, rank)
+    return [_alike(plan, shapes, shard_group, modules) for _, modules in rules.own_stages(plan, shapes, rank)]
 
 
-def _alike(plan: Plan, shapes: ModelShapes, sharers: ShardGroup, modules: tuple[str, ...]) -> list[Alike]:
+def _alike(plan: Plan, shapes: ModelShapes, shard_group: ShardGroup, modules: tuple[str, ...]) -> list[Alike]:
     found = []
     for name, number in shapes.kinds_in(modules).items():
-        shape = rules.piece(plan, shapes, name, rank=sharers.rank)
-        whole, degree, is_expert = prod(shape), sharers.degree(name), sharers.axis(name) == "edp"
-        padded, own = (whole, whole) if degree == 1 else (sharers.padded(name, shape), sharers.own(name, shape))
+        shape = rules.piece(plan, shapes, name, rank=shard_group.rank)
+        whole, degree, is_expert = prod(shape), shard_group.degree(name), shard_group.axis(name) == "edp"
+        padded, own = (whole, whole) if degree == 1 else (shard_group.padded(name, shape), shard_group.own(name, shape))
         found.append(Alike(name, number, shapes.is_trained(name), is_expert, whole, padded, own, padded * degree))
     return found
 

@@ -66,10 +66,10 @@ class Step:
         return self.num_microbatches * (1 + (self.plan.recompute != "none" and is_in_block and is_repeated))
 
     @cached_property
-    def sharers(self) -> ShardGroup:
+    def shard_group(self) -> ShardGroup:
         """The ranks that share each parameter."""
         return ShardGroup(self.plan, self.shapes.description, self.rank)
 
     def padded(self, pieces: Shapes) -> int:
         """Elements of this rank's shard of a unit, as FSDP2 sends it."""
-        return sum(starmap(self.sharers.padded, pieces.items()))
+        return sum(starmap(self.shard_group.padded, pieces.items()))

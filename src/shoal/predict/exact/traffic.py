@@ -88,7 +88,7 @@ class LossTraffic:
     of the host's own carries them, as beside NCCL. (`shoal train` on a CPU sends them with the loss, or through shared
     memory, where the dataset knows how many labels count.)"""
 
-    counts_late: bool = False
+    defers_count: bool = False
     """The loss is the user's function, whose count is known after its forward and is summed over all ranks with the
     loss."""
 
@@ -98,7 +98,7 @@ class LossTraffic:
     @property
     def is_own(self) -> bool:
         """Whether the loss is a function of the user's."""
-        return self.counts_late or self.compares_samples or not self.splits_logits
+        return self.defers_count or self.compares_samples or not self.splits_logits
 
 
 OF_SHOAL = LossTraffic()
@@ -124,7 +124,7 @@ def traffic(
             *over_tensor_parallel(step, splits_logits=loss.splits_logits),
             *over_experts(step),
             *over_stages(step),
-            *over_everyone(step, loss),
+            *over_world(step, loss),
         ]
     )
 
@@ -151,12 +151,12 @@ def inside_block(step: Step, block: str) -> Iterator[Message]:
     for attended in shapes.attentions if layout.cp > 1 else ():
         if attended.module.startswith(prefix):
             yield from (_ring if step.plan.context == "ring" else _ulysses)(step, attended)
-    for crossing in shapes.crossings if layout.tp > 1 else ():
-        if crossing.module.startswith(prefix):
-            yield from _crossed(step, crossing, splits_logits=True)
+    for boundary in shapes.tp_boundaries if layout.tp > 1 else ():
+        if boundary.module.startswith(prefix):
+            yield from _at_boundary(step, boundary, splits_logits=True)
     for dispatched in shapes.dispatches if layout.ep > 1 else ():
         if dispatched.module.startswith(prefix):
-            yield from _dispatched(step, dispatched)
+            yield from _of_dispatch(step, dispatched)
 
 
 # ---- context parallelism --------------------------------------------------------------------------------------------
@@ -196,15 +196,15 @@ def over_tensor_parallel(step: Step, *, splits_logits: bool) -> Iterator[Message
     """Activations over the borders of split regions, the loss of split logits, and gradients that are only shares."""
     if step.plan.layout.tp == 1:
         return
-    for crossing in step.shapes.crossings:
-        if step.is_here(crossing.module):
-            yield from _crossed(step, crossing, splits_logits=splits_logits)
+    for boundary in step.shapes.tp_boundaries:
+        if step.is_here(boundary.module):
+            yield from _at_boundary(step, boundary, splits_logits=splits_logits)
     yield from _shares_of_gradients(step)
 
 
-def _crossed(step: Step, crossing: TPBoundary, *, splits_logits: bool) -> Iterator[Message]:
-    if crossing.way == "logits":
-        yield from _logits(step, crossing.shape, splits_logits=splits_logits)
+def _at_boundary(step: Step, boundary: TPBoundary, *, splits_logits: bool) -> Iterator[Message]:
+    if boundary.way == "logits":
+        yield from _logits(step, boundary.shape, splits_logits=splits_logits)
         return
     size = step.samples * prod(boundary.shape) // step.plan.layout.cp * _size_of(step, boundary)
     forwards = step.num_forwards(boundary.module, is_repeated=boundary.is_repeated)
@@ -217,9 +217,9 @@ def _crossed(step: Step, crossing: TPBoundary, *, splits_logits: bool) -> Iterat
         yield "tp", "all_reduce", backwards if enters else forwards, size
 
 
-def _size_of(step: Step, crossing: TPBoundary) -> int:
+def _size_of(step: Step, boundary: TPBoundary) -> int:
     """Matrix products come out in the precision of compute; rows of an embedding in that of its weight."""
-    is_lookup = f"{crossing.module}.weight" in step.shapes.lookups
+    is_lookup = f"{boundary.module}.weight" in step.shapes.lookups
     return step.sizes.weight if is_lookup and not step.plan.is_sharded else step.sizes.compute
 
 
@@ -253,13 +253,13 @@ def over_experts(step: Step) -> Iterator[Message]:
     """Tokens to their experts and back, and what routers have to know of the rest of a sequence."""
     for dispatched in step.shapes.dispatches if step.plan.layout.ep > 1 else ():
         if step.is_here(dispatched.module):
-            yield from _dispatched(step, dispatched)
+            yield from _of_dispatch(step, dispatched)
     for router in step.shapes.routers:
         if step.is_here(router.module):
             yield from _of_router(step, router)
 
 
-def _dispatched(step: Step, dispatched: DispatchSite) -> Iterator[Message]:
+def _of_dispatch(step: Step, dispatched: DispatchSite) -> Iterator[Message]:
     layout = step.plan.layout
     parts = layout.cp * (layout.tp if step.splits_tokens else 1)
     size = step.samples * dispatched.rows // parts * dispatched.dim * step.sizes.compute
@@ -269,7 +269,7 @@ def _dispatched(step: Step, dispatched: DispatchSite) -> Iterator[Message]:
     yield "ep", "all_to_all", ways, size if dispatched.is_predicted else None
 
 
-def _asked(step: Step, router: RouterSite) -> Iterator[Message]:
+def _of_router(step: Step, router: RouterSite) -> Iterator[Message]:
     """Ranks that have parts of the same sequences: how often it chose each expert, and how its tokens compare."""
     names = [axis for axis, is_used in (("cp", step.plan.layout.cp > 1), ("tp", step.splits_tokens)) if is_used]
     if not names:
@@ -307,7 +307,7 @@ def over_stages(step: Step) -> Iterator[Message]:
             yield "pp", "recv", 1, num_bytes
 
 
-def over_everyone(step: Step, loss: LossTraffic) -> Iterator[Message]:
+def over_world(step: Step, loss: LossTraffic) -> Iterator[Message]:
     """Numbers: what the batch weighs, the loss, the square of the norm where no rank has every gradient, and for every
     router of the model the load of its experts, how much it dropped, and its loss."""
     plan, routers = step.plan, step.shapes.routers
@@ -315,11 +315,11 @@ def over_everyone(step: Step, loss: LossTraffic) -> Iterator[Message]:
         return
     if loss.host_numbers:
         yield "world", "all_reduce", 1, HOST_BYTES * loss.host_numbers
-    yield "world", "all_reduce", 1, HOST_BYTES * LATE_NUMBERS if loss.counts_late else step.sizes.weight
+    yield "world", "all_reduce", 1, HOST_BYTES * DEFERRED_NUMBERS if loss.defers_count else step.sizes.weight
     if loss.host_numbers and loss.is_own:
         yield "world", "all_reduce", 1, HOST_BYTES * KINDS_OF_LOSS
     if loss.host_numbers and loss.compares_samples:
-        yield "world", "all_reduce", 1, HOST_BYTES * LATE_NUMBERS
+        yield "world", "all_reduce", 1, HOST_BYTES * DEFERRED_NUMBERS
     if plan.is_sharded or step.is_pipeline or plan.layout.tp > 1:
         yield "world", "all_reduce", 1, step.sizes.weight
     if routers:
