@@ -54,7 +54,15 @@ ANY = re.compile(rf"\b(?:{'|'.join(WORDS)})\b".replace(" ", r"\s+"), re.IGNORECA
 ROOT = Path(__file__).parents[1]
 LEFT = "tools/words_left.txt"
 CODE = ("src/shoal/**/*.py",)
-TEXT = ("docs/**/*.md", "README.md", "CHANGELOG.md", "recipes/*.yaml", "examples/**/*.py", "examples/**/*.md")
+TEXT = (
+    "docs/**/*.md",
+    "src/shoal/**/*.md",
+    "README.md",
+    "CHANGELOG.md",
+    "recipes/*.yaml",
+    "examples/**/*.py",
+    "examples/**/*.md",
+)
 
 Counts = Counter[tuple[str, str]]
 """(file, word) → how often."""

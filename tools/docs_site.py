@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: README, changelog and linked files of the repository join the site, and doctests become code.
+"""Hooks of mkdocs: README, changelog, error pages and linked files join the site, and doctests become code.
 
 The pages are written for a reader of the repository: they link to `../src/shoal/...` and `../benchmarks/...`. On the
 site such a file lies under `repository/`, as text. A link to a file that does not exist is a warning, and so an error.
@@ -19,7 +19,14 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-HOMES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+ERROR_PAGES = "src/shoal/error_pages"
+HOMES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    **{f"{ERROR_PAGES}/{path.name}": f"errors/{path.name}" for path in sorted((ROOT / ERROR_PAGES).glob("*.md"))},
+}
+CODE_HEADING = re.compile(r"^## ([A-Z]\d{3}): .+$", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:|#)([^)\s#]+)(#[^)\s]*)?\)")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 log = logging.getLogger("mkdocs.hooks.docs_site")
@@ -44,7 +51,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point the links of a page to where their targets lie on the site."""
+    """Point the links of a page to where their targets lie on the site; give each error code its own anchor."""
+    if page.file.src_uri.startswith("errors/"):
+        markdown = CODE_HEADING.sub(r"\g<0> { #\1 }", markdown)
     folder = posixpath.dirname(page.file.src_uri)
 
     def moved(link: re.Match[str]) -> str:

@@ -1,4 +1,7 @@
-"""Errors that a user can fix: all problems at once, each with the rule, both values and the fix to type.
+"""Errors that a user can fix: all problems at once, each with its code, the rule, both values and the fix to type.
+
+A code such as `P011` is a letter for the area and a number. It stands for one rule and stays, while words may change:
+`shoal explain P011` prints its page, which is in `error_pages/`.
 
 A `ShoalError` never shows a traceback; the command line prints it and exits with `exit_code`. Impossible states are an
 `assert`. A failure inside a worker is a `RunFailed` with the traceback of the first rank that failed.
@@ -8,10 +11,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 BAD_INPUT = 2
 RUN_FAILED = 3
@@ -19,29 +22,54 @@ RUN_FAILED = 3
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem, and its fix."""
+    """One problem: the code of its rule, what is wrong, and its fix."""
 
+    code: str
     what: str
     fix: str = ""
 
+    def __post_init__(self) -> None:
+        assert len(self.code) == len("P001"), f"{self.code!r} is not a code"
+
     def __str__(self) -> str:
-        return f"{self.what}\n    fix: {self.fix}" if self.fix else self.what
+        first, *more = self.what.split("\n", 1)  # a traceback, for example, follows the first line
+        lines = [f"{first} [{self.code}]", *more]
+        return "\n".join([*lines, f"    fix: {self.fix}"] if self.fix else lines)
+
+    def within(self, where: str) -> Problem:
+        """The same problem, with the place in front.
+
+        >>> print(Problem("P005", "tp must be a whole number of at least 1, got 0").within("plan"))
+        plan: tp must be a whole number of at least 1, got 0 [P005]
+        """
+        return replace(self, what=f"{where}: {self.what}")
 
 
 class ShoalError(ValueError):
     """One or more problems that the user can fix.
 
-    >>> print(ShoalError("batch 10 is not divisible by 4 ranks", fix="--data.global_batch 12"))
-    batch 10 is not divisible by 4 ranks
+    >>> print(ShoalError("batch 10 is not divisible by 4 ranks", fix="--data.global_batch 12", code="P011"))
+    batch 10 is not divisible by 4 ranks [P011]
         fix: --data.global_batch 12
     """
 
     exit_code = BAD_INPUT
 
-    def __init__(self, *problems: Problem | str, fix: str = "", title: str = "") -> None:
-        self.problems = tuple(p if isinstance(p, Problem) else Problem(p, fix) for p in problems)
+    @overload
+    def __init__(self, *problems: Problem, title: str = "") -> None: ...
+
+    @overload
+    def __init__(self, what: str, /, *, code: str, fix: str = "", title: str = "") -> None: ...
+
+    def __init__(self, *problems: Problem | str, code: str = "", fix: str = "", title: str = "") -> None:
+        self.problems = tuple(p if isinstance(p, Problem) else Problem(code, p, fix) for p in problems)
         self.title = title
         super().__init__(self._text())
+
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """The codes of its problems, each once."""
+        return tuple(dict.fromkeys(problem.code for problem in self.problems))
 
     def _text(self) -> str:
         if len(self.problems) == 1 and not self.title:
@@ -100,6 +128,7 @@ def needs(module: str, *, what: str, extra: str, package: str = "") -> Any:
         raise ShoalError(
             f"{what} needs the package {package or module}, which is not installed ({error})",
             fix=to_install(extra),
+            code="R027",
         ) from error
 
 

@@ -43,11 +43,11 @@ def read_text(path: Path, fix: str) -> str:
         with opened(path) as file:
             data = file.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
-        raise OutOfBounds(f"{str(path)!r} must have at most {MOST_BYTES:,} bytes", fix=fix)
+        raise OutOfBounds(f"{str(path)!r} must have at most {MOST_BYTES:,} bytes", fix=fix, code="R019")
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise ShoalError(f"{str(path)!r} must be text in UTF-8: {error}", fix=fix) from None
+        raise ShoalError(f"{str(path)!r} must be text in UTF-8: {error}", fix=fix, code="R020") from None
 
 
 class OutOfBounds(ShoalError):
@@ -87,13 +87,13 @@ def _parsed(parse: Callable[[], Any], kind: str, where: str, fix: str) -> Any:
         value = parse()
         _reject_large(value)
     except RecursionError:
-        raise OutOfBounds(f"{where} has more than {DEEPEST} levels of nesting", fix=fix) from None
+        raise OutOfBounds(f"{where} has more than {DEEPEST} levels of nesting", fix=fix, code="R019") from None
     except _Bound as error:
-        raise OutOfBounds(f"{where} has {error}", fix=fix) from None
+        raise OutOfBounds(f"{where} has {error}", fix=fix, code="R019") from None
     except (yaml.YAMLError, ValueError, TypeError, OverflowError, AttributeError) as error:
         if "integer string conversion" in str(error):  # Python's own bound
-            raise OutOfBounds(f"{where} has a whole number of more than 4,300 digits", fix=fix) from None
-        raise ShoalError(f"{where} is not valid {kind}: {str(error)[:1000]}", fix=fix) from None
+            raise OutOfBounds(f"{where} has a whole number of more than 4,300 digits", fix=fix, code="R019") from None
+        raise ShoalError(f"{where} is not valid {kind}: {str(error)[:1000]}", fix=fix, code="R021") from None
     return value
 
 

@@ -274,6 +274,7 @@ def refused(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
         error = json.loads(out)
         assert error["exit_code"] == 2
         assert all(problem["what"] and problem["fix"] for problem in error["error"]["problems"])
+        assert all(f"[{problem['code']}]" in err for problem in error["error"]["problems"])
         assert contents(folder) == before
         return err
 
@@ -426,8 +427,9 @@ def test_workers_that_refuse_leave_no_process_and_no_trace(host: Host, folder: P
     ended = forked(host, "train", *SMALL, *MADE_UP, "--nproc", "2", "--run.dir", "taken", cwd=folder)
     assert (ended.code, ended.out) == (2, "")
     assert ended.err.splitlines() == [
-        "shoal: bad input: 'taken' is not empty and holds no run of shoal; nothing was touched",
+        "shoal: bad input: 'taken' is not empty and holds no run of shoal; nothing was touched [C024]",
         "    fix: --run.dir SOMEWHERE_ELSE",
+        "shoal explain C024 says more",
     ]
     assert contents(folder) == before
 
@@ -437,6 +439,7 @@ def test_an_unknown_key_in_a_process(folder: Path) -> None:
     assert (ended.code, ended.out) == (2, "")
     assert ended.err.splitlines() == [
         "shoal: bad input: 1 problem in tiny.yaml",
-        "  unknown key 'optim.lrr'",
+        "  unknown key 'optim.lrr' [R011]",
         "      fix: did you mean optim.lr?",
+        "shoal explain R011 says more",
     ]

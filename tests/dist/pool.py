@@ -210,7 +210,7 @@ class Crew:
             if code < 0
             else f"ended with exit code {code}"
         )
-        return Answer(failure=Failure(rank=rank, at=time.monotonic(), what=how, is_sudden=True))
+        return Answer(failure=Failure(code="N024", rank=rank, at=time.monotonic(), what=how, is_sudden=True))
 
     def _report(self, answers: dict[int, Answer], timeout: float) -> str:
         failures = [answer.failure for answer in answers.values() if answer.failure]

@@ -225,7 +225,9 @@ def test_the_cause_is_shown_and_not_its_echo(failing: int, tells_late: bool, tmp
     began = time.monotonic()
     outcome = Launcher.start(tmp_path, raise_while_others_wait, failing, tells_late, nproc=4).outcome()
     assert isinstance(outcome, RunFailed)
-    assert str(outcome).startswith(f"rank {failing} of 4 failed: ZeroDivisionError: the cause\nTraceback"), str(outcome)
+    assert str(outcome).startswith(f"rank {failing} of 4 failed: ZeroDivisionError: the cause [N022]\nTraceback"), str(
+        outcome
+    )
     assert 'raise ZeroDivisionError("the cause")' in str(outcome)
     assert "onnection closed" not in str(outcome)
     assert outcome.exit_code == 3
@@ -234,13 +236,13 @@ def test_the_cause_is_shown_and_not_its_echo(failing: int, tells_late: bool, tmp
 
 def refuse(place: Placement, store: dist.Store, directory: Path) -> None:
     ready(directory, place.rank)
-    raise ShoalError(Problem("batch 10 over 4 ranks", "--data.global_batch 12"), title="recipe.yaml")
+    raise ShoalError(Problem("P011", "batch 10 over 4 ranks", "--data.global_batch 12"), title="recipe.yaml")
 
 
 def test_a_shoal_error_comes_through_once_and_as_it_was(tmp_path: Path) -> None:
     outcome = Launcher.start(tmp_path, refuse, nproc=4).outcome()
     assert type(outcome) is ShoalError
-    assert str(outcome) == "1 problem in recipe.yaml\n  batch 10 over 4 ranks\n      fix: --data.global_batch 12"
+    assert str(outcome) == "1 problem in recipe.yaml\n  batch 10 over 4 ranks [P011]\n      fix: --data.global_batch 12"
     assert outcome.exit_code == 2
 
 
@@ -293,7 +295,7 @@ def test_a_sibling_gets_sigterm_and_after_the_grace_sigkill(is_deaf: bool, grace
 )
 def test_which_failure_explains_the_others(failures: list[tuple[int, float, str]], rank: int) -> None:
     told = [
-        Failure(rank=rank, at=at, what="", is_echo=kind == "echo", is_sudden=kind == "sudden")
+        Failure(code="N022", rank=rank, at=at, what="", is_echo=kind == "echo", is_sudden=kind == "sudden")
         for rank, at, kind in failures
     ]
     assert first_failure(told).rank == first_failure(reversed(told)).rank == rank

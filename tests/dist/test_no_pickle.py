@@ -106,12 +106,13 @@ def test_a_value_that_cannot_be_sent_raises_on_every_rank(world: World) -> None:
 def test_an_error_arrives_as_what_it_is(world: World) -> None:
     def act() -> None:
         if world.rank == 1:
-            error = RunFailed(Problem("a disk is full", "make room"), title="what happened")
+            error = RunFailed(Problem("C010", "a disk is full", "make room"), title="what happened")
             error.may_pass = True
             raise error
 
     with pytest.raises(RunFailed, match="a disk is full") as caught:
         all_or_none(world, act, failed="x", fix="y")
+    assert caught.value.codes == ("C010",)
     assert (caught.value.problems[0].fix, caught.value.title, caught.value.may_pass) == (
         "make room",
         "what happened",

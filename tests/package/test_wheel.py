@@ -181,6 +181,10 @@ def test_help(installed: Installed) -> None:
     assert installed.run("shoal --help").startswith("usage: shoal ")
 
 
+def test_explain(installed: Installed) -> None:
+    assert installed.run("shoal explain P011").startswith("P011: ")
+
+
 def test_plan(installed: Installed) -> None:
     said = installed.run("shoal plan llama3-8b --cluster h200:8 --seq-len 8192 --global-batch 64")
     assert "shoal train ... --plan" in said

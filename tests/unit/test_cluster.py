@@ -96,7 +96,7 @@ def test_a_file_with_a_mistyped_key_names_the_right_one(tmp_path: Path) -> None:
     path.write_text(parse_cluster("h100:8").to_yaml().replace("streaming:", "streaming_:"))
     with pytest.raises(ShoalError) as caught:
         parse_cluster(str(path))
-    assert str(caught.value) == "device has no key 'streaming_'\n    fix: streaming"
+    assert str(caught.value) == "device has no key 'streaming_' [Q020]\n    fix: streaming"
 
 
 def written(tmp_path: Path, text: str) -> Cluster:

@@ -234,7 +234,7 @@ def test_a_short_key_is_rejected(home: Path, text: str) -> None:
     home.parent.mkdir(parents=True)
     home.touch(0o600)
     home.write_text(text)
-    with pytest.raises(ShoalError, match=r"must have 16 to 4096 characters, got [05]\n"):
+    with pytest.raises(ShoalError, match=r"must have 16 to 4096 characters, got [05] \[N009\]\n"):
         key_of(place_of(0, 2))
 
 

@@ -217,11 +217,11 @@ def test_all_bad_degrees_are_reported_at_once() -> None:
         Layout(tp=0, pp=-1, cp=True)
     assert str(error.value).splitlines() == [
         "3 problems in the layout",
-        "  pp must be a whole number of at least 1, got -1",
+        "  pp must be a whole number of at least 1, got -1 [P005]",
         "      fix: pp=1",
-        "  cp must be a whole number of at least 1, got True",
+        "  cp must be a whole number of at least 1, got True [P005]",
         "      fix: cp=1",
-        "  tp must be a whole number of at least 1, got 0",
+        "  tp must be a whole number of at least 1, got 0 [P005]",
         "      fix: tp=1",
     ]
 
@@ -231,27 +231,30 @@ def test_all_bad_degrees_are_reported_at_once() -> None:
     [
         (
             lambda: Layout(dp_shard=4, cp=3, ep=5),
-            "ep=5 does not divide dp_shard=4 x cp=3 = 12\n"
+            "ep=5 does not divide dp_shard=4 x cp=3 = 12 [P015]\n"
             "    fix: ep=1, 2, 3, 4, 6 or 12, or a dp_shard x cp that 5 divides",
         ),
-        (lambda: Layout(tp=2).coordinate(2), "rank must be from 0 to 1, got 2\n    fix: 0 to 1"),
-        (lambda: Layout(tp=2).peers(-1, "tp"), "rank must be from 0 to 1, got -1\n    fix: 0 to 1"),
-        (lambda: Layout(tp=2).rank(tp=2), "tp must be from 0 to 1, got 2\n    fix: 0 to 1"),
-        (lambda: Layout(tp=2).rank(dp_shrad=0), "unknown axis 'dp_shrad'\n    fix: dp_shard"),
+        (lambda: Layout(tp=2).coordinate(2), "rank must be from 0 to 1, got 2 [P052]\n    fix: 0 to 1"),
+        (lambda: Layout(tp=2).peers(-1, "tp"), "rank must be from 0 to 1, got -1 [P052]\n    fix: 0 to 1"),
+        (lambda: Layout(tp=2).rank(tp=2), "tp must be from 0 to 1, got 2 [P052]\n    fix: 0 to 1"),
+        (lambda: Layout(tp=2).rank(dp_shrad=0), "unknown axis 'dp_shrad' [P053]\n    fix: dp_shard"),
         (
             lambda: Layout(dp_shard=2, ep=2).rank(ep=1),
-            "ep must be 0, which follows from dp_shard and cp, got 1\n    fix: pass dp_shard and cp without ep",
+            "ep must be 0, which follows from dp_shard and cp, got 1 [P052]\n    fix: pass dp_shard and cp without ep",
         ),
         (
             lambda: Layout().groups("x"),
-            "unknown axis 'x'\n"
+            "unknown axis 'x' [P053]\n"
             "    fix: pp, dp_replicate, dp_shard, cp, tp, ep, edp, data, dp_cp, dp_shard_cp, cp_tp or replica",
         ),
         (
             lambda: Layout().axes_inside_node(0),
-            "devices_per_node must be at least 1, got 0\n    fix: devices_per_node=1",
+            "devices_per_node must be at least 1, got 0 [P005]\n    fix: devices_per_node=1",
         ),
-        (lambda: draw_layout(Layout(), -1), "devices_per_node must be at least 1, got -1\n    fix: devices_per_node=1"),
+        (
+            lambda: draw_layout(Layout(), -1),
+            "devices_per_node must be at least 1, got -1 [P005]\n    fix: devices_per_node=1",
+        ),
     ],
 )
 def test_message(wrong, message: str) -> None:  # type: ignore[no-untyped-def]

@@ -350,7 +350,7 @@ def test_refused_numbers(arguments: dict[str, Any], texts: list[str]) -> None:
 def test_experts_that_cannot_be_divided_are_refused() -> None:
     three = ExpertParallel()
     three.degree = 3
-    with pytest.raises(ShoalError, match="num_experts=8 must be divisible by ep=3\n    fix: ep=1, 2, 4"):
+    with pytest.raises(ShoalError, match=r"num_experts=8 must be divisible by ep=3 \[P039\]\n    fix: ep=1, 2, 4"):
         divide(Experts(D, FFN, 8), three)
 
 

@@ -214,32 +214,32 @@ def test_all_problems_of_a_text_at_once() -> None:
     text = "tp=x tp=2 zero=5 bf61 fp16 bf16 mbb=3 recompute=some pp mb=-3 offload"
     assert message_of(lambda: Plan.parse(text)) == [
         f"10 problems in plan '{text}'",
-        "  tp must be a whole number of at least 1, got 'x'",
+        "  tp must be a whole number of at least 1, got 'x' [P005]",
         "      fix: tp=1, tp=2, ...",
-        "  tp is set twice: tp=x and tp=2",
+        "  tp is set twice: tp=x and tp=2 [P004]",
         "      fix: remove one of them",
-        "  zero must be 0, 1, 2 or 3, got 5",
+        "  zero must be 0, 1, 2 or 3, got 5 [P006]",
         "      fix: zero=0, 1, 2 or 3",
-        "  'bf61' is not a word of a plan",
+        "  'bf61' is not a word of a plan [P001]",
         "      fix: bf16",
-        "  precision is set twice: fp16 and bf16",
+        "  precision is set twice: fp16 and bf16 [P004]",
         "      fix: remove one of them",
-        "  a plan has no key 'mbb'",
+        "  a plan has no key 'mbb' [P002]",
         "      fix: mb",
-        "  recompute must be none, selective or full, got 'some'",
+        "  recompute must be none, selective or full, got 'some' [P006]",
         "      fix: recompute=none, selective or full",
-        "  'pp' needs a value",
+        "  'pp' needs a value [P003]",
         "      fix: pp=2",
-        "  mb must be a whole number of at least 1, got -3",
+        "  mb must be a whole number of at least 1, got -3 [P005]",
         "      fix: mb=1, mb=2, ...",
-        "  'offload' needs a value",
+        "  'offload' needs a value [P003]",
         "      fix: offload=none, optimizer or parameters",
     ]
 
 
 def test_a_word_that_is_like_no_other_gets_all_words() -> None:
     what, fix = message_of(lambda: Plan.parse("hello"))[1:]
-    assert what == "  'hello' is not a word of a plan"
+    assert what == "  'hello' is not a word of a plan [P001]"
     assert fix.startswith("      fix: one of gpipe, 1f1b, interleaved, looped, zb, zbv, dualpipev, fp64, fp32,")
     assert fix.endswith("mb, recompute, precision, offload, compress, sync")
 
@@ -265,98 +265,98 @@ def test_names_of_other_systems_and_of_other_sections(word: str, fix: str) -> No
 
 
 def test_an_alias_sets_a_key_as_well() -> None:
-    assert "  zero is set twice: FSDP and zero=2" in message_of(lambda: Plan.parse("FSDP zero=2"))
+    assert "  zero is set twice: FSDP and zero=2 [P004]" in message_of(lambda: Plan.parse("FSDP zero=2"))
 
 
 def test_all_problems_of_a_mapping_at_once() -> None:
     wrong = {"dp_shrad": 2, "zero": True, "tp": "2", "mb": 1.0, "compress": " a", "precision": None, "schedule": "2f2b"}
     assert message_of(lambda: Plan.of(wrong)) == [
         "7 problems in the plan",
-        "  a plan has no key 'dp_shrad'",
+        "  a plan has no key 'dp_shrad' [P002]",
         "      fix: dp_shard",
-        "  zero must be 0, 1, 2 or 3, got True",
+        "  zero must be 0, 1, 2 or 3, got True [P006]",
         "      fix: zero=0, 1, 2 or 3",
-        "  tp must be a whole number of at least 1, got '2'",
+        "  tp must be a whole number of at least 1, got '2' [P005]",
         "      fix: tp=1, tp=2, ...",
-        "  mb must be a whole number of at least 1, got 1.0",
+        "  mb must be a whole number of at least 1, got 1.0 [P005]",
         "      fix: mb=1, mb=2, ...",
-        "  compress must be fp16, bf16, int8, 1bit, topk, randomk or powersgd, got ' a'",
+        "  compress must be fp16, bf16, int8, 1bit, topk, randomk or powersgd, got ' a' [P023]",
         "      fix: compress=fp16, bf16, int8, 1bit, topk:0.01, randomk:0.1 or powersgd:4",
-        "  precision must be fp64, fp32, bf16, fp16 or fp8, got None",
+        "  precision must be fp64, fp32, bf16, fp16 or fp8, got None [P006]",
         "      fix: precision=fp64, fp32, bf16, fp16 or fp8",
-        "  schedule must be gpipe, 1f1b, interleaved, looped, zb, zbv or dualpipev, got '2f2b'",
+        "  schedule must be gpipe, 1f1b, interleaved, looped, zb, zbv or dualpipev, got '2f2b' [P006]",
         "      fix: schedule=gpipe, 1f1b, interleaved, looped, zb, zbv or dualpipev",
     ]
 
 
 def test_values_are_checked_however_a_plan_is_made() -> None:
     assert message_of(lambda: Plan(tp=0)) == [
-        "tp must be a whole number of at least 1, got 0",
+        "tp must be a whole number of at least 1, got 0 [P005]",
         "    fix: tp=1, tp=2, ...",
     ]
     assert message_of(lambda: Plan(tp=0, zero=1.0))[0] == "2 problems in the plan"  # type: ignore[arg-type]
     assert (
         message_of(lambda: replace(Plan(), compress=""))[0]
-        == "compress must be fp16, bf16, int8, 1bit, topk, randomk or powersgd, got ''"
+        == "compress must be fp16, bf16, int8, 1bit, topk, randomk or powersgd, got '' [P023]"
     )
     assert message_of(lambda: Plan.of(["tp=2"])) == [  # type: ignore[arg-type]
-        "a plan must be words or a mapping, got ['tp=2']",
+        "a plan must be words or a mapping, got ['tp=2'] [P008]",
         "    fix: 'tp=2 zero=3' or {'tp': 2}",
     ]
-    assert message_of(lambda: Plan.of({1: 2}))[0] == "a plan has no key '1'"  # type: ignore[dict-item]
+    assert message_of(lambda: Plan.of({1: 2}))[0] == "a plan has no key '1' [P002]"  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize(
     ("text", "world_size", "what", "fix"),
     [
-        ("tp=3", 8, "tp=3 does not divide the number of ranks, 8", "tp=1, 2, 4 or 8, or start 6 or 9 ranks"),
+        ("tp=3", 8, "tp=3 does not divide the number of ranks, 8 [P009]", "tp=1, 2, 4 or 8, or start 6 or 9 ranks"),
         (
             "tp=4 pp=4 1f1b",
             8,
-            "tp=4 x pp=4 = 16 does not divide the number of ranks, 8",
+            "tp=4 x pp=4 = 16 does not divide the number of ranks, 8 [P009]",
             "tp=1 or 2, or pp=1 or 2, or start 16 ranks",
         ),
         (
             "dp_replicate=2 tp=2",
             8,
-            "dp_replicate=2 x tp=2 = 4 is not the number of ranks, 8",
+            "dp_replicate=2 x tp=2 = 4 is not the number of ranks, 8 [P009]",
             "dp_replicate=4, or tp=4, or dp_shard=2, or start 4 ranks",
         ),
         (
             "dp_replicate=2 zero=0",
             4,
-            "dp_replicate=2 is not the number of ranks, 4",
+            "dp_replicate=2 is not the number of ranks, 4 [P009]",
             "dp_replicate=4, or start 2 ranks",
         ),
         (
             "dp_shard=4",
             8,
-            "dp_shard=4 is not the number of ranks, 8",
+            "dp_shard=4 is not the number of ranks, 8 [P009]",
             "dp_shard=8, or dp_replicate=2, or start 4 ranks",
         ),
-        ("dp_shard=8", 4, "dp_shard=8 is not the number of ranks, 4", "dp_shard=4, or start 8 ranks"),
-        ("auto", 0, "one rank does not divide the number of ranks, 0", "start 1 rank"),
+        ("dp_shard=8", 4, "dp_shard=8 is not the number of ranks, 4 [P009]", "dp_shard=4, or start 8 ranks"),
+        ("auto", 0, "one rank does not divide the number of ranks, 0 [P009]", "start 1 rank"),
         (
             "dp_shard=2 ddp",
             2,
-            "dp_shard=2 needs zero=1 or more, got zero=0",
+            "dp_shard=2 needs zero=1 or more, got zero=0 [P012]",
             "zero=1, 2 or 3, or dp_replicate=2 instead of dp_shard=2",
         ),
-        ("1f1b", 2, "1f1b orders the stages of a pipeline, but pp=1", "pp=2 or more, or remove 1f1b"),
-        ("v=2 pp=1", 2, "v=2 orders the stages of a pipeline, but pp=1", "pp=2 or more, or remove v=2"),
-        ("1f1b v=2 pp=2", 2, "1f1b must have v=1 stages per rank, got v=2", "v=1, or interleaved"),
-        ("dualpipev v=1 pp=2", 2, "dualpipev must have v=2 stages per rank, got v=1", "v=2, or interleaved"),
+        ("1f1b", 2, "1f1b orders the stages of a pipeline, but pp=1 [P018]", "pp=2 or more, or remove 1f1b"),
+        ("v=2 pp=1", 2, "v=2 orders the stages of a pipeline, but pp=1 [P018]", "pp=2 or more, or remove v=2"),
+        ("1f1b v=2 pp=2", 2, "1f1b must have v=1 stages per rank, got v=2 [P019]", "v=1, or interleaved"),
+        ("dualpipev v=1 pp=2", 2, "dualpipev must have v=2 stages per rank, got v=1 [P019]", "v=2, or interleaved"),
         (
             "fsdp ep=3",
             4,
-            "ep=3 does not divide dp_shard=4 x cp=1 = 4",
+            "ep=3 does not divide dp_shard=4 x cp=1 = 4 [P015]",
             "ep=1, 2 or 4, or a dp_shard x cp that 3 divides",
         ),
-        ("ring tp=2", 2, "ring divides tokens among cp ranks, but cp=1", "cp=2, or remove ring"),
+        ("ring tp=2", 2, "ring divides tokens among cp ranks, but cp=1 [P016]", "cp=2, or remove ring"),
         (
             "cp=2 ep=2 zero=0",
             2,
-            "ep=2 shards the experts and needs zero=1 or more, got zero=0",
+            "ep=2 shards the experts and needs zero=1 or more, got zero=0 [P014]",
             "zero=1, 2 or 3",
         ),
     ],
@@ -373,7 +373,7 @@ def test_all_problems_of_a_plan_at_once() -> None:
 
 
 def test_a_plan_that_leaves_things_open_has_no_layout() -> None:
-    expected = ["plan 'tp=2' leaves open how many ranks each axis has", "    fix: plan.resolve(world_size)"]
+    expected = ["plan 'tp=2' leaves open how many ranks each axis has [P010]", "    fix: plan.resolve(world_size)"]
     assert message_of(lambda: Plan(tp=2).layout) == expected
     assert message_of(lambda: Plan(tp=2).num_microbatches(8)) == expected
 
@@ -381,19 +381,24 @@ def test_a_plan_that_leaves_things_open_has_no_layout() -> None:
 @pytest.mark.parametrize(
     ("mb", "batch", "what", "fix"),
     [
-        (None, 10, "batch 10 is not divisible by dp_replicate=4 x dp_shard=1 = 4", "--data.global_batch 8 or 12"),
-        (None, 3, "batch 3 is not divisible by dp_replicate=4 x dp_shard=1 = 4", "--data.global_batch 4"),
-        (None, 0, "batch 0 is not divisible by dp_replicate=4 x dp_shard=1 = 4", "--data.global_batch 4"),
+        (
+            None,
+            10,
+            "batch 10 is not divisible by dp_replicate=4 x dp_shard=1 = 4 [P011]",
+            "--data.global_batch 8 or 12",
+        ),
+        (None, 3, "batch 3 is not divisible by dp_replicate=4 x dp_shard=1 = 4 [P011]", "--data.global_batch 4"),
+        (None, 0, "batch 0 is not divisible by dp_replicate=4 x dp_shard=1 = 4 [P011]", "--data.global_batch 4"),
         (
             4,
             24,
-            "batch 24 is not divisible by mb=4 x dp_replicate=4 x dp_shard=1 = 16",
+            "batch 24 is not divisible by mb=4 x dp_replicate=4 x dp_shard=1 = 16 [P011]",
             "--data.global_batch 16 or 32, or --plan.mb 1, 2, 3 or 6",
         ),
         (
             4,
             10,
-            "batch 10 is not divisible by mb=4 x dp_replicate=4 x dp_shard=1 = 16",
+            "batch 10 is not divisible by mb=4 x dp_replicate=4 x dp_shard=1 = 16 [P011]",
             "--data.global_batch 16, or --data.global_batch 8 with --plan.mb 1 or 2",
         ),
     ],

@@ -28,5 +28,5 @@ def test_torch_stays_away() -> None:
 
 
 def test_an_unknown_argument_is_named_with_the_nearest() -> None:
-    with pytest.raises(ShoalError, match=r"plan\(\) has no argument 'clutser'\n    fix: cluster"):
+    with pytest.raises(ShoalError, match=r"plan\(\) has no argument 'clutser' \[Q025\]\n    fix: cluster"):
         shoal.plan("llama3-8b", clutser="h200:8")

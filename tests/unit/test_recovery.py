@@ -153,7 +153,7 @@ def test_a_failure_with_the_text_of_an_earlier_one_is_restarted_after_progress(m
     def start(generation: int) -> int:
         if generation == 3:
             return generation
-        error = RunFailed("rank 1 of 2 failed: read error")
+        error = RunFailed("rank 1 of 2 failed: read error", code="N022")
         error.saved_step, error.cause, error.may_pass = 10 * generation, "read error", True
         raise error
 
@@ -216,7 +216,7 @@ def test_the_state_of_a_run_that_failed_without_a_place_is_never_removed(tmp_pat
         memory_tier(str(memory), said.append, saves_to=str(tmp_path / "saves")) as root,
     ):
         save_number(root, 5, 5)
-        raise RunFailed("rank 1 was killed")
+        raise RunFailed("rank 1 was killed", code="N024")
     assert Store(root).steps() == [5]
     assert any(str(root) in text and "step 5" in text for text in said), said
 

@@ -303,11 +303,11 @@ def test_hottest() -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"score": "relu"}, "score must be softmax or sigmoid, got 'relu'\n    fix: score: softmax"),
-        ({"choice": "me"}, "choice must be token or expert, got 'me'\n    fix: choice: token"),
-        ({"top_k": 7}, "top_k must be from 1 to num_experts=6, got 7\n    fix: top_k: 2"),
-        ({"capacity_factor": 0.0}, "capacity_factor must be above 0, got 0.0\n    fix: capacity_factor: null"),
-        ({"bias_rate": -1.0}, "bias_rate must be 0 or more, got -1.0\n    fix: bias_rate: 0"),
+        ({"score": "relu"}, "score must be softmax or sigmoid, got 'relu' [M039]\n    fix: score: softmax"),
+        ({"choice": "me"}, "choice must be token or expert, got 'me' [M039]\n    fix: choice: token"),
+        ({"top_k": 7}, "top_k must be from 1 to num_experts=6, got 7 [M039]\n    fix: top_k: 2"),
+        ({"capacity_factor": 0.0}, "capacity_factor must be above 0, got 0.0 [M008]\n    fix: capacity_factor: null"),
+        ({"bias_rate": -1.0}, "bias_rate must be 0 or more, got -1.0 [M008]\n    fix: bias_rate: 0"),
         ({"choice": "expert", "bias_rate": 0.1}, "bias_rate=0.1 needs choice 'token', got choice 'expert'"),
         ({"top_k": 1}, "gives every token the weight 1"),
     ],

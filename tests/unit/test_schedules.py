@@ -94,7 +94,7 @@ def test_spelling() -> None:
     assert Action.parse("12W3") == Action(12, Kind.W, 3)
     pair = "(0F3;3B1)OVERLAP_F_B"
     assert str(Pair(Action.parse("0F3"), Action.parse("3B1"))) == pair
-    with pytest.raises(ShoalError, match=r"'2X0' is not an action\n    fix: .*2F0"):
+    with pytest.raises(ShoalError, match=r"'2X0' is not an action \[P055\]\n    fix: .*2F0"):
         Action.parse("2X0")
 
 
@@ -140,7 +140,7 @@ def test_the_message_of_a_fault() -> None:
     with pytest.raises(ShoalError) as caught:
         ScheduleTable.parse(broken).validate()
     assert str(caught.value) == (
-        "1f1b on 2 ranks, v=1, 2 microbatches: cannot run\n"
+        "1f1b on 2 ranks, v=1, 2 microbatches: cannot run [P056]\n"
         "tick | rank0  rank1\n"
         "   0 | 0F0    .\n"
         "   1 | 0F1    1F0\n"

@@ -181,7 +181,7 @@ def test_as_fast_in_fewer_microbatches_is_better() -> None:
 
 def test_contradictions_are_refused_with_what_could_be() -> None:
     work = task("llama3-70b", "h100:8x8", batch=512)
-    with pytest.raises(ShoalError, match=r"has tp=3\n *fix: tp=1, 2, 4 or 8"):
+    with pytest.raises(ShoalError, match=r"has tp=3 \[Q008\]\n *fix: tp=1, 2, 4 or 8"):
         reject_contradictions(work, Plan.parse("tp=3"))
     with pytest.raises(ShoalError, match=r"has all of tp=8 pp=16"):
         reject_contradictions(work, Plan.parse("tp=8 pp=16"))

@@ -274,7 +274,7 @@ def test_hugging_face_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for name in ("rows", "splits", "files"):
         training, _ = opened(f"hf:{tmp_path / name}", seq_len=2, validation=0)
         assert everything(training)["tokens"].ravel().tolist() == [*b"one", END, *b"three"][:8], name
-    with pytest.raises(ShoalError, match=r"\(text, title\), got 'titles'\n    fix: --data\.text_field title"):
+    with pytest.raises(ShoalError, match=r"\(text, title\), got 'titles' \[D006\]\n    fix: --data\.text_field title"):
         opened(f"hf:{tmp_path / 'rows'}", text_field="titles")
     datasets.DatasetDict({"test": rows}).save_to_disk(tmp_path / "untrained")
     with pytest.raises(ShoalError, match="must have the split 'train', got test"):

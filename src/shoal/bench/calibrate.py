@@ -125,7 +125,7 @@ def calibrate(
         return measure(None, None, *arguments)
     except torch.OutOfMemoryError as error:
         what = f"the GPU has too little memory to be measured: {error}"
-        raise ShoalError(what, fix="stop other programs on the GPU, or --device cpu") from error
+        raise ShoalError(what, fix="stop other programs on the GPU, or --device cpu", code="N023") from error
 
 
 def measure(

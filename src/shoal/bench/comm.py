@@ -357,7 +357,7 @@ def _places(world: World, node: int, request: BenchRequest) -> list[Place]:
     sizes = sorted({len(ranks) for ranks in hosts})
     if len(sizes) > 1:
         what = f"all hosts must have the same number of ranks, got {sizes[0]} and {sizes[-1]}"
-        raise ShoalError(what, fix=f"start {sizes[0]} ranks on every host")
+        raise ShoalError(what, fix=f"start {sizes[0]} ranks on every host", code="N028")
     is_in_order = all(ranks == list(range(ranks[0], ranks[0] + sizes[0])) for ranks in hosts)
     across = Place(tier="across", group=whole, node=request.node or (sizes[0] if is_in_order else None), hop=sizes[0])
     if sizes[0] == 1:

@@ -117,20 +117,26 @@ class Faults:
 def _fault(word: str) -> Fault:
     kind, equals, rest = word.partition("=")
     if kind in KINDS and not equals:
-        raise ShoalError(f"{VARIABLE} has {word!r}: {kind} needs a condition", fix=f"{kind}=step:5")
+        raise ShoalError(f"{VARIABLE} has {word!r}: {kind} needs a condition", fix=f"{kind}=step:5", code="R051")
     if kind not in KINDS:
-        raise ShoalError(f"{VARIABLE} has {word!r}: unknown fault {kind!r}", fix=_meant(kind, KINDS))
+        raise ShoalError(f"{VARIABLE} has {word!r}: unknown fault {kind!r}", fix=_meant(kind, KINDS), code="R051")
     values: dict[str, int | float | None] = {}
     for pair in rest.split(",") if rest else ():
         name, _, text = pair.partition(":")
         if name not in CONDITIONS + SETTINGS:
             raise ShoalError(
-                f"{VARIABLE} has {word!r}: unknown condition {name!r}", fix=_meant(name, CONDITIONS + SETTINGS)
+                f"{VARIABLE} has {word!r}: unknown condition {name!r}",
+                fix=_meant(name, CONDITIONS + SETTINGS),
+                code="R051",
             )
         if name in values:
-            raise ShoalError(f"{VARIABLE} has {word!r}: {name} is set twice", fix=f"one {name} for each fault")
+            raise ShoalError(
+                f"{VARIABLE} has {word!r}: {name} is set twice", fix=f"one {name} for each fault", code="R051"
+            )
         if kind == "fail_allreduce_at" and name in ("write", "save"):
-            raise ShoalError(f"{VARIABLE} has {word!r}: an exchange has no {name}", fix=f"{kind}=rank:1,step:5")
+            raise ShoalError(
+                f"{VARIABLE} has {word!r}: an exchange has no {name}", fix=f"{kind}=rank:1,step:5", code="R051"
+            )
         values[name] = _value(word, name, text)
     return Fault(kind=kind, **values)  # type: ignore[arg-type]  # `_value` returns the type of each name
 
@@ -150,7 +156,9 @@ def _value(word: str, name: str, text: str) -> int | float | None:
     rules = {"errno": "a name such as ENOSPC, EIO or EACCES", "seconds": "a number of seconds"}
     rule = rules.get(name, f"a whole number of at least {lowest}")
     example = {"errno": "EIO", "seconds": "2"}.get(name, str(lowest))
-    raise ShoalError(f"{VARIABLE} has {word!r}: {name} must be {rule}, got {text!r}", fix=f"{name}:{example}")
+    raise ShoalError(
+        f"{VARIABLE} has {word!r}: {name} must be {rule}, got {text!r}", fix=f"{name}:{example}", code="R051"
+    )
 
 
 def _meant(word: str, known: tuple[str, ...]) -> str:

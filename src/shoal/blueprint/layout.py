@@ -52,7 +52,7 @@ class Layout:
     def __post_init__(self) -> None:
         degrees = {axis: getattr(self, axis) for axis in (*AXES, "ep")}
         problems = [
-            Problem(f"{axis} must be a whole number of at least 1, got {degree!r}", f"{axis}=1")
+            Problem("P005", f"{axis} must be a whole number of at least 1, got {degree!r}", f"{axis}=1")
             for axis, degree in degrees.items()
             if type(degree) is not int or degree < 1
         ]
@@ -60,6 +60,7 @@ class Layout:
             slots = self.dp_shard * self.cp
             problems.append(
                 Problem(
+                    "P015",
                     f"ep={self.ep} does not divide dp_shard={self.dp_shard} x cp={self.cp} = {slots}",
                     f"ep={listed(divisors(slots))}, or a dp_shard x cp that {self.ep} divides",
                 )
@@ -110,13 +111,16 @@ class Layout:
             _check_axis(axis, known)
             degree = self.degree(axis)
             if not 0 <= index < degree:
-                raise ShoalError(f"{axis} must be from 0 to {degree - 1}, got {index}", fix=f"0 to {degree - 1}")
+                raise ShoalError(
+                    f"{axis} must be from 0 to {degree - 1}, got {index}", fix=f"0 to {degree - 1}", code="P052"
+                )
         rank = sum(coordinate.get(axis, 0) * self._stride(axis) for axis in AXES)
         follows = self.coordinate(rank)["ep"]
         if coordinate.get("ep", follows) != follows:
             raise ShoalError(
                 f"ep must be {follows}, which follows from dp_shard and cp, got {coordinate['ep']}",
                 fix="pass dp_shard and cp without ep",
+                code="P052",
             )
         return rank
 
@@ -199,7 +203,7 @@ class Layout:
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:
             last = self.world_size - 1
-            raise ShoalError(f"rank must be from 0 to {last}, got {rank}", fix=f"0 to {last}")
+            raise ShoalError(f"rank must be from 0 to {last}, got {rank}", fix=f"0 to {last}", code="P052")
 
 
 def divisors(number: int) -> list[int]:
@@ -213,10 +217,12 @@ def divisors(number: int) -> list[int]:
 
 def _check_axis(axis: str, known: tuple[str, ...] = GROUP_AXES) -> None:
     if axis not in known:
-        raise ShoalError(f"unknown axis {axis!r}", fix=nearest(axis, known) or listed(known))
+        raise ShoalError(f"unknown axis {axis!r}", fix=nearest(axis, known) or listed(known), code="P053")
 
 
 def check_node(devices_per_node: int) -> None:
     """Raise if a node has no device."""
     if devices_per_node < 1:
-        raise ShoalError(f"devices_per_node must be at least 1, got {devices_per_node}", fix="devices_per_node=1")
+        raise ShoalError(
+            f"devices_per_node must be at least 1, got {devices_per_node}", fix="devices_per_node=1", code="P005"
+        )

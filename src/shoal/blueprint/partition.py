@@ -48,16 +48,18 @@ def partition(costs: Sequence[float], num_stages: int, *, first: float = 0.0, la
 
 def _problems(costs: Sequence[float], num_stages: int, first: float, last: float) -> list[Problem]:
     problems = [
-        Problem(f"the cost of {name} must be at least 0, got {cost}", "0")
+        Problem("P054", f"the cost of {name} must be at least 0, got {cost}", "0")
         for name, cost in [("first", first), ("last", last), *((f"block {i}", cost) for i, cost in enumerate(costs))]
         if not 0 <= cost < math.inf
     ]
     if not costs:
-        raise ShoalError("stages need blocks, but the model describes none", fix="pp=1")
+        raise ShoalError("stages need blocks, but the model describes none", fix="pp=1", code="P041")
     if not 1 <= num_stages <= len(costs):
         legal = range(1, len(costs) + 1)
         fix = f"pp x v = {listed(legal) if len(costs) <= 4 else f'1 to {len(costs)}'}"
-        problems.append(Problem(f"{len(costs)} blocks cannot be cut into {num_stages} stages of at least one", fix))
+        problems.append(
+            Problem("P042", f"{len(costs)} blocks cannot be cut into {num_stages} stages of at least one", fix)
+        )
     return problems
 
 

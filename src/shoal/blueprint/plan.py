@@ -109,7 +109,9 @@ class Plan:
         if value is None or isinstance(value, str):
             return cls.parse(value or "auto")
         if not isinstance(value, Mapping):
-            raise ShoalError(f"a plan must be words or a mapping, got {value!r}", fix="'tp=2 zero=3' or {'tp': 2}")
+            raise ShoalError(
+                f"a plan must be words or a mapping, got {value!r}", fix="'tp=2 zero=3' or {'tp': 2}", code="P008"
+            )
         known = {key: value[key] for key in value if key in KEYS}
         unknown = [unknown_key(str(key)) for key in value if key not in KEYS]
         _raise([*unknown, *check_values(known)], "the plan")
@@ -153,7 +155,9 @@ class Plan:
     def layout(self) -> Layout:
         """The ranks on their axes."""
         if not self.is_resolved:
-            raise ShoalError(f"plan '{self}' leaves open how many ranks each axis has", fix="plan.resolve(world_size)")
+            raise ShoalError(
+                f"plan '{self}' leaves open how many ranks each axis has", fix="plan.resolve(world_size)", code="P010"
+            )
         return _layout(self.dp_replicate, self.dp_shard, self.cp, self.tp, self.pp, self.ep)
 
     def resolve(self, world_size: int) -> Plan:
@@ -221,7 +225,7 @@ class Plan:
             near = multiples_around(batch, ranks)[0]
             change = "" if near == batch else f"--data.global_batch {near} with "
             fixes.append(f"{change}--plan.mb {listed(divisors(near // ranks))}")
-        raise ShoalError(f"batch {batch} is not divisible by {rule}", fix=", or ".join(fixes))
+        raise ShoalError(f"batch {batch} is not divisible by {rule}", fix=", or ".join(fixes), code="P011")
 
 
 @lru_cache(maxsize=2**12)

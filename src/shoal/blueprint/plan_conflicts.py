@@ -71,7 +71,7 @@ def check_world_size(plan: PlanFields, remainder_axis: str, world_size: int) -> 
     words = " x ".join(f"{axis}={degree}" for axis, degree in given.items()) or "one rank"
     total = f"{words} = {claimed}" if len(given) > 1 else words
     rule = "does not divide" if has_rest else "is not"
-    yield Problem(f"{total} {rule} the number of ranks, {world_size}", ", or ".join(fixes))
+    yield Problem("P009", f"{total} {rule} the number of ranks, {world_size}", ", or ".join(fixes))
 
 
 def check_conflicts(plan: PlanFields) -> Iterator[Problem]:
@@ -79,12 +79,16 @@ def check_conflicts(plan: PlanFields) -> Iterator[Problem]:
     degrees = {axis: degree or 1 for axis, degree in _degrees(plan).items()}
     yield from _check_sharding(plan, degrees)
     if plan.context and degrees["cp"] == 1:
-        yield Problem(f"{plan.context} divides tokens among cp ranks, but cp=1", f"cp=2, or remove {plan.context}")
+        yield Problem(
+            "P016", f"{plan.context} divides tokens among cp ranks, but cp=1", f"cp=2, or remove {plan.context}"
+        )
     yield from _check_replicas(plan, degrees)
     if plan.sync == AUTO and plan.compress:
-        yield Problem(f"sync=auto chooses compress too, but compress={plan.compress} is set", "remove one of them")
+        yield Problem(
+            "P022", f"sync=auto chooses compress too, but compress={plan.compress} is set", "remove one of them"
+        )
     if plan.sp and degrees["tp"] == 1:
-        yield Problem("sp divides tokens among tp ranks, but tp=1", "tp=2 or more, or remove sp")
+        yield Problem("P017", "sp divides tokens among tp ranks, but tp=1", "tp=2 or more, or remove sp")
     yield from _check_schedule(plan, degrees)
     try:
         Layout(**degrees)
@@ -96,21 +100,23 @@ def _check_sharding(plan: PlanFields, degrees: Mapping[str, int]) -> Iterator[Pr
     dp_shard, ep = degrees["dp_shard"], degrees["ep"]
     if plan.zero == 0 and dp_shard > 1:
         fix = f"zero=1, 2 or 3, or dp_replicate={dp_shard} instead of dp_shard={dp_shard}"
-        yield Problem(f"dp_shard={dp_shard} needs zero=1 or more, got zero=0", fix)
+        yield Problem("P012", f"dp_shard={dp_shard} needs zero=1 or more, got zero=0", fix)
     if plan.offload == "parameters" and not plan.zero:
-        yield Problem("offload=parameters moves shards to host memory, but zero=0 shards nothing", "add zero=3")
+        yield Problem("P013", "offload=parameters moves shards to host memory, but zero=0 shards nothing", "add zero=3")
     if not plan.zero and ep > 1:
-        yield Problem(f"ep={ep} shards the experts and needs zero=1 or more, got zero=0", "zero=1, 2 or 3")
+        yield Problem("P014", f"ep={ep} shards the experts and needs zero=1 or more, got zero=0", "zero=1, 2 or 3")
 
 
 def _check_schedule(plan: PlanFields, degrees: Mapping[str, int]) -> Iterator[Problem]:
     if degrees["pp"] == 1:
         if plan.schedule is not None or (plan.v or 1) > 1:
             word = plan.schedule or f"v={plan.v}"
-            yield Problem(f"{word} orders the stages of a pipeline, but pp=1", f"pp=2 or more, or remove {word}")
+            yield Problem(
+                "P018", f"{word} orders the stages of a pipeline, but pp=1", f"pp=2 or more, or remove {word}"
+            )
     elif plan.schedule and plan.v != (legal := VIRTUAL_STAGES.get(plan.schedule, plan.v)):
         yield Problem(
-            f"{plan.schedule} must have v={legal} stages per rank, got v={plan.v}", f"v={legal}, or interleaved"
+            "P019", f"{plan.schedule} must have v={legal} stages per rank, got v={plan.v}", f"v={legal}, or interleaved"
         )
 
 
@@ -124,7 +130,7 @@ def _check_replicas(plan: PlanFields, degrees: Mapping[str, int]) -> Iterator[Pr
     for key, value in (("compress", plan.compress), ("sync", plan.sync)):
         if has_one_replica and value and not (reduces_over_cp and key == "compress"):
             what = f"{key}={value} changes the traffic between replicas, but dp_replicate=1"
-            yield Problem(what, f"dp_replicate=2 or more, or remove {key}={value}")
+            yield Problem("P021", what, f"dp_replicate=2 or more, or remove {key}={value}")
 
 
 def _degrees(plan: PlanFields) -> dict[str, int | None]:

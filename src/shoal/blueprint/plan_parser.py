@@ -67,12 +67,12 @@ def parse_words(text: str) -> dict[str, Any]:
             continue
         key, value = parsed
         if key in values:
-            problems.append(Problem(f"{key} is set twice: {spelled[key]} and {word}", "remove one of them"))
+            problems.append(Problem("P004", f"{key} is set twice: {spelled[key]} and {word}", "remove one of them"))
         values[key], spelled[key] = value, word
         problems += check_values({key: value})
     if spelled.get("zero", "").lower() == "hybrid_shard" and not {"dp_replicate", "dp_shard"} & values.keys():
         what = "HYBRID_SHARD shards inside groups of ranks and replicates over the groups, but no degree is set"
-        problems.append(Problem(what, "add dp_replicate=<number of nodes>"))
+        problems.append(Problem("P007", what, "add dp_replicate=<number of nodes>"))
     raise_if(problems, f"plan {text!r}")
     return values
 
@@ -83,12 +83,14 @@ def check_values(values: Mapping[str, Any]) -> Iterator[Problem]:
         if value is None and key not in ("recompute", "precision", "offload"):
             continue
         if key in COUNTS and (type(value) is not int or value < 1):  # True is an int, but not a degree
-            yield Problem(f"{key} must be a whole number of at least 1, got {value!r}", f"{key}=1, {key}=2, ...")
+            yield Problem(
+                "P005", f"{key} must be a whole number of at least 1, got {value!r}", f"{key}=1, {key}=2, ..."
+            )
         elif key in CHOICES and (type(value), value) not in _LEGAL[key]:
             legal = listed(CHOICES[key])
-            yield Problem(f"{key} must be {legal}, got {value!r}", f"{key}={legal}")
+            yield Problem("P006", f"{key} must be {legal}, got {value!r}", f"{key}={legal}")
         elif key == "sp" and not isinstance(value, bool):
-            yield Problem(f"sp must be on or off, got {value}", "sp=on or sp=off")
+            yield Problem("P006", f"sp must be on or off, got {value}", "sp=on or sp=off")
         elif key == "compress":
             yield from filter(None, [compression.check_word(value)])
         elif key == "sync":
@@ -97,7 +99,7 @@ def check_values(values: Mapping[str, Any]) -> Iterator[Problem]:
 
 def unknown_key(key: str) -> Problem:
     """The problem of a key that is no field of a plan."""
-    return Problem(f"a plan has no key {key!r}", OTHER_SECTIONS.get(key) or _nearest_or_all(key, KEYS))
+    return Problem("P002", f"a plan has no key {key!r}", OTHER_SECTIONS.get(key) or _nearest_or_all(key, KEYS))
 
 
 def _parse_word(word: str) -> tuple[str, Any] | Problem:
@@ -117,15 +119,15 @@ def _parse_word(word: str) -> tuple[str, Any] | Problem:
 def _not_a_word(word: str, key: str) -> Problem:
     """The problem of a word without a value that is no bare word."""
     if key in KEYS:
-        return Problem(f"{word!r} needs a value", f"{key}={listed(CHOICES.get(key, [EXAMPLES.get(key, '2')]))}")
+        return Problem("P003", f"{word!r} needs a value", f"{key}={listed(CHOICES.get(key, [EXAMPLES.get(key, '2')]))}")
     if (meant := OTHER_SECTIONS.get(key) or OTHER_NAMES.get(key)) is not None:
-        return Problem(f"{word!r} is not a word of a plan", meant)
+        return Problem("P001", f"{word!r} is not a word of a plan", meant)
     if (meant := _with_key(key)) is not None:
-        return Problem(f"{word!r} needs its key", meant)
+        return Problem("P003", f"{word!r} needs its key", meant)
     known = dict.fromkeys([*BARE_WORDS, *KEYS])
     values = [*compression.METHODS, *local_sgd.WAYS]
     near = _with_key(nearest(key, values) or "") if nearest(key, known) is None else None
-    return Problem(f"{word!r} is not a word of a plan", near or _nearest_or_all(word, known))
+    return Problem("P001", f"{word!r} is not a word of a plan", near or _nearest_or_all(word, known))
 
 
 def _with_key(word: str) -> str | None:

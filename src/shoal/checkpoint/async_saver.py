@@ -32,7 +32,7 @@ from shoal.checkpoint.state.model_state import Holder
 from shoal.checkpoint.storage.manifest import Shape
 from shoal.checkpoint.storage.store import Store
 from shoal.comm.world import World
-from shoal.errors import LostPeer, ShoalError
+from shoal.errors import LostPeer, RunFailed, ShoalError
 
 SLACK = 1.0
 """Seconds that the main thread waits longer than the thread of a save, whose message is more precise."""
@@ -47,8 +47,8 @@ class Saved:
     """From the copy to the disk."""
     num_bytes: int
     """Bytes of this rank."""
-    failure: str = ""
-    """Why the save failed; empty: it succeeded."""
+    failure: ShoalError | None = None
+    """Why the save failed; None: it succeeded."""
     note: str = ""
     """A problem of a save that succeeded."""
 
@@ -102,6 +102,7 @@ class AsyncSaver:
                     f"rank {self.world.rank} waited {self.world.timeout:g} s for its save of step {self._step} to"
                     f" {self.store.where}, which has not ended",
                     fix=f"--launch.timeout {2 * self.world.timeout:g}, or --checkpoint.dir on a faster disk",
+                    code="C014",
                 )
         self.raise_error()
 
@@ -132,15 +133,17 @@ class AsyncSaver:
 
     def _write(self, snapshot: Snapshot) -> None:
         began = time.perf_counter()
-        failure = note = ""
+        failure: ShoalError | None = None
+        note = ""
         try:
             note = save(self.store, self.world, snapshot)
         except LostPeer:
             raise  # [5]
         except ShoalError as error:
-            failure = str(error)  # [4]
+            failure = error  # [4]
         except Exception as error:
-            failure = f"the checkpoint of step {snapshot.step} was not finished: {type(error).__name__}: {error}"
+            what = f"the checkpoint of step {snapshot.step} was not finished: {type(error).__name__}: {error}"
+            failure = RunFailed(what, code="C015")
         else:
             if self.world.is_main and self.on_saved is not None:
                 self.on_saved(snapshot.step)

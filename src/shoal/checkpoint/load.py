@@ -60,6 +60,7 @@ def load(store: Store, holder: Holder, *, step: int, only_weights: bool = False)
         raise MismatchedModel(
             f"step {step} of {store.where} is of another model: {'; '.join(mismatches[:4])}{more}",
             fix="load with the model and the optimizer that were saved",
+            code="C011",
         )
     with _Files(store.path(step), manifest, store.disk) as files, torch.no_grad():
         for piece, names in read_from:
@@ -180,6 +181,7 @@ def _reject_missing_scalars(manifest: Manifest, store: Store, *, counts_steps: b
                 f"step {manifest.step} of {store.where} must have a step counter for the moments of {parameter!r}, got"
                 " none",
                 fix="--resume STEP with another step, or --run.start_from for the weights alone",
+                code="C012",
             )
 
 

@@ -22,6 +22,7 @@ VERBS = {
     "backtest": "compare the planner's predictions with tables of measured runs",
     "checkpoint": "list, verify and compare checkpoints; export them to other formats and import from them",
     "schema": "print the JSON schema of a recipe, for editors",
+    "explain": "print the page of an error code: the rule, why it holds, and the ways to fix it",
 }
 
 _LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if verb not in VERBS:
             near = nearest(verb, VERBS)
             fix = f"shoal {near}" if near else "shoal --help"
-            raise ShoalError(f"unknown verb {verb!r}", fix=fix)
+            raise ShoalError(f"unknown verb {verb!r}", fix=fix, code="R001")
         code: int = import_module(f"shoal.cli.{verb}").main(words[1:])
         return code
     except ShoalError as error:
@@ -76,8 +77,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _report(error: ShoalError, *, as_json: bool) -> None:
     if as_json:
-        problems = [{"what": problem.what, "fix": problem.fix} for problem in error.problems]
+        problems = [{"code": each.code, "what": each.what, "fix": each.fix} for each in error.problems]
         text = json.dumps({"error": {"title": error.title, "problems": problems}, "exit_code": error.exit_code})
         sys.stdout.write(f"{text}\n")  # in one write: ranks under torchrun share the stream, and `print` makes two
     kind = "bad input" if error.exit_code == BAD_INPUT else "the run failed"
-    print(f"shoal: {kind}: {error}", file=sys.stderr)
+    hint = f"shoal explain {' '.join(error.codes)} says more"
+    if sys.stderr.isatty() and "NO_COLOR" not in os.environ:
+        hint = f"\x1b[2m{hint}\x1b[0m"
+    print(f"shoal: {kind}: {error}\n{hint}", file=sys.stderr)

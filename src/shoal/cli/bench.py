@@ -94,7 +94,7 @@ def main(arguments: Sequence[str]) -> int:
     if action not in ACTIONS:
         near = nearest(action, ABOUT)
         fix = f"shoal bench {near or ' | '.join(ABOUT)}"
-        raise ShoalError(f"unknown benchmark {action!r}", fix=fix)
+        raise ShoalError(f"unknown benchmark {action!r}", fix=fix, code="R001")
     kind, act = ACTIONS[action]
     prog = f"shoal bench {action}"
     options, rest = tyro.cli(
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str]) -> int:
         return_unknown_args=True,
         config=(tyro.conf.FlagCreatePairsOff,),
     )
-    raise_if(Problem(f"unknown argument {word!r}", f"`{prog} --help` lists all options") for word in rest)
+    raise_if(Problem("R002", f"unknown argument {word!r}", f"`{prog} --help` lists all options") for word in rest)
     return act(options)
 
 
@@ -157,12 +157,12 @@ def _checked(options: Comm, place: Placement | None, ranks: int) -> tuple[int, .
     problems += [_unknown("algorithm", word, CHOICES) for word in options.algorithms if word not in CHOICES]
     problems += _check_ranks(options, place, ranks)
     if not 0 < options.seconds < float("inf"):
-        problems.append(Problem(f"--seconds must be above 0, got {options.seconds}", "--seconds 80"))
+        problems.append(Problem("R035", f"--seconds must be above 0, got {options.seconds}", "--seconds 80"))
     if options.out is not None and BUILTIN not in options.algorithms:
         what = f"--algorithms must include {BUILTIN} for --out: the planner uses torch's own collectives"
-        problems.append(Problem(what, f"--algorithms {' '.join((*options.algorithms, BUILTIN))}"))
+        problems.append(Problem("R040", what, f"--algorithms {' '.join((*options.algorithms, BUILTIN))}"))
     if options.backend == "nccl" and options.algorithms != (BUILTIN,):
-        problems.append(Problem("--algorithms must be builtin with --backend nccl", "--algorithms builtin"))
+        problems.append(Problem("R040", "--algorithms must be builtin with --backend nccl", "--algorithms builtin"))
     for path, ending in ((options.out, ".yaml"), (options.plot, ".svg")):
         problems += _check_file(path, ending)
     raise_if(problems)
@@ -173,7 +173,7 @@ def _check_empty(options: Comm) -> list[Problem]:
     """Find empty lists."""
     defaults = {"sizes": ("1KB..256MB",), "kinds": KINDS, "algorithms": CHOICES}
     empty = [name for name in defaults if not getattr(options, name)]
-    return [Problem(f"--{name} must not be empty", f"--{name} {' '.join(defaults[name])}") for name in empty]
+    return [Problem("R038", f"--{name} must not be empty", f"--{name} {' '.join(defaults[name])}") for name in empty]
 
 
 def _check_sizes(options: Comm, sizes: set[int], others: Sequence[Problem]) -> list[Problem]:
@@ -181,29 +181,29 @@ def _check_sizes(options: Comm, sizes: set[int], others: Sequence[Problem]) -> l
     if others or len(sizes) > 1:
         return []
     what = f"--sizes must be at least two, to fit latency and bandwidth, got {' '.join(options.sizes)}"
-    return [Problem(what, f"--sizes 1KB {options.sizes[0]}" if max(sizes) > SHORT_SIZE else "--sizes 1KB 4MB")]
+    return [Problem("R038", what, f"--sizes 1KB {options.sizes[0]}" if max(sizes) > SHORT_SIZE else "--sizes 1KB 4MB")]
 
 
 def _unknown(what: str, word: str, known: Sequence[str]) -> Problem:
-    return Problem(f"unknown {what} {word!r}", nearest(word, known) or listed(known))
+    return Problem("R012", f"unknown {what} {word!r}", nearest(word, known) or listed(known))
 
 
 def _check_ranks(options: Comm, place: Placement | None, ranks: int) -> list[Problem]:
     problems = []
     if place is not None and options.nproc not in (None, ranks):
         what = f"--nproc must be the {ranks} ranks of {place.source}, got {options.nproc}"
-        problems.append(Problem(what, f"--nproc {ranks}, or no --nproc"))
+        problems.append(Problem("R034", what, f"--nproc {ranks}, or no --nproc"))
     elif ranks < 2:
-        problems.append(Problem(f"--nproc must be 2 or more, got {ranks}", "--nproc 2"))
+        problems.append(Problem("R034", f"--nproc must be 2 or more, got {ranks}", "--nproc 2"))
     if options.node is not None and (options.node < 1 or ranks % options.node):
         divisors = listed(number for number in range(1, ranks + 1) if ranks % number == 0)
-        problems.append(Problem(f"--node must divide {ranks} ranks, got {options.node}", f"--node {divisors}"))
+        problems.append(Problem("P057", f"--node must divide {ranks} ranks, got {options.node}", f"--node {divisors}"))
     is_one_host = place is None or place.local_world_size == ranks
     is_named = "hierarchical" in options.algorithms and options.algorithms != CHOICES
     if is_named and is_one_host and options.node is None and ranks > 1:
         halves = next(number for number in range(ranks // 2, 0, -1) if ranks % number == 0)
         what = f"hierarchical needs several nodes, got {ranks} ranks on one host"
-        problems.append(Problem(what, f"--node {halves}, or --algorithms without hierarchical"))
+        problems.append(Problem("R039", what, f"--node {halves}, or --algorithms without hierarchical"))
     return problems
 
 
@@ -212,9 +212,9 @@ def _check_file(path: Path | None, ending: str) -> list[Problem]:
     if path is None:
         return []
     if path.suffix != ending:
-        return [Problem(f"the file must end in {ending}, got {path}", str(path.with_suffix(ending)))]
+        return [Problem("R037", f"the file must end in {ending}, got {path}", str(path.with_suffix(ending)))]
     if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        return [Problem(f"{path} cannot be written", f"a file that ends in {ending}, in an existing folder")]
+        return [Problem("R037", f"{path} cannot be written", f"a file that ends in {ending}, in an existing folder")]
     return []
 
 

@@ -61,7 +61,9 @@ def main(arguments: Sequence[str]) -> int:
     methods = _methods(options.methods)
     if options.steps < 2:
         raise ShoalError(
-            f"--steps must be 2 or more, since the first is not timed, got {options.steps}", fix="--steps 20"
+            f"--steps must be 2 or more, since the first is not timed, got {options.steps}",
+            fix="--steps 20",
+            code="R036",
         )
     place = read_environment(os.environ)
     ranks = place.world_size if place is not None else recipe.launch.nproc or DEFAULT_NPROC
@@ -75,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
     plan = job.recipe.plan
     if plan.layout.dp_replicate < 2:
         fix = "--nproc 2" if ranks == 1 else "--plan.dp_replicate 2, with enough ranks for two replicas"
-        raise ShoalError(f"the plan must have two or more replicas, got {plan.brief()!r}", fix=fix)
+        raise ShoalError(f"the plan must have two or more replicas, got {plan.brief()!r}", fix=fix, code="R041")
     for words in methods:
         reject_unsupported(sync_traffic(plan, words))
     request = CompressRequest(methods=methods or EVERY, steps=options.steps, until=options.until_loss)
@@ -103,6 +105,7 @@ def _methods(methods: Sequence[str]) -> tuple[str, ...]:
             raise ShoalError(
                 f"--methods must have compress= and sync= alone, got {got} in {words!r}",
                 fix='--methods "sync=diloco:50 compress=int8", and other words in --plan',
+                code="R042",
             )
     return tuple(dict.fromkeys(["", *chosen])) if chosen else ()
 

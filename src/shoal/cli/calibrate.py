@@ -61,7 +61,9 @@ def main(arguments: Sequence[str]) -> int:
         return_unknown_args=True,
         config=(tyro.conf.FlagCreatePairsOff,),
     )
-    raise_if(Problem(f"unknown argument {word!r}", "`shoal calibrate --help` lists all options") for word in rest)
+    raise_if(
+        Problem("R002", f"unknown argument {word!r}", "`shoal calibrate --help` lists all options") for word in rest
+    )
     raise_if(_problems(options))
     path = _writable(options.out)
     out = sys.stdout
@@ -86,11 +88,13 @@ def _problems(options: Calibrate) -> list[Problem]:
     place = read_environment(os.environ)
     if place is not None and place.world_size > 1:
         what = f"calibrate must be started as one process, got {place.world_size} from {place.source}"
-        problems.append(Problem(what, f"shoal calibrate --nproc {place.local_world_size}, without {place.source}"))
+        problems.append(
+            Problem("R033", what, f"shoal calibrate --nproc {place.local_world_size}, without {place.source}")
+        )
     if options.nproc is not None and options.nproc < 1:
-        problems.append(Problem(f"--nproc must be 1 or more, got {options.nproc}", "--nproc 1"))
+        problems.append(Problem("R034", f"--nproc must be 1 or more, got {options.nproc}", "--nproc 1"))
     if not 0 < options.seconds < float("inf"):
-        problems.append(Problem(f"--seconds must be above 0, got {options.seconds}", "--seconds 60"))
+        problems.append(Problem("R035", f"--seconds must be above 0, got {options.seconds}", "--seconds 60"))
     return problems
 
 
@@ -108,9 +112,9 @@ def _writable(out: Path | None) -> Path:
     except OSError:
         is_writable = False
     if not is_writable:
-        raise ShoalError(f"{path} cannot be written", fix="--out cluster.yaml, in an existing folder")
+        raise ShoalError(f"{path} cannot be written", fix="--out cluster.yaml, in an existing folder", code="R037")
     if path.suffix not in (".yaml", ".yml"):
-        raise ShoalError(f"--out must end in .yaml, got {path}", fix=f"--out {path.with_suffix('.yaml')}")
+        raise ShoalError(f"--out must end in .yaml, got {path}", fix=f"--out {path.with_suffix('.yaml')}", code="R037")
     return path
 
 

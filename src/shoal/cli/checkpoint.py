@@ -172,12 +172,13 @@ def main(arguments: Sequence[str]) -> int:
         raise ShoalError(
             f"unknown action {action!r}",
             fix=f"shoal checkpoint {near}" if near else f"shoal checkpoint {' | '.join(ACTIONS)}",
+            code="R001",
         )
     kind, act = ACTIONS[action]
     prog = f"shoal checkpoint {action}"
     options = tyro.cli(kind, args=list(arguments[1:]), prog=prog, config=(tyro.conf.FlagCreatePairsOff,))
     raise_if(
-        Problem(f"the path must be on this machine, got {word}", "copy the files to this machine first")
+        Problem("R043", f"the path must be on this machine, got {word}", "copy the files to this machine first")
         for word in arguments[1:]
         if "://" in word
     )
@@ -205,7 +206,7 @@ def _verify(options: Verify) -> int:
     from shoal.checkpoint.verify import Damage, StepVerdict, verify
 
     if options.all and options.step is not None:
-        raise ShoalError("--all and --step exclude each other", fix=f"--all, or --step {options.step}")
+        raise ShoalError("--all and --step exclude each other", fix=f"--all, or --step {options.step}", code="R044")
     path = options.directory
     folders = folders_of(path) if options.all else [folder_of(path, options.step)]
     verdicts: dict[Path, StepVerdict] = {}
@@ -272,7 +273,7 @@ def _model_section(options: Export, step: SavedStep) -> Mapping[str, Any] | None
 
 def _import(options: Import) -> int:
     if options.step < 0:
-        raise ShoalError(f"--step must be 0 or more, got {options.step}", fix="--step 0")
+        raise ShoalError(f"--step must be 0 or more, got {options.step}", fix="--step 0", code="R045")
     from shoal.checkpoint.formats.import_ import ImportSettings, import_checkpoint, read
 
     settings = ImportSettings(

@@ -55,7 +55,7 @@ def has_no_accelerator() -> bool:
 def reject_too_large(recipe: Recipe, plan: Plan, parameters: int, *, ranks: int, memory: int) -> None:
     """Raise if the state of `ranks` ranks does not fit into `memory` bytes. 0: the memory is unknown."""
     if problem := check_memory(recipe, plan, parameters, ranks=ranks, memory=memory):
-        raise ShoalError(problem, fix=_fix(recipe, plan, parameters, ranks=ranks, memory=memory))
+        raise ShoalError(problem, fix=_fix(recipe, plan, parameters, ranks=ranks, memory=memory), code="Q012")
 
 
 def check_memory(recipe: Recipe, plan: Plan, parameters: int, *, ranks: int, memory: int) -> str:

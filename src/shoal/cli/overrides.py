@@ -37,7 +37,7 @@ def parse(kind: type[Options], arguments: Sequence[str], *, prog: str) -> tuple[
         kind, args=own, prog=prog, return_unknown_args=True, config=(tyro.conf.FlagCreatePairsOff,)
     )
     fix = "give at most one recipe, and settings as --section.key value"
-    raise_if(Problem(f"unknown argument {word!r}", fix) for word in rest)
+    raise_if(Problem("R002", f"unknown argument {word!r}", fix) for word in rest)
     path: Path | None = getattr(options, "recipe", None)
     return options, load_recipe(path, overrides)
 
@@ -55,9 +55,11 @@ def _sort(words: list[str], own: dict[str, Any]) -> tuple[list[str], list[tuple[
             problems += [_not_an_option(word)] if word.startswith("-") else []
         elif (option := name.replace("-", "_")) in own:
             others.append(word)
-            problems += [Problem(f"--{name} takes no value", f"--{name}")] if equals and own[option] == "bool" else []
+            problems += (
+                [Problem("R004", f"--{name} takes no value", f"--{name}")] if equals and own[option] == "bool" else []
+            )
             if own[option] != "bool" and not equals and (not words or words[0].startswith("--")):
-                problems.append(Problem(f"--{name} has no value", f"--{name} {USUAL.get(option, 'VALUE')}"))
+                problems.append(Problem("R003", f"--{name} has no value", f"--{name} {USUAL.get(option, 'VALUE')}"))
         else:
             name = SHORT.get(name, name)
             if not equals and _is_list(name):
@@ -65,12 +67,14 @@ def _sort(words: list[str], own: dict[str, Any]) -> tuple[list[str], list[tuple[
             elif not equals and words and not words[0].startswith("--"):
                 equals, value = "=", words.pop(0)
             if instead := _of_another_system(name, value):
-                problems.append(Problem(f"there is no option --{name}", instead))
+                problems.append(Problem("R005", f"there is no option --{name}", instead))
                 continue
             problems += [] if equals or _may_stand_alone(name) else [_without_value(name)]
             near = nearest(option, own) if "." not in name and name not in SHORT.values() else None
             if near is not None and OTHER_SYSTEMS.get(option) is None:
-                problems.append(Problem(f"unknown option --{name}", f"did you mean --{near.replace('_', '-')}?"))
+                problems.append(
+                    Problem("R002", f"unknown option --{name}", f"did you mean --{near.replace('_', '-')}?")
+                )
             else:
                 overrides.append((name, value if equals else "true"))
     raise_if(problems, title="the command line")
@@ -114,11 +118,11 @@ def _list_of(words: list[str]) -> str:
 
 
 def _without_value(name: str) -> Problem:
-    return Problem(f"--{name} has no value", f"--{name} VALUE")
+    return Problem("R003", f"--{name} has no value", f"--{name} VALUE")
 
 
 def _not_an_option(word: str) -> Problem:
-    return Problem(f"unknown argument {word!r}", f"-{word}, if that is an option; `--help` lists all options")
+    return Problem("R002", f"unknown argument {word!r}", f"-{word}, if that is an option; `--help` lists all options")
 
 
 def _print_help(kind: type[Any], prog: str) -> None:

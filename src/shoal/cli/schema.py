@@ -15,6 +15,8 @@ def main(arguments: Sequence[str]) -> int:
         print(f"usage: shoal schema > recipe.schema.json\n\n{__doc__}", end="")
         return 0
     if unknown := [word for word in arguments if word != "--json"]:
-        raise ShoalError(f"schema takes no arguments, got {unknown[0]!r}", fix="shoal schema > recipe.schema.json")
+        raise ShoalError(
+            f"schema takes no arguments, got {unknown[0]!r}", fix="shoal schema > recipe.schema.json", code="R002"
+        )
     print(json.dumps(Recipe.model_json_schema(), indent=2))
     return 0

@@ -113,7 +113,7 @@ def _reject_unknown_resume(resume: str) -> None:
     is_step = resume.isdecimal() and len(resume) <= 16
     if resume not in ("auto", "latest", "fresh") and not is_step:
         what = f"--resume must be auto, latest, fresh or a step, got {resume[:80]!r}"
-        raise ShoalError(what, fix="--resume auto")
+        raise ShoalError(what, fix="--resume auto", code="R032")
 
 
 def _import_torch(recipe: Recipe) -> None:
@@ -301,7 +301,8 @@ def _train_here(
     except (Exception, SystemExit) as error:  # `sys.exit(0)` in a model is not the end of a run
         rank, size = (placement.rank, placement.world_size) if placement else (0, 1)
         failure = failure_of(rank, error)
-        raise RunFailed(f"rank {rank} of {size} failed: {failure.what}\n{failure.details}", fix=failure.fix) from error
+        text = f"rank {rank} of {size} failed: {failure.what}\n{failure.details}"
+        raise RunFailed(text, fix=failure.fix, code=failure.code) from error
 
 
 def _show_plan(job: Job, options: Train, out: TextIO) -> None:

@@ -69,9 +69,12 @@ def _reject_launcher_and_plan(options: Verify, arguments: Sequence[str]) -> None
         raise ShoalError(
             f"verify must be started as one process, got {place.world_size} from {place.source}",
             fix=f"shoal verify --nproc {place.world_size} ..., without {place.source}",
+            code="R033",
         )
     if options.matrix and any(word.startswith("--plan") for word in arguments):
-        raise ShoalError("--matrix verifies every valid plan and takes no --plan", fix="--matrix, or --plan")
+        raise ShoalError(
+            "--matrix verifies every valid plan and takes no --plan", fix="--matrix, or --plan", code="R044"
+        )
 
 
 def _one(options: Verify, recipe: Recipe, out: TextIO) -> int:

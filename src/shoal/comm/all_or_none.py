@@ -24,9 +24,9 @@ def all_or_none(world: World, act: Callable[[], T], *, failed: str, fix: str, ki
         error = raised
     except OSError as raised:
         why = f"{raised.strerror}: {raised.filename}" if raised.strerror else f"{type(raised).__name__}: {raised}"
-        error = RunFailed(f"{failed}: rank {world.rank}: {why}", fix=fix)
+        error = RunFailed(f"{failed}: rank {world.rank}: {why}", fix=fix, code="N021")
     except Exception as raised:
-        error = RunFailed(f"{failed}: rank {world.rank}: {type(raised).__name__}: {raised}", fix=fix)
+        error = RunFailed(f"{failed}: rank {world.rank}: {type(raised).__name__}: {raised}", fix=fix, code="N021")
     if world.size == 1:
         if error is not None:
             raise error
@@ -78,4 +78,5 @@ def _lost_peer(world: World, failed: str, why: str) -> LostPeer:
     return LostPeer(
         f"{failed}: rank {world.rank} {what}",
         fix=f"--launch.timeout {2 * world.timeout:g}, if a rank is slow but still runs",
+        code="N012",
     )

@@ -20,6 +20,7 @@ def differentiable_once() -> None:
         raise ShoalError(
             "create_graph=True needs a second derivative, which shoal's layers and losses do not have",
             fix="fused_loss=False, on one device, with a model of torch's own layers",
+            code="T038",
         )
 
 

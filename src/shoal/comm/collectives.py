@@ -114,7 +114,9 @@ def all_gather_plain(value: T, group: Group, kinds: Sequence[type] = ()) -> list
     device = _control_device(group)
     sizes = all_gather(torch.tensor([len(data)], device=device), 0, group).tolist()
     if not all(0 < size <= plain_data.LIMIT + 1 for size in sizes):
-        raise RunFailed(f"values sent between ranks must have at most {plain_data.LIMIT:,} bytes, got {sizes}")
+        raise RunFailed(
+            f"values sent between ranks must have at most {plain_data.LIMIT:,} bytes, got {sizes}", code="N019"
+        )
     mine = torch.zeros(max(sizes), dtype=torch.uint8)
     mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     rows = all_gather(mine.to(device).unsqueeze(0), 0, group).cpu().numpy()
@@ -127,11 +129,12 @@ def _arrived(data: memoryview, rank: int, kinds: Sequence[type]) -> Any:
     try:
         value = plain_data.from_bytes(data[1:], kinds)
     except ValueError as error:
-        raise RunFailed(f"rank {rank} of a group sent malformed data: {error}") from None
+        raise RunFailed(f"rank {rank} of a group sent malformed data: {error}", code="N020") from None
     if data[0] != 1:
         raise ShoalError(
             f"rank {rank} of a group has a value that cannot be sent to the others: {value}",
             fix="send dicts, lists and tuples of tensors, numbers and text",
+            code="N019",
         )
     return value
 

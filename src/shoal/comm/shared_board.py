@@ -69,7 +69,9 @@ class Board:
                 return row
             deadline = deadline or time.monotonic() + self._timeout
             if time.monotonic() > deadline:
-                raise LostPeer(f"timed out after {self._timeout:g} s of waiting for rank {rank}", fix=self._fix())
+                raise LostPeer(
+                    f"timed out after {self._timeout:g} s of waiting for rank {rank}", fix=self._fix(), code="N012"
+                )
             time.sleep(_PAUSE)
 
     def _fix(self) -> str:

@@ -240,24 +240,29 @@ def reject_spawned_alone() -> None:
             fix="dist.init_process_group('gloo', init_method='tcp://127.0.0.1:29500', rank=rank, world_size=nprocs)"
             " before Run(...); or `torchrun --nproc-per-node N script.py` in place of spawn; or, to train apart on"
             " purpose, os.environ.update(RANK='0', LOCAL_RANK='0', WORLD_SIZE='1', LOCAL_WORLD_SIZE='1')",
+            code="N013",
         )
 
 
 def pick_device(name: str, place: Placement, *, backend: str | None, num_cuda: int) -> torch.device:
     """Return this rank's GPU, or the CPU if the machine has none."""
     if name not in DEVICES:
-        raise ShoalError(f"device must be {listed(DEVICES)}, got {name!r}", fix=f"--launch.device {DEVICES[0]}")
+        raise ShoalError(
+            f"device must be {listed(DEVICES)}, got {name!r}", fix=f"--launch.device {DEVICES[0]}", code="R049"
+        )
     if name == "cpu" or (name == "auto" and num_cuda == 0):
         return torch.device("cpu")
     if num_cuda == 0:
         raise ShoalError(
             "device is cuda, but this machine has no CUDA device",
             fix="--launch.device cpu; in a script, device='cpu'",
+            code="N014",
         )
     if place.local_world_size > num_cuda and backend != "gloo":
         raise ShoalError(
             f"{place.local_world_size} ranks on this machine, but {num_cuda} CUDA devices, and NCCL needs one for each",
             fix=f"--launch.nproc {num_cuda}, or --launch.device cpu",
+            code="N015",
         )
     return torch.device("cuda", place.local_rank % num_cuda)
 
@@ -278,6 +283,7 @@ def _adopted_place(placement: Placement | None) -> Placement:
             f"the existing process group says rank {rank} of {size},"
             f" but {placement.source} says rank {placement.rank} of {placement.world_size}",
             fix="torch.distributed.destroy_process_group() before shoal starts, or let shoal create the group",
+            code="N016",
         )
     return placement
 
@@ -341,6 +347,7 @@ def _rendezvous_store(place: Placement, timeout: timedelta) -> dist.Store:
         raise ShoalError(
             f"{place.world_size} ranks need a rendezvous, got neither a store nor the address of rank 0",
             fix="start with `shoal train`, torchrun, srun or mpirun; or export MASTER_ADDR and MASTER_PORT",
+            code="N017",
         )
     where = (place.master_addr, place.master_port)
     if where not in _STORES:
@@ -376,11 +383,13 @@ def _rendezvous_failed(place: Placement, text: str) -> ShoalError:
         return ShoalError(
             f"port {place.master_port} on this host is taken, and rank 0 has to listen there",
             fix="export MASTER_PORT=<a free port> on every rank; or torchrun --standalone",
+            code="N018",
         )
     return ShoalError(
         f"rank {place.rank} of {place.world_size} could not connect to rank 0 at"
         f" {place.master_addr}:{place.master_port}: {text.splitlines()[0]}",
         fix="start all ranks, and export MASTER_ADDR=<an address of rank 0's host that every rank can reach>",
+        code="N007",
     )
 
 

@@ -44,6 +44,7 @@ class Duration:
             raise ShoalError(
                 f"a duration must be a number and a unit ({listed(UNITS)}), got {text!r}",
                 fix="1000step, 2epoch, 1e9tok or 10min",
+                code="R016",
             )
         return cls(amount, unit)
 

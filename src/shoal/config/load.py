@@ -62,15 +62,20 @@ def read_yaml(path: Path) -> Tree:
         raise ShoalError(
             f"there is no recipe {str(path)!r}",
             fix=f"did you mean {near}?" if near else "shoal train PATH.yaml, or shoal train for the defaults",
+            code="R006",
         ) from None
     except (OSError, ShoalError) as error:
         if path.is_dir() or (may_be_data and isinstance(error, ShoalError)):
             raise _is_data(path) from None
         if isinstance(error, ShoalError):
             raise
-        raise ShoalError(f"the recipe {str(path)!r} cannot be read: {error}", fix="shoal train PATH.yaml") from None
+        raise ShoalError(
+            f"the recipe {str(path)!r} cannot be read: {error}", fix="shoal train PATH.yaml", code="R007"
+        ) from None
     if path.suffix == ".py":
-        raise ShoalError(f"{path} is a Python program, not a recipe", fix=f"python {path}, or torchrun {path}")
+        raise ShoalError(
+            f"{path} is a Python program, not a recipe", fix=f"python {path}, or torchrun {path}", code="R008"
+        )
     try:
         tree = parse_yaml(text, str(path), "correct the line in the message", _UniqueKeys)
     except ShoalError as error:
@@ -83,7 +88,9 @@ def read_yaml(path: Path) -> Tree:
         return {}
     if not isinstance(tree, dict):
         raise ShoalError(
-            f"{path} must hold a mapping, got a {type(tree).__name__}", fix="start with a section, for example `model:`"
+            f"{path} must hold a mapping, got a {type(tree).__name__}",
+            fix="start with a section, for example `model:`",
+            code="R010",
         )
     return tree
 
@@ -95,6 +102,7 @@ def _is_data(path: Path) -> ShoalError:
         f"a recipe must be a YAML file, got {str(path)!r}: {kind}",
         fix=f"shoal train --data.source {shlex.quote(str(path))} to train the default model on it, or shoal train"
         " PATH.yaml",
+        code="R009",
     )
 
 
@@ -149,7 +157,7 @@ def _open_plan(tree: Tree) -> list[Problem]:
     try:
         tree["plan"] = Plan.of(plan).to_mapping()
     except ShoalError as error:
-        return [Problem(f"plan: {each.what}", each.fix) for each in error.problems]
+        return [each.within("plan") for each in error.problems]
     return []
 
 
@@ -223,7 +231,7 @@ def unknown_key(key: str) -> Problem:
     match = OTHER_SYSTEMS.get(last) or (namesakes[0] if len(namesakes) == 1 else nearest(key, known))
     match = match or by_last.get(nearest(last, by_last) or "")
     fix = f"did you mean {match}?" if match else "`shoal train --help` lists all keys"
-    return Problem(f"unknown key {key!r}", fix)
+    return Problem("R011", f"unknown key {key!r}", fix)
 
 
 def _problems_of(error: Any) -> Iterator[Problem]:
@@ -232,20 +240,20 @@ def _problems_of(error: Any) -> Iterator[Problem]:
     if error["type"] == "extra_forbidden":
         yield unknown_key(key)
     elif isinstance(cause, ShoalError):
-        yield from (Problem(f"{key}: {problem.what}", problem.fix) for problem in cause.problems)
+        yield from (problem.within(key) for problem in cause.problems)
     elif error["type"] == "literal_error":
         words = [word.strip("'") for word in error["ctx"]["expected"].replace(" or ", ", ").split(", ")]
         near = nearest(str(error["input"])[:200].lower(), words) if len(words) > FEW else None
         known = near or listed(words)
-        yield Problem(f"{key} must be {listed(words)}, got {short(error['input'])}", f"--{key} {known}")
+        yield Problem("R012", f"{key} must be {listed(words)}, got {short(error['input'])}", f"--{key} {known}")
     elif error["type"].startswith("bool_"):
-        yield Problem(f"{key} must be true or false, got {short(error['input'])}", f"--{key} true or false")
+        yield Problem("R012", f"{key} must be true or false, got {short(error['input'])}", f"--{key} true or false")
     else:
         rule = error["msg"].replace("Input should ", "must ", 1)
         rule = rule if rule.startswith("must ") else f"is wrong: {rule}"
         about = " ".join(known_keys().get(key, "").split())
         fix = f"{key} is: {about}" if about else f"keys of the section {key}, such as {_first_key(key)}"
-        yield Problem(f"{key} {rule}, got {short(error['input'])}", fix)
+        yield Problem("R013", f"{key} {rule}, got {short(error['input'])}", fix)
 
 
 def _first_key(section: str) -> str:

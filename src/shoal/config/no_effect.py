@@ -22,17 +22,17 @@ def no_effect(recipe: Recipe, plan: Plan) -> Iterator[Problem]:
     comm, sync = recipe.comm, plan.sync_spec
     changed = [name for name in LOCAL_SGD if _is_changed(comm, name)]
     if plan.sync is None and changed:
-        yield Problem(f"{_spelled(comm, changed)} no effect without sync=", _without(changed, "sync=diloco:50"))
+        yield Problem("R022", f"{_spelled(comm, changed)} no effect without sync=", _without(changed, "sync=diloco:50"))
     outer = [name for name in OUTER if name in changed]
     if sync is not None and sync.way == "local" and outer:
         what = f"{_spelled(comm, outer)} no effect under sync={sync}, which takes the mean"
-        yield Problem(what, _without(outer, f"sync=diloco:{sync.every}"))
+        yield Problem("R022", what, _without(outer, f"sync=diloco:{sync.every}"))
     if sync is not None and sync.way == "diloco" and _is_changed(comm, "rescale"):
         what = f"{_spelled(comm, ['rescale'])} no effect under sync={sync}, which has an outer optimizer"
-        yield Problem(what, _without(["rescale"], f"sync=local:{sync.every}"))
+        yield Problem("R022", what, _without(["rescale"], f"sync=local:{sync.every}"))
     if comm.warmup_steps is not None and not plan.sync and not plan.compress:
         what = f"comm.warmup_steps {comm.warmup_steps} has no effect without compress= or sync="
-        yield Problem(what, "compress=int8 in the plan, or --comm.warmup_steps None")
+        yield Problem("R022", what, "compress=int8 in the plan, or --comm.warmup_steps None")
     yield from _check_algorithm(recipe, plan)
 
 
@@ -43,7 +43,7 @@ def _check_algorithm(recipe: Recipe, plan: Plan) -> Iterator[Problem]:
     is_open = algorithm in ("builtin", "auto") or recipe.run.planned
     if not is_open and layout.world_size > 1 and layout.degree(axis) == 1:
         what = f"comm.algorithm {algorithm} has no effect with one replica, and the plan has dp_replicate=1"
-        yield Problem(what, "dp_replicate=2 or more in the plan, or --comm.algorithm builtin")
+        yield Problem("R023", what, "dp_replicate=2 or more in the plan, or --comm.algorithm builtin")
 
 
 def without_no_effect(comm: CommSection, plan: Plan) -> CommSection:

@@ -43,7 +43,7 @@ def sizes_between(text: str) -> list[int]:
     last = int(_number(high, POWERS, "1KB..256MB")) if dots else first
     if not 4 <= first <= last:
         what = f"sizes must be at least 4 bytes, the smaller one first, got {text!r}"
-        raise ShoalError(what, fix="--sizes 1KB..256MB")
+        raise ShoalError(what, fix="--sizes 1KB..256MB", code="R017")
     sizes = [first]
     while sizes[-1] * 4 <= last:
         sizes.append(sizes[-1] * 4)
@@ -57,5 +57,7 @@ def _number(text: str, units: Mapping[str, float], such_as: str) -> float:
     except (ValueError, KeyError):
         amount = inf
     if not isfinite(amount):
-        raise ShoalError(f"a size or count must be a number and a unit, got {text!r}", fix=f"for example {such_as}")
+        raise ShoalError(
+            f"a size or count must be a number and a unit, got {text!r}", fix=f"for example {such_as}", code="R017"
+        )
     return amount

@@ -19,7 +19,7 @@ from shoal.errors import ShoalError, raise_if
 def _not_bool(value: Any) -> Any:
     """Reject booleans, which Python accepts as 0 and 1."""
     if isinstance(value, bool):
-        raise ShoalError(f"it must be a number, got {value}", fix="1")
+        raise ShoalError(f"it must be a number, got {value}", fix="1", code="R014")
     return value
 
 
@@ -227,11 +227,14 @@ def _name(value: Any) -> Any:
         return value
     size = len(value.encode(errors="replace"))
     if size > LONGEST_NAME:
-        raise ShoalError(f"a name must have at most {LONGEST_NAME} bytes, got {size:,}", fix="--run.name SHORTER_NAME")
+        raise ShoalError(
+            f"a name must have at most {LONGEST_NAME} bytes, got {size:,}", fix="--run.name SHORTER_NAME", code="R015"
+        )
     if not value.strip() or "/" in value or value in (".", "..") or not value.isprintable():
         raise ShoalError(
             f"a name must be printable, without a slash, and not '.' or '..', got {value!r}",
             fix="--run.name NAME, or --run.dir PATH for another directory",
+            code="R015",
         )
     return value
 

@@ -45,6 +45,7 @@ def reject_changes(old: dict[str, Any], new: Recipe, *, where: str) -> None:
         raise ShoalError(
             f"{where} holds a run of another recipe: {'; '.join(found[:5])}{more}; nothing was touched",
             fix="the earlier values, or --run.dir SOMEWHERE_ELSE, or --resume fresh to remove the earlier run",
+            code="C021",
         )
 
 

@@ -42,6 +42,7 @@ def length(batch: Any) -> int:
         raise ShoalError(
             f"all tensors of a batch must have the same first dimension, got {found}",
             fix="use the first dimension of every tensor for the samples",
+            code="D024",
         )
     return lengths.pop()
 

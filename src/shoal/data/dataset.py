@@ -91,5 +91,6 @@ def split_last(whole: Dataset, fraction: float, description: str) -> tuple[Part,
         raise ShoalError(
             f"holding out {fraction:g} of {len(whole)} samples leaves none to train on ({description})",
             fix="--data.validation 0, or more samples",
+            code="D025",
         )
     return Part(whole, 0, cut, description), Part(whole, cut, len(whole), f"held out of {description}")

@@ -197,12 +197,15 @@ def _named(workers: int | None) -> str:
 
 def _check(stream: RankStream, position: int) -> None:
     if len(stream.dataset) == 0:
-        raise ShoalError("the dataset must have at least one sample, got 0", fix="--data.source PATH with samples")
+        raise ShoalError(
+            "the dataset must have at least one sample, got 0", fix="--data.source PATH with samples", code="D026"
+        )
     if stream.batch < stream.degree:
         raise ShoalError(
             f"the batch must have a sample for each of {stream.degree} data-parallel ranks, got {stream.batch}",
             fix=f"--data.global_batch {stream.degree}",
+            code="D027",
         )
     if position < 0:
-        raise ShoalError(f"position must be at least 0, got {position}", fix="position=0")
+        raise ShoalError(f"position must be at least 0, got {position}", fix="position=0", code="D028")
     share(stream.batch, stream.coordinate, stream.degree)  # raises for a coordinate outside of the degree

@@ -50,6 +50,7 @@ def sample_ids(seed: int, size: int, start: int, count: int) -> npt.NDArray[np.i
         raise ShoalError(
             f"size must be at least 1, start and count at least 0, got size={size}, start={start}, count={count}",
             fix="size=1, start=0, count=1",
+            code="D028",
         )
     positions = start + np.arange(count, dtype=np.int64)
     epochs, offsets = np.divmod(positions, size)
@@ -88,7 +89,9 @@ def share(batch: int, coordinate: int, degree: int) -> slice:
     """
     if not 0 <= coordinate < degree:
         raise ShoalError(
-            f"the data coordinate must be from 0 to {degree - 1}, got {coordinate}", fix=f"0 to {degree - 1}"
+            f"the data coordinate must be from 0 to {degree - 1}, got {coordinate}",
+            fix=f"0 to {degree - 1}",
+            code="D028",
         )
     return slice(batch * coordinate // degree, batch * (coordinate + 1) // degree)
 

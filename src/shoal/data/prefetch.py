@@ -134,6 +134,7 @@ def _not_ready(seconds: float | None) -> RunFailed:
     return RunFailed(
         f"the next batch was not ready within {seconds:g} s",
         fix=f"--launch.timeout {2 * (seconds or 0):g}, or a faster data source",
+        code="D029",
     )
 
 

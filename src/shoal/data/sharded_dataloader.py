@@ -45,6 +45,7 @@ class ShardedDataLoader:
             raise ShoalError(
                 "the DataLoader must have no DistributedSampler, since shoal shards it over the ranks",
                 fix="DataLoader(dataset, batch_size=GLOBAL, shuffle=True)",
+                code="D030",
             )
         self.loader, self.seed, self.coordinate, self.degree = loader, seed, coordinate, degree
         self.epoch = 0
@@ -72,6 +73,7 @@ class ShardedDataLoader:
                         "the last batch has fewer samples than ranks, but under this plan all ranks must take part in"
                         " every forward",
                         fix="run.evaluate(loader), or DataLoader(..., drop_last=True)",
+                        code="D031",
                     )
                 if share.counts:
                     yield self.cut(share.batch)

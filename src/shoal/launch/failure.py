@@ -36,6 +36,8 @@ LESS_MEMORY = (
 class Failure:
     """The failure of one worker."""
 
+    code: str
+    """The code of its error."""
     rank: int
     at: float
     """The time on the monotonic clock of this machine."""
@@ -63,6 +65,7 @@ def failure_of(rank: int, error: BaseException) -> Failure:
     has_no_memory = is_out_of_memory(error)
     trace = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of that main function
     return Failure(
+        code="N023" if has_no_memory else "N022",
         rank=rank,
         at=at,
         what=_in_words(error),
@@ -113,7 +116,7 @@ def sudden_end(rank: int, exit_code: int, memory: Memory) -> Failure:
     if exit_code == -signal.SIGKILL:
         what += memory.explanation()
     # Exit code 0 is a choice of the program (`os._exit(0)`), which it would make again.
-    return Failure(rank=rank, at=time.monotonic(), what=what, is_sudden=True, may_pass=exit_code != 0)
+    return Failure(code="N024", rank=rank, at=time.monotonic(), what=what, is_sudden=True, may_pass=exit_code != 0)
 
 
 def as_exception(failure: Failure, *, directory: Path, num_workers: int) -> ShoalError:
@@ -124,7 +127,7 @@ def as_exception(failure: Failure, *, directory: Path, num_workers: int) -> Shoa
         return error
     rank = f"rank {failure.rank} of {num_workers}"
     text = f"{rank} {failure.what}" if failure.is_sudden else f"{rank} failed: {failure.what}\n{failure.details}"
-    failed = RunFailed(text, fix=failure.fix)
+    failed = RunFailed(text, fix=failure.fix, code=failure.code)
     failed.may_pass = failure.may_pass
     return failed
 

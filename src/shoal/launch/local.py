@@ -288,11 +288,11 @@ class WorkerGroup:
         for rank in self.running.values():
             if self.stopped.get(rank, 0.0) > self.timeout:
                 what = f"was stopped by a signal (SIGSTOP) for {self.timeout:g} s, while the other ranks waited"
-                late.append(Failure(rank=rank, at=now, what=what, is_sudden=True, may_pass=True))
+                late.append(Failure(code="N025", rank=rank, at=now, what=what, is_sudden=True, may_pass=True))
             elif rank not in self.returned and now > min(self.returned.values(), default=now) + self.timeout:
                 first = min(self.returned, key=self.returned.__getitem__)
                 what = f"had not ended {self.timeout:g} s after rank {first} had"
-                late.append(Failure(rank=rank, at=now, what=what, is_sudden=True, may_pass=True))
+                late.append(Failure(code="N026", rank=rank, at=now, what=what, is_sudden=True, may_pass=True))
         return late
 
     def _explained(self, candidate: Failure) -> Failure:
@@ -304,7 +304,7 @@ class WorkerGroup:
         waited = f"rank {candidate.rank} waited for it: {candidate.what}"
         if rank is not None:
             what = f"was stopped by a signal (SIGSTOP), and {waited}"
-            return Failure(rank=rank, at=candidate.at, what=what, is_sudden=True, may_pass=True)
+            return Failure(code="N025", rank=rank, at=candidate.at, what=what, is_sudden=True, may_pass=True)
         return candidate
 
     def _pass_on(self, number: int) -> None:

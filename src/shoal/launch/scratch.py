@@ -44,7 +44,7 @@ def scratch_folder() -> Iterator[Path]:
     except OSError as error:
         what = f"cannot create a temporary folder: {error.strerror or error}"
         where = f" ({error.filename})" if error.filename else ""
-        raise ShoalError(what + where, fix="export TMPDIR=/a/writable/folder") from None
+        raise ShoalError(what + where, fix="export TMPDIR=/a/writable/folder", code="N027") from None
     try:
         yield folder
     finally:

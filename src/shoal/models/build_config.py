@@ -52,7 +52,7 @@ def build_config(model: str, presets: Mapping[str, Config], default: Config, arg
             overrides[name] = _fitted(overrides[name], hints[name])
         except ValueError:
             what = f"{name} must be {_in_words(hints[name])}, got {overrides[name]!r}"
-            problems.append(Problem(what, f"{name}: {_in_words(hints[name])}"))
+            problems.append(Problem("M007", what, f"{name}: {_in_words(hints[name])}"))
     problems += check_bounds(overrides.items())
     raise_if(sorted(problems, key=str), title=f"model {model!r}")
     base: Any = default if preset is None else presets[preset]
@@ -63,13 +63,15 @@ def build_config(model: str, presets: Mapping[str, Config], default: Config, arg
 def not_positive(config: Any, *names: str) -> list[Problem]:
     """A problem for each named field that is zero or less."""
     values = ((name, getattr(config, name)) for name in names)
-    return [Problem(f"{name} must be above 0, got {value}", f"{name}: 1") for name, value in values if not value > 0]
+    return [
+        Problem("M008", f"{name} must be above 0, got {value}", f"{name}: 1") for name, value in values if not value > 0
+    ]
 
 
 def _unknown(kind: str, word: str, known: Mapping[str, Any]) -> Problem:
     close = nearest(word, known)
     hint = f"{close} (known: {', '.join(known)})" if close else listed(known)
-    return Problem(f"unknown {kind} {word!r}", hint)
+    return Problem("M006", f"unknown {kind} {word!r}", hint)
 
 
 def _fitted(value: Any, hint: Any) -> Any:

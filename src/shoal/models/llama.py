@@ -116,6 +116,7 @@ class Decoder(nn.Module):
             raise ShoalError(
                 f"a sequence must have at most max_sequence={self.config.max_sequence} tokens, got {num_tokens}",
                 fix=f"--model.max_sequence {num_tokens}, or --data.seq_len {self.config.max_sequence}",
+                code="D034",
             )
         mask = self.mask(documents)
         if positions is None:

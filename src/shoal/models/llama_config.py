@@ -62,13 +62,15 @@ class LlamaConfig:
         problems = []
         if self.head_dim is None and self.hidden % self.num_heads:
             fix = f"num_heads: {listed(_divisors(self.hidden))}, or set head_dim"
-            problems.append(Problem(f"hidden={self.hidden} is not divisible by num_heads={self.num_heads}", fix))
+            problems.append(
+                Problem("M009", f"hidden={self.hidden} is not divisible by num_heads={self.num_heads}", fix)
+            )
         elif self.dim_of_head % 2:
             why = f"the head dim must be even for rotary positions, got {self.dim_of_head}"
-            problems.append(Problem(why, f"head_dim: {self.dim_of_head + 1}"))
+            problems.append(Problem("M010", why, f"head_dim: {self.dim_of_head + 1}"))
         if self.num_heads % self.num_kv_heads:
             what = f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}"
-            problems.append(Problem(what, f"num_kv_heads: {listed(_divisors(self.num_heads))}"))
+            problems.append(Problem("M009", what, f"num_kv_heads: {listed(_divisors(self.num_heads))}"))
         return problems
 
     @property

@@ -33,9 +33,13 @@ class MLPConfig:
     def __post_init__(self) -> None:
         problems = []
         if len(self.sizes) < 2 or min(self.sizes, default=0) < 1:
-            problems.append(Problem(f"sizes must be two or more above 0, got {list(self.sizes)}", "sizes: [64, 10]"))
+            problems.append(
+                Problem("M008", f"sizes must be two or more above 0, got {list(self.sizes)}", "sizes: [64, 10]")
+            )
         if self.activation not in ACTIVATIONS:
-            problems.append(Problem(f"unknown activation {self.activation!r}", f"activation: {listed(ACTIVATIONS)}"))
+            problems.append(
+                Problem("M008", f"unknown activation {self.activation!r}", f"activation: {listed(ACTIVATIONS)}")
+            )
         raise_if(problems, title="model 'mlp'")
 
     def training_flops(self, shape: tuple[int, ...]) -> float:

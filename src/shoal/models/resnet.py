@@ -42,7 +42,7 @@ class ResNetConfig:
         problems = not_positive(self, "num_classes", "width")
         if self.depth not in NUM_BLOCKS:
             problems.append(
-                Problem(f"depth must be {listed(NUM_BLOCKS)}, got {self.depth}", f"depth: {listed(NUM_BLOCKS)}")
+                Problem("M008", f"depth must be {listed(NUM_BLOCKS)}, got {self.depth}", f"depth: {listed(NUM_BLOCKS)}")
             )
         raise_if(problems, title="model 'resnet'")
 
@@ -161,6 +161,7 @@ class ResNet(nn.Module):
                 f"batch norm needs two values of a channel, and a microbatch of one image of {size} x {size} has one"
                 " in the last layers",
                 fix=f"--plan.mb 2, or --data.image_size {2 * halved}",
+                code="M012",
             )
 
     def describe(self) -> Description:

@@ -209,7 +209,7 @@ def _still_on_meta(owners: list[_Owner]) -> list[Problem]:
         return []
     some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     what = f"{len(names)} tensors are on the meta device and have no values: {some}"
-    return [Problem(what, "materialise(model, device) first")]
+    return [Problem("M050", what, "materialise(model, device) first")]
 
 
 def _without_rule(owners: list[_Owner]) -> list[Problem]:
@@ -223,5 +223,5 @@ def _without_rule(owners: list[_Owner]) -> list[Problem]:
                 if tensor.is_meta:
                     what = f"{owner.prefix}{name} is on the meta device, and {kind} does not define how to fill it"
                     fix = f"give {kind} a method reset_parameters(), or build the model outside of torch.device('meta')"
-                    problems.append(Problem(what, fix))
+                    problems.append(Problem("M051", what, fix))
     return problems

@@ -136,10 +136,14 @@ PRECISIONS = {
 def precision_of(name: str, weights: Weights = "fp32") -> Precision:
     """Return the policy of a plan's precision word, with weights in `weights`, where that is allowed."""
     if name not in PRECISIONS:
-        raise ShoalError(f"precision must be {listed(PRECISIONS)}, got {name!r}", fix="--plan.precision bf16")
+        raise ShoalError(
+            f"precision must be {listed(PRECISIONS)}, got {name!r}", fix="--plan.precision bf16", code="R050"
+        )
     if weights not in get_args(Weights):
         raise ShoalError(
-            f"weights must be {listed(map(repr, get_args(Weights)))}, got {weights!r}", fix='weights="fp32"'
+            f"weights must be {listed(map(repr, get_args(Weights)))}, got {weights!r}",
+            fix='weights="fp32"',
+            code="R050",
         )
     if weights == "fp32":
         return PRECISIONS[name]

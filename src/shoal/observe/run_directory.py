@@ -197,18 +197,23 @@ def _numbered(recipe: Recipe, *, resume: str) -> Path:
 def _can_resume(path: Path, recipe: Recipe, resume: str) -> bool:
     """Whether a directory has a run to resume; raises if it holds anything else."""
     if path.exists() and not path.is_dir():
-        raise ShoalError(f"run.dir must be a directory, got the file {str(path)!r}", fix="--run.dir SOMEWHERE_ELSE")
+        raise ShoalError(
+            f"run.dir must be a directory, got the file {str(path)!r}", fix="--run.dir SOMEWHERE_ELSE", code="C022"
+        )
     if not path.exists() or not any(path.iterdir()):
         if resume not in ("auto", "fresh") and recipe.checkpoint.dir is None:
             raise ShoalError(
                 f"there is no run to resume in {str(path)!r}, and no checkpoint",
                 fix="--run.dir DIRECTORY_OF_A_RUN, or --resume auto",
+                code="C023",
             )
         return False
     stored = _stored(path)
     if stored is None:
         raise ShoalError(
-            f"{str(path)!r} is not empty and holds no run of shoal; nothing was touched", fix="--run.dir SOMEWHERE_ELSE"
+            f"{str(path)!r} is not empty and holds no run of shoal; nothing was touched",
+            fix="--run.dir SOMEWHERE_ELSE",
+            code="C024",
         )
     _reject_locked(path)
     if resume == "fresh":
@@ -219,6 +224,7 @@ def _can_resume(path: Path, recipe: Recipe, resume: str) -> bool:
             f"{str(path)!r} already holds a finished run of this recipe; nothing was touched",
             fix="--resume latest with a longer --run.duration, or --resume fresh to remove it and start over, or"
             " --run.dir SOMEWHERE_ELSE",
+            code="C025",
         )
     return True
 
@@ -237,6 +243,7 @@ def _unwritable(path: Path, error: OSError, name: str = "") -> ShoalError:
     return ShoalError(
         f"{what} cannot be written: {error.strerror}{room(path, error)}",
         fix="make room, or --run.dir SOMEWHERE_ELSE" if error.errno in FULL else "--run.dir WRITABLE_DIRECTORY",
+        code="C026",
     )
 
 
@@ -302,6 +309,7 @@ def _taken(path: Path) -> ShoalError:
     return ShoalError(
         f"another process is training in {str(path)!r}; nothing was touched",
         fix="--run.dir SOMEWHERE_ELSE, or wait for its end",
+        code="C027",
     )
 
 

@@ -191,7 +191,9 @@ class SyncBatchNorm(_Synced):
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ShoalError(
-                f"batch norm takes inputs of two dims or more, got {input.dim()}", fix="x[None] of one sample"
+                f"batch norm takes inputs of two dims or more, got {input.dim()}",
+                fix="x[None] of one sample",
+                code="M026",
             )
 
 
@@ -258,6 +260,7 @@ def _statistics(x: Tensor, group: dist.ProcessGroup, *, counts: bool) -> tuple[T
         raise ShoalError(
             "batch norm needs more than one value per channel over all ranks, got one in this microbatch",
             fix="a larger mb= in the plan, or DataLoader(..., drop_last=True)",
+            code="M012",
         )
     mean = (counted * means).sum(0) / count
     var = (squares + counted * (means - mean) ** 2).sum(0) / count

@@ -30,16 +30,17 @@ def reject_unsupported(plan: Plan) -> None:
     if plan.sync and plan.layout.cp > 1 and not plan.is_sharded:
         found.append(
             Problem(
+                "P049",
                 f"sync={plan.sync} needs cp=1, or shards inside a replica, got cp={plan.cp} with zero=0",
                 "zero=1, 2 or 3",
             )
         )
     if plan.compression is not None and plan.compression.feeds_back and plan.precision == "fp16" and not plan.sync:
         what = f"compress={plan.compress} keeps a residual, which the changing loss scale of fp16 would make wrong"
-        found.append(Problem(what, "bf16 in place of fp16, or compress=int8"))
+        found.append(Problem("P050", what, "bf16 in place of fp16, or compress=int8"))
     if plan.sync and plan.offload == "optimizer":
         what = f"sync={plan.sync} exchanges weights on the device, and offload=optimizer updates them on the host"
-        found.append(Problem(what, "offload=none or parameters"))
+        found.append(Problem("P051", what, "offload=none or parameters"))
     raise_if(found, title=f"plan '{plan.brief()}'")
 
 
@@ -91,27 +92,28 @@ def _unshared_batch_norm(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     off = "--run.sync_batch_norm false (sync_batch_norm=False of a Run)"
     norms = batch_norms(model)
     if not norms:
-        yield Problem("sync_batch_norm needs a batch norm in the model, got none", off)
+        yield Problem("M025", "sync_batch_norm needs a batch norm in the model, got none", off)
     for name, norm in norms.items():
         if not can_share(norm):
             what = f"sync_batch_norm replaces torch's batch norm, and {name} is a {type(norm).__name__}"
-            yield Problem(what, f"nn.BatchNorm1d, 2d or 3d in its place; or {off}")
+            yield Problem("M025", what, f"nn.BatchNorm1d, 2d or 3d in its place; or {off}")
     if norms and plan.layout.pp > 1:
         what = (
             f"sync_batch_norm makes ranks wait for each other in every batch norm, and pp={plan.layout.pp} has an order"
         )
-        yield Problem(f"{what} of microbatches of its own", f"pp=1; or {off}")
+        yield Problem("P061", f"{what} of microbatches of its own", f"pp=1; or {off}")
     if norms and plan.sync:
         what = f"sync_batch_norm shares statistics in every step, and under sync={plan.sync} replicas train alone"
-        yield Problem(what, f"a plan without sync=; or {off}")
+        yield Problem("P062", what, f"a plan without sync=; or {off}")
     if norms and plan.layout.tp > 1 and plan.sp:
         what = f"sync_batch_norm shares statistics over samples, and tp={plan.layout.tp} with sp divides tokens"
-        yield Problem(what, f"sp=off; or {off}")
+        yield Problem("P063", what, f"sp=off; or {off}")
 
 
 def _unused_with_shards(plan: Plan, *, finds_unused: bool) -> Iterator[Problem]:
     if plan.is_sharded and finds_unused:
         yield Problem(
+            "P059",
             "find_unused_parameters needs replicas with full parameters, got shards: all ranks reduce every gradient",
             f"zero=0 instead of zero={plan.zero}, or a forward that uses the same parameters on every rank",
         )
@@ -129,10 +131,12 @@ def _no_layer_for_fp8(
         return
     if any(is_fit_for_fp8(layer, 1) for layer in layers):
         what = f"fp8 needs a linear layer of at least {least} features in the model's blocks, got none"
-        yield Problem(what, "--plan.precision bf16; or --run.fp8_min_features 16 (fp8_min_features=16 of a Run)")
+        yield Problem(
+            "P060", what, "--plan.precision bf16; or --run.fp8_min_features 16 (fp8_min_features=16 of a Run)"
+        )
     else:
         what = "fp8 needs a linear layer whose features are multiples of 16 in the model's blocks, got none"
-        yield Problem(what, "--plan.precision bf16; or sizes that are multiples of 16")
+        yield Problem("P060", what, "--plan.precision bf16; or sizes that are multiples of 16")
 
 
 def _not_fused(model: nn.Module, plan: Plan, description: Description) -> Iterator[Problem]:
@@ -140,7 +144,7 @@ def _not_fused(model: nn.Module, plan: Plan, description: Description) -> Iterat
         fix = "--run.loss auto or plain (fused_loss=None or False of a Run)"
         if description.head is None:
             fix += "; or Description(head=...), where the model's last layer is a product without a bias"
-        yield Problem(f"the loss cannot be computed inside the model: {why}", fix)
+        yield Problem("M024", f"the loss cannot be computed inside the model: {why}", fix)
 
 
 def why_loss_not_fused(model: nn.Module, plan: Plan, description: Description) -> str | None:
@@ -161,6 +165,7 @@ def why_loss_not_fused(model: nn.Module, plan: Plan, description: Description) -
 def _without_attention(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     if plan.layout.cp > 1 and not any(isinstance(module, Attention) for module in model.modules()):
         yield Problem(
+            "M017",
             f"cp={plan.layout.cp} needs a shoal.Attention in the model, got none",
             "self.attention = shoal.Attention(), called as self.attention(q, k, v) in place of"
             " scaled_dot_product_attention",
@@ -177,6 +182,7 @@ def _missing_arguments(model: nn.Module, plan: Plan, description: Description) -
         if name is not None and name not in parameters:
             near = nearest(name, parameters)
             yield Problem(
+                "M018",
                 f"describe() names {name!r} as the argument for {what}, and forward has no such argument",
                 f"did you mean {near}?" if near else f"def forward(self, tokens, {name}=None): ...",
             )
@@ -185,6 +191,7 @@ def _missing_arguments(model: nn.Module, plan: Plan, description: Description) -
 def _without_experts(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     if plan.layout.ep > 1 and not experts_in(model):
         yield Problem(
+            "M019",
             f"ep={plan.layout.ep} needs a shoal.Experts in the model, got none",
             "shoal.Experts in place of experts of your own, or ep=1",
         )
@@ -194,6 +201,7 @@ def _undescribed_documents(model: nn.Module, plan: Plan, description: Descriptio
     has_mask = any(isinstance(module, DocumentMask) for module in model.modules())
     if plan.layout.cp > 1 and has_mask and description.documents is None:
         yield Problem(
+            "M020",
             "the model has a shoal.DocumentMask, and describe() does not name the argument with the documents: cp would"
             " cut them",
             'Description(..., documents="documents")',
@@ -210,7 +218,7 @@ def _other_experts(model: nn.Module, plan: Plan, description: Description) -> It
     ]
     for name, said, is_so in dict.fromkeys(facts):
         if plan.layout.ep > 1 and said is not None and said != is_so:
-            yield Problem(f"describe() says {name}={said}, and the model has {is_so}", f"{name}={is_so}")
+            yield Problem("M021", f"describe() says {name}={said}, and the model has {is_so}", f"{name}={is_so}")
 
 
 def _ties_that_break(model: nn.Module, plan: Plan, description: Description) -> Iterator[Problem]:
@@ -225,6 +233,7 @@ def _ties_that_break(model: nn.Module, plan: Plan, description: Description) -> 
         ends.append(is_inside(shared[-1].rpartition(".")[0], description.after_blocks))
         if tuple(shared) not in description.tied or not all(ends):
             yield Problem(
+                "M022",
                 f"{' and '.join(shared)} are one parameter, and this plan would make several of it",
                 f"describe() with tied=(({', '.join(map(repr, shared[:2]))}),), the first in before_blocks and the"
                 " second in after_blocks; other ties need tp=1, pp=1 and zero=0",
@@ -244,4 +253,5 @@ def _reject_unequal_models(model: nn.Module, plan: Plan, tensor: TensorParallel)
         raise ShoalError(
             f"{unlike} must have the same values on every rank before it is laid out",
             fix="the same torch.manual_seed on every rank before the model is built, and weights loaded on every rank",
+            code="M023",
         )

@@ -59,6 +59,7 @@ class LossHead:
                 f"labels must be one integer for each of the head's {x[..., 0].numel()} outputs, got"
                 f" {labels.dtype} of shape {tuple(labels.shape)}",
                 fix="labels of the shape of the tokens; or Run(loss=lambda model, batch: ...)",
+                code="T020",
             )
         loss = self._fused(x, labels) if self.always or not self._is_small(x) else self._plain(x, labels)
         self._loss = None if self._is_known else loss.detach().clone()
@@ -99,7 +100,9 @@ class LossHead:
             yield
             if self.labels is not None:
                 raise ShoalError(
-                    "describe() names a head, and the forward did not call it", fix="leave head= out of the description"
+                    "describe() names a head, and the forward did not call it",
+                    fix="leave head= out of the description",
+                    code="M040",
                 )
         finally:
             self.labels = None

@@ -53,13 +53,15 @@ class StepPolicy:
         yield from _not_among(self, {"on_nan": get_args(OnNan)})
         if self.clip is not None and not _is_above_zero(self.clip):
             fix = "clip=1.0, the largest norm of gradients; or clip=None, to leave them alone"
-            yield Problem(f"clip is {self.clip!r}", fix)
+            yield Problem("R048", f"clip is {self.clip!r}", fix)
         for name, usual in (("loss_scale", 65536.0), ("loss_scale_window", 2000)):
             if not _is_above_zero(getattr(self, name)):
-                yield Problem(f"{name} is {getattr(self, name)!r}", f"{name}={usual}, or another number above 0")
+                yield Problem(
+                    "R048", f"{name} is {getattr(self, name)!r}", f"{name}={usual}, or another number above 0"
+                )
         if type(self.check_replicas) is not int or self.check_replicas < 0:  # True is an int, too
             yield Problem(
-                f"check_replicas is {self.check_replicas!r}", "check_replicas=100, a number of steps; 0: never"
+                "R048", f"check_replicas is {self.check_replicas!r}", "check_replicas=100, a number of steps; 0: never"
             )
 
 
@@ -108,13 +110,15 @@ class ComputePolicy:
         least = self.fp8_min_features
         if least is not None and not (type(least) is int and least > 0):  # True is an int, too
             yield Problem(
-                f"fp8_min_features is {least!r}", "fp8_min_features=512, or whatever number of features is the least"
+                "R048",
+                f"fp8_min_features is {least!r}",
+                "fp8_min_features=512, or whatever number of features is the least",
             )
         compiles = self.compile
         is_backend = compiles in torch.compiler.list_backends(exclude_tags=()) if isinstance(compiles, str) else False
         if not (is_backend or compiles is None or isinstance(compiles, bool) or callable(compiles)):
             known = listed(map(repr, torch.compiler.list_backends()))  # but for those that are for debugging
-            yield Problem(f"compile is {compiles!r}", f"compile=True; or a backend of torch.compile: {known}")
+            yield Problem("R047", f"compile is {compiles!r}", f"compile=True; or a backend of torch.compile: {known}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,13 +148,13 @@ class SyncPolicy:
         yield from _not_among(self, {"find_unused_parameters": _BOTH, "algorithm": algorithms})
         size: Any = self.bucket_mb
         if size not in (None, "auto") and not (isinstance(size, Real) and float(size) > 0):
-            yield Problem(f"bucket_mb is {size!r}", "bucket_mb=25, or whatever size in MB; 'auto'; None")
+            yield Problem("R048", f"bucket_mb is {size!r}", "bucket_mb=25, or whatever size in MB; 'auto'; None")
         steps = self.warmup_steps
         if steps is not None and not (isinstance(steps, int) and steps >= 0):
-            yield Problem(f"warmup_steps is {steps!r}", "warmup_steps=0, or whatever number of steps; None")
+            yield Problem("R048", f"warmup_steps is {steps!r}", "warmup_steps=0, or whatever number of steps; None")
         outer: Any = self.outer
         if not isinstance(outer, OuterOptimizer):
-            yield Problem(f"outer is {outer!r}", "outer=shoal.OuterOptimizer(lr=0.7, momentum=0.9)")
+            yield Problem("R047", f"outer is {outer!r}", "outer=shoal.OuterOptimizer(lr=0.7, momentum=0.9)")
 
 
 class Settings(TypedDict, total=False):
@@ -221,7 +225,7 @@ def _not_among(policy: object, allowed: dict[str, tuple[Any, ...]]) -> Iterable[
     for name, values in allowed.items():
         value = getattr(policy, name)
         if value not in values:
-            yield Problem(f"{name} is {value!r}", f"{name}={listed(map(repr, values))}")
+            yield Problem("R047", f"{name} is {value!r}", f"{name}={listed(map(repr, values))}")
 
 
 def _is_above_zero(value: Any) -> bool:

@@ -142,4 +142,5 @@ def _reject_tied_replicas(plan: Plan, mesh: Mesh, description: Description) -> N
         raise ShoalError(
             f"sync={plan.sync} lets both copies of {description.tied[0][0]}, on two stages, go their own way",
             fix="pp=1, or a model whose weights are not tied",
+            code="P058",
         )

@@ -111,6 +111,7 @@ class TensorParallel:
             raise ShoalError(
                 f"the sequence length must be divisible by tp={self.degree}, got {x.shape[TOKENS]} tokens",
                 fix=f"sp=off in the plan, or a sequence length that {self.degree} divides",
+                code="P032",
             )
 
 
@@ -119,6 +120,7 @@ def _check_tokens(x: Tensor) -> None:
         raise ShoalError(
             f"sequence parallelism needs activations of shape (samples, tokens, features), got {tuple(x.shape)}",
             fix="sp=off in the plan",
+            code="M046",
         )
 
 
@@ -221,6 +223,7 @@ def _check_features(layer: nn.Linear, x: Tensor, which: str) -> None:
         raise ShoalError(
             f"{name}, split by {kind}, must get {which} input features, {layer.weight.shape[1]}, got {x.shape[-1]}",
             fix="in splits: COLUMN for a layer that reads from outside of a split region, ROW after a COLUMN layer",
+            code="M047",
         )
 
 
@@ -251,6 +254,7 @@ def _check_enough(module: nn.Module, name: str, size: int, tensor: TensorParalle
             f"the {size} {'rows' if is_vocabulary else 'features'} of {type(module).__name__}.{name} cannot be divided"
             f" over tp={tensor.degree} ranks",
             fix=f"tp={listed(divisors(size)[:8])}",
+            code="P030",
         )
 
 
@@ -329,6 +333,7 @@ def _split_layer(
         raise ShoalError(
             f"{name} has max_norm, scale_grad_by_freq or sparse, which need the full embedding on one rank",
             fix="leave them out of that nn.Embedding, or tp=1",
+            code="M048",
         )
     kind: Any = SPLIT_LAYERS.get((how, type(layer)))
     if kind is None:
@@ -336,6 +341,7 @@ def _split_layer(
         raise ShoalError(
             f"{name} is a {type(layer).__name__}, which tensor parallelism cannot split by {how.value}",
             fix=f"make it an {able}, or write it with shoal.parallel.tensor.ColumnParallelLinear and RowParallelLinear",
+            code="M049",
         )
     _become(layer, kind, tensor, pieces)
     _note(layer, name, tensor)
@@ -352,6 +358,7 @@ def note_split_layers(model: nn.Module, tensor: TensorParallel) -> dict[str, tup
                 raise ShoalError(
                     f"{name} is a {type(layer).__name__} on the meta device: it was cut before it had values",
                     fix="build it on the CPU, after the same torch.manual_seed on every rank",
+                    code="M050",
                 )
             _note(layer, name, tensor)
             full = (layer.out_features, layer.in_features)

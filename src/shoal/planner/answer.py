@@ -128,7 +128,7 @@ def plan(model: str | None = None, **request: Any) -> Answer:
     """
     known = [entry.name for entry in fields(PlanRequest)]
     raise_if(
-        Problem(f"plan() has no argument {name!r}", nearest(name, known) or f"one of {', '.join(known)}")
+        Problem("Q025", f"plan() has no argument {name!r}", nearest(name, known) or f"one of {', '.join(known)}")
         for name in request
         if name not in known
     )

@@ -131,15 +131,19 @@ def task_of(request: PlanRequest) -> Task:
     sequence = usual if request.seq_len is None else request.seq_len
     batch = _usual_batch(cluster, workload, sequence) if request.global_batch is None else request.global_batch
     raise_if(
-        Problem(f"{name} {value} is not a number of at least 1", f"{name} 1 or more")
+        Problem("Q001", f"{name} {value} is not a number of at least 1", f"{name} 1 or more")
         for name, value in (("--seq-len", sequence), ("--global-batch", batch), ("--top", request.top))
         if value < 1
     )
     if request.price is not None and request.price < 0:
-        raise ShoalError(f"--price {request.price} is below 0", fix="--price 2.5, for one device and one hour")
+        raise ShoalError(
+            f"--price {request.price} is below 0", fix="--price 2.5, for one device and one hour", code="Q001"
+        )
     if (request.learning_rate is None) != (request.base_batch is None):
         raise ShoalError(
-            "--learning-rate and --base-batch must be given together", fix="--learning-rate 3e-4 --base-batch 256"
+            "--learning-rate and --base-batch must be given together",
+            fix="--learning-rate 3e-4 --base-batch 256",
+            code="Q002",
         )
     return Task(
         workload=workload,
@@ -158,7 +162,7 @@ def _memory_limit(text: str, cluster: Cluster) -> float:
     limit, there = size_in_bytes(text), cluster.device.memory
     if limit > there:
         what = f"--max-memory {text}, and a {cluster.device.name} has {there / 2**30:.1f} GiB"
-        raise ShoalError(what, fix=f"--max-memory {there * 0.95 / 2**30:.0f}GiB or less")
+        raise ShoalError(what, fix=f"--max-memory {there * 0.95 / 2**30:.0f}GiB or less", code="Q003")
     return limit
 
 
@@ -178,15 +182,20 @@ def workload_of(request: PlanRequest) -> Workload:
             raise ShoalError(
                 f"which model? Its name, or at least its {', '.join(missing)}",
                 fix="shoal plan llama3-8b ..., or --hidden 4096 --layers 32 --heads 32",
+                code="Q004",
             )
         return Workload(name="a model of these dimensions", **{"vocabulary": 32000, **given})
     if ".py" in request.model:
         if given:
             raise ShoalError(
-                f"{request.model} is traced, and --{next(iter(given))} is for dimensions", fix="leave it out"
+                f"{request.model} is traced, and --{next(iter(given))} is for dimensions",
+                fix="leave it out",
+                code="Q005",
             )
         if ":" not in request.model:
-            raise ShoalError(f"{request.model} is a file: which function of it?", fix=f"{request.model}:function")
+            raise ShoalError(
+                f"{request.model} is a file: which function of it?", fix=f"{request.model}:function", code="Q004"
+            )
         trace = import_module("shoal.train.trace.model_trace")  # by its name: only a traced model needs torch
         model, inputs = trace.load(request.model, sequence=request.seq_len)
         precision = required_of(request)["precision"]
@@ -195,7 +204,7 @@ def workload_of(request: PlanRequest) -> Workload:
     named = find_model(request.model)
     if given and not named.is_transformer:
         what = f"{request.model} is no transformer, and --{next(iter(given))} is a dimension of one"
-        raise ShoalError(what, fix="leave it out")
+        raise ShoalError(what, fix="leave it out", code="Q005")
     return named.resized(**given) if given else named
 
 
@@ -205,7 +214,11 @@ def required_of(request: PlanRequest) -> dict[str, Any]:
     given = {name: value for name, value in own.items() if value is not None}
     words = parse_words(request.plan)
     raise_if(
-        Problem(f"{name} is given twice: {words[name]} in --plan, and --{name} {given[name]}", "leave one of them out")
+        Problem(
+            "Q006",
+            f"{name} is given twice: {words[name]} in --plan, and --{name} {given[name]}",
+            "leave one of them out",
+        )
         for name in given
         if name in words and words[name] != given[name]
     )

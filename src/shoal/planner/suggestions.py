@@ -53,7 +53,7 @@ def reject_contradictions(task: Task, required: Plan, spelling: Spelling = IN_A_
     if required.mb is not None and found and not any(share % required.mb == 0 for share in shares):
         sizes = sorted({size for share in shares for size in divisors(share) if size <= 128})
         what = f"mb={required.mb} divides no rank's share of {task.global_batch} samples"
-        raise ShoalError(what, fix=spelling.say("mb", listed(sizes)))
+        raise ShoalError(what, fix=spelling.say("mb", listed(sizes)), code="Q007")
     if found:
         return
     model, free = task.workload.name, Plan(precision=required.precision)
@@ -63,7 +63,9 @@ def reject_contradictions(task: Task, required: Plan, spelling: Spelling = IN_A_
     raise_if(
         (
             Problem(
-                f"no plan for {model} on {task.cluster} has {axis}={value}", spelling.say(axis, listed(legal[axis]))
+                "Q008",
+                f"no plan for {model} on {task.cluster} has {axis}={value}",
+                spelling.say(axis, listed(legal[axis])),
             )
             for axis, value in given.items()
             if legal[axis] and value not in legal[axis]
@@ -76,11 +78,12 @@ def reject_contradictions(task: Task, required: Plan, spelling: Spelling = IN_A_
         raise ShoalError(
             f"no plan for {model} on {task.cluster} has all of {words}, with {task.global_batch} samples a step",
             fix=spelling.leave_out(free_of or given),
+            code="Q009",
         )
     devices = task.cluster.num_devices
     near = devices * max(1, round(task.global_batch / devices))
     what = f"no layout of {devices} devices divides a global batch of {task.global_batch} samples and {model}"
-    raise ShoalError(what, fix=f"{spelling.batch} {near}")
+    raise ShoalError(what, fix=f"{spelling.batch} {near}", code="Q010")
 
 
 def _without(plan: Plan, axis: str) -> dict[str, Any]:

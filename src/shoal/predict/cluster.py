@@ -58,7 +58,7 @@ class Device:
         for word in _fallbacks(precision):
             if word in self.achievable:
                 return self.achievable[word]
-        raise ShoalError(f"{self.name} has no rate for {precision}", fix=f"{listed(self.achievable)}")
+        raise ShoalError(f"{self.name} has no rate for {precision}", fix=f"{listed(self.achievable)}", code="Q015")
 
     def peak_rate(self, precision: str) -> float:
         """The datasheet's FLOP/s at a precision."""
@@ -119,7 +119,9 @@ class Cluster:
     def __post_init__(self) -> None:
         for key in ("per_node", "nodes"):
             if getattr(self, key) < 1:
-                raise ShoalError(f"{key}={getattr(self, key)} is not a number of machines", fix=f"{key}=1 or more")
+                raise ShoalError(
+                    f"{key}={getattr(self, key)} is not a number of machines", fix=f"{key}=1 or more", code="Q016"
+                )
         raise_if(
             check_bounds([("per_node", self.per_node), ("nodes", self.nodes), ("devices", self.per_node * self.nodes)])
         )
@@ -138,7 +140,7 @@ class Cluster:
             return replace(self, per_node=num_devices, nodes=1)
         if num_devices % self.per_node:
             fix = f"a multiple of {self.per_node}"
-            raise ShoalError(f"{num_devices} devices do not fill nodes of {self.per_node}", fix=fix)
+            raise ShoalError(f"{num_devices} devices do not fill nodes of {self.per_node}", fix=fix, code="Q017")
         return replace(self, nodes=num_devices // self.per_node)
 
     def to_mapping(self) -> dict[str, Any]:

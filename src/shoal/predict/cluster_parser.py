@@ -25,7 +25,7 @@ def here_file() -> Path:
         return Path.home() / ".config" / "shoal" / "here.yaml"
     except RuntimeError:  # a user without an entry in the password database, as in some containers
         what = "the measurement of this machine is kept in the home directory, and this user has none"
-        raise ShoalError(what, fix="export HOME=/a/folder; or a preset: --cluster h100:8") from None
+        raise ShoalError(what, fix="export HOME=/a/folder; or a preset: --cluster h100:8", code="Q018") from None
 
 
 def is_measured_here() -> bool:
@@ -50,7 +50,9 @@ def parse_cluster(text: str) -> Cluster:
         longer = [f"{known}:{size or 8}" for known in DEVICES if known.startswith(name)]
         near = nearest(name, DEVICES)
         others = f"{f'{near}:{size or 8}? ' * bool(near)}There are {', '.join(DEVICES)}; or the path of a YAML file"
-        raise ShoalError(f"there is no preset of a device {name!r}", fix=listed(longer) if longer else others)
+        raise ShoalError(
+            f"there is no preset of a device {name!r}", fix=listed(longer) if longer else others, code="Q014"
+        )
     per_node, nodes = _size(name, size or str(DEVICES[name].per_node))
     return preset(name, per_node=per_node, nodes=nodes)
 
@@ -60,7 +62,7 @@ def _here(size: str) -> Cluster:
     path = here_file()
     if not os.path.exists(path):
         what = f"no calibration of this machine found: {path} does not exist"
-        raise ShoalError(what, fix="shoal calibrate, which takes a minute; or a preset such as h100:8")
+        raise ShoalError(what, fix="shoal calibrate, which takes a minute; or a preset such as h100:8", code="Q019")
     return _sized(cluster_from_yaml(path), HERE, size)
 
 
@@ -73,7 +75,7 @@ def cluster_from_mapping(mapping: Mapping[str, Any]) -> Cluster:
     for key, kind in (("device", Device), ("inside", Tier), ("between", Tier)):
         if key not in mapping:
             fix = f"{key}: with {listed(_keys(kind))}; or like: h100:8, and what is different"
-            raise ShoalError(f"the cluster does not say its {key}", fix=fix)
+            raise ShoalError(f"the cluster does not say its {key}", fix=fix, code="Q020")
         mapping[key] = _build(kind, mapping[key], key)
     built: Cluster = _build(Cluster, mapping, "the cluster")
     return built
@@ -85,10 +87,10 @@ def cluster_from_yaml(path: Path) -> Cluster:
         text = read_text(path, fix="shoal calibrate writes one")
     except OSError as error:
         fix = "shoal calibrate writes one, or say a preset such as h100:8x2"
-        raise ShoalError(f"the cluster file {path} cannot be read: {error.strerror}", fix=fix) from error
+        raise ShoalError(f"the cluster file {path} cannot be read: {error.strerror}", fix=fix, code="Q021") from error
     mapping = parse_yaml(text, str(path), "shoal calibrate writes one")
     if not isinstance(mapping, Mapping):
-        raise ShoalError(f"{path} holds no keys and values", fix="shoal calibrate writes one")
+        raise ShoalError(f"{path} holds no keys and values", fix="shoal calibrate writes one", code="Q021")
     return cluster_from_mapping(mapping)
 
 
@@ -101,7 +103,7 @@ def _size(name: str, size: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d{1,15})(?:x(\d{1,15}))?", size.strip())
     if not match or int(match[1]) < 1 or (match[2] and int(match[2]) < 1):
         what = f"{size[:80]!r} is not a number of devices"
-        raise ShoalError(what, fix=f"{name}:8 for one node of 8, {name}:8x16 for 16 of them")
+        raise ShoalError(what, fix=f"{name}:8 for one node of 8, {name}:8x16 for 16 of them", code="Q016")
     return int(match[1]), int(match[2] or 1)
 
 
@@ -143,17 +145,19 @@ def _keys(kind: type[Any]) -> list[str]:
 def _build(kind: type[Any], mapping: Any, where: str) -> Any:
     """An object from its keys, each known and none missing."""
     if not isinstance(mapping, Mapping):
-        raise ShoalError(f"{where} is {mapping!r}, not keys and values", fix=f"{where}: with {listed(_keys(kind))}")
+        raise ShoalError(
+            f"{where} is {mapping!r}, not keys and values", fix=f"{where}: with {listed(_keys(kind))}", code="Q020"
+        )
     types = {field.name: str(field.type) for field in fields(kind)}
     for key in mapping:
         if key not in types:
             fix = nearest(str(key), _keys(kind)) or listed(_keys(kind))
-            raise ShoalError(f"{where} has no key {key!r}", fix=fix)
+            raise ShoalError(f"{where} has no key {key!r}", fix=fix, code="Q020")
     try:
         return kind(**{key: _number(value, types[key], f"{where}: {key}") for key, value in mapping.items()})
     except TypeError as error:
         raise ShoalError(
-            f"{where} is not complete: {error}", fix=f"shoal calibrate writes all of {_keys(kind)}"
+            f"{where} is not complete: {error}", fix=f"shoal calibrate writes all of {_keys(kind)}", code="Q020"
         ) from None
 
 
@@ -171,7 +175,7 @@ def _number(value: Any, type_name: str, where: str) -> Any:
         is_fit = False
     if not is_fit or (is_whole and not number.is_integer()):
         kind = "a whole number" if is_whole else "a number"
-        raise ShoalError(f"{where} is {value!r}, not {kind}", fix=f"{kind}, 0 or more")
+        raise ShoalError(f"{where} is {value!r}, not {kind}", fix=f"{kind}, 0 or more", code="Q020")
     return int(number) if is_whole else number
 
 
@@ -192,7 +196,7 @@ def _path_and_size(text: str) -> tuple[str, str]:
 def _preset(name: Any) -> Cluster:
     """That a file is like; another file could be like this one, and so on."""
     if not isinstance(name, str) or _is_path(name):
-        raise ShoalError(f"like: {name!r} is no preset", fix="like: h100:8x4, or like: here")
+        raise ShoalError(f"like: {name!r} is no preset", fix="like: h100:8x4, or like: here", code="Q014")
     return parse_cluster(name)
 
 
@@ -201,7 +205,7 @@ def _named_tier(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     if value not in TIERS:
-        raise ShoalError(f"there is no kind of link {value!r}", fix=nearest(value, TIERS) or listed(TIERS))
+        raise ShoalError(f"there is no kind of link {value!r}", fix=nearest(value, TIERS) or listed(TIERS), code="Q020")
     return asdict(TIERS[value])
 
 

@@ -37,10 +37,12 @@ def workload_from_config(path: Path) -> Workload:
     try:
         text = read_text(path, fix)
     except OSError as error:
-        raise ShoalError(f"{path} cannot be read: {error.strerror}", fix="the path of a config.json") from error
+        raise ShoalError(
+            f"{path} cannot be read: {error.strerror}", fix="the path of a config.json", code="Q022"
+        ) from error
     config = parse_json(text, str(path), fix)
     if not isinstance(config, Mapping):
-        raise ShoalError(f"{path} holds no keys and values", fix="the config.json of a Hugging Face model")
+        raise ShoalError(f"{path} holds no keys and values", fix="the config.json of a Hugging Face model", code="Q022")
     return from_hugging_face(config, name=str(config.get("_name_or_path") or path.parent.name or path.stem))
 
 
@@ -54,7 +56,7 @@ def from_hugging_face(config: Mapping[str, Any], *, name: str) -> Workload:
     missing = [f"{key} ({' or '.join(spellings)})" for key, spellings in HF_KEYS.items() if key not in found]
     if missing:
         what = f"the config of {name} does not say {', '.join(missing)}"
-        raise ShoalError(what, fix="a config.json of a transformer, or plain dimensions")
+        raise ShoalError(what, fix="a config.json of a transformer, or plain dimensions", code="Q022")
     kind = str(config.get("model_type", ""))
     shared = int(config.get("n_shared_experts") or 0) * int(found.get("expert_ffn", 0))
     shared += int(config.get("shared_expert_intermediate_size") or 0)

@@ -105,7 +105,8 @@ class Workload:
             return
         counts = ("hidden", "layers", "heads", "vocabulary")
         raise_if(
-            [Problem(f"{k}={getattr(self, k)}", f"{k}=1 or more") for k in counts if getattr(self, k) < 1], self.name
+            [Problem("Q024", f"{k}={getattr(self, k)}", f"{k}=1 or more") for k in counts if getattr(self, k) < 1],
+            self.name,
         )
         raise_if(check_bounds((each.name, getattr(self, each.name)) for each in fields(self)), self.name)
         if not self.kv_heads:
@@ -117,7 +118,7 @@ class Workload:
         if self.experts and not self.expert_ffn:
             object.__setattr__(self, "expert_ffn", self.ffn)
         if self.experts and not 1 <= self.top_k <= self.experts:
-            raise ShoalError(f"top_k={self.top_k} of {self.experts} experts", fix=f"1 to {self.experts}")
+            raise ShoalError(f"top_k={self.top_k} of {self.experts} experts", fix=f"1 to {self.experts}", code="Q024")
 
     def __hash__(self) -> int:
         return hash((self.name, self.hidden, self.layers))
@@ -127,7 +128,7 @@ class Workload:
         known = [entry.name for entry in fields(self)]
         for key in changes:
             if key not in known:
-                raise ShoalError(f"a model has no {key!r}", fix=nearest(key, known) or ", ".join(known))
+                raise ShoalError(f"a model has no {key!r}", fix=nearest(key, known) or ", ".join(known), code="Q024")
         derived = {}
         if self.head_dim == self.hidden // max(1, self.heads):  # follows hidden and heads
             derived["head_dim"] = 0

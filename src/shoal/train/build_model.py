@@ -29,11 +29,14 @@ def build_model(section: ModelSection) -> nn.Module:
     try:
         model = builder(**arguments)
     except SystemExit as ended:
-        raise ShoalError(f"{section.name} ended the program: sys.exit({ended.code})", fix="return the model") from None
+        raise ShoalError(
+            f"{section.name} ended the program: sys.exit({ended.code})", fix="return the model", code="M004"
+        ) from None
     if not isinstance(model, nn.Module):
         raise ShoalError(
             f"{section.name} returned {type(model).__name__}, not an nn.Module",
             fix="return the model from that function",
+            code="M004",
         )
     return model
 
@@ -88,6 +91,7 @@ def describe(model: nn.Module) -> Description:
         raise ShoalError(
             f"describe() of {type(model).__name__} returned a {type(description).__name__}",
             fix="return shoal.Description(...)",
+            code="M005",
         )
     return description if isinstance(description, Description) else Description()
 
@@ -105,6 +109,7 @@ def find_builder(name: str) -> Callable[..., Any]:
             f"there is no model {name!r}",
             fix=(f"did you mean {near}? Else " if near else "")
             + f"--model.name {listed(builders)}, or path/to/file.py:function",
+            code="M001",
         )
     return _function_of(_load_file(Path(path)), function, name)
 
@@ -112,7 +117,9 @@ def find_builder(name: str) -> Callable[..., Any]:
 def _load_file(path: Path) -> Any:
     if not path.is_file():
         raise ShoalError(
-            f"there is no file {str(path)!r} to take the model from", fix="--model.name path/to/file.py:function"
+            f"there is no file {str(path)!r} to take the model from",
+            fix="--model.name path/to/file.py:function",
+            code="M001",
         )
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
@@ -128,6 +135,7 @@ def _load_file(path: Path) -> Any:
         raise ShoalError(
             f"{str(path)!r} cannot be loaded: {type(error).__name__}: {error}{_place_of(error, path)}",
             fix=f"python {path} must run without an error",
+            code="M002",
         ) from error
     return module
 
@@ -146,6 +154,7 @@ def _function_of(module: Any, function: str, name: str) -> Callable[..., Any]:
         raise ShoalError(
             f"{name!r}: that file has no function {function!r}",
             fix=f"did you mean {near}?" if near else f"def {function}(): ... in that file, which returns the model",
+            code="M001",
         )
     return found  # type: ignore[no-any-return]
 
@@ -162,4 +171,5 @@ def _check_arguments(name: str, builder: Callable[..., Any], arguments: dict[str
         raise ShoalError(
             f"{name} cannot be called with the keys under `model:`: {error}",
             fix=f"keys that it takes: {takes}" if takes else "leave them out: it takes no argument",
+            code="M003",
         ) from None

@@ -67,7 +67,7 @@ def reject_options(unknown: Mapping[str, Any], known: Iterable[str]) -> None:
     for name, value in unknown.items():
         near = nearest(name, set(known))
         fix = ELSEWHERE.get(name) or (f"did you mean {near}=?" if near else "help(shoal.Run) lists its arguments")
-        raise ShoalError(f"Run has no argument {name} (={value!r})", fix=fix)
+        raise ShoalError(f"Run has no argument {name} (={value!r})", fix=fix, code="R046")
 
 
 def reject_several(others: tuple[Any, ...]) -> None:
@@ -76,6 +76,7 @@ def reject_several(others: tuple[Any, ...]) -> None:
         raise ShoalError(
             f"run.step takes one batch, and got {1 + len(others)} arguments",
             fix="run.step((x, y)), or run.step({'x': x, 'labels': y}) with the names of the model's arguments",
+            code="T001",
         )
 
 
@@ -91,6 +92,7 @@ def reject_arguments(forward: inspect.Signature, batch: Any) -> None:
         raise ShoalError(
             f"the model's forward({takes}) cannot be called with the batch's {', '.join(given) or 'nothing'}: {error}",
             fix=f"def forward(self, {', '.join(given)}), or Run(loss=lambda model, batch: ...), which calls the model",
+            code="M057",
         ) from None
 
 
@@ -103,6 +105,7 @@ def reject_second(kind: str, first: object) -> None:
         raise ShoalError(
             f"this run has a {kind} already, and a run has one: it clips, scales and synchronises that one only",
             fix=f"one Run for each {kind}, sharing the ranks: Run(..., world=run.world); or one nn.Module around both",
+            code="T002",
         )
 
 
@@ -117,11 +120,13 @@ def reject_wrapped(model: nn.Module) -> None:
             raise ShoalError(
                 f"{where} is in torch's {type(module).__name__}, and a run lays a model over its ranks by itself",
                 fix=f"run.prepare the module without the wrapper: {inner}.module in place of {inner}",
+                code="M058",
             )
         if is_fsdp(module) or any(is_dtensor(p) for p in module.parameters(recurse=False)):
             raise ShoalError(
                 f"{where} was given to fully_shard or parallelize_module, and a run lays models over ranks by itself",
                 fix="run.prepare(model) of the model as it was built, and the layout in the plan: Run('zero=3')",
+                code="M058",
             )
 
 
@@ -131,6 +136,7 @@ def reject_compiled(model: nn.Module) -> None:
         raise ShoalError(
             "this model was given to torch.compile before, as a whole, and its blocks cannot be found in it",
             fix="give prepare the model itself, and let the run compile its blocks: Run(compile=True)",
+            code="M059",
         )
 
 
@@ -141,6 +147,7 @@ def reject_rounding(optimizer: Optimizer, weight_dtype: torch.dtype) -> None:
         raise ShoalError(
             f"torch's {type(optimizer).__name__} rounds weights in bf16 to the nearest, and most updates are lost",
             fix="shoal.AdamW(model.parameters(), lr=...), which rounds at random; or param_dtype='fp32'",
+            code="T003",
         )
 
 
@@ -153,6 +160,7 @@ def rule_under(plan: Plan, rule: LabelRule) -> LabelRule:
         f"this model takes labels, may compute a loss from them itself and shift them, which cannot be seen under"
         f" {axis}={plan.layout.degree(axis)}",
         fix=f"Run(loss=lambda model, batch: ...), with labels that fit the model's logits; or {axis}=1",
+        code="T004",
     )
 
 
@@ -165,6 +173,7 @@ def reject_own_loop(composed: ParallelModel) -> None:
         raise ShoalError(
             "a pipeline runs the forwards and backwards of all microbatches in an order of its own",
             fix="run.step(batch), with loss= given to the Run",
+            code="T005",
         )
 
 
@@ -178,6 +187,7 @@ def reject_unknown_batch(composed: ParallelModel) -> None:
             raise ShoalError(
                 f"with {what}, a backward has to know the batch that it belongs to",
                 fix="for batch in run.batches(loader): ..., or run.step(batch)",
+                code="T006",
             )
 
 
@@ -189,6 +199,7 @@ def reject_unprepared(loader: Iterable[Any], num_ranks: int) -> None:
         raise ShoalError(
             f"this DataLoader is not prepared: each of {num_ranks} ranks would take whole batches of its own",
             fix="loader = run.prepare(loader)",
+            code="D035",
         )
 
 
@@ -200,6 +211,7 @@ def reject_direct_loop(loaders: Iterable[ShardedDataLoader]) -> None:
             " are ranks, some ranks would take a step less and the others wait for ever",
             fix="for batch in run.batches(loader): run.step(batch), or run.backward(loss) and run.update() in place of"
             " loss.backward() and optimizer.step()",
+            code="D036",
         )
 
 
@@ -209,10 +221,13 @@ def reject_batch(batch: Any, before: OpenStep | None) -> None:
         raise ShoalError(
             "the batch before this one was not finished: backward without update()",
             fix="run.update() after each batch; to accumulate, say mb= in the plan and loop over run.microbatches",
+            code="T007",
         )
     if not length(batch):
         raise ShoalError(
-            "this batch has no samples", fix="samples for every rank: for batch in run.batches(loader): ..."
+            "this batch has no samples",
+            fix="samples for every rank: for batch in run.batches(loader): ...",
+            code="T008",
         )
 
 
@@ -222,6 +237,7 @@ def reject_open(step: OpenStep | None, why: str) -> None:
         raise ShoalError(
             f"{why} in the middle of a step would lose its samples, and the gradients that it has summed up",
             fix="run.step(batch), or run.update(), first",
+            code="T009",
         )
 
 
@@ -232,17 +248,21 @@ def reject_routers_with_deferred_count(correction: Tensor) -> None:
             "with a model with routers of experts, a loss has to be a mean over the labels that are not -100 (or over"
             " samples, in a batch without labels), since auxiliary losses are divided by another number",
             fix="Run(loss=objective), an object with weight(batch) and loss_sum(model, batch, weight)",
+            code="T010",
         )
 
 
 def with_all_backwards(step: OpenStep | None) -> OpenStep:
     """The step, whose backwards were all made; an update that comes before is rejected."""
     if step is None or not step.has_begun:
-        raise ShoalError("update() without a backward", fix="call run.backward(loss) first, or run.step(batch)")
+        raise ShoalError(
+            "update() without a backward", fix="call run.backward(loss) first, or run.step(batch)", code="T011"
+        )
     if step.index >= 0 and len(step.sums) < len(step.microbatches):
         raise ShoalError(
             f"{len(step.sums)} of {len(step.microbatches)} microbatches had a backward, and gradients are"
             " synchronised in that of the last",
             fix="for microbatch in run.microbatches(batch): ... run.backward(loss), to its end, then run.update()",
+            code="T011",
         )
     return step

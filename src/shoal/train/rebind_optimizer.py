@@ -15,6 +15,7 @@ def rebind_optimizer(optimizer: Optimizer, composed: ParallelModel) -> None:
         raise ShoalError(
             "this optimizer has made steps already, and its state is that of whole parameters, not of this plan's",
             fix="give prepare a fresh optimizer",
+            code="T026",
         )
     for group in groups:
         group["params"] = [piece for p in group["params"] for piece in composed.replacements(p)]
@@ -29,6 +30,7 @@ def _reject_unknown_parameters(optimizer: Optimizer, composed: ParallelModel) ->
         raise ShoalError(
             "not one parameter of the optimizer is of this model, which would never change",
             fix="build it over model.parameters() of the model that prepare is given, or over run.parameters",
+            code="T027",
         )
 
 
@@ -40,4 +42,5 @@ def _reject_missing_stages(optimizer: Optimizer, composed: ParallelModel) -> Non
         raise ShoalError(
             "this rank has several stages, and the optimizer holds parameters of some of them only",
             fix="build it over run.parameters, or give prepare the optimizer of the whole model beside the model",
+            code="T028",
         )

@@ -69,7 +69,7 @@ class ReplicaCheck:
             run.replicas_agreed_at = step
             return
         found = list(_differences(layout, run.world.all_gather_object(sums)))
-        raise RunFailed(_message(found, step, run.replicas_agreed_at), fix=_fix(run.replicas_agreed_at))
+        raise RunFailed(_message(found, step, run.replicas_agreed_at), fix=_fix(run.replicas_agreed_at), code="T033")
 
 
 def copies_of(run: RunState) -> Iterator[ReplicatedTensor]:

@@ -77,12 +77,15 @@ class Run(RunState):
             raise ShoalError(
                 "a loss function of yours cannot be computed inside the model's last layer",
                 fix="fused_loss=None; or no loss=, which is the cross-entropy of batches with labels",
+                code="T039",
             )
         world = world or World.start(read_environment(os.environ), device=device, timeout=timeout, threads=threads)
         resolved = requested.resolve(world.size)
         reject_unsupported(resolved)
         if resolved.sync == "auto":
-            raise ShoalError("sync=auto is chosen by `shoal train`", fix="sync=diloco:50, compress=int8, or neither")
+            raise ShoalError(
+                "sync=auto is chosen by `shoal train`", fix="sync=diloco:50, compress=int8, or neither", code="P064"
+            )
         if policies.compute.param_dtype == "bf16":
             reject_bf16_weights(resolved, weights="param_dtype='fp32'", precision="Run('bf16')")
         super().__init__(resolved, world=world, objective=objective, policies=policies)

@@ -111,8 +111,8 @@ def wait_for(saver: AsyncSaver) -> None:
     saver.finish()
     _warn_of(saver.store)
     for result in saver.take_results():
-        if result.failure:
-            raise RunFailed(result.failure)
+        if result.failure is not None:
+            raise RunFailed(*result.failure.problems, title=result.failure.title)
         if result.note and saver.world.is_main:
             warnings.warn(result.note, stacklevel=3)
 
@@ -130,6 +130,7 @@ def _plain(extra: Mapping[str, Any] | None) -> dict[str, Any]:
         raise ShoalError(
             f"what is saved beside a run has to be numbers, texts, lists and mappings: {error}",
             fix="run.save(directory, extra={'best_accuracy': 0.93})",
+            code="C017",
         ) from None
 
 
@@ -140,7 +141,9 @@ def load_run(run: RunState, directory: str | Path, step: int | None, *, only_wei
     step = named if step is None else step
     known = on_main(run.world, store.steps, failed=f"{store.where} was not read")
     if not known:
-        raise ShoalError(f"there is no checkpoint in {store.where}", fix="the directory that a run was saved to")
+        raise ShoalError(
+            f"there is no checkpoint in {store.where}", fix="the directory that a run was saved to", code="C001"
+        )
     if only_weights:
         load_step(store, run.world, holder_of(run), known[-1] if step is None else step, only_weights=True)
         return run.steps_done
@@ -163,10 +166,10 @@ def _changes(run: RunState, state: Mapping[str, Any]) -> Iterator[Problem]:
     fix = "as it was saved; or run.load(..., only_weights=True) for another run with the same weights"
     for name in ("seed", "precision", "param_dtype", "optimizer", "state_dtype"):
         if name in state and state[name] != here[name]:
-            yield Problem(f"{name} was {state[name]}, and is {here[name]}", fix)
+            yield Problem("C018", f"{name} was {state[name]}, and is {here[name]}", fix)
     was, now = state.get("loaders", ()), here["loaders"]
     if was and now and len(was) != len(now):
-        yield Problem(f"it had {len(was)} loaders, and has {len(now)}", fix)
+        yield Problem("C018", f"it had {len(was)} loaders, and has {len(now)}", fix)
     for number, (known, loader) in enumerate(zip(was, run.loaders, strict=False)):
         yield from loader_changes(number, known, loader)
     yield from scheduler_problems(run.schedulers, run.optimizer, state)
@@ -178,7 +181,7 @@ def loader_changes(number: int, known: Mapping[str, Any], loader: ShardedDataLoa
     found = [f"{name} was {was[name]}, and is {now}" for name, now in loader.kind.items() if was[name] != now]
     if found:
         fix = "the DataLoader as it was; or run.load(..., only_weights=True) for another run with the same weights"
-        yield Problem(f"loader {number} of the run is another one: {'; '.join(found)}", fix)
+        yield Problem("C018", f"loader {number} of the run is another one: {'; '.join(found)}", fix)
 
 
 def restore(run: RunState, manifest: Manifest) -> None:

@@ -43,6 +43,7 @@ def _prepare(engine: StepEngine, thing: Any) -> Any:
     raise ShoalError(
         f"prepare cannot place a {type(thing).__name__}",
         fix="give it an nn.Module, a torch Optimizer, a scheduler or a DataLoader; keep the rest as it is",
+        code="T029",
     )
 
 

@@ -116,7 +116,9 @@ class RunState:
         """The prepared model as it lies over the ranks."""
         if self.parallel_model is None:
             raise ShoalError(
-                "this run has no model yet", fix="model, optimizer, loader = run.prepare(model, optimizer, loader)"
+                "this run has no model yet",
+                fix="model, optimizer, loader = run.prepare(model, optimizer, loader)",
+                code="T030",
             )
         return self.parallel_model
 
@@ -139,7 +141,9 @@ class RunState:
     def optimizer(self) -> Optimizer:
         """The prepared optimizer."""
         if self.prepared_optimizer is None:
-            raise ShoalError("this run has no optimizer yet", fix="model, optimizer = run.prepare(model, optimizer)")
+            raise ShoalError(
+                "this run has no optimizer yet", fix="model, optimizer = run.prepare(model, optimizer)", code="T030"
+            )
         return self.prepared_optimizer
 
     def trained_parameters(self) -> list[nn.Parameter]:

@@ -48,6 +48,7 @@ def check_optimizer(scheduler: Any, optimizer: Optimizer | None) -> None:
         raise ShoalError(
             f"this {type(scheduler).__name__} changes the learning rate of another optimizer than the one of this run",
             fix=f"{type(scheduler).__name__}(optimizer, ...) with the optimizer that run.prepare is given",
+            code="T031",
         )
 
 
@@ -68,16 +69,16 @@ def scheduler_problems(schedulers: list[Any], optimizer: Optimizer, state: Mappi
     weights_alone = "run.load(..., only_weights=True) to take the weights alone"
     if was and not now:
         fix = f"run.prepare(scheduler), with a {', '.join(was)}, before run.load; or {weights_alone}"
-        yield Problem(f"the checkpoint has the state of {_counted(was)}, and the run has prepared none", fix)
+        yield Problem("C019", f"the checkpoint has the state of {_counted(was)}, and the run has prepared none", fix)
     elif now and not was:
         what = f"the run has prepared {_counted(now)}, and the checkpoint has no state of a scheduler"
-        yield Problem(what, "run.prepare(scheduler) after run.load, with a scheduler that is at the right step")
+        yield Problem("C019", what, "run.prepare(scheduler) after run.load, with a scheduler that is at the right step")
     elif was != now:
         fix = f"prepare them as they were saved, in the same order; or {weights_alone}"
-        yield Problem(f"the schedulers were {', '.join(was)}, and are {', '.join(now)}", fix)
+        yield Problem("C019", f"the schedulers were {', '.join(was)}, and are {', '.join(now)}", fix)
     elif was and len(state["groups"]) != len(optimizer.param_groups):
         what = f"the optimizer had {len(state['groups'])} groups of parameters, and has {len(optimizer.param_groups)}"
-        yield Problem(what, f"an optimizer with the same groups; or {weights_alone}")
+        yield Problem("C019", what, f"an optimizer with the same groups; or {weights_alone}")
 
 
 def restore_schedulers(schedulers: list[Any], optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -125,6 +126,7 @@ def encoded_state(scheduler: Any) -> Any:
         raise ShoalError(
             f"{name}.state_dict() raised {type(error).__name__}: {error}",
             fix="a function of your own (def or lambda) in place of a built-in one; or a state_dict() that returns",
+            code="C020",
         ) from error
     return encode(state, name)
 
@@ -160,6 +162,7 @@ def encode(value: Any, where: str) -> Any:
         f"{where} is a {type(value).__name__}, and a checkpoint holds numbers, texts, lists, tuples and mappings of"
         " a scheduler's state",
         fix="a state_dict() of the scheduler without it, and a load_state_dict() that leaves it as it is",
+        code="C020",
     )
 
 

@@ -132,13 +132,13 @@ def _reject_unknown(options: Mapping[str, Any]) -> None:
 def _tolerance(requested: float | None, plan: Plan) -> float:
     if requested is not None and not requested >= 0:
         what = f"--tolerance must be 0 or more, got {requested}"
-        raise ShoalError(what, fix="--tolerance 1e-10, or 0 for equal bits")
+        raise ShoalError(what, fix="--tolerance 1e-10, or 0 for equal bits", code="V001")
     return TOLERANCES[plan.precision] if requested is None else requested
 
 
 def _check_steps(steps: int) -> None:
     if steps < 1:
-        raise ShoalError(f"--steps must be 1 or more, got {steps}", fix="--steps 3")
+        raise ShoalError(f"--steps must be 1 or more, got {steps}", fix="--steps 3", code="V002")
 
 
 def verify_case(case: Case) -> VerifyResult:
@@ -231,7 +231,7 @@ def case_of(recipe: Recipe, world_size: int, settings: RecipeSettings) -> Case:
     device = "cpu" if recipe.launch.device == "auto" else recipe.launch.device
     if recipe.optim.param_dtype == "bf16":
         what = "optim.param_dtype must be fp32 for shoal verify, got bf16, which rounds weights at random"
-        raise ShoalError(what, fix="--optim.param_dtype fp32, which computes gradients with the same code")
+        raise ShoalError(what, fix="--optim.param_dtype fp32, which computes gradients with the same code", code="V003")
     _check_steps(settings.steps)
     requested = recipe.plan.resolve(world_size)
     reject_unsupported(requested)
@@ -415,7 +415,7 @@ def claimed_ranks(plan: Plan) -> int:
     degrees = (plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp, plan.pp)
     if not any(degrees):
         what = f"the plan must have a degree, or nproc must be set, got plan '{plan}'"
-        raise ShoalError(what, fix="verify(..., nproc=4), or a plan such as tp=2")
+        raise ShoalError(what, fix="verify(..., nproc=4), or a plan such as tp=2", code="V004")
     number = 1
     for degree in degrees:
         number *= degree or 1

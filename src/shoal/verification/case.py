@@ -54,7 +54,7 @@ def in_precision(plan: Plan, precision: str | None, device: str) -> Plan:
     chosen = precision or ("fp64" if device == "cpu" else plan.precision)
     if chosen not in TOLERANCES:
         known = ", ".join(TOLERANCES)
-        raise ShoalError(f"--precision must be one of {known}, got {chosen!r}", fix="--precision fp64")
+        raise ShoalError(f"--precision must be one of {known}, got {chosen!r}", fix="--precision fp64", code="R050")
     return Plan.of({**plan.to_mapping(), "precision": chosen})
 
 

@@ -126,6 +126,7 @@ def steps(
         raise ShoalError(
             f"node must divide the {world} ranks of a hierarchical collective, got {node}",
             fix=f"node={listed(n for n in range(1, world + 1) if world % n == 0)}",
+            code="P057",
         )
     moves, num_blocks = MADE[kind](algorithm, world, max(1, segments), node or 1)
     if root:

@@ -187,23 +187,23 @@ def check_word(word: object) -> Problem | None:
     name, colon, amount = str(word).partition(":")
     what = f"compress must be {listed(METHODS)}, got {word!r}"
     if word in ("none", "auto"):
-        return Problem(what, "remove compress" if word == "none" else "sync=auto, which chooses compress too")
+        return Problem("P023", what, "remove compress" if word == "none" else "sync=auto, which chooses compress too")
     if not isinstance(word, str) or name not in METHODS:
         near = nearest(name.lower(), METHODS)
         examples = listed([str(Compression(method, _DEFAULTS.get(method))) for method in METHODS])
-        return Problem(what, f"compress={near}" if near else f"compress={examples}")
+        return Problem("P023", what, f"compress={near}" if near else f"compress={examples}")
     if not colon:
         return None
     if name not in _DEFAULTS:
-        return Problem(f"compress={word}: {name} takes no number", f"compress={name}")
+        return Problem("P024", f"compress={word}: {name} takes no number", f"compress={name}")
     try:
         number = float(amount)
     except ValueError:
         number = -1.0
     if name == "powersgd" and not (number >= 1 and number.is_integer()):
         what = f"the rank of compress=powersgd must be a whole number of at least 1, got {amount!r}"
-        return Problem(what, "compress=powersgd:4")
+        return Problem("P024", what, "compress=powersgd:4")
     if name != "powersgd" and not 0 < number <= 1:
         what = f"the fraction of compress={name} must be above 0 and at most 1, got {amount!r}"
-        return Problem(what, f"compress={name}:0.01")
+        return Problem("P024", what, f"compress={name}:0.01")
     return None

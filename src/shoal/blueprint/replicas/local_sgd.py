@@ -58,11 +58,13 @@ def check_word(word: object) -> Problem | None:
     example = next((f"sync={EXAMPLES[way]}" for way in WAYS if way == near), "")
     if not isinstance(word, str) or name not in WAYS:
         fix = f"sync={near}:{every}" if near and is_number else example or "sync=local:8, diloco:50 or auto"
-        return Problem(f"sync must be local:STEPS, diloco:STEPS or auto, got {word!r}", fix)
+        return Problem("P025", f"sync must be local:STEPS, diloco:STEPS or auto, got {word!r}", fix)
     if not colon:
-        return Problem(f"sync={word} needs a number of local steps", example)
+        return Problem("P025", f"sync={word} needs a number of local steps", example)
     if not is_number:
-        return Problem(f"the local steps of sync={name} must be a whole number of at least 1, got {every!r}", example)
+        return Problem(
+            "P025", f"the local steps of sync={name} must be a whole number of at least 1, got {every!r}", example
+        )
     return None
 
 
@@ -81,11 +83,13 @@ def check_fragments(fragments: int, delay: int, every: int) -> Problem | None:
     """Check that all fragments can be exchanged between two exchanges of the first; None: they can."""
     if not 1 <= fragments <= every:
         return Problem(
+            "P026",
             f"comm.fragments must be from 1 to {every}, the local steps of sync=, got {fragments}",
             f"--comm.fragments {listed(n for n in (1, 2, 4, 8) if n <= every)}",
         )
     if not 0 <= delay < every:
         return Problem(
+            "P027",
             f"comm.outer_delay must be below {every}, the local steps of sync=, got {delay}",
             f"--comm.outer_delay {listed(dict.fromkeys((0, every - 1)))}",
         )

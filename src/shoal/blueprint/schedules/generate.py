@@ -67,22 +67,28 @@ def check_schedule(word: str, *, num_ranks: int, v: int, num_microbatches: int) 
     wherever torch can run it: that is plain model parallelism, one rank at a time.
 
     >>> print(*check_schedule("interleaved", num_ranks=4, v=2, num_microbatches=9))
-    interleaved on pp=4 ranks cannot run 9 microbatches: they do not fall into 2 equal rounds
+    interleaved on pp=4 ranks cannot run 9 microbatches: they do not fall into 2 equal rounds [P020]
         fix: 8, 10 or 12 microbatches: change data.global_batch or mb
     """
     if word not in get_args(Schedule):
-        return [Problem(f"{word!r} is not a schedule", nearest(word, get_args(Schedule)) or listed(get_args(Schedule)))]
+        return [
+            Problem(
+                "P006", f"{word!r} is not a schedule", nearest(word, get_args(Schedule)) or listed(get_args(Schedule))
+            )
+        ]
     counts = {"pp": num_ranks, "v": v, "microbatches": num_microbatches}
-    problems = [Problem(f"{key} must be at least 1, got {n!r}", f"{key}=1") for key, n in counts.items() if n < 1]
+    problems = [
+        Problem("P005", f"{key} must be at least 1, got {n!r}", f"{key}=1") for key, n in counts.items() if n < 1
+    ]
     if problems:
         return problems
     if v != (legal_v := VIRTUAL_STAGES.get(word, v)):
         what = f"{word} must have v={legal_v} stages per rank, got v={v}"
-        problems.append(Problem(what, f"v={legal_v}, or interleaved"))
+        problems.append(Problem("P019", what, f"v={legal_v}, or interleaved"))
     if why := _too_few_or_uneven(word, num_ranks, num_microbatches):
         what = f"{word} on pp={num_ranks} ranks cannot run {num_microbatches} microbatches: {why}"
         fix = f"{listed(_legal_around(word, num_ranks, num_microbatches))} microbatches: change data.global_batch or mb"
-        problems.append(Problem(what, fix))
+        problems.append(Problem("P020", what, fix))
     return problems
 
 

@@ -36,7 +36,9 @@ class StageCost:
     def __post_init__(self) -> None:
         for name in ("forward", "input_grad", "weight_grad"):
             if not 0 <= (seconds := getattr(self, name)) < math.inf:
-                raise ShoalError(f"{name} must be a number of seconds of at least 0, got {seconds}", fix=f"{name}=0")
+                raise ShoalError(
+                    f"{name} must be a number of seconds of at least 0, got {seconds}", fix=f"{name}=0", code="P054"
+                )
 
     def seconds(self, kind: Kind) -> float:
         """Seconds of one action."""
@@ -118,7 +120,7 @@ def simulate(
     costs = _per_stage(cost, table.num_stages)
     if not (0 <= send < math.inf and 0 <= overlap <= 1):
         what = f"send must be at least 0 and overlap from 0 to 1, got send={send} and overlap={overlap}"
-        raise ShoalError(what, fix="send=0, overlap=0")
+        raise ShoalError(what, fix="send=0, overlap=0", code="P054")
     arrived: dict[Action, tuple[float, int]] = {}  # a result → its time and its rank
     free = [0.0] * table.num_ranks
     spans: list[list[Span]] = [[] for _ in free]
@@ -147,7 +149,7 @@ def in_flight(table: ScheduleTable, weights: Sequence[float] | None = None) -> t
     """
     if weights is not None and len(weights) != table.num_stages:
         what = f"weights must have one entry for each of {table.num_stages} stages, got {len(weights)}"
-        raise ShoalError(what, fix="one weight per stage")
+        raise ShoalError(what, fix="one weight per stage", code="P054")
     most = []
     for rank in range(table.num_ranks):
         stored = peak = 0.0
@@ -163,7 +165,7 @@ def _per_stage(cost: StageCost | Sequence[StageCost], num_stages: int) -> tuple[
     costs = (cost,) * num_stages if isinstance(cost, StageCost) else tuple(cost)
     if len(costs) != num_stages:
         what = f"cost must be one for all stages or one for each of {num_stages}, got {len(costs)}"
-        raise ShoalError(what, fix="one cost per stage, or one for all")
+        raise ShoalError(what, fix="one cost per stage, or one for all", code="P054")
     return costs
 
 

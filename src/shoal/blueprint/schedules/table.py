@@ -50,7 +50,9 @@ class Action(NamedTuple):
         """The reverse of `str`."""
         match = re.fullmatch(r"(\d+)([FBIW])(\d+)", text)
         if not match:
-            raise ShoalError(f"{text!r} is not an action", fix="stage, one of F B I W, microbatch: for example 2F0")
+            raise ShoalError(
+                f"{text!r} is not an action", fix="stage, one of F B I W, microbatch: for example 2F0", code="P055"
+            )
         return cls(int(match[1]), Kind(match[2]), int(match[3]))
 
     def __str__(self) -> str:
@@ -171,13 +173,14 @@ class ScheduleTable:
             raise ShoalError(
                 f"{lines[0] if lines else text!r} is not the first line of a schedule",
                 fix="for example: 1f1b on 2 ranks, v=1, 4 microbatches",
+                code="P055",
             )
         num_ranks = int(match[2])
         rows = [[_read_slot(cell) for cell in line.partition("|")[2].split()] for line in lines[2:]]
         for row, line in zip(rows, lines[2:], strict=True):
             if len(row) != num_ranks:
                 what = f"a row must have {num_ranks} slots, one per rank, got {len(row)}: {line}"
-                raise ShoalError(what, fix="one slot per rank; . to wait")
+                raise ShoalError(what, fix="one slot per rank; . to wait", code="P055")
         columns = tuple(tuple(row[rank] for row in rows) for rank in range(num_ranks))
         return cls(word=match[1], num_ranks=num_ranks, v=int(match[3]), num_microbatches=int(match[4]), slots=columns)
 
@@ -193,6 +196,7 @@ class ScheduleTable:
         raise ShoalError(
             "\n".join([f"{self.title}: cannot run", *_rows(self, around, marks), *more]),
             fix=first.fix,
+            code="P056",
         )
 
 
@@ -272,7 +276,9 @@ def _deadlock(
         if place < len(order):
             lacks = [n for part in order[place].parts for n in part.needs(num_stages) if n not in known]
             waiting.append(f"rank {rank} waits at {order[place]} for {', '.join(map(str, lacks))}")
-    return ShoalError("the schedule deadlocks: " + "; ".join(waiting), fix="run the missing actions earlier")
+    return ShoalError(
+        "the schedule deadlocks: " + "; ".join(waiting), fix="run the missing actions earlier", code="P056"
+    )
 
 
 def _read_slot(cell: str) -> Slot:

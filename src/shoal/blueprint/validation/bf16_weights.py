@@ -22,11 +22,11 @@ def _problems(plan: Plan, weights: str, precision: str) -> Iterator[Problem]:
     """Values of a plan that need weights of more precision, or that store or send them without stochastic rounding."""
     if plan.precision not in COMPUTES_SO:
         what = f"weights in bf16 need the precision bf16 or fp8, got {plan.precision}"
-        yield Problem(what, f"{weights}, or {precision}")
+        yield Problem("P047", what, f"{weights}, or {precision}")
     for key, why in (
         ("sync", "which accumulates small changes of weights"),
         ("compress", "which stores its residual in their dtype"),
         ("offload", "whose copies on the host are updated by torch"),
     ):
         if (value := getattr(plan, key)) not in (None, "none"):
-            yield Problem(f"weights in bf16 do not support {key}={value}, {why}", f"{weights}, or no {key}")
+            yield Problem("P048", f"weights in bf16 do not support {key}={value}, {why}", f"{weights}, or no {key}")

@@ -35,5 +35,7 @@ def check_bounds(values: Iterable[tuple[str, object]]) -> list[Problem]:
         most = MOST.get(name, MOST_OF_ANY)
         for number in value if isinstance(value, tuple | list) else (value,):
             if isinstance(number, int) and number > most:
-                found.append(Problem(f"{name} must be at most {most}, got {str(number)[:40]}", f"{name}={most}"))
+                found.append(
+                    Problem("R018", f"{name} must be at most {most}, got {str(number)[:40]}", f"{name}={most}")
+                )
     return found

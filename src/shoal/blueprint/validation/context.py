@@ -30,13 +30,14 @@ def check_context(plan: Plan, description: Description, sequence: int | None) ->
         return
     if description.positions is None:
         what = f"cp={cp} gives each rank tokens from the middle of a sequence, but the model takes no positions"
-        yield Problem(what, POSITIONS_ESSAY)
+        yield Problem("P035", what, POSITIONS_ESSAY)
     chunks = num_chunks(plan)
     if sequence is not None and sequence % chunks:
         around = sorted({max(1, sequence // chunks) * chunks, -(-sequence // chunks) * chunks})
         degrees = divisors(plan.layout.world_size)
         legal = [degree for degree in degrees if sequence % num_chunks(plan, degree) == 0]
         yield Problem(
+            "P036",
             f"cp={cp} cuts a sequence into {chunks} chunks, which do not divide its {sequence} tokens",
             f"--data.seq_len {listed(around)}, or cp={listed(legal)}",
         )
@@ -44,6 +45,7 @@ def check_context(plan: Plan, description: Description, sequence: int | None) ->
         share = f"num_heads={heads} / tp={tp} = {heads // tp}" if tp > 1 else f"num_heads={heads}"
         legal = divisors(heads // tp)
         yield Problem(
+            "P037",
             f"cp={cp} with ulysses divides heads over the ranks, and does not divide {share}",
             f"ring instead of ulysses, or cp={listed(legal)}",
         )

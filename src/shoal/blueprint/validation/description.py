@@ -31,27 +31,27 @@ def check_names(description: Description, modules: Collection[str]) -> Iterator[
         for name in (name for name in names if name not in modules):
             near = nearest(name, modules)
             what = f"describe() names {name!r} in {part}, but the model has no such submodule"
-            yield Problem(what, f"did you mean {near}?" if near else "a name from model.named_modules()")
+            yield Problem("M013", what, f"did you mean {near}?" if near else "a name from model.named_modules()")
     home: dict[str, str] = {}
     for part, names in named.items():
         for name in names:
             if name in home:
-                yield Problem(f"describe() names {name!r} in {home[name]} and in {part}", "remove one of them")
+                yield Problem("M014", f"describe() names {name!r} in {home[name]} and in {part}", "remove one of them")
             home[name] = part
     for pattern, split in description.splits.items():
         if split not in list(Split):  # for example a string
             kinds = listed([f"Split.{kind.name}" for kind in Split])
-            yield Problem(f"describe() must split {pattern!r} by a Split, got {split!r}", kinds)
+            yield Problem("M015", f"describe() must split {pattern!r} by a Split, got {split!r}", kinds)
         elif not any(matches(pattern, name) for name in modules):
             near = nearest(pattern, [as_pattern(name) for name in modules])
             what = f"describe() splits {pattern!r}, but no submodule has such a name"
-            yield Problem(what, f"did you mean {near}?" if near else "`*` stands for one part of a name")
+            yield Problem("M013", what, f"did you mean {near}?" if near else "`*` stands for one part of a name")
 
 
 def check_blocks(plan: Plan, description: Description) -> Iterator[Problem]:
     """The problem of recompute without blocks."""
     if plan.recompute != "none" and not description.blocks:
-        yield Problem(f"recompute={plan.recompute} needs blocks, but the model describes none", BLOCKS_ESSAY)
+        yield Problem("P041", f"recompute={plan.recompute} needs blocks, but the model describes none", BLOCKS_ESSAY)
 
 
 def check_coverage(plan: Plan, description: Description, features: Shapes) -> Iterator[Problem]:
@@ -66,7 +66,7 @@ def check_coverage(plan: Plan, description: Description, features: Shapes) -> It
     if uncovered:
         degree = f"pp={pp}" if pp > 1 else f"tp={tp}"
         what = f"{degree}: {uncovered[0]} is in no part of the description (before_blocks, blocks, after_blocks)"
-        yield Problem(what, _where_to_add(uncovered, description))
+        yield Problem("M016", what, _where_to_add(uncovered, description))
 
 
 def _where_to_add(uncovered: Sequence[str], description: Description) -> str:

@@ -29,12 +29,13 @@ def check_experts(plan: Plan, description: Description) -> Iterator[Problem]:
     if num_experts is None or not has_split:
         half = "no num_experts" if has_split else "no Split.EXPERTS in its splits" if num_experts else ""
         why = f"the model's describe() has {half}" if half else "the model describes none"
-        yield Problem(f"ep={layout.ep} divides experts, but {why}", EXPERTS_ESSAY)
+        yield Problem("P038", f"ep={layout.ep} divides experts, but {why}", EXPERTS_ESSAY)
     elif num_experts % layout.ep:
         legal = [degree for degree in divisors(layout.dp_shard * layout.cp) if num_experts % degree == 0]
-        yield Problem(f"ep={layout.ep} does not divide num_experts={num_experts}", f"ep={listed(legal)}")
+        yield Problem("P039", f"ep={layout.ep} does not divide num_experts={num_experts}", f"ep={listed(legal)}")
     if plan.recompute == "selective":
         yield Problem(
+            "P040",
             f"ep={layout.ep} gathers experts inside a block, which recompute=selective (torch's selective checkpoint)"
             " does not allow",
             "recompute=full or recompute=none",

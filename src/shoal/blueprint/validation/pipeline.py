@@ -19,18 +19,20 @@ def check_pipeline(plan: Plan, description: Description) -> Iterator[Problem]:
     if pp == 1:
         return
     if not num_blocks:
-        yield Problem(f"pp={pp} cuts the model between blocks, but the model describes none", BLOCKS_ESSAY)
+        yield Problem("P041", f"pp={pp} cuts the model between blocks, but the model describes none", BLOCKS_ESSAY)
         return
     if pp * v > num_blocks:
         what = f"pp={pp} x v={v} = {pp * v} stages" if v > 1 else f"pp={pp} stages"
         fixes = [f"pp={listed(range(1, num_blocks // v + 1))}"] if v <= num_blocks else []
         fixes += ["v=1 with 1f1b or gpipe"] if v > 1 and pp <= num_blocks else []
         yield Problem(
+            "P042",
             f"{what} are more than the {num_blocks} block{'s' * (num_blocks != 1)} of the model",
             ", or ".join([*fixes, f"a model of at least {pp * v} blocks"]),
         )
     if plan.recompute != "none" and plan.schedule in SPLIT_BACKWARD:
         yield Problem(
+            "P043",
             f"{plan.schedule} splits each backward in two; torch would then recompute a block once for every parameter",
             "recompute=none, or 1f1b, interleaved, looped or gpipe",
         )
@@ -42,22 +44,25 @@ def check_precision(plan: Plan, description: Description) -> Iterator[Problem]:
         return
     if plan.layout.tp > 1:
         yield Problem(
+            "P044",
             f"fp8 needs whole linear layers, but tp={plan.layout.tp} splits them",
             "bf16 instead of fp8, or tp=1",
         )
     if not description.blocks:
-        yield Problem("fp8 needs blocks, but the model describes none", BLOCKS_ESSAY)
+        yield Problem("P041", "fp8 needs blocks, but the model describes none", BLOCKS_ESSAY)
 
 
 def check_compile(plan: Plan, description: Description) -> Iterator[Problem]:
     """Problems of torch.compile with schedules and recompute."""
     if plan.schedule in SPLIT_BACKWARD:
         yield Problem(
+            "P045",
             f"{plan.schedule} splits each backward in two, but a compiled block computes all of it each time",
             "without compile, or 1f1b, interleaved, looped or gpipe",
         )
     if plan.recompute != "none" and plan.layout.pp > 1 and description.num_experts:
         yield Problem(
+            "P046",
             f"torch.compile cannot capture recompute={plan.recompute} of blocks with experts in a pipeline, since each"
             " router needs the auxiliary loss of its own microbatch again",
             "without compile, or recompute=none, or pp=1",

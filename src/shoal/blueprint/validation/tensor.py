@@ -48,17 +48,19 @@ def check_tensor(plan: Plan, description: Description, sequence: int | None, fea
     if tp == 1:
         return
     if not description.splits:
-        yield Problem(f"tp={tp} splits layers, but the model describes no splits", SPLITS_ESSAY)
+        yield Problem("P028", f"tp={tp} splits layers, but the model describes no splits", SPLITS_ESSAY)
         return
     rules = [*_rules_of_heads(description), *_rules_of_features(description, features)]
     legal = [degree for degree in range(1, max(tp, 8) + 1) if all(rule.allows(degree) for rule in rules)]
     if odd := [rule.what for rule in rules if not rule.uneven and not rule.allows(tp)]:
         more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
-        yield Problem(f"tp={tp} does not divide {', '.join(odd[:3])}{more}", f"tp={listed(legal)}")
+        yield Problem("P029", f"tp={tp} does not divide {', '.join(odd[:3])}{more}", f"tp={listed(legal)}")
     for rule in (rule for rule in rules if rule.uneven and not rule.allows(tp)):
         per_rank = -(-rule.size // tp)
         yield Problem(
-            f"tp={tp} leaves no token of {rule.what} to the last rank: {per_rank} go to each", f"tp={listed(legal)}"
+            "P030",
+            f"tp={tp} leaves no token of {rule.what} to the last rank: {per_rank} go to each",
+            f"tp={listed(legal)}",
         )
     yield from _check_tokens(plan, description, sequence, legal)
     yield from _check_splits(tp, description, features)
@@ -91,6 +93,7 @@ def _check_tokens(
     """Check that every tp rank gets as many tokens. An open `sp` is on where the model allows it."""
     if plan.sp and not supports_sequence_parallel(description):
         yield Problem(
+            "P031",
             "sp=on needs an embedding in before_blocks and a head in after_blocks that are split by vocabulary;"
             " the model does not describe both",
             'sp=off, or splits={"embedding": Split.VOCABULARY, "head": Split.VOCABULARY}',
@@ -103,6 +106,7 @@ def _check_tokens(
         degrees = [degree for degree in legal if sequence % (degree * cp) == 0] or [1]
         ranks = f"tp={tp} x cp={cp}" if cp > 1 else f"tp={tp}"
         yield Problem(
+            "P032",
             f"{ranks} does not divide the {sequence} tokens of a sequence, which sp divides over the ranks",
             f"sp=off, or --data.seq_len {listed(around)}, or tp={listed(degrees)}",
         )
@@ -114,10 +118,11 @@ def _check_splits(tp: int, description: Description, features: Shapes) -> Iterat
     modules = list(dict.fromkeys(as_pattern(name.rpartition(".")[0]) for name in lost))
     if loose := [name for name in lost if "." not in name]:
         what = f"tp={tp}: {', '.join(loose)} must be in a submodule, since splits name submodules"
-        yield Problem(what, f"move {loose[0]} into a submodule of its own")
+        yield Problem("P034", what, f"move {loose[0]} into a submodule of its own")
     if modules := [module for module in modules if module]:
         entries = ", ".join(f'"{module}": Split.SEQUENCE' for module in modules)
         yield Problem(
+            "P033",
             f"tp={tp}: the model describes no split of {', '.join(modules)}",
             f"add to its description splits={{{entries}}} if it works on each position alone,"
             " else Split.COLUMN, ROW, VOCABULARY or HEADS",

@@ -178,7 +178,9 @@ def _spot(folder: Path, name: str, place: Any) -> tuple[Path, int, int]:
         raise _wrong(folder, f"puts {name[:200]!r} at {str(offset)[:40]} of {file}")
     if getattr(place, "transform_descriptors", None):
         raise ShoalError(
-            f"{folder / file} is compressed or encrypted, which shoal cannot read", fix="save it without extensions"
+            f"{folder / file} is compressed or encrypted, which shoal cannot read",
+            fix="save it without extensions",
+            code="C033",
         )
     return folder / file, offset, length
 
@@ -190,7 +192,9 @@ def _value(folder: Path, name: str, spot: tuple[Path, int, int], dtype: torch.dt
             window: Any = _Window(file, offset, length)
             value = torch.load(window, map_location="cpu", weights_only=True)
     except OSError as error:
-        raise ShoalError(f"{path} cannot be read: {error.strerror}", fix="all files of the checkpoint") from error
+        raise ShoalError(
+            f"{path} cannot be read: {error.strerror}", fix="all files of the checkpoint", code="C034"
+        ) from error
     except Exception as error:  # torch raises many kinds for foreign bytes
         raise _wrong(folder, f"has no tensor {name[:200]!r} in {path.name}: {str(error).splitlines()[0]}") from None
     if not isinstance(value, Tensor) or value.dtype != dtype or tuple(value.shape) != shape:
@@ -233,14 +237,16 @@ def _metadata(path: Path) -> Any:
         text = read_regular(path, MOST_BYTES)
     except OSError as error:
         raise ShoalError(
-            f"{path} cannot be read: {error.strerror}", fix=f"a folder of torch.distributed.checkpoint has {METADATA}"
+            f"{path} cannot be read: {error.strerror}",
+            fix=f"a folder of torch.distributed.checkpoint has {METADATA}",
+            code="C034",
         ) from error
     if len(text) > MOST_BYTES:
         raise _wrong(path.parent, f"has more than {MOST_BYTES:,} bytes")
     try:
         return _Unpickler(text).load()
     except ShoalError as error:
-        raise ShoalError(f"{path}: {error.problems[0].what}", fix=error.problems[0].fix) from None
+        raise ShoalError(*(problem.within(str(path)) for problem in error.problems)) from None
     except Exception as error:  # a broken pickle raises many kinds
         raise _wrong(path.parent, f"is not valid metadata: {type(error).__name__}") from None
 
@@ -259,11 +265,12 @@ class _Unpickler(pickle._Unpickler):
         raise ShoalError(
             f"its pickle names {module}.{name}, which no checkpoint metadata needs; nothing was run",
             fix="do not load it with torch: it may run commands. Get the weights as safetensors",
+            code="C036",
         )
 
     def get_extension(self, code: int) -> None:
         raise ShoalError(
-            f"its pickle names the extension {code}; nothing was run", fix="get the weights as safetensors"
+            f"its pickle names the extension {code}; nothing was run", fix="get the weights as safetensors", code="C036"
         )
 
 
@@ -304,4 +311,6 @@ def _stand_ins() -> dict[tuple[str, str], Any]:
 
 
 def _wrong(folder: Path, what: str) -> ShoalError:
-    return ShoalError(f"{folder / METADATA} {what}", fix="the folder as torch.distributed.checkpoint wrote it")
+    return ShoalError(
+        f"{folder / METADATA} {what}", fix="the folder as torch.distributed.checkpoint wrote it", code="C035"
+    )

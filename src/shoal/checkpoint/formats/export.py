@@ -66,6 +66,7 @@ def export(
         raise ShoalError(
             "--format huggingface has weights alone, and cannot be combined with --optimizer",
             fix="--format dcp or --format safetensors, or leave out --optimizer",
+            code="R044",
         )
     disk = disk or Filesystem()
     with FullTensors(step) as full:
@@ -90,7 +91,9 @@ def model_in(step: SavedStep) -> Mapping[str, Any]:
 def _named(full: FullTensors, how: ExportSettings) -> dict[str, LazyTensor]:
     tensors = full.model()
     if not tensors:
-        raise ShoalError(f"{full.step.path} must have tensors of a model, got none", fix="export another checkpoint")
+        raise ShoalError(
+            f"{full.step.path} must have tensors of a model, got none", fix="export another checkpoint", code="C037"
+        )
     if how.optimizer:
         for (kind, parameter), state in full.optimizer().items():
             name = dcp.name_of_state(kind, parameter) if how.format == "dcp" else f"optimizer/{kind}/{parameter}"
@@ -199,7 +202,7 @@ def _sync(to: Path, disk: Filesystem) -> None:
         disk.sync(to.parent)
     except OSError as error:
         raise RunFailed(
-            f"{to} is written, but the disk has not confirmed it: {error.strerror}", fix="check the disk"
+            f"{to} is written, but the disk has not confirmed it: {error.strerror}", fix="check the disk", code="C038"
         ) from error
 
 
@@ -209,17 +212,18 @@ def _beside(draft: Path) -> Path:
 
 def _reject_existing(to: Path, overwrite: bool) -> None:
     if not to.name:
-        raise ShoalError(f"{str(to)!r} is not a name for a new file or folder", fix="a new name")
+        raise ShoalError(f"{str(to)!r} is not a name for a new file or folder", fix="a new name", code="C039")
     reject_path_inside_file(to)
     if not to.exists() and not to.is_symlink():
         return
     if not overwrite:
-        raise ShoalError(f"{to} exists; nothing was changed", fix="another name, or --overwrite")
+        raise ShoalError(f"{to} exists; nothing was changed", fix="another name, or --overwrite", code="C040")
     others = [path.name for path in (to.iterdir() if to.is_dir() else ()) if not any(map(path.match, _OF_AN_EXPORT))]
     if others:
         raise ShoalError(
             f"{to} has {', '.join(sorted(others)[:3])}, which no export has written; nothing was changed",
             fix="another name, or remove it yourself",
+            code="C040",
         )
 
 
@@ -227,7 +231,7 @@ def reject_path_inside_file(to: Path) -> None:
     """Reject a path below a file."""
     above = next((parent for parent in to.parents if parent.is_file()), None)
     if above is not None:
-        raise ShoalError(f"{to} must be in a directory, got the file {above}", fix="a path in a directory")
+        raise ShoalError(f"{to} must be in a directory, got the file {above}", fix="a path in a directory", code="C039")
 
 
 def reject_full_disk(folder: Path, needs: int) -> None:
@@ -237,6 +241,7 @@ def reject_full_disk(folder: Path, needs: int) -> None:
         raise ShoalError(
             f"{folder} has {free / 1e9:,.2f} GB free, and {needs / 1e9:,.2f} GB are needed; nothing was written",
             fix="free disk space, or write to another disk",
+            code="C010",
         )
 
 
@@ -248,4 +253,5 @@ def failed(to: Path, error: OSError) -> ShoalError:
     return kind(
         f"{to} was not written: {error.strerror}{where}; the previous content is unchanged",
         fix="free disk space, or write to another disk" if is_full else "a path that you can write to",
+        code="C009",
     )

@@ -103,26 +103,32 @@ def read(folder: Path) -> dict[str, LazyTensor]:
     if (folder / INDEX).is_file():
         where = read_json(folder / INDEX).get("weight_map")
         if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
-            raise ShoalError(f"{folder / INDEX} must have a weight_map, got none", fix="the index that was written")
+            raise ShoalError(
+                f"{folder / INDEX} must have a weight_map, got none", fix="the index that was written", code="C041"
+            )
         for name in where.values():
             if not _PLAIN_NAME.fullmatch(name):
-                raise ShoalError(f"{folder / INDEX} names a file {name[:80]!r}", fix="plain names, without a path")
+                raise ShoalError(
+                    f"{folder / INDEX} names a file {name[:80]!r}", fix="plain names, without a path", code="C041"
+                )
         files = {name: safetensors.read(folder / name) for name in sorted(set(where.values()))}
         raise_if(
-            Problem(f"{name} is not in {file}, where {INDEX} lists it", "the files that were written")
+            Problem("C041", f"{name} is not in {file}, where {INDEX} lists it", "the files that were written")
             for name, file in where.items()
             if name not in files[file]
         )
         return {name: files[file][name] for name, file in where.items()}
     paths = [folder / SINGLE] if (folder / SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
     if not paths:
-        raise ShoalError(f"there are no safetensors in {folder}", fix=f"a folder with {SINGLE}, or {INDEX}")
+        raise ShoalError(
+            f"there are no safetensors in {folder}", fix=f"a folder with {SINGLE}, or {INDEX}", code="C042"
+        )
     found: dict[str, LazyTensor] = {}
     for path in paths:
         read = safetensors.read(path)
         if twice := sorted(found.keys() & read.keys()):
             raise ShoalError(
-                f"{twice[0]} is in {path.name} and in another file", fix=f"add an {INDEX} that lists files"
+                f"{twice[0]} is in {path.name} and in another file", fix=f"add an {INDEX} that lists files", code="C041"
             )
         found.update(read)
     return found
@@ -134,11 +140,11 @@ def read_json(path: Path) -> dict[str, Any]:
         text = read_regular(path, MOST_JSON)
         found = json.loads(text) if len(text) <= MOST_JSON else None
     except OSError as error:
-        raise ShoalError(f"{path} cannot be read: {error.strerror}", fix=f"chmod u+r {path}") from error
+        raise ShoalError(f"{path} cannot be read: {error.strerror}", fix=f"chmod u+r {path}", code="C034") from error
     except (ValueError, RecursionError) as error:
-        raise ShoalError(f"{path} is not JSON: {error}", fix="the file as it was written") from None
+        raise ShoalError(f"{path} is not JSON: {error}", fix="the file as it was written", code="C043") from None
     if not isinstance(found, dict):
-        raise ShoalError(f"{path} must be a JSON object", fix="the file as it was written")
+        raise ShoalError(f"{path} must be a JSON object", fix="the file as it was written", code="C043")
     return found
 
 
@@ -182,6 +188,7 @@ def _reject_other_architecture(said: Mapping[str, Any], tensors: Mapping[str, La
         raise ShoalError(
             f"the recipe must describe the checkpoint's model, {one}, got {other}",
             fix="--recipe RECIPE, with the recipe that the checkpoint was trained with",
+            code="C044",
         )
 
 
@@ -201,7 +208,7 @@ def model_of(config: Mapping[str, Any], path: Path) -> dict[str, Any] | None:
     )
     fix = "--format safetensors, which imports the tensors alone, for a model of your own"
     raise_if(
-        [Problem(f"{path} has {what}, which shoal's llama does not support", fix) for is_so, what in others
+        [Problem("C045", f"{path} has {what}, which shoal's llama does not support", fix) for is_so, what in others
          if is_so]
     )  # fmt: skip
     values = {**DEFAULTS, **rope, **{key: value for key, value in config.items() if value is not None}}

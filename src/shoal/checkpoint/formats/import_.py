@@ -83,7 +83,7 @@ def _reject_existing(store: Store, how: ImportSettings) -> None:
     root = store.root
     reject_path_inside_file(root)
     if root.exists() and not root.is_dir():
-        raise ShoalError(f"a checkpoint must be a directory, got the file {root}", fix="a new directory")
+        raise ShoalError(f"a checkpoint must be a directory, got the file {root}", fix="a new directory", code="C003")
     there = {path.name for path in root.iterdir() if not path.name.startswith(".draft-")} if root.is_dir() else set()
     if not there:
         return
@@ -92,9 +92,12 @@ def _reject_existing(store: Store, how: ImportSettings) -> None:
         raise ShoalError(
             f"{root} has {', '.join(sorted(there - own)[:3] or sorted(there))}; nothing was changed",
             fix="import into a new directory",
+            code="C040",
         )
     if not how.overwrite:
-        raise ShoalError(f"{root} has step {how.step} already; nothing was changed", fix="another name, or --overwrite")
+        raise ShoalError(
+            f"{root} has step {how.step} already; nothing was changed", fix="another name, or --overwrite", code="C040"
+        )
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
@@ -134,12 +137,13 @@ def detect(source: Path) -> str:
         f"{source} is not in a format that can be imported",
         fix=f"a .safetensors file, a folder of them, or a folder with {dcp.METADATA}; --format says which. A .pt or "
         ".bin file: save it as safetensors first, safetensors.torch.save_file(torch.load(..., weights_only=True), ...)",
+        code="C046",
     )
 
 
 def _reject_missing(source: Path) -> None:
     if not source.exists():
-        raise ShoalError(f"{source} does not exist", fix=f"ls {source.parent}")
+        raise ShoalError(f"{source} does not exist", fix=f"ls {source.parent}", code="C004")
 
 
 def _reject_own_format(source: Path) -> None:
@@ -149,7 +153,9 @@ def _reject_own_format(source: Path) -> None:
     except ShoalError:
         return
     raise ShoalError(
-        f"{source} has checkpoints of shoal, such as {step.path.name}", fix="load it without an import: run.load(...)"
+        f"{source} has checkpoints of shoal, such as {step.path.name}",
+        fix="load it without an import: run.load(...)",
+        code="C047",
     )
 
 
@@ -160,6 +166,7 @@ def _folder(source: Path, kind: str, needs: str) -> Path:
         raise ShoalError(
             f"{source} must have {needs} for --format {kind}, got none",
             fix=f"--format {listed(others)}, or another folder",
+            code="C042",
         )
     return source
 
@@ -181,6 +188,7 @@ def _sorted_out(found: Foreign, tensors: Mapping[str, LazyTensor], prefix: str) 
         raise ShoalError(
             f"none of the {len(tensors)} tensors is a weight" + (f" called {prefix}..." if prefix else ""),
             fix=f"--prefix PREFIX, the start of the names: {', '.join(list(tensors)[:3]) or 'there are none'}",
+            code="C048",
         )
     fitting: dict[tuple[str, str], LazyTensor] = {}
     for name, (kind, parameter) in states.items():

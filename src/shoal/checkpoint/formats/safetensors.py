@@ -82,7 +82,7 @@ def places(path: Path) -> Places:
                 raise _wrong(path, f"has a header of {length:,} bytes, and the file has {size:,}")
             header = json.loads(file.read(length))
     except OSError as error:
-        raise ShoalError(f"{path} cannot be read: {error.strerror}", fix=f"chmod u+r {path}") from error
+        raise ShoalError(f"{path} cannot be read: {error.strerror}", fix=f"chmod u+r {path}", code="C034") from error
     except (ValueError, RecursionError) as error:
         if isinstance(error, ShoalError):
             raise
@@ -133,4 +133,6 @@ def _rows(path: Path, dtype: str, shape: Shape, start: int, begin: int, end: int
 
 
 def _wrong(path: Path, what: str) -> ShoalError:
-    return ShoalError(f"{path} {what}", fix="the file as it was written: this one is damaged, or not safetensors")
+    return ShoalError(
+        f"{path} {what}", fix="the file as it was written: this one is damaged, or not safetensors", code="C049"
+    )

@@ -79,6 +79,7 @@ def local_shards(holder: Holder) -> Iterator[LocalShard]:
                         f"{type(holder.optimizer).__name__} must keep {kind} of {name} in the parameter's shape"
                         f" {list(value.shape)}, got {list(own.shape)}",
                         fix="torch.optim.AdamW or torch.optim.SGD, whose states have the shape of their parameters",
+                        code="C013",
                     )
                 if local_sgd is None:
                     yield LocalShard(f"optimizer/{kind}/{known}", full_shape, begin, own, is_saved)

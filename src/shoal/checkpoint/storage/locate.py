@@ -73,6 +73,7 @@ def folder_of(path: Path, step: int | None = None) -> Path:
         raise ShoalError(
             f"there is no checkpoint of step {step} in {path}",
             fix=f"--step {max(there)}; saved steps are {', '.join(map(str, there))}",
+            code="C002",
         )
     return there[step]
 
@@ -102,7 +103,7 @@ def read_manifest(folder: Path) -> Manifest:
         text = read_regular(folder / NAME, MOST_BYTES)
     except OSError as error:
         raise ShoalError(
-            f"{folder / NAME} cannot be read: {error.strerror}", fix="--step N, with another step"
+            f"{folder / NAME} cannot be read: {error.strerror}", fix="--step N, with another step", code="C005"
         ) from error
     try:
         return Manifest.parse(text)
@@ -161,11 +162,14 @@ def _reject_non_directory(path: Path) -> None:
         raise ShoalError(
             f"a checkpoint must be a directory, got the file {path}",
             fix="the directory of a run, of its checkpoints, or of one step; shoal checkpoint import reads other files",
+            code="C003",
         )
     if not path.is_dir():
         near = next((parent for parent in path.parents if parent.is_dir()), Path())
         raise ShoalError(
-            f"the directory {path} does not exist", fix=f"ls {near}, and the directory of a run or of a step"
+            f"the directory {path} does not exist",
+            fix=f"ls {near}, and the directory of a run or of a step",
+            code="C004",
         )
 
 
@@ -173,4 +177,5 @@ def _nothing_in(path: Path) -> ShoalError:
     return ShoalError(
         f"there is no checkpoint in {path}",
         fix="the directory of a run (which has checkpoints/), of its checkpoints, or of one step",
+        code="C001",
     )

@@ -313,4 +313,6 @@ def _no_constant(word: str) -> Any:
 
 
 def _wrong(what: str, wanted: str) -> ShoalError:
-    return ShoalError(f"the manifest {what}", fix=f"expected {wanted}; load another checkpoint, this one is damaged")
+    return ShoalError(
+        f"the manifest {what}", fix=f"expected {wanted}; load another checkpoint, this one is damaged", code="C006"
+    )

@@ -32,10 +32,12 @@ def filesystem_at(where: str | Path) -> tuple[Filesystem, Path]:
         system, path = fsspec.core.url_to_fs(str(where))
     except ImportError as error:
         package = getattr(error.__cause__, "name", None) or protocol
-        raise ShoalError(f"{where} needs the package {package}: {error}", fix=f"pip install {package}") from error
+        raise ShoalError(
+            f"{where} needs the package {package}: {error}", fix=f"pip install {package}", code="R027"
+        ) from error
     except ValueError as error:
         near = nearest(protocol, fsspec.available_protocols())
-        raise ShoalError(f"{where} cannot be opened: {error}", fix=f"{near or 's3'}://...") from error
+        raise ShoalError(f"{where} cannot be opened: {error}", fix=f"{near or 's3'}://...", code="C016") from error
     return ObjectStore(system), Path(path)
 
 

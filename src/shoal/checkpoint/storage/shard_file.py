@@ -335,4 +335,5 @@ def _damaged(path: Path, what: str) -> ShoalError:
     return ShoalError(
         f"{path.parent.name}/{path.name} {what}",
         fix="an earlier step: --resume STEP, --step N, or run.load(directory, step=N)",
+        code="C008",
     )

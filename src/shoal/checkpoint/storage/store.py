@@ -194,14 +194,17 @@ class Store:
             raise ShoalError(
                 f"there is no checkpoint of step {step} in {self.where}: {error.strerror or error}",
                 fix=f"--resume STEP, with one of the saved steps: {known}",
+                code="C002",
             ) from error
         try:
             read = Manifest.parse(text)
         except ShoalError as error:
-            raise ShoalError(*(Problem(f"{path.parent.name}: {p.what}", p.fix) for p in error.problems)) from error
+            raise ShoalError(*(problem.within(path.parent.name) for problem in error.problems)) from error
         if read.step != step:
             raise ShoalError(
-                f"{path} is the manifest of step {read.step}: it was moved", fix="--resume STEP, another one"
+                f"{path} is the manifest of step {read.step}: it was moved",
+                fix="--resume STEP, another one",
+                code="C007",
             )
         return read
 
@@ -221,7 +224,9 @@ class Store:
     def _check_sizes(self, step: int) -> None:
         folder = self.path(step)
         found = wrong_sizes(folder, self.manifest(step), self.disk)
-        raise_if(Problem(f"{folder.name}/{name} {what}", "--resume STEP, with another step") for name, what in found)
+        raise_if(
+            Problem("C008", f"{folder.name}/{name} {what}", "--resume STEP, with another step") for name, what in found
+        )
 
     def damaged(self) -> list[str]:
         """Return names of steps without a manifest. In an object store, those are saves in progress."""
@@ -258,12 +263,15 @@ class Store:
             why = (
                 error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
             )
-            raise ShoalError(f"{self.where} cannot be written to: {why}", fix="--checkpoint.dir ELSEWHERE") from error
+            raise ShoalError(
+                f"{self.where} cannot be written to: {why}", fix="--checkpoint.dir ELSEWHERE", code="C009"
+            ) from error
         free = self.disk.free(self.root)
         if free is not None and free < num_bytes:
             raise ShoalError(
                 f"{self.where} has {free / 2**30:.2f} GiB free, and a checkpoint needs {num_bytes / 2**30:.2f} GiB",
                 fix="--checkpoint.dir ELSEWHERE, or free disk space",
+                code="C010",
             )
 
     def retain(self, number: int) -> list[int]:

@@ -52,6 +52,7 @@ class SealedStore(dist.Store):
             raise RunFailed(
                 f"the value of {key!r} in the store was not written by a rank of this run: another process changed it",
                 fix="export MASTER_PORT=<another port>, and stop the process that can reach MASTER_ADDR:MASTER_PORT",
+                code="N011",
             )
         return self._crypted(content[:_NONCE], content[_NONCE:])
 

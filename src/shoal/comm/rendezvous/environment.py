@@ -102,10 +102,13 @@ def _from_openmpi(read: _Reader) -> Placement:
     rank, size = read.position("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
     local_rank, local_size = read.position("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", within=size)
     if local_size < size and not read.has("MASTER_ADDR"):
-        read.problem(
-            f"MASTER_ADDR is not set, and of {size} ranks only {local_size} are on this host:"
-            " mpirun does not say where rank 0 runs",
-            fix="export MASTER_ADDR=<host of rank 0> and start with mpirun -x MASTER_ADDR",
+        read.problems.append(
+            Problem(
+                "N001",
+                f"MASTER_ADDR is not set, and of {size} ranks only {local_size} are on this host:"
+                " mpirun does not say where rank 0 runs",
+                "export MASTER_ADDR=<host of rank 0> and start with mpirun -x MASTER_ADDR",
+            )
         )
     job = read.first_set("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
     placement = Placement(
@@ -127,7 +130,9 @@ def _from_slurm(read: _Reader) -> Placement:
     node, local_rank = read.integer("SLURM_NODEID"), read.integer("SLURM_LOCALID")
     local_size = _slurm_tasks_on(node, read)
     if local_rank >= local_size and read.is_good:
-        read.problem(f"SLURM_LOCALID={local_rank}, but Slurm gives this node {local_size} tasks", fix=read.fix)
+        read.problems.append(
+            Problem("N003", f"SLURM_LOCALID={local_rank}, but Slurm gives this node {local_size} tasks", read.fix)
+        )
     hosts_name = read.first_set("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
     hosts = [read.text("MASTER_ADDR")] if read.has("MASTER_ADDR") else _slurm_hosts(hosts_name, read)
     job = f"{read.environ.get('SLURM_JOB_ID', '')}.{read.environ.get('SLURM_STEP_ID', '')}"
@@ -151,7 +156,7 @@ def _slurm_hosts(name: str, read: _Reader) -> list[str]:
         return expand_hosts(read.text(name)) if read.has(name) else [read.text(name)]
     except ValueError as error:
         fix = "export MASTER_ADDR=<host of rank 0>"
-        read.problem(f"{name} must be a list of hosts, got {read.text(name)!r}: {error}", fix=fix)
+        read.problems.append(Problem("N004", f"{name} must be a list of hosts, got {read.text(name)!r}: {error}", fix))
         return []
 
 
@@ -164,9 +169,13 @@ def _slurm_tasks_on(node: int, read: _Reader) -> int:
     try:
         return expand_counts(text)[node]
     except ValueError as error:
-        read.problem(f"{name} must be a list of tasks per node, got {text!r}: {error}", fix=read.fix)
+        read.problems.append(
+            Problem("N004", f"{name} must be a list of tasks per node, got {text!r}: {error}", read.fix)
+        )
     except IndexError:
-        read.problem(f"SLURM_NODEID={node}, but {name}={text!r} describes fewer nodes", fix=read.fix)
+        read.problems.append(
+            Problem("N003", f"SLURM_NODEID={node}, but {name}={text!r} describes fewer nodes", read.fix)
+        )
     return 0
 
 
@@ -206,19 +215,21 @@ class _Reader:
         if value is None:
             others = [f"{other}={self.environ[other]}" for other in ("RANK", "WORLD_SIZE") if self.has(other)]
             beside = f", though {' and '.join(others)} is" if others else ""
-            self.problem(f"{name} is not set{beside}", fix=f"{self.fix}; or export {name}=...")
+            self.problems.append(Problem("N001", f"{name} is not set{beside}", f"{self.fix}; or export {name}=..."))
         return value or ""
 
     def integer(self, name: str, *, default: int | None = None) -> int:
         text = self.text(name, default=None if default is None else str(default))
         if text and not text.isdecimal():
-            self.problem(f"{name} must be an integer of 0 or more, got {text!r}", fix=self.fix)
+            self.problems.append(Problem("N002", f"{name} must be an integer of 0 or more, got {text!r}", self.fix))
         return int(text) if text.isdecimal() else 0
 
     def port(self, name: str, *, default: int | None) -> int:
         port = self.integer(name, default=default)
         if port > 65535:
-            self.problem(f"{name} must be a port up to 65535, got {port}", fix=f"export {name}={DEFAULT_PORT}")
+            self.problems.append(
+                Problem("N002", f"{name} must be a port up to 65535, got {port}", f"export {name}={DEFAULT_PORT}")
+            )
         return port
 
     def position(self, rank_name: str, size_name: str, *, within: int | None = None) -> tuple[int, int]:
@@ -226,13 +237,12 @@ class _Reader:
         problems_before = len(self.problems)
         rank, size = self.integer(rank_name), self.integer(size_name)
         if len(self.problems) == problems_before and rank >= size:
-            self.problem(f"{rank_name} must be below {size_name}={size}, got {rank}", fix=self.fix)
+            self.problems.append(Problem("N003", f"{rank_name} must be below {size_name}={size}, got {rank}", self.fix))
         if within is not None and self.is_good and size > within:
-            self.problem(f"{size_name} must be at most the {within} ranks in all, got {size}", fix=self.fix)
+            self.problems.append(
+                Problem("N003", f"{size_name} must be at most the {within} ranks in all, got {size}", self.fix)
+            )
         return rank, max(size, 1)
-
-    def problem(self, what: str, *, fix: str) -> None:
-        self.problems.append(Problem(what, fix))
 
     def finish(self) -> None:
         raise_if(self.problems, title=f"the environment that {self.launcher} should have set")

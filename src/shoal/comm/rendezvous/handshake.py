@@ -252,7 +252,9 @@ class _Handshake:
                 f"rank {rank} was rejected: it did not prove that it holds the key of this run, which rank {me} on"
                 f" {host} has from {self.key.source}. It has another key, or it is not part of the run"
             )
-        return ShoalError(what, fix=f"one key on every host: {MAKE_ONE}; or copy {self.key.source} to every host")
+        return ShoalError(
+            what, fix=f"one key on every host: {MAKE_ONE}; or copy {self.key.source} to every host", code="N005"
+        )
 
     def _missing(self, ranks: Sequence[int]) -> ShoalError:
         who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}{' ...' if len(ranks) > 8 else ''}"
@@ -260,4 +262,5 @@ class _Handshake:
         return ShoalError(
             f"rank {self.place.rank} of {self.place.world_size} waited {self.timeout:g} s for {who} at {where}",
             fix="start all ranks, and export MASTER_ADDR=<an address of rank 0's host that every rank can reach>",
+            code="N006",
         )

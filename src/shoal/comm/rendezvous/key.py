@@ -55,7 +55,7 @@ def key_of(place: Placement) -> Key:
             problems.append(f"{path}: {error.strerror or error}")
         else:
             return _key(_checked(content, path), str(path))
-    raise ShoalError(f"no key file can be used: {'; '.join(problems)}", fix=f"{MAKE_ONE}, on every host")
+    raise ShoalError(f"no key file can be used: {'; '.join(problems)}", fix=f"{MAKE_ONE}, on every host", code="N008")
 
 
 def _named(name: str) -> Key:
@@ -65,11 +65,11 @@ def _named(name: str) -> Key:
         path = Path(name).expanduser()
         content = _read(path)
     except FileNotFoundError:
-        raise ShoalError(f"SHOAL_KEY_FILE={name!r} does not exist", fix=make) from None
+        raise ShoalError(f"SHOAL_KEY_FILE={name!r} does not exist", fix=make, code="N008") from None
     except (OSError, RuntimeError) as error:  # RuntimeError: ~user of a user that does not exist
         what = f"SHOAL_KEY_FILE={name!r} cannot be used: {getattr(error, 'strerror', None) or error}"
         raise ShoalError(
-            what, fix=f"export SHOAL_KEY_FILE=<a file of your own with mode 0600>, or {MAKE_ONE}"
+            what, fix=f"export SHOAL_KEY_FILE=<a file of your own with mode 0600>, or {MAKE_ONE}", code="N008"
         ) from None
     return _key(_checked(content, path), str(path))
 
@@ -169,11 +169,13 @@ def _replace_empty(new: str, folder: int) -> None:
 def _checked(content: bytes, path: Path) -> bytes:
     if not LEAST <= len(content) <= MOST:
         what = f"the key in {str(path)!r} must have {LEAST} to {MOST} characters, got {len(content)}"
-        raise ShoalError(what, fix=f"rm {path}; (umask 077; openssl rand -hex 32 > {path})")
+        raise ShoalError(what, fix=f"rm {path}; (umask 077; openssl rand -hex 32 > {path})", code="N009")
     return content
 
 
 def _key(content: bytes, source: str) -> Key:
     if len(content) < LEAST:
-        raise ShoalError(f"{source} must have at least {LEAST} characters, got {len(content)}", fix=MAKE_ONE)
+        raise ShoalError(
+            f"{source} must have at least {LEAST} characters, got {len(content)}", fix=MAKE_ONE, code="N009"
+        )
     return Key(hashlib.sha256(content).digest(), source)

@@ -57,12 +57,15 @@ class Session:
             try:
                 work.wait(timeout)
             except RuntimeError as error:
-                raise RunFailed(f"{_who(group, peer)} did not prove that it is part of this run: {error}") from error
+                raise RunFailed(
+                    f"{_who(group, peer)} did not prove that it is part of this run: {error}", code="N010"
+                ) from error
         for peer in peers:
             if not hmac.compare_digest(arrived[peer].numpy().tobytes(), mac(self.key, "pair", number, peer, me)):
                 raise RunFailed(
                     f"the connection to {_who(group, peer)} was taken by a process that is not part of this run",
                     fix="export GLOO_SOCKET_IFNAME=<a private interface>",
+                    code="N010",
                 )
 
 

@@ -46,6 +46,7 @@ def existing(source: str, words: Iterable[str] = (), setting: str = "data.source
     raise ShoalError(
         f"no such file or folder: {path}{where}",
         fix=f"--{setting} {meant}" if meant else f"--{setting} PATH{alternatives}",
+        code="D001",
     )
 
 
@@ -79,7 +80,7 @@ def reject_irregular(path: Path) -> None:
 
 def unreadable(path: Path, error: OSError) -> ShoalError:
     """The error for an existing file that cannot be read."""
-    return ShoalError(f"cannot read {path}: {error.strerror or error}", fix=f"ls -l {path}")
+    return ShoalError(f"cannot read {path}: {error.strerror or error}", fix=f"ls -l {path}", code="D002")
 
 
 def kind_of(path: Path) -> str:
@@ -94,6 +95,7 @@ def kind_of(path: Path) -> str:
             raise ShoalError(
                 f"data.source must be a folder with one folder of images per class, got the image {path}",
                 fix=f"--data.source {path.parent.parent}",
+                code="D003",
             )
         return kind
     found = [file.suffix.lower() for file in files_under(path)]
@@ -104,10 +106,11 @@ def kind_of(path: Path) -> str:
         raise ShoalError(
             f"{path} must hold text, JSONL, token shards or images, got {len(found)} files with other endings",
             fix=f"--data.source {path}/FILE, which is read whatever its ending",
+            code="D004",
         )
     if counts[kind] < CLEAR_MAJORITY * total:
         mixture = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-        raise ShoalError(f"{path} must hold files of one kind, got {mixture}", fix=f"--data.format {kind}")
+        raise ShoalError(f"{path} must hold files of one kind, got {mixture}", fix=f"--data.format {kind}", code="D005")
     return kind
 
 

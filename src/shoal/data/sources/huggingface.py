@@ -22,10 +22,13 @@ def hugging_face(source: str, field: str) -> Corpus:
         raise ShoalError(
             f"data.text_field must be a column of {source} ({', '.join(columns)}), got {field!r}",
             fix=f"--data.text_field {nearest(field, columns) or columns[0]}",
+            code="D006",
         )
     documents = [text.encode("utf-8", errors="replace") for text in table[field] if text]
     if not documents:
-        raise ShoalError(f"{source} has {len(table)} rows, none with text in {field!r}", fix="--data.text_field COLUMN")
+        raise ShoalError(
+            f"{source} has {len(table)} rows, none with text in {field!r}", fix="--data.text_field COLUMN", code="D007"
+        )
     return Corpus(documents, f"{len(documents):,} documents of {source}, {megabytes(sum(map(len, documents)))}")
 
 
@@ -43,12 +46,14 @@ def _load(datasets: Any, name: str) -> Any:
         raise ShoalError(
             f"the dataset {name!r} cannot be opened: {type(error).__name__}: {error}",
             fix="--data.source hf:NAME, hf:NAME:CONFIG, or hf:PATH of a folder",
+            code="D008",
         ) from error
     if isinstance(loaded, dict):
         if SPLIT not in loaded:
             raise ShoalError(
                 f"{name} must have the split {SPLIT!r}, got {', '.join(loaded)}",
                 fix=f"--data.source hf:{name}/{next(iter(loaded))}",
+                code="D009",
             )
         return loaded[SPLIT]
     return loaded

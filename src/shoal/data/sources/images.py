@@ -37,6 +37,7 @@ class ImageFolder:
             raise ShoalError(
                 f"{path} must have folders with images in them, got {len(classes)} folders and {loose} images",
                 fix=f"one folder per class: {path}/cat/1.png, {path}/dog/2.png",
+                code="D010",
             )
         shuffled = sample_ids(LISTING_SEED, len(files), 0, len(files))
         self._files = [files[number] for number in shuffled]
@@ -83,4 +84,6 @@ class _Pillow:
             with Image.open(file) as image:
                 return np.asarray(image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR))
         except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-            raise ShoalError(f"cannot decode the image {file}: {error}", fix=f"remove it: rm {file}") from error
+            raise ShoalError(
+                f"cannot decode the image {file}: {error}", fix=f"remove it: rm {file}", code="D011"
+            ) from error

@@ -18,6 +18,7 @@ def reject_shortened(array: np.ndarray[Any, Any]) -> None:
             f"{getattr(array, 'filename', None) or 'a data file'} was shortened while it was read: it had"
             f" {len(mapping):,} bytes when the run began, and has {mapping.size():,}",
             fix="restore the file and run the same command, which resumes from the last checkpoint",
+            code="D012",
         )
 
 

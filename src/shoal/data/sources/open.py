@@ -53,6 +53,7 @@ def _shards(section: DataSection, shards: Shards) -> tuple[Dataset, Dataset]:
         raise ShoalError(
             "--data.mask_documents True needs --data.end_token for token shards, got none",
             fix="--data.end_token 50256, the end token of GPT-2, or that of your tokenizer",
+            code="D013",
         )
     return _packed(section, shards.streams, shards.vocabulary, shards.origin, section.end_token)
 

@@ -121,7 +121,9 @@ def split_streams(streams: Sequence[Tokens], sequence: int, fraction: float) -> 
     The number of samples decides the cut, which is mostly inside a document.
     """
     if not any(len(stream) for stream in streams):
-        raise ShoalError("the data must hold at least one token, got none", fix="--data.source PATH with text in it")
+        raise ShoalError(
+            "the data must hold at least one token, got none", fix="--data.source PATH with text in it", code="D007"
+        )
     remaining = num_held_out(sum(num_samples(len(stream), sequence) for stream in streams), fraction)
     training, held_out = list(streams), list[Tokens]()
     while remaining and training:
@@ -148,4 +150,5 @@ def _too_short(streams: Sequence[Tokens], sequence: int, fraction: float) -> Sho
         f"{aim} of --data.seq_len {sequence:,} take{'s' if not fraction else ''} {need:,} tokens,"
         f" but the longest document stream has {longest:,} (--data.validation {fraction:g})",
         fix=" or ".join(filter(None, fixes)),
+        code="D014",
     )

@@ -28,7 +28,9 @@ def standard_library() -> Corpus:
     files = files_under(folder, {".py"}, excluded=NOT_THE_LIBRARY)
     documents = _read_all(files)
     if not documents:
-        raise ShoalError(f"Python has no source of its standard library in {folder}", fix="--data.source synthetic")
+        raise ShoalError(
+            f"Python has no source of its standard library in {folder}", fix="--data.source synthetic", code="D015"
+        )
     return Corpus(documents, _origin(documents, "files of Python's standard library"))
 
 
@@ -39,12 +41,14 @@ def text_files(path: Path) -> Corpus:
         raise ShoalError(
             f"no text files in {path} (known endings: {' '.join(sorted(TEXT_ENDINGS))})",
             fix=f"--data.source {path}/FILE, which is read whatever its ending",
+            code="D016",
         )
     documents = _read_all(files)
     if not documents:
         raise ShoalError(
             f"{path} must have text in it, got {len(files)} text file(s) of 0 bytes",
             fix="--data.source PATH with text in it",
+            code="D007",
         )
     kind = "text files in" if path.is_dir() else "text file"
     return Corpus(documents, _origin(documents, f"{kind} {path}"))
@@ -55,7 +59,7 @@ def jsonl_files(path: Path, field: str) -> Corpus:
     files = files_under(path, JSONL_ENDINGS)
     documents = [text for file in files for text in _lines(file, field) if text]
     if not documents:
-        raise ShoalError(f"no JSONL lines with text in {path}", fix='lines such as {"text": "..."}')
+        raise ShoalError(f"no JSONL lines with text in {path}", fix='lines such as {"text": "..."}', code="D007")
     return Corpus(documents, _origin(documents, f"JSONL documents in {path}"))
 
 
@@ -69,20 +73,21 @@ def _text_of(line: bytes, field: str, where: str) -> bytes:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ShoalError(f"{where} must be JSON: {error}", fix='lines such as {"text": "..."}') from error
+        raise ShoalError(f"{where} must be JSON: {error}", fix='lines such as {"text": "..."}', code="D017") from error
     if not isinstance(row, dict):
         what = f"{where} must be a JSON object, got a {type(row).__name__}"
-        raise ShoalError(what, fix='lines such as {"text": "..."}')
+        raise ShoalError(what, fix='lines such as {"text": "..."}', code="D017")
     if field not in row:
         keys = sorted(key for key, value in row.items() if isinstance(value, str))
         meant = nearest(field, keys) or next(iter(keys), "KEY")
         raise ShoalError(
             f"{where} has no key {field!r}; its text keys are: {', '.join(keys) or 'none'}",
             fix=f"--data.text_field {meant}",
+            code="D018",
         )
     if not isinstance(row[field], str):
         what = f"{where}: {field!r} must be text, got {type(row[field]).__name__}"
-        raise ShoalError(what, fix="--data.text_field KEY")
+        raise ShoalError(what, fix="--data.text_field KEY", code="D019")
     text: str = row[field]
     return text.encode("utf-8", errors="replace")
 

@@ -56,7 +56,7 @@ class HuggingFaceTokenizer:
             self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the package raises bare Exceptions
             what = f"data.tokenizer must be a tokenizer.json, got {file}: {error}"
-            raise ShoalError(what, fix="--data.tokenizer PATH/tokenizer.json") from error
+            raise ShoalError(what, fix="--data.tokenizer PATH/tokenizer.json", code="D020") from error
         size = int(self._tokenizer.get_vocab_size())
         known = [self._tokenizer.token_to_id(token) for token in END_TOKENS]
         self.end_token = next((number for number in known if number is not None), size)

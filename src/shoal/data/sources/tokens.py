@@ -30,7 +30,7 @@ def open_shards(path: Path, dtype: str) -> Shards:
     """Map a `.bin` or `.npy` file, or all of them below a folder in sorted order."""
     files = files_under(path, TOKEN_ENDINGS)
     if not files:
-        raise ShoalError(f"no token shards (.bin, .npy) in {path}", fix="--data.format auto")
+        raise ShoalError(f"no token shards (.bin, .npy) in {path}", fix="--data.format auto", code="D016")
     streams = [_map_npy(file) if file.suffix.lower() == ".npy" else _map_bin(file, dtype) for file in files]
     size = sum(stream.nbytes for stream in streams)
     vocabulary = 1 + max(map(_largest, files, streams)) if size <= READ_AT_MOST else None
@@ -47,6 +47,7 @@ def _map_bin(file: Path, dtype: str) -> Tokens:
             raise ShoalError(
                 f"{file} must hold a whole number of {dtype} tokens of {width} bytes, got {size:,} bytes",
                 fix="--data.token_dtype DTYPE of the file" if size else f"--data.source PATH without {file.name}",
+                code="D021",
             )
         return np.memmap(file, dtype=dtype, mode="r")
     except OSError as error:
@@ -60,11 +61,12 @@ def _map_npy(file: Path) -> Tokens:
     except OSError as error:
         raise unreadable(file, error) from error
     except (ValueError, EOFError) as error:
-        raise ShoalError(f"{file} must be a .npy file: {error}", fix="numpy.save(file, tokens)") from error
+        raise ShoalError(f"{file} must be a .npy file: {error}", fix="numpy.save(file, tokens)", code="D022") from error
     if stream.ndim != 1 or not np.issubdtype(stream.dtype, np.integer):
         raise ShoalError(
             f"{file} must hold one row of integers, got {stream.dtype} of shape {stream.shape}",
             fix="numpy.save(file, tokens.ravel().astype('uint16'))",
+            code="D022",
         )
     return stream  # type: ignore[no-any-return]
 
@@ -74,5 +76,7 @@ def _largest(file: Path, stream: Tokens) -> int:
     chunks = [stream[start : start + _CHUNK] for start in range(0, len(stream), _CHUNK)]
     smallest = min((int(chunk.min()) for chunk in chunks), default=0) if stream.dtype.kind == "i" else 0
     if smallest < 0:
-        raise ShoalError(f"token ids must be at least 0, got {smallest} in {file}", fix="--data.token_dtype uint32")
+        raise ShoalError(
+            f"token ids must be at least 0, got {smallest} in {file}", fix="--data.token_dtype uint32", code="D023"
+        )
     return max((int(chunk.max()) for chunk in chunks), default=0)

@@ -53,7 +53,9 @@ def _convert_by_torchao(layers: list[nn.Linear], scaling: Scaling, device: torch
         with _silence("torchao", "torch.utils._pytree"):  # import messages that users cannot act on
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError:
-        raise ShoalError("rowwise fp8 needs torchao, which is not installed", fix=to_install("fp8")) from None
+        raise ShoalError(
+            "rowwise fp8 needs torchao, which is not installed", fix=to_install("fp8"), code="R027"
+        ) from None
     config = Float8LinearConfig.from_recipe_name(scaling)
     if device.type == "cpu":
         config = dataclasses.replace(config, emulate=True)

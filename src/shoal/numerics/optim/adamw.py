@@ -62,7 +62,9 @@ class AdamW(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient. A closure is rejected."""
         if closure is not None:
-            raise ShoalError("shoal.AdamW takes no closure", fix="loss = closure(), and then optimizer.step()")
+            raise ShoalError(
+                "shoal.AdamW takes no closure", fix="loss = closure(), and then optimizer.step()", code="T037"
+            )
         divisor, dropped = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         first = self.param_groups[0]
         first["num_calls"] = first.get("num_calls", 0) + 1  # seeds new rounding noise for each call
@@ -160,12 +162,12 @@ def _stream_beside(device: torch.device) -> torch.cuda.Stream:
 def _wrong(group: dict[str, Any]) -> Iterator[Problem]:
     if group["state_dtype"] not in _DTYPES:
         got = group["state_dtype"]
-        yield Problem(f"state_dtype must be {listed(map(repr, _DTYPES))}, got {got!r}", 'state_dtype="fp32"')
+        yield Problem("T036", f"state_dtype must be {listed(map(repr, _DTYPES))}, got {got!r}", 'state_dtype="fp32"')
     for name in ("lr", "eps", "weight_decay"):
         if not float(group[name]) >= 0.0:
-            yield Problem(f"{name} must be 0 or more, got {group[name]}", f"{name}=0.0")
+            yield Problem("T036", f"{name} must be 0 or more, got {group[name]}", f"{name}=0.0")
     if not all(0.0 <= beta < 1.0 for beta in group["betas"]):
-        yield Problem(f"betas must be two numbers from 0 to below 1, got {group['betas']}", "betas=(0.9, 0.95)")
+        yield Problem("T036", f"betas must be two numbers from 0 to below 1, got {group['betas']}", "betas=(0.9, 0.95)")
 
 
 def _dtype_for(parameter: Tensor, group: dict[str, Any]) -> torch.dtype:

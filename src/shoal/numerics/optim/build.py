@@ -24,7 +24,9 @@ def build_optimizer(
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained:
         raise ShoalError(
-            "the model must have a parameter that requires a gradient, got none", fix="requires_grad_(True)"
+            "the model must have a parameter that requires a gradient, got none",
+            fix="requires_grad_(True)",
+            code="M052",
         )
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": section.weight_decay},

@@ -81,6 +81,7 @@ class ContextParallel:
             raise ShoalError(
                 f"the sequence length must be divisible by {chunks} for cp={self.degree}, got {num_tokens}",
                 fix=f"--data.seq_len {' or '.join(map(str, around))}, or another cp",
+                code="P036",
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
@@ -117,6 +118,7 @@ class Attention(nn.Module):
             raise ShoalError(
                 f"a mask must be of booleans or floating-point scores, got {mask.dtype}, as of document numbers",
                 fix="self.mask = shoal.DocumentMask(), and self.attention(q, k, v, self.mask(documents))",
+                code="M027",
             )
         if context is None or q_BNTH.is_meta:  # meta tensors have one rank's shapes and no values
             own_mask = mask if context is None else None
@@ -157,23 +159,27 @@ def _check_attention(q_BNTH: Tensor, v_BKTH: Tensor, mask: Tensor | None, contex
             f"attention must be called with (samples, heads, tokens, features), got queries of shape"
             f" {tuple(q_BNTH.shape)}, with {own} tokens in the place of heads",
             fix="q, k, v = (x.transpose(1, 2) for x in (q, k, v))",
+            code="M028",
         )
     if v_BKTH.shape[-1] != q_BNTH.shape[-1]:
         raise ShoalError(
             f"values and queries must have equally many features under cp={context.degree}, got {v_BKTH.shape[-1]} and"
             f" {q_BNTH.shape[-1]}",
             fix="cp=1, or as many features in both",
+            code="M029",
         )
     if context.kind == "ulysses" and q_BNTH.shape[1] % context.degree:
         raise ShoalError(
             f"the number of heads must be divisible by cp={context.degree} under ulysses, got {q_BNTH.shape[1]}",
             fix="ring instead of ulysses, or a cp that divides the heads",
+            code="P037",
         )
     is_documents = mask is not None and mask.dim() == 2 and mask.dtype != torch.bool and not mask.is_floating_point()
     if context.kind == "ring" and mask is not None and not is_documents:
         raise ShoalError(
             f"ring attention builds its masks from documents, got a mask of shape {tuple(mask.shape)}",
             fix="shoal.DocumentMask, or ulysses instead of ring",
+            code="M030",
         )
 
 
@@ -227,6 +233,7 @@ def divide(model: nn.Module, description: Description, context: ContextParallel,
         raise ShoalError(
             "Attention and DocumentMask of a model must all be causal or all not under ring attention, got both",
             fix="the same causal= for all of them",
+            code="M031",
         )
     for module in modules:
         module.context = context
@@ -265,6 +272,7 @@ def _expect_calls(model: nn.Module, attentions: list[Attention]) -> None:
                 "the model must call its shoal.Attention, got a forward without a call: under cp a token would see only"
                 " its own rank's tokens",
                 fix="self.attention(q, k, v) in place of scaled_dot_product_attention(q, k, v)",
+                code="M032",
             )
 
     hooks.append(model.register_forward_hook(look))
@@ -283,17 +291,20 @@ def _check_call(tokens: Tensor, documents: Any, context: ContextParallel) -> Non
         raise ShoalError(
             f"under cp={context.degree} the model must be called with this rank's tokens, but no batch was cut yet",
             fix="model(run.own_tokens(batch)), or a batch of run.batches or run.microbatches",
+            code="M033",
         )
     if num_total is not None and tokens.shape[1] * context.degree != num_total:
         raise ShoalError(
             f"under cp={context.degree} the model must be called with {num_total // context.degree} of the last batch's"
             f" {num_total} tokens, got {tokens.shape[1]}",
             fix="model(run.own_tokens(batch)), or a batch of run.batches or run.microbatches",
+            code="M033",
         )
     if isinstance(documents, Tensor) and num_total is not None and documents.shape[1] != num_total:
         raise ShoalError(
             f"documents must cover all {num_total} tokens, got {documents.shape[1]}",
             fix="batches that are mappings, with the documents under the name of the model's argument",
+            code="M034",
         )
 
 
@@ -311,6 +322,7 @@ def cut_batch(batch: Any, description: Description, context: ContextParallel) ->
         raise ShoalError(
             f"a sequence must have at most the model's {description.max_tokens} tokens, got {num_tokens}",
             fix=f"max_sequence: {num_tokens} for the model, or shorter sequences",
+            code="D034",
         )
     context.num_tokens = num_tokens
     return _cut(batch, num_tokens, description.documents, context)
@@ -344,6 +356,7 @@ def _num_tokens(batch: Any) -> int:
         raise ShoalError(
             "context parallelism needs a tensor of (samples, tokens, ...) in the batch, got none",
             fix="batches of (samples, tokens, ...), or cp=1",
+            code="M035",
         )
     return int(candidates[0].shape[1])
 

@@ -139,4 +139,5 @@ def explain_unused(error: RuntimeError) -> None:
             "every parameter must take part in the loss of a step, got some without a gradient in the last step",
             fix="find_unused_parameters=True (--run.find_unused_parameters true),"
             " or requires_grad_(False) for what is never used",
+            code="T034",
         ) from error

@@ -113,6 +113,7 @@ class GradientReducer(GradientSync):
                 "every parameter must take part in the loss of a step, got some without a gradient on this replica",
                 fix="find_unused_parameters=True (--run.find_unused_parameters true),"
                 " or requires_grad_(False) for what is never used",
+                code="T034",
             )
         comm_threads = self.averager.comm_threads
         used = torch.tensor([float(p.grad is not None) for p in every], device=comm_threads.transports[0].device)
@@ -125,6 +126,7 @@ class GradientReducer(GradientSync):
                 raise ShoalError(
                     "a second backward before update() would change gradients that are being averaged",
                     fix="for microbatch in run.microbatches(batch): ..., which sends gradients in the last one only",
+                    code="T035",
                 )
             self._missing[bucket.number] -= 1
             while self._begun < len(self._missing) and self._missing[self._begun] <= 0:

@@ -123,15 +123,18 @@ def _check_call(experts: Experts, x_TD: Tensor, routing: Any) -> None:
     """Reject the three common mistakes in a call of experts."""
     right = "routing, *facts = router(x); y = experts(x.flatten(0, 1), routing).view_as(x)"
     if not isinstance(routing, Routing):
-        raise ShoalError(f"experts must be called with a Routing, got {type(routing).__name__}", fix=right)
+        raise ShoalError(f"experts must be called with a Routing, got {type(routing).__name__}", fix=right, code="M036")
     if x_TD.dim() != 2:
         raise ShoalError(
-            f"experts must be called with flat tokens, (tokens, features), got shape {tuple(x_TD.shape)}", fix=right
+            f"experts must be called with flat tokens, (tokens, features), got shape {tuple(x_TD.shape)}",
+            fix=right,
+            code="M036",
         )
     if routing.num_experts not in (None, experts.num_experts):
         raise ShoalError(
             f"num_experts of the router must be {experts.num_experts}, got {routing.num_experts}",
             fix=f"shoal.Router(..., num_experts={experts.num_experts})",
+            code="M036",
         )
 
 
@@ -141,12 +144,14 @@ def divide(experts: Experts, parallel: ExpertParallel) -> None:
         raise ShoalError(
             f"num_experts={experts.num_experts} must be divisible by ep={parallel.degree}",
             fix=f"ep={listed(divisors(experts.num_experts)[:8])}",
+            code="P039",
         )
     others = [name for name, _ in experts.named_parameters() if name not in WEIGHTS]
     if others:
         raise ShoalError(
             f"{type(experts).__name__} also has {', '.join(others)}, and ep divides only {', '.join(WEIGHTS)}",
             fix="move them to another module, or ep=1",
+            code="M037",
         )
     experts.parallel = parallel
     if parallel.group is None:

@@ -50,4 +50,5 @@ def reject_unattached(routers: Mapping[str, Router]) -> None:
             " lost",
             fix="routing, *facts = router(x); y = experts(x.flatten(0, 1), routing).view_as(x);"
             " y = router.attach_aux_loss(y, *facts)",
+            code="M038",
         )

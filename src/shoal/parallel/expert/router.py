@@ -152,6 +152,7 @@ class Router(nn.Module):
             raise ShoalError(
                 f"a router must be called with (samples, tokens, features), got shape {tuple(x_BTD.shape)}",
                 fix="call it before tokens are flattened, or with x[None]",
+                code="M036",
             )
         group = None if self.shared is None or x_BTD.is_meta else self.shared.group
         logits_BTE = self._logits(x_BTD)
@@ -259,23 +260,23 @@ def problems_of(router: Router) -> list[Problem]:
     problems = []
     for what, value, known in (("score", router.score, SCORES), ("choice", router.choice, CHOICES)):
         if value not in known:
-            problems.append(Problem(f"{what} must be {listed(known)}, got {value!r}", f"{what}: {known[0]}"))
+            problems.append(Problem("M039", f"{what} must be {listed(known)}, got {value!r}", f"{what}: {known[0]}"))
     if not 1 <= router.top_k <= router.num_experts:
         what = f"top_k must be from 1 to num_experts={router.num_experts}, got {router.top_k}"
-        problems.append(Problem(what, f"top_k: {min(2, router.num_experts)}"))
+        problems.append(Problem("M039", what, f"top_k: {min(2, router.num_experts)}"))
     if router.capacity_factor is not None and not router.capacity_factor > 0:
         problems.append(
-            Problem(f"capacity_factor must be above 0, got {router.capacity_factor}", "capacity_factor: null")
+            Problem("M008", f"capacity_factor must be above 0, got {router.capacity_factor}", "capacity_factor: null")
         )
     for name in ("auxiliary_coefficient", "z_coefficient", "bias_rate"):
         if not getattr(router, name) >= 0:
-            problems.append(Problem(f"{name} must be 0 or more, got {getattr(router, name)}", f"{name}: 0"))
+            problems.append(Problem("M008", f"{name} must be 0 or more, got {getattr(router, name)}", f"{name}: 0"))
     if router.choice == "expert" and router.bias_rate > 0:
         what = f"bias_rate={router.bias_rate} needs choice 'token', got choice 'expert'"
-        problems.append(Problem(what, "bias_rate: 0"))
+        problems.append(Problem("M039", what, "bias_rate: 0"))
     if router.choice == "token" and router.top_k == 1 and router.normalise:
         what = "top_k=1 with normalise gives every token the weight 1, so the router gets no gradient"
-        problems.append(Problem(what, "normalise: false"))
+        problems.append(Problem("M039", what, "normalise: false"))
     return problems
 
 

@@ -216,6 +216,7 @@ def _trace(model: nn.Module, description: Description, call: Call) -> _Trace:
         raise ShoalError(
             f"block {description.blocks[-1]} must return one tensor",
             fix="let each block return the tensor that the next block takes as its first argument",
+            code="M041",
         )
     return trace
 

@@ -197,6 +197,7 @@ class Pipeline:
             raise ShoalError(
                 f"the microbatches of a pipeline must have one shape, got {sorted(shapes)}",
                 fix="a batch that mb divides on every rank (DataLoader(..., drop_last=True)), sequences of one length",
+                code="M042",
             )
         key = (len(feed.calls), shapes.pop())
         if key not in self._schedules:
@@ -250,4 +251,5 @@ def _explain_shapes(error: RuntimeError) -> None:
             raise ShoalError(
                 f"every stage must end where activations have the shape that stages exchange: {one}",
                 fix="another pp or v; under tp, stages that end after a layer that is split by ROW",
+                code="M043",
             ) from error

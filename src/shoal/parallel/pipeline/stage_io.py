@@ -84,7 +84,7 @@ def _skips(model: nn.Module, blocks: Sequence[str], computed: list[object], outp
     for name, value in zip([*blocks[1:], "what follows the blocks"], [*computed[1:], output], strict=True):
         for reached in _behind(value, before):
             what = f"{name} reads what {reached} has computed before the first block, and only the first stage has it"
-            return [Problem(what, "pp=1, or pass it inside the one tensor that blocks pass on")]
+            return [Problem("M044", what, "pp=1, or pass it inside the one tensor that blocks pass on")]
     return []
 
 
@@ -102,13 +102,14 @@ def _broken_chain(blocks: Sequence[str], taken: list[object], returned: list[obj
     """Find where the activation changes between two blocks, or its shape inside one."""
     if len(returned) != len(blocks):
         what = f"the forward runs {len(returned)} blocks, but the model's description names {len(blocks)}"
-        return [Problem(what, "pp=1, or in blocks=(...) exactly the modules that run one by one, each once")]
+        return [Problem("M045", what, "pp=1, or in blocks=(...) exactly the modules that run one by one, each once")]
     for name, following, output, given in zip(blocks, blocks[1:], returned, taken[1:], strict=False):
         if not isinstance(output, Tensor) or output is not given:
             what = "is not a tensor" if not isinstance(output, Tensor) else f"is not what {following} takes"
             fix = "let each block return the tensor that the next one takes as its first argument, with the residual"
             return [
                 Problem(
+                    "M041",
                     f"what {name} returns {what}: the forward changes it between the blocks, where no stage is",
                     f"{fix} (x + ...) added inside the block",
                 )
@@ -119,7 +120,7 @@ def _broken_chain(blocks: Sequence[str], taken: list[object], returned: list[obj
     odd = next((name for name, shape in shapes.items() if shape != shapes[blocks[0]]), None)
     if odd is not None:
         what = f"{blocks[0]} returns {list(shapes[blocks[0]])} and {odd} {list(shapes[odd])}"
-        return [Problem(f"a pipeline sends one shape between stages, but {what}", "pp=1 for this model")]
+        return [Problem("M043", f"a pipeline sends one shape between stages, but {what}", "pp=1 for this model")]
     return []
 
 

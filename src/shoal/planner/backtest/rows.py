@@ -54,7 +54,9 @@ class Row:
         except ValueError:
             value = math.nan
         if not math.isfinite(value):
-            raise ShoalError(f"{self.place}: {column} is {text!r}, not a number", fix="a number, or an empty cell")
+            raise ShoalError(
+                f"{self.place}: {column} is {text!r}, not a number", fix="a number, or an empty cell", code="Q028"
+            )
         return value
 
     def whole(self, column: str) -> int | None:
@@ -82,7 +84,7 @@ def read(paths: Iterable[Path]) -> list[Row]:
     """All rows of some tables. A folder stands for the tables in it."""
     files = [file for path in paths for file in (sorted(path.glob("*.csv")) if path.is_dir() else [path])]
     if not files:
-        raise ShoalError("there is no table to read", fix="shoal backtest RUNS.csv")
+        raise ShoalError("there is no table to read", fix="shoal backtest RUNS.csv", code="Q026")
     return [row for file in files for row in _read(file)]
 
 
@@ -93,14 +95,18 @@ def _read(path: Path) -> list[Row]:
             missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
             if missing:
                 what = f"{path} lacks the column{'s' * (len(missing) > 1)} {', '.join(missing)}"
-                raise ShoalError(what, fix=f"a first line with {','.join(COLUMNS)}; cells may be empty")
+                raise ShoalError(what, fix=f"a first line with {','.join(COLUMNS)}; cells may be empty", code="Q027")
             rows = [Row(dict(cells), f"{path.name}:{line}") for line, cells in enumerate(reader, 2)]
     except OSError as error:
-        raise ShoalError(f"{path} cannot be read: {error.strerror}", fix="the path of a CSV table") from error
+        raise ShoalError(
+            f"{path} cannot be read: {error.strerror}", fix="the path of a CSV table", code="Q026"
+        ) from error
     except (UnicodeDecodeError, csv.Error) as error:
-        raise ShoalError(f"{path} is not a CSV table: {error}", fix="text in UTF-8, one run a line") from error
+        raise ShoalError(
+            f"{path} is not a CSV table: {error}", fix="text in UTF-8, one run a line", code="Q026"
+        ) from error
     if not rows:
-        raise ShoalError(f"{path} has no rows", fix="one run a line")
+        raise ShoalError(f"{path} has no rows", fix="one run a line", code="Q026")
     return rows
 
 
@@ -111,7 +117,9 @@ def append(path: Path, cells: Mapping[str, object]) -> None:
     """
     unknown = [name for name in cells if name not in (*COLUMNS, *OWN_COLUMNS)]
     if unknown:
-        raise ShoalError(f"a table of runs has no column {unknown[0]!r}", fix=", ".join((*COLUMNS, *OWN_COLUMNS)))
+        raise ShoalError(
+            f"a table of runs has no column {unknown[0]!r}", fix=", ".join((*COLUMNS, *OWN_COLUMNS)), code="Q027"
+        )
     is_new = not path.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     with opened(path, "a", newline="", encoding="utf-8") as file:

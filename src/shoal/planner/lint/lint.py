@@ -182,9 +182,13 @@ RULES = (
 def lint(task: Task, plan: Plan, *, learning_rate: float | None = None, base_batch: int | None = None) -> list[Lint]:
     """Return the rules that a plan breaks. `learning_rate` was chosen for batches of `base_batch`; None: not given."""
     if base_batch is not None and base_batch < 1:
-        raise ShoalError(f"base_batch={base_batch} is no number of samples", fix="--base-batch 256, for example")
+        raise ShoalError(
+            f"base_batch={base_batch} is no number of samples", fix="--base-batch 256, for example", code="Q001"
+        )
     if learning_rate is not None and not 0 < learning_rate < math.inf:
-        raise ShoalError(f"learning_rate={learning_rate} is no step to take", fix="--learning-rate 3e-4, for example")
+        raise ShoalError(
+            f"learning_rate={learning_rate} is no step to take", fix="--learning-rate 3e-4, for example", code="Q001"
+        )
     case = Case(task, task.predict(plan.resolve(task.cluster.num_devices)), learning_rate, base_batch)
     found = {rule.code: (rule, finding) for rule in RULES if (finding := rule.check(case))}
     return [

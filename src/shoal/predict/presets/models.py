@@ -149,4 +149,4 @@ def find_model(what: str) -> Workload:
         return workload_from_config(Path(what))
     near = nearest(what.lower(), MODELS)
     fix = near or f"one of {', '.join(MODELS)}; a config.json; plain dimensions; or file.py:function"
-    raise ShoalError(f"there is no model {what!r}", fix=fix)
+    raise ShoalError(f"there is no model {what!r}", fix=fix, code="Q023")

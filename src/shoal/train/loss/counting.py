@@ -69,7 +69,9 @@ def read_loss(returned: Any, recorder: CallRecorder | None = None) -> Loss:
             if isinstance(returned, Tensor)
             else "the tensor that the model's output was made to, not .item()"
         )
-        raise ShoalError(f"a loss is a tensor of one number, the mean over a batch, not {kind_of(returned)}", fix=fix)
+        raise ShoalError(
+            f"a loss is a tensor of one number, the mean over a batch, not {kind_of(returned)}", fix=fix, code="T012"
+        )
     if recorder is not None and (noted := recorder.of(returned)) is not None:
         return Loss(returned, Kind.SUM if noted.count is None else Kind.COUNTED, noted.count)
     leaves = list(leaves_of(returned.grad_fn))
@@ -87,6 +89,7 @@ def _pair(total: Any, count: Any) -> Loss:
             f"a loss of two parts is a sum, a tensor of one number, and a count, not {kind_of(total)} and"
             f" {kind_of(count)}",
             fix="return loss.sum(), (labels != -100).sum()",
+            code="T012",
         )
     return Loss(total, Kind.PAIR, count.detach().reshape(()) if isinstance(count, Tensor) else float(count))
 

@@ -44,6 +44,7 @@ def take(step: OpenStep, loss: Tensor | Loss, number: int, *, weight: float, is_
         raise ShoalError(
             f"two losses of one microbatch are means over {float(before):g} and {float(count):g} things",
             fix="run.backward(first + second), once for each microbatch; or (sum, count)",
+            code="T016",
         )
     return total * 0.0 if is_stand_in else total
 
@@ -79,7 +80,9 @@ def agree(step: OpenStep, loss: Tensor, *, estimate: float, is_owner_of_loss: bo
         dist.all_reduce(numbers)
     total, count, num_shifted, num_unshifted = numbers
     if not count.is_cuda and not count:
-        raise ShoalError("nothing of this global batch counts: the loss's counts are all 0", fix="mask less")
+        raise ShoalError(
+            "nothing of this global batch counts: the loss's counts are all 0", fix="mask less", code="T013"
+        )
     correction = estimate / count
     return Agreed((total * correction).to(loss.dtype), correction, num_shifted, num_unshifted)
 
@@ -91,6 +94,7 @@ def convention(agreed: Agreed) -> bool | None:
         raise ShoalError(
             "the model's own loss shifts the labels of some microbatches of this step and not those of others",
             fix="Run(loss=lambda model, batch: model(**batch).loss)",
+            code="T016",
         )
     return shifts if shifts or does_not else None
 
@@ -104,6 +108,7 @@ def agree_on_kind(step: OpenStep, world: World) -> Kind | None:
         raise ShoalError(
             f"the loss function returned {_WORDS[found[0]]} for one microbatch and {_WORDS[found[1]]} for another",
             fix=f"return the same for each: {PAIR_FIX}",
+            code="T016",
         )
     return found[0] if found else None
 
@@ -113,7 +118,9 @@ def reject_uncounted(step: OpenStep, kind: Kind, world: World) -> None:
     raise or none does."""
     if kind is Kind.SUM:
         raise ShoalError(
-            "the loss function returned a sum; its microbatches and ranks are put together as means", fix=PAIR_FIX
+            "the loss function returned a sum; its microbatches and ranks are put together as means",
+            fix=PAIR_FIX,
+            code="T017",
         )
     found = [evidence_of(step.given)] if step.given is not None else []
     numbers = [sum(column) for column in zip(*(one.numbers for one in found), strict=True)] or [0.0] * 3
@@ -129,6 +136,7 @@ def uncounted(why: str) -> ShoalError:
         f"the loss function returned a mean over an unknown number of things, and {why}: means of microbatches and"
         " ranks cannot be put together",
         fix=PAIR_FIX,
+        code="T017",
     )
 
 

@@ -41,6 +41,7 @@ class GlobalLoss:
             raise ShoalError(
                 "not one label of this global batch counts: all are -100",
                 fix="mask less, or enlarge --data.global_batch",
+                code="T013",
             )
         return total * self.state.gradient_degree / self.state.world.size
 

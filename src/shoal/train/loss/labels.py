@@ -78,6 +78,7 @@ def is_shifting(own: Tensor, logits: Tensor, labels: Tensor) -> bool | None:
             f"the model's own loss of the first batch, {value:.6g}, is not the cross-entropy of its logits and the"
             " labels, shifted or not: it has other terms, or leaves other labels out",
             fix=OWN_LOSS,
+            code="T014",
         )
     return nearest
 
@@ -108,4 +109,5 @@ def reject_shifted_twice(inputs: Any, labels: Tensor) -> None:
                 "these labels are the tokens shifted by one already, and the model shifts labels itself: it would learn"
                 " to predict the token after the next",
                 fix="labels = input_ids.clone(), with -100 for what does not count",
+                code="T015",
             )

@@ -100,6 +100,7 @@ class CrossEntropy:
                 raise ShoalError(
                     "the forward must return the output of the head that describe() names",
                     fix="remove head= from the description",
+                    code="M040",
                 )
             return total if weight else total * 0.0
         with self.tensor.split_logits():
@@ -176,6 +177,7 @@ def objective_of(loss: LossFunction | Objective | None) -> Objective:
         raise ShoalError(
             f"loss must be a function, got {loss!r}",
             fix="loss=lambda model, batch: ...; or fused_loss=True, False or None",
+            code="T018",
         )
     if not callable(loss):
         return loss
@@ -184,6 +186,7 @@ def objective_of(loss: LossFunction | Objective | None) -> Objective:
         raise ShoalError(
             f"{name} compares predictions with labels, but a loss is called as loss(model, batch)",
             fix=f"loss=lambda model, batch: {name}(model(batch[0]), batch[1]), or whatever your batches look like",
+            code="T018",
         )
     return MeanOf(loss)
 
@@ -215,6 +218,7 @@ class _Answer(nn.Module):
             raise ShoalError(
                 "in a pipeline the loss must call the model once, got two calls",
                 fix="call the model once in the loss, or pp=1",
+                code="T019",
             )
         return self.outputs.pop()
 
@@ -226,7 +230,9 @@ def call_of(objective: Objective, batch: Any) -> tuple[tuple[Any, ...], dict[str
     except _Called as called:
         arguments, options = called.args
         return arguments, options
-    raise ShoalError("the loss does not call the model", fix="loss=lambda model, batch: ... model(...) ...")
+    raise ShoalError(
+        "the loss does not call the model", fix="loss=lambda model, batch: ... model(...) ...", code="T019"
+    )
 
 
 def uncallable(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterator[Problem]:
@@ -237,6 +243,7 @@ def uncallable(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -
         given = ", ".join([f"{len(call[0])} without a name"] * bool(call[0]) + [repr(name) for name in call[1]])
         takes = str(inspect.signature(model.forward)).partition(" -> ")[0]
         yield Problem(
+            "M057",
             f"a batch gives the model {given}, and the forward of {type(model).__name__} takes {takes}: {error}",
             f"def forward(self, {', '.join(call[1]) or 'inputs'}), or data of another kind (data.source,"
             " data.synthetic_kind)",
@@ -303,6 +310,7 @@ def reject_shapes(logits: Any, labels: Tensor, *, fix: str = "") -> None:
             f" of shape {tuple(labels.shape)}",
             fix=fix
             or "labels of the shape of the logits but for their last dim; or Run(loss=lambda model, batch: ...)",
+            code="T020",
         )
 
 
@@ -318,6 +326,7 @@ def _not_whole(labels: Tensor, logits: str, *, fix: str) -> ShoalError:
         f"cross-entropy, the loss of a run unless another is given, takes logits and whole numbers as labels, not"
         f" {logits} and {kind_of(labels)}",
         fix=fix,
+        code="T021",
     )
 
 
@@ -332,6 +341,7 @@ def _explain_bad_label() -> Iterator[None]:
         raise ShoalError(
             f"a label of this batch is no class of the model: {error}",
             fix="as many outputs of the model as there are classes, and -100 for labels that do not count",
+            code="T022",
         ) from error
 
 
@@ -342,6 +352,7 @@ def _reject_bare_loss(output: Any) -> None:
         raise ShoalError(
             f"this model takes labels and returns its own loss, as {kind_of(output)}, without .loss and .logits",
             fix="Run(loss=lambda model, batch: ...), the mean over a batch, or (sum, count)",
+            code="T023",
         )
 
 
@@ -351,6 +362,7 @@ def reject_labels(labels: Tensor, num_classes: int) -> None:
         raise ShoalError(
             "the model returns one logit for each label, and the cross-entropy of one class is always 0",
             fix="Run(loss=lambda model, batch: F.binary_cross_entropy_with_logits(...)), or F.mse_loss(...)",
+            code="T024",
         )
     if not labels.numel() or labels.is_floating_point():
         return
@@ -364,6 +376,7 @@ def reject_labels(labels: Tensor, num_classes: int) -> None:
             fix="labels from 0, and -100 for those that do not count"
             if high < num_classes
             else f"{high + 1} classes or more in the model's last layer, or other labels",
+            code="T022",
         )
 
 
@@ -371,4 +384,5 @@ def _no_labels(batch: Any) -> ShoalError:
     return ShoalError(
         f"this batch (a {type(batch).__name__} of {length(batch)} samples) has no labels that cross-entropy could use",
         fix="give batches as {..., 'labels': ...} or (inputs, labels), or say Run(loss=lambda model, batch: ...)",
+        code="T025",
     )

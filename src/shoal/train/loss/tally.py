@@ -58,7 +58,9 @@ class Tally:
         if not mean + total and (counted or pair):
             return by_count / count if count else float("nan")
         if total and total + mean + counted + pair > 1:
-            raise ShoalError("the loss function returned the sum over a batch, and there are several", fix=PAIR_FIX)
+            raise ShoalError(
+                "the loss function returned the sum over a batch, and there are several", fix=PAIR_FIX, code="T017"
+            )
         if mean and mean + counted > 1 and not are_alike(num_ragged, elements, squares, mean + counted):
             raise uncounted("batches of this evaluation are not alike")
         return by_data / weight if weight else float("nan")

@@ -47,7 +47,7 @@ def with_best_plan(recipe: Recipe, num_ranks: int, per_node: int) -> tuple[Recip
     if not best:
         fixes = "; or ".join(_suggestions(recipe, task))
         what = f"no plan fits {workload.name} on {num_ranks} x {task.cluster.device.name} (predicted)"
-        raise ShoalError(what, fix=fixes or "a smaller --model.preset")
+        raise ShoalError(what, fix=fixes or "a smaller --model.preset", code="Q011")
     chosen = {"plan": best[0].plan, "run": recipe.run.model_copy(update={"planned": False})}  # it is explicit now
     return recipe.model_copy(update=chosen), best[0]
 
@@ -119,6 +119,7 @@ def model_of(recipe: Recipe) -> nn.Module:
         raise ShoalError(
             "plan: auto needs a model that can be built on the meta device",
             fix='--plan "zero=3", or another explicit plan',
+            code="Q013",
         )
     return model
 
@@ -187,4 +188,4 @@ def preset_of(name: str, memory: int) -> str:
     for preset in sorted(DEVICES, key=len, reverse=True):
         if preset.replace("-", "") in lower.replace("-", ""):
             return preset
-    raise ShoalError(f"there is no preset for {name!r}", fix="shoal calibrate")
+    raise ShoalError(f"there is no preset for {name!r}", fix="shoal calibrate", code="Q014")

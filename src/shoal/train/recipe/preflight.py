@@ -83,6 +83,7 @@ def reject_unlike_data(world: World, job: Job) -> None:
             raise ShoalError(
                 f"rank {rank} has other data than rank 0 under {job.recipe.data.source!r}: {found}",
                 fix="copy the same files to every host, or --data.source PATH_ON_A_SHARED_FILE_SYSTEM",
+                code="D032",
             )
 
 
@@ -112,7 +113,7 @@ def _check_torchao() -> Iterator[Problem]:
     """Find torchao without importing it: the import takes seconds and prints warnings."""
     if importlib.util.find_spec("torchao") is None:
         what = "rowwise fp8 needs the package torchao, which is not installed"
-        yield Problem(what, f"{to_install('fp8')}, or --run.fp8 tensorwise")
+        yield Problem("R027", what, f"{to_install('fp8')}, or --run.fp8 tensorwise")
 
 
 def _check_fragments(recipe: Recipe) -> Iterator[Problem]:
@@ -129,10 +130,10 @@ def _check_optimizer(recipe: Recipe) -> Iterator[Problem]:
     for key in ("state_dtype", "param_dtype"):
         if getattr(optim, key) == "bf16" and not has_own_kernel:
             what = f"optim.{key} bf16 is for adamw with its own kernel, not for {other}"
-            yield Problem(what, f"--optim.{key} fp32, or --optim.name adamw --optim.implementation auto")
+            yield Problem("R024", what, f"--optim.{key} fp32, or --optim.name adamw --optim.implementation auto")
     if optim.state_dtype == "bf16" and recipe.plan.precision == "fp64":
         what = "optim.state_dtype must be fp32 under the precision fp64, got bf16"
-        yield Problem(what, "--optim.state_dtype fp32, or another --plan.precision")
+        yield Problem("R025", what, "--optim.state_dtype fp32, or another --plan.precision")
 
 
 def _check_fp8(recipe: Recipe) -> Iterator[Problem]:
@@ -144,7 +145,7 @@ def _check_fp8(recipe: Recipe) -> Iterator[Problem]:
         names = " and ".join(f"run.{name} {getattr(run, name)}" for name in changed)
         what = f"{names} {'needs' if len(changed) == 1 else 'need'} the precision fp8, got {precision}"
         back = " ".join(f"--run.{name} {'null' if defaults[name] is None else defaults[name]}" for name in changed)
-        yield Problem(what, f"--plan.precision fp8, or {back}")
+        yield Problem("R026", what, f"--plan.precision fp8, or {back}")
 
 
 def _runnable_plan(recipe: Recipe, world_size: int) -> Plan:
@@ -180,12 +181,14 @@ def _check_data(model: nn.Module | None, data: Dataset) -> Iterator[Problem]:
     outputs, vocabulary = description.num_outputs, data.vocabulary
     if vocabulary is not None and vocabulary > (outputs or vocabulary):
         yield Problem(
+            "D033",
             f"the model must have at least {vocabulary} outputs for the labels of the data, got {outputs}",
             f"--model.vocabulary (or --model.num_classes) {vocabulary}, or other data",
         )
     tokens, most = data.tokens_per_sample, description.max_tokens
     if tokens is not None and most is not None and tokens > most:
         yield Problem(
+            "D034",
             f"a sample must have at most the model's {most} tokens, got {tokens}",
             f"--data.seq_len {most}, or --model.max_sequence {tokens}",
         )
@@ -195,7 +198,7 @@ def _check_durations(recipe: Recipe, data: Dataset) -> Iterator[Problem]:
     """Find durations of no step, and times where steps are expected: neither can be converted to the other."""
     optim, run, checkpoint = recipe.optim, recipe.run, recipe.checkpoint
     if run.duration.seconds == 0 or run.duration.steps(**units(recipe, data)) == 0:
-        yield Problem(f"run.duration must be at least one step, got {run.duration}", "--run.duration 100step")
+        yield Problem("R028", f"run.duration must be at least one step, got {run.duration}", "--run.duration 100step")
     in_steps = (
         ("run.evaluate_every", run.evaluate_every, 100),
         ("run.check_replicas", run.check_replicas, 100),
@@ -203,12 +206,12 @@ def _check_durations(recipe: Recipe, data: Dataset) -> Iterator[Problem]:
     )
     for name, value, steps in in_steps:
         if value.seconds is not None:
-            yield Problem(f"{name} must be a number of steps, got the time {value}", f"--{name} {steps}step")
+            yield Problem("R029", f"{name} must be a number of steps, got the time {value}", f"--{name} {steps}step")
     if not checkpoint.mtbf.seconds:
-        yield Problem(f"checkpoint.mtbf must be a time, got {checkpoint.mtbf}", "--checkpoint.mtbf 24h")
+        yield Problem("R030", f"checkpoint.mtbf must be a time, got {checkpoint.mtbf}", "--checkpoint.mtbf 24h")
     if optim.warmup.seconds and run.duration.seconds is None and not run.fast_dev_run:
         what = f"optim.warmup must be in steps where run.duration is {run.duration}, got the time {optim.warmup}"
-        yield Problem(what, "--optim.warmup 20step, or a time as --run.duration, such as 10min")
+        yield Problem("R031", what, "--optim.warmup 20step, or a time as --run.duration, such as 10min")
 
 
 def steps_of(job: Job) -> int | None:

@@ -274,7 +274,9 @@ def _lines(path: Path, say: Callable[[str], None]) -> JsonLines:
         return JsonLines(path, say)
     except OSError as error:
         why = f"{error.strerror}{room(path, error)}"
-        raise ShoalError(f"{path} cannot be written: {why}", fix="free space, or --run.dir OTHER_DIRECTORY") from None
+        raise ShoalError(
+            f"{path} cannot be written: {why}", fix="free space, or --run.dir OTHER_DIRECTORY", code="C026"
+        ) from None
 
 
 def _flops_per_step(job: Job, description: Description) -> float | None:

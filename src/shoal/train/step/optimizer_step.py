@@ -109,5 +109,7 @@ class Updates:
             return ""
         text = nonfinite_places(self.world, pending)
         if self.on_nan == "stop":
-            raise RunFailed(text, fix="lower --optim.lr, look at that batch, or --run.on_nan skip to drop such steps")
+            raise RunFailed(
+                text, fix="lower --optim.lr, look at that batch, or --run.on_nan skip to drop such steps", code="T032"
+            )
         return text

@@ -81,6 +81,7 @@ class Counted:
                 f"{num_labels:g} labels of {num_samples:g} samples count, and the dataset says that"
                 f" {self.labels_per_sample} of each do",
                 fix="labels_per_sample = None in the dataset: they are counted then",
+                code="D037",
             )
 
 

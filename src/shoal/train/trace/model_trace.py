@@ -150,6 +150,7 @@ def load(name: str, *, sequence: int | None = None, batch: int = 1) -> tuple[nn.
         raise ShoalError(
             f"{name} returned {type(model).__name__}, not an nn.Module",
             fix="return the model from that function, or the model and a batch of its inputs",
+            code="M004",
         )
     if inputs is None:
         if sequence is None or not any(isinstance(module, nn.Embedding) for module in model.modules()):
@@ -157,6 +158,7 @@ def load(name: str, *, sequence: int | None = None, batch: int = 1) -> tuple[nn.
                 f"{name} must return the inputs of its model's forward, too",
                 fix="return model, inputs from that function: a batch, such as torch.empty(8, 3, 224, 224)"
                 + ("; or --seq-len, if it takes tokens" if sequence is None else ""),
+                code="M053",
             )
         inputs = torch.empty(batch, sequence, dtype=torch.int64, device="meta")
     return model, inputs
@@ -224,9 +226,11 @@ class _Imitate:
 
 def _check(device: str) -> None:
     if device not in ("cpu", "cuda"):
-        raise ShoalError(f"device must be cpu or cuda, got {device!r}", fix="device='cpu' or 'cuda'")
+        raise ShoalError(f"device must be cpu or cuda, got {device!r}", fix="device='cpu' or 'cuda'", code="R049")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ShoalError("a model is traced for CUDA only where there is a CUDA device", fix="device='cpu'")
+        raise ShoalError(
+            "a model is traced for CUDA only where there is a CUDA device", fix="device='cpu'", code="N014"
+        )
 
 
 def _mode_of(model: nn.Module) -> FakeTensorMode:
@@ -258,7 +262,7 @@ def _built(name: str) -> Any:
         return builder()
     except Exception as error:
         what = f"{name} failed: {type(error).__name__}: {error}"
-        raise ShoalError(what, fix="a function without arguments that returns a model") from error
+        raise ShoalError(what, fix="a function without arguments that returns a model", code="M054") from error
 
 
 def _call(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -270,7 +274,9 @@ def _call(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _num_samples(inputs: Inputs) -> int:
     sizes = [leaf.shape[0] for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()]
     if not sizes or not sizes[0]:
-        raise ShoalError("the inputs must have at least one sample", fix="a tensor whose first dim counts samples")
+        raise ShoalError(
+            "the inputs must have at least one sample", fix="a tensor whose first dim counts samples", code="M053"
+        )
     return int(sizes[0])
 
 
@@ -396,10 +402,11 @@ def _cannot_run(error: Exception, where: str) -> ShoalError:
         fix = (
             "shapes that depend on those of the inputs alone: no .item(), no nonzero(). For cuDNN's LSTM, device='cpu'"
         )
-        return ShoalError(what, fix=fix)
+        return ShoalError(what, fix=fix, code="M055")
     return ShoalError(
         f"the model cannot be run on these inputs{place}: {type(error).__name__}: {first_line}",
         fix="model(inputs) must run without an error on real tensors of the same shapes",
+        code="M056",
     )
 
 

@@ -251,7 +251,7 @@ class Autosaver:
         for note in self.disk.store.take_notes():
             self.say(note)
         for saved in self.disk.take_results():
-            if saved.failure:
+            if saved.failure is not None:
                 self.num_failed += 1
                 self.say(f"NOT SAVED{'' if self._is_over else ', training continues'}: {saved.failure}")
             else:
@@ -260,7 +260,7 @@ class Autosaver:
                 if saved.note:
                     self.say(saved.note)
         for saved in self.memory.take_results() if self.memory is not None else ():
-            if saved.failure:
+            if saved.failure is not None:
                 self.say(f"NOT SAVED TO MEMORY, training continues: {saved.failure}")
 
     def summary(self) -> dict[str, Any]:
@@ -277,7 +277,9 @@ class Autosaver:
 def nothing_to_resume(store: Store) -> ShoalError:
     """The error of `--resume latest` where there is no checkpoint."""
     return ShoalError(
-        f"there is no checkpoint in {store.where} to resume from", fix="--resume auto, or the --run.dir of a run"
+        f"there is no checkpoint in {store.where} to resume from",
+        fix="--resume auto, or the --run.dir of a run",
+        code="C001",
     )
 
 
@@ -298,6 +300,7 @@ def reject_other_data(manifest: Manifest, job: Job, store: Store) -> str:
             " nothing was touched",
             fix="restore the data; or --resume fresh to start over; or --data.changed accept to resume on the"
             " changed data, of which samples may then be seen twice or not at all in this epoch",
+            code="C028",
         )
     return found
 
@@ -334,12 +337,14 @@ def reject_bad_start_from(recipe: Recipe, *, is_fresh: bool) -> None:
         raise ShoalError(
             f"starting over in {directory!r} would remove {where!r}, which run.start_from names",
             fix="--run.dir OTHER_DIRECTORY",
+            code="C029",
         )
     if not find(where)[0].steps():
         raise ShoalError(
             f"there is no checkpoint in {where!r} to start from",
             fix="--run.start_from RUN_DIRECTORY, or one of its steps; for other formats, shoal checkpoint import"
             f" {where} imported, and then --run.start_from imported",
+            code="C001",
         )
 
 
@@ -357,6 +362,7 @@ def _reject_several_hosts(run: Run) -> None:
             f"checkpoint.memory_every must be 0step where ranks are on several hosts, got {run.world.local_size} of"
             f" {run.world.size} ranks on this host",
             fix="--checkpoint.memory_every 0step --checkpoint.every 100step",
+            code="C030",
         )
 
 
@@ -369,6 +375,7 @@ def _reject_short_memory(root: Path, num_bytes: int) -> None:
             f"{root.parent} must have {2 * num_bytes / 2**30:.1f} GiB free for the state of this run in memory, got"
             f" {free / 2**30:.1f} GiB",
             fix="--checkpoint.memory_every 0step, or --checkpoint.memory_dir LARGER_MEMORY_FILE_SYSTEM",
+            code="C031",
         )
 
 

@@ -46,7 +46,9 @@ def memory_folder(where: str) -> Iterator[int]:
 
 def cannot_hold(where: str, error: OSError) -> ShoalError:
     """The error for a directory that cannot hold memory folders."""
-    return ShoalError(f"{where!r} cannot hold the state of this run: {error.strerror or error}", fix=MEMORY_FIX)
+    return ShoalError(
+        f"{where!r} cannot hold the state of this run: {error.strerror or error}", fix=MEMORY_FIX, code="C031"
+    )
 
 
 def private_folders(parent: int, prefix: str) -> Iterator[tuple[str, PrivateFolder | OSError]]:
@@ -124,12 +126,15 @@ def flush_memory_tier(folder: PrivateFolder, disk: Store) -> int | None:
             raise ShoalError(
                 f"the manifest of {name} must be of step {step}, got {manifest.step}",
                 fix=f"remove {name}, which is damaged",
+                code="C007",
             )
         files = {name: stack.enter_context(os.fdopen(source.open(name), "rb")) for name in manifest.files}
         for name, file in manifest.files.items():
             if (size := os.fstat(files[name].fileno()).st_size) != file.size:
                 raise ShoalError(
-                    f"{name} must have {file.size:,} bytes, got {size:,}", fix=f"remove {name}, which is damaged"
+                    f"{name} must have {file.size:,} bytes, got {size:,}",
+                    fix=f"remove {name}, which is damaged",
+                    code="C008",
                 )
         draft = disk.begin(step)
         try:
@@ -152,5 +157,6 @@ def _checked(read: Callable[[int], bytes], name: str, file: File) -> Iterator[by
             raise ShoalError(
                 f"chunk {number} of {name} does not have the hash in its manifest",
                 fix=f"remove {name}, which is damaged",
+                code="C008",
             )
         yield chunk

@@ -153,6 +153,7 @@ def _reject_shorter_duration(run: Run, job: Job, directory: RunDirectory) -> Non
             f"run.duration must be at least the {run.steps_done:,} steps that the run in {str(directory.path)!r} has"
             f" made, got {num_steps:,}",
             fix=f"--run.duration {run.steps_done + 1}step or more, or --resume STEP to resume from an earlier step",
+            code="C032",
         )
 
 
