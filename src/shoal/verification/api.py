@@ -126,7 +126,7 @@ def _reject_unknown(options: Mapping[str, Any]) -> None:
         if name not in known:
             near = nearest(name, known)
             fix = f"did you mean {near}=?" if near else listed(known)
-            raise ShoalError(f"verify has no argument {name} (={value!r})", fix=fix)
+            raise ShoalError(f"verify has no argument {name} (={value!r})", fix=fix, code="V005")
 
 
 def _tolerance(requested: float | None, plan: Plan) -> float:
