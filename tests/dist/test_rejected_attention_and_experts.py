@@ -52,7 +52,7 @@ def batch() -> dict[str, Tensor]:
 
 
 @on_ranks(2)
-def test_whole_tokens_before_anything_was_cut(world: World) -> None:
+def test_gather_tokens_before_anything_was_cut(world: World) -> None:
     run = prepared(world, "cp=2 mb=2", Reader())
     with pytest.raises(ShoalError, match="no batch was cut yet"):
         run.model(batch()["tokens"])

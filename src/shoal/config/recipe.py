@@ -394,12 +394,7 @@ class RunSection(Section):
 class Recipe(Section):
     """A complete recipe: everything that `shoal train` needs, in eight sections.
 
-    `shoal.config.load.load_recipe("recipe.yaml")` reads one. docs/recipes.md lists every key; files in recipes/ are
-    complete ones.
-
-    >>> recipe = Recipe(data={"global_batch": 64}, plan="zero=3 mb=4 bf16")
-    >>> recipe.data.global_batch, recipe.plan.zero
-    (64, 3)
+    `shoal.config.load.load_recipe("recipe.yaml")` reads one. Files in recipes/ are complete ones.
     """
 
     model: ModelSection = ModelSection()

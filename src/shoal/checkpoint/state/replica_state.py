@@ -46,7 +46,7 @@ def replica_shards(holder: Holder) -> Iterator[LocalShard]:
     for averager in _averagers(composed):
         for name, residual in averager.residuals():
             yield _residual(composed, name, residual, averager)
-        for name, matrix in averager.narrow():
+        for name, matrix in averager.q_factors():
             begin, _ = composed.shard_box(name)
             path = f"narrow/{','.join(map(str, begin))}/{firsts.get(name, name)}"
             is_saved = composed.is_owner(name)
@@ -103,6 +103,6 @@ def sources(manifest: Manifest, piece: LocalShard, *, has_local_sgd: bool) -> li
 
 
 def _is_of_another_rank(manifest: Manifest, piece: LocalShard) -> bool:
-    """Whether a narrow matrix has another rank than this run's: then it cannot be used."""
+    """Whether a factor Q of PowerSGD has another rank than this run's: then it cannot be used."""
     known = manifest.tensors.get(piece.name)
     return piece.name.startswith("narrow/") and known is not None and known.shape != piece.full_shape
