@@ -12,14 +12,16 @@ from shoal.errors import Problem, ShoalError
 
 @contextmanager
 def rejects(
-    code: str, *values: object, kind: type[ShoalError] = ShoalError
+    code: str, *values: object, match: str | None = None, kind: type[ShoalError] = ShoalError
 ) -> Iterator[pytest.ExceptionInfo[ShoalError]]:
     """The block must raise an error with a problem of this code whose text, with its fix, contains all values.
+
+    `match` is a regular expression for what no value expresses.
 
     with rejects("P011", "batch 10", "dp_replicate=4"):
         plan.num_microbatches(10)
     """
-    with pytest.raises(kind) as caught:
+    with pytest.raises(kind, match=match) as caught:
         yield caught
     of_code = [problem for problem in caught.value.problems if problem.code == code]
     assert of_code, f"expected {code}, got {', '.join(caught.value.codes)}: {caught.value}"

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from shoal.config.recipe import OptimSection
-from shoal.errors import ShoalError
 from shoal.numerics.gradients import norms_of
 from shoal.numerics.optim import adamw_update
 from shoal.numerics.optim.adamw import AdamW
 from shoal.numerics.optim.build import build_optimizer
 from shoal.train.run import Run
+from tests.rejects import rejects
 
 
 def test_changes_far_below_a_step_add_up() -> None:
@@ -119,7 +119,7 @@ def test_a_run_does_not_go_on_with_weights_of_another_kind(saved: str, loaded: s
     with prepared(saved, 1e-3, "fp32") as run:
         run.step(batches(1)[0])
         run.save(tmp_path)
-    with prepared(loaded, 1e-3, "fp32") as run, pytest.raises(ShoalError, match=r"param_dtype was b?float\d\d"):
+    with prepared(loaded, 1e-3, "fp32") as run, rejects("C018", match=r"param_dtype was b?float\d\d"):
         run.load(tmp_path)
 
 
@@ -143,7 +143,7 @@ def test_a_run_does_not_go_on_with_states_of_another_kind(
     with going_with(saved) as run:
         run.step(torch.ones(2, 4))
         run.save(tmp_path)
-    with going_with(loaded) as run, pytest.raises(ShoalError, match=r"state_dtype was (bf16|fp32), and is (bf16|fp32)"):
+    with going_with(loaded) as run, rejects("C018", match=r"state_dtype was (bf16|fp32), and is (bf16|fp32)"):
         run.load(tmp_path)
     with going_with("fp32" if saved is None else saved) as run:  # torch's and shoal's own are the same then
         assert run.load(tmp_path) == 1
@@ -154,13 +154,13 @@ def test_a_run_does_not_go_on_with_states_of_another_kind(
 def test_an_optimizer_that_rounds_to_the_nearest_is_refused(kind: Any) -> None:
     """1,897 of 65,920 weights changed in 20 steps where 53,248 do in float32, without a word."""
     model = nn.Linear(4, 4)
-    with Run("bf16", device="cpu", param_dtype="bf16") as run, pytest.raises(ShoalError, match=r"shoal\.AdamW"):
+    with Run("bf16", device="cpu", param_dtype="bf16") as run, rejects("T003", "shoal.AdamW"):
         run.prepare(model, kind(model.parameters(), lr=1e-5))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64", "fp16"])
 def test_which_precisions_it_is_for(precision: str) -> None:
-    with pytest.raises(ShoalError, match="weights in bf16 need the precision bf16 or fp8") as caught:
+    with rejects("P047") as caught:
         Run(precision, device="cpu", param_dtype="bf16")
     fix = str(caught.value).partition("fix: ")[2]
     assert fix == "param_dtype='fp32', or Run('bf16')"  # what a script can say: it has no options of a command
@@ -168,7 +168,7 @@ def test_which_precisions_it_is_for(precision: str) -> None:
 
 @pytest.mark.parametrize("word", ["sync=diloco:10", "compress=int8", "offload=optimizer"])
 def test_what_it_is_not_built_for(word: str) -> None:
-    with pytest.raises(ShoalError, match=word):
+    with rejects("P048", match=word):
         Run(f"bf16 {word}", device="cpu", param_dtype="bf16")
 
 

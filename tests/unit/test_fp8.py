@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal import Run, ShoalError
+from shoal import Run
 from shoal.models.llama import Llama, LlamaConfig
 from shoal.numerics.fp8.convert import Scaling, is_fit_for_fp8, to_fp8
+from tests.rejects import rejects
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 
@@ -81,15 +82,15 @@ def test_a_model_without_blocks_is_refused() -> None:
             y: Tensor = self.layer(x)
             return y
 
-    with Run("fp8", device="cpu") as run, pytest.raises(ShoalError, match="but the model describes none"):
+    with Run("fp8", device="cpu") as run, rejects("P041", match="but the model describes none"):
         run.prepare(Plain())
 
 
 def test_a_model_that_is_too_small_is_refused() -> None:
-    with Run("fp8", device="cpu") as run, pytest.raises(ShoalError, match="at least 512 features"):
+    with Run("fp8", device="cpu") as run, rejects("P060", "512"):
         run.prepare(Llama(LlamaConfig(hidden=64, ffn=128, num_layers=1)))
 
 
 def test_a_model_of_odd_sizes_is_refused_whatever_is_narrow() -> None:
-    with Run("fp8", device="cpu", fp8_min_features=16) as run, pytest.raises(ShoalError, match="are multiples of 16"):
+    with Run("fp8", device="cpu", fp8_min_features=16) as run, rejects("P060", "of 16"):
         run.prepare(Llama(LlamaConfig(hidden=40, ffn=72, num_heads=4, num_kv_heads=4, num_layers=1)))

@@ -14,7 +14,7 @@ import pytest
 from shoal.comm.rendezvous import key
 from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.rendezvous.key import Key, key_of
-from shoal.errors import ShoalError
+from tests.rejects import rejects
 
 KNOWN = "a text that another user knows"
 ONE_HOST = Placement(rank=0, world_size=2, local_rank=0, local_world_size=2)
@@ -70,7 +70,7 @@ def test_another_user_cannot_choose_the_key(fallback: Path, tmp_path: Path, what
     else:
         private(fallback, KNOWN)
         fallback.parent.chmod(0o777)
-    with pytest.raises(ShoalError, match=r"no key file can be used[^§]*fix: export SHOAL_KEY="):
+    with rejects("N008", match=r"no key file can be used[^§]*fix: export SHOAL_KEY="):
         key_of(ONE_HOST)
 
 
@@ -78,14 +78,14 @@ def test_another_user_cannot_choose_the_key(fallback: Path, tmp_path: Path, what
 def test_a_fallback_of_another_user_is_rejected(fallback: Path) -> None:
     private(fallback, KNOWN)
     os.chown(fallback.parent, 12345, 12345)
-    with pytest.raises(ShoalError, match=r"it belongs to user 12345[^§]*fix: export SHOAL_KEY="):
+    with rejects("N008", match=r"it belongs to user 12345[^§]*fix: export SHOAL_KEY="):
         key_of(ONE_HOST)
 
 
 def test_a_link_in_the_home_directory_is_not_followed(home: Path, tmp_path: Path) -> None:
     home.parent.mkdir(parents=True)
     home.symlink_to(private(tmp_path / "mine" / "key", KNOWN))
-    with pytest.raises(ShoalError, match="fix: export SHOAL_KEY="):
+    with rejects("N008", "SHOAL_KEY"):
         key_of(HOSTS)
 
 
@@ -157,7 +157,7 @@ def test_an_unfit_file_does_not_end_a_run_on_one_host(home: Path, tmp_path: Path
     else:
         home.chmod(int(unfit, 8))
     assert key_of(ONE_HOST).source == str(tmp_path / "tmp" / f"shoal-{os.geteuid()}" / "key")
-    with pytest.raises(ShoalError, match=r"fix: export SHOAL_KEY=\$\(openssl rand -hex 32\), on every host"):
+    with rejects("N008", "SHOAL_KEY=$", "hex 32"):
         key_of(HOSTS)
 
 
@@ -169,7 +169,7 @@ def test_a_named_file_that_cannot_be_read_is_one_message(tmp_path: Path, home: P
     os.mkfifo(tmp_path / "fifo", 0o600)
     path = name if name.startswith("~") else str(tmp_path / name)
     named = Placement(rank=0, world_size=2, local_rank=0, local_world_size=2, key_file=path)
-    with pytest.raises(ShoalError, match=r"SHOAL_KEY_FILE=[^§]*fix: "):
+    with rejects("N008", match=r"SHOAL_KEY_FILE=[^§]*fix: "):
         key_of(named)
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from shoal.blueprint.plan import Plan
-from shoal.errors import ShoalError
 from shoal.planner.candidates import layouts
 from shoal.planner.lint.case import WORTH, Case
 from shoal.planner.lint.lint import RULES, Lint, lint
@@ -18,6 +17,7 @@ from shoal.planner.task import Task
 from shoal.predict.cluster_parser import parse_cluster
 from shoal.predict.presets.models import MODELS
 from shoal.predict.workload import Workload
+from tests.rejects import rejects
 
 LINTS_PAGE = Path(__file__).parents[2] / "docs/concepts/lints.md"
 MEMORY_LINTS = ("SH12",)
@@ -443,12 +443,12 @@ def test_a_learning_rate_is_scaled_by_the_root_for_adam() -> None:
 
 @pytest.mark.parametrize("told", [{"learning_rate": 0.0, "base_batch": 64}, {"learning_rate": 3e-4, "base_batch": 0}])
 def test_a_learning_rate_or_batch_of_nothing_is_refused(told: dict[str, float]) -> None:
-    with pytest.raises(ShoalError, match="fix: "):
+    with rejects("Q001", match="fix: "):
         ONE_NODE.but(told=told).lints()
 
 
 def test_a_plan_of_other_ranks_than_the_cluster_has_is_refused() -> None:
-    with pytest.raises(ShoalError, match="number of ranks, 8"):
+    with rejects("P009", "8"):
         lint(ONE_NODE.task, Plan.parse("zero=3 bf16").resolve(16))
 
 

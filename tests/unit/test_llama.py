@@ -14,6 +14,7 @@ from shoal.blueprint.description import Description, Split, matches
 from shoal.errors import ShoalError
 from shoal.models.llama import PRESETS, Llama, LlamaConfig, build
 from shoal.numerics.init import initialise, materialise
+from tests.rejects import rejects
 
 PUBLISHED = {
     "llama3-1b": 1_235_814_400,
@@ -287,18 +288,16 @@ def test_from_meta_it_is_the_same_model(tied: bool) -> None:
 
 
 def test_mistakes_are_named_with_a_way_out() -> None:
-    with pytest.raises(ShoalError, match=r"unknown preset 'llama3-8B'[\s\S]*fix: llama3-8b"):
+    with rejects("M006", match=r"unknown preset 'llama3-8B'[\s\S]*fix: llama3-8b"):
         build(preset="llama3-8B")
-    with pytest.raises(
-        ShoalError, match=r"unknown setting 'num_layer'[\s\S]*fix: num_layers \(known: vocabulary, hidden"
-    ):
+    with rejects("M006", match=r"unknown setting 'num_layer'[\s\S]*fix: num_layers \(known: vocabulary, hidden"):
         build(num_layer=2)
     with pytest.raises(ShoalError) as caught:
         build(hidden=100, num_heads=8, num_kv_heads=3)
     assert "hidden=100 is not divisible by num_heads=8" in str(caught.value)
     assert "num_heads=8 is not divisible by num_kv_heads=3" in str(caught.value)
     assert "num_kv_heads: 1, 2, 4 or 8" in str(caught.value)
-    with pytest.raises(ShoalError, match="head dim must be even"):
+    with rejects("M010"):
         build(hidden=60)
     with pytest.raises(ShoalError) as caught:
         build(ffn=0, vocabulary=-1, norm_eps=0.0)
@@ -315,5 +314,5 @@ def test_numerals_from_yaml_are_numbers() -> None:
 
 def test_a_longer_sequence_than_allowed_is_refused() -> None:
     model, tokens = model_and_batch(max_sequence=12)
-    with pytest.raises(ShoalError, match=r"max_sequence=12 tokens, got 13"):
+    with rejects("D034", "max_sequence=12", "got 13"):
         model(tokens)

@@ -42,7 +42,8 @@ class Numbers:
     def batch(self, ids: Ids) -> Batch:
         time.sleep(self.seconds)
         if self.fails_at in ids:
-            raise self.error(f"no sample {self.fails_at}")
+            options = {"code": "D028"} if self.error is ShoalError else {}
+            raise self.error(f"no sample {self.fails_at}", **options)
         return {"numbers": torch.from_numpy(ids.copy())}
 
     def describe(self) -> str:
@@ -210,7 +211,7 @@ def test_an_exception_reaches_the_consumer_with_its_traceback(workers: int, erro
     with pytest.raises(error, match=f"no sample {last}") as caught:
         taken(loader, 5)
     if error is ShoalError and workers:  # a person's mistake: as it was raised, without the traceback of a process
-        assert str(caught.value) == f"no sample {last}"
+        assert str(caught.value) == f"no sample {last} [D028]"
     else:
         assert "in batch" in "".join(traceback.format_exception(caught.value))
     assert loader.position == 12

@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal import Run, ShoalError
+from shoal import Run
 from shoal.blueprint.description import Description
 from shoal.models.llama import Llama, LlamaConfig
 from shoal.numerics.ops import linear_cross_entropy as fused
 from shoal.train.loss.objective import CrossEntropy
+from tests.rejects import rejects
 
 
 def llama(**settings: Any) -> Llama:
@@ -103,7 +104,7 @@ class Biased(nn.Module):
     ("model", "reason"), [(Biased(), "has a bias"), (nn.Sequential(nn.Embedding(61, 61)), "names no head")]
 )
 def test_where_it_cannot_be_it_is_refused_if_it_was_asked_for(model: nn.Module, reason: str) -> None:
-    with Run("fp64", fused_loss=True) as run, pytest.raises(ShoalError, match=reason):
+    with Run("fp64", fused_loss=True) as run, rejects("M024", match=reason):
         run.prepare(model)
 
 
@@ -135,7 +136,7 @@ def test_a_head_that_is_none(wrong: str, message: str) -> None:
     model = Careless(wrong)
     with Run("fp64") as run:
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        with pytest.raises(ShoalError, match=message):
+        with rejects("M040", match=message):
             run.step(batch())
 
 
@@ -144,7 +145,7 @@ def test_labels_that_do_not_fit(labels: Tensor) -> None:
     model = Careless("")
     with Run("fp64") as run:
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        with pytest.raises(ShoalError, match="labels must be one integer for each"):
+        with rejects("T020", match="labels must be one integer for each"):
             run.step({"tokens": batch()["tokens"], "labels": labels})
 
 
@@ -201,7 +202,7 @@ def test_a_head_whose_logits_somebody_changes_returns_logits(kind: str) -> None:
             return float(run.step(batch()))
 
     assert loss(None) == pytest.approx(loss(False), rel=1e-13)
-    with pytest.raises(ShoalError, match="its head has a"):
+    with rejects("M024", match="its head has a"):
         loss(True)
 
 
@@ -234,7 +235,7 @@ def test_a_forward_that_changes_logits_is_not_given_a_loss_to_change(change: Any
     with Run("fp64") as run:
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-2))
         run.evaluate([nothing])  # of which any change is the same
-        with pytest.raises(ShoalError, match="must return the output of the head"):
+        with rejects("M040", match="must return the output of the head"):
             run.step(batch())
 
 

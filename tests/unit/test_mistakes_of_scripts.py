@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from shoal import ShoalError
 from shoal.train.run import Run
+from tests.rejects import rejects
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,7 @@ from shoal.train.run import Run
     ],
 )
 def test_words_of_other_systems(options: dict[str, Any], fix: str) -> None:
-    with pytest.raises(ShoalError, match=rf"(?s)Run has no argument {next(iter(options))}.*{fix}"):
+    with rejects("R046", match=rf"(?s)Run has no argument {next(iter(options))}.*{fix}"):
         Run(**options)
 
 
@@ -65,7 +66,7 @@ def test_labels_that_are_no_class() -> None:
         model = Model()
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         run.step((torch.ones(2, 4), torch.tensor([0, 1])))
-        with pytest.raises(ShoalError, match="a label is 7"):
+        with rejects("T022", "is 7"):
             run.step((torch.ones(2, 4), torch.tensor([0, 7])))
 
 
@@ -73,7 +74,7 @@ def test_one_class_is_no_choice() -> None:
     with Run("fp32", device="cpu") as run:
         model = nn.Linear(4, 1)
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        with pytest.raises(ShoalError, match="one class is always 0"):
+        with rejects("T024", "always 0"):
             run.step((torch.ones(2, 4), torch.zeros(2, dtype=torch.long)))
 
 
@@ -84,5 +85,5 @@ def test_labels_of_a_loss_function_that_are_no_class() -> None:
     with Run("fp32", device="cpu", loss=loss) as run:
         model = Model()
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        with pytest.raises(ShoalError, match="no class of the model"):
+        with rejects("T022", match="no class of the model"):
             run.step((torch.ones(2, 4), torch.tensor([0, 3])))

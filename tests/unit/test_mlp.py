@@ -11,6 +11,7 @@ from shoal.errors import ShoalError
 from shoal.models import BUILDERS
 from shoal.models.mlp import build
 from shoal.numerics.init import initialise
+from tests.rejects import rejects
 
 
 def test_forward_is_linear_activation_linear() -> None:
@@ -53,7 +54,7 @@ def test_mistakes_come_together() -> None:
     with pytest.raises(ShoalError) as caught:
         build(sizes=(4,), activation="rellu")
     assert len(caught.value.problems) == 2
-    with pytest.raises(ShoalError, match="a list, each an integer"):
+    with rejects("M007", match="a list, each an integer"):
         build(sizes=3)
 
 

@@ -22,6 +22,7 @@ from shoal.parallel.expert import experts
 from shoal.parallel.expert.aux_loss import AuxLoss
 from shoal.parallel.expert.experts import ExpertParallel, Experts, divide, experts_in
 from shoal.parallel.expert.router import Routing, auxiliary_loss, note_routers, routers
+from tests.rejects import rejects
 
 PUBLISHED = {"mixtral-8x7b": (46_702_792_704, 12.9e9), "qwen3-30b-a3b": (30_532_122_624, 3.3e9)}
 T, D, FFN, E = 17, 8, 12, 5
@@ -350,7 +351,7 @@ def test_refused_numbers(arguments: dict[str, Any], texts: list[str]) -> None:
 def test_experts_that_cannot_be_divided_are_refused() -> None:
     three = ExpertParallel()
     three.degree = 3
-    with pytest.raises(ShoalError, match=r"num_experts=8 must be divisible by ep=3 \[P039\]\n    fix: ep=1, 2, 4"):
+    with rejects("P039", "num_experts=8", "ep=3", "ep=1", "2", "4"):
         divide(Experts(D, FFN, 8), three)
 
 

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shoal.blueprint.partition import partition
-from shoal.errors import ShoalError
+from tests.rejects import rejects
 
 COSTS = st.lists(st.integers(0, 20), min_size=1, max_size=9)
 
@@ -61,16 +61,16 @@ def test_equal_blocks(num_blocks: int, num_stages: int, first: float, last: floa
 
 
 @pytest.mark.parametrize(
-    ("costs", "num_stages", "text"),
+    ("costs", "num_stages", "code", "values"),
     [
-        ([1, 1], 3, r"2 blocks cannot be cut into 3 stages of at least one\n    fix: pp x v = 1 or 2"),
-        ([1] * 32, 64, r"32 blocks cannot be cut into 64 stages of at least one\n    fix: pp x v = 1 to 32"),
-        ([1, 1], 0, "2 blocks cannot be cut into 0 stages"),
-        ([], 1, "stages need blocks"),
-        ([1, -1], 1, "the cost of block 1 must be at least 0, got -1"),
-        ([1, float("nan")], 1, "the cost of block 1 must be at least 0, got nan"),
+        ([1, 1], 3, "P042", ("2 blocks", "3 stages", "pp x v = 1 or 2")),
+        ([1] * 32, 64, "P042", ("32 blocks", "64 stages", "pp x v = 1 to 32")),
+        ([1, 1], 0, "P042", ("2 blocks", "0 stages")),
+        ([], 1, "P041", ("blocks",)),
+        ([1, -1], 1, "P054", ("block 1", "-1")),
+        ([1, float("nan")], 1, "P054", ("block 1", "nan")),
     ],
 )
-def test_what_cannot_be_cut(costs: list[float], num_stages: int, text: str) -> None:
-    with pytest.raises(ShoalError, match=text):
+def test_what_cannot_be_cut(costs: list[float], num_stages: int, code: str, values: tuple[str, ...]) -> None:
+    with rejects(code, *values):
         partition(costs, num_stages)

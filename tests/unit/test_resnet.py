@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal import Run
-from shoal.errors import ShoalError
 from shoal.models.resnet import PRESETS, build
 from shoal.numerics.init import initialise, materialise
+from tests.rejects import rejects
 
 PUBLISHED = {"resnet18": 11_689_512, "resnet50": 25_557_032}
 PUBLISHED_GMACS = {"resnet18": 1.814, "resnet50": 4.089}
@@ -147,10 +147,10 @@ def test_from_meta_statistics_and_weights_are_filled() -> None:
 
 
 def test_mistakes_come_together() -> None:
-    with pytest.raises(ShoalError, match="depth: 18 or 50") as caught:
+    with rejects("M008", "or 50") as caught:
         build(depth=34, width=0)
     assert len(caught.value.problems) == 2
-    with pytest.raises(ShoalError, match=r"unknown preset 'resnet51'[\s\S]*resnet50"):
+    with rejects("M006", match=r"unknown preset 'resnet51'[\s\S]*resnet50"):
         build(preset="resnet51")
 
 

@@ -23,7 +23,7 @@ from torch.utils.data import (
 
 from shoal.data.order import sample_ids
 from shoal.data.sharded_dataloader import ShardedDataLoader, Share
-from shoal.errors import ShoalError
+from tests.rejects import rejects
 
 NUMBERS = TensorDataset(torch.arange(10))
 
@@ -143,7 +143,7 @@ def test_a_collate_function_stays() -> None:
 
 def test_a_distributed_sampler_is_rejected() -> None:
     loader = DataLoader(NUMBERS, sampler=DistributedSampler(NUMBERS, num_replicas=2, rank=0))
-    with pytest.raises(ShoalError, match=r"must have no DistributedSampler.*\n.*batch_size=GLOBAL"):
+    with rejects("D030", "batch_size=GLOBAL"):
         sharded(loader, 2)
 
 

@@ -11,6 +11,7 @@ from shoal.errors import ShoalError
 from shoal.predict.huggingface_config import from_hugging_face
 from shoal.predict.presets.models import MODELS, find_model
 from shoal.predict.workload import Block, Workload
+from tests.rejects import rejects
 
 PUBLISHED = {  # billions of parameters, and of active ones where they differ, as the reports print them
     "llama2-7b": (6.74, None),
@@ -134,14 +135,14 @@ def test_an_unknown_model_is_one_message(what: str, said: str, fix: str) -> None
 
 
 def test_a_config_names_all_that_is_missing() -> None:
-    with pytest.raises(ShoalError, match=r"hidden \(hidden_size.*vocabulary \(vocab_size\)"):
+    with rejects("Q022", "hidden_size", "vocab_size"):
         from_hugging_face({"num_hidden_layers": 2, "num_attention_heads": 2}, name="x")
 
 
 def test_dimensions_that_cannot_be() -> None:
-    with pytest.raises(ShoalError, match="heads=0"):
+    with rejects("Q024", "heads=0"):
         Workload(name="x", hidden=8, layers=1, heads=0, vocabulary=10)
-    with pytest.raises(ShoalError, match="top_k=9 of 8 experts"):
+    with rejects("Q024", "top_k=9", "of 8"):
         MODELS["mixtral-8x7b"].resized(top_k=9)
-    with pytest.raises(ShoalError, match="hidden"):
+    with rejects("Q024", match="hidden"):
         MODELS["mixtral-8x7b"].resized(hidden_=9)
