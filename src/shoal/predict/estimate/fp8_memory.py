@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from shoal.predict.workload import Workload
 
 NARROW = 512
-"""`numerics.fp8.NARROW`: layers with fewer features than this, in or out, compute in bf16."""
+"""`numerics.fp8.convert.NARROW`: layers with fewer features than this, in or out, compute in bf16."""
 MULTIPLE = 16
-"""`numerics.fp8_products.MULTIPLE`: of which the sizes of a product in fp8 are multiples."""
+"""`numerics.fp8.products.MULTIPLE`: of which the sizes of a product in fp8 are multiples."""
 
 
 def is_wide(*sizes: float) -> bool:
