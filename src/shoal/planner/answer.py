@@ -33,6 +33,7 @@ MEMORY = (
     "context",
 )
 SHOWN_FRONTIER = 6
+"""Plans of the frontier that a table shows."""
 
 
 @dataclass(frozen=True, slots=True)

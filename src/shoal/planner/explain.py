@@ -14,6 +14,7 @@ from shoal.planner.task import Task
 from shoal.predict.predict import Prediction
 
 UNLIMITED = 1e30
+"""Bytes of memory, where a plan is asked for its time alone."""
 
 
 @dataclass(frozen=True, slots=True)

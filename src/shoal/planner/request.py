@@ -19,11 +19,11 @@ from shoal.predict.presets.models import find_model
 from shoal.predict.workload import Workload
 
 BATCH_TOKENS = 2**22
-"""Default tokens of a global batch."""
+"""Default tokens of a global batch; an assumption, and the answer says so."""
 BATCH_SAMPLES = 256
-"""Default samples per device, for a model that does not take tokens."""
+"""Default samples per device, for a model that does not take tokens; an assumption, as above."""
 LONGEST = 8192
-"""The longest default sequence, for a model that would take a longer one."""
+"""The longest default sequence, for a model that would take a longer one; an assumption, as above."""
 DIMENSIONS = ("hidden", "layers", "heads", "kv_heads", "ffn", "vocabulary", "experts", "top_k", "expert_ffn")
 WORDS = ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate", "zero", "mb", "recompute", "schedule", "v", "offload")
 

@@ -18,7 +18,8 @@ from shoal.predict.presets.frameworks import SHOAL
 from shoal.predict.workload import Workload
 
 SPARE = 0.05
-"""Default fraction of a device's memory that a plan leaves free."""
+"""Default fraction of a device's memory that a plan leaves free. An assumption: memory of shoal's runs on an H200 was
+predicted to 0.9 % at worst (benchmarks/results/planner_nvidia-h200_2026-11-15.md); the rest is for other shapes."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -251,4 +251,5 @@ LEARNT = (
     "expert_efficiency",
     "efficiency",
 )
-"""Figures that no documentation has, fitted to the measured runs of a system; none to a single run."""
+"""Figures that no documentation has, fitted to the measured runs of a system; none to a single run. The defaults above
+are those of an unknown system: assumptions, which `shoal backtest RUNS.csv --leave-out` scores."""

@@ -113,8 +113,8 @@ def _cell(runs: Sequence[Prediction]) -> Cell:
 
 
 NEAR = 0.05
-"""Plans predicted this close to the fastest count as equally fast. For an unmeasured system it is more, as its
-intervals are wider (`UNKNOWN_FRAMEWORK`)."""
+"""Plans predicted this close to the fastest count as equally fast: `EQUAL` of `planner.search`. For an unmeasured
+system it is more, as its intervals are wider (`UNKNOWN_FRAMEWORK`)."""
 
 
 def _pick(runs: Sequence[Prediction]) -> Prediction:
@@ -142,6 +142,7 @@ def _regret(runs: Sequence[Prediction]) -> float:
 
 
 DRAWS = 200
+"""Random halves of a table: enough for the mean to be stable, an assumption."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,10 @@ from shoal.predict.framework_profile import FrameworkProfile
 from shoal.predict.workload import Workload
 
 CHUNK = 2.0**31
-"""Bytes of logits that exist at a time where the loss is fused: `shoal.numerics.ops.linear_cross_entropy`."""
+"""Bytes of logits that exist at a time where the loss is fused: `CHUNK_BYTES` of
+`shoal.numerics.ops.linear_cross_entropy`, which imports torch."""
 FEW = CHUNK / 8
-"""Bytes of logits below which there is but one chunk."""
+"""Bytes of logits below which there is but one chunk: the same file."""
 
 
 @lru_cache(maxsize=2**14)

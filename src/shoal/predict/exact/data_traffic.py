@@ -15,7 +15,8 @@ from shoal.predict.exact.memory import Alike
 from shoal.predict.exact.step import Message, Step
 
 BUCKET_BYTES = 25 * 2**20
-"""In a pipeline, gradients are averaged over replicas in buckets that are full from this size on."""
+"""In a pipeline, gradients are averaged over replicas in buckets that are full from this size on: the default of
+torch's DDP, `bucket_cap_mb=25`. The runtime reads it here."""
 
 
 def over_replicas(step: Step) -> Iterator[Message]:

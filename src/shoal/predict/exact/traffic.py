@@ -55,9 +55,9 @@ from shoal.predict.exact.step import Message, Step
 HOST_BYTES = 8
 """A number that travels for control is a float64; the load of an expert, too."""
 KINDS_OF_LOSS = 4
-"""Which of them each rank has seen (`train.deferred_count.agree_on_kind`)."""
+"""Which of them each rank has seen (`train.loss.deferred_count.agree_on_kind`)."""
 DEFERRED_NUMBERS = 4
-"""The loss, its count and two flags (`train.deferred_count.agree`), or what `reject_uncounted` compares."""
+"""The loss, its count and two flags (`train.loss.deferred_count.agree`), or what `reject_uncounted` compares."""
 COUNT_BYTES = 8
 """How often the tokens of a sequence chose an expert is an int64."""
 ROWS_BYTES = 4

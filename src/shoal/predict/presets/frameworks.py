@@ -1,4 +1,12 @@
-"""Profiles of systems: shoal, and those whose published runs the planner is tested with."""
+"""Profiles of systems: shoal, and those whose published runs the planner is tested with.
+
+`source` says what the code or the documentation of a system states. Figures of `LEARNT` that differ from the defaults
+of `FrameworkProfile` are fitted by hand to all measured runs of that system together, scored by `shoal backtest
+RUNS.csv`: megatron to Megatron-Core's CI; megatron-lm and deepspeed to Narayanan, Korthikanti, Smith and MegaScale;
+megatron-deepspeed to BigScience and vTrain's single node; nanotron to the sweep of the Ultra-Scale Playbook;
+llm-foundry, torchtitan, internevo and automodel to their own tables; nemo to Megatron-Bridge and NeMo. Those of shoal
+have their measurement beside them. `shoal backtest --leave-out` predicts each system without them.
+"""
 
 from __future__ import annotations
 
