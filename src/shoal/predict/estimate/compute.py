@@ -13,8 +13,8 @@ from shoal.predict.workload import Workload
 
 SCORE_BYTES = 9
 """Read and written for one score of eager attention in the forward: product, scale and mask and softmax, product. An
-estimate, which only systems before flash attention need (Narayanan, Korthikanti, BigScience, vTrain). With 7 or 11 bytes, the
-median error of BigScience's times in `shoal backtest RUNS.csv` is 9.0 or 7.7 % in place of 8.2 %."""
+estimate, which only systems before flash attention need (Narayanan, Korthikanti, BigScience, vTrain). With 7 or 11
+bytes, the median error of BigScience's times in `shoal backtest RUNS.csv` is 9.0 or 7.7 % in place of 8.2 %."""
 EAGER_PART = 0.6
 """Of the rate of large products that the two products of eager attention reach. An assumption: as fused kernels do
 up to Ampere (`attention_part`). With 0.5 or 0.7, the same error is 7.9 or 8.5 %."""
