@@ -129,8 +129,8 @@ def sent(plan: Plan, shapes: ModelShapes, rank: int, axes: Collection[str] = ("t
 def outside_of_blocks(shapes: ModelShapes) -> ModelShapes:
     """The same model, of which blocks exchange nothing."""
     blocks = tuple(f"{block}." for block in shapes.description.blocks)
-    crossings = tuple(crossing for crossing in shapes.crossings if not crossing.module.startswith(blocks))
-    return replace(shapes, crossings=crossings, attentions=(), dispatches=())
+    boundaries = tuple(boundary for boundary in shapes.tp_boundaries if not boundary.module.startswith(blocks))
+    return replace(shapes, tp_boundaries=boundaries, attentions=(), dispatches=())
 
 
 @pytest.mark.parametrize("words", ["interleaved v=4", "looped v=4", "zb v=5"])
