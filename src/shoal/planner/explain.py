@@ -14,7 +14,7 @@ from shoal.planner.task import Task
 from shoal.predict.predict import Prediction
 
 UNLIMITED = 1e30
-"""Bytes of memory, where a plan is asked for its time alone."""
+"""Bytes of memory, where only the time of a plan matters."""
 
 
 @dataclass(frozen=True, slots=True)

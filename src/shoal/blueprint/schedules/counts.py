@@ -1,4 +1,4 @@
-"""Count what the planner asks of a schedule: the bubble of equal stages, and the microbatches in flight on a rank.
+"""Count what the planner needs of a schedule: the bubble of equal stages, and the microbatches in flight on a rank.
 
 Both are played from the order of actions that a run executes (`rank_order`). `simulate` plays the same order with a
 cost for every stage. Here an action takes whole units of time, which is fast enough for a search of thousands of plans.
