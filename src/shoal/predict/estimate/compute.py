@@ -19,7 +19,8 @@ EAGER_PART = 0.6
 """Of the rate of large products that the two products of eager attention reach. An assumption: as fused kernels do
 up to Ampere (`attention_part`). With 0.5 or 0.7, the same error is 7.9 or 8.5 %."""
 NARROW_HEADS = 0.36
-"""Heads of 64 reach 0.78 of the rate of heads of 128: cuDNN on an H200, from a trace (docs/concepts/gpu.md)."""
+"""Heads of 64 reach 0.78 of the rate of heads of 128: cuDNN on an H200, from a trace that is not kept. The runs with
+heads of 64 in benchmarks/results/planner_nvidia-h200_2026-11-15.md (1.1 and 1.5 B) take what it says to 5 %."""
 USUAL_SEQUENCE = 4096
 """Tokens at which attention kernels reach their part of the rate of products: the length of the sweep of the
 Ultra-Scale Playbook. Only shoal's profile distinguishes lengths (`attention_ramp`)."""
