@@ -2,8 +2,8 @@
 
     python examples/03_fsdp.py
 
-A rank may allocate 512 MiB beyond Python and torch; Linux enforces the limit. The model has 39 million
-parameters: 150 MiB in float32, as much for its gradients and twice that for Adam, 601 MiB in all. Under `zero=3` each
+A rank may allocate 128 MiB beyond Python and torch; Linux enforces the limit. The model has 10 million
+parameters: 38 MiB in float32, as much for its gradients and twice that for Adam, 150 MiB in all. Under `zero=3` each
 of four ranks keeps a quarter of everything, and gathers a block at a time, just before it computes.
 
 One command shows both, so this file starts its ranks itself. Your own script uses `shoal.Run("zero=3")` and is
@@ -27,8 +27,8 @@ from shoal.comm.world import World
 from shoal.launch.local import launch
 from shoal.parallel.inspect.live_memory import live_memory
 
-MIB, LIMIT = 2**20, 512 * 2**20
-FEATURES, HIDDEN, CLASSES, NUM_BLOCKS, BATCH, STEPS = 640, 2560, 10, 12, 32, 5
+MIB, LIMIT = 2**20, 128 * 2**20
+FEATURES, HIDDEN, CLASSES, NUM_BLOCKS, BATCH, STEPS = 320, 1280, 10, 12, 32, 5
 
 
 class Network(nn.Module):

@@ -3,7 +3,7 @@
     python examples/09_moe.py                               # one process has all experts
     torchrun --nproc-per-node 2 examples/09_moe.py          # two ranks, half of the experts on each: the same losses
 
-The model is written for one device. `shoal.Router` chooses, `shoal.Experts` computes, `settle` reports how
+The model is written for one device. `shoal.Router` chooses, `shoal.Experts` computes, `attach_aux_loss` reports how
 busy each expert was, and `describe` names them. Under `ep=2` tokens are sent to the rank that has their expert,
 and back.
 """
@@ -50,7 +50,7 @@ class Block(nn.Module):
         normed = self.expert_norm(x)
         routing, *facts = self.router(normed)  # the experts of each token; facts: their loads
         y = self.experts(normed.flatten(0, 1), routing).view_as(x)
-        return x + self.router.settle(y, *facts)
+        return x + self.router.attach_aux_loss(y, *facts)
 
 
 class MixtureOfExperts(nn.Module):

@@ -23,24 +23,7 @@ FILE_MEDIAN, FUNCTION_P90 = 130, 20
 LIMITS = {"lines of a file": 450, "lines of a function": 60, "lines of a class": 300, "parameters": 8, "modules": 12}
 LIMITS["files in an import cycle"] = 0
 
-KNOWN: dict[str, dict[str, int]] = {
-    "lines of a file": {
-        "shoal.predict.exact.traffic": 458,
-    },
-    "parameters": {
-        "shoal.parallel.expert.router.Router.__init__": 11,
-        "shoal.predict.exact.traffic.traffic": 9,
-        "shoal.verification.api.verify": 12,
-        # Triton kernels take pointers, strides and sizes one by one.
-        "shoal.numerics.kernels.adamw._update": 19,
-        "shoal.numerics.kernels.cross_entropy._exponentials": 10,
-        "shoal.numerics.kernels.cross_entropy._rows": 9,
-        "shoal.numerics.kernels.cross_entropy._tiles": 10,
-        "shoal.numerics.kernels.rms_norm._backward": 13,
-        "shoal.numerics.kernels.rotary._some": 10,
-        "shoal.numerics.kernels.rotary._token": 23,
-    },
-}
+KNOWN: dict[str, dict[str, int]] = {}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 BLOCKS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.Match)
@@ -117,7 +100,8 @@ def measure(modules: list[Module]) -> dict[str, dict[str, int]]:
     parameter_counts: dict[str, int] = {}
     for name, function in (pair for module in modules for pair in module.functions):  # overloads share a name
         functions[name] = max(length(function), functions.get(name, 0))
-        parameter_counts[name] = max(len(parameters(function)), parameter_counts.get(name, 0))
+        if not is_kernel(function):
+            parameter_counts[name] = max(len(parameters(function)), parameter_counts.get(name, 0))
     definitions = [pair for module in modules for pair in module.definitions]
     return {
         "lines of a file": {module.name: len(module.lines) for module in modules},
@@ -142,6 +126,12 @@ def parameters(function: Function) -> list[ast.arg]:
     spec = function.args
     named = [*spec.posonlyargs, *spec.args, *spec.kwonlyargs, *filter(None, (spec.vararg, spec.kwarg))]
     return [parameter for parameter in named if parameter.arg not in ("self", "cls")]
+
+
+def is_kernel(function: Function) -> bool:
+    """Whether Triton compiles a function. It takes pointers, strides and sizes one by one, and only the function beside
+    it calls it: its parameters are no surface that a reader has to learn."""
+    return any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list)
 
 
 # ── imports ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -67,7 +67,7 @@ def measured(arguments: argparse.Namespace, folder: Path) -> str:
             model = Llama(config)
         run.prepare(drawn(model) if run.device.type == "cuda" else initialised(model))
         run.prepare(build_optimizer(run.parameters, OptimSection(), lr=1e-4))
-        saver = AsyncSaver(Store(folder), run.world.beside())
+        saver = AsyncSaver(Store(folder), run.world.with_own_connections())
 
         def step() -> float:
             tokens = torch.randint(0, shape.vocabulary, (arguments.micro_batch, arguments.sequence + 1))
@@ -83,7 +83,7 @@ def measured(arguments: argparse.Namespace, folder: Path) -> str:
         beside_room = [step() for _ in range(6)]
         saver.finish()
         before = [step() for _ in range(arguments.steps)]
-        run.settle()
+        run.check_last_step()
         began = time.perf_counter()
         held = saver.begin(holder_of(run), step=run.steps_done, state=state_of(run))
         during: list[float] = []
@@ -92,7 +92,7 @@ def measured(arguments: argparse.Namespace, folder: Path) -> str:
         saver.finish()
         durable = time.perf_counter() - began
         after = [step() for _ in range(arguments.steps)]
-        (news,) = saver.take_news()
+        (news,) = saver.take_results()
         assert not news.failure, news.failure
     usual = statistics.median([*before, *after])
     gib = news.num_bytes / 2**30

@@ -108,7 +108,7 @@ class Bench:
         self.timed("shoal, run.save()", "durable", lambda: None, began)
         path = self.path("shoal-async")
         began = self.timed("shoal, run.save(wait=False)", "held", lambda: self.run.save(path, wait=False))
-        self.timed("shoal, run.save(wait=False)", "durable", lambda: self.run.saved(path), began)
+        self.timed("shoal, run.save(wait=False)", "durable", lambda: self.run.wait_for_save(path), began)
         path = self.path("dcp")
         began = self.timed(
             "torch.distributed.checkpoint.save", "held", lambda: dcp.save(self.whole, checkpoint_id=path)

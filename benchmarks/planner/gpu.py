@@ -1,6 +1,7 @@
 """Does a run on one GPU take the memory and the time that the planner predicts?
 
 python benchmarks/planner/gpu.py [--cluster cluster.yaml] [--steps 8] [--cases 0 5] [--dry]
+python benchmarks/planner/gpu.py --recorded benchmarks/results/planner_nvidia-h200_2026-11-15.md   predict again
 
 First the machine is measured (`shoal calibrate`), then all is predicted and written to the result, and then every case
 is trained for some steps on random tokens, in a process of its own, on an otherwise idle GPU.
@@ -150,7 +151,7 @@ def predicted(case: Case, cluster: Cluster) -> Prediction:
     """What the planner says of a run."""
     task = Task(
         workload=workload(MODELS[case.model]), cluster=cluster, sequence=case.sequence, global_batch=case.batch,
-        profile=shoal_profile(states=case.states),
+        profile=shoal_profile(state_dtype=case.states),
     )  # fmt: skip
     return task.predict(Plan.parse(case.words).resolve(1))
 
@@ -253,6 +254,16 @@ def row(case: Case, paper: Prediction, found: Found | str | None) -> dict[str, s
         said["step, measured"] = f"{found.median * 1e3:.0f} ms"
         said["apart by "] = f"{step.total / found.median - 1:+.1%}"
     return said
+
+
+def recorded(path: Path) -> dict[str, Found]:
+    """What an earlier result measured, by run."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in path.read_text().splitlines()]
+    return {
+        cells[0]: Found(float(cells[2].removesuffix(" GiB")) * GIB, [float(cells[5].removesuffix(" ms")) / 1e3])
+        for cells in rows
+        if len(cells) == 7 and cells[2].endswith(" GiB") and cells[5].endswith(" ms")
+    }
 
 
 def verdict(papers: Sequence[Prediction], found: Sequence[Found | str | None]) -> str:
@@ -362,16 +373,25 @@ def main() -> None:
     parser.add_argument("--cases", type=int, nargs="+", default=range(len(CASES)), help="numbers of cases, from 0")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--dry", action="store_true", help="predict only")
+    parser.add_argument("--recorded", type=Path, help="an earlier result: predict only, beside what it measured")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     asked = arguments(parser, cluster="h200:1", cases=[0], dry=True)
     if asked.one:
         sys.stdin.readline()
         print(json.dumps(one(Case(**json.loads(asked.one)), asked.steps)))
         return
+    cases = [CASES[number] for number in asked.cases]
+    if asked.recorded:
+        measured = recorded(asked.recorded)
+        papers = [predicted(case, parse_cluster(asked.cluster or "h200:1")) for case in cases]
+        found = [measured.get(str(case)) for case in cases]
+        print(table([row(*three) for three in zip(cases, papers, found, strict=True)]), "", sep="\n")
+        print(verdict(papers, found))
+        return
     with tempfile.TemporaryDirectory() as folder:
         said, kept = asked.cluster, asked.keep or Path(folder) / "cluster.yaml"
         cluster = parse_cluster(said) if said else calibrated(kept)
-    compare([CASES[number] for number in asked.cases], cluster, asked.steps, asked.dry)
+    compare(cases, cluster, asked.steps, asked.dry)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,10 @@
-"""shoal trains any PyTorch model on whatever machines there are: plans, verifies, trains, survives, shows.
+"""Plan, verify and run distributed training of PyTorch models.
 
-The door is lazy: `import shoal` costs nothing, and torch is loaded when the first name that needs it is used.
+    shoal.Run       train with your own loop
+    shoal.plan      rank the plans of a model on a cluster
+    shoal.verify    compare a plan with one process
+
+`import shoal` is fast: torch is imported when the first name that needs it is used.
 """
 
 from __future__ import annotations

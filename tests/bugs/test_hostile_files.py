@@ -337,7 +337,7 @@ STATES: dict[str, Any] = {
     "rates that are none": {"lr": ["x"]},
     "ranks that are none": {"ranks": {}},
     "calls that are none": {"num_calls": "x"},
-    "islands that are none": {"islands": []},
+    "local SGD that is none": {"local_sgd": []},
 }
 
 

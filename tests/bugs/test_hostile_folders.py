@@ -33,7 +33,7 @@ from shoal.checkpoint.storage.store import Store
 from shoal.elastic.memory_tier import memory_tier
 from shoal.errors import ShoalError
 from shoal.train.recipe.saving.autosave import memory_folder_prefix
-from shoal.train.recipe.saving.memory_rescue import own_folder
+from shoal.train.recipe.saving.memory_flush import own_folder
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be several users")
 

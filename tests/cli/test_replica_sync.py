@@ -25,10 +25,10 @@ def test_ways_are_predicted_and_tried(host: Host, tmp_path: Path) -> None:
         "bench", "compress", *TINY, "--steps", "4", *HELD_OUT, "--json", "--methods", *ways, cwd=tmp_path
     ).json
     assert [way["method"] for way in said["methods"]] == ["plain", *ways]
-    plain, narrow, islands = said["methods"]
+    plain, narrow, local_sgd = said["methods"]
     assert plain["bytes"] == 4 * said["parameters"]  # of a ring of two: 2 (n - 1) / n of it
     assert narrow["bytes"] < plain["bytes"] / 4
-    assert islands["bytes"] < plain["bytes"] / 12
+    assert local_sgd["bytes"] < plain["bytes"] / 12
     for way in said["methods"]:
         assert way["steps"] == len(way["curve"]) == 4
         assert way["predicted"] > 0

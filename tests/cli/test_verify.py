@@ -18,7 +18,7 @@ import shoal
 from shoal.cli import main
 from shoal.config.load import load_recipe
 from shoal.errors import ShoalError
-from shoal.verification.api import VerifySettings, _notes, case_of
+from shoal.verification.api import RecipeSettings, _notes, case_of
 from tests.readme.fork_host import Ran, run_commands
 
 pytestmark = pytest.mark.timeout(300)  # the first test that asks for `ran` waits for all its commands
@@ -74,8 +74,8 @@ COMMANDS = {
     "strict": ["--nproc", "2", "--plan", "zero=3 mb=1", "--tolerance", "1e-30", "--json"],
     "compressed": ["--nproc", "2", "--plan", "compress=int8 mb=4", "--json"],
     "sharded and compressed": ["--nproc", "4", "--plan", "dp_replicate=2 zero=3 compress=powersgd:2 mb=4", "--json"],
-    "islands": ["--nproc", "2", "--plan", "sync=diloco:50 compress=int8 mb=4", "--json"],
-    "islands for reading": ["--nproc", "2", "--plan", "sync=local:4 mb=4"],
+    "local SGD": ["--nproc", "2", "--plan", "sync=diloco:50 compress=int8 mb=4", "--json"],
+    "local SGD for reading": ["--nproc", "2", "--plan", "sync=local:4 mb=4"],
     "for reading": ["--nproc", "2", "--plan", "dp_replicate=2 mb=2"],
     "in 8 bits": ["--nproc", "1", "--plan", "fp8 mb=4", "--steps", "1"],
     "own": ["--nproc", "2", "--plan", "zero=3 mb=2", *OF_IMAGES],
@@ -152,8 +152,8 @@ def test_what_travels_is_that_of_the_plan_as_it_was_asked_for(ran: dict[str, Ran
     assert 2 * parameters / 8 < sent < 2 * parameters / 7  # a byte of eight, and scales; from two ranks
 
 
-def test_islands_are_not_called_equal(ran: dict[str, Ran]) -> None:
-    code, told = verified(ran["islands"])
+def test_local_sgd_is_not_called_equal(ran: dict[str, Ran]) -> None:
+    code, told = verified(ran["local SGD"])
     assert code == 0
     assert told["replica_sync"] == {
         "axis": "dp_replicate",
@@ -162,8 +162,8 @@ def test_islands_are_not_called_equal(ran: dict[str, Ran]) -> None:
         "sends_weights": True,
     }
     assert told["bytes"]["dp_replicate"] == verified(ran["compressed"])[1]["bytes"]["dp_replicate"]
-    out = ran["islands for reading"].stdout
-    assert ran["islands for reading"].code == 0
+    out = ran["local SGD for reading"].stdout
+    assert ran["local SGD for reading"].code == 0
     assert out.startswith("local SGD")
     assert "bytes sent, every 4 steps" in out
     assert "after a sync their weights are equal" in " ".join(out.split())
@@ -239,7 +239,7 @@ def test_a_precision_that_was_not_looked_at_is_told(ran: dict[str, Ran]) -> None
 )
 def test_which_precisions_are_told_of(plan: str, precision: str | None, note: str | None) -> None:
     recipe = load_recipe(None, [("plan", plan), ("launch.device", "cpu")])
-    notes = list(_notes(case_of(recipe, 1, VerifySettings(precision=precision))))
+    notes = list(_notes(case_of(recipe, 1, RecipeSettings(precision=precision))))
     assert notes == ([] if note is None else [note])
 
 
@@ -267,7 +267,7 @@ def test_offload_on_a_cpu_is_not_called_verified(capfd: pytest.CaptureFixture[st
 )
 def test_settings_that_were_not_looked_at_are_told(said: list[tuple[str, str]], note: str | None) -> None:
     recipe = load_recipe(None, [("launch.device", "cpu"), *said])
-    assert list(_notes(case_of(recipe, 1, VerifySettings()))) == ([] if note is None else [note])
+    assert list(_notes(case_of(recipe, 1, RecipeSettings()))) == ([] if note is None else [note])
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def page() -> str:
 
 Which parallelisms go together, pair by pair. A number: so many plans with both are trained by `make test-all` and hold
 against one process in float64, every loss, norm, gradient and weight. CI trains some of them; at a star none that has
-both. A letter: the pair is refused before a process starts, for the reason below. On the diagonal: all plans with the
+both. A letter: the pair is rejected before a process starts, for the reason below. On the diagonal: all plans with the
 one. There are {count} plans, on {ranks} ranks; CI trains {len(in_short())}, which `tests/dist/compositions.py` chooses:
 each word alone and beside every other axis (so `zbv` with some `tp`, and `sp=off` with some schedule), each model
 beside every axis, compile beside every axis.

@@ -129,7 +129,7 @@ def test_stages_agree_with_their_replicas_alone(world: World) -> None:
 
 
 @on_ranks(2)
-def test_islands_agree_when_they_meet(world: World, tmp_path: Path) -> None:
+def test_local_sgd_replicas_agree_after_an_exchange(world: World, tmp_path: Path) -> None:
     """Between meetings replicas train apart and send nothing."""
     run = own_run(world, "sync=local:2")
     inputs, labels = data(8).tensors
@@ -137,7 +137,7 @@ def test_islands_agree_when_they_meet(world: World, tmp_path: Path) -> None:
     run.step((inputs[own], labels[own]))
     before = world.all_gather_object(statistics(run.module))
     assert not torch.equal(before[0]["first.running_mean"], before[1]["first.running_mean"])
-    run.meet()
+    run.sync_replicas()
     after = world.all_gather_object(statistics(run.module))
     assert all(torch.equal(after[0][name], after[1][name]) for name in after[0])
 
@@ -168,7 +168,7 @@ def trained(world: World, size: int, plan: str) -> tuple[list[float], dict[str, 
     gradients: dict[str, Tensor] = {}
 
     def note() -> None:
-        whole = dict(run.composed.whole("gradient"))
+        whole = dict(run.composed.full_tensors("gradient"))
         gradients.update({name: tensor for name, tensor in whole.items() if tensor is not None})
 
     run.on_gradients = note

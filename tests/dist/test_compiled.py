@@ -28,14 +28,14 @@ def train_compiled(world: World, plan: str, kind: str) -> Trace | None:
         model = build(kind, num_layers(plan))
     run.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False))
     trace: Trace = {"loss": [], "norm": [], "grad": [], "weight": []}
-    run.on_gradients = lambda: trace["grad"].append(dict(run.composed.whole("gradient")))
+    run.on_gradients = lambda: trace["grad"].append(dict(run.composed.full_tensors("gradient")))
     share = BATCH // run.degree
     for batch in batches(kind)[:STEPS]:
         mine = {name: value[run.coordinate * share :][:share] for name, value in batch.items()}
         trace["loss"].append(run.step(mine).item())
         assert run.report is not None
         trace["norm"].append(run.report.grad_norm.item())
-    trace["weight"].append(dict(run.composed.whole("weight")))
+    trace["weight"].append(dict(run.composed.full_tensors("weight")))
     trace["eval"] = run.evaluate([mine])  # compiled once more, without gradients
     return trace if world.is_main else None
 

@@ -99,7 +99,7 @@ def train_with_shoal(world: World, plan: str, kind: str) -> Trace:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     run.prepare(model, optimizer)
     trace: Trace = {"loss": [], "norm": [], "grad": [], "weight": [], "bias": []}
-    run.on_gradients = lambda: trace["grad"].append(dict(run.composed.whole("gradient")))
+    run.on_gradients = lambda: trace["grad"].append(dict(run.composed.full_tensors("gradient")))
     share = BATCH // run.degree
     for batch in batches(kind):
         mine = {name: value[run.coordinate * share :][:share] for name, value in batch.items()}
@@ -107,7 +107,7 @@ def train_with_shoal(world: World, plan: str, kind: str) -> Trace:
         assert run.report is not None
         trace["norm"].append(run.report.grad_norm.item())
         trace["bias"].append({k: v for part in run.composed.parts for k, v in biases(part.model).items()})
-    trace["weight"].append(dict(run.composed.whole("weight")))
+    trace["weight"].append(dict(run.composed.full_tensors("weight")))
     trace["eval"] = run.evaluate([mine])  # of the last batch
     return trace if world.is_main else {"bias": trace["bias"]}
 

@@ -47,7 +47,7 @@ def save(place: Placement, store: dist.Store, directory: Path, wait: bool) -> No
         run.step(share(run, 0))
         ready(directory, place.rank)
         run.save(directory / "saves", wait=wait)
-        run.saved(directory / "saves")
+        run.wait_for_save(directory / "saves")
 
 
 @pytest.mark.alone  # what it stops, it stops at a certain moment

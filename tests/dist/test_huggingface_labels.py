@@ -96,7 +96,9 @@ def one_step(world: World, kind: str, plan: str, own: bool = False) -> tuple[flo
         first = run.evaluate([mine])
         loss = run.step(mine).item()
         found: dict[str, Tensor] = {}
-        run.on_gradients = lambda: found.update({n: g for n, g in run.composed.whole("gradient") if g is not None})
+        run.on_gradients = lambda: found.update(
+            {n: g for n, g in run.composed.full_tensors("gradient") if g is not None}
+        )
         run.step(mine)
         assert run.report is not None
         return first, loss, run.report.loss.item(), found

@@ -91,14 +91,14 @@ def train_with_shoal(world: World, plan: str, tied: bool, kv_heads: int, on_meta
     layout = run.plan.layout
     assert (run.composed.head is not None) == (layout.tp == layout.pp == 1), "who computes the loss"
     trace: Trace = {"loss": [], "norm": [], "grad": [], "weight": []}
-    run.on_gradients = lambda: trace["grad"].append(dict(run.composed.whole("gradient")))
+    run.on_gradients = lambda: trace["grad"].append(dict(run.composed.full_tensors("gradient")))
     share = BATCH // run.degree
     for batch in batches():
         mine = {name: value[run.coordinate * share :][:share] for name, value in batch.items()}
         trace["loss"].append(run.step(mine).item())
         assert run.report is not None
         trace["norm"].append(run.report.grad_norm.item())
-        trace["weight"].append(dict(run.composed.whole("weight")))
+        trace["weight"].append(dict(run.composed.full_tensors("weight")))
     trace["eval"] = run.evaluate([mine])  # of the last batch
     assert run.weights().keys() == (trace["weight"][-1].keys() if world.is_main else set())
     return trace if world.is_main else None

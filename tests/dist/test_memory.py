@@ -60,8 +60,8 @@ def fullest(held: list[Memory]) -> Memory:
 
 def predicted(plan: str, size: int, *, rank: int, tied: bool, states: int) -> Memory:
     model = build(num_layers_for(plan, size), tied)
-    anatomy = trace_shapes(model, model.describe(), ((batch()["tokens"],), {}))
-    return memory(Plan.parse(plan).resolve(size), anatomy, rank=rank, optimizer_states=states)
+    shapes = trace_shapes(model, model.describe(), ((batch()["tokens"],), {}))
+    return memory(Plan.parse(plan).resolve(size), shapes, rank=rank, optimizer_states=states)
 
 
 STAGES = [f"fp32 zero={zero} mb=1" for zero in range(4)]

@@ -19,7 +19,7 @@ from shoal.comm.world import World
 from shoal.models import llama, moe
 from shoal.numerics.gradients import global_norm, norms_of
 from shoal.numerics.local_tensor import to_local
-from shoal.numerics.ops.attention import Attended
+from shoal.numerics.ops.attention import AttentionOutput
 from shoal.parallel import parallel_model
 from shoal.parallel.context import attention, ring
 from shoal.parallel.context.attention import ContextParallel
@@ -74,7 +74,7 @@ def a_block_of_the_step_before() -> Any:
 def parts_merged_evenly() -> Any:
     """ring: parts are averaged, whatever the weight of their keys."""
 
-    def merge_(total: Attended, part: Attended) -> None:
+    def merge_(total: AttentionOutput, part: AttentionOutput) -> None:
         total.out.add_(part.out).div_(2)
         total.lse.copy_(torch.logaddexp(total.lse, part.lse))
 

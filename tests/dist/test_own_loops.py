@@ -131,7 +131,7 @@ def whole_logits(world: World, plan: str) -> tuple[Tensor, Tensor]:
     mine = run.own_tokens(batch)
     with torch.no_grad():
         logits = model(**{name: value for name, value in mine.items() if name != "labels"})
-    return run.whole_tokens(logits), run.whole_tokens(mine["labels"])
+    return run.gather_tokens(logits), run.gather_tokens(mine["labels"])
 
 
 @pytest.mark.parametrize("plan", ["cp=2", "cp=2 ulysses"])
@@ -148,7 +148,7 @@ def test_logits_of_all_tokens_in_order(pool: Pool, plan: str) -> None:
 class Small(nn.Module):
     """A person's own: no blocks, a head layout of its own, experts of shoal's."""
 
-    def __init__(self, settles: bool = True) -> None:
+    def __init__(self, attaches: bool = True) -> None:
         super().__init__()
         self.embedding = nn.Embedding(37, 16)
         self.qkv = nn.Linear(16, 48, bias=False)
@@ -156,7 +156,7 @@ class Small(nn.Module):
         self.router = shoal.Router(16, 4, top_k=2)
         self.experts = shoal.Experts(16, 8, 4)
         self.head = nn.Linear(16, 37, bias=False)
-        self.settles = settles
+        self.attaches = attaches
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         x = self.embedding(tokens)
@@ -164,8 +164,8 @@ class Small(nn.Module):
         x = x + self.attention(q, k, v).transpose(1, 2).flatten(2)
         routing, *facts = self.router(x)
         y = self.experts(x.flatten(0, 1), routing).view_as(x)
-        if self.settles:
-            y = self.router.settle(y, *facts)
+        if self.attaches:
+            y = self.router.attach_aux_loss(y, *facts)
         logits: Tensor = self.head(x + y)
         return logits
 
@@ -173,10 +173,10 @@ class Small(nn.Module):
         return Description(positions="positions", num_experts=4, active_experts=2, splits={"experts": Split.EXPERTS})
 
 
-def own_model(world: World, plan: str, settles: bool) -> list[float]:
+def own_model(world: World, plan: str, attaches: bool) -> list[float]:
     torch.manual_seed(0)
     run = Run(f"fp64 {plan}", seed=7, world=world)
-    model = Small(settles)
+    model = Small(attaches)
     for parameter in (model.router.weight, model.experts.gate_proj, model.experts.up_proj, model.experts.down_proj):
         nn.init.normal_(parameter, std=0.3)
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.3))
@@ -196,7 +196,7 @@ def test_a_model_of_ones_own_without_blocks(pool: Pool, plan: str) -> None:
 def refused(world: World, what: str) -> str:
     """The words of the refusal; empty: there was none."""
     try:
-        if what == "settle":
+        if what == "attach":
             own_model(world, "ep=2 zero=1", False)
         elif what == "direct":
             run, _, loader = prepared(world, "cp=2", "llama")
@@ -223,7 +223,7 @@ def refused(world: World, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("settle", "router.settle"),
+        ("attach", "router.attach_aux_loss"),
         ("direct", "run.batches"),
         ("unknown batch", "has to know the batch"),
         ("routers", "has to know the batch"),

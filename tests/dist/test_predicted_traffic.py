@@ -6,6 +6,7 @@ The counter looks at what torch.distributed is handed; the prediction sees only 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -21,9 +22,9 @@ from shoal.models import llama
 from shoal.parallel.expert.experts import Experts
 from shoal.parallel.expert.router import Router
 from shoal.parallel.inspect.trace_shapes import trace_shapes
-from shoal.predict.exact.traffic import traffic
+from shoal.predict.exact.traffic import LossTraffic, traffic
 from shoal.train.run import Run
-from tests.cover import beside, covered
+from tests.cover import covered
 from tests.dist.compositions import num_layers_for
 from tests.dist.pool import Pool
 
@@ -62,8 +63,9 @@ def read(size: int, words: str) -> tuple[str, dict[str, Any]]:
 
 
 def traits(size: int, words: str) -> set[Hashable]:
-    """Each word beside everything else that is said; but for the size of microbatches."""
-    return beside([word for word in words.split() if not word.startswith("mb=")], key_of)
+    """Each word, and which axes stand beside each other; but for the size of microbatches."""
+    said = [word for word in words.split() if not word.startswith("mb=")]
+    return {*said, *combinations(sorted({key_of(word) for word in said}), 2)}
 
 
 def key_of(word: str) -> str:
@@ -92,7 +94,7 @@ def batch() -> dict[str, Tensor]:
     return {"tokens": tokens, "labels": tokens.roll(-1, 1)}
 
 
-def anatomy(**options: Any) -> ModelShapes:
+def llama_shapes(**options: Any) -> ModelShapes:
     model = build(**options)
     return trace_shapes(model, model.describe(), ((batch()["tokens"],), {}))
 
@@ -122,7 +124,7 @@ def own_loss(model: nn.Module, data: dict[str, Tensor]) -> Tensor:
 def check(plan: str, of: ModelShapes, counted: list[Any], **options: Any) -> None:
     resolved = Plan.parse(plan).resolve(len(counted))
     for rank, seen in enumerate(counted):
-        predicted = traffic(resolved, of, batch=BATCH, rank=rank, **options)
+        predicted = traffic(resolved, of, batch=BATCH, rank=rank, loss=LossTraffic(**options))
         for axis, operations in predicted.items():
             for operation, messages in operations.items():
                 if messages.calls is None:  # not predicted
@@ -140,14 +142,14 @@ def check(plan: str, of: ModelShapes, counted: list[Any], **options: Any) -> Non
 )
 def test_traffic_is_what_was_predicted(pool: Pool, size: int, words: str) -> None:
     plan, options = read(size, words)
-    check(plan, anatomy(**options), pool.run(count_llama, size, plan, options))
+    check(plan, llama_shapes(**options), pool.run(count_llama, size, plan, options))
 
 
 @pytest.mark.parametrize("plan", ["fp64 tp=2 sp=off mb=4", "bf16 tp=2 sp=on"])
 def test_a_loss_of_ones_own_joins_the_logits(pool: Pool, plan: str) -> None:
     options = read(2, "")[1]
-    of = {"splits_logits": False, "counts_late": "mb" in plan}  # one microbatch on one data rank is the whole batch
-    check(plan, anatomy(**options), pool.run(count_llama, 2, plan, options, True), **of)
+    of = {"splits_logits": False, "defers_count": "mb" in plan}  # one microbatch on one data rank is the whole batch
+    check(plan, llama_shapes(**options), pool.run(count_llama, 2, plan, options, True), **of)
 
 
 # ---- models that are not ours ---------------------------------------------------------------------------------------
@@ -219,7 +221,7 @@ def count_other(world: World, kind: str, plan: str) -> Any:
 @pytest.mark.parametrize("plan", ["zero=3 mb=2", "zero=2", "dp_replicate=2"])
 def test_a_model_without_a_description(pool: Pool, plan: str) -> None:
     of = trace_shapes(Plain(), Description(), ((inputs_and_labels()["inputs"],), {}))
-    check(plan, of, pool.run(count_other, 2, "Plain", plan), counts_late=True)
+    check(plan, of, pool.run(count_other, 2, "Plain", plan), defers_count=True)
 
 
 @no_in_place
@@ -227,7 +229,7 @@ def test_a_model_without_a_description(pool: Pool, plan: str) -> None:
 def test_a_model_with_a_description_of_its_own(pool: Pool, plan: str) -> None:
     model = PostNorms()
     of = trace_shapes(model, model.describe(), ((inputs_and_labels()["inputs"],), {}))
-    check(plan, of, pool.run(count_other, 2, "PostNorms", plan), counts_late=True)
+    check(plan, of, pool.run(count_other, 2, "PostNorms", plan), defers_count=True)
 
 
 # ---- a mixture that does not say what its blocks are ----------------------------------------------------------------
@@ -243,8 +245,8 @@ class Sparse(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         routing, *facts = self.router(x)
         y = self.experts(x.flatten(0, 1), routing).view_as(x)
-        settled: Tensor = self.router.settle(x + y + self.extra(x), *facts)
-        return settled
+        attached: Tensor = self.router.attach_aux_loss(x + y + self.extra(x), *facts)
+        return attached
 
 
 class Mixture(nn.Module):

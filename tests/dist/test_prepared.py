@@ -53,7 +53,7 @@ def one_epoch(world: World, size: int, way: str, plan: str = "") -> tuple[list[f
             losses.append(float(run.step((inputs, labels))))
         else:
             losses.append(float(run.step(batch)))
-    weight = dict(run.composed.whole("weight"))["weight"]
+    weight = dict(run.composed.full_tensors("weight"))["weight"]
     return losses, weight if weight is not None else torch.zeros(()), run.evaluate(held_out)
 
 

@@ -52,14 +52,14 @@ def batch() -> dict[str, Tensor]:
 
 
 @on_ranks(2)
-def test_whole_tokens_before_anything_was_cut(world: World) -> None:
+def test_gather_tokens_before_anything_was_cut(world: World) -> None:
     run = prepared(world, "cp=2 mb=2", Reader())
     with pytest.raises(ShoalError, match="no batch was cut yet"):
         run.model(batch()["tokens"])
     mine = run.own_tokens(batch())
     logits = run.model(mine["tokens"])
     assert logits.requires_grad
-    whole = run.whole_tokens(logits)
+    whole = run.gather_tokens(logits)
     assert whole.shape == (4, 16, 31)
     assert not whole.requires_grad
     torch.testing.assert_close(whole, Reader()(batch()["tokens"]).detach())
@@ -106,7 +106,7 @@ class Sparse(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.table(tokens)
         routing, *facts = self.router(x)
-        y = self.router.settle(self.experts(x.flatten(0, 1), routing).view_as(x), *facts)
+        y = self.router.attach_aux_loss(self.experts(x.flatten(0, 1), routing).view_as(x), *facts)
         logits: Tensor = self.head(y)
         return logits
 

@@ -73,7 +73,7 @@ def test_copies_that_are_the_same_raise_no_alarm(world: World, plan: str) -> Non
         ("dp_replicate=2 dp_shard=2 zero=3", 2, "blocks.1.norm.weight: ranks 0 and 2 differ"),
         ("tp=2 dp_replicate=2 zero=0", 3, "blocks.1.norm.weight: rank 3 differs from ranks 0, 1 and 2"),
         ("pp=2 dp_replicate=2 zero=0 mb=2", 3, "blocks.1.norm.weight: ranks 2 and 3 differ"),
-        # Islands train apart, and the ranks of one island hold copies.
+        # Local SGD replicas train apart, and the ranks of one replica hold copies.
         ("dp_replicate=2 tp=2 zero=0 sync=local:8", 3, "blocks.1.norm.weight: ranks 2 and 3 differ"),
     ],
 )

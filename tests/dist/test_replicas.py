@@ -190,7 +190,7 @@ def test_weights_that_tp_ranks_share_stay_the_same(world: World, plan: str) -> N
     every = world.all_gather_object((run.mesh.coordinate["dp_replicate"], own))
     for place, others in every:
         for name, weight in others.items():
-            if place == run.mesh.coordinate["dp_replicate"] or composed.islands is None:
+            if place == run.mesh.coordinate["dp_replicate"] or composed.local_sgd is None:
                 assert torch.equal(weight, own[name]), name
 
 
@@ -218,7 +218,7 @@ def test_how_much_was_hidden_is_told(world: World) -> None:
     assert overlap.bytes > 0
 
 
-# ---- islands --------------------------------------------------------------------------------------------------------
+# ---- local SGD ------------------------------------------------------------------------------------------------------
 
 
 def batch_of(step: int, place: int, degree: int) -> tuple[Tensor, Tensor]:
@@ -228,24 +228,24 @@ def batch_of(step: int, place: int, degree: int) -> tuple[Tensor, Tensor]:
     return own[:, :-1], own[:, 1:]
 
 
-def diloco(islands: int, steps: int, every: int, *, lr: float, momentum: float) -> tuple[list[float], nn.Module]:
-    """In plain torch, one island after the other."""
+def diloco(replicas: int, steps: int, every: int, *, lr: float, momentum: float) -> tuple[list[float], nn.Module]:
+    """In plain torch, one replica after the other."""
     outer = build("llama").double()
     initialise(outer, 0)
     sgd = torch.optim.SGD(outer.parameters(), lr=lr, momentum=momentum, nesterov=momentum > 0)
-    models = [copy.deepcopy(outer) for _ in range(islands)]
+    models = [copy.deepcopy(outer) for _ in range(replicas)]
     inner = [torch.optim.AdamW(model.parameters(), lr=LR) for model in models]
     losses = []
     for step in range(steps):
         total = 0.0
         for place, (model, optimizer) in enumerate(zip(models, inner, strict=True)):
-            tokens, labels = batch_of(step, place, islands)
+            tokens, labels = batch_of(step, place, replicas)
             loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
-            total += float(loss.detach()) / islands
+            total += float(loss.detach()) / replicas
         losses.append(total)
         if (step + 1) % every == 0:
             sgd.zero_grad()
@@ -262,14 +262,14 @@ def _trained_by_the_mean(world: World, plan: str, steps: int) -> tuple[list[floa
 
 
 @pytest.mark.parametrize(
-    ("ranks", "plan", "islands"),
+    ("ranks", "plan", "replicas"),
     [(2, "mb=4", 2), (3, "", 3), (4, "dp_replicate=2 zero=3 mb=3", 2), (4, "dp_replicate=2 tp=2", 2),
      (4, "dp_replicate=2 pp=2 1f1b mb=3", 2)],
 )  # fmt: skip
-def test_islands_meet_as_in_plain_torch(pool: Pool, ranks: int, plan: str, islands: int) -> None:
+def test_local_sgd_matches_plain_torch(pool: Pool, ranks: int, plan: str, replicas: int) -> None:
     way, lr, momentum = ("local", 1.0, 0.0) if ranks == 3 else ("diloco", 0.7, 0.9)
     (losses, weights), *_ = pool.run(_trained_by_the_mean, ranks, f"{plan} sync={way}:3", 7)
-    expected, outer = diloco(islands, 7, 3, lr=lr, momentum=momentum)
+    expected, outer = diloco(replicas, 7, 3, lr=lr, momentum=momentum)
     assert losses == pytest.approx(expected, rel=1e-9)
     for name, weight in outer.named_parameters():
         assert torch.allclose(weights[name], weight, rtol=1e-7, atol=1e-9), name
@@ -279,27 +279,27 @@ def test_islands_meet_as_in_plain_torch(pool: Pool, ranks: int, plan: str, islan
 def test_fragments_take_turns_and_late_ones_keep_what_was_done_meanwhile(world: World) -> None:
     """Held against the same written out in plain torch for this one case: 2 fragments, every 4 steps, 1 step late."""
     run = started(world, "sync=diloco:4", outer=OuterOptimizer(lr=0.5, momentum=0.0, fragments=2, delay=1))
-    islands = run.composed.islands
-    assert islands is not None
+    local_sgd = run.composed.local_sgd
+    assert local_sgd is not None
     shared = {name: p.detach().clone() for name, p in run.composed.named.items()}
     at_send: dict[str, Tensor] = {}
     for step in range(1, 10):
         run.step(share(run, step))
         own = {name: p.detach().clone() for name, p in run.composed.named.items()}
-        for number, fragment in enumerate(islands.fragments):
+        for number, fragment in enumerate(local_sgd.fragments):
             if step in ((3, 7), (5, 9))[number]:  # sent after 2, 6 and 4, 8; applied one step later
                 for name in fragment.named:
                     away = torch.stack([shared[name] - sent[name] for sent in world.all_gather_object(at_send)]).mean(0)
                     shared[name] = shared[name] - 0.5 * away
-                    assert torch.allclose(islands.shared[name], shared[name], rtol=1e-9, atol=1e-12), (step, name)
+                    assert torch.allclose(local_sgd.shared[name], shared[name], rtol=1e-9, atol=1e-12), (step, name)
             if step in ((2, 6), (4, 8))[number]:
                 at_send.update({name: own[name] for name in fragment.named})
-    assert len(islands.fragments) == 2
-    assert all(islands.fragments[n].named for n in range(2))
+    assert len(local_sgd.fragments) == 2
+    assert all(local_sgd.fragments[n].named for n in range(2))
 
 
 @on_ranks(2)
-def test_islands_make_their_first_steps_together(world: World) -> None:
+def test_local_sgd_averages_the_gradients_of_its_first_steps(world: World) -> None:
     """By the mean of their gradients, so that nothing is to be exchanged; then each goes its own way."""
     plain = started(world, "mb=6")
     run = started(world, "sync=local:3 compress=topk:0.1 mb=6", warmup_steps=2)
@@ -311,7 +311,7 @@ def test_islands_make_their_first_steps_together(world: World) -> None:
         assert_same(*world.all_gather_object({name: p.detach().clone() for name, p in run.composed.named.items()}))
     for name, weight in plain.weights().items():
         assert torch.allclose(run.weights()[name], weight, rtol=1e-8, atol=1e-10), name
-    run.step(share(run, 2))  # of the third, all islands meet, in few bytes
+    run.step(share(run, 2))  # of the third, all replicas synchronize, in few bytes
     sent = run.report.overlap if run.report is not None else None
     assert sent is not None
     assert 0 < sent.bytes < 8 * sum(parameter.numel() for parameter in run.parameters)
@@ -319,7 +319,7 @@ def test_islands_make_their_first_steps_together(world: World) -> None:
 
 @on_ranks(4)
 def test_how_far_gradients_lie_apart_is_measured(world: World) -> None:
-    """A signal that all islands see, and noise of their own."""
+    """A signal that all replicas see, and noise of their own."""
     everybody, alone = dist.group.WORLD, dist.new_group([world.rank], use_local_synchronization=True)
     assert everybody is not None
     finite, shapes = torch.zeros(()), [(100, 300), (7,), (5000,)]
@@ -345,8 +345,8 @@ def test_how_far_gradients_lie_apart_is_measured(world: World) -> None:
     assert picked([torch.empty(0, 3), torch.empty(0)], 5).numel() == 0
 
 
-def test_a_mean_of_islands_is_as_long_as_the_step_of_one_model(pool: Pool) -> None:
-    """With tokens drawn at random there is little but noise: Adam's steps of four islands are half as long as they
+def test_a_mean_of_replicas_is_as_long_as_the_step_of_one_model(pool: Pool) -> None:
+    """With tokens drawn at random there is little but noise: Adam's steps of four replicas are half as long as they
     should be, on average, unless somebody looks."""
     started_from = build("llama")
     initialise(started_from, 0)
@@ -368,8 +368,8 @@ def _trained_so(world: World, words: str, options: dict[str, Any]) -> tuple[list
     ("ranks", "plan"),
     [(4, "dp_replicate=2 tp=2 sp=off"), (4, "dp_replicate=2 zero=3"), (4, "dp_replicate=2 pp=2 mb=3")],
 )
-def test_ranks_of_an_island_stretch_alike(pool: Pool, ranks: int, plan: str) -> None:
-    """By one number, near that of islands that are one rank each: it is measured at other places."""
+def test_ranks_of_a_replica_rescale_alike(pool: Pool, ranks: int, plan: str) -> None:
+    """By one number, near that of replicas that are one rank each: it is measured at other places."""
     every = pool.run(_stretched, ranks, f"{plan} sync=local:1")
     losses, factor = pool.run(_stretched, 2, "sync=local:1")[0]
     assert every == [every[0]] * ranks
@@ -381,14 +381,14 @@ def test_ranks_of_an_island_stretch_alike(pool: Pool, ranks: int, plan: str) -> 
 def _stretched(world: World, plan: str) -> tuple[list[float], float]:
     run = started(world, plan)
     losses = [float(run.step(share(run, step))) for step in range(6)]
-    islands = run.composed.islands
-    assert islands is not None
-    assert islands.step_scale is not None
-    return losses, float(islands.step_scale.factor(2))
+    local_sgd = run.composed.local_sgd
+    assert local_sgd is not None
+    assert local_sgd.step_scale is not None
+    return losses, float(local_sgd.step_scale.factor(2))
 
 
 @on_ranks(2)
-def test_islands_that_were_apart_stay_so(world: World) -> None:
+def test_replicas_that_were_apart_stay_so(world: World) -> None:
     """Another way to meet after a resume, whose first steps are not over: each has an optimizer of its own by now."""
     with TemporaryDirectory() as folder:
         shared_folder = world.all_gather_object(folder)[0]
@@ -398,16 +398,16 @@ def test_islands_that_were_apart_stay_so(world: World) -> None:
         run.save(shared_folder)
         again = started(world, "sync=local:1 compress=powersgd:2 mb=6", warmup_steps=6)
         assert again.load(shared_folder) == 4
-        islands = again.composed.islands
-        assert islands is not None
+        local_sgd = again.composed.local_sgd
+        assert local_sgd is not None
         for step in range(4, 9):
             again.step(share(again, step))
-            assert_same(*world.all_gather_object({name: one.clone() for name, one in islands.shared.items()}))
+            assert_same(*world.all_gather_object({name: one.clone() for name, one in local_sgd.shared.items()}))
         world.barrier()
 
 
 @on_ranks(2)
-def test_first_steps_leave_alone_what_no_island_uses(world: World) -> None:
+def test_warmup_steps_leave_alone_what_no_replica_uses(world: World) -> None:
     loss = {"loss": lambda model, batch: (model(batch["x"]).sum(), 1)}
     run = Run("fp64 sync=local:2", world=world, warmup_steps=2, **loss)
     model = run.prepare(Forked(world.rank))
@@ -420,25 +420,25 @@ def test_first_steps_leave_alone_what_no_island_uses(world: World) -> None:
 
 @on_ranks(2)
 def test_what_is_owed_is_paid_in_the_end(world: World) -> None:
-    """What was left out of every meeting is owed, until the last one gives all islands the mean of where they came."""
+    """What every exchange left out is a residual, until the last one gives all replicas the mean of their weights."""
     run = started(world, "sync=local:1 compress=topk:0.01 mb=6")
-    islands = run.composed.islands
-    assert islands is not None
+    local_sgd = run.composed.local_sgd
+    assert local_sgd is not None
     for step in range(3):
         run.step(share(run, step))
-    owed = {name: debt.clone() for one in islands.fragments for name, debt in one.residuals()}
+    owed = {name: debt.clone() for one in local_sgd.fragments for name, debt in one.residuals()}
     assert any(debt.count_nonzero() for debt in owed.values())
     before = run.weights()
     mean = {name: sum(one[name] for one in world.all_gather_object(owed)) / world.size for name in owed}
-    run.meet()
+    run.sync_replicas()
     for name, weight in run.weights().items():
         assert torch.allclose(weight, before[name] - mean[name], rtol=0, atol=1e-15), name
-    assert not any(debt.count_nonzero() for one in islands.fragments for _, debt in one.residuals())
+    assert not any(debt.count_nonzero() for one in local_sgd.fragments for _, debt in one.residuals())
 
 
 @on_ranks(2)
-def test_no_island_goes_on_where_one_has_lost_its_way(world: World) -> None:
-    """A gradient that is not finite on one island: all drop the step, and nobody waits for anybody."""
+def test_no_replica_updates_if_one_gradient_is_not_finite(world: World) -> None:
+    """A gradient that is not finite on one replica: all drop the step, and no rank waits."""
     step = [0]
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -453,7 +453,7 @@ def test_no_island_goes_on_where_one_has_lost_its_way(world: World) -> None:
         before = model.weight.detach().clone()
         run.step({"x": torch.ones(2, 3, dtype=torch.float64)})
         assert torch.equal(before, model.weight) == (number == 2) or run.steps_done == 3
-        run.settle()
+        run.check_last_step()
     assert model.weight.isfinite().all()
 
 
@@ -473,16 +473,16 @@ def test_the_shared_weights_are_what_is_told(world: World) -> None:
     for step in range(4):  # one step after a meeting
         run.step(share(run, step))
     first, second = world.all_gather_object({n: p.detach().clone() for n, p in run.composed.named.items()})
-    assert any(not torch.equal(first[name], second[name]) for name in first), "islands are not islands"
-    assert run.composed.islands is not None
+    assert any(not torch.equal(first[name], second[name]) for name in first), "replicas did not train apart"
+    assert run.composed.local_sgd is not None
     if world.is_main:
-        assert all(torch.equal(w, run.composed.islands.shared[n]) for n, w in run.weights().items())
+        assert all(torch.equal(w, run.composed.local_sgd.shared[n]) for n, w in run.weights().items())
     else:
         run.weights()
-    run.meet()
+    run.sync_replicas()
     first, second = world.all_gather_object({n: p.detach().clone() for n, p in run.composed.named.items()})
     assert all(torch.equal(first[name], second[name]) for name in first)
-    run.meet()  # nothing has happened since
+    run.sync_replicas()  # nothing has happened since
     assert all(torch.equal(p, first[n]) for n, p in run.composed.named.items())
 
 
@@ -524,7 +524,7 @@ def test_copies_that_owe_each_their_own_go_on_bit_for_bit(
         (("sync=diloco:6", OuterOptimizer(fragments=2, delay=2)), ("sync=diloco:6", OuterOptimizer(fragments=3))),
     ],
 )
-def test_late_islands_may_change_their_ways(
+def test_delayed_local_sgd_may_change_its_settings(
     pool: Pool, tmp_path: Path, before: tuple[str, OuterOptimizer], after: tuple[str, OuterOptimizer]
 ) -> None:
     """No weight goes where no gradient has pushed it."""
@@ -539,7 +539,7 @@ def _weights_after_loading(world: World, plan: str, folder: str) -> dict[str, Te
     return run.weights()
 
 
-def test_who_has_no_islands_takes_the_mean_of_those_that_there_were(pool: Pool, tmp_path: Path) -> None:
+def test_a_run_without_local_sgd_loads_the_mean_of_the_replicas(pool: Pool, tmp_path: Path) -> None:
     pool.run(_begin, 2, "sync=diloco:100", {}, str(tmp_path / "run"), 4, 0)
     saved = whole(tmp_path / "run")
     for ranks in (1, 2):
@@ -584,7 +584,7 @@ SAVED_ON = [(2, "", *saved) for saved in SAVED] + [(4, "dp_replicate=2 zero=3", 
 
 
 def traits(ranks: int, plan: str, words: str, options: dict[str, Any]) -> list[Hashable]:
-    """All words, and both layouts with replicas that meet in every step and with islands."""
+    """All words, and both layouts with replicas that synchronize in every step and with local SGD."""
     return [words, (plan, "sync" in words)]
 
 
@@ -602,7 +602,7 @@ def test_goes_on_bit_for_bit_on_the_same_layout(
 def test_goes_on_with_another_number_of_replicas(
     pool: Pool, tmp_path: Path, words: str, options: dict[str, Any]
 ) -> None:
-    """What is owed, and what islands have learnt, on average, is the same before and after."""
+    """Residuals, and what replicas have learnt, on average, is the same before and after."""
     folder = str(tmp_path / "run")
     undisturbed = pool.run(_begin, 3, words, options, folder, 5, 2)[0]
     before = means(whole(Path(folder)))
@@ -720,7 +720,7 @@ def test_a_step_that_is_dropped_leaves_what_is_owed(world: World, method: str, b
 
 
 @on_ranks(2)
-def test_where_nothing_is_dropped_one_island_spoils_all_when_they_meet(world: World) -> None:
+def test_without_nan_checks_one_replica_spoils_all_at_the_exchange(world: World) -> None:
     """`on_nan: ignore` means it: nobody is asked whether gradients are finite, but the mean of all is not."""
     spoilt = []
     run = Run("fp64 sync=local:3", world=world, on_nan="ignore", loss=lambda model, batch: (model(batch["x"]).sum(), 1))

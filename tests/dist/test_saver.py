@@ -41,7 +41,7 @@ def _save_beside_steps(world: World, now: str, later: str) -> tuple[float, float
         held = time.perf_counter() - began
         for step in range(1, 4):
             run.step(share(run, step))
-        run.saved(later)
+        run.wait_for_save(later)
         return held, time.perf_counter() - began
     finally:
         del os.environ[VARIABLE]
@@ -65,7 +65,7 @@ def test_one_save_at_a_time(world: World, tmp_path: Path) -> None:
         began = time.perf_counter()
         run.save(tmp_path / "here", wait=False)  # waits for the one before
         assert time.perf_counter() - began > 0.3
-        run.saved(tmp_path / "here")
+        run.wait_for_save(tmp_path / "here")
         assert {path.name for path in (tmp_path / "here").glob("step-*")} == {"step-00000001", "step-00000002"}
     finally:
         del os.environ[VARIABLE]
@@ -81,7 +81,7 @@ def test_a_save_that_failed_is_raised_to_who_asks(world: World, tmp_path: Path) 
         run.save(tmp_path / "here", wait=False)
         run.step(share(run, 1))
         with pytest.raises(RunFailed, match=r"step 1 was not saved.*rank 1: No space left on device"):
-            run.saved(tmp_path / "here")
+            run.wait_for_save(tmp_path / "here")
     finally:
         os.environ.pop(VARIABLE, None)
     run.step(share(run, 2))
@@ -95,7 +95,7 @@ def test_fifty_saves_take_no_more_memory_than_ten(world: World, tmp_path: Path) 
         run.step(share(run, step))
         run.save(tmp_path / "here", wait=False, keep=2)
         sizes.append(resident())
-    run.saved(tmp_path / "here")
+    run.wait_for_save(tmp_path / "here")
     assert max(sizes[10:]) - sizes[9] < 4 * 2**20
     assert len(list((tmp_path / "here").iterdir())) == 3  # two steps, and `latest`
 

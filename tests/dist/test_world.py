@@ -177,11 +177,7 @@ def test_picked_device(
 @pytest.mark.parametrize(
     ("name", "num_cuda", "text"),
     [
-        (
-            "cuda",
-            0,
-            r"device cuda was asked for, but this machine has no CUDA device \[N014\]\n    fix: --launch.device cpu",
-        ),
+        ("cuda", 0, r"device is cuda, but this machine has no CUDA device \[N014\]\n    fix: --launch.device cpu"),
         ("cuda", 2, r"4 ranks on this machine, but 2 CUDA devices[^§]*fix: --launch.nproc 2"),
         ("auto", 2, r"4 ranks on this machine, but 2 CUDA devices"),
         ("tpu", 2, r"device must be auto, cpu or cuda, got 'tpu' \[R049\]\n    fix: --launch.device auto"),
@@ -205,7 +201,7 @@ def test_a_connection_that_a_stranger_has_taken_ends_the_run(world: World) -> No
 
 def groups_of_a_run(place: Placement, store: dist.Store) -> tuple[bool, int]:
     with World.start(place, device="cpu", store=store, timeout=30) as world:
-        world.beside()
+        world.with_own_connections()
         Mesh.make(world, Layout(tp=2))
         assert world.session is not None
         return world.session.key != place.key, next(world.session._numbers)

@@ -14,7 +14,7 @@ from torch import Tensor
 from shoal.comm.rendezvous.environment import Placement
 from shoal.comm.world import World
 from shoal.launch.local import launch
-from shoal.numerics.ops.attention import Attended, attend, attend_backward, merge_
+from shoal.numerics.ops.attention import AttentionOutput, attend, attend_backward, merge_
 from shoal.numerics.precision import wide
 from shoal.parallel.context.attention import Attention, ContextParallel
 
@@ -113,15 +113,15 @@ def test_parts_make_the_whole(dtype: torch.dtype, num_kv_heads: int, is_masked: 
     q, k, v, grad = drawn(dtype, num_kv_heads, tokens, tokens)
     mask = random_sight(tokens, tokens) if is_masked else None
     exact = exact_of(q, k, v, grad, torch.ones((), dtype=torch.bool, device="cuda") if mask is None else mask)
-    total: Attended | None = None
+    total: AttentionOutput | None = None
     for start, stop in bounds:
         part = attend(q, k[:, :, start:stop], v[:, :, start:stop], None if mask is None else mask[..., start:stop])
         if total is None:
-            total = Attended(part.out.to(wide(dtype)).clone(), part.lse.clone())
+            total = AttentionOutput(part.out.to(wide(dtype)).clone(), part.lse.clone())
         else:
             merge_(total, part)
     assert total is not None
-    whole = Attended(total.out.to(dtype), total.lse)
+    whole = AttentionOutput(total.out.to(dtype), total.lse)
     assert relative(whole.out, exact.out) < TOLERANCES[dtype]
     assert relative(whole.lse, exact.lse) < TOLERANCES[dtype]
     sums = [torch.zeros_like(x, dtype=wide(dtype)) for x in (q, k, v)]

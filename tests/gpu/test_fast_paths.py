@@ -236,7 +236,7 @@ def run(request: pytest.FixtureRequest) -> Iterator[Run]:
         if request.param == "torch's":
             run.prepare(torch.optim.AdamW(run.parameters, lr=1e-3, fused=True))
         else:
-            run.prepare(AdamW(run.parameters, lr=1e-3, states=weights))
+            run.prepare(AdamW(run.parameters, lr=1e-3, state_dtype=weights))
         yield run
 
 
@@ -309,7 +309,7 @@ def test_the_kernel_of_adamw(states: Any, bound: float) -> None:
     torch.manual_seed(0)
     options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     ours, theirs = ([nn.Parameter(torch.ones(n, device="cuda")) for n in (5000, 7, 1 << 20)] for _ in range(2))
-    mine, reference = AdamW(ours, states=states, **options), torch.optim.AdamW(theirs, fused=True, **options)
+    mine, reference = AdamW(ours, state_dtype=states, **options), torch.optim.AdamW(theirs, fused=True, **options)
     for step in range(6):
         for one, other in zip(ours, theirs, strict=True):
             one.grad = torch.randn_like(one)

@@ -200,7 +200,7 @@ def test_weights_in_bf16_are_updated_as_in_float64_but_for_their_rounding(states
     exact = nn.Parameter(start.double())
     options = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     weight.grad, exact.grad = gradient.clone(), gradient.double()
-    AdamW([weight], states=states, **options).step()  # type: ignore[arg-type]
+    AdamW([weight], state_dtype=states, **options).step()  # type: ignore[arg-type]
     torch.optim.AdamW([exact], **options).step()
     apart = weight.double() - exact
     step = exact.detach().abs().log2().floor().sub(7).exp2()  # between two bfloat16 of that size
@@ -214,7 +214,7 @@ def test_weights_in_bf16_are_updated_as_in_float64_but_for_their_rounding(states
 @pytest.mark.parametrize("states", ["fp32", "bf16"])
 def test_changes_far_below_a_step_add_up(states: str) -> None:
     parameter = nn.Parameter(torch.ones(65536, dtype=torch.bfloat16, device="cuda"))
-    optimizer = AdamW([parameter], lr=2**-7 / 50, weight_decay=0.0, states=states)  # type: ignore[arg-type]
+    optimizer = AdamW([parameter], lr=2**-7 / 50, weight_decay=0.0, state_dtype=states)  # type: ignore[arg-type]
     for _ in range(100):
         parameter.grad = -torch.ones_like(parameter)
         optimizer.step()

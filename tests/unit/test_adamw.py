@@ -64,7 +64,7 @@ def test_rounding_at_random_has_the_right_mean_and_two_values() -> None:
 def test_a_moment_in_bf16_still_moves_by_less_than_a_step() -> None:
     """Rounded to the nearest, a second moment that shrinks by 0.1 % a step would stand still."""
     parameter = nn.Parameter(torch.ones(4096))
-    optimizer = AdamW([parameter], lr=0.0, betas=(0.9, 0.999), weight_decay=0.0, states="bf16")
+    optimizer = AdamW([parameter], lr=0.0, betas=(0.9, 0.999), weight_decay=0.0, state_dtype="bf16")
     parameter.grad = torch.ones(4096)
     optimizer.step()
     start = optimizer.state[parameter]["exp_avg_sq"].float().mean()
@@ -103,10 +103,10 @@ def test_the_same_again_and_from_a_saved_state() -> None:
         return [parameter.detach().clone() for parameter in parameters]
 
     first, again = weights(), weights()
-    whole = run(range(6), first, AdamW(first, states="bf16", **OPTIONS))
-    half = AdamW(again, states="bf16", **OPTIONS)
+    whole = run(range(6), first, AdamW(first, state_dtype="bf16", **OPTIONS))
+    half = AdamW(again, state_dtype="bf16", **OPTIONS)
     run(range(3), again, half)
-    resumed = AdamW(again, states="bf16", **OPTIONS)
+    resumed = AdamW(again, state_dtype="bf16", **OPTIONS)
     resumed.load_state_dict(copy.deepcopy(half.state_dict()))
     for one, other in zip(whole, run(range(3, 6), again, resumed), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
@@ -115,7 +115,10 @@ def test_the_same_again_and_from_a_saved_state() -> None:
 def test_copies_of_one_parameter_are_rounded_alike_wherever_they_stand() -> None:
     """The two ends of a pipeline each hold a tied embedding, among other parameters."""
     first, last = nn.Parameter(torch.ones(64, 8)), nn.Parameter(torch.ones(64, 8))
-    ends = AdamW([first, *weights()], states="bf16", **OPTIONS), AdamW([*weights(), last], states="bf16", **OPTIONS)
+    ends = (
+        AdamW([first, *weights()], state_dtype="bf16", **OPTIONS),
+        AdamW([*weights(), last], state_dtype="bf16", **OPTIONS),
+    )
     for step in range(4):
         for optimizer in ends:
             for group in optimizer.param_groups:
@@ -129,7 +132,7 @@ def test_copies_of_one_parameter_are_rounded_alike_wherever_they_stand() -> None
 
 def test_a_copy_of_an_optimizer_is_one() -> None:
     parameters = weights()
-    again = copy.deepcopy(AdamW(parameters, states="bf16", **OPTIONS))
+    again = copy.deepcopy(AdamW(parameters, state_dtype="bf16", **OPTIONS))
     give_gradients(again.param_groups[0]["params"], 0)
     step_scaled(again, divisor=None, is_dropped=torch.tensor(0.0))
     assert {state["exp_avg"].dtype for state in again.state.values()} == {torch.bfloat16}
@@ -169,7 +172,8 @@ def test_it_goes_on_from_the_states_of_torchs_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("states", "fp16"), ("lr", -1e-3), ("betas", (1.0, 0.9)), ("eps", -1.0), ("weight_decay", -0.1)]
+    ("name", "value"),
+    [("state_dtype", "fp16"), ("lr", -1e-3), ("betas", (1.0, 0.9)), ("eps", -1.0), ("weight_decay", -0.1)],
 )
 def test_options_that_cannot_be_are_told_when_it_is_made(name: str, value: object) -> None:
     with rejects("T036", match=f"{name} must be"):

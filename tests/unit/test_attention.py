@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.numerics.ops.attention import Attended, additive, attend, attend_backward, is_part_of_attention, merge_, wide
+from shoal.numerics.ops.attention import (
+    AttentionOutput,
+    additive,
+    attend,
+    attend_backward,
+    is_part_of_attention,
+    merge_,
+    wide,
+)
 
 # Relative to the largest value: sums of some dozen terms in another order.
 TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-5}
@@ -114,12 +122,12 @@ def test_one_mask_for_all_samples() -> None:
 BOUNDS = [(0, 7), (7, 12), (12, 14)]
 
 
-def merged(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bounds: list[tuple[int, int]]) -> Attended:
+def merged(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bounds: list[tuple[int, int]]) -> AttentionOutput:
     parts = [
         attend(q, k[:, :, start:stop], v[:, :, start:stop], None if mask is None else mask[..., start:stop])
         for start, stop in bounds
     ]
-    total = Attended(parts[0].out.clone(), parts[0].lse.clone())
+    total = AttentionOutput(parts[0].out.clone(), parts[0].lse.clone())
     for part in parts[1:]:
         merge_(total, part)
     return total
@@ -183,9 +191,9 @@ def test_a_query_that_sees_nothing_of_any_part(dtype: torch.dtype) -> None:
 def test_a_merge_writes_to_the_total_alone() -> None:
     q, k, v, _ = drawn(torch.float64, 2)
     first, second = (attend(q, k[:, :, a:b], v[:, :, a:b]) for a, b in ((0, 7), (7, 14)))
-    before = Attended(second.out.clone(), second.lse.clone())
-    total = Attended(first.out.clone(), first.lse.clone())
-    merge_(Attended(*(x.narrow(2, 5, 5) for x in total)), Attended(*(x.narrow(2, 5, 5) for x in second)))
+    before = AttentionOutput(second.out.clone(), second.lse.clone())
+    total = AttentionOutput(first.out.clone(), first.lse.clone())
+    merge_(AttentionOutput(*(x.narrow(2, 5, 5) for x in total)), AttentionOutput(*(x.narrow(2, 5, 5) for x in second)))
     assert torch.equal(total.out[:, :, :5], first.out[:, :, :5])
     assert_close(total.out[:, :, 5:], written_out(q, k, v)[0][:, :, 5:], torch.float64)
     assert all(torch.equal(ours, kept) for ours, kept in zip(second, before, strict=True))

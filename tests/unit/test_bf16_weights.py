@@ -119,7 +119,7 @@ def test_a_run_does_not_go_on_with_weights_of_another_kind(saved: str, loaded: s
     with prepared(saved, 1e-3, "fp32") as run:
         run.step(batches(1)[0])
         run.save(tmp_path)
-    with prepared(loaded, 1e-3, "fp32") as run, rejects("C018", match=r"weights was b?float\d\d"):
+    with prepared(loaded, 1e-3, "fp32") as run, rejects("C018", match=r"param_dtype was b?float\d\d"):
         run.load(tmp_path)
 
 
@@ -135,7 +135,7 @@ def test_a_run_does_not_go_on_with_states_of_another_kind(
         made = (
             torch.optim.AdamW(model.parameters())
             if states is None
-            else AdamW(model.parameters(), lr=1e-3, states=states)
+            else AdamW(model.parameters(), lr=1e-3, state_dtype=states)
         )
         run.prepare(model, made)
         return run
@@ -143,7 +143,7 @@ def test_a_run_does_not_go_on_with_states_of_another_kind(
     with going_with(saved) as run:
         run.step(torch.ones(2, 4))
         run.save(tmp_path)
-    with going_with(loaded) as run, rejects("C018", match=r"states was (bf16|fp32), and is (bf16|fp32)"):
+    with going_with(loaded) as run, rejects("C018", match=r"state_dtype was (bf16|fp32), and is (bf16|fp32)"):
         run.load(tmp_path)
     with going_with("fp32" if saved is None else saved) as run:  # torch's and shoal's own are the same then
         assert run.load(tmp_path) == 1
@@ -176,7 +176,7 @@ def test_torch_and_own_copies_take_them_alike() -> None:
     """A copy of an optimizer rounds as the first one does."""
     one = nn.Parameter(torch.ones(64, 8, dtype=torch.bfloat16))
     other = nn.Parameter(one.detach().clone())
-    first, second = (AdamW([p], lr=1e-3, states="bf16") for p in (one, other))
+    first, second = (AdamW([p], lr=1e-3, state_dtype="bf16") for p in (one, other))
     for step in range(3):
         for parameter, optimizer in ((one, first), (other, second)):
             parameter.grad = torch.randn(64, 8, generator=torch.Generator().manual_seed(step)).bfloat16()

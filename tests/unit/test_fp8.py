@@ -51,7 +51,7 @@ def test_a_layer_stays_the_one_that_it_is(scaling: Scaling, is_alone: bool) -> N
     x = torch.randn(16, 32)
     expected = layer(x)
     layer.register_forward_hook(lambda *call: seen.append(call))
-    to_fp8(layer if is_alone else nn.Sequential(layer), scaling, torch.device("cpu"), narrow=16)
+    to_fp8(layer if is_alone else nn.Sequential(layer), scaling, torch.device("cpu"), min_features=16)
     found = layer(x)
     found.sum().backward()
     assert len(seen) == 1

@@ -32,7 +32,7 @@ from shoal.errors import ShoalError
 from shoal.files import PrivateFolder
 from shoal.observe.metrics import JsonLines
 from shoal.observe.run_directory import RunDirectory
-from shoal.train.recipe.saving.memory_rescue import flush_memory_tier
+from shoal.train.recipe.saving.memory_flush import flush_memory_tier
 from tests.power import Operation, Recorder, Replay, Tree, read_tree, states, write_tree
 
 RANKS = 2

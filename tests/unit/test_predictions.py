@@ -36,8 +36,9 @@ from shoal.parallel.context import ring, ulysses
 from shoal.parallel.context.attention import Attention, attended
 from shoal.parallel.data import ddp
 from shoal.parallel.inspect.trace_shapes import trace_shapes
+from shoal.predict.exact.data_traffic import BUCKET_BYTES
 from shoal.predict.exact.memory import memory
-from shoal.predict.exact.traffic import BUCKET_BYTES, Messages, traffic
+from shoal.predict.exact.traffic import Messages, traffic
 
 D, T, V, LAYERS, BATCH = 64, 16, 128, 4, 16
 ELEMENTS = 2 * V * D + LAYERS * 2 * D * D  # embedding, head, and two matrices a block
@@ -49,22 +50,22 @@ def textbook(**changes: object) -> ModelShapes:
     blocks = tuple(f"blocks.{i}" for i in range(LAYERS))
     pieces = {f"{block}.{way}.weight": (D, D) for block in blocks for way in ("up", "down")}
     splits = {"blocks.*.up": Split.COLUMN, "blocks.*.down": Split.ROW, "embed": Split.VOCABULARY}
-    crossings = [TPBoundary(module="embed", way="leave", shape=(T, D))]
+    tp_boundaries = [TPBoundary(module="embed", way="leave", shape=(T, D))]
     for block in blocks:
-        crossings.append(TPBoundary(module=f"{block}.up", way="enter", shape=(T, D)))
-        crossings.append(TPBoundary(module=f"{block}.down", way="leave", shape=(T, D), is_repeated=False))
-    anatomy = ModelShapes(
+        tp_boundaries.append(TPBoundary(module=f"{block}.up", way="enter", shape=(T, D)))
+        tp_boundaries.append(TPBoundary(module=f"{block}.down", way="leave", shape=(T, D), is_repeated=False))
+    shapes = ModelShapes(
         description=Description(before_blocks=("embed",), blocks=blocks, after_blocks=("head",), splits=splits),
         parameters={"embed.weight": (V, D), **pieces, "head.weight": (V, D)},
         stream=(T, D),
-        crossings=tuple(crossings),
+        tp_boundaries=tuple(tp_boundaries),
         lookups=frozenset(["embed.weight"]),
     )
-    return replace(anatomy, **changes)  # type: ignore[arg-type]
+    return replace(shapes, **changes)  # type: ignore[arg-type]
 
 
-def of(words: str, size: int, *, rank: int = 0, anatomy: ModelShapes | None = None) -> dict[str, dict[str, Messages]]:
-    return traffic(Plan.parse(words).resolve(size), anatomy or textbook(), batch=BATCH, rank=rank, sizes=SIZES)
+def of(words: str, size: int, *, rank: int = 0, shapes: ModelShapes | None = None) -> dict[str, dict[str, Messages]]:
+    return traffic(Plan.parse(words).resolve(size), shapes or textbook(), batch=BATCH, rank=rank, sizes=SIZES)
 
 
 # ---- the textbook ---------------------------------------------------------------------------------------------------
@@ -116,14 +117,14 @@ def test_a_pipeline_sends_over_each_boundary_both_ways() -> None:
 def test_large_gradients_of_a_pipeline_are_averaged_in_buckets() -> None:
     rows = BUCKET_BYTES // 4 // D  # one such matrix fills a bucket
     large = textbook(parameters={**textbook().parameters, "embed.weight": (rows, D)})
-    step = of("pp=2 dp_replicate=2 mb=1", 4, anatomy=large)
+    step = of("pp=2 dp_replicate=2 mb=1", 4, shapes=large)
     rest = 4 * D * D * sum(name.startswith("blocks") for part in parts_of("pp=2", large) for name in part)
     assert step["dp_replicate"] == {"all_reduce": (2, BUCKET_BYTES + rest)}
     assert ddp.BUCKET_BYTES == BUCKET_BYTES
 
 
-def parts_of(words: str, anatomy: ModelShapes) -> list[list[str]]:
-    return [list(part.pieces) for part in parts(Plan.parse(words).resolve(2), anatomy, 0)]
+def parts_of(words: str, shapes: ModelShapes) -> list[list[str]]:
+    return [list(part.pieces) for part in parts(Plan.parse(words).resolve(2), shapes, 0)]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +152,7 @@ def test_frozen_parameters_are_held_and_gathered_but_have_no_gradient() -> None:
     frozen = textbook(frozen=frozenset(["embed.weight"]))
     held = memory(Plan.parse("zero=3").resolve(4), frozen, rank=0, sizes=SIZES)
     assert (held.parameters, held.gradients) == (P // 4, (P - LAST) // 4)
-    assert of("zero=1", 4, anatomy=frozen)["dp_shard"] == {"all_gather": (6, P), "reduce_scatter": (5, P - LAST)}
+    assert of("zero=1", 4, shapes=frozen)["dp_shard"] == {"all_gather": (6, P), "reduce_scatter": (5, P - LAST)}
 
 
 # ---- context parallelism --------------------------------------------------------------------------------------------
@@ -200,11 +201,11 @@ def attentive(**changes: Any) -> ModelShapes:
 def test_keys_and_values_go_round() -> None:
     block = 4 * 2 * K * (T // 4) * H  # bytes of keys and values of one sample and rank
     there, back = m * LAYERS * 3, m * LAYERS * 2 * 3  # forward; backward: again, and the gradients
-    step = of("cp=4 mb=4", 4, anatomy=attentive())
+    step = of("cp=4 mb=4", 4, shapes=attentive())
     assert step["cp"] == dict.fromkeys(("send", "recv"), (there + back, 4 * (there + back) * block))
-    again = of("cp=4 mb=4 recompute=full", 4, anatomy=attentive())["cp"]["send"]
+    again = of("cp=4 mb=4 recompute=full", 4, shapes=attentive())["cp"]["send"]
     assert again == (2 * there + back, 4 * (2 * there + back) * block)
-    frozen = of("cp=4 mb=4", 4, anatomy=attentive(has_backward=False))["cp"]["send"]
+    frozen = of("cp=4 mb=4", 4, shapes=attentive(has_backward=False))["cp"]["send"]
     assert frozen == (there, 4 * there * block)
 
 
@@ -218,9 +219,9 @@ def test_gradients_of_keys_travel_in_float32() -> None:
 def test_heads_are_exchanged_for_tokens() -> None:
     out, kv = 4 * 4 * N * (T // 4) * H, 4 * 4 * 2 * 4 * (T // 4) * H  # two key/value heads become four
     twice = m * LAYERS * 2  # forward and backward, each there and back
-    step = of("cp=4 ulysses mb=4", 4, anatomy=attentive())
+    step = of("cp=4 ulysses mb=4", 4, shapes=attentive())
     assert step["cp"] == {"all_to_all": (2 * twice, twice * (out + kv + out))}
-    last = of("cp=4 ulysses mb=4 recompute=full", 4, anatomy=attentive(is_output_repeated=False))
+    last = of("cp=4 ulysses mb=4 recompute=full", 4, shapes=attentive(is_output_repeated=False))
     assert last["cp"]["all_to_all"] == (2 * twice + m * LAYERS, twice * (out + kv + out) + m * LAYERS * (out + kv))
 
 
@@ -267,34 +268,34 @@ def mixture(**changes: Any) -> ModelShapes:
 def test_rows_travel_to_their_experts_and_back() -> None:
     rows = 4 * 4 * 2 * T * D  # bytes of a microbatch of four, two experts a token
     calls = m * LAYERS
-    step = of("dp_shard=4 ep=4 zero=3 mb=1", 4, anatomy=mixture())["ep"]
+    step = of("dp_shard=4 ep=4 zero=3 mb=1", 4, shapes=mixture())["ep"]
     assert step == {"all_to_all": (5 * calls, calls * (4 * rows // 4 + 4 * E))}
-    again = of("dp_shard=4 ep=4 zero=3 mb=1 recompute=full", 4, anatomy=mixture())["ep"]["all_to_all"]
+    again = of("dp_shard=4 ep=4 zero=3 mb=1 recompute=full", 4, shapes=mixture())["ep"]["all_to_all"]
     assert again == (8 * calls, calls * (6 * rows // 4 + 2 * 4 * E))
-    shared = of("cp=4 ep=4 zero=3 mb=4", 4, anatomy=mixture())["ep"]["all_to_all"]  # a fourth of four samples' tokens
+    shared = of("cp=4 ep=4 zero=3 mb=4", 4, shapes=mixture())["ep"]["all_to_all"]  # a fourth of four samples' tokens
     assert shared == step["all_to_all"]
-    assert "ep" not in of("dp_shard=4 zero=3 mb=1", 4, anatomy=mixture())
+    assert "ep" not in of("dp_shard=4 zero=3 mb=1", 4, shapes=mixture())
 
 
 def test_rows_that_are_chosen_as_they_come_are_not_predicted() -> None:
-    step = of("dp_shard=4 ep=4 zero=3 mb=1", 4, anatomy=mixture(is_predicted=False))["ep"]["all_to_all"]
+    step = of("dp_shard=4 ep=4 zero=3 mb=1", 4, shapes=mixture(is_predicted=False))["ep"]["all_to_all"]
     assert step == (5 * m * LAYERS, None)
     chosen = mixture()
     chosen = replace(chosen, routers=tuple(replace(router, gathers_scores=True) for router in chosen.routers))
-    assert of("cp=4 mb=4", 4, anatomy=chosen)["cp"]["all_gather"] == (m * LAYERS, None)
+    assert of("cp=4 mb=4", 4, shapes=chosen)["cp"]["all_gather"] == (m * LAYERS, None)
 
 
 def test_divided_experts_are_shared_by_those_who_have_the_same() -> None:
-    step = of("dp_shard=4 ep=2 zero=3 mb=1", 4, anatomy=mixture())
+    step = of("dp_shard=4 ep=2 zero=3 mb=1", 4, shapes=mixture())
     half = LAYERS * EXPERTS // 2
     assert step["edp"] == {
         "all_gather": (2 * m * LAYERS, 2 * m * half),
         "reduce_scatter": (m * LAYERS, m * half),
     }
     assert step["dp_shard"]["reduce_scatter"] == (6 * m, m * P)
-    assert "edp" not in of("dp_shard=4 ep=4 zero=3 mb=1", 4, anatomy=mixture())  # each alone
-    assert of("dp_shard=4 zero=3 mb=1", 4, anatomy=mixture())["dp_shard"]["reduce_scatter"].bytes == m * (P + 2 * half)
-    hybrid = of("dp_replicate=2 dp_shard=2 ep=2 zero=3 mb=1", 4, anatomy=mixture())["dp_replicate"]
+    assert "edp" not in of("dp_shard=4 ep=4 zero=3 mb=1", 4, shapes=mixture())  # each alone
+    assert of("dp_shard=4 zero=3 mb=1", 4, shapes=mixture())["dp_shard"]["reduce_scatter"].bytes == m * (P + 2 * half)
+    hybrid = of("dp_replicate=2 dp_shard=2 ep=2 zero=3 mb=1", 4, shapes=mixture())["dp_replicate"]
     assert hybrid == {"all_reduce": (6 + LAYERS, P // 2 + half)}
 
 
@@ -317,14 +318,14 @@ def test_memory_of_experts(words: str, expected: tuple[int, int]) -> None:
 def test_routers_ask_for_the_rest_of_a_sequence_and_for_the_loads_of_all() -> None:
     loads = LAYERS * (E + 2) * 8
     for words in ("dp_replicate=4 mb=1", "pp=4 mb=1", "tp=4 mb=1"):  # all, whoever has which
-        plain, routed = (of(words, 4, anatomy=one)["world"]["all_reduce"] for one in (textbook(), mixture()))
+        plain, routed = (of(words, 4, shapes=one)["world"]["all_reduce"] for one in (textbook(), mixture()))
         assert (routed.calls, routed.bytes) == (plain.calls + 1, plain.bytes + loads)  # type: ignore[operator]
-    assert of("cp=4 mb=4", 4, anatomy=mixture())["cp"] == {"all_reduce": (m * LAYERS, m * LAYERS * 4 * E * 8)}
-    with_sp = of("tp=4 mb=4 sp=on", 4, anatomy=mixture())["tp"]["all_reduce"]
+    assert of("cp=4 mb=4", 4, shapes=mixture())["cp"] == {"all_reduce": (m * LAYERS, m * LAYERS * 4 * E * 8)}
+    with_sp = of("tp=4 mb=4 sp=on", 4, shapes=mixture())["tp"]["all_reduce"]
     partial_gradients = LAYERS * EXPERTS  # of its own tokens only
     assert with_sp == (m * LAYERS + 1, m * LAYERS * 4 * E * 8 + partial_gradients)
-    assert "cp_tp" in of("cp=2 tp=2 mb=4 sp=on", 4, anatomy=mixture())
-    assert "tp" not in of("dp_shard=4 zero=1 mb=1", 4, anatomy=mixture())
+    assert "cp_tp" in of("cp=2 tp=2 mb=4 sp=on", 4, shapes=mixture())
+    assert "tp" not in of("dp_shard=4 zero=1 mb=1", 4, shapes=mixture())
 
 
 def test_of_the_experts_only_active_ones_cost() -> None:
@@ -345,12 +346,12 @@ def traced(model: llama.Llama) -> ModelShapes:
 
 
 def test_stages_are_cut_by_cost() -> None:
-    anatomy = traced(tiny(tied=True))
-    blocks = {matmul_elements(anatomy, name) for name in anatomy.description.blocks}
+    shapes = traced(tiny(tied=True))
+    blocks = {matmul_elements(shapes, name) for name in shapes.description.blocks}
     assert blocks == {float(sum(p.numel() for p in tiny().model.layers[0].parameters() if p.dim() > 1))}
-    assert matmul_elements(anatomy, "model.embed_tokens") == 0  # a lookup
-    assert matmul_elements(anatomy, "lm_head") == 37 * 16  # the same parameter, multiplied with
-    assert stage_bounds(anatomy, num_stages=2) == [(0, 3), (3, 5)]
+    assert matmul_elements(shapes, "model.embed_tokens") == 0  # a lookup
+    assert matmul_elements(shapes, "lm_head") == 37 * 16  # the same parameter, multiplied with
+    assert stage_bounds(shapes, num_stages=2) == [(0, 3), (3, 5)]
 
 
 @pytest.mark.parametrize(
@@ -374,19 +375,19 @@ def test_units_are_those_of_the_runtime(tied: bool) -> None:
     ours = list(units(model.describe(), named(model.describe())))
     what = ("names", "is_block", "is_last", "is_root")
     assert [[getattr(u, w) for w in what] for u in ours] == [[getattr(u, w) for w in what] for u in theirs]
-    anatomy = traced(model)
-    part = parts(Plan().resolve(1), anatomy, 0)[0]
-    held = [name for _, pieces in sharded_units(Plan().resolve(1), anatomy, part) for name in pieces]
+    shapes = traced(model)
+    part = parts(Plan().resolve(1), shapes, 0)[0]
+    held = [name for _, pieces in sharded_units(Plan().resolve(1), shapes, part) for name in pieces]
     assert sorted(held) == sorted(name for name, _ in model.named_parameters())
 
 
 def test_both_ends_of_a_pipeline_have_a_tied_parameter() -> None:
-    anatomy = traced(tiny(tied=True))
+    shapes = traced(tiny(tied=True))
     plan = Plan.parse("pp=2 tp=2 1f1b").resolve(4)
-    first, last = (parts(plan, anatomy, rank)[0].pieces for rank in (1, 3))
+    first, last = (parts(plan, shapes, rank)[0].pieces for rank in (1, 3))
     assert first["model.embed_tokens.weight"] == last["lm_head.weight"] == (18, 16)  # 37 rows: 19 and 18
     assert "lm_head.weight" not in first
-    assert stages(plan, anatomy)[1][-2:] == ("model.norm", "lm_head")
+    assert stages(plan, shapes)[1][-2:] == ("model.norm", "lm_head")
 
 
 def test_whose_gradients_are_shares() -> None:
@@ -407,21 +408,21 @@ def test_whose_gradients_are_shares() -> None:
 # ---- reading a model ------------------------------------------------------------------------------------------------
 
 
-def test_crossings_of_a_llama() -> None:
-    anatomy = traced(tiny(num_layers=1))
+def test_tp_boundaries_of_a_llama() -> None:
+    shapes = traced(tiny(num_layers=1))
     block = "model.layers.0"
-    assert [(c.module, c.way, c.shape, c.is_repeated) for c in anatomy.crossings[:5]] == [
+    assert [(c.module, c.way, c.shape, c.is_repeated) for c in shapes.tp_boundaries[:5]] == [
         ("model.embed_tokens", "leave", (12, 16), True),
         (f"{block}.self_attn.q_proj", "enter", (12, 16), True),  # keys and values read the same
         (f"{block}.self_attn.o_proj", "leave", (12, 16), True),
         (f"{block}.mlp.gate_proj", "enter", (12, 16), True),
         (f"{block}.mlp.down_proj", "leave", (12, 16), False),  # nothing after it is kept
     ]
-    assert [(c.module, c.way, c.shape) for c in anatomy.crossings[5:]] == [
+    assert [(c.module, c.way, c.shape) for c in shapes.tp_boundaries[5:]] == [
         ("lm_head", "enter", (12, 16)),
         ("lm_head", "logits", (12, 37)),
     ]
-    assert (anatomy.stream, anatomy.lookups) == ((12, 16), {"model.embed_tokens.weight"})
+    assert (shapes.stream, shapes.lookups) == ((12, 16), {"model.embed_tokens.weight"})
 
 
 class PostNorm(nn.Module):
@@ -438,12 +439,12 @@ class PostNorm(nn.Module):
 def test_a_block_that_ends_with_a_norm_crosses_again() -> None:
     model = nn.Sequential(PostNorm(), PostNorm())
     splits = {"*.up": Split.COLUMN, "*.down": Split.ROW, "*.norm": Split.SEQUENCE}
-    anatomy = trace_shapes(model, Description(blocks=("0", "1"), splits=splits), ((torch.ones(3, 5, 4),), {}))
-    assert [(c.module, c.is_repeated) for c in anatomy.crossings] == [
+    shapes = trace_shapes(model, Description(blocks=("0", "1"), splits=splits), ((torch.ones(3, 5, 4),), {}))
+    assert [(c.module, c.is_repeated) for c in shapes.tp_boundaries] == [
         (f"{block}.{layer}", True) for block in (0, 1) for layer in ("up", "down")
     ]
-    assert not anatomy.crossings[0].has_backward  # of the input
-    assert all(c.has_backward for c in anatomy.crossings[1:])
+    assert not shapes.tp_boundaries[0].has_backward  # of the input
+    assert all(c.has_backward for c in shapes.tp_boundaries[1:])
     assert model[0].up.weight.device.type == "cpu"  # the model itself is untouched
 
 
@@ -456,24 +457,24 @@ def small_mixture(**options: Any) -> moe.Moe:
 
 
 def test_attentions_and_experts_of_a_model() -> None:
-    anatomy = traced(small_mixture(num_dense_layers=1, num_shared_experts=1))
-    assert [(a.module, a.queries, a.keys) for a in anatomy.attentions] == [
+    shapes = traced(small_mixture(num_dense_layers=1, num_shared_experts=1))
+    assert [(a.module, a.queries, a.keys) for a in shapes.attentions] == [
         (f"model.layers.{i}.self_attn.attention", (4, 12, 4), (2, 12, 4)) for i in range(2)
     ]
-    assert all(a.has_backward and a.is_repeated and a.is_output_repeated for a in anatomy.attentions)
+    assert all(a.has_backward and a.is_repeated and a.is_output_repeated for a in shapes.attentions)
     mlp = "model.layers.1.mlp"
-    assert anatomy.dispatches == (DispatchSite(module=f"{mlp}.experts", num_experts=4, rows=24, dim=16),)
-    assert anatomy.routers == (RouterSite(module=f"{mlp}.router", num_experts=4, has_auxiliary=True),)
-    repeated = {crossing.module: crossing.is_repeated for crossing in anatomy.crossings}
+    assert shapes.dispatches == (DispatchSite(module=f"{mlp}.experts", num_experts=4, rows=24, dim=16),)
+    assert shapes.routers == (RouterSite(module=f"{mlp}.router", num_experts=4, has_auxiliary=True),)
+    repeated = {boundary.module: boundary.is_repeated for boundary in shapes.tp_boundaries}
     assert not repeated["model.layers.0.mlp.down_proj"]
     assert repeated[f"{mlp}.shared.down_proj"]  # after it, the router keeps the loads
 
 
 @pytest.mark.parametrize("options", [{"capacity_factor": 1.0}, {"choice": "expert"}])
 def test_routers_that_compare_tokens(options: dict[str, Any]) -> None:
-    anatomy = traced(small_mixture(**options))
-    assert all(router.gathers_scores for router in anatomy.routers)
-    assert not any(dispatched.is_predicted for dispatched in anatomy.dispatches)
+    shapes = traced(small_mixture(**options))
+    assert all(router.gathers_scores for router in shapes.routers)
+    assert not any(dispatched.is_predicted for dispatched in shapes.dispatches)
 
 
 class Bare(nn.Module):
@@ -489,11 +490,11 @@ class Bare(nn.Module):
 
 
 def test_a_block_that_ends_with_its_attention() -> None:
-    anatomy = trace_shapes(nn.Sequential(Bare()), Description(blocks=("0",)), ((torch.ones(3, 5, 4),), {}))
-    assert [(a.has_backward, a.is_output_repeated) for a in anatomy.attentions] == [(False, False)]
+    shapes = trace_shapes(nn.Sequential(Bare()), Description(blocks=("0",)), ((torch.ones(3, 5, 4),), {}))
+    assert [(a.has_backward, a.is_output_repeated) for a in shapes.attentions] == [(False, False)]
     x = torch.ones(3, 5, 4, requires_grad=True)
-    anatomy = trace_shapes(nn.Sequential(Bare()), Description(blocks=("0",)), ((x,), {}))
-    assert [(a.has_backward, a.is_repeated, a.is_output_repeated) for a in anatomy.attentions] == [(True, True, False)]
+    shapes = trace_shapes(nn.Sequential(Bare()), Description(blocks=("0",)), ((x,), {}))
+    assert [(a.has_backward, a.is_repeated, a.is_output_repeated) for a in shapes.attentions] == [(True, True, False)]
 
 
 # ---- the memory of an attention, watched ----------------------------------------------------------------------------

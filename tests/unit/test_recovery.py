@@ -30,7 +30,7 @@ from shoal.launch.scratch import LOCK, scratch_folder
 from shoal.launch.worker import value_path
 from shoal.observe import run_directory
 from shoal.observe.durable_write import sync
-from shoal.train.recipe.saving.memory_rescue import DISK
+from shoal.train.recipe.saving.memory_flush import DISK
 from shoal.train.run import Run
 from tests.rejects import rejects
 from tests.unit.test_power_loss import save_number

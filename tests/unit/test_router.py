@@ -202,7 +202,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         routing, *facts = self.router(x)
         y = x * dense(routing).sum(-1).view(B, T, 1)
-        return self.router.settle(y, *facts)
+        return self.router.attach_aux_loss(y, *facts)
 
 
 @pytest.mark.parametrize("recomputes", [False, True])

@@ -231,7 +231,7 @@ def test_an_update_judged_on_the_device_is_the_same(make_run: Any, kind: Any, cl
         run.prepare(model, kind(model.parameters(), lr=0.1, fused=True))
         for step in range(3):
             run.step(ragged_batch(step))
-        run.settle()
+        run.check_last_step()
         models.append(model)
     assert_same_weights(*models, tolerance=1e-14)
 
@@ -261,15 +261,15 @@ def test_late_nan_stops_the_run_at_the_next_step_and_leaves_the_weights(make_run
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 
 
-def test_late_nan_in_the_last_step_stops_the_run_when_it_is_settled(make_run: Any) -> None:
+def test_late_nan_in_the_last_step_stops_the_run_when_it_is_checked(make_run: Any) -> None:
     run = make_run("fp64 mb=2")
     run.updates.defers_nan_check = run.updates.has_updated = True
     model = network()
     run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
     run.step(poisoned())
     with rejects("T032", "step 1", kind=RunFailed):
-        run.settle()
-    run.settle()  # once is enough
+        run.check_last_step()
+    run.check_last_step()  # once is enough
 
 
 def test_late_nan_can_be_skipped_as_if_the_step_had_not_been(make_run: Any) -> None:
@@ -283,7 +283,7 @@ def test_late_nan_can_be_skipped_as_if_the_step_had_not_been(make_run: Any) -> N
         for batch in batches:
             run.step(batch)
             reports.append(run.report)
-        run.settle()
+        run.check_last_step()
         models.append(model)
         assert [report.was_skipped for report in reports] == [True, False][-len(batches) :]
         assert [bool(report.note) for report in reports] == [True, False][-len(batches) :]
@@ -296,7 +296,7 @@ def test_late_nan_can_be_ignored(make_run: Any) -> None:
     model = network()
     run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
     run.step(poisoned())
-    run.settle()
+    run.check_last_step()
     assert any(parameter.isnan().any() for parameter in model.parameters())
 
 
@@ -338,7 +338,7 @@ def test_an_evaluation_is_left_when_somebody_says_so_before_one_of_its_batches(m
     run.prepare(model)
     answers = iter([False] * told_after + [True])
     batches = [ragged_batch(seed) for seed in range(3)]
-    found = run.evaluate_unless(lambda: next(answers), batches)
+    found = run.evaluate(batches, stop=lambda: next(answers))
     assert found == (None if told_after < 3 else run.evaluate(batches))
     assert model.training
 
@@ -557,7 +557,7 @@ def test_what_is_between_replicas_changes_nothing_where_there_is_one(make_run: A
     run = make_run("compress=powersgd:4 sync=diloco:50")
     run.prepare(nn.Linear(2, 2))
     assert run.composed.reducer is None
-    assert run.composed.islands is None
+    assert run.composed.local_sgd is None
 
 
 def test_a_step_in_which_nothing_that_is_trained_has_a_gradient_has_a_norm_of_the_kind_of_the_others() -> None:

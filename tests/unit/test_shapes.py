@@ -40,7 +40,7 @@ def test_dimensions_give_the_shapes_of_the_built_model(kind: str) -> None:
     assert dimensions is not None
     made = shapes_of(Workload(name=kind, **dimensions), 12)
     assert list(made.parameters.items()) == list(traced.parameters.items())
-    for field in ("stream", "crossings", "attentions", "dispatches", "routers", "lookups", "frozen"):
+    for field in ("stream", "tp_boundaries", "attentions", "dispatches", "routers", "lookups", "frozen"):
         assert getattr(made, field) == getattr(traced, field), field
     said = made.description.splits
     assert {name: said[name] for name in traced.description.splits} == dict(traced.description.splits)

@@ -34,7 +34,7 @@ from shoal.numerics.fp8.convert import to_fp8
 sys.pycache_prefix = tempfile.gettempdir() + "/no-such-cache"  # so that torchao is compiled, as on its first import
 sys.dont_write_bytecode = True
 layer = torch.nn.Linear(32, 48)
-to_fp8(layer, "rowwise", torch.device("cpu"), narrow=16)
+to_fp8(layer, "rowwise", torch.device("cpu"), min_features=16)
 assert "torchao" in sys.modules
 """
 

@@ -32,7 +32,7 @@ from shoal.config.recipe import OptimSection
 from shoal.errors import ShoalError
 from shoal.launch.local import launch
 from shoal.numerics.optim.build import build_optimizer
-from shoal.numerics.precision import hush
+from shoal.numerics.precision import silence_matmul_warning
 
 HEAD_DIM = 128
 ROUNDS = 5
@@ -133,7 +133,7 @@ def measure(
 ) -> Readings:
     """Measure as one rank; every rank returns the same. The time counts from the start of the ranks."""
     with World.start(placement, device=device, store=store) as world, warnings.catch_warnings():
-        hush(world.device)
+        silence_matmul_warning(world.device)
         is_cuda = world.device.type == "cuda"
         context = 0.0 if is_cuda else _resident_after_a_step(world)
         bench = CalibrationBench(world, seconds, _progress(world, quiet), began=began)

@@ -110,7 +110,7 @@ def _measure_method(job: Job, world: World, words: str, estimated: Estimate, req
     run.prepare(build_for_layout(recipe.model, recipe.run.seed))
     run.prepare(build_optimizer(run.parameters, recipe.optim, lr=recipe.optim.lr, seed=recipe.run.seed))
     curve, num_bytes = _train(run, job, num_steps, request.until)
-    run.meet()
+    run.sync_replicas()
     eval_loss = _evaluate(run, job, request.evaluate)
     run.composed.close()
     losses = [loss for _, loss in curve]

@@ -10,26 +10,47 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 
 class Split(Enum):
-    """How the weight of one submodule may be divided over a tensor-parallel group."""
+    """How the weight of one submodule may be split over tensor-parallel or expert-parallel ranks.
 
-    COLUMN = "column"  # a linear split by output features; its outputs are a part of the features
-    ROW = "row"  # a linear split by input features; its outputs are partial sums
-    VOCABULARY = "vocabulary"  # an embedding or output head split by tokens of the vocabulary
-    SEQUENCE = "sequence"  # not split; works on each position alone, so positions may be divided (norms)
-    HEADS = "heads"  # not split; works on each head alone, inside attention (norms of queries and keys)
-    EXPERTS = "experts"  # divided over ep along dim 0; not split by tp; works on each position alone
+    COLUMN      a linear layer, by output features: its output is a part of the features
+    ROW         a linear layer, by input features: its outputs are partial sums
+    VOCABULARY  an embedding or output head, by tokens of the vocabulary
+    SEQUENCE    not split; it works on each position alone, so positions may be divided (norms)
+    HEADS       not split; it works on each head alone, inside attention (norms of queries and keys)
+    EXPERTS     divided over ep along dim 0, not split by tp; it works on each position alone
+    """
+
+    COLUMN = "column"
+    ROW = "row"
+    VOCABULARY = "vocabulary"
+    SEQUENCE = "sequence"
+    HEADS = "heads"
+    EXPERTS = "experts"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """The structure of a model. Names are fully qualified names of submodules; `*` stands for one component of a name.
+    """The structure of a model, which its method `describe()` returns. Every field is optional.
 
-    `before_blocks`, `blocks` and `after_blocks` together hold every parameter. Each of their modules may be replaced by
-    one that returns a tensor like the one between blocks, and the rest of the model still runs: that is a stage.
+    Names are fully qualified names of submodules; in `splits`, `*` stands for one component of a name. `before_blocks`,
+    `blocks` and `after_blocks` together hold every parameter. Each of their modules may be replaced by one that returns
+    a tensor like the one between blocks, and the rest of the model still runs: that is a stage of a pipeline.
+
+    blocks, before_blocks, after_blocks       what sharding, recompute and pipelines cut (`zero=3`, `recompute`, `pp`)
+    splits, num_heads, num_kv_heads           how tensor parallelism splits layers (`tp`)
+    positions, documents, positions_restart   arguments of `forward` under context parallelism (`cp`)
+    num_experts, active_experts               of a mixture of experts (`ep`)
+    tied, head, num_outputs                   parameters with two names; the layer of the logits; its labels
+    max_tokens, training_flops                the longest sequence; FLOPs of a batch, for the MFU
+
+    >>> splits = {"layers.*.up": Split.COLUMN, "layers.*.down": Split.ROW}
+    >>> described = Description(before_blocks=("embed",), blocks=("layers.0", "layers.1"), splits=splits)
+    >>> described.split_of("layers.1.up").name
+    'COLUMN'
     """
 
     blocks: tuple[str, ...] = ()
@@ -115,6 +136,7 @@ class Description:
         return not any(part.isdigit() for pattern in self.splits for part in pattern.split("."))
 
 
+@lru_cache(maxsize=2**14)
 def _without_numbers(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 

@@ -32,7 +32,11 @@ GROUP_AXES = (*AXES, "ep", "edp", *FLATTENED)
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The degree of each axis.
+    """The degree of each parallel axis, and the groups of ranks along it. It needs no process.
+
+    >>> layout = Layout(dp_shard=2, tp=2)
+    >>> layout.world_size, layout.groups("tp"), layout.groups("dp_shard")
+    (4, ((0, 1), (2, 3)), ((0, 2), (1, 3)))
 
     `ep` is no direction of its own: it cuts the flattened (dp_shard, cp) ranks into slices. Ranks at the same position
     of different slices hold the same experts and form the axis `edp`.
@@ -75,6 +79,8 @@ class Layout:
 
     def degree(self, axis: str) -> int:
         """The size of every group along the axis."""
+        if axis in AXES:  # the usual case, which a search meets a hundred thousand times
+            return int(getattr(self, axis))
         _check_axis(axis)
         if axis == "edp":
             return self.dp_shard * self.cp // self.ep
@@ -87,7 +93,11 @@ class Layout:
         {'pp': 0, 'dp_replicate': 0, 'dp_shard': 1, 'cp': 0, 'tp': 0, 'ep': 0}
         """
         self._check_rank(rank)
-        position = {axis: rank // self._stride(axis) % self.degree(axis) for axis in AXES}
+        position, stride = dict.fromkeys(AXES, 0), 1
+        for axis in reversed(AXES):  # the innermost has stride 1
+            degree = self.degree(axis)
+            position[axis] = rank // stride % degree
+            stride *= degree
         return {**position, "ep": self._expert_slot(position) % self.ep}
 
     def rank(self, **coordinate: int) -> int:

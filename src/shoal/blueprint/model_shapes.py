@@ -90,7 +90,7 @@ class ModelShapes:
     """Name → whole shape, in the order of the model; a tied one under its first name only."""
     stream: Shape
     """The activation between blocks for one sample: (tokens, model dim)."""
-    crossings: tuple[TPBoundary, ...] = ()
+    tp_boundaries: tuple[TPBoundary, ...] = ()
     """In the order of the forward. Several layers that read the same activation share one."""
     attentions: tuple[AttentionSite, ...] = ()
     dispatches: tuple[DispatchSite, ...] = ()

@@ -4,9 +4,14 @@ Torch takes the stages that it is given. A pipeline runs at the speed of its slo
 are not equal work: the embedding sits on the first stage, the head and the loss on the last. So blocks are assigned by
 cost. Criteria, in this order:
 
-1. the smallest largest stage;
-2. the smallest sum of squares, which makes stages alike;
-3. short early stages, since those store most activations.
+[1] the smallest largest stage;
+[2] the smallest sum of squares, which makes stages alike;
+[3] short early stages, since those store most activations.
+
+    blocks   1 1 1 1 1 1 1 1 + head 2, 4 stages: the total is 10, so the largest stage is at least 3 [1]
+    1 1 │ 1 1 │ 1 1 1 │ 1 + 2     squares 4 + 4 + 9 + 9 = 26 [2]: chosen
+    1 1 │ 1 1 1 │ 1 1 │ 1 + 2     squares 26, too, and its second stage is longer [3]
+    1 1 1 │ 1 1 │ 1 1 │ 1 + 2     squares 26, too, and its first stage is longer [3]
 """
 
 from __future__ import annotations
@@ -36,7 +41,7 @@ def partition(costs: Sequence[float], num_stages: int, *, first: float = 0.0, la
     work[-1] += last
     total = math.fsum(work) or 1.0
     units = [round(cost / total * RESOLUTION) for cost in work]
-    # Rounding makes one of two equally large stages the larger one, by at most half a unit for each block.
+    # [1] Rounding makes one of two equally large stages the larger one, by at most half a unit for each block.
     cuts = _most_even(units, num_stages, limit=_smallest_largest(units, num_stages) + len(units))
     return tuple(range(start, stop) for start, stop in pairwise(cuts))
 
@@ -67,7 +72,7 @@ def _num_needed(units: Sequence[int], limit: int) -> float:
     """The number of stages if each takes as many blocks as the limit allows."""
     num_stages, room = 0, -1
     for cost in units:
-        if cost > limit:
+        if cost > limit:  # [1] and earlier starts cost more
             return math.inf
         if cost > room:
             num_stages, room = num_stages + 1, limit
@@ -83,15 +88,20 @@ def _most_even(units: Sequence[int], num_stages: int, *, limit: int) -> list[int
         *[math.inf] * len(units),
     ]  # least sum of squares of the first i blocks so far
     starts: list[list[int]] = []  # stage → i → the start of that stage if it ends before block i
-    for _ in range(num_stages):
+    for stage in range(num_stages):  # no stage is empty: at least a block for each stage before it and after it
         row, start_of = [math.inf] * len(best), [0] * len(best)
-        for end in range(1, len(best)):
-            for start in range(end - 1, -1, -1):
-                cost = before[end] - before[start]
-                if cost > limit:
+        for end in range(stage + 1, len(best) - (num_stages - 1 - stage)):
+            least, until = math.inf, before[end]
+            for start in range(end - 1, stage - 1, -1):
+                cost = until - before[start]
+                if cost > limit:  # [1] and earlier starts cost more
                     break
-                if best[start] + cost * cost <= row[end] and best[start] < math.inf:
-                    row[end], start_of[end] = best[start] + cost * cost, start
+                total = (
+                    best[start] + cost * cost
+                )  # [2]; `<=` takes the earliest of equal starts: early stages stay short [3]
+                if total <= least and total < math.inf:
+                    least, start_of[end] = total, start
+            row[end] = least
         best = row
         starts.append(start_of)
     cuts = [len(units)]

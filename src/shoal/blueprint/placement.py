@@ -13,6 +13,7 @@ from functools import cached_property, lru_cache
 from math import prod
 
 from shoal.blueprint.description import Description, Split, supports_sequence_parallel
+from shoal.blueprint.layout import Layout
 from shoal.blueprint.model_shapes import ModelShapes, Shape, Shapes, is_in, modules_around
 from shoal.blueprint.partition import partition
 from shoal.blueprint.plan import Plan
@@ -234,14 +235,14 @@ def piece(plan: Plan, model: ModelShapes, name: str, *, rank: int) -> Shape:
         axis, dim = "ep", 0
     if dim is None:
         return shape
-    degree, index = _place_of(plan, axis, rank)
+    degree, index = _place_of(plan.layout, axis, rank)
     return (*shape[:dim], chunk(shape[dim], index=index, degree=degree), *shape[dim + 1 :])
 
 
 @lru_cache(maxsize=2**12)
-def _place_of(plan: Plan, axis: str, rank: int) -> tuple[int, int]:
+def _place_of(layout: Layout, axis: str, rank: int) -> tuple[int, int]:
     """The degree of an axis, and the place of a rank on it."""
-    return plan.layout.degree(axis), plan.layout.coordinate(rank)[axis]
+    return layout.degree(axis), layout.coordinate(rank)[axis]
 
 
 def experts_of(description: Description, parameter: str) -> str | None:

@@ -29,7 +29,9 @@ from shoal.errors import Problem, ShoalError, listed, raise_if
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """A layout, and how a step is computed on it. None: open; `resolve` fills it in.
+    """How a run is distributed over its ranks: the degree of each axis, and how a step is computed.
+
+    The words are those of `shoal train --plan`. A value that is None is open; `resolve` fills it in.
 
     >>> plan = Plan.parse("bf16 tp=2 zero=3 mb=4").resolve(8)
     >>> plan.layout.dp_shard, plan.num_microbatches(32)
@@ -97,8 +99,7 @@ class Plan:
     link when the run begins, and chooses both `sync` and `compress`."""
 
     def __post_init__(self) -> None:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        _raise(check_values(values), "the plan")
+        _raise(check_values({key: getattr(self, key) for key in KEYS}), "the plan")
 
     @classmethod
     def of(cls, value: Plan | str | Mapping[str, Any] | None) -> Plan:
@@ -147,8 +148,8 @@ class Plan:
     @property
     def is_resolved(self) -> bool:
         """True if no value is open; then there is a `layout`."""
-        filled = all(getattr(self, name) is not None for name in (*DEGREES, "zero", "v"))
-        return filled and (self.pp == 1 or self.schedule is not None)
+        degrees = (self.dp_replicate, self.dp_shard, self.cp, self.tp, self.pp, self.ep)
+        return None not in (*degrees, self.zero, self.v) and (self.pp == 1 or self.schedule is not None)
 
     @property
     def layout(self) -> Layout:
@@ -157,7 +158,7 @@ class Plan:
             raise ShoalError(
                 f"plan '{self}' leaves open how many ranks each axis has", fix="plan.resolve(world_size)", code="P010"
             )
-        return _layout(*[getattr(self, name) for name in DEGREES])
+        return _layout(self.dp_replicate, self.dp_shard, self.cp, self.tp, self.pp, self.ep)
 
     def resolve(self, world_size: int) -> Plan:
         """Fill in all open values for a number of ranks.
@@ -228,8 +229,8 @@ class Plan:
 
 
 @lru_cache(maxsize=2**12)
-def _layout(*degrees: int) -> Layout:
-    return Layout(**dict(zip(DEGREES, degrees, strict=True)))
+def _layout(*degrees: int | None) -> Layout:
+    return Layout(**{name: degree for name, degree in zip(DEGREES, degrees, strict=True) if degree is not None})
 
 
 def _spelled(value: Any) -> str:

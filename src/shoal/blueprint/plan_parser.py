@@ -29,6 +29,7 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
     "offload": get_args(Offload),
     "context": get_args(Context),
 }
+_LEGAL = {key: [(type(legal), legal) for legal in choices] for key, choices in CHOICES.items()}
 KEYS = (
     *("dp_replicate", "dp_shard", "cp", "context", "tp", "pp", "ep", "zero", "schedule", "v", "sp", "mb"),
     *("recompute", "precision", "offload", "compress", "sync"),
@@ -85,7 +86,7 @@ def check_values(values: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(
                 "P005", f"{key} must be a whole number of at least 1, got {value!r}", f"{key}=1, {key}=2, ..."
             )
-        elif key in CHOICES and (type(value), value) not in [(type(legal), legal) for legal in CHOICES[key]]:
+        elif key in CHOICES and (type(value), value) not in _LEGAL[key]:
             legal = listed(CHOICES[key])
             yield Problem("P006", f"{key} must be {legal}, got {value!r}", f"{key}={legal}")
         elif key == "sp" and not isinstance(value, bool):

@@ -1,12 +1,17 @@
 """Save a run asynchronously: a step waits only for the copy of the state.
 
-training   step 4 ─ copy ─ step 5 ─ step 6 ─ ... ─ step 9 ─ copy ─ ...
-thread                └─ hash, write, fsync, rename ─┘         └─ ...
+training   step 4 ─ copy [2] ─ step 5 ─ step 6 ─ ... ─ step 9 ─ [1] copy ─ ...
+thread                └─ hash, write, fsync, rename [3] ─┘            └─ ...
 
-There is one copy, and so one save at a time: the next save waits for the one in progress, and `seconds_waited` counts
-that. The threads of all ranks use their own connections. A save that fails is reported by `take_news`, and training
-continues. A save in which a rank waits for another one longer than `launch.timeout` ends the run: the connections
-cannot be used after that, and no later step could be saved. When to save: `shoal.train.recipe.saving.autosave`.
+[1] There is one copy, and so one save at a time: the next save waits for the one in progress, and `seconds_waited`
+    counts that.
+[2] The copy is what training waits for. Its memory is allocated once, in the background, and pinned for a GPU.
+[3] The threads of all ranks use their own connections: training uses the others at the same time.
+[4] A save that fails is reported by `take_results`, and training continues.
+[5] A save in which a rank waits for another one longer than `launch.timeout` ends the run: the connections cannot be
+    used after that, and no later step could be saved.
+
+When to save: `shoal.train.recipe.saving.autosave`.
 """
 
 from __future__ import annotations
@@ -54,7 +59,7 @@ class AsyncSaver:
 
     store: Store
     world: World
-    """The ranks, over connections of their own: `world.beside()`."""
+    """[3] The ranks, over connections of their own: `world.with_own_connections()`."""
     keep: int | None = 2
     """How many of the newest steps are kept; None: all."""
     on_saved: Callable[[int], None] | None = None
@@ -65,22 +70,22 @@ class AsyncSaver:
     """How long steps have waited for the previous save."""
     _copies: dict[tuple[str, Shape], Tensor] = field(default_factory=dict)
     _thread: threading.Thread | None = None
-    _news: deque[Saved] = field(default_factory=deque)
+    _results: deque[Saved] = field(default_factory=deque)
     _error: BaseException | None = None
     _step: int = 0
     """The step that is being saved."""
 
     def make_room(self, holder: Holder) -> None:
-        """Allocate the memory for the copy now, during the next steps: allocating it takes longer than filling it."""
+        """[2] Allocate the memory for the copy during the next steps: allocating it takes longer than filling it."""
         values = Snapshot.of(holder, step=0, state={})
         self._start(lambda: self._room_for(values))
 
     def begin(self, holder: Holder, *, step: int, state: Mapping[str, Any]) -> float:
         """Copy the run after a step, and write the copy in the background; return the seconds that the copy took."""
-        with _timed() as waited:
+        with _timed() as waited:  # [1] the thread still reads the copy
             self.finish()
         self.seconds_waited += waited[0]
-        with _timed() as held:
+        with _timed() as held:  # [2]
             snapshot = self._copied(Snapshot.of(holder, step=step, state=state))
         self._step = step
         self.seconds_held += held[0]
@@ -91,7 +96,7 @@ class AsyncSaver:
         """Wait until the save in progress has ended, with or without success."""
         thread, self._thread = self._thread, None
         if thread is not None:
-            thread.join(self.world.timeout + SLACK)
+            thread.join(self.world.timeout + SLACK)  # [5]
             if thread.is_alive():
                 raise LostPeer(
                     f"rank {self.world.rank} waited {self.world.timeout:g} s for its save of step {self._step} to"
@@ -112,9 +117,9 @@ class AsyncSaver:
         """Whether a save is in progress."""
         return self._thread is not None and self._thread.is_alive()
 
-    def take_news(self) -> list[Saved]:
+    def take_results(self) -> list[Saved]:
         """Return the saves that have ended since the last call."""
-        return [self._news.popleft() for _ in range(len(self._news))]
+        return [self._results.popleft() for _ in range(len(self._results))]
 
     def _start(self, act: Any) -> None:
         def guarded() -> None:
@@ -133,9 +138,9 @@ class AsyncSaver:
         try:
             note = save(self.store, self.world, snapshot)
         except LostPeer:
-            raise
+            raise  # [5]
         except ShoalError as error:
-            failure = error
+            failure = error  # [4]
         except Exception as error:
             what = f"the checkpoint of step {snapshot.step} was not finished: {type(error).__name__}: {error}"
             failure = RunFailed(what, code="C015")
@@ -145,7 +150,7 @@ class AsyncSaver:
             if self.world.is_main and self.keep is not None and not note:
                 with suppress(Exception):  # the step is saved; the next save removes surplus steps
                     self.store.retain(self.keep)
-        self._news.append(Saved(snapshot.step, time.perf_counter() - began, snapshot.num_bytes, failure, note))
+        self._results.append(Saved(snapshot.step, time.perf_counter() - began, snapshot.num_bytes, failure, note))
 
     def _room_for(self, snapshot: Snapshot) -> list[Tensor]:
         """Return a tensor in host memory for every value, reused by the next save; pinned if there is a GPU."""
@@ -163,7 +168,7 @@ class AsyncSaver:
         with torch.no_grad():
             for copy, value in zip(room, snapshot.values, strict=True):
                 copy.copy_(value, non_blocking=True)
-        if any(value.is_cuda for value in snapshot.values):
+        if any(value.is_cuda for value in snapshot.values):  # the next step changes the values
             torch.cuda.current_stream().synchronize()
         # The pieces refer to the run's own tensors, which the thread must not touch.
         pieces = [replace(piece, value=copy) for piece, copy in zip(snapshot.pieces, room, strict=True)]

@@ -1,4 +1,18 @@
-"""Load a run on any layout: every rank reads its own boxes from the pieces that they overlap, and checks the bytes."""
+"""Load a run on any layout: every rank reads its own boxes from the pieces that they overlap, and checks the bytes.
+
+A weight of 6 rows, saved by two ranks and loaded by three:
+
+    saved    file 0 │ 0  1  2 │        file 1 │ 3  4  5 │
+    loaded   rank 0 │ 0  1 │   rank 1 │ 2 │ 3 │   rank 2 │ 4  5 │
+                     one piece         two pieces [4]
+
+[1] The optimizer has no state before its first step: it is made first, with the kinds that were saved, to be filled.
+[2] Each rank says which tensors of the checkpoint fill its own ones. Usually one does. Under local SGD there is one
+    of each replica, and if the number of replicas has changed, all get the mean.
+[3] All names and shapes are compared before the first byte is read: no weight of another model is loaded.
+[4] A box is read from every piece that overlaps it, by blocks of rows. No rank ever needs a full tensor.
+[5] Ranks fail together. If one could not read a step, all try the next older one.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +44,18 @@ class MismatchedModel(ShoalError):
 def load(store: Store, holder: Holder, *, step: int, only_weights: bool = False) -> Manifest:
     """Fill this rank's part of a run, or its model alone, from a saved step. Return its manifest."""
     manifest = store.manifest(step)
-    if holder.composed.islands is not None:
-        holder.composed.islands.forget()
+    if holder.composed.local_sgd is not None:
+        holder.composed.local_sgd.forget()
     if not only_weights:
         _reject_missing_scalars(manifest, store, counts_steps=isinstance(holder.optimizer, _COUNT_STEPS))
         holder.optimizer.state.clear()  # of another step
-        make_states(holder, _kinds(manifest), dict(manifest.state.get("scalars", {})))
+        make_states(holder, _kinds(manifest), dict(manifest.state.get("scalars", {})))  # [1]
     pieces = [piece for piece in local_shards(holder) if not only_weights or piece.name.startswith("model/")]
     of_replicas = [piece for piece in replica_shards(holder) if not only_weights or "/model/" in piece.name]
-    has_local_sgd = holder.composed.islands is not None
+    has_local_sgd = holder.composed.local_sgd is not None
+    # [2] which tensors fill each piece
     read_from = [(piece, sources(manifest, piece, has_local_sgd=has_local_sgd)) for piece in (*pieces, *of_replicas)]
-    if mismatches := list(_mismatches(manifest, read_from)):
+    if mismatches := list(_mismatches(manifest, read_from)):  # [3]
         more = f"; and {len(mismatches) - 4} more" if len(mismatches) > 4 else ""
         raise MismatchedModel(
             f"step {step} of {store.where} is of another model: {'; '.join(mismatches[:4])}{more}",
@@ -68,10 +83,10 @@ def load_newest(
         for place in places:
             try:
                 return load_step(stores[place], world, holder, step)
-            except MismatchedModel:
+            except MismatchedModel:  # an older step is of that model, too
                 raise
             except ShoalError as error:
-                problems += error.problems
+                problems += error.problems  # [5] on every rank, since `load_step` raises on all
                 say(f"step {step} of {stores[place].where} cannot be used, trying the next one: {error}")
     if problems:
         raise RunFailed(*problems, title=f"the checkpoints in {stores[-1].where}, none of which can be used")
@@ -99,7 +114,7 @@ def load_step(store: Store, world: World, holder: Holder, step: int, *, only_wei
     def act() -> None:
         read.append(load(store, holder, step=step, only_weights=only_weights))
 
-    all_or_none(world, act, failed=failed, fix=fix)
+    all_or_none(world, act, failed=failed, fix=fix)  # [5]
     return read[0]
 
 
@@ -121,7 +136,7 @@ def fill(shard: LocalShard, entry: Entry, files: _Files) -> None:
     """Fill a shard from the saved pieces that overlap it."""
     for piece in entry.pieces:
         here, there = overlap(shard.begin, tuple(shard.value.shape), piece)
-        if all(part.stop > part.start for part in here):
+        if all(part.stop > part.start for part in here):  # [4]
             files[piece.file].fill(shard.value[here], piece.key, entry.dtype, piece.shape, there)
 
 

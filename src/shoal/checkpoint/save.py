@@ -1,7 +1,13 @@
 """Save a run: every rank writes its own shards, and one rank commits the step.
 
-rank 0    make the draft ─┐                        ┌─ manifest, rename, latest ─┐
-all       ────────────────┴─ write a shard, fsync ─┴────────────────────────────┴─ done, or all raise
+rank 0    make the draft [1] ─┐                            ┌─ manifest, rename, latest [3] ─┐
+all       ────────────────────┴─ write a shard, fsync [2] ─┴────────────────────────────────┴─ done, or all raise [4]
+
+[1] A draft has a name that no reader takes for a step. What is left of it after a crash is removed by the next save.
+[2] Every shard is on the disk before the manifest is: a manifest never names bytes that a power loss could take.
+[3] The rename makes the draft a step (in an object store, the manifest does). Before it the step does not exist, after
+    it the step is complete.
+[4] Each phase ends on all ranks or on none, so no rank reports a step as saved that another could not write.
 """
 
 from __future__ import annotations
@@ -67,11 +73,12 @@ def save(store: Store, world: World, snapshot: Snapshot) -> str:
         "fix": "free disk space, or --checkpoint.dir DIR, which every rank can write to",
     }
     try:
-        on_main(world, lambda: store.begin(step), **how)
+        on_main(world, lambda: store.begin(step), **how)  # [1]
+        # [2] and [4]: the sizes and hashes of all ranks arrive here, or the error of the first that failed
         written = all_or_none(world, lambda: _write_own(store, world, snapshot), kinds=(File,), **how)
         scalars = {name: numbers for _, _, _, own in written for name, numbers in own.items()}
         known = {**snapshot.state, "scalars": scalars}
-        return on_main(world, lambda: _commit(store, written, step, known), **how)
+        return on_main(world, lambda: _commit(store, written, step, known), **how)  # [3]
     except ShoalError:
         if world.is_main:
             store.abandon(step)

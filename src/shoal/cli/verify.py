@@ -20,7 +20,7 @@ from shoal.config.recipe import Recipe
 from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
-    from shoal.verification.api import VerifySettings
+    from shoal.verification.api import RecipeSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,10 +111,10 @@ def _matrix(options: Verify, recipe: Recipe, out: TextIO) -> int:
     return 0 if are_equal else 1
 
 
-def _settings(options: Verify) -> VerifySettings:
-    from shoal.verification.api import VerifySettings
+def _settings(options: Verify) -> RecipeSettings:
+    from shoal.verification.api import RecipeSettings
 
-    return VerifySettings(
+    return RecipeSettings(
         real=options.real, steps=options.steps, precision=options.precision, tolerance=options.tolerance
     )
 

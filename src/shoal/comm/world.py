@@ -150,7 +150,7 @@ class World:
         of `kinds`. They are sent as JSON, never as a pickle."""
         return all_gather_plain(value, self.control_group, kinds)
 
-    def beside(self) -> World:
+    def with_own_connections(self) -> World:
         """Return the same ranks over separate connections, for a thread that communicates while training does. Every
         rank must call this."""
         if self.size == 1:
@@ -254,7 +254,7 @@ def pick_device(name: str, place: Placement, *, backend: str | None, num_cuda: i
         return torch.device("cpu")
     if num_cuda == 0:
         raise ShoalError(
-            "device cuda was asked for, but this machine has no CUDA device",
+            "device is cuda, but this machine has no CUDA device",
             fix="--launch.device cpu; in a script, device='cpu'",
             code="N014",
         )

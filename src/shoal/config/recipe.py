@@ -392,7 +392,10 @@ class RunSection(Section):
 
 
 class Recipe(Section):
-    """All sections of a recipe. See docs/recipes for complete ones."""
+    """A complete recipe: everything that `shoal train` needs, in eight sections.
+
+    `shoal.config.load.load_recipe("recipe.yaml")` reads one. Files in recipes/ are complete ones.
+    """
 
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()

@@ -6,16 +6,20 @@ samples of a run are one endless stream. Position k is in epoch `k // size`, and
 the sample. So the position of a run in the data is one integer, on any number of ranks.
 
     seed 0, size 5, batch 4, 2 ranks
-    epoch      ├──────── 0 ───────┤├──────── 1 ───────┤├── 2 ──
+    epoch      ├──────── 0 ───────┤├──────── 1 ───────┤├── 2 ──    [1]
     position     0   1   2   3   4   5   6   7   8   9  10  11
     sample       1   2   0   4   3   1   3   0   4   2   0   3
     step       └───── 0 ─────┘ └───── 1 ─────┘ └───── 2 ─────┘      a step may span two epochs
-    rank         0   0   1   1   0   0   1   1   0   0   1   1
+    rank         0   0   1   1   0   0   1   1   0   0   1   1     [4]
 
-The permutation is a Feistel network over a grid of `rows × columns >= size` cells: add to the row a hash of the column,
-to the column a hash of the row, and so on. Each round is invertible, so all of them are a bijection of the cells. A
-value on one of the few cells beyond `size` passes again until it is below ("cycle walking"), so the result is a
-bijection of [0, size). Nothing is stored, and one access costs as much among 10 samples as among 10**12.
+[1] Each epoch has its own keys, hashed from the seed and its number.
+[2] From position to sample: a Feistel network over a grid of `rows × columns >= size` cells. Add to the row a hash of
+    the column, to the column a hash of the row, and so on. Each round is invertible, so all of them are a bijection of
+    the cells. Nothing is stored, and one access costs as much among 10 samples as among 10**12.
+[3] A value on one of the few cells beyond `size` passes again until it is below ("cycle walking"), so the result is a
+    bijection of [0, size).
+[4] A rank takes a contiguous part of each batch. Another number of ranks cuts the same batches elsewhere, so a run
+    resumes on it without a repeated or a skipped sample.
 """
 
 from __future__ import annotations
@@ -51,7 +55,7 @@ def sample_ids(seed: int, size: int, start: int, count: int) -> npt.NDArray[np.i
     positions = start + np.arange(count, dtype=np.int64)
     epochs, offsets = np.divmod(positions, size)
     first_epoch, last_epoch = start // size, (start + max(count, 1) - 1) // size
-    keys = hashed(seed, np.arange(first_epoch, last_epoch + 1), np.arange(ROUNDS)[:, None])  # rounds × epochs
+    keys = hashed(seed, np.arange(first_epoch, last_epoch + 1), np.arange(ROUNDS)[:, None])  # [1] rounds × epochs
     keys_of_each = keys[:, epochs - first_epoch]  # rounds × positions
     return _permuted(offsets.astype(np.uint64), keys_of_each, size).astype(np.int64)
 
@@ -76,7 +80,7 @@ def _block(seed: int, size: int, number: int) -> npt.NDArray[np.int64]:
 
 
 def share(batch: int, coordinate: int, degree: int) -> slice:
-    """The part of a global batch of data coordinate `coordinate` of `degree`.
+    """[4] The part of a global batch of data coordinate `coordinate` of `degree`.
 
     Parts are contiguous and disjoint, cover the batch, and differ in size by at most one.
 
@@ -93,9 +97,10 @@ def share(batch: int, coordinate: int, degree: int) -> slice:
 
 
 def _permuted(values: U64, keys: U64, size: int) -> U64:
-    columns = math.isqrt(size - 1) + 1
+    columns = math.isqrt(size - 1) + 1  # nearly a square: the fewest cells beyond `size`
     rows = -(-size // columns)
-    values = _feistel(values, keys, rows, columns)
+    values = _feistel(values, keys, rows, columns)  # [2]
+    # [3] This ends: a bijection that starts below `size` comes back below it.
     while (outside := np.flatnonzero(values >= size)).size:
         values[outside] = _feistel(values[outside], keys[:, outside], rows, columns)
     return values

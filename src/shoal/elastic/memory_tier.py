@@ -4,7 +4,7 @@ The process that starts the workers creates it and holds a lock in it. If that p
 any step that only the folder has. A killed process leaves a folder without a held lock. The next process of the same
 run saves its state to the disk of that run and removes it. A folder with the state of another run is left for that run.
 
-Other users can make folders with the same names there: see `shoal.train.recipe.saving.memory_rescue`.
+Other users can make folders with the same names there: see `shoal.train.recipe.saving.memory_flush`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from shoal.checkpoint.storage.store import Store
 from shoal.files import PrivateFolder
 from shoal.observe.run_directory import locked
-from shoal.train.recipe.saving.memory_rescue import (
+from shoal.train.recipe.saving.memory_flush import (
     DISK,
     cannot_hold,
     flush_memory_tier,
@@ -127,7 +127,7 @@ def _saved(folder: PrivateFolder, path: str, say: Say) -> bool:
                 f"    fix: printf %s /path/of/its/checkpoints > {path}/{DISK}, and resume that run; or remove it"
             )
             return False
-        step = _rescued(folder, newest[0], Store.at(place)) if newest is not None else None
+        step = _flushed(folder, newest[0], Store.at(place)) if newest is not None else None
     except Exception as error:  # it must not hide the error that ended the run
         say(f"the checkpoint in memory could not be saved to disk, and is left in {path}: {error}")
         return False
@@ -136,7 +136,7 @@ def _saved(folder: PrivateFolder, path: str, say: Say) -> bool:
     return True
 
 
-def _rescued(folder: PrivateFolder, newest: int, disk: Store) -> int | None:
+def _flushed(folder: PrivateFolder, newest: int, disk: Store) -> int | None:
     """Save the newest step, unless the disk has one as new; `ShoalError` if another run is saving there."""
     if newest <= max(disk.steps(), default=-1):
         return None

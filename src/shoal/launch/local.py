@@ -3,6 +3,17 @@
 `torch.multiprocessing.spawn` imports torch again in every worker (two seconds each), needs a port, shows whichever
 failure it saw first, and leaves workers behind when it is killed itself. `launch` forks this process, in which torch is
 loaded. Its workers connect through a file, it shows the failure that came first, and it leaves nothing behind.
+
+    rank 1   ── fails [1]
+    rank 0   ──────────── loses its peer: an echo [2] ─┐
+    launch   ─────────────── sees it ── waits [3] ─────┴─ decides: rank 1 ─ SIGTERM ── grace ── SIGKILL [4] ─ raise
+
+[1] A worker writes its failure to a file with the time before it ends. A worker that is killed writes nothing: the
+    exit code and the memory counters of the kernel explain it.
+[2] The ranks that wait for a failed one fail, too. Such echoes are often seen first, and never are the cause.
+[3] The first failure that is seen need not be the first that happened: an earlier one has SETTLE seconds to appear.
+    If all of them are echoes, the cause is still missing, and it has longer.
+[4] Every worker leads its own process group, so that SIGKILL also ends what it has started.
 """
 
 from __future__ import annotations
@@ -166,12 +177,12 @@ class WorkerGroup:
             if not any(self.ended.values()) and not self._overdue():
                 first_seen = None  # a late worker has returned, or a stopped one continues
             elif first_seen is None:
-                first_seen = time.monotonic()
+                first_seen = time.monotonic()  # [3] starts
             if first_seen is not None and self.cause is None and self.passed_on is None:
                 self._decide_cause(since=first_seen)
             if self.deadline is not None and time.monotonic() > self.deadline:
                 self._report_killed()
-                self._signal_all(signal.SIGKILL)
+                self._signal_all(signal.SIGKILL)  # [4]
 
     def raise_outcome(self) -> None:
         """Raise the cause of the failures; return if every worker returned."""
@@ -228,9 +239,9 @@ class WorkerGroup:
         self.stopped.pop(rank, None)
         _close_end(end)
         process = self.processes[rank]
-        _kill_group(process)  # remaining children of the worker
+        _kill_group(process)  # [4] remaining children of the worker
         process.join()
-        failure = read_failure(self.directory, rank)
+        failure = read_failure(self.directory, rank)  # [1]
         if failure is None and not value_path(self.directory, rank).exists():
             failure = sudden_end(rank, process.exitcode or 0, self.memory)
         self.ended[rank] = failure
@@ -239,12 +250,13 @@ class WorkerGroup:
 
     def _decide_cause(self, *, since: float) -> None:
         """Decide which failure came first, once no earlier one can appear, and stop the other workers."""
+        # [1] a worker that has written its failure may take seconds to end
         written = [read_failure(self.directory, rank) for rank in self.running.values()]
         failures = [failure for failure in (*self.ended.values(), *written, *self._overdue()) if failure is not None]
         if not failures:
             return
-        candidate = self._explained(first_failure(failures))
-        time_to_settle = SETTLE_ON_ECHO if candidate.is_echo else SETTLE
+        candidate = self._explained(first_failure(failures))  # [2]
+        time_to_settle = SETTLE_ON_ECHO if candidate.is_echo else SETTLE  # [3]
         if self.running and time.monotonic() < since + time_to_settle:
             return
         self.cause = candidate

@@ -114,7 +114,7 @@ class SparseFeedForward(nn.Module):
         y_BTD: Tensor = self.experts(normed_BTD.flatten(0, 1), routing).view_as(normed_BTD)
         if self.shared is not None:
             y_BTD = y_BTD + self.shared(normed_BTD)[1]
-        return x_BTD, self.router.settle(y_BTD, *facts)
+        return x_BTD, self.router.attach_aux_loss(y_BTD, *facts)
 
 
 def splits_of(config: MoeConfig) -> dict[str, Split]:

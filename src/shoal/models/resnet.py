@@ -165,7 +165,7 @@ class ResNet(nn.Module):
             )
 
     def describe(self) -> Description:
-        """Its anatomy. Nothing of it is worth splitting over a tensor-parallel group."""
+        """Describe it. No layer is worth splitting over a tensor-parallel group."""
         return Description(
             blocks=tuple(shape.name for shape in block_shapes(self.config)),
             before_blocks=("conv1", "bn1", "relu", "maxpool"),

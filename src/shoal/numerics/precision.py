@@ -50,7 +50,7 @@ class Precision:
         """Make every forward of the module compute in this precision and return float32."""
         if not self.is_lower:
             return
-        hush(device)
+        silence_matmul_warning(device)
         forward = module.forward
 
         @functools.wraps(forward)
@@ -105,7 +105,7 @@ def times_longer(dtype: torch.dtype) -> float:
 
     It takes the best of two each, some 0.1 s at worst, and of many if they are fast: other processes interrupt a CPU
     now and then."""
-    hush(torch.device("cpu"))
+    silence_matmul_warning(torch.device("cpu"))
 
     def seconds(kind: torch.dtype) -> float:
         x = torch.ones(128, 128, dtype=kind)
@@ -115,7 +115,7 @@ def times_longer(dtype: torch.dtype) -> float:
     return seconds(dtype) / seconds(torch.float32)
 
 
-def hush(device: torch.device) -> None:
+def silence_matmul_warning(device: torch.device) -> None:
     """Silence torch's long warning about a slower path on CPUs without arithmetic in lower precision."""
     if device.type == "cpu":
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")

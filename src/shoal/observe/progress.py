@@ -57,7 +57,7 @@ class Quiet:
         """Do nothing."""
 
 
-class Left:
+class TimeLeft:
     """The remaining time of a run, from the steps since its first one.
 
     The first step may compile, and steps before it belong to an earlier run.
@@ -78,7 +78,7 @@ class Plain(Quiet):
     def __init__(self, console: Console, unit: str = "tok") -> None:
         super().__init__(console, unit)
         self._evaluation = self._next = self._last = time.monotonic()
-        self._left = Left()
+        self._left = TimeLeft()
 
     def note(self, text: str) -> None:
         """Print a line."""
@@ -109,7 +109,7 @@ class Live(Quiet):
     def __init__(self, console: Console, unit: str = "tok") -> None:
         super().__init__(console, unit)
         self._evaluation = time.monotonic()
-        self._left = Left()
+        self._left = TimeLeft()
         self._progress = Progress(
             BarColumn(bar_width=24 if console.width >= 100 else 8),
             TextColumn("{task.percentage:>3.0f}%"),

@@ -14,7 +14,7 @@ from shoal.blueprint.plan import Plan
 from shoal.blueprint.validation.check import check_plan
 from shoal.comm.collectives import all_gather_plain
 from shoal.errors import Problem, ShoalError, nearest, raise_if
-from shoal.numerics.fp8.convert import NARROW, is_fit_for_fp8
+from shoal.numerics.fp8.convert import MIN_FEATURES, is_fit_for_fp8
 from shoal.parallel.batch_norm import batch_norms, can_share
 from shoal.parallel.context.attention import Attention, DocumentMask
 from shoal.parallel.expert.experts import experts_in
@@ -119,10 +119,12 @@ def _unused_with_shards(plan: Plan, *, finds_unused: bool) -> Iterator[Problem]:
         )
 
 
-def _no_layer_for_fp8(model: nn.Module, plan: Plan, description: Description, narrow: int | None) -> Iterator[Problem]:
+def _no_layer_for_fp8(
+    model: nn.Module, plan: Plan, description: Description, min_features: int | None
+) -> Iterator[Problem]:
     if plan.precision != "fp8":
         return
-    least = NARROW if narrow is None else narrow
+    least = MIN_FEATURES if min_features is None else min_features
     blocks = [model.get_submodule(name) for name in description.blocks]
     layers = [layer for block in blocks for layer in block.modules()]
     if any(is_fit_for_fp8(layer, least) for layer in layers):

@@ -1,4 +1,4 @@
-"""Where a model meets a plan, in straight-line order, one unit (a block, the embedding, the head) after the other:
+"""Lay a model over the ranks of a plan, one unit (a block, the embedding, the head) after the other:
 
     cut (pp) ─▶ fill ─▶ split (tp) ─▶ divide (ep) ─▶ recompute ─▶ compile ─▶ shard (dp_shard x cp)
 
@@ -64,16 +64,16 @@ def compose(
     num_parameters = sum(math.prod(shapes[name]) for name, _ in model.named_parameters())
     routed = {name: router.num_experts for name, router in routers(model).items()}
     balance, is_own = _balance(model, plan, mesh, tensor), uses_own_reducer(plan, sync)
-    how = _How(plan, description, mesh, tensor, precision, compute, uses_own_reducer=is_own, balance=balance)
-    how.is_fused = compute.fused_loss is not False and why_loss_not_fused(model, plan, description) is None
+    setup = _Setup(plan, description, mesh, tensor, precision, compute, uses_own_reducer=is_own, balance=balance)
+    setup.is_fused = compute.fused_loss is not False and why_loss_not_fused(model, plan, description) is None
     batch_norm, tracks = _batch_norm(model, plan, mesh, compute)
     skeleton = skeleton_of(model) if mesh.degree("pp") > 1 else model
     parts = list(_cut(model, plan, description, mesh))
     for part in parts:
-        _lay_out(part, how)
-    if how.context is not None and skeleton is not model:
-        divide_tokens(skeleton, description, how.context, is_compiled=True)
-    is_sharded, models = how.sharding is not None, [part.model for part in parts]
+        _lay_out(part, setup)
+    if setup.context is not None and skeleton is not model:
+        divide_tokens(skeleton, description, setup.context, is_compiled=True)
+    is_sharded, models = setup.sharding is not None, [part.model for part in parts]
     sync, bucket_chosen = with_buckets(sync, plan, parts, mesh, is_sharded=is_sharded)
     replicas = ReplicaGroup(plan, mesh, tensor, description, parts, is_sharded=is_sharded)
     called, replica_sync = build_gradient_sync(replicas, sync, seed=compute.seed)
@@ -83,12 +83,12 @@ def compose(
         parts=parts,
         model=called,
         tensor=tensor,
-        context=how.context,
-        head=how.head,
-        balance=how.balance,
+        context=setup.context,
+        head=setup.head,
+        balance=setup.balance,
         routed=routed,
-        experts=frozenset(how.divided),
-        pipeline=_pipeline(parts, skeleton, how),
+        experts=frozenset(setup.divided),
+        pipeline=_pipeline(parts, skeleton, setup),
         shards=FSDPSync(models, plan.zero or 0) if is_sharded else GradientSync(),
         replicas=replica_sync,
         statistics=_statistics(models, plan, mesh) if tracks else None,
@@ -104,8 +104,8 @@ def compose(
 
 
 @dataclass
-class _How:
-    """What every unit of a model is laid out by."""
+class _Setup:
+    """Shared inputs and results of laying out every unit of a model."""
 
     plan: Plan
     description: Description
@@ -139,66 +139,68 @@ class _How:
             self.context = ContextParallel(mesh.groups["cp"], kind=plan.context, comm_device=mesh.comm_device)
 
 
-def _lay_out(part: StageModule, how: _How) -> None:
+def _lay_out(part: StageModule, setup: _Setup) -> None:
     """One part of the model, unit by unit."""
-    model, description, sharding = part.model, how.description, how.sharding
-    large = _large_units(model, how)
-    is_compiled_whole = not description.blocks or _is_best_compiled_whole(part, how)
+    model, description, sharding = part.model, setup.description, setup.sharding
+    large = _large_units(model, setup)
+    is_compiled_whole = not description.blocks or _is_compiled_as_one(part, setup)
     for unit in _units(model, description):
-        _fill(model, unit, how.compute.seed)
+        _fill(model, unit, setup.compute.seed)
         if not unit.is_rest:
-            split(model, unit.names, description.splits, how.tensor)
-        experts = _divide_experts(model, unit, how)
-        _place(model, unit, how.mesh.device, how.precision)
-        if how.is_fused and description.head is not None and unit.holds(description.head):
-            _give_loss_to_head(model, how)  # before it is sharded, which makes another class of it
+            split(model, unit.names, description.splits, setup.tensor)
+        experts = _divide_experts(model, unit, setup)
+        _place(model, unit, setup.mesh.device, setup.precision)
+        if setup.is_fused and description.head is not None and unit.holds(description.head):
+            _give_loss_to_head(model, setup)  # before it is sharded, which makes another class of it
         for block in _modules(model, unit) if unit.is_block else ():
-            _choose_attention(block, how.compute)
-            _choose_what_is_kept(block, how.compute)
-            _narrow_products(block, how)
-            if how.plan.recompute == "full":  # around what is compiled: a compiler would keep some of what it captures
-                _compile(block, how.compute)
-                recompute(block, "full", how.as_now)
+            _choose_attention(block, setup.compute)
+            _choose_recomputed_swiglu(block, setup.compute)
+            _convert_to_fp8(block, setup)
+            if (
+                setup.plan.recompute == "full"
+            ):  # around what is compiled: a compiler would keep some of what it captures
+                _compile(block, setup.compute)
+                recompute(block, "full", setup.as_now)
             else:
-                recompute(block, how.plan.recompute, how.as_now, is_compiled=bool(how.compute.compile))
-                _compile(block, how.compute, unless=is_compiled_whole)
+                recompute(block, setup.plan.recompute, setup.as_now, is_compiled=bool(setup.compute.compile))
+                _compile(block, setup.compute, unless=is_compiled_whole)
         for name in set(unit.names) & set(description.after_blocks) - {description.head}:
-            _compile(model.get_submodule(name), how.compute, unless=is_compiled_whole)  # the last norm
-        if how.expert_sharding is not None:
+            _compile(model.get_submodule(name), setup.compute, unless=is_compiled_whole)  # the last norm
+        if setup.expert_sharding is not None:
             for module in experts:
-                how.expert_sharding.shard(module)
+                setup.expert_sharding.shard(module)
         if sharding is not None and not unit.is_root:
             sharding.shard(_modules(model, unit), is_last=unit.is_last)
     if not description.blocks:
-        _choose_attention(model, how.compute)
+        _choose_attention(model, setup.compute)
     if is_compiled_whole:
-        _compile(model, how.compute)
-    how.precision.install(model, how.mesh.device)
-    if how.context is not None:
-        divide_tokens(model, description, how.context, is_compiled=bool(how.compute.compile))
+        _compile(model, setup.compute)
+    setup.precision.install(model, setup.mesh.device)
+    if setup.context is not None:
+        divide_tokens(model, description, setup.context, is_compiled=bool(setup.compute.compile))
     if sharding is not None:
         for unit_by_size in large:
             sharding.shard(unit_by_size)
         sharding.shard(part.stage or model, is_last=True)
 
 
-def _large_units(model: nn.Module, how: _How) -> Sequence[nn.Module]:
+def _large_units(model: nn.Module, setup: _Setup) -> Sequence[nn.Module]:
     """What is sharded as one in a model that does not say what its blocks are. They are chosen while all is whole, as
     the planner sees it."""
-    if how.sharding is None or how.description.blocks:
+    if setup.sharding is None or setup.description.blocks:
         return ()
-    divided = experts_in(model).values() if how.experts is not None else ()
+    divided = experts_in(model).values() if setup.experts is not None else ()
     return units_by_size(model, except_for=divided)
 
 
-def _divide_experts(model: nn.Module, unit: Unit, how: _How) -> list[Experts]:
+def _divide_experts(model: nn.Module, unit: Unit, setup: _Setup) -> list[Experts]:
     """Leave this rank its part of the experts of a unit."""
-    if how.experts is None:
+    if setup.experts is None:
         return []
     found = {name: module for name, module in experts_in(model).items() if unit.holds(name)}
     for name, module in found.items():
-        divide_experts(module, how.experts)
-        how.divided.update(f"{name}.{own}" for own, _ in module.named_parameters())
+        divide_experts(module, setup.experts)
+        setup.divided.update(f"{name}.{own}" for own, _ in module.named_parameters())
     return list(found.values())
 
 
@@ -228,8 +230,8 @@ def _statistics(modules: list[nn.Module], plan: Plan, mesh: Mesh) -> RunningStat
     everywhere = mesh.new_group("dp_cp")
     if plan.sync is None:
         return RunningStatistics(modules, every_step=everywhere, all_replicas=everywhere)
-    island = mesh.new_group("dp_shard_cp") if plan.layout.degree("dp_shard_cp") > 1 else None
-    return RunningStatistics(modules, every_step=island, all_replicas=everywhere)
+    within = mesh.new_group("dp_shard_cp") if plan.layout.degree("dp_shard_cp") > 1 else None
+    return RunningStatistics(modules, every_step=within, all_replicas=everywhere)
 
 
 # ---- units ----------------------------------------------------------------------------------------------------------
@@ -283,32 +285,32 @@ def _choose_attention(module: nn.Module, compute: ComputePolicy) -> None:
         attention.backend = compute.attention
 
 
-def _choose_what_is_kept(block: nn.Module, compute: ComputePolicy) -> None:
+def _choose_recomputed_swiglu(block: nn.Module, compute: ComputePolicy) -> None:
     for module in (inner for inner in block.modules() if isinstance(getattr(inner, "recompute", None), bool)):
         module.recompute = compute.recompute_swiglu  # type: ignore[assignment]
 
 
-def _narrow_products(block: nn.Module, how: _How) -> None:
-    if how.plan.precision == "fp8":
-        to_fp8(block, how.compute.fp8, how.mesh.device, narrow=how.compute.fp8_min_features)
+def _convert_to_fp8(block: nn.Module, setup: _Setup) -> None:
+    if setup.plan.precision == "fp8":
+        to_fp8(block, setup.compute.fp8, setup.mesh.device, min_features=setup.compute.fp8_min_features)
 
 
-def _give_loss_to_head(model: nn.Module, how: _How) -> None:
-    assert how.description.head is not None
-    layer = model.get_submodule(how.description.head)
+def _give_loss_to_head(model: nn.Module, setup: _Setup) -> None:
+    assert setup.description.head is not None
+    layer = model.get_submodule(setup.description.head)
     assert isinstance(layer, nn.Linear)
-    fp8 = how.plan.precision == "fp8" and how.compute.fp8_head == "gradients"
-    how.head = LossHead(layer, fp8=fp8, always=bool(how.compute.fused_loss))
+    fp8 = setup.plan.precision == "fp8" and setup.compute.fp8_head == "gradients"
+    setup.head = LossHead(layer, fp8=fp8, always=bool(setup.compute.fused_loss))
 
 
-def _is_best_compiled_whole(part: StageModule, how: _How) -> bool:
+def _is_compiled_as_one(part: StageModule, setup: _Setup) -> bool:
     """Whether nothing has to happen between blocks, and they are of many shapes, as in a convolutional network: what
     was compiled for one would fit few others, and what lies between them is worth fusing."""
-    blocks = [part.model.get_submodule(name) for name in how.description.blocks]
+    blocks = [part.model.get_submodule(name) for name in setup.description.blocks]
     kinds = {(type(block), *(parameter.shape for parameter in block.parameters())) for block in blocks}
-    axes = (how.sharding, part.stage, how.context, how.experts, how.tensor.group)
+    axes = (setup.sharding, part.stage, setup.context, setup.experts, setup.tensor.group)
     is_undivided = all(one is None for one in axes)
-    return len(kinds) > 2 and is_undivided and how.plan.recompute == "none" and how.description.head is None
+    return len(kinds) > 2 and is_undivided and setup.plan.recompute == "none" and setup.description.head is None
 
 
 def _compile(block: nn.Module, compute: ComputePolicy, *, unless: bool = False) -> None:
@@ -344,7 +346,7 @@ def _cut(model: nn.Module, plan: Plan, description: Description, mesh: Mesh) -> 
         yield StageModule(model)
         return
     assert plan.v is not None
-    bounds = stage_bounds(_anatomy(model, description), num_stages=degree * plan.v)
+    bounds = stage_bounds(_model_shapes(model, description), num_stages=degree * plan.v)
     taken: set[nn.Parameter] = set()
     for index, (start, stop) in enumerate(bounds):
         if owners(plan)[index] != mesh.coordinate["pp"]:
@@ -358,8 +360,8 @@ def _cut(model: nn.Module, plan: Plan, description: Description, mesh: Mesh) -> 
         yield StageModule(part, Stage(part, received, index, len(bounds)))
 
 
-def _anatomy(model: nn.Module, description: Description) -> ModelShapes:
-    """As much of a model's anatomy as its stages depend on."""
+def _model_shapes(model: nn.Module, description: Description) -> ModelShapes:
+    """The shapes of a model that its stages depend on."""
     lookups = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     seconds = {second for _, second in description.tied}
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False) if n not in seconds}
@@ -377,11 +379,11 @@ def _untie(part: nn.Module, taken: set[nn.Parameter]) -> None:
                 setattr(module, name, copies[parameter])
 
 
-def _pipeline(parts: list[StageModule], skeleton: nn.Module, how: _How) -> Pipeline | None:
+def _pipeline(parts: list[StageModule], skeleton: nn.Module, setup: _Setup) -> Pipeline | None:
     stages = [part.stage for part in parts if part.stage is not None]
     if not stages:
         return None
-    plan, mesh, precision = how.plan, how.mesh, how.precision
+    plan, mesh, precision = setup.plan, setup.mesh, setup.precision
     assert plan.schedule is not None
     return Pipeline(
         stages=stages,
@@ -390,7 +392,7 @@ def _pipeline(parts: list[StageModule], skeleton: nn.Module, how: _How) -> Pipel
         device=mesh.device,
         comm_device=mesh.comm_device,
         num_stages=stages[0].num_stages,
-        activation=Activation(skeleton, how.description.blocks, how.tensor),
+        activation=Activation(skeleton, setup.description.blocks, setup.tensor),
         dtype=precision.compute_dtype,
         loss_dtype=precision.wide_dtype,
         owners=owners(plan),

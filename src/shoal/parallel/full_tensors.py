@@ -22,7 +22,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass
-class Placement:
+class TensorPlacement:
     """Where the pieces of all parameters lie. Parameters go by the names that they have on one device."""
 
     plan: Plan
@@ -92,7 +92,7 @@ class Placement:
 
 
 def full_tensors(
-    place: Placement, named: Mapping[str, nn.Parameter], what: str, stages: dist.ProcessGroup | None
+    place: TensorPlacement, named: Mapping[str, nn.Parameter], what: str, stages: dist.ProcessGroup | None
 ) -> Iterator[tuple[str, Tensor | None]]:
     """Every parameter ("weight") or its gradient ("gradient") under its name, whole and on the CPU of rank 0; None on
     the other ranks, which all have to go through it too. `stages`: the ranks of a pipeline; None: there is none."""
@@ -117,7 +117,9 @@ def _owners(mine: list[str], stages: dist.ProcessGroup | None) -> dict[str, int]
     return {name: place for place, names in enumerate(all_gather_plain(mine, stages)) for name in names}
 
 
-def _on_rank_0(place: Placement, named: Mapping[str, nn.Parameter], name: str, what: str, owner: int) -> Tensor | None:
+def _on_rank_0(
+    place: TensorPlacement, named: Mapping[str, nn.Parameter], name: str, what: str, owner: int
+) -> Tensor | None:
     mesh = place.mesh
     full = place.joined(name, _piece(named[name], what)) if mesh.coordinate["pp"] == owner else None
     if owner == 0:

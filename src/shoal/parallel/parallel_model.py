@@ -1,6 +1,6 @@
 """A model laid over the ranks, as one of them holds it: what it computes with, and what its gradients still need.
 
-One step, as `train.step_engine` makes it:
+One step, as `train.step.engine` makes it:
 
     begin_step ─ begin_microbatch (with: forward, backward) x m ─ finish_gradients ─ norm ─ commit ─ end_step
 
@@ -33,9 +33,9 @@ from shoal.parallel.data.gradient_reducer import GradientReducer
 from shoal.parallel.data.gradient_sync import GradientSync
 from shoal.parallel.data.local_sgd import LocalSGD
 from shoal.parallel.expert.aux_loss import AuxLoss
-from shoal.parallel.expert.loads import balance_routers, reject_unsettled, sum_loads
+from shoal.parallel.expert.loads import balance_routers, reject_unattached, sum_loads
 from shoal.parallel.expert.router import biases, routers
-from shoal.parallel.full_tensors import Placement, from_all_stages, full_tensors
+from shoal.parallel.full_tensors import TensorPlacement, from_all_stages, full_tensors
 from shoal.parallel.fused_loss_head import LossHead
 from shoal.parallel.gradients import local_gradients, norm_of_pieces, norm_of_whole, own_norms, sum_tied
 from shoal.parallel.pipeline.pipeline import Pipeline, Stage
@@ -105,10 +105,10 @@ class ParallelModel:
         self._match(self.originals)
         self.originals = {}
         copies = {second for _, second in self.tied if self.pipeline is not None}
-        self.placement = Placement(
+        self.placement = TensorPlacement(
             self.plan, self.mesh, self.tensor, self.is_sharded, self.experts, self.shapes, copies
         )
-        own = self.meeting_axes if self.islands is not None else ()
+        own = self.sync_axes if self.local_sgd is not None else ()
         self._counted = [name for name in self.named if self.is_owner(name, besides=own)]
         self._holds_all = not self.is_sharded and self.pipeline is None and self.tensor.group is None
         self._routers = {name: r for part in self.parts for name, r in routers(part.model).items()}
@@ -120,14 +120,14 @@ class ParallelModel:
         return self.replicas if isinstance(self.replicas, GradientReducer) else None
 
     @property
-    def islands(self) -> LocalSGD | None:
+    def local_sgd(self) -> LocalSGD | None:
         """The exchange of weights under `sync=`; None: there is none."""
         return self.replicas if isinstance(self.replicas, LocalSGD) else None
 
     @property
-    def meeting_axes(self) -> tuple[str, ...]:
-        """The axes along which `reducer` or `islands` exchange."""
-        is_alone = self.is_sharded or self.islands is not None or self.plan.layout.cp == 1
+    def sync_axes(self) -> tuple[str, ...]:
+        """The axes along which `reducer` or `local_sgd` exchange."""
+        is_alone = self.is_sharded or self.local_sgd is not None or self.plan.layout.cp == 1
         return ("dp_replicate",) if is_alone else ("dp_replicate", "dp_shard", "cp")
 
     @property
@@ -188,8 +188,8 @@ class ParallelModel:
         return list(local_gradients({name: p for name, p in self.named.items() if name in names}).values())
 
     def norm(self, parameters: list[nn.Parameter], *, scale: float = 1.0, clip: float | None = None) -> Tensor:
-        """The global norm of their gradients: every piece of every rank, each counted once. Islands have their own.
-        `scale` is the factor of the gradients, and `clip` the norm that they will be clipped to."""
+        """The global norm of their gradients: every piece of every rank, each counted once. Under local SGD each
+        replica has its own. `scale` is the factor of the gradients, and `clip` the norm that they are clipped to."""
         self.norms = own_norms(self.named, parameters)
         if self._holds_all:
             norm = norm_of_whole(self.norms, self.named, parameters, self.mesh)
@@ -220,7 +220,7 @@ class ParallelModel:
         those experts that had too little. None: there are no routers."""
         if self.balance is None:
             return None
-        reject_unsettled(self._routers)
+        reject_unattached(self._routers)
         copies = 1 if self.tensor.splits_tokens else self.tensor.degree  # tp ranks that saw the same tokens
         totals = sum_loads(self.balance, self.routed, self.mesh, copies=copies)
         balance_routers(self._routers, self.routed, totals, is_applied=is_applied)
@@ -233,7 +233,7 @@ class ParallelModel:
         return self.placement.is_replicated(name, axis)
 
     def is_owner(self, name: str, besides: Sequence[str] = (), *, and_copies: bool = False) -> bool:
-        """Whether this rank is the first that holds this very piece of a parameter; see `Placement`."""
+        """Whether this rank is the first that holds this very piece of a parameter; see `TensorPlacement`."""
         return self.placement.is_owner(name, besides, and_copies=and_copies)
 
     def shard_box(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -241,7 +241,7 @@ class ParallelModel:
         return self.placement.shard_box(name)
 
     @torch.no_grad()
-    def whole(self, what: str) -> Iterator[tuple[str, Tensor | None]]:
+    def full_tensors(self, what: str) -> Iterator[tuple[str, Tensor | None]]:
         """Every parameter ("weight") or its gradient ("gradient") under its name, whole and on the CPU of rank 0; None
         on the other ranks, which all have to go through it too."""
         yield from full_tensors(self.placement, self.named, what, self._stages)
@@ -263,12 +263,12 @@ class ParallelModel:
         return self.replicas.threads()
 
     def shared_weights(self) -> AbstractContextManager[None]:
-        """Inside, the model has the weights that all ranks agree on; which it always has, unless there are islands."""
+        """Inside, the model has the weights that all ranks agree on; without local SGD, it always has."""
         return self.replicas.shared_weights()
 
     def before_evaluation(self) -> None:
-        """Make the running statistics of batch norm the same everywhere: they are after each step, but for islands and
-        for forwards outside of a step."""
+        """Make the running statistics of batch norm the same everywhere: they are after each step, except
+        under local SGD and after forwards outside of a step."""
         if self.statistics is not None:
             self.statistics.agree()
 

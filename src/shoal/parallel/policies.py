@@ -32,10 +32,10 @@ OnNan = Literal["stop", "skip", "ignore"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPolicy:
-    """What is done with the gradients of a step.
+    """Settings of gradients and updates.
 
     clip              the largest global gradient norm; None: no clipping
-    on_nan            stop the run, skip the update, or ignore it, when a gradient is not finite
+    on_nan            when a gradient is not finite: "stop" the run, "skip" the update, or "ignore" it
     check_replicas    steps between two comparisons of the checksums of all tensors that several ranks hold; a flipped
                       bit ends the run, with its tensor and rank; 0: never
     loss_scale        the first loss scale under fp16
@@ -67,19 +67,19 @@ class StepPolicy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComputePolicy:
-    """How the model is computed.
+    """Settings of the forward and the backward.
 
     seed              decides the initial weights, the order of the samples and all randomness in the model
     deterministic     the same bits again on the same layout
-    param_dtype       what parameters and their gradients are kept in: fp32; or bf16, under the precisions bf16 and fp8,
-                      with an optimizer that rounds at random, such as shoal.AdamW
-    compile           let torch.compile make each block of the model faster; a word is the backend to use
+    param_dtype       the dtype of parameters and gradients: fp32; or bf16, under the precisions bf16 and fp8, with an
+                      optimizer that rounds stochastically, such as shoal.AdamW
+    compile           run each block of the model under torch.compile; a string is the backend to use
     attention         the kernel of attention on a GPU: auto (the fastest), cudnn, flash, efficient or math
     fused_loss        compute the loss inside the model's last layer, without holding all logits; None: where it can
-    fp8               under the precision fp8, what of a tensor shares one scale: tensorwise or rowwise
-    fp8_min_features  layers with fewer features than this stay in bf16 then; None: as fast as was measured
-    fp8_head          gradients: a head that computes the loss computes its gradients in fp8 then; its logits never are
-    recompute_swiglu  compute the gated values of a feed-forward again in the backward; False: keep them: faster
+    fp8               under the precision fp8, the part of a tensor that shares one scale: tensorwise or rowwise
+    fp8_min_features  under fp8, layers with fewer features than this stay in bf16; None: 512
+    fp8_head          under fp8, "gradients": the fused loss computes its gradients in fp8, never its logits; or "none"
+    recompute_swiglu  recompute the gated values of a feed-forward in the backward; False: store them, which is faster
     sync_batch_norm   batch norm normalises with the statistics of a microbatch over all ranks, not of each rank's part
     """
 
@@ -123,7 +123,7 @@ class ComputePolicy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncPolicy:
-    """How replicas exchange gradients, or weights under `sync=`.
+    """Settings of the communication between replicas.
 
     bucket_mb               size of the buckets in which gradients are reduced; None: 25, and 1 for the first; "auto":
                             measured

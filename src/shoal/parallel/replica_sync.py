@@ -23,7 +23,7 @@ from shoal.parallel.data.local_sgd import LocalSGD
 from shoal.parallel.parallel_model import StageModule
 from shoal.parallel.policies import SyncPolicy
 from shoal.parallel.tensor import TensorParallel
-from shoal.predict.exact.traffic import BUCKET_BYTES
+from shoal.predict.exact.data_traffic import BUCKET_BYTES
 
 
 def uses_own_reducer(plan: Plan, sync: SyncPolicy) -> bool:
@@ -100,7 +100,7 @@ def _own_sync(group: ReplicaGroup, sync: SyncPolicy, seed: int) -> GradientReduc
     assert sync.bucket_mb != "auto"
     bucket_bytes = BUCKET_BYTES if sync.bucket_mb is None else round(sync.bucket_mb * 2**20)
     transport.algorithm, why = (
-        fastest(transport, bucket_bytes) if sync.algorithm == "auto" else (sync.algorithm, "it was asked for")
+        fastest(transport, bucket_bytes) if sync.algorithm == "auto" else (sync.algorithm, "as set")
     )
     average = build_average(plan.compression)
     # What is not encoded gains nothing by a second lane, and NCCL may not be asked from two threads in any order.

@@ -128,7 +128,15 @@ def _check_tokens(x: Tensor) -> None:
 
 
 class ColumnParallelLinear(nn.Linear):
-    """A linear layer of which this rank has some output features."""
+    """A linear layer whose output features are split over the tensor-parallel ranks.
+
+    It takes all input features and returns this rank's part of the output features, for a `RowParallelLinear`.
+    `in_features` and `out_features` are those of the full layer; `tensor` is `run.tensor`.
+
+        self.up = shoal.ColumnParallelLinear(hidden, ffn, tensor=run.tensor)
+        self.down = shoal.RowParallelLinear(ffn, hidden, tensor=run.tensor)
+        y = self.down(F.silu(self.up(x)))
+    """
 
     cut: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
     """Parameter → the dim along which tp cuts it."""
@@ -146,7 +154,11 @@ class ColumnParallelLinear(nn.Linear):
 
 
 class RowParallelLinear(nn.Linear):
-    """A linear layer of which this rank has some input features, and receives only those."""
+    """A linear layer whose input features are split over the tensor-parallel ranks.
+
+    It takes this rank's part of the input features, as a `ColumnParallelLinear` returns them, and returns the sum over
+    all ranks. Arguments as there.
+    """
 
     cut: ClassVar[dict[str, int]] = {"weight": 1}
 

@@ -33,6 +33,7 @@ MEMORY = (
     "context",
 )
 SHOWN_FRONTIER = 6
+"""Plans of the frontier that a table shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ class Answer:
     """The result of a search, and everything derived from it."""
 
     task: Task
-    found: SearchResult
+    search: SearchResult
     best: list[Choice]
     by: str = "time"
     top: int = 5
@@ -104,7 +105,7 @@ class Answer:
     suggestions: list[Suggestion] = field(default_factory=list)
     rejection_reasons: list[str] = field(default_factory=list)
     """Why requested plans that fit cannot be run."""
-    way: list[Move] = field(default_factory=list)
+    explanation: list[Move] = field(default_factory=list)
     laws: Laws | None = None
     scaling: list[Scale] = field(default_factory=list)
     rules_of_thumb: list[RuleOfThumb] = field(default_factory=list)
@@ -114,10 +115,17 @@ class Answer:
 
 
 def plan(model: str | None = None, **request: Any) -> Answer:
-    """Rank the plans that fit a model on a cluster: the answer of `shoal plan`, as a value.
+    """Rank the plans that fit a model on a cluster: the answer of `shoal plan`, as a value. No GPU is needed.
 
-    Takes the options of `shoal plan` by name: `shoal.plan("llama3-8b", cluster="h200:8", seq_len=8192)`. Every number
-    is predicted. `answer.best[0].prediction.plan` is the first plan; `to_mapping(answer)` is the JSON.
+    model    a preset, a Hugging Face `config.json` or `file.py:function`; None: by dimensions (`hidden=`, `layers=`)
+    request  the options of `shoal plan` by name, with `_` for `-`; `shoal plan --help` lists them
+
+    Every number is predicted. `answer.best` are the plans, best first; `to_mapping(answer)` is the JSON.
+
+    >>> answer = plan("llama3-8b", cluster="h200:8", seq_len=8192, global_batch=64)
+    >>> first = answer.best[0].prediction
+    >>> print(first.plan.brief())
+    dp_shard=8 zero=1 mb=2 bf16
     """
     known = [entry.name for entry in fields(PlanRequest)]
     raise_if(
@@ -151,7 +159,7 @@ def answer(request: PlanRequest) -> Answer:
     )
     result.rules_of_thumb = rules_of_thumb(first.task, first.prediction, required) if request.by == "time" else []
     if request.explain:
-        result.way = moves(first.task, first.prediction.plan)
+        result.explanation = moves(first.task, first.prediction.plan)
         result.laws = laws(first.task, first.prediction)
         result.scaling = scaling(first.task, first.prediction.plan)
     return result
@@ -194,12 +202,12 @@ def to_mapping(result: Answer) -> dict[str, Any]:
         "global_batch": task.global_batch,
         "assumed": result.assumed,
         "memory_limit_gib": round(task.memory_limit / GIB, 3),
-        "plans_predicted": result.found.num_predicted,
-        "num_too_large": result.found.num_too_large,
+        "plans_predicted": result.search.num_predicted,
+        "num_too_large": result.search.num_too_large,
         "plans": [choice.to_mapping() for choice in result.best],
         "why_fewer": why_fewer(result),
         "command": result.command,
-        "frontier": [Choice(task, prediction).to_mapping() for prediction in result.found.frontier],
+        "frontier": [Choice(task, prediction).to_mapping() for prediction in result.search.frontier],
         "rejected": [one.to_mapping() for one in result.rejected],
         "lint": [one.to_mapping() for one in result.lints],
         "rules_of_thumb": [{"rule": one.rule, "agrees": one.agrees, "why": one.why} for one in result.rules_of_thumb],
@@ -208,10 +216,10 @@ def to_mapping(result: Answer) -> dict[str, Any]:
         mapping["suggestions"] = [str(suggestion) for suggestion in result.suggestions]
         mapping["rejection_reasons"] = result.rejection_reasons
         mapping["smallest"] = (
-            None if result.found.smallest is None else Choice(task, result.found.smallest).to_mapping()
+            None if result.search.smallest is None else Choice(task, result.search.smallest).to_mapping()
         )
-    if result.way:
-        mapping["explain"] = [move.to_mapping() for move in result.way]
+    if result.explanation:
+        mapping["explain"] = [move.to_mapping() for move in result.explanation]
     if result.laws is not None:
         law = result.laws
         limit = None if law.limit == float("inf") else law.limit
@@ -248,7 +256,7 @@ def tradeoffs_of(result: Answer) -> dict[str, list[Prediction]]:
     first = result.best[0]
     if first.devices != result.task.cluster.num_devices:
         return {}
-    found = tradeoffs(first.prediction, result.found.frontier)
+    found = tradeoffs(first.prediction, result.search.frontier)
     return {label: plans[:SHOWN_FRONTIER] for label, plans in found.items()}
 
 
@@ -260,7 +268,7 @@ def why_fewer(result: Answer) -> str:
     shown = f"{count} plan{'s' * (count > 1)} instead of {result.top}"
     if result.by == "money":
         return f"{shown}: of each number of devices, the two best that fit"
-    if left_out := result.found.num_left_out:
+    if left_out := result.search.num_left_out:
         others = f"{left_out} other layout{'s' * (left_out > 1)}"
         return f"{shown}: {others} would fit, and one of these matches each in time, memory and simplicity within 5 %"
     return f"{shown}: no other layout fits"

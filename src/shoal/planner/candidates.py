@@ -18,9 +18,10 @@ from shoal.planner.task import Task
 from shoal.predict.workload import Workload
 
 LARGEST_MICROBATCH = 128
-"""Sequences. Samples of other models may be small: there, microbatches up to a rank's whole share are tried."""
+"""Sequences, an assumption that bounds the search. Samples of other models may be small: there, microbatches up to a
+rank's whole share are tried."""
 LEAST_TOKENS = 512
-"""Tokens of a cp rank: below that, attention is not worth dividing."""
+"""Tokens of a cp rank: below that, attention is not worth dividing. An assumption that bounds the search."""
 
 
 def layouts(task: Task, required: Plan) -> Iterator[dict[str, Any]]:

@@ -14,6 +14,7 @@ from shoal.planner.task import Task
 from shoal.predict.predict import Prediction
 
 UNLIMITED = 1e30
+"""Bytes of memory, where only the time of a plan is predicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +134,8 @@ def laws(task: Task, best: Prediction) -> Laws:
     plan, count = best.plan, task.cluster.num_devices
     one = alone.time(Plan(mb=plan.mb, precision=plan.precision, recompute=plan.recompute).resolve(1)).total
     part = 0.0 if count == 1 else max(0.0, (best.time.total * count / one - 1) / (count - 1))
-    sharers = (plan.dp_shard or 1) * (plan.cp or 1) if plan.zero else (plan.dp_replicate or 1) * (plan.cp or 1)
-    link = task.cluster.link(sharers, plan.tp or 1)
+    shards = (plan.dp_shard or 1) * (plan.cp or 1) if plan.zero else (plan.dp_replicate or 1) * (plan.cp or 1)
+    link = task.cluster.link(shards, plan.tp or 1)
     held = task.workload.parameters / ((plan.tp or 1) * (plan.pp or 1)) * task.profile.reduce
     latency = link.latency_of_gather()
     return Laws(part, math.inf if part == 0 else 1 / part, held, latency, link.gather(held) - latency)

@@ -19,11 +19,11 @@ from shoal.predict.presets.models import find_model
 from shoal.predict.workload import Workload
 
 BATCH_TOKENS = 2**22
-"""Default tokens of a global batch."""
+"""Default tokens of a global batch; an assumption, and the answer says so."""
 BATCH_SAMPLES = 256
-"""Default samples per device, for a model that does not take tokens."""
+"""Default samples per device, for a model that does not take tokens; an assumption, as above."""
 LONGEST = 8192
-"""The longest default sequence, for a model that would take a longer one."""
+"""The longest default sequence, for a model that would take a longer one; an assumption, as above."""
 DIMENSIONS = ("hidden", "layers", "heads", "kv_heads", "ffn", "vocabulary", "experts", "top_k", "expert_ffn")
 WORDS = ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate", "zero", "mb", "recompute", "schedule", "v", "offload")
 
@@ -150,7 +150,9 @@ def task_of(request: PlanRequest) -> Task:
         cluster=cluster,
         sequence=sequence,
         global_batch=batch,
-        profile=shoal_profile(compile=not request.eager, states=request.state_dtype, weights=request.param_dtype),
+        profile=shoal_profile(
+            compile=not request.eager, state_dtype=request.state_dtype, param_dtype=request.param_dtype
+        ),
         compiles=not request.eager,
         max_memory=None if request.max_memory is None else _memory_limit(request.max_memory, cluster),
     )

@@ -34,9 +34,10 @@ SCHEDULES: tuple[tuple[str, int], ...] = (
 """Schedules to try, with their stages per rank. gpipe and looped take more memory than 1f1b and interleaved for the
 same bubble, and are tried only if they are required."""
 SAME = 0.01
-"""A relative difference of time that is not worth reporting."""
+"""A relative difference of time that is not worth reporting: an assumption."""
 EQUAL = 1.05
-"""Predictions closer than this are equal: errors are larger. `shoal backtest` picks the one on fewest axes of them."""
+"""Predictions closer than this are equal: errors are larger. `shoal backtest` picks the one on fewest axes of them. It
+was chosen on its tables, where it hardly matters between 1.03 and 1.15 (docs/concepts/planner.md)."""
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
@@ -220,7 +221,8 @@ def _is_smaller(one: Prediction, other: Prediction) -> bool:
 
 
 def complexity(plan: Plan) -> float:
-    """Return a score of how many concepts a plan uses."""
+    """Return a score of how many concepts a plan uses. Its weights are assumptions: an axis is worth more than any
+    stage of sharding. They choose among plans that are `EQUAL`, and order nothing else."""
     axes = sum((degree or 1) > 1 for degree in (plan.tp, plan.cp, plan.pp, plan.ep))
     hybrid = (plan.dp_replicate or 1) > 1 and (plan.dp_shard or 1) > 1
     schedule = 0.0 if plan.schedule in (None, "1f1b", "gpipe") else 0.5

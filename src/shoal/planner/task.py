@@ -18,7 +18,8 @@ from shoal.predict.presets.frameworks import SHOAL
 from shoal.predict.workload import Workload
 
 SPARE = 0.05
-"""Default fraction of a device's memory that a plan leaves free."""
+"""Default fraction of a device's memory that a plan leaves free. An assumption: memory of shoal's runs on an H200 was
+predicted to 0.9 % at worst (benchmarks/results/planner_nvidia-h200_2026-11-15.md); the rest is for other shapes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +67,8 @@ class Task:
         """Return the size of a checkpoint: weights and moments, each rank its part; of replicas, the first writes."""
         total = self.workload.parameters * (self.profile.weight + self.profile.moments)
         layout = plan.layout
-        sharers = layout.dp_shard * layout.cp if plan.zero else 1
-        return Saved(total=total, copied=total / (layout.tp * layout.pp * sharers))
+        shards = layout.dp_shard * layout.cp if plan.zero else 1
+        return Saved(total=total, copied=total / (layout.tp * layout.pp * shards))
 
     def fits(self, memory: PeakMemory) -> bool:
         """Whether it is within the memory limit of a rank."""

@@ -34,7 +34,8 @@ class Device:
     bandwidth: float
     """Bytes/s of its memory, by the datasheet."""
     streaming: float = 0.85
-    """The part of that bandwidth that reading and writing long tensors reaches."""
+    """The part of that bandwidth that reading and writing long tensors reaches. An assumption, between the 0.7 and 0.9
+    of other cost models; `shoal calibrate` measures it, and found 0.89 on an H200."""
     attention: Mapping[str, float] = field(default_factory=dict)
     """Precision → FLOP/s of a fused attention kernel with heads of 128. Empty: a fixed part of `achievable`."""
     is_modern: bool = False
@@ -42,7 +43,8 @@ class Device:
     host_factor: float = 1.0
     """How long the host takes to launch a kernel, beside the usual server. A calibrated machine says its own."""
     context: float = 1.5 * GIB
-    """Bytes outside of torch's allocator: the context, libraries, buffers of communicators."""
+    """Bytes outside of torch's allocator: the context, libraries, buffers of communicators. An assumption, since 1 to 3
+    GiB are usual; `shoal calibrate` measures it."""
     source: str = ""
 
     def __hash__(self) -> int:
@@ -88,7 +90,7 @@ class Tier:
     latency: float
     """Seconds that one step of a collective takes, however small."""
     base: float = 10e-6
-    """Seconds that any collective takes, however few steps it has."""
+    """Seconds that any collective takes, however few steps it has. An assumption, where a tier does not say."""
     gathering: float = 1.0
     """The part of that bandwidth that gathers and scatters reach. NCCL's are as fast as its sums, gloo's are not."""
     source: str = ""
@@ -216,6 +218,7 @@ class Link:
             return 0.0
         share = 2 * (self.degree - 1) / self.degree
         ring = 2 * self._steps() + share * size / self.bandwidth
+        # The textbook's tree sends 2 x size; NCCL's reach a part of the bandwidth, 0.4 to 1.0 by size. 0.8 is assumed.
         tree = 2 * math.log2(self.degree) * self.latency + 2.5 * size / self.bandwidth
         return self.base + min(ring, tree)
 

@@ -28,8 +28,8 @@ class FrameworkProfile:
     """Whether measured runs of it are published."""
     is_known_together: bool = True
     """And on several devices."""
-    has_exact_states: bool = False
-    """Whether parameters, gradients and optimizer state are counted to the byte (`predict.exact`), as shoal shards."""
+    is_exact: bool = False
+    """Whether states and messages are those that `predict.exact` counts to the byte: shoal's."""
 
     # ---- states ----
     weight: float = 2
@@ -70,7 +70,7 @@ class FrameworkProfile:
     """Whether it keeps silu(gate) too."""
     keeps_gathered: bool = False
     """Whether a layer that tp divides keeps its input of all tokens. Else it gathers that again in the backward."""
-    is_lean: bool = False
+    is_memory_saving: bool = False
     """Whether layers that tp does not divide keep less than autograd would, by computing inputs again
     (`numerics.ops.memory_saving_linear`)."""
     copies_in_norm: bool = False
@@ -171,13 +171,13 @@ class FrameworkProfile:
     """Of the achievable rate that its products sustain in a whole step: clocks drop under load, kernels follow each
     other with gaps."""
 
-    def with_narrow_moments(self) -> FrameworkProfile:
+    def with_bf16_moments(self) -> FrameworkProfile:
         """The same with Adam's moments in half the bytes."""
         moments = self.moments / 2
         traffic = self.optimizer_traffic - 2 * moments + self.rounding  # read and written
         return replace(self, name=f"{self.name}, bf16 states", moments=moments, optimizer_traffic=traffic)
 
-    def with_narrow_weights(self) -> FrameworkProfile:
+    def with_bf16_weights(self) -> FrameworkProfile:
         """The same with weights and gradients in half the bytes, and no other copy of them."""
         name = f"{self.name}, bf16 weights"
         traffic = self.optimizer_traffic - self.weight - self.gradient  # both are read or written twice
@@ -214,7 +214,7 @@ class FrameworkProfile:
     @cached_property
     def where_split(self) -> FrameworkProfile:
         """The same where tp divides layers: they are called one by one, and keep what autograd keeps."""
-        if not self.is_lean:
+        if not self.is_memory_saving:
             return self
         return replace(
             self,
@@ -251,4 +251,5 @@ LEARNT = (
     "expert_efficiency",
     "efficiency",
 )
-"""Figures that no documentation has, fitted to the measured runs of a system; none to a single run."""
+"""Figures that no documentation has, fitted to the measured runs of a system; none to a single run. The defaults above
+are those of an unknown system: assumptions, which `shoal backtest RUNS.csv --leave-out` scores."""

@@ -160,7 +160,7 @@ def _function_of(module: Any, function: str, name: str) -> Callable[..., Any]:
 
 
 def _check_arguments(name: str, builder: Callable[..., Any], arguments: dict[str, Any]) -> None:
-    """Refuse a key that a user's function does not take; shoal's own builders check theirs by themselves."""
+    """Reject a key that a user's function does not take; shoal's own builders check theirs by themselves."""
     signature = inspect.signature(builder)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
         return

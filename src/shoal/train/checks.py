@@ -241,7 +241,7 @@ def reject_open(step: OpenStep | None, why: str) -> None:
         )
 
 
-def reject_late_routers(correction: Tensor) -> None:
+def reject_routers_with_deferred_count(correction: Tensor) -> None:
     """Auxiliary losses are a mean over sequences: a count of other things cannot correct their gradients."""
     if not math.isclose(float(correction), 1.0, rel_tol=1e-9):
         raise ShoalError(

@@ -19,7 +19,7 @@ from shoal.train.run_state import RunState
 
 @torch.no_grad()
 def evaluate(run: RunState, batches: Iterable[Any], stop: Callable[[], bool] | None = None) -> float | None:
-    """What `Run.evaluate_unless` returns; weights and modes of modules stay as they are."""
+    """What `Run.evaluate` returns; weights and modes of modules stay as they are."""
     composed = run.composed
     composed.before_evaluation()
     modes = {module: module.training for part in composed.parts for module in part.model.modules()}
@@ -63,7 +63,7 @@ def _loss(run: RunState, batch: Any, weight: float) -> Tensor | Loss | None:
         last = losses[-1]
         return last if isinstance(last, Tensor) else last.value
 
-    with run.logits_as_the_objective_takes_them():
+    with run.split_logits_for_loss():
         pipeline.forward(MicrobatchFeed([call_of(run.objective, batch)], loss))
     return losses[0] if losses else None
 
@@ -85,13 +85,13 @@ def _in_lockstep(
     mine = next(batches, None)
     example: Any = None
     while True:
-        is_asked = stop is not None and stop()
+        is_stopped = stop is not None and stop()
         example = mine if mine is not None else example
-        flags = (mine is not None, is_asked, example is None)
-        num_left, num_asked, num_without = run.world.all_reduce_host([float(flag) for flag in flags]).wait()
+        flags = (mine is not None, is_stopped, example is None)
+        num_left, num_stopped, num_without = run.world.all_reduce_host([float(flag) for flag in flags]).wait()
         if not num_left:
             return
-        if num_asked:
+        if num_stopped:
             yield None
             return
         if is_collective and num_without:  # some rank has never seen a batch

@@ -19,11 +19,11 @@ def rebind_optimizer(optimizer: Optimizer, composed: ParallelModel) -> None:
         )
     for group in groups:
         group["params"] = [piece for p in group["params"] for piece in composed.replacements(p)]
-    _reject_strangers(optimizer, composed)
-    _reject_forgotten_stages(optimizer, composed)
+    _reject_unknown_parameters(optimizer, composed)
+    _reject_missing_stages(optimizer, composed)
 
 
-def _reject_strangers(optimizer: Optimizer, composed: ParallelModel) -> None:
+def _reject_unknown_parameters(optimizer: Optimizer, composed: ParallelModel) -> None:
     """An optimizer of other parameters: they get no gradient, and the model would never change."""
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if held and held.isdisjoint(composed.named.values()):
@@ -34,7 +34,7 @@ def _reject_strangers(optimizer: Optimizer, composed: ParallelModel) -> None:
         )
 
 
-def _reject_forgotten_stages(optimizer: Optimizer, composed: ParallelModel) -> None:
+def _reject_missing_stages(optimizer: Optimizer, composed: ParallelModel) -> None:
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     stages = [[p for p in part.model.parameters() if p.requires_grad] for part in composed.parts]
     counts = [sum(parameter in held for parameter in stage) for stage in stages]

@@ -35,7 +35,7 @@ SHOWN = 3
 Axes = tuple[str, ...]
 
 
-class Copied(NamedTuple):
+class ReplicatedTensor(NamedTuple):
     """A tensor of this rank that other ranks hold a copy of."""
 
     name: str
@@ -72,25 +72,25 @@ class ReplicaCheck:
         raise RunFailed(_message(found, step, run.replicas_agreed_at), fix=_fix(run.replicas_agreed_at), code="T033")
 
 
-def copies_of(run: RunState) -> Iterator[Copied]:
+def copies_of(run: RunState) -> Iterator[ReplicatedTensor]:
     """The tensors of this rank that should be the same, bit for bit, on other ranks: parameters, optimizer states,
-    running statistics of batch norm and biases of routers. Islands share their shared weights alone."""
-    composed, holder, islands = run.composed, holder_of(run), run.composed.islands
+    running statistics of batch norm and biases of routers. Local SGD replicas share their shared weights alone."""
+    composed, holder, local_sgd = run.composed, holder_of(run), run.composed.local_sgd
     degrees = {axis: composed.mesh.degree(axis) for axis in AXES}
-    inside = [axis for axis in AXES if degrees[axis] > 1 and (islands is None or axis != "dp_replicate")]
+    inside = [axis for axis in AXES if degrees[axis] > 1 and (local_sgd is None or axis != "dp_replicate")]
     for name, parameter in composed.named.items():
         axes = tuple(axis for axis in inside if composed.is_replicated(name, axis))
         if axes:
-            yield Copied(name, axes, to_local(parameter))
-            yield from (Copied(label, axes, state) for label, state in _states(holder, name))
-        if islands is not None and run.steps_done > islands.warmup_steps and name in islands.shared:
+            yield ReplicatedTensor(name, axes, to_local(parameter))
+            yield from (ReplicatedTensor(label, axes, state) for label, state in _states(holder, name))
+        if local_sgd is not None and run.steps_done > local_sgd.warmup_steps and name in local_sgd.shared:
             between = ("dp_replicate", *axes)
-            yield Copied(f"the shared {name}", between, islands.shared[name])
-            yield Copied(f"the outer momentum of {name}", between, islands.momentum[name])
+            yield ReplicatedTensor(f"the shared {name}", between, local_sgd.shared[name])
+            yield ReplicatedTensor(f"the outer momentum of {name}", between, local_sgd.momentum[name])
     axes = tuple(axis for axis in inside if axis != "pp")
     for part in composed.parts if axes else ():
         for name, buffer in {**statistics_of(part.model), **biases(part.model)}.items():
-            yield Copied(name, axes, to_local(buffer))
+            yield ReplicatedTensor(name, axes, to_local(buffer))
 
 
 def _states(holder: Holder, name: str) -> Iterator[tuple[str, Tensor]]:

@@ -1,6 +1,6 @@
 """`Run`: the public object of a training run, for a loop of your own and for shoal's.
 
-What a rank holds of it is in `run_state`; how a step is made, in `step_engine`.
+`run_state` has the state of one rank, `step.engine` the training step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Unpack
+from typing import Any, Unpack, overload
 
 from torch import Tensor
 
@@ -38,11 +38,18 @@ from shoal.train.step.report import Counted, StepReport
 
 
 class Run(RunState):
-    """A rank's part in a training run. docs/run.md shows your own loops, validation and saving.
+    """A training run with your own loop, as one rank takes part in it.
+
+        run = shoal.Run("zero=3 mb=4 bf16")
+        model, optimizer, loader = run.prepare(model, optimizer, loader)
+        for batch in run.batches(loader):
+            loss = run.step(batch)
+
+    docs/run.md shows other losses, validation and saving.
 
     plan      words such as "bf16 mb=4", or a Plan; the ranks are found under python, torchrun, srun and mpirun
-    loss      loss(model, batch), the mean over a microbatch, or (sum, count); None: cross-entropy of model(inputs) and
-              labels, which a model that takes labels may shift
+    loss      loss(model, batch), which returns the mean over a microbatch, or (sum, count); None: cross-entropy of
+              model(inputs) and labels, which a model that takes labels may shift
     device    auto, cpu or cuda
     timeout   seconds that a rank waits for the others in one collective
     threads   CPU threads of this process; None: an even share of the cores
@@ -68,7 +75,7 @@ class Run(RunState):
         objective = objective_of(loss)
         if policies.compute.fused_loss and not isinstance(objective, CrossEntropy):
             raise ShoalError(
-                "loss= is not computed inside the model's last layer",
+                "a loss function of yours cannot be computed inside the model's last layer",
                 fix="fused_loss=None; or no loss=, which is the cross-entropy of batches with labels",
                 code="T039",
             )
@@ -88,7 +95,7 @@ class Run(RunState):
     # ---- prepare and step --------------------------------------------------------------------------------------------
 
     def prepare(self, *things: Any) -> Any:
-        """Place a model, an optimizer, its schedulers and loaders, in any order; returns them in that order.
+        """Place a model, an optimizer, its schedulers and DataLoaders; return them in the given order.
 
         A `DataLoader`'s batch_size is the *global* batch: each rank gets its share, so the same script computes the
         same thing on any number of ranks. A scheduler is saved and loaded with the run; the script steps it.
@@ -97,7 +104,7 @@ class Run(RunState):
         return prepared[0] if len(prepared) == 1 else prepared
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """This rank's share of each global batch, on the device. Every rank gets as many, so all take every step."""
+        """Yield this rank's share of each global batch, on the device. All ranks get the same number of batches."""
         if isinstance(loader, ShardedDataLoader):
             for share in loader.shares():
                 step = open_step(self, share.batch, counts=share.counts, offset=share.offset, largest=share.largest)
@@ -109,22 +116,27 @@ class Run(RunState):
                 yield open_step(self, batch, counted=counted).batch
 
     def step(self, batch: Any, *others: Any) -> Tensor:
-        """Forward, backward and update over this rank's share of a global batch; returns the global loss."""
+        """Run forward, backward and update on this rank's share of a global batch; return the global loss."""
         reject_several(others)
         self.engine.forward_backward(batch)
         return self.update().loss
 
     def microbatches(self, batch: Any) -> Iterator[Any]:
-        """The batch in parts of `mb` samples; gradients are synchronised in the backward of the last one only."""
+        """Yield the batch in parts of `mb` samples, for `backward` and `update`.
+
+        Gradients are synchronised once, in the backward of the last part.
+        """
         return self.engine.microbatches(batch)
 
     def backward(self, loss: Tensor | tuple[Tensor, Tensor | float]) -> None:
-        """Backward of a loss that is the *mean* over the microbatch (or the batch, without accumulation) at hand, or
-        (sum, count)."""
+        """Run the backward of the loss of the current microbatch.
+
+        loss  the *mean* over the microbatch (or over the batch, without accumulation), or (sum, count)
+        """
         self.engine.backward(loss)
 
     def update(self) -> StepReport:
-        """Clip, apply the optimizer and clear the gradients; or drop the step if the gradient is not finite."""
+        """Clip, apply the optimizer and clear the gradients; or skip the update if a gradient is not finite."""
         report = self.engine.update()
         self.replica_check.after(self, self.steps_done)
         return report
@@ -132,12 +144,15 @@ class Run(RunState):
     # ---- save and load -----------------------------------------------------------------------------------------------
 
     def weights(self) -> dict[str, Tensor]:
-        """Every parameter, whole, under the name that it has on one device, in host memory of the main rank; and biases
-        of routers and running statistics of batch norm. It is empty on the other ranks, which have to call this too."""
-        self.settle()
+        """Return every full parameter by name, in host memory of the main rank. Every rank calls it.
+
+        Names are those on one device. Biases of routers and running statistics of batch norm are included. The other
+        ranks get an empty dict.
+        """
+        self.check_last_step()
         with self.composed.shared_weights():
             self.composed.before_evaluation()
-            found = {**dict(self.composed.whole("weight")), **self.composed.biases()}
+            found = {**dict(self.composed.full_tensors("weight")), **self.composed.biases()}
             found |= self.composed.running_statistics()
         return {name: tensor for name, tensor in found.items() if tensor is not None and self.is_main}
 
@@ -149,70 +164,84 @@ class Run(RunState):
         keep: int | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """Save the run as it is after its last step to a directory of this step in `directory`: parameters, optimizer
-        and its learning rate, prepared schedulers, loss scale, the positions of prepared loaders, and how many steps
-        were made. Every rank calls it.
+        """Save the run after its last step, as a new step in `directory`. Every rank calls it.
 
-        wait    True: return when all of it is on the disk, or raise. False: when it is copied; it is written during the
-                next steps, one save at a time, and `run.saved(directory)` waits for it
-        keep    how many of the newest steps stay; None: all of them, and two under wait=False
-        extra   values of the main rank that `load` puts into `run.extra`: anything that JSON can hold
+        Saved are parameters, optimizer and its learning rate, prepared schedulers, loss scale, the positions of
+        prepared loaders, and the number of steps.
+
+        directory  a folder, or a URL that fsspec supports
+        wait       True: return when all of it is on the disk, or raise. False: return when it is copied; it is written
+                   during the next steps, one save at a time, and `run.wait_for_save(directory)` waits for it
+        keep       how many of the newest steps stay; None: all of them, and two under wait=False
+        extra      values of the main rank that `load` puts into `run.extra`: anything that JSON can hold
         """
         save_run(self, directory, wait=wait, keep=keep, extra=extra)
 
-    def saved(self, directory: str | Path) -> None:
-        """Return when what was saved without waiting is on the disk; raise if it could not be."""
+    def wait_for_save(self, directory: str | Path) -> None:
+        """Wait until a save with `wait=False` is on the disk; raise if it failed."""
         if (saver := self.savers.get(str(directory))) is not None:
             wait_for(saver)
 
     def load(self, directory: str | Path, *, step: int | None = None, only_weights: bool = False) -> int:
-        """Resume from a step that was saved, or from the newest one, by any layout on any number of ranks. Every rank
-        calls it, when model, optimizer, schedulers and loaders are prepared; returns how many steps were made.
-        `only_weights`: load the model alone, for a run of another kind."""
+        """Resume from a saved step, of any layout and number of ranks; return the number of steps made.
+
+        Every rank calls it, after model, optimizer, schedulers and loaders are prepared.
+
+        step          which one; None: the newest
+        only_weights  load the model alone, for another run with the same weights
+        """
         return load_run(self, directory, step, only_weights=only_weights)
 
     # ---- evaluation and the end ------------------------------------------------------------------------------------
 
-    def evaluate(self, batches: Iterable[Any]) -> float:
-        """The mean loss over batches that are dealt out over the ranks, each sample once; weights do not change."""
-        loss = self.evaluate_unless(None, batches)
-        assert loss is not None  # without `stop`, it ends with the batches
-        return loss
+    @overload
+    def evaluate(self, batches: Iterable[Any]) -> float: ...
 
-    def evaluate_unless(self, stop: Callable[[], bool] | None, batches: Iterable[Any]) -> float | None:
-        """The same; None on every rank, without the rest of the batches, as soon as `stop()`, which every rank calls
-        before each of its batches, is true on any of them."""
+    @overload
+    def evaluate(self, batches: Iterable[Any], *, stop: Callable[[], bool]) -> float | None: ...
+
+    def evaluate(self, batches: Iterable[Any], *, stop: Callable[[], bool] | None = None) -> float | None:
+        """Return the mean loss over the batches of all ranks, each sample once; weights do not change.
+
+        batches  this rank's held-out batches: a prepared DataLoader, or any iterable
+        stop     called by every rank before each of its batches; as soon as it is true on any rank, the rest is left
+                 out and every rank returns None
+        """
         use_device(self.device)
-        self.settle()
+        self.check_last_step()
         with self.composed.shared_weights():
             return evaluate(self, batches, stop)
 
-    def meet(self) -> None:
-        """Under sync=, average the weights of all islands now, at the end of a run, say. Every rank calls it."""
-        self.reject_open_step("to meet")
-        self.settle()
-        if self.composed.islands is not None:
-            self.composed.islands.exchange_all(self.steps_done)
+    def sync_replicas(self) -> None:
+        """Under `sync=`, average the weights of all replicas now, as at the end of a run. Every rank calls it."""
+        self.reject_open_step("to synchronize replicas")
+        self.check_last_step()
+        if self.composed.local_sgd is not None:
+            self.composed.local_sgd.exchange_all(self.steps_done)
             self.composed.before_evaluation()
 
-    def whole_tokens(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Join what every rank has computed for its own tokens (logits, say) to all tokens of the sequence, in order.
-        Without context parallelism a rank has them all already. No gradient flows back through it."""
+    def gather_tokens(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Gather what all ranks computed for their own tokens, such as logits, in the order of the sequence.
+
+        It matters under context parallelism (`cp`) alone. No gradient flows through it.
+        """
         context = self.composed.context
         return x.detach() if context is None else context.join(x.detach(), dim)
 
     def sum(self, *numbers: float) -> list[float]:
-        """Each number summed over all ranks, for a script's own validation; every rank must call it. Ranks that see the
-        same tokens count once."""
+        """Sum each number over all ranks, for your own validation. Every rank calls it.
+
+        Ranks that see the same tokens (`tp`, `pp`) count once.
+        """
         place = self.mesh.coordinate
         is_owner_of_loss = place["tp"] == place["pp"] == 0
         return self.world.all_reduce_host(numbers if is_owner_of_loss else [0.0] * len(numbers)).wait()
 
     def close(self) -> None:
-        """Leave the world, if this run entered it."""
+        """Finish saves and leave the process groups. `with shoal.Run(...) as run:` calls it."""
         try:
             if sys.exc_info()[0] is None:  # else other ranks may have left
-                self.settle()
+                self.check_last_step()
                 self._finish_saves()
         finally:
             self.world.close()
@@ -225,7 +254,7 @@ class Run(RunState):
     ) -> None:
         try:
             if error is None:
-                self.settle()
+                self.check_last_step()
                 self._finish_saves()
         finally:
             self.world.__exit__(kind, error, trace)
@@ -234,7 +263,7 @@ class Run(RunState):
         if self.parallel_model is not None:
             self.parallel_model.close()
         for directory in self.savers:
-            self.saved(directory)
+            self.wait_for_save(directory)
 
 
 # help(shoal.Run) lists what a script can type, and the policies are the one place that says it.

@@ -42,9 +42,9 @@ def state_of(run: RunState) -> dict[str, Any]:
     return {
         "seed": run.seed,
         "precision": run.plan.precision,
-        "weights": str(run.precision.weight_dtype).removeprefix("torch."),
+        "param_dtype": str(run.precision.weight_dtype).removeprefix("torch."),
         "optimizer": type(run.optimizer).__name__,
-        "states": groups[0].get("states", "fp32"),  # which torch's own have, too
+        "state_dtype": groups[0].get("state_dtype", "fp32"),  # which torch's own have, too
         "lr": [{name: float(group[name]) for name in LR if name in group} for group in groups],
         "plan": str(run.plan),
         "ranks": run.world.size,
@@ -52,36 +52,38 @@ def state_of(run: RunState) -> dict[str, Any]:
         "num_calls": run.optimizer.param_groups[0].get("num_calls", 0),
         "loaders": [{"position": loader.position, **loader.kind} for loader in run.loaders],
         **saved_schedulers(run.schedulers, run.optimizer),
-        **_islands(run),
+        **_local_sgd(run),
     }
 
 
-def _islands(run: RunState) -> dict[str, Any]:
-    """What islands have sent each other and not applied yet: fragment → after which step it will be. And how far their
-    gradients lie apart."""
-    islands = run.composed.islands
-    if islands is None:
+def _local_sgd(run: RunState) -> dict[str, Any]:
+    """Under `sync=`, what is sent and not yet applied: fragment → the step after which it is. And how far the gradients
+    of the replicas lie apart."""
+    local_sgd = run.composed.local_sgd
+    if local_sgd is None:
         return {}
-    waiting = {str(fragment): step for fragment, step in islands.waiting.items()}
-    spread = {"spread": islands.step_scale.squares.tolist()} if islands.step_scale is not None else {}
-    together = run.steps_done <= islands.warmup_steps
-    return {"islands": {"fragments": len(islands.fragments), "waiting": waiting, "together": together, **spread}}
+    waiting = {str(fragment): step for fragment, step in local_sgd.waiting.items()}
+    step_scale = {"step_scale": local_sgd.step_scale.squares.tolist()} if local_sgd.step_scale is not None else {}
+    together = run.steps_done <= local_sgd.warmup_steps
+    return {
+        "local_sgd": {"fragments": len(local_sgd.fragments), "waiting": waiting, "together": together, **step_scale}
+    }
 
 
-def settle_to_save(run: RunState) -> None:
+def prepare_to_save(run: RunState) -> None:
     """Wait for the last step, and let what ranks learn on their own be the same on all of them."""
     run.reject_open_step("to save")
-    run.settle()
+    run.check_last_step()
     run.composed.before_evaluation()  # statistics of batch norm
-    if run.composed.islands is not None:
-        run.composed.islands.synchronize()  # what is on its way
+    if run.composed.local_sgd is not None:
+        run.composed.local_sgd.synchronize()  # what is on its way
 
 
 def save_run(
     run: RunState, directory: str | Path, *, wait: bool, keep: int | None, extra: Mapping[str, Any] | None
 ) -> None:
     """All of a run between two steps."""
-    settle_to_save(run)
+    prepare_to_save(run)
     if run.is_main:
         lost = "its state is not saved"
         warn_of_unprepared(run.schedulers, run.optimizer, has_extra=bool(extra), lost=lost)
@@ -97,7 +99,7 @@ def save_run(
         _warn_of(store)
         return
     if saver is None:
-        saver = run.savers[str(directory)] = AsyncSaver(Store.at(directory), run.world.beside())
+        saver = run.savers[str(directory)] = AsyncSaver(Store.at(directory), run.world.with_own_connections())
     saver.keep = keep if wait else keep or 2
     saver.begin(holder_of(run), step=run.steps_done, state=state)
     if wait:
@@ -108,11 +110,11 @@ def wait_for(saver: AsyncSaver) -> None:
     """Wait for a save, and raise if it has failed."""
     saver.finish()
     _warn_of(saver.store)
-    for news in saver.take_news():
-        if news.failure is not None:
-            raise RunFailed(*news.failure.problems, title=news.failure.title)
-        if news.note and saver.world.is_main:
-            warnings.warn(news.note, stacklevel=3)
+    for result in saver.take_results():
+        if result.failure is not None:
+            raise RunFailed(*result.failure.problems, title=result.failure.title)
+        if result.note and saver.world.is_main:
+            warnings.warn(result.note, stacklevel=3)
 
 
 def _warn_of(store: Store) -> None:
@@ -162,7 +164,7 @@ def _changes(run: RunState, state: Mapping[str, Any]) -> Iterator[Problem]:
     """What would make the run another one. Checkpoints of others do not say all of it."""
     here = state_of(run)
     fix = "as it was saved; or run.load(..., only_weights=True) for another run with the same weights"
-    for name in ("seed", "precision", "weights", "optimizer", "states"):
+    for name in ("seed", "precision", "param_dtype", "optimizer", "state_dtype"):
         if name in state and state[name] != here[name]:
             yield Problem("C018", f"{name} was {state[name]}, and is {here[name]}", fix)
     was, now = state.get("loaders", ()), here["loaders"]
@@ -197,15 +199,15 @@ def restore(run: RunState, manifest: Manifest) -> None:
     run.saved_loaders = list(state.get("loaders", []))
     for loader, known in zip(run.loaders, run.saved_loaders, strict=False):  # others may be prepared later
         loader.position = tuple(known["position"])
-    met, islands = state.get("islands", {}), run.composed.islands
-    if islands is not None and islands.outer.delay and met.get("fragments") == len(islands.fragments):
-        islands.waiting = {int(fragment): int(step) for fragment, step in met.get("waiting", {}).items()}
-    if islands is not None and met and not met.get("together", False):
-        islands.warmup_steps = 0
-    if islands is not None and islands.step_scale is not None:
-        squares = [float(one) for one in met.get("spread", (0.0, 0.0))]
-        islands.step_scale.squares = islands.step_scale.squares.new_tensor(squares)
-        islands.step_scale.begins_equal = "spread" not in met
+    saved, local_sgd = state.get("local_sgd", {}), run.composed.local_sgd
+    if local_sgd is not None and local_sgd.outer.delay and saved.get("fragments") == len(local_sgd.fragments):
+        local_sgd.waiting = {int(fragment): int(step) for fragment, step in saved.get("waiting", {}).items()}
+    if local_sgd is not None and saved and not saved.get("together", False):
+        local_sgd.warmup_steps = 0
+    if local_sgd is not None and local_sgd.step_scale is not None:
+        squares = [float(one) for one in saved.get("step_scale", (0.0, 0.0))]
+        local_sgd.step_scale.squares = local_sgd.step_scale.squares.new_tensor(squares)
+        local_sgd.step_scale.begins_equal = "step_scale" not in saved
     run.extra = dict(state.get("extra", {}))
     run.steps_done = manifest.step
     run.replicas_agreed_at = None

@@ -98,8 +98,8 @@ def _prepare_optimizer(engine: StepEngine, optimizer: Optimizer) -> Optimizer:
 def _give_parameters(state: RunState, optimizer: Optimizer, composed: ParallelModel) -> None:
     """Let an optimizer hold what became of its parameters; under offload, copies of it in host memory."""
     rebind_optimizer(optimizer, composed)
-    if composed.islands is not None:
-        composed.islands.rescale(memory_of_squares(optimizer), next(iter(composed.named.values())))
+    if composed.local_sgd is not None:
+        composed.local_sgd.rescale(memory_of_squares(optimizer), next(iter(composed.named.values())))
     is_elsewhere = state.plan.offload == "optimizer" and state.device.type != "cpu"
     state.host_copies = HostCopies(optimizer, to_local) if is_elsewhere else None
 

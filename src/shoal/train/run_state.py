@@ -4,7 +4,7 @@ RunState        ranks, plan, precision, model, optimizer, loaders, steps made
   ├─ run_prepare      puts model, optimizer, schedulers and loaders into it
   ├─ open_step        cuts a batch into microbatches
   ├─ global_loss      scales the losses of microbatches to the loss of the global batch
-  ├─ step_engine      forwards, backwards and the update
+  ├─ step.engine      forwards, backwards and the update
   ├─ evaluate         the mean loss over batches
   └─ run_checkpoint   saves and loads it
 Run             the public object: a RunState with the methods above
@@ -91,7 +91,7 @@ class RunState:
         """Directory → the saver that writes to it beside the training."""
         self.open_step: OpenStep | None = None
         """The step whose batch was taken and whose update was not made."""
-        self.counts_late = self.compares_samples = False
+        self.defers_count = self.compares_samples = False
         """Whether the count of the last step's loss was known only after its forwards, or not even then."""
         self.replicas_agreed_at: int | None = None
         """The last step after which all copies of tensors were compared and equal."""
@@ -152,10 +152,10 @@ class RunState:
             return [parameter for parameter, _ in self.host_copies.pairs]
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
-    def settle(self) -> None:
+    def check_last_step(self) -> None:
         """Wait for the last step and check its gradient: end the run, or report why its update was dropped, if it was
         not finite. On a GPU that is otherwise known only when the next step has been queued."""
-        self.updates.settle()
+        self.updates.check_last_step()
 
     def reject_open_step(self, why: str) -> None:
         """Raise between a batch that was taken and its update."""
@@ -166,6 +166,6 @@ class RunState:
         context = self.parallel_model.context if self.parallel_model is not None else None
         return batch if context is None else cut_batch(batch, self.description, context)
 
-    def logits_as_the_objective_takes_them(self) -> AbstractContextManager[None]:
-        """A stage calls the model outside of the objective, which would have asked for split logits."""
+    def split_logits_for_loss(self) -> AbstractContextManager[None]:
+        """A stage calls the model outside of the objective, which splits the logits otherwise."""
         return self.composed.tensor.split_logits() if isinstance(self.objective, CrossEntropy) else nullcontext()

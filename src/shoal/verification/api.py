@@ -8,8 +8,8 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from shoal.config.recipe import ModelSection, Recipe
 from shoal.data.batch import length, rows
 from shoal.data.order import sample_ids
 from shoal.data.sources.open import open_datasets
-from shoal.errors import ShoalError, raise_if
+from shoal.errors import ShoalError, listed, nearest, raise_if
 from shoal.launch.local import launch
 from shoal.parallel.checks import reject_unsupported
 from shoal.parallel.expert.router import routers
@@ -42,6 +42,35 @@ TOKENS = 24
 """Tokens of a sequence for a small copy of a model; divisible by 2, 3, 4, 6 and 8 ranks."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifySettings:
+    """Options of every verification; `verify` explains them."""
+
+    steps: int = STEPS
+    precision: str | None = None
+    tolerance: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSettings(VerifySettings):
+    """And of a model without a recipe."""
+
+    lr: float = 1e-2
+    clip: float | None = 0.5
+    seed: int = 0
+
+
+class VerifyOptions(TypedDict, total=False):
+    """The fields of `ModelSettings`, for type checkers: the keyword arguments of `verify`."""
+
+    steps: int
+    precision: str | None
+    tolerance: float | None
+    lr: float
+    clip: float | None
+    seed: int
+
+
 def verify(
     build_model: Callable[[], nn.Module],
     batch: Any,
@@ -49,42 +78,55 @@ def verify(
     *,
     nproc: int | None = None,
     loss: Any = None,
-    steps: int = STEPS,
-    lr: float = 1e-2,
-    clip: float | None = 0.5,
-    seed: int = 0,
     device: str = "cpu",
-    precision: str | None = None,
-    tolerance: float | None = None,
+    **options: Unpack[VerifyOptions],
 ) -> VerifyResult:
     """Train a model for a few steps in one process and with the plan, and compare every gradient and weight by name.
 
     `build_model()` returns the model, the same in every process; `batch` is a global batch, or a list of them.
-    `nproc` None: the product of the plan's degrees.
+    `nproc` None: the product of the plan's degrees. `options`, by name:
+
+    steps      optimizer steps to compare (3)
+    lr         the learning rate (0.01)
+    clip       the largest norm of gradients (0.5); None: no clipping
+    seed       decides the initial weights and all randomness in the model (0)
+    precision  fp64, fp32, bf16 or fp16, in place of the plan's; None: fp64 on a CPU, the plan's own on a GPU
+    tolerance  the largest difference that counts as equal; None: that of the precision
     """
-    _check_steps(steps)
+    _reject_unknown(options)
+    settings = ModelSettings(**options)
+    _check_steps(settings.steps)
     requested = Plan.of(plan)
     requested = requested.resolve(nproc or claimed_ranks(requested))
     reject_unsupported(requested)
-    resolved = in_precision(requested, precision, device)
+    resolved = in_precision(requested, settings.precision, device)
     exact = without_compression(resolved)
     is_several = isinstance(batch, list) and not any(isinstance(part, Tensor) for part in batch)
-    batches = (batch * steps)[:steps] if is_several else [batch] * steps
+    batches = (batch * settings.steps)[: settings.steps] if is_several else [batch] * settings.steps
     case = Case(
         build=build_model,
         batches=batches,
         plan=exact,
         compressed=None if exact == resolved else resolved,
         loss=loss,
-        seed=seed,
-        lr=lr,
-        clip=clip,
+        seed=settings.seed,
+        lr=settings.lr,
+        clip=settings.clip,
         device=device,
-        tolerance=_tolerance(tolerance, resolved),
+        tolerance=_tolerance(settings.tolerance, resolved),
         replaced=replaced_precision(requested, resolved),
     )
     check(case)
     return verify_case(case)
+
+
+def _reject_unknown(options: Mapping[str, Any]) -> None:
+    known = ["nproc", "loss", "device", *(field.name for field in fields(ModelSettings))]
+    for name, value in options.items():
+        if name not in known:
+            near = nearest(name, known)
+            fix = f"did you mean {near}=?" if near else listed(known)
+            raise ShoalError(f"verify has no argument {name} (={value!r})", fix=fix, code="V005")
 
 
 def _tolerance(requested: float | None, plan: Plan) -> float:
@@ -177,16 +219,14 @@ def check(case: Case) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VerifySettings:
-    """Options of a verification beside the recipe."""
+class RecipeSettings(VerifySettings):
+    """And of a recipe."""
 
     real: bool = False
-    steps: int = STEPS
-    precision: str | None = None
-    tolerance: float | None = None
+    """Verify the recipe's own model and data, not a small copy."""
 
 
-def case_of(recipe: Recipe, world_size: int, settings: VerifySettings) -> Case:
+def case_of(recipe: Recipe, world_size: int, settings: RecipeSettings) -> Case:
     """The case of a recipe's model under its plan; of a small copy, if the model has one."""
     device = "cpu" if recipe.launch.device == "auto" else recipe.launch.device
     if recipe.optim.param_dtype == "bf16":
@@ -279,7 +319,7 @@ def _real_batches(recipe: Recipe, steps: int) -> list[Any]:
     return [dataset.batch(sample_ids(recipe.run.seed, len(dataset), step * size, size)) for step in range(steps)]
 
 
-def legal_cases(recipe: Recipe, world_size: int, settings: VerifySettings) -> Iterator[Case]:
+def legal_cases(recipe: Recipe, world_size: int, settings: RecipeSettings) -> Iterator[Case]:
     """A case for every valid layout of `world_size` ranks, from simple to composed."""
     with torch.device("meta"):
         model = build_model(recipe.model)

@@ -57,11 +57,11 @@ def compression_error(run: Run, share: Any, exact: Mapping[str, Tensor] | None) 
 
     def add(name: str, gradient: Tensor) -> None:
         nonlocal own
-        if composed.is_owner(name, besides=composed.meeting_axes):
+        if composed.is_owner(name, besides=composed.sync_axes):
             own += float(gradient.norm() ** 2)
 
     def look() -> None:
-        full = dict(composed.whole("gradient"))
+        full = dict(composed.full_tensors("gradient"))
         gradients.update({name: tensor for name, tensor in full.items() if tensor is not None})
 
     composed.reducer.on_own, run.on_gradients = add, look

@@ -1,7 +1,16 @@
 """Run a verification on the plan's ranks: train as `shoal train` does, observe, and return the findings.
 
-There are two kinds of steps. In the first ones, gradients and weights are gathered and compared. In the last, nothing
-is gathered; communication is counted, and so is the memory of every rank before each microbatch.
+    rank 0    one process [1] ─┐
+    all       prepare [2] ─────┴─ steps, gathered [3] ─ a step, counted [4] ─ predict [5] ─ compare [6] on rank 0
+
+[1] The reference is computed first, on rank 0 alone: the others wait for it in their first collective.
+[2] The model starts on the meta device if it can, as in `shoal train`: so its initial values are verified, too.
+[3] Gradients are gathered before clipping and update, weights after. Copies of one piece are compared as they are on
+    the ranks, before they are gathered: gathering takes one of them, and would hide that the others differ.
+[4] Nothing is gathered in this step, which would be counted. Memory is counted before each microbatch.
+[5] The prediction sees the plan and the shapes, and no number that was counted.
+[6] The first step, and in it the first tensor, that differs is the one whose cause is looked for: later differences
+    follow from it.
 """
 
 from __future__ import annotations
@@ -32,7 +41,7 @@ from shoal.parallel.inspect.live_memory import live_memory, peak_bytes
 from shoal.parallel.inspect.trace_shapes import trace_shapes
 from shoal.parallel.parallel_model import ParallelModel
 from shoal.predict.exact.memory import Memory, has_moment, memory
-from shoal.predict.exact.traffic import Messages, traffic
+from shoal.predict.exact.traffic import LossTraffic, Messages, traffic
 from shoal.train.build_model import describe, without_memory
 from shoal.train.loss.objective import CrossEntropy, call_of
 from shoal.train.run import Run
@@ -81,14 +90,14 @@ def verify_on_rank(placement: Placement | None, store: Store | None, case: Case)
 
 def verify_in(world: World, case: Case) -> Findings:
     """Train and observe; rank 0 also computes the reference, and compares."""
-    references, initial = observe_reference(case) if world.is_main else ([], {})
+    references, initial = observe_reference(case) if world.is_main else ([], {})  # [1]
     run = Run(case.plan, loss=case.loss, seed=case.seed, clip=case.clip, world=world)
-    _prepare(run, case)
-    candidates = [_observe(run, batch) for batch in case.batches]
+    _prepare(run, case)  # [2]
+    candidates = [_observe(run, batch) for batch in case.batches]  # [3]
     pieces = _pieces(run)
-    sent, held = _count(run, case)
+    sent, held = _count(run, case)  # [4]
     findings = Findings(traffic=sent.to_mapping(), memory=held, peak=peak_bytes(world.device))
-    _predict(findings, run, case)
+    _predict(findings, run, case)  # [5]
     if case.compressed is not None:
         _observe_replicas(findings, case.compressed, world, case, references[0].gradients if references else None)
     if world.is_main:
@@ -102,7 +111,7 @@ def verify_in(world: World, case: Case) -> Findings:
             initial=initial,
             tolerance=case.tolerance,
         )
-        if findings.verdict.first is not None:
+        if findings.verdict.first is not None:  # [6]
             findings.cause = likely_cause(findings.verdict.first, references, candidates, context)
     return findings
 
@@ -146,16 +155,17 @@ def _observe(run: Run, batch: Any) -> Observation:
     disagreements: list[Disagreement] = []
 
     def look() -> None:
+        # [3] before `full_tensors`, which takes one copy of each piece
         disagreements.extend(_disagreements(run.composed, "gradient"))
         scale = run.loss_scale.scale  # in fp16; clipping removes it later
-        full = run.composed.whole("gradient")
+        full = run.composed.full_tensors("gradient")
         gradients.update({name: tensor if tensor is None else tensor / scale for name, tensor in full})
 
     run.on_gradients = look
     loss = run.step(_share(run, batch))
     run.on_gradients = None
     disagreements.extend(_disagreements(run.composed, "weight"))
-    weights = {**dict(run.composed.whole("weight")), **run.composed.biases()}
+    weights = {**dict(run.composed.full_tensors("weight")), **run.composed.biases()}
     assert run.report is not None
     every = [one for rank in run.world.all_gather_object(disagreements, kinds=(Disagreement,)) for one in rank]
     return Observation(
@@ -170,7 +180,7 @@ def _observe(run: Run, batch: Any) -> Observation:
 def _count(run: Run, case: Case) -> tuple[Traffic, Memory]:
     """Count this rank's communication in one step, and its largest memory before a microbatch."""
     if len(case.batches) == 1:
-        run.step(_share(run, case.batches[-1]))  # some messages are sent once in a run, in its second step
+        run.step(_share(run, case.batches[-1]))  # [4] some messages are sent once in a run, in its second step
     held: list[Memory] = []
     run.on_microbatch = lambda number: held.append(live_memory(run.composed, run.optimizer))
     with count(run.mesh.groups) as traffic:
@@ -192,16 +202,12 @@ def _predict(findings: Findings, run: Run, case: Case) -> None:
         raise
     except Exception:  # user code that needs real values; the comparison holds without a prediction
         return
-    splits_logits = isinstance(run.objective, CrossEntropy)
-    findings.predicted_traffic = traffic(
-        case.plan,
-        shapes,
-        batch=batch,
-        rank=run.world.rank,
-        splits_logits=splits_logits,
-        counts_late=run.counts_late,
+    loss = LossTraffic(
+        splits_logits=isinstance(run.objective, CrossEntropy),
+        defers_count=run.defers_count,
         compares_samples=run.compares_samples,
     )
+    findings.predicted_traffic = traffic(case.plan, shapes, batch=batch, rank=run.world.rank, loss=loss)
     if has_moment(case.plan, rank=run.world.rank, num_microbatches=case.plan.num_microbatches(batch)):
         states = 2 if case.plan.precision == "fp64" else 1  # of `optimizer_for`
         findings.predicted_memory = memory(case.plan, shapes, rank=run.world.rank, optimizer_states=states)

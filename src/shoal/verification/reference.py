@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.data.batch import IGNORE, length, rows, to_device
 from shoal.numerics.init import has_init_rule, init_missing, initialise
-from shoal.numerics.precision import hush, precision_of
+from shoal.numerics.precision import precision_of, silence_matmul_warning
 from shoal.parallel.expert.router import auxiliary_loss, biases, update_biases
 from shoal.train.loss.labels import is_shifting, shifted, takes_labels
 from shoal.verification.case import Case
@@ -33,7 +33,7 @@ def observe_reference(case: Case) -> tuple[list[Observation], dict[str, Tensor]]
     initial = _copies(model)
     optimizer = optimizer_for(case, list(model.parameters()))
     lower = precision.is_lower
-    hush(device)
+    silence_matmul_warning(device)
     observations = []
     for batch in case.batches:
         on_device = to_device(batch, device, precision.wide_dtype)

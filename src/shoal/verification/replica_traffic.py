@@ -51,15 +51,15 @@ def replica_traffic(
     comm_threads = composed.comm_threads
     if comm_threads is None:
         return None
-    for _ in range(min(every, MOST_STEPS) if composed.islands is not None else 1):
+    for _ in range(min(every, MOST_STEPS) if composed.local_sgd is not None else 1):
         step()
     overlap = composed.overlap()
     assert overlap is not None
-    averagers = composed.islands.fragments if composed.islands is not None else []
+    averagers = composed.local_sgd.fragments if composed.local_sgd is not None else []
     averagers = [*averagers, *([composed.reducer.averager] if composed.reducer is not None else [])]
     predicted = sum(_predicted(averager, plan, comm_threads.size) for averager in averagers)
-    axis = "dp_replicate" if composed.meeting_axes == ("dp_replicate",) else plan.gradient_axis
-    return ReplicaTraffic(axis, every, predicted, overlap.bytes, have_equal_weights(), composed.islands is not None)
+    axis = "dp_replicate" if composed.sync_axes == ("dp_replicate",) else plan.gradient_axis
+    return ReplicaTraffic(axis, every, predicted, overlap.bytes, have_equal_weights(), composed.local_sgd is not None)
 
 
 def _predicted(averager: BucketAverager, plan: Plan, replicas: int) -> int:

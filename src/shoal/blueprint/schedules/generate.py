@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
+from itertools import count, islice
 from typing import get_args
 
 from shoal.blueprint.plan import VIRTUAL_STAGES, Schedule
@@ -37,7 +38,7 @@ def make_schedule(word: Schedule, *, num_ranks: int, v: int, num_microbatches: i
        5 | 0B1    .
     """
     raise_if(check_schedule(word, num_ranks=num_ranks, v=v, num_microbatches=num_microbatches))
-    orders = [list(_ORDERS[word](rank, num_ranks, v, num_microbatches)) for rank in range(num_ranks)]
+    orders = [list(rank_order(word, rank, num_ranks, v, num_microbatches)) for rank in range(num_ranks)]
     return ScheduleTable(
         word=word,
         num_ranks=num_ranks,
@@ -45,6 +46,15 @@ def make_schedule(word: Schedule, *, num_ranks: int, v: int, num_microbatches: i
         num_microbatches=num_microbatches,
         slots=align(orders, num_stages=num_ranks * v),
     )
+
+
+def rank_order(word: Schedule, rank: int, num_ranks: int, v: int, num_microbatches: int) -> Iterator[Action | Pair]:
+    """The actions of one rank in order, of a schedule that `check_schedule` accepts.
+
+    >>> print(*rank_order("1f1b", 0, 2, 1, 3))
+    0F0 0F1 0B0 0F2 0B1 0B2
+    """
+    return _ORDERS[word](rank, num_ranks, v, num_microbatches)
 
 
 # ---- rules ----------------------------------------------------------------------------------------------------------
@@ -89,7 +99,7 @@ def _too_few_or_uneven(word: str, num_ranks: int, num_microbatches: int) -> str:
         return f"it needs one for each of its 2 x pp = {least} stages" if num_microbatches < least else ""
     if 1 < num_microbatches < num_ranks:
         return f"with fewer than {num_ranks}, some ranks would always wait"
-    rounds = _num_rounds(num_ranks, num_microbatches)
+    rounds = num_rounds(num_ranks, num_microbatches)
     if word in ("interleaved", "zb") and num_microbatches % rounds:
         return f"they do not fall into {rounds} equal rounds"
     return ""
@@ -98,12 +108,12 @@ def _too_few_or_uneven(word: str, num_ranks: int, num_microbatches: int) -> str:
 @lru_cache(maxsize=4096)  # a search calls it for thousands of plans
 def _legal_around(word: str, num_ranks: int, num_microbatches: int) -> list[int]:
     """Legal numbers of microbatches: the largest below, and the next two above."""
-    ceiling = max(num_microbatches, 2 * num_ranks) + 2 * num_ranks
-    legal = [m for m in range(1, ceiling + 1) if not _too_few_or_uneven(word, num_ranks, m)]
-    return [*[m for m in legal if m < num_microbatches][-1:], *[m for m in legal if m > num_microbatches][:2]]
+    below = (m for m in range(num_microbatches - 1, 0, -1) if not _too_few_or_uneven(word, num_ranks, m))
+    above = (m for m in count(num_microbatches + 1) if not _too_few_or_uneven(word, num_ranks, m))
+    return [*islice(below, 1), *islice(above, 2)]
 
 
-def _num_rounds(num_ranks: int, num_microbatches: int) -> int:
+def num_rounds(num_ranks: int, num_microbatches: int) -> int:
     """The number of groups of microbatches in interleaved and zb; a group passes all stages of a rank in turn."""
     return max(1, num_microbatches // num_ranks)
 
@@ -143,7 +153,7 @@ def _looped(rank: int, p: int, v: int, m: int) -> Iterator[Action]:
 def _interleaved(rank: int, p: int, v: int, m: int) -> Iterator[Action]:
     # rank 0   0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 .   2B2 .   2B3 0B2 0B3    1f1b, where each round of
     # rank 1   .   1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3 .      microbatches passes all stages
-    per_round = m // _num_rounds(p, m)
+    per_round = m // num_rounds(p, m)
     ahead = min(v * m, (v - 1) * per_round + 2 * (p - 1 - rank))
     forward, backward = _in_rounds(rank, p, v, m, F), _in_rounds(rank, p, v, m, B)
     yield from forward[:ahead]
@@ -155,7 +165,7 @@ def _interleaved(rank: int, p: int, v: int, m: int) -> Iterator[Action]:
 def _zb(rank: int, p: int, v: int, m: int) -> Iterator[Action]:
     # rank 0   F0 F1 .  I0 W0 F2 I1 W1 F3 I2 W2 I3 W3          1f1b with the backward cut in two: other ranks wait for
     # rank 1   .  F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3          I alone, and W fills the idle time
-    per_round = m // _num_rounds(p, m)
+    per_round = m // num_rounds(p, m)
     ahead = min(v * m, (v - 1) * per_round + (p - 1 - rank))
     forward, inputs, weights = (_in_rounds(rank, p, v, m, kind) for kind in (F, I, W))
     yield from forward[:ahead]
@@ -168,7 +178,7 @@ def _zb(rank: int, p: int, v: int, m: int) -> Iterator[Action]:
 
 def _in_rounds(rank: int, p: int, v: int, m: int, kind: Kind) -> list[Action]:
     """All actions of one kind of a rank: microbatches in rounds, and in a round one stage after the other."""
-    per_round = m // _num_rounds(p, m)
+    per_round = m // num_rounds(p, m)
     stages = range(rank, p * v, p) if kind is F else range(rank + p * (v - 1), -1, -p)
     firsts = range(0, m, per_round)
     return [Action(stage, kind, first + i) for first in firsts for stage in stages for i in range(per_round)]
@@ -196,14 +206,14 @@ class _Script:
             self.lines.append(self.deferred.popleft())
 
     def _next(self, stage: int, kind: Kind) -> Action:
-        counted = I if kind is B else kind
-        action = Action(stage, kind, self.done[stage, counted])
-        self.done[stage, counted] += 1
+        counted = stage, I if kind is B else kind
+        number = self.done[counted]
+        self.done[counted] = number + 1
         if kind is B:
             self.done[stage, W] += 1
         if kind is I:
-            self.deferred.append(action._replace(kind=W))
-        return action
+            self.deferred.append(Action(stage, W, number))
+        return Action(stage, kind, number)
 
 
 def _zbv(rank: int, p: int, v: int, m: int) -> Iterator[Action | Pair]:

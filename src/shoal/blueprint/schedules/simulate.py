@@ -2,7 +2,14 @@
 
 The textbook's bubble, (p − 1)(F + B), holds for equal stages and free sends. A real model has an embedding on its first
 stage, a head on its last and a link between them. So the table itself is simulated: every rank runs its own order, and
-each action starts when the rank is free and its inputs have arrived.
+each action starts when the rank is free [1] and its inputs have arrived [2].
+
+    rank 0   │ F0 │ F1 │ · · · · · · · │   B0   │         · free [1], but its input has not arrived [2]: the bubble
+    rank 1     · · ↘ · · │ F0 │   B0   │↗                  ↘ ↗ a send [3]
+
+[1] Ranks have no common clock: one is `free` when its last action ends, whatever the others do.
+[2] The latest input decides. Actions are visited tick by tick, so that an input is always known before it is needed.
+[3] A result is sent while the next action computes: it costs the receiver time, and the sender none.
 
 All numbers are predicted. The caller gives the costs of the stages.
 """
@@ -118,12 +125,12 @@ def simulate(
     free = [0.0] * table.num_ranks
     spans: list[list[Span]] = [[] for _ in free]
     for _, rank, slot in table.ticks():
-        start = free[rank]
+        start = free[rank]  # [1]
         for need in (need for part in slot.parts for need in part.needs(table.num_stages)):
             if need not in arrived:
                 table.validate()  # raises
             seconds, source = arrived[need]
-            start = max(start, seconds if source == rank else seconds + send)
+            start = max(start, seconds if source == rank else seconds + send)  # [2], [3]
         end = free[rank] = start + _seconds(slot, costs, overlap)
         spans[rank].append(Span(slot, start, end))
         arrived.update((result, (end, rank)) for part in slot.parts for result in part.results)

@@ -31,6 +31,8 @@ class Kind(Enum):
     I = "I"  # backward: gradient of the stage's input, which the previous stage waits for  # noqa: E741
     W = "W"  # backward: gradient of the stage's weights, which no other stage waits for
 
+    __hash__ = object.__hash__  # that of Enum is a function of Python, and most of the time to make a schedule
+
 
 class Action(NamedTuple):
     """One computation of one stage on one microbatch.

@@ -218,10 +218,10 @@ def _reject_existing(to: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise ShoalError(f"{to} exists; nothing was changed", fix="another name, or --overwrite", code="C040")
-    strangers = [path.name for path in (to.iterdir() if to.is_dir() else ()) if not any(map(path.match, _OF_AN_EXPORT))]
-    if strangers:
+    others = [path.name for path in (to.iterdir() if to.is_dir() else ()) if not any(map(path.match, _OF_AN_EXPORT))]
+    if others:
         raise ShoalError(
-            f"{to} has {', '.join(sorted(strangers)[:3])}, which no export has written; nothing was changed",
+            f"{to} has {', '.join(sorted(others)[:3])}, which no export has written; nothing was changed",
             fix="another name, or remove it yourself",
             code="C040",
         )

@@ -33,11 +33,11 @@ def _loader(value: Any) -> bool:
     return isinstance(value, dict) and _list(_count)(value.get("position")) and len(value["position"]) > 0
 
 
-def _islands(value: Any) -> bool:
+def _local_sgd(value: Any) -> bool:
     return (
         isinstance(value, dict)
         and _mapping(_count)(value.get("waiting", {}))
-        and _list(_number)(value.get("spread", []))
+        and _list(_number)(value.get("step_scale", []))
     )
 
 
@@ -51,7 +51,7 @@ KNOWN: dict[str, Check] = {
     "loss_scale": _mapping(_number),
     "lr": _list(_mapping(_number)),
     "loaders": _list(_loader),
-    "islands": _islands,
+    "local_sgd": _local_sgd,
     "ranks": _count,
     "num_calls": _count,
     "plan": _text,

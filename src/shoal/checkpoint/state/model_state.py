@@ -68,7 +68,7 @@ def local_shards(holder: Holder) -> Iterator[LocalShard]:
         known = firsts.get(name, name)
         value = to_local(parameter).detach()
         assert tuple(value.shape) == shape, f"{name} has the box {shape} and the shape {tuple(value.shape)}"
-        local_sgd = composed.islands
+        local_sgd = composed.local_sgd
         own = local_sgd.shared.get(name, value) if local_sgd is not None else value
         yield LocalShard(f"model/{known}", full_shape, begin, own, is_saved)
         for kind, state in holder.optimizer.state.get(holder.updated(parameter), {}).items():
@@ -137,5 +137,5 @@ def make_states(holder: Holder, kinds: dict[str, dict[str, torch.dtype]], scalar
 
 def _device_of_step(group: dict[str, Any], parameter: nn.Parameter) -> torch.device:
     """Return the device of an optimizer's counters: the parameter's if its kernels read them, else the CPU."""
-    is_near = group.get("fused") or group.get("capturable") or "states" in group
+    is_near = group.get("fused") or group.get("capturable") or "state_dtype" in group
     return to_local(parameter).device if is_near else torch.device("cpu")

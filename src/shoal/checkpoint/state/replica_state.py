@@ -38,7 +38,7 @@ def replica_shards(holder: Holder) -> Iterator[LocalShard]:
         begin, _ = composed.shard_box(name)
         comm_threads = _averagers(composed)[0].comm_threads
         path = f"replica/{comm_threads.rank}/{kind}/{known}" if is_own else f"{kind}/{known}"
-        is_saved = composed.is_owner(name, besides=composed.meeting_axes if is_own else ())
+        is_saved = composed.is_owner(name, besides=composed.sync_axes if is_own else ())
         return LocalShard(
             path, composed.shapes[name], begin, value, is_saved, is_needed=False, replicas=comm_threads.size
         )
@@ -46,12 +46,12 @@ def replica_shards(holder: Holder) -> Iterator[LocalShard]:
     for averager in _averagers(composed):
         for name, residual in averager.residuals():
             yield _residual(composed, name, residual, averager)
-        for name, matrix in averager.narrow():
+        for name, matrix in averager.q_factors():
             begin, _ = composed.shard_box(name)
             path = f"narrow/{','.join(map(str, begin))}/{firsts.get(name, name)}"
             is_saved = composed.is_owner(name)
             yield LocalShard(path, tuple(matrix.shape), (0, 0), matrix, is_saved, is_needed=False)
-    local_sgd = composed.islands
+    local_sgd = composed.local_sgd
     if local_sgd is None:
         return
     for name in local_sgd.shared:
@@ -69,9 +69,9 @@ def replica_shards(holder: Holder) -> Iterator[LocalShard]:
 def _residual(composed: ParallelModel, name: str, residual: Tensor, averager: BucketAverager) -> LocalShard:
     """Return the residual of a parameter as a shard. Copies whose gradients are summed only after averaging have one
     residual each: tp ranks of a partial weight, and two stages that share a parameter."""
-    is_partial = composed.islands is None and name in composed.tensor.partial
+    is_partial = composed.local_sgd is None and name in composed.tensor.partial
     kind = f"residual.tp{composed.tensor.index}" if is_partial else "residual"
-    own = composed.meeting_axes + (("tp",) if is_partial else ())
+    own = composed.sync_axes + (("tp",) if is_partial else ())
     is_saved = composed.is_owner(name, besides=own, and_copies=True)
     begin, _ = composed.shard_box(name)
     path = f"replica/{averager.comm_threads.rank}/{kind}/{name}"
@@ -81,8 +81,8 @@ def _residual(composed: ParallelModel, name: str, residual: Tensor, averager: Bu
 
 
 def _averagers(composed: ParallelModel) -> list[BucketAverager]:
-    if composed.islands is not None:
-        return composed.islands.fragments
+    if composed.local_sgd is not None:
+        return composed.local_sgd.fragments
     return [] if composed.reducer is None else [composed.reducer.averager]
 
 
@@ -103,6 +103,6 @@ def sources(manifest: Manifest, piece: LocalShard, *, has_local_sgd: bool) -> li
 
 
 def _is_of_another_rank(manifest: Manifest, piece: LocalShard) -> bool:
-    """Whether a narrow matrix has another rank than this run's: then it cannot be used."""
+    """Whether a factor Q of PowerSGD has another rank than this run's: then it cannot be used."""
     known = manifest.tensors.get(piece.name)
     return piece.name.startswith("narrow/") and known is not None and known.shape != piece.full_shape

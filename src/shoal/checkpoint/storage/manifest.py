@@ -278,7 +278,9 @@ def read_json(text: bytes) -> Any:
     if _depth(text) > DEEPEST:
         raise ValueError(f"nested more than {DEEPEST} levels deep")
     try:
-        return json.loads(text.decode(), object_pairs_hook=_no_twins, parse_constant=_no_constant, parse_float=_finite)
+        return json.loads(
+            text.decode(), object_pairs_hook=_no_duplicates, parse_constant=_no_constant, parse_float=_finite
+        )
     except RecursionError as error:
         raise ValueError("nested too deep") from error
 
@@ -293,7 +295,7 @@ def _depth(text: bytes) -> int:
     return deepest
 
 
-def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a key occurs twice")

@@ -52,8 +52,8 @@ def render(console: Console, answer: Answer) -> None:
         console.print(f'the plan {verb} the rule of thumb "{rule.rule}"{reason}', highlight=False)
     for one in answer.lints:
         console.print(f"[yellow]{one}[/yellow]", highlight=False)
-    if answer.way:
-        _render_way(console, answer)
+    if answer.explanation:
+        _render_explanation(console, answer)
     if answer.tokens is not None:
         run = costs_of_run(answer)
         cost = "" if run["cost"] is None else f", {run['cost']:,.0f} in money"
@@ -81,14 +81,14 @@ def _render_title(console: Console, answer: Answer) -> None:
     if task.cluster.num_devices > 1 and not task.cluster.device.is_host:
         measured += "; shoal was never run on several GPUs"
     console.print(
-        f"[dim]all numbers predicted, rates {measured}\n{answer.found.num_predicted:,} plans predicted,"
-        f" {answer.found.num_too_large:,} above the limit of {task.memory_limit / GIB:.1f} GiB[/dim]\n",
+        f"[dim]all numbers predicted, rates {measured}\n{answer.search.num_predicted:,} plans predicted,"
+        f" {answer.search.num_too_large:,} above the limit of {task.memory_limit / GIB:.1f} GiB[/dim]\n",
         highlight=False,
     )
 
 
 def _render_nothing(console: Console, answer: Answer) -> None:
-    least = answer.found.smallest
+    least = answer.search.smallest
     if least is not None:
         console.print(
             f"no plan fits: the smallest, {least.plan.brief()}, takes {least.memory.total / GIB:.1f} GiB,"
@@ -116,10 +116,10 @@ def _render_causes(console: Console, prediction: Prediction) -> None:
     _table(console, f"time of a step, {seconds(time.total)}", ["", "", ""], rows, has_head=False)
 
 
-def _render_way(console: Console, answer: Answer) -> None:
+def _render_explanation(console: Console, answer: Answer) -> None:
     rows = [
         [move.name, move.plan, f"{move.gib:.1f}", seconds(move.seconds), "yes" if move.fits else "no", move.note]
-        for move in answer.way
+        for move in answer.explanation
     ]
     _table(console, "from one device to this plan", ["move", "plan", "GiB", "step", "fits", "change"], rows)
     assert answer.laws is not None

@@ -38,7 +38,7 @@ class Codec(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Narrow(Codec):
+class CastCodec(Codec):
     """Round each number to a narrower type."""
 
     dtype: torch.dtype
@@ -54,7 +54,7 @@ class Narrow(Codec):
         return encoded.view(self.dtype).to(dtype)
 
 
-class Int8(Codec):
+class Int8Codec(Codec):
     """Multiples of a scale per block, rounded stochastically: the mean is unbiased."""
 
     block = INT8_BLOCK
@@ -74,7 +74,7 @@ class Int8(Codec):
         return rounded.view(torch.int8).to(dtype).mul_(scale.to(dtype)).view(-1)
 
 
-class Sign(Codec):
+class SignCodec(Codec):
     """The sign of each number, and the mean absolute value of its block."""
 
     block = SIGN_BLOCK
@@ -96,7 +96,7 @@ class Sign(Codec):
 
 
 @dataclass(frozen=True, slots=True)
-class Largest(Codec):
+class TopKCodec(Codec):
     """The largest numbers of each block, as bf16, and their indices in it."""
 
     kept: int
@@ -126,15 +126,15 @@ def codec_of(compression: Compression) -> Codec:
     """Return the codec of a method that encodes numbers."""
     match compression.method:
         case "fp16":
-            return Narrow(torch.float16)
+            return CastCodec(torch.float16)
         case "bf16":
-            return Narrow(torch.bfloat16)
+            return CastCodec(torch.bfloat16)
         case "int8":
-            return Int8()
+            return Int8Codec()
         case "1bit":
-            return Sign()
+            return SignCodec()
         case "topk":
-            return Largest(compression.kept_in_block)
+            return TopKCodec(compression.kept_in_block)
         case other:
             raise AssertionError(f"{other} does not encode numbers")
 

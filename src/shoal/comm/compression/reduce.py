@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from shoal.blueprint.replicas.compression import Compression, as_matrix
-from shoal.comm.compression.codecs import Codec, Largest, codec_of
+from shoal.comm.compression.codecs import Codec, TopKCodec, codec_of
 from shoal.comm.replicas.transport import Transport
 
 
@@ -33,8 +33,8 @@ class Bucket:
     shapes: Sequence[tuple[int, ...]]
     residual: Tensor | None = None
     """What was not transmitted yet, flat; None: the method has no residual."""
-    narrow: list[Tensor | None] = field(default_factory=list)
-    """PowerSGD: for each gradient, the narrow matrix of the last step; None: it is sent uncompressed."""
+    q_factors: list[Tensor | None] = field(default_factory=list)
+    """PowerSGD: for each gradient, the factor Q of the last step; None: it is sent uncompressed."""
 
     def pieces(self, flat: Tensor) -> list[Tensor]:
         """Return views of a flat tensor, one per gradient."""
@@ -109,7 +109,7 @@ class ScatterReduce(Average):
 class TopK(Average):
     """Every rank sends the largest of its numbers to all others."""
 
-    codec: Largest
+    codec: TopKCodec
     keeps_residual = True
 
     def __call__(self, x: Tensor, bucket: Bucket, transport: Transport, seeds: Seeds) -> None:
@@ -157,10 +157,10 @@ class PowerSGD(Average):
     def new_bucket(
         self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device, seeds: Sequence[int]
     ) -> Bucket:
-        """Create a bucket with random narrow matrices, the same on all ranks."""
+        """Create a bucket with random factors Q, the same on all ranks."""
         bucket = super().new_bucket(shapes, dtype, device, seeds)
         for shape, seed in zip(shapes, seeds, strict=True):
-            bucket.narrow.append(self._first(shape, dtype, device, seed))
+            bucket.q_factors.append(self._first(shape, dtype, device, seed))
         return bucket
 
     def _first(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int) -> Tensor | None:
@@ -172,19 +172,19 @@ class PowerSGD(Average):
         return torch.randn(columns, rank, generator=drawn, dtype=dtype).to(device)
 
     def __call__(self, x: Tensor, bucket: Bucket, transport: Transport, seeds: Seeds) -> None:
-        """Two all-reduces of narrow matrices."""
+        """Two all-reduces, of the factors P and Q."""
         assert bucket.residual is not None
         x += bucket.residual
         stands = torch.empty_like(x)
-        each = list(zip(bucket.pieces(x), bucket.pieces(stands), bucket.narrow, strict=True))
-        wide = [(_matrix(piece), _matrix(place), narrow) for piece, place, narrow in each if narrow is not None]
-        plain = [(piece, place) for piece, place, narrow in each if narrow is None]
-        left, means = _averaged([piece @ narrow for piece, _, narrow in wide], [piece for piece, _ in plain], transport)
+        each = list(zip(bucket.pieces(x), bucket.pieces(stands), bucket.q_factors, strict=True))
+        wide = [(_matrix(piece), _matrix(place), q) for piece, place, q in each if q is not None]
+        plain = [(piece, place) for piece, place, q in each if q is None]
+        left, means = _averaged([piece @ q for piece, _, q in wide], [piece for piece, _ in plain], transport)
         left = [torch.linalg.qr(one.float() if one.dtype.itemsize < 4 else one)[0].to(x.dtype) for one in left]
         right, _ = _averaged([piece.T @ one for (piece, _, _), one in zip(wide, left, strict=True)], [], transport)
-        for (_, place, narrow), one, other in zip(wide, left, right, strict=True):
+        for (_, place, q), one, other in zip(wide, left, right, strict=True):
             torch.mm(one, other.T, out=place)
-            narrow.copy_(torch.where(other.isfinite().all(), other, narrow))  # a step that is dropped changes nothing
+            q.copy_(torch.where(other.isfinite().all(), other, q))  # a step that is dropped changes nothing
         for (piece, place), mean in zip(plain, means, strict=True):
             place.copy_(mean)
             piece.copy_(mean)  # sent exactly: no residual
@@ -198,7 +198,7 @@ def build_average(compression: Compression | None) -> Average:
         return AllReduce()
     match compression.method:
         case "topk":
-            return TopK(Largest(compression.kept_in_block))
+            return TopK(TopKCodec(compression.kept_in_block))
         case "randomk":
             return RandomK(compression.stride)
         case "powersgd":

@@ -4,16 +4,19 @@ The ranks share only a store, to which any process on the network can write. Ran
 there. The key itself is never sent, and both sides add a fresh random number. So no value of an earlier run, of an
 earlier generation or of another rank is accepted:
 
-    rank 0  challenge  n0
-    rank r  hello r    nr, MAC(key, run, r, n0, nr)             rank r holds the key, and answers this challenge
-    rank 0  answer r   seed, MAC(key, run, r, n0, nr, seed)     rank 0 holds the key, and has accepted every rank
-    rank r  proof r    MAC(session, r)                          rank r has the session key, MAC(key, run, seed)
-    rank 0  done       MAC(session, "done")                     rank 0 has the proof of every rank
+    [1] rank 0  challenge  n0
+    [2] rank r  hello r    nr, MAC(key, run, r, n0, nr)             rank r holds the key, and answers this challenge
+    [3] rank 0  answer r   seed, MAC(key, run, r, n0, nr, seed)     rank 0 holds the key, and has accepted every rank
+    [4] rank r  proof r    MAC(session, r)                          rank r has the session key, MAC(key, run, seed)
+    [5] rank 0  done       MAC(session, "done")                     rank 0 has the proof of every rank
 
 `run` is the world size, the generation, the number of the world, the port of the store and the launcher's name of the
-job. A value with a wrong MAC is erased, and its rank writes it again. So one wrong value has no effect, and a process
-that keeps writing them ends the run with a message, as a rank with another key does. Rank 0 writes `done` once and
-leaves. A rank also leaves when its proof has not changed for `GRACE_PERIOD`: rank 0 has read it by then.
+job.
+
+[6] A value with a wrong MAC is erased, and its rank writes it again. So one wrong value has no effect, and a process
+    that keeps writing them ends the run with a message, as a rank with another key does.
+[7] Rank 0 writes `done` once and leaves. A rank also leaves when its proof has not changed for `GRACE_PERIOD`: rank 0
+    has read it by then.
 """
 
 from __future__ import annotations
@@ -80,17 +83,17 @@ class _Handshake:
             for what in ("hello", "answer", "proof"):
                 self._erase(f"{what} {rank}")  # values of an earlier generation or of another process
         n0, seed = secrets.token_bytes(NONCE), secrets.token_bytes(NONCE)
-        self._write("challenge", n0)
-        nonces = self._hellos(others, n0)
+        self._write("challenge", n0)  # [1]
+        nonces = self._hellos(others, n0)  # [2]
         answers = {
             f"answer {rank}": content + mac(self.key.secret, "answer", self.run, rank, n0, nonces[rank], content)
             for rank in others
             for content in [ACCEPTED + seed]
         }
         session = mac(self.key.secret, "session", self.run, seed)
-        self._publish(answers)
-        self._proofs(others, session, answers)
-        self._write("done", mac(session, "done"))
+        self._publish(answers)  # [3] only now: the answer says that every rank was accepted
+        self._proofs(others, session, answers)  # [4]
+        self._write("done", mac(session, "done"))  # [5]
         return session
 
     def _hellos(self, others: Sequence[int], n0: bytes) -> dict[int, bytes]:
@@ -100,13 +103,13 @@ class _Handshake:
                 nonce = value[:NONCE]
                 if hmac.compare_digest(value[NONCE:], mac(self.key.secret, "hello", self.run, rank, n0, nonce)):
                     nonces[rank] = nonce
-                elif self._is_persistent(rank, f"hello {rank}"):
+                elif self._is_persistent(rank, f"hello {rank}"):  # [6]
                     self._reject(rank, others, n0)
             if len(nonces) == len(others):
                 return nonces
             if self._is_over:
                 raise self._missing([rank for rank in others if rank not in nonces])
-            self._restore("challenge", n0)
+            self._restore("challenge", n0)  # another process may have overwritten it
         raise AssertionError
 
     def _proofs(self, others: Sequence[int], session: bytes, answers: dict[str, bytes]) -> None:
@@ -131,13 +134,14 @@ class _Handshake:
                 challenge = self._peek("challenge")
                 if challenge is not None:
                     tag = mac(secret, "hello", self.run, rank, challenge, nonce)
-                    self._restore(f"hello {rank}", nonce + tag)
+                    self._restore(f"hello {rank}", nonce + tag)  # [2] of the challenge that is there now
                     answer = self._peek(f"answer {rank}") or b""
                     content, tag = answer[:-TAG], answer[-TAG:]
+                    # [3] with this rank's own nonce: rank 0 holds the key, and this is no answer of an earlier run
                     fits = hmac.compare_digest(tag, mac(secret, "answer", self.run, rank, challenge, nonce, content))
                     if fits and content[:1] == ACCEPTED:
                         session = mac(secret, "session", self.run, content[1:])
-                        self._prove(session)
+                        self._prove(session)  # [4]
                         return session
                     if fits:
                         raise self._rejected(json.loads(content[1:]))
@@ -156,12 +160,12 @@ class _Handshake:
         name, proof, done = f"proof {self.place.rank}", mac(session, "proof", self.place.rank), mac(session, "done")
         unchanged_since = time.monotonic()
         for _ in self._polls():
-            if hmac.compare_digest(self._peek("done") or b"", done) or self._is_over:
+            if hmac.compare_digest(self._peek("done") or b"", done) or self._is_over:  # [5]
                 return
             if self._peek(name) != proof:
                 self._write(name, proof)
                 unchanged_since = time.monotonic()
-            elif time.monotonic() - unchanged_since > GRACE_PERIOD:
+            elif time.monotonic() - unchanged_since > GRACE_PERIOD:  # [7]
                 return
 
     # ---- the store -------------------------------------------------------------------------------------------------

@@ -2,11 +2,17 @@
 
     stream   t0 t1 t2 t3 │ t4 t5 t6 t7 │ t8 t9           sequence T = 4
     sample 0 [t0 t1 t2 t3] t4                            inputs are the first T of T + 1 tokens,
-    sample 1              [t4 t5 t6 t7] t8               labels the last T: the shift is made only here
-                                           t9            fewer than T + 1 remain: not used
+    sample 1              [t4 t5 t6 t7] t8               labels the last T: the shift is made only here [1]
+                                           t9            fewer than T + 1 remain: not used [2]
 
-The end token inside a sample marks where a document ends; there is no table of offsets. So a memory-mapped file of any
-size is opened without being read, and each batch reads its own pages only.
+Sample 0 with `documents`, where t1 is the end token (E) and `_` is IGNORE:
+
+    tokens     t0  E   t2  t3
+    documents   0  0    1   1        the end token belongs to the document that it ends [3]
+    labels      E  _   t3  t4        no token is to predict the first one of another document [4]
+
+[5] The end token inside a sample marks where a document ends; there is no table of offsets. So a memory-mapped file of
+    any size is opened without being read, and each batch reads its own pages only.
 """
 
 from __future__ import annotations
@@ -58,12 +64,12 @@ class PackedTokens:
     def batch(self, ids: Ids) -> Batch:
         """Gather the samples and shift the labels."""
         raw = self._gather(ids)
-        inputs, labels = raw[:, :-1].astype(np.int64), raw[:, 1:].astype(np.int64)
+        inputs, labels = raw[:, :-1].astype(np.int64), raw[:, 1:].astype(np.int64)  # [1]
         batch = {"tokens": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
         if self._documents:
             ends = inputs == self._end_token if self._end_token is not None else np.zeros(inputs.shape, dtype=bool)
-            labels[ends] = IGNORE
-            ended_before = np.cumsum(ends, axis=1) - ends
+            labels[ends] = IGNORE  # [4]
+            ended_before = np.cumsum(ends, axis=1) - ends  # [3] without `- ends` it would begin the next one
             batch["documents"] = torch.from_numpy(ended_before.astype(np.int32))
         return batch
 
@@ -94,13 +100,14 @@ class PackedTokens:
             reject_shortened(self._streams[number])
             rows = which == number
             before = self._ends[number - 1] if number else 0
+            # [5] a view: windows overlap by one token, and only the chosen ones are read
             windows = sliding_window_view(self._streams[number], self.tokens_per_sample + 1)[:: self.tokens_per_sample]
             gathered[rows] = windows[ids[rows] - before]
         return gathered
 
 
 def num_samples(num_tokens: int, sequence: int) -> int:
-    """The number of samples in a stream.
+    """[2] The number of samples in a stream.
 
     >>> num_samples(10, 4), num_samples(9, 4), num_samples(8, 4)
     (2, 2, 1)

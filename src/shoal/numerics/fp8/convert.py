@@ -3,7 +3,7 @@
 A linear layer scales its input, its weight and the gradient of its output to the range of an 8-bit float. It uses one
 scale per tensor (`fp8.linear`) or one per row (torchao's). The parameter itself stays in float32.
 
-in fp8   linear layers inside of blocks whose features are multiples of 16 and not below `NARROW`
+in fp8   linear layers inside of blocks whose features are multiples of 16 and not below `MIN_FEATURES`
 in bf16  embeddings, norms, the logits of the head, which the loss is most sensitive to, routers and experts, and narrow
          layers, for which casting costs more than a faster product saves
 
@@ -28,17 +28,17 @@ from shoal.numerics.fp8.linear import Fp8Linear
 Scaling = Literal["tensorwise", "rowwise"]
 FromHead = Literal["gradients", "none"]
 
-NARROW = 512
+MIN_FEATURES = 512
 """Layers with fewer features than this, in or out, stay in bf16. Measured on an H200."""
 
 
-def to_fp8(block: nn.Module, scaling: Scaling, device: torch.device, *, narrow: int | None = None) -> None:
+def to_fp8(block: nn.Module, scaling: Scaling, device: torch.device, *, min_features: int | None = None) -> None:
     """Make the linear layers of a block, or the layer itself, compute in fp8. They stay the same objects, with their
     names, parameters and hooks.
 
     A CPU has no such products, and computes them in float32 from the same values.
     """
-    least = NARROW if narrow is None else narrow
+    least = MIN_FEATURES if min_features is None else min_features
     layers = (layer for layer in block.modules() if isinstance(layer, nn.Linear))
     chosen = [layer for layer in layers if is_fit_for_fp8(layer, least)]
     if scaling == "tensorwise":
@@ -80,9 +80,9 @@ def _silence(*names: str) -> Iterator[None]:
             logger.setLevel(level)
 
 
-def is_fit_for_fp8(layer: nn.Module, narrow: int = NARROW) -> bool:
+def is_fit_for_fp8(layer: nn.Module, min_features: int = MIN_FEATURES) -> bool:
     """Whether fp8 makes a layer's product faster."""
     if type(layer) is not nn.Linear:
         return False
     features = (layer.in_features, layer.out_features)
-    return all(size % 16 == 0 and size >= narrow for size in features)
+    return all(size % 16 == 0 and size >= min_features for size in features)

@@ -28,7 +28,7 @@ _BIAS_COLUMNS = 16
 """It needs masks whose rows begin at a multiple of this many columns."""
 
 
-class Attended(NamedTuple):
+class AttentionOutput(NamedTuple):
     """Attention of some queries to some keys."""
 
     out: Tensor
@@ -53,7 +53,7 @@ def is_part_of_attention() -> bool:
 @torch.no_grad()
 def attend(
     q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None = None, *, is_causal: bool = False
-) -> Attended:
+) -> AttentionOutput:
     """Attend to keys, each shared by N/K query heads. `mask` (B or 1, 1, T, S) is true where a query may look."""
     _now.is_part = True
     try:
@@ -62,26 +62,26 @@ def attend(
         _now.is_part = False
 
 
-def _attend(q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None, *, is_causal: bool) -> Attended:
+def _attend(q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None, *, is_causal: bool) -> AttentionOutput:
     bias = None if mask is None else additive(mask, q_BNTH.dtype)
     kernel = _kernel(q_BNTH, bias)
     if kernel == "cpu":
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             q_BNTH, k_BKSH, v_BKSH, 0.0, is_causal, attn_mask=bias
         )
-        return Attended(out, lse)
+        return AttentionOutput(out, lse)
     if kernel == "flash":
         results = _aten._scaled_dot_product_flash_attention(q_BNTH, k_BKSH, v_BKSH, 0.0, is_causal)
-        return Attended(results[0], results[1])
+        return AttentionOutput(results[0], results[1])
     k, v = (for_every_head(x, q_BNTH.shape[1]) for x in (k_BKSH, v_BKSH))
     if kernel == "efficient":
         shape = (*q_BNTH.shape[:3], k.shape[2])
         out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
             q_BNTH, k, v, _aligned(bias, shape), True, 0.0, is_causal
         )
-        return Attended(out, lse[..., : q_BNTH.shape[2]])
+        return AttentionOutput(out, lse[..., : q_BNTH.shape[2]])
     scores = _scores(q_BNTH, k, bias, is_causal)
-    return Attended((scores.softmax(-1) @ v.to(scores.dtype)).to(q_BNTH.dtype), scores.logsumexp(-1))
+    return AttentionOutput((scores.softmax(-1) @ v.to(scores.dtype)).to(q_BNTH.dtype), scores.logsumexp(-1))
 
 
 @torch.no_grad()
@@ -90,7 +90,7 @@ def attend_backward(
     q_BNTH: Tensor,
     k_BKSH: Tensor,
     v_BKSH: Tensor,
-    attended: Attended,
+    attended: AttentionOutput,
     mask: Tensor | None = None,
     *,
     is_causal: bool = False,
@@ -127,7 +127,7 @@ def attend_backward(
 
 
 @torch.no_grad()
-def merge_(total: Attended, part: Attended) -> None:
+def merge_(total: AttentionOutput, part: AttentionOutput) -> None:
     """Merge attention to more keys into the total, in place."""
     lse = torch.logaddexp(total.lse, part.lse)
     total.out.mul_((total.lse - lse).exp_()[..., None])
@@ -187,7 +187,7 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor | None, is_causal: bool) -> Tenso
     return scores if bias is None else scores + bias
 
 
-def _explicit_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended, scores: Tensor) -> Any:
+def _explicit_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: AttentionOutput, scores: Tensor) -> Any:
     """dS = P (dP - Σ dO·O). The keys of other parts enter only through the lse and the output."""
     wide_grad, scale = grad.to(scores.dtype), q.shape[-1] ** -0.5
     weights = (scores - attended.lse[..., None]).exp_()

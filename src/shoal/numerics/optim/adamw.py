@@ -21,12 +21,20 @@ from shoal.errors import Problem, ShoalError, listed, raise_if
 from shoal.numerics.local_tensor import to_local
 from shoal.numerics.optim.adamw_update import Update, update_plainly
 
-States = Literal["fp32", "bf16"]
+StateDtype = Literal["fp32", "bf16"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class AdamW(Optimizer):
-    """AdamW with decoupled weight decay, as torch.optim.AdamW; states have the same names and meanings."""
+    """AdamW as in torch, with moments and weights in fp32 or bf16, and one kernel per tensor on a GPU.
+
+    params, lr, betas, eps, weight_decay    as in torch.optim.AdamW; the state has the same names and meanings
+    state_dtype                             the moments in "fp32", or "bf16" with a quarter less memory per parameter
+    seed                                    of the stochastic rounding to bf16
+
+    >>> weight = torch.nn.Parameter(torch.ones(4))
+    >>> optimizer = AdamW([weight], lr=1e-3, state_dtype="bf16")
+    """
 
     def __init__(
         self,
@@ -36,11 +44,11 @@ class AdamW(Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.1,
-        states: States = "fp32",
+        state_dtype: StateDtype = "fp32",
         seed: int = 0,
     ) -> None:
-        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "states": states, "seed": seed}
-        super().__init__(params, options)
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**options, "state_dtype": state_dtype, "seed": seed})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does, and reject invalid options."""
@@ -152,8 +160,9 @@ def _stream_beside(device: torch.device) -> torch.cuda.Stream:
 
 
 def _wrong(group: dict[str, Any]) -> Iterator[Problem]:
-    if group["states"] not in _DTYPES:
-        yield Problem("T036", f"states must be {listed(map(repr, _DTYPES))}, got {group['states']!r}", 'states="fp32"')
+    if group["state_dtype"] not in _DTYPES:
+        got = group["state_dtype"]
+        yield Problem("T036", f"state_dtype must be {listed(map(repr, _DTYPES))}, got {got!r}", 'state_dtype="fp32"')
     for name in ("lr", "eps", "weight_decay"):
         if not float(group[name]) >= 0.0:
             yield Problem("T036", f"{name} must be 0 or more, got {group[name]}", f"{name}=0.0")
@@ -162,7 +171,7 @@ def _wrong(group: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _dtype_for(parameter: Tensor, group: dict[str, Any]) -> torch.dtype:
-    return _DTYPES[group["states"]] if parameter.dtype in _DTYPES.values() else parameter.dtype
+    return _DTYPES[group["state_dtype"]] if parameter.dtype in _DTYPES.values() else parameter.dtype
 
 
 def _is_dense(x: Tensor) -> bool:

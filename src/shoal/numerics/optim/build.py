@@ -35,7 +35,7 @@ def build_optimizer(
     filled = [group for group in groups if group["params"]]
     fused, foreach = _implementation(section.implementation, trained)
     if section.name == "adamw" and _is_own(section, trained, offload):
-        return OwnAdamW(filled, lr=lr, betas=section.betas, eps=section.eps, states=section.state_dtype, seed=seed)
+        return OwnAdamW(filled, lr=lr, betas=section.betas, eps=section.eps, state_dtype=section.state_dtype, seed=seed)
     if section.name == "adamw":
         return AdamW(filled, lr=lr, betas=section.betas, eps=section.eps, fused=fused, foreach=foreach)
     return SGD(filled, lr=lr, momentum=section.momentum, fused=fused, foreach=foreach)

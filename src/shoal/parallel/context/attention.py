@@ -93,8 +93,15 @@ class ContextParallel:
 
 
 class Attention(nn.Module):
-    """Softmax attention of query heads to the key/value heads that they share: `scaled_dot_product_attention` on one
-    device; under context parallelism, to the tokens of all ranks."""
+    """Softmax attention that also works under context parallelism (`cp`).
+
+    On one device it is `scaled_dot_product_attention`, with query heads that share key/value heads. Under `cp` a rank's
+    tokens attend to the tokens of all ranks. `causal`: a token sees no later one.
+
+    >>> q, k, v = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16), torch.randn(2, 2, 8, 16)  # 4 heads share 2
+    >>> tuple(Attention()(q, k, v).shape)
+    (2, 4, 8, 16)
+    """
 
     def __init__(self, *, causal: bool = True) -> None:
         super().__init__()
@@ -125,7 +132,12 @@ class Attention(nn.Module):
 
 
 class DocumentMask(nn.Module):
-    """Makes the mask of `Attention` from the document of each token: a token sees its own document only."""
+    """The mask of `Attention` for packed samples: a token sees its own document only.
+
+    >>> documents = torch.tensor([[0, 0, 1]])  # three tokens: two of the first document, one of the second
+    >>> DocumentMask()(documents).int().tolist()
+    [[[1, 0, 0], [1, 1, 0], [0, 0, 1]]]
+    """
 
     def __init__(self, *, causal: bool = True) -> None:
         super().__init__()

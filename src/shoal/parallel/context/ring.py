@@ -29,7 +29,7 @@ from torch import Tensor
 
 from shoal.blueprint.context_parallel import RingStep, ring_steps
 from shoal.comm.autograd_function import differentiable_once
-from shoal.numerics.ops.attention import Attended, attend, attend_backward, merge_
+from shoal.numerics.ops.attention import AttentionOutput, attend, attend_backward, merge_
 from shoal.numerics.precision import wide
 
 KEYS_AND_VALUES, GRADIENTS = 0, 1
@@ -99,14 +99,14 @@ class _RingAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, ring: Ring, causal: bool
     ) -> Tensor:
         keys_values = torch.stack([k, v])
-        total: Attended | None = None
+        total: AttentionOutput | None = None
         for step, block in around(keys_values, ring, causal):
             some_k, some_v = _some(block, step.keys, 3)
             part = attend(_some(q, step.queries, 2), some_k, some_v, **_sight(step, documents, ring, causal))
             if total is None:
-                total = Attended(part.out.to(wide(q.dtype)), part.lse)
+                total = AttentionOutput(part.out.to(wide(q.dtype)), part.lse)
             else:
-                merge_(Attended(*(_some(x, step.queries, 2) for x in total)), part)
+                merge_(AttentionOutput(*(_some(x, step.queries, 2) for x in total)), part)
             del part  # free it before the next one is computed
         assert total is not None
         out = total.out.to(q.dtype)
@@ -126,7 +126,7 @@ class _RingAttention(torch.autograd.Function):
             grad, some_q, some_out, some_lse = (_some(x, step.queries, 2) for x in (grads[0], q, out, lse))
             some_k, some_v = _some(block, step.keys, 3)
             # The output and lse of all keys are final: so each block's gradient needs no other block.
-            attended, sight = Attended(some_out, some_lse), _sight(step, documents, ring, ctx.causal)
+            attended, sight = AttentionOutput(some_out, some_lse), _sight(step, documents, ring, ctx.causal)
             dq, *d_kv = attend_backward(grad, some_q, some_k, some_v, attended, **sight)
             _some(d_q, step.queries, 2).add_(dq)
             del dq

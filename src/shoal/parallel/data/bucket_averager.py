@@ -200,10 +200,10 @@ class BucketAverager:
             if bucket.state.residual is not None:
                 yield from zip(bucket.names, bucket.state.pieces(bucket.state.residual), strict=True)
 
-    def narrow(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the narrow matrices that the next step starts with (PowerSGD)."""
+    def q_factors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the factors Q that the next step of PowerSGD starts with."""
         for bucket in self.buckets:
-            for name, matrix in zip(bucket.names, bucket.state.narrow, strict=False):
+            for name, matrix in zip(bucket.names, bucket.state.q_factors, strict=False):
                 if matrix is not None:
                     yield name, matrix
 

@@ -1,8 +1,8 @@
 """`dp_replicate`, and `cp` where nothing is sharded: every rank has the full model and its own samples (or its tokens
 of them); gradients are averaged once per step.
 
-torch gives `DistributedDataParallel`. It averages over ranks and synchronises at every backward. The loss law wants a
-sum over the *global* batch, and accumulation wants one synchronisation per step: `shoal.train.loss.global_loss` scales
+torch gives `DistributedDataParallel`. It averages over ranks and synchronises at every backward. The loss is a sum
+over the *global* batch, and accumulation needs one synchronisation per step: `shoal.train.loss.global_loss` scales
 the loss of each microbatch for the first, `DDPSync` below does the second.
 """
 
@@ -24,7 +24,7 @@ from shoal.comm.replicas.overlap import Overlap
 from shoal.errors import ShoalError
 from shoal.numerics.local_tensor import to_local
 from shoal.parallel.data.gradient_sync import NOTHING, GradientSync
-from shoal.predict.exact.traffic import BUCKET_BYTES
+from shoal.predict.exact.data_traffic import BUCKET_BYTES
 
 
 def replicate(

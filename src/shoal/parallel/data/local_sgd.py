@@ -40,14 +40,21 @@ from shoal.parallel.data.local_step_scale import LocalStepScale
 
 @dataclass(frozen=True, slots=True)
 class OuterOptimizer:
-    """The optimizer of the shared weights, and how they are exchanged."""
+    """The optimizer of the shared weights under `sync=`, and how they are exchanged.
+
+    lr, momentum  under `sync=diloco:H`, of SGD with Nesterov momentum on the mean change of the replicas in H steps
+    fragments     parts of the weights, which are exchanged one after the other within H steps
+    delay         steps between sending and applying an exchange, during which training continues
+    rescale       under `sync=local:H`, make the mean of Adam's steps as long as one model's would be
+
+        run = shoal.Run("dp_replicate=4 sync=diloco:50", outer=shoal.OuterOptimizer(lr=0.7, momentum=0.9))
+    """
 
     lr: float = 0.7
     momentum: float = 0.9
     fragments: int = 1
     delay: int = 0
     rescale: bool = True
-    """Under `local`, make the mean of Adam's steps as long as one model's would be (`local_step_scale`)."""
 
 
 DEFAULT_OUTER = OuterOptimizer()
@@ -111,7 +118,7 @@ class LocalSGD(GradientSync):
             self.step_scale = LocalStepScale(memory, torch.zeros(2, dtype=wide, device=like.device))
 
     def finish_gradients(self, step: int) -> None:
-        """Among the first steps, counted from 0: give all islands the mean of their gradients."""
+        """Among the first steps, counted from 0: give all replicas the mean of their gradients."""
         if step < self.warmup_steps:
             self._began = time.perf_counter()
             for averager, bucket in self._buckets():
@@ -125,11 +132,11 @@ class LocalSGD(GradientSync):
                 bucket.flat = bucket.done = None
 
     def norm_group(self, mesh: Mesh) -> dist.ProcessGroup:
-        """An island clips by its own norm."""
+        """A replica clips by its own norm."""
         return mesh.group("replica")
 
     def agree_on_norm(self, norm: Tensor, mesh: Mesh, *, step: int, scale: float, clip: float | None) -> Tensor:
-        """Islands have norms of their own; but where one's is not finite, no island's is: whatever is decided by that,
+        """Replicas have their own norms; but if one is not finite, none is: whatever is decided by that,
         all decide alike. They compare gradients as an optimizer sees them, without `scale` and clipped."""
         bad = (~norm.isfinite()).to(norm.dtype)
         between = mesh.group("dp_replicate")
@@ -259,7 +266,7 @@ class LocalSGD(GradientSync):
         return self.comm_threads
 
     def shared_weights(self) -> AbstractContextManager[None]:
-        """Inside, the model has the weights that all islands agree on."""
+        """Inside, the model has the weights that all replicas agree on."""
         return self._shared_weights()
 
     @contextmanager

@@ -63,7 +63,18 @@ class ExpertParallel:
 
 
 class Experts(nn.Module):
-    """Gated feed-forwards (SwiGLU); each token is computed by the experts that its router chose."""
+    """The experts of a mixture of experts: gated feed-forwards (SwiGLU), which `ep` divides over ranks.
+
+    hidden       features of a token
+    ffn          features inside of an expert
+    num_experts  experts on all ranks together
+
+    A `Router` chooses the experts of each token, and records its loss and loads on their output:
+
+        routing, *facts = self.router(x)  # x: (batch, tokens, hidden)
+        y = self.experts(x.flatten(0, 1), routing).view_as(x)
+        y = self.router.attach_aux_loss(y, *facts)
+    """
 
     def __init__(self, hidden: int, ffn: int, num_experts: int) -> None:
         super().__init__()

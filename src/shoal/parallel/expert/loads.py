@@ -42,12 +42,13 @@ def balance_routers(
             update_bias(routers[name], totals[place, :num_experts], is_applied)
 
 
-def reject_unsettled(routers: Mapping[str, Router]) -> None:
+def reject_unattached(routers: Mapping[str, Router]) -> None:
     """Raise if a forward has dropped what a router returns for its auxiliary loss."""
-    if forgotten := [name for name, router in routers.items() if not router.was_settled]:
+    if forgotten := [name for name, router in routers.items() if not router.has_attached]:
         raise ShoalError(
-            f"router.settle() was not called after {forgotten[0]}: its auxiliary loss and expert loads are lost",
+            f"router.attach_aux_loss() was not called after {forgotten[0]}: its auxiliary loss and expert loads are"
+            " lost",
             fix="routing, *facts = router(x); y = experts(x.flatten(0, 1), routing).view_as(x);"
-            " y = router.settle(y, *facts)",
+            " y = router.attach_aux_loss(y, *facts)",
             code="M038",
         )

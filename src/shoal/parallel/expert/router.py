@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -60,11 +60,46 @@ class Routing:
     """The number of experts of the router. None: unknown."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterOptions:
+    """How a router scores, chooses and balances; invalid values are rejected by `Router`."""
+
+    score: str = "softmax"
+    choice: str = "token"
+    normalise: bool = True
+    scale: float = 1.0
+    capacity_factor: float | None = None
+    auxiliary_coefficient: float = 0.0
+    z_coefficient: float = 0.0
+    bias_rate: float = 0.0
+
+
+class RouterSettings(TypedDict, total=False):
+    """The fields of `RouterOptions`, for type checkers: the keyword arguments of `Router`."""
+
+    score: str
+    choice: str
+    normalise: bool
+    scale: float
+    capacity_factor: float | None
+    auxiliary_coefficient: float
+    z_coefficient: float
+    bias_rate: float
+
+
 class Router(nn.Module):
     """Scores every expert for every token, and chooses.
 
-    softmax: scores compete. sigmoid: each expert is scored alone, as in DeepSeek-V3. With `bias_rate` an expert that is
-    chosen too often gets a smaller bias after each step; the bias takes part in the choice, never in the weight.
+    top_k                  experts per token; with choice "expert", on average and at capacity factor 1
+    score                  softmax: scores compete; sigmoid: each expert is scored alone, as in DeepSeek-V3
+    choice                 token: each token chooses its experts; expert: each expert chooses tokens of a sequence
+    normalise              the weights of a token's experts sum to `scale` (True)
+    scale                  a factor of all weights (1.0)
+    capacity_factor        the most tokens of a sequence for one expert, as a multiple of an even share; None: no limit
+    auxiliary_coefficient  of the load balancing loss; 0: none
+    z_coefficient          of the z-loss, which keeps logits small; 0: none
+    bias_rate              an expert that is chosen too often gets a smaller bias after each step, by this much; the
+                           bias takes part in the choice, never in the weight; 0: no bias
     """
 
     bias: Tensor | None
@@ -75,30 +110,25 @@ class Router(nn.Module):
         num_experts: int,
         *,
         top_k: int,
-        score: str = "softmax",
-        choice: str = "token",
-        normalise: bool = True,
-        scale: float = 1.0,
-        capacity_factor: float | None = None,
-        auxiliary_coefficient: float = 0.0,
-        z_coefficient: float = 0.0,
-        bias_rate: float = 0.0,
+        **settings: Unpack[RouterSettings],
     ) -> None:
         super().__init__()
+        options = RouterOptions(**settings)
         self.num_experts, self.top_k = num_experts, top_k
-        self.score, self.choice = score, choice
-        self.normalise, self.scale = normalise, scale
-        self.capacity_factor = capacity_factor
-        self.auxiliary_coefficient, self.z_coefficient, self.bias_rate = auxiliary_coefficient, z_coefficient, bias_rate
+        self.score, self.choice = options.score, options.choice
+        self.normalise, self.scale = options.normalise, options.scale
+        self.capacity_factor = options.capacity_factor
+        self.auxiliary_coefficient, self.z_coefficient = options.auxiliary_coefficient, options.z_coefficient
+        self.bias_rate = options.bias_rate
         raise_if(problems_of(self), title="a router")
         self.weight = nn.Parameter(torch.empty(num_experts, hidden))
-        self.register_buffer("bias", torch.zeros(num_experts) if bias_rate > 0 else None)
+        self.register_buffer("bias", torch.zeros(num_experts) if self.bias_rate > 0 else None)
         self.name = ""
         """Its full name in the model, set by `note_routers`."""
         self.shared: AuxLoss | None = None
         """Shared state of a run. None: plain torch, see `auxiliary_loss` and `update_biases`."""
-        self.was_settled = False
-        """Whether `settle` was ever called: without it, auxiliary losses and loads are dropped."""
+        self.has_attached = False
+        """Whether `attach_aux_loss` was ever called: without it, auxiliary losses and loads are dropped."""
         self.auxiliary_loss: Tensor | None = None
         """Plain torch: the mean over the sequences of the last forward."""
         self.load: Tensor | None = None
@@ -139,11 +169,11 @@ class Router(nn.Module):
         return routing, sum(losses[1:], losses[0]) if losses else None, load_E, num_dropped
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def settle(self, y: Tensor, auxiliary: Tensor | None, load_E: Tensor, num_dropped: Tensor) -> Tensor:
+    def attach_aux_loss(self, y: Tensor, auxiliary: Tensor | None, load_E: Tensor, num_dropped: Tensor) -> Tensor:
         """Return y, the output of the experts, after recording the router's auxiliary loss and loads."""
         if y.is_meta:  # a trace of shapes
             return y
-        self.was_settled = True
+        self.has_attached = True
         if self.shared is not None:
             return self.shared.attach(y, auxiliary, load_E, num_dropped, self.name)
         self.auxiliary_loss = None if auxiliary is None else auxiliary / y.shape[0]

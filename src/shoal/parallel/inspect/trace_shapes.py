@@ -49,7 +49,7 @@ def trace_shapes(model: nn.Module, description: Description, call: Call) -> Mode
         frozen=frozenset(name for name, parameter in named.items() if not parameter.requires_grad),
         lookups=frozenset(_lookups(skeleton)),
         stream=trace.stream,
-        crossings=tuple(trace.crossings()),
+        tp_boundaries=tuple(trace.tp_boundaries()),
         attentions=tuple(trace.attentions()),
         dispatches=tuple(trace.dispatches()),
         routers=tuple(trace.routers()),
@@ -139,14 +139,14 @@ class _Trace:
         self.seen.append(_Event("saved"))
         return tensor
 
-    def settled(self, y: Tensor, *facts: Any) -> Tensor:
-        """Replace `Router.settle`, which saves the loads for the backward in a run."""
+    def aux_loss_attached(self, y: Tensor, *facts: Any) -> Tensor:
+        """Replace `Router.attach_aux_loss`, which saves the loads for the backward in a run."""
         return self.saved(y)
 
     def _cross(self, way: str, name: str, x: Tensor) -> None:
         self.seen.append(_Event(way, name, tuple(x.shape[1:]), x.requires_grad))
 
-    def crossings(self) -> Iterator[TPBoundary]:
+    def tp_boundaries(self) -> Iterator[TPBoundary]:
         for place, event in self._of("enter", "leave", "logits"):
             way: Any = event.what
             yield TPBoundary(
@@ -201,7 +201,7 @@ def _trace(model: nn.Module, description: Description, call: Call) -> _Trace:
                 stack.callback(module.register_forward_pre_hook(_before(trace, name)).remove)
                 stack.callback(module.register_forward_hook(_after(trace, name)).remove)
             if isinstance(module, Router):
-                module.settle = trace.settled
+                module.attach_aux_loss = trace.aux_loss_attached
             if isinstance(module, Attention | Experts | Router):
                 stack.callback(module.register_forward_pre_hook(_begun(trace, name)).remove)
                 stack.callback(module.register_forward_hook(_done(trace, name)).remove)

@@ -112,8 +112,8 @@ def _bars(found: Sequence[Prediction], cells: Sequence[score.Cell]) -> Iterable[
         yield Bar(name="nanotron cells: worst regret", value=max(cell.regret for cell in swept), most=0.15)
         yield Bar(name="nanotron cells: mean rank correlation", value=mean(cell.rank for cell in swept), least=0.85)
     if fits := score.fits(found):
-        yield Bar(name="failures foretold: recall", value=fits.recall, least=0.9)
-        yield Bar(name="failures foretold: precision", value=fits.precision, least=0.8)
+        yield Bar(name="predicted failures: recall", value=fits.recall, least=0.9)
+        yield Bar(name="predicted failures: precision", value=fits.precision, least=0.8)
     for word, name, kind, figure, most in (
         ("llm-foundry H100", "time, llm-foundry on H100", score.times, "mean", 0.087),
         ("vTrain", "time, vTrain on one node", score.times, "mean", 0.25),

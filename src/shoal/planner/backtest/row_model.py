@@ -31,7 +31,19 @@ ALIASES = (
 """Names that tables use → presets."""
 
 
-STRANGERS = ("nemotron_3", "nemotron v3", "hybrid", "mamba", "kimi", "vlm", "t5", "bert", "llava", "grpo", "distill")
+UNSUPPORTED_MODELS = (
+    "nemotron_3",
+    "nemotron v3",
+    "hybrid",
+    "mamba",
+    "kimi",
+    "vlm",
+    "t5",
+    "bert",
+    "llava",
+    "grpo",
+    "distill",
+)
 
 
 def workload_of(row: Row) -> Workload:
@@ -39,7 +51,7 @@ def workload_of(row: Row) -> Workload:
     name = row.text("model").lower()
     if "lora" in name:
         raise Unpredictable("LoRA trains few parameters; only full training is predicted")
-    if any(word in name for word in STRANGERS):
+    if any(word in name for word in UNSUPPORTED_MODELS):
         raise Unpredictable(f"{row.text('model')} is not the training of a plain decoder")
     for pattern, preset_name in ALIASES:
         if re.search(pattern, name) and _agrees(row, MODELS[preset_name]):

@@ -115,10 +115,10 @@ def append(path: Path, cells: Mapping[str, object]) -> None:
 
     Cells that are not given stay empty. Beyond the columns of every table there are `OWN_COLUMNS`.
     """
-    strangers = [name for name in cells if name not in (*COLUMNS, *OWN_COLUMNS)]
-    if strangers:
+    unknown = [name for name in cells if name not in (*COLUMNS, *OWN_COLUMNS)]
+    if unknown:
         raise ShoalError(
-            f"a table of runs has no column {strangers[0]!r}", fix=", ".join((*COLUMNS, *OWN_COLUMNS)), code="Q027"
+            f"a table of runs has no column {unknown[0]!r}", fix=", ".join((*COLUMNS, *OWN_COLUMNS)), code="Q027"
         )
     is_new = not path.exists()
     path.parent.mkdir(parents=True, exist_ok=True)

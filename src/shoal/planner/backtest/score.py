@@ -21,7 +21,7 @@ from statistics import mean, median
 
 from shoal.planner.backtest.predict import Prediction, predict
 from shoal.planner.backtest.rows import Row
-from shoal.predict.estimate.step_time import STRANGER
+from shoal.predict.estimate.step_time import UNKNOWN_FRAMEWORK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,16 +113,16 @@ def _cell(runs: Sequence[Prediction]) -> Cell:
 
 
 NEAR = 0.05
-"""Plans predicted this close to the fastest count as equally fast. For an unmeasured system it is more, as its
-intervals are wider (`STRANGER`)."""
+"""Plans predicted this close to the fastest count as equally fast: `EQUAL` of `planner.search`. For an unmeasured
+system it is more, as its intervals are wider (`UNKNOWN_FRAMEWORK`)."""
 
 
 def _pick(runs: Sequence[Prediction]) -> Prediction:
     """Return the run that the planner would recommend: of those that fit and are predicted as fast as the fastest, the
     one on fewest axes. Each axis adds a risk that no prediction includes."""
     fitting = [one for one in runs if one.fits] or runs
-    is_strange = any(one.profile and not one.profile.is_known for one in runs)
-    limit = min(one.predicted_s or 0.0 for one in fitting) * (1 + NEAR * (STRANGER if is_strange else 1.0))
+    is_unknown = any(one.profile and not one.profile.is_known for one in runs)
+    limit = min(one.predicted_s or 0.0 for one in fitting) * (1 + NEAR * (UNKNOWN_FRAMEWORK if is_unknown else 1.0))
     near = [one for one in fitting if (one.predicted_s or 0.0) <= limit]
     return min(near, key=lambda one: (_num_axes(one), one.predicted_s or 0.0))
 
@@ -142,6 +142,7 @@ def _regret(runs: Sequence[Prediction]) -> float:
 
 
 DRAWS = 200
+"""Random halves of a table: enough for the mean to be stable, an assumption."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,23 +228,23 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Fits:
-    """Failures that were foretold, and false alarms."""
+    """Failures that were predicted, and false alarms."""
 
     failed: int
-    foretold: int
+    predicted: int
     """Of those that failed."""
     alarms: int
     """Predictions that a run would not fit."""
 
     @property
     def recall(self) -> float:
-        """Part of the failures that were foretold."""
-        return self.foretold / self.failed if self.failed else 0.0
+        """Part of the failures that were predicted."""
+        return self.predicted / self.failed if self.failed else 0.0
 
     @property
     def precision(self) -> float:
         """Part of the alarms that were right."""
-        return self.foretold / self.alarms if self.alarms else 0.0
+        return self.predicted / self.alarms if self.alarms else 0.0
 
 
 def fits(found: Iterable[Prediction]) -> Fits | None:
@@ -256,7 +257,7 @@ def fits(found: Iterable[Prediction]) -> Fits | None:
     failed = [one for one in scored if one.row.failed]
     return Fits(
         failed=len(failed),
-        foretold=sum(not one.fits for one in failed),
+        predicted=sum(not one.fits for one in failed),
         alarms=sum(not one.fits for one in scored),
     )
 

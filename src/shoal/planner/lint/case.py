@@ -23,7 +23,7 @@ from shoal.predict.estimate.rank_share import microbatch, num_microbatches
 from shoal.predict.predict import Prediction
 
 WORTH = 0.02
-"""Fraction of a step: a smaller cost is not reported."""
+"""Fraction of a step: a smaller cost is not reported. An assumption, as the thresholds of `rules`."""
 
 Change = Mapping[str, Any]
 

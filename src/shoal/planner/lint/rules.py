@@ -33,6 +33,8 @@ from shoal.planner.task import Task
 from shoal.predict.estimate.rank_share import head_cost, layers_of_ranks
 from shoal.predict.workload import Workload
 
+# Thresholds are assumptions: they decide what is reported, never what is predicted. docs/concepts/lints.md has the
+# measured runs behind each rule.
 NOTABLE = 0.05
 """Of a step: what another size (of microbatch, batch or model) must save to be reported."""
 MUCH = 0.1

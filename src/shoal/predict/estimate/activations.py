@@ -15,9 +15,10 @@ from shoal.predict.framework_profile import FrameworkProfile
 from shoal.predict.workload import Workload
 
 CHUNK = 2.0**31
-"""Bytes of logits that exist at a time where the loss is fused: `shoal.numerics.ops.linear_cross_entropy`."""
+"""Bytes of logits that exist at a time where the loss is fused: `CHUNK_BYTES` of
+`shoal.numerics.ops.linear_cross_entropy`, which imports torch."""
 FEW = CHUNK / 8
-"""Bytes of logits below which there is but one chunk."""
+"""Bytes of logits below which there is but one chunk: the same file."""
 
 
 @lru_cache(maxsize=2**14)
@@ -38,14 +39,16 @@ def kept_per_token(
     input_of_norm = (1 - part) * profile.norm_input + part * profile.sparse_norm_input
     between = 2 * input_of_norm * size / 2 * h  # of both norms
     between += 2 * size * h if profile.keeps_normed else 0.0
-    between += 2 * 4 if profile.is_lean else 0.0  # what they were divided by
+    between += 2 * 4 if profile.is_memory_saving else 0.0  # what they were divided by
     between += 2 * h if profile.dropout else 0.0
     whole = 2 * size * h if profile.keeps_gathered else 0.0
     inside = _attention_kept(workload, profile, sequence, size, has_scores)
     inside += (1 - part) * _ffn_kept(workload.ffn, workload.gated, profile, size)
     if part:
         expert = 2 * size * h + _ffn_kept(workload.expert_ffn, workload.gated, profile, size)
-        if profile.is_lean:  # rows that go in, gate, up and their product; what comes out is summed up and forgotten
+        if (
+            profile.is_memory_saving
+        ):  # rows that go in, gate, up and their product; what comes out is summed up and forgotten
             expert = size * (h + (workload.matrices - 1 + workload.gated) * workload.expert_ffn)
             inside += part * size * h  # what rows are made of
         shared = _ffn_kept(workload.shared_ffn, workload.gated, profile, size)
@@ -140,7 +143,7 @@ def logit_bytes(
         inputs = tokens * workload.hidden * (size * (1 + (size < 4)) + profile.is_compiled * max(4.0, size))
         return chunk * chunks + weight * workload.head_parameters + inputs
     logits = tokens * workload.vocabulary / tp
-    if not profile.is_lean:
+    if not profile.is_memory_saving:
         return logits * profile.logits
     return max(logits * profile.logits, 4 * (logits + workload.head_parameters / tp))  # or those of its weight
 

@@ -6,19 +6,24 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from shoal.predict.cluster import Cluster, Device
-from shoal.predict.estimate.communication import context_parallel, expert_parallel, tensor_parallel
+from shoal.predict.estimate.communication import between_layers
 from shoal.predict.estimate.work import Work, bytes_in
 from shoal.predict.framework_profile import FrameworkProfile
 from shoal.predict.workload import Workload
 
 SCORE_BYTES = 9
-"""Read and written for one score of eager attention in the forward: product, scale and mask and softmax, product."""
+"""Read and written for one score of eager attention in the forward: product, scale and mask and softmax, product. An
+estimate, which only systems before flash attention need (Narayanan, Korthikanti, BigScience, vTrain). With 7 or 11
+bytes, the median error of BigScience's times in `shoal backtest RUNS.csv` is 9.0 or 7.7 % in place of 8.2 %."""
 EAGER_PART = 0.6
-"""Of the rate of large products that the two products of eager attention reach."""
+"""Of the rate of large products that the two products of eager attention reach. An assumption: as fused kernels do
+up to Ampere (`attention_part`). With 0.5 or 0.7, the same error is 7.9 or 8.5 %."""
 NARROW_HEADS = 0.36
-"""Heads of 64 reach 0.78 of the rate of heads of 128: cuDNN on an H200, from a trace (docs/concepts/gpu.md)."""
+"""Heads of 64 reach 0.78 of the rate of heads of 128: cuDNN on an H200, from a trace that is not kept. The runs with
+heads of 64 in benchmarks/results/planner_nvidia-h200_2026-11-15.md (1.1 and 1.5 B) take what it says to 5 %."""
 USUAL_SEQUENCE = 4096
-"""Tokens at which attention kernels reach their part of the rate of products."""
+"""Tokens at which attention kernels reach their part of the rate of products: the length of the sweep of the
+Ultra-Scale Playbook. Only shoal's profile distinguishes lengths (`attention_ramp`)."""
 MEASURED_SEQUENCE = 8192
 """Tokens at which `shoal calibrate` measures the rate of attention on a GPU."""
 
@@ -58,13 +63,14 @@ def layer_pass(workload: Workload, cluster: Cluster, profile: FrameworkProfile, 
     host = launched(profile, cluster) * (profile.host_forward * (1 + again) + profile.host_backward)
     if work.tp > 1:
         host += profile.host_collective * (6 + 2 * again) + profile.host_scatter * work.tp * work.sp
+    tp, cp, ep = between_layers(workload, cluster, profile, work, attention)
     return Pass(
         matmul=_products(workload, cluster.device, profile, work) * (3 + again),
         attention=attention,
         memory=_element_wise(workload, cluster.device, profile, work, again),
-        tp=tensor_parallel(workload, cluster, profile, work, again),
-        cp=context_parallel(workload, cluster, work, again, attention),
-        ep=expert_parallel(workload, cluster, work, again),
+        tp=tp,
+        cp=cp,
+        ep=ep,
         host=host * cluster.device.host_factor,
     )
 
@@ -122,7 +128,7 @@ def _attention(workload: Workload, device: Device, profile: FrameworkProfile, wo
     narrow: float = min(1.0, (workload.head_dim / 128) ** NARROW_HEADS)
     ramp = profile.attention_ramp
     short = (1 + ramp / work.sequence) / (1 + ramp / (MEASURED_SEQUENCE if measured else USUAL_SEQUENCE))
-    return flops / (rate * narrow) * short * (3.5 + again)
+    return flops / (rate * narrow) * short * (3.5 + again)  # the backward has five products, the forward two
 
 
 def _element_wise(workload: Workload, device: Device, profile: FrameworkProfile, work: Work, again: int) -> float:
@@ -136,6 +142,7 @@ def _element_wise(workload: Workload, device: Device, profile: FrameworkProfile,
     elements += (1 - part) * ffn_passes * workload.ffn / work.tp
     elements += part * workload.top_k * (6 * workload.hidden + ffn_passes * workload.expert_ffn) / work.tp
     tokens = work.samples * work.sequence / work.cp
+    # The backward reads and writes one and a half times what the forward does: an assumption that `passes` stands on.
     traffic = size * tokens * elements * (2.5 + again + 0.5 * (work.recompute == "selective"))
     plain = workload.attention_parameters + (1 - part) * workload.ffn_parameters
     held = plain / work.tp + part * workload.expert_parameters / work.ep / (work.tp if profile.splits_experts else 1)

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 
 from shoal.predict.workload import Workload
 
-NARROW = 512
-"""`numerics.fp8.NARROW`: layers with fewer features than this, in or out, compute in bf16."""
+MIN_FEATURES = 512
+"""`numerics.fp8.convert.MIN_FEATURES`: layers with fewer features than this, in or out, compute in bf16."""
 MULTIPLE = 16
-"""`numerics.fp8_products.MULTIPLE`: of which the sizes of a product in fp8 are multiples."""
+"""`numerics.fp8.products.MULTIPLE`: of which the sizes of a product in fp8 are multiples."""
 
 
 def is_wide(*sizes: float) -> bool:
     """Whether a layer of these features computes in fp8: `numerics.fp8.is_fit_for_fp8`."""
-    return all(size % MULTIPLE == 0 and size >= NARROW for size in sizes)
+    return all(size % MULTIPLE == 0 and size >= MIN_FEATURES for size in sizes)
 
 
 def narrow_casts(workload: Workload, size: float) -> float:
@@ -46,7 +46,7 @@ def kept_beside_narrow(workload: Workload, size: float) -> float:
 def _attention_widths(workload: Workload) -> list[int]:
     """Features of queries, keys, values and what comes out of attention, that is not the residual stream."""
     if workload.latent:
-        return [NARROW] * 4  # which no model of shoal has
+        return [MIN_FEATURES] * 4  # which no model of shoal has
     wide, narrow = workload.heads * workload.head_dim, workload.kv_heads * workload.head_dim
     return [wide, narrow, narrow, wide]
 

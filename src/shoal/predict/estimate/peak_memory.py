@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.blueprint.plan import Plan
+from shoal.blueprint.schedules.counts import in_flight
 from shoal.predict.cluster import Cluster
 from shoal.predict.estimate.activations import (
     backward_bytes,
@@ -35,7 +36,6 @@ from shoal.predict.estimate.rank_share import (
     Degrees,
     RankShare,
     StepContext,
-    in_flight,
     layers_of_ranks,
     microbatch,
     num_microbatches,
@@ -139,7 +139,7 @@ def _of_rank(step: StepContext, place: int) -> PeakMemory:
             workload, profile, plan.recompute, tp=on.tp, sp=on.splits_tokens, sequence=sequence, size=on.size
         )
         kept, kept_casts, again = tokens * how, 0.0, (layer + casts) * (plan.recompute == "full")
-    flying = in_flight(plan.schedule or "1f1b", place, on.pp, on.v, m)
+    flying = in_flight(plan.schedule or "1f1b", place, num_ranks=on.pp, v=on.v, num_microbatches=m)
     activations = held.layers * (kept * flying + kept_casts)
     reducing = profile.gradient_copy * (held.dense + held.experts)
     if not profile.is_compiled:
@@ -156,16 +156,14 @@ def _of_rank(step: StepContext, place: int) -> PeakMemory:
         goes_with_logits = profile.is_compiled and is_fused(profile, tp=on.tp, pp=on.pp)
         activations += (1 if goes_with_logits else 2 + profile.copies_in_norm) * stream  # the last norm
         head_gradient = profile.gradient * held.end * (m == 1 and (on.zero == 0 or on.shards == 1))
-    moments = Moments(activations, logits, reducing, working, messages)
+    ending = closing = 0.0
     if profile.is_compiled:
-        again_beside_input = again - stream if again else 0.0
-        moments = moments._replace(
-            working=working + again_beside_input + head_gradient,
-            ending=(again or kept + kept_casts) + working + stream,
-            closing=2 * tokens * workload.hidden * 4,  # the gradient of what was looked up, and the same in order
-        )
+        ending = (again or kept + kept_casts) + working + stream
+        closing = 2 * tokens * workload.hidden * 4  # the gradient of what was looked up, and the same in order
+        working += (again - stream if again else 0.0) + head_gradient
+    moments = Moments(activations, logits, reducing, working, messages, ending, closing)
     exact = None
-    if profile.has_exact_states and on.pp * on.v <= workload.layers:  # else a stage would be empty
+    if profile.is_exact and on.pp * on.v <= workload.layers:  # else a stage would be empty
         exact = exact_states(
             workload,
             plan,
@@ -288,7 +286,7 @@ def _of_blocks(step: StepContext) -> PeakMemory:
     kept = samples * sum(block.output if is_full else block.saved for block in workload.blocks)
     kept += sum(0.0 if is_full else block.saved_anyway for block in workload.blocks)
     working = max(samples * block.working + is_full * _saved(block, samples) for block in workload.blocks)
-    flying = in_flight(plan.schedule or "1f1b", 0, on.pp, on.v, m)
+    flying = in_flight(plan.schedule or "1f1b", 0, num_ranks=on.pp, v=on.v, num_microbatches=m)
     activations = (kept / on.pp * flying + working) / on.tp
     return _summed(step, held, Moments(activations), 0)
 

@@ -1,4 +1,4 @@
-"""The part of a model and of a batch on one rank of a plan: degrees, layers of its stages, microbatches in flight.
+"""The part of a model and of a batch on one rank of a plan: degrees, layers of its stages, parameters.
 
 Memory (`peak_memory`) and time (`step_time`) are both predicted from it.
 """
@@ -181,22 +181,3 @@ def rank_share(
     unit = layer + experts
     late = unit + end * (is_first and not (workload.tied and is_last))
     return RankShare(layers, layers * layer + root + is_last * workload.hidden, layers * experts, unit, root, end, late)
-
-
-@lru_cache(maxsize=2**14)
-def in_flight(schedule: str, place: int, pp: int, v: int, m: int) -> float:
-    """Microbatches whose activations a rank of the pipeline holds at most, of all of its layers.
-
-    The closed forms of what `simulate.in_flight` plays; a test compares the two.
-    """
-    if pp == 1:
-        return 1.0
-    if schedule in ("gpipe", "looped"):
-        return float(m)
-    if schedule in ("zb", "zbv"):
-        return float(min(m, pp))
-    if schedule == "dualpipev":
-        return min(m, pp + 0.5)
-    if v == 1:
-        return float(min(m, pp - place))
-    return min(m, (pp * (v - 1) + 2 * (pp - place) - 1) / v)

@@ -19,18 +19,20 @@ from math import prod, sqrt
 
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.replicas.compression import Compression
-from shoal.predict.exact.traffic import BUCKET_BYTES
+from shoal.predict.exact.data_traffic import BUCKET_BYTES
 
 BACKWARD = 2 / 3
 """Fraction of the compute time, about: each product of the forward has two in the backward."""
 NEAR = 1.25
-"""A way up to this many times slower than the fastest is preferred if it changes the result less."""
+"""A way up to this many times slower than the fastest is preferred if it changes the result less. An assumption; it
+decides what `sync=auto` chooses, and no prediction."""
 HIDDEN = 1.1
-"""A step up to this many times as long as computing alone counts as hidden."""
+"""A step up to this many times as long as computing alone counts as hidden. An assumption, as above."""
 
 LANES = 2
 """Threads that encode (`shoal.parallel.data.bucket_averager`)."""
 SMALLEST_BUCKET = 2**20
+"""Bytes. An assumption: the bucket that is reduced first in torch's DDP is as large."""
 WAYS = ("", "compress=bf16", "compress=int8", "sync=local:1 compress=powersgd:4", "sync=diloco:50 compress=int8")
 """The choices, ordered by how much they change the result. `topk`, `1bit` and `randomk` are not among them: they
 change more than others that are as fast."""

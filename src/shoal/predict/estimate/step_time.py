@@ -8,7 +8,7 @@ not sent in the shadow of the last backward, the optimizer, and what every step 
     product   2MNK / achievable + bytes / bandwidth, which is a roofline with a soft knee
     message   base + steps × latency + bytes / bandwidth of the slowest link (`cluster.Link`)
     shadow    two things that overlap take the longer of both, and the shorter slows the longer down a little
-    bubble    closed forms of what `simulate` plays, with stages as unequal as they are
+    bubble    that of equal stages, played (`schedules.counts`), with stages as unequal as they are
 
 The interval takes each cause to be off by as much as it usually is (`SPREAD`), all of them independently, and
 everything together by `COMMON`; both are learnt from the residuals of published runs, and scored by `shoal backtest`.
@@ -20,6 +20,7 @@ import math
 from dataclasses import dataclass, replace
 
 from shoal.blueprint.plan import Plan
+from shoal.blueprint.schedules.counts import bubble
 from shoal.predict.cluster import Cluster
 from shoal.predict.estimate.communication import data_parallel
 from shoal.predict.estimate.compute import head_pass, launched, layer_pass
@@ -38,9 +39,14 @@ from shoal.predict.presets.frameworks import SHOAL
 from shoal.predict.workload import Workload
 
 HOST_LINK = 25e9
-"""Bytes/s between device and host, where states are offloaded."""
+"""Bytes/s between device and host, where states are offloaded. An assumption: below the 32 GB/s a direction of the
+datasheet of PCIe 4. No offloaded run was timed on a GPU. It changes the cause `offload` alone."""
+OFFLOADED = 16
+"""Bytes of one parameter that cross that link in a step: as many as weight and gradient in float32, there and back. An
+assumption, as above."""
 LAUNCH = 8e-6
-"""Seconds that the host needs for one kernel of a traced model."""
+"""Seconds that the host needs for one kernel of a traced model. An assumption: cost models of others take 5 to 7 µs. It
+changes steps whose kernels are that short; on a calibrated machine `host_factor` scales it."""
 EIGHTY = 1.2816
 """Standard deviations on either side that hold 80 % of a normal distribution."""
 SPREAD = {
@@ -59,13 +65,15 @@ SPREAD = {
     "offload": 0.5,
     "fixed": 0.7,
 }
-"""Relative standard deviation of each cause on unmeasured machines, from the residuals of published runs."""
+"""Relative standard deviation of each cause on unmeasured machines. Chosen by hand on the residuals of the 3,249
+published runs that `shoal backtest RUNS.csv` can predict: their intervals of 80 % hold 85 % of them."""
 COMMON = 0.10
-"""And of everything together (clocks, stragglers, unpublished settings), from the same residuals."""
+"""And of everything together (clocks, stragglers, unpublished settings), chosen on the same runs."""
 MEASURED = 0.5
-"""How much narrower an interval is on machines that were measured."""
-STRANGER = 2.5
-"""And how much wider for an unmeasured system: see `shoal backtest --leave-out` in docs/concepts/planner.md."""
+"""How much narrower an interval is on machines that were measured. An assumption; all 22 runs of
+benchmarks/results/planner_nvidia-h200_2026-11-15.md are inside of their intervals."""
+UNKNOWN_FRAMEWORK = 2.5
+"""And how much wider for an unmeasured system: with it, `shoal backtest RUNS.csv --leave-out` covers 69 %."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,7 +141,7 @@ def step_time(
     total = sum(causes.values())
     variance = COMMON**2 + sum((SPREAD[name] * seconds / total) ** 2 for name, seconds in causes.items())
     is_known = profile.is_known and (profile.is_known_together or cluster.is_measured or cluster.num_devices == 1)
-    width = (MEASURED if cluster.is_measured else 1.0) * (1.0 if is_known else STRANGER)
+    width = (MEASURED if cluster.is_measured else 1.0) * (1.0 if is_known else UNKNOWN_FRAMEWORK)
     factor = math.exp(EIGHTY * math.sqrt(variance) * width)
     tokens = global_batch * sequence
     devices = on.replicas * on.shards * on.tp * on.pp
@@ -179,31 +187,23 @@ def _of_layers(step: StepContext) -> dict[str, float]:
         "cp": layer.cp * passes,
         "ep": layer.ep * passes,
         "pp": send * m * on.v,
-        "bubble": bubble(plan.schedule or "1f1b", on.pp, on.v, m) * (sum(busy) - slowest + (on.pp - 1) * on.v * send),
+        "bubble": _waits(step) * (sum(busy) - slowest + (on.pp - 1) * on.v * send),
         "dp": data_parallel(step, held, micro=slowest, backward=backward),
         "optimizer": owned * profile.optimizer_traffic / (device.bandwidth * device.streaming),
-        "offload": owned * 16 / HOST_LINK if plan.offload != "none" else 0.0,
+        "offload": owned * OFFLOADED / HOST_LINK if plan.offload != "none" else 0.0,
         "fixed": launched(profile, cluster) * profile.fixed * device.host_factor,
     }
 
 
-def bubble(schedule: str, pp: int, v: int, m: int) -> float:
-    """The part of one microbatch's way through all other stages that a schedule waits for.
-
-    A single microbatch has nothing to fill it with but gradients of weights; zbv needs one and a half for each rank.
-    """
-    if pp == 1:
-        return 0.0
-    if m == 1:
-        return 2 / 3 if schedule in ("zb", "zbv") else 1.0
-    if schedule == "zbv":
-        return 1 / 6 + max(0.0, 0.5 - m / (3 * pp))
-    return {"interleaved": 1 / v, "looped": 1 / v, "zb": 1 / (3 * v), "dualpipev": 1 / 3}.get(schedule, 1.0)
+def _waits(step: StepContext) -> float:
+    """The bubble, beside the way of one microbatch through all other ranks of the pipeline."""
+    return bubble(step.plan.schedule or "1f1b", num_ranks=step.on.pp, v=step.on.v, num_microbatches=step.m)
 
 
 def actions(schedule: str | None, on: Degrees, m: int) -> int:
     """What a rank of a pipeline does in a step: forward and backward of every microbatch on each of its stages, and the
-    gradients of weights by themselves where a schedule divides them; and as much as three of those at the start."""
+    gradients of weights by themselves where a schedule divides them; and as much as three of those at the start, which
+    was measured with `host_action` (benchmarks/results/bubble_*)."""
     if on.pp == 1:
         return 0
     return 3 + m * on.v * (3 if schedule in ("zb", "zbv") else 2)
@@ -220,6 +220,7 @@ def _of_blocks(step: StepContext) -> dict[str, float]:
     share = samples / on.tp / on.pp
     matmul = sum(block.flops for block in workload.blocks) * share * (3 + again)
     matmul /= device.rate(plan.precision) * profile.efficiency
+    # An assumption: a block moves three times what it saves, and the backward one and a half times the forward.
     memory = sum(block.traffic or 3 * block.saved for block in workload.blocks) * share * (2.5 + again) / stream
     launches = sum(block.kernels for block in workload.blocks) * (3 + again) * LAUNCH * device.host_factor / on.pp
     host = max(0.0, launches - matmul - memory)
@@ -231,9 +232,9 @@ def _of_blocks(step: StepContext) -> dict[str, float]:
         "matmul": matmul * m,
         "memory_bound": memory * m,
         "host": host * m,
-        "bubble": bubble(plan.schedule or "1f1b", on.pp, on.v, m) * (on.pp - 1) * micro,
+        "bubble": _waits(step) * (on.pp - 1) * micro,
         "dp": data_parallel(step, held, micro=micro, backward=micro * 2 / 3),
         "optimizer": owned * profile.optimizer_traffic / stream,
-        "offload": owned * 16 / HOST_LINK if plan.offload != "none" else 0.0,
+        "offload": owned * OFFLOADED / HOST_LINK if plan.offload != "none" else 0.0,
         "fixed": launched(profile, cluster) * profile.fixed * device.host_factor,
     }

@@ -7,12 +7,12 @@ just being gathered or reduced.
 The ZeRO paper counts P parameters on N ranks, weights and gradients of w bytes, K bytes of optimizer state each. What
 FSDP2 holds beyond that is the shard, which it keeps beside a gathered copy:
 
-| zero | paper               | here                                     |
-|------|---------------------|------------------------------------------|
-| 0    | wP + wP + KP        | the same (DDP's buckets, wP, come on top)|
-| 1    | wP + wP + KP/N      | (wP + wP/N) + wP + KP/N                  |
-| 2    | wP + wP/N + KP/N    | (wP + wP/N) + wP/N + KP/N                |
-| 3    | wP/N + wP/N + KP/N  | the same                                 |
+| zero | paper               | here: parameters [1] + gradients [2] + optimizer [3] |
+|------|---------------------|------------------------------------------------------|
+| 0    | wP + wP + KP        | the same (DDP's buckets, wP, come on top)            |
+| 1    | wP + wP + KP/N      | (wP + wP/N) + wP + KP/N                              |
+| 2    | wP + wP/N + KP/N    | (wP + wP/N) + wP/N + KP/N                            |
+| 3    | wP/N + wP/N + KP/N  | the same                                             |
 
 With the paper's w = 2, K = 12: 16P, 4P + 12P/N, 2P + 14P/N, 16P/N. shoal's weights are the optimizer's own (w = 4 and
 K = 8 for Adam), with no second copy in low precision except while gathered: in a plan of lower precision, the gathered
@@ -28,7 +28,7 @@ nothing to put there; optimizer state has only the rows that are there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -56,19 +56,21 @@ class Memory:
 
 
 def memory(
-    plan: Plan, anatomy: ModelShapes, *, rank: int, sizes: Sizes | None = None, optimizer_states: float = 2
+    plan: Plan, shapes: ModelShapes, *, rank: int, sizes: Sizes | None = None, optimizer_states: float = 2
 ) -> Memory:
     """What a rank will hold under a resolved plan. `optimizer_states`: tensors as large as a parameter that the
     optimizer keeps for it: 2 for Adam, 1 for momentum, 0 for plain SGD. Its numbers per parameter are left out."""
-    sizes = sizes or Sizes.of(plan)
-    sharers = ShardGroup(plan, anatomy.description, rank)
-    stages = [_kinds(plan, anatomy, sharers, modules) for _, modules in rules.own_stages(plan, anatomy, rank)]
+    return memory_of(plan, held(plan, shapes, rank=rank), sizes or Sizes.of(plan), optimizer_states)
+
+
+def memory_of(plan: Plan, stages: Sequence[Sequence[Alike]], sizes: Sizes, optimizer_states: float) -> Memory:
+    """The same of parameters that `held` has found."""
     pieces = [kind for stage in stages for kind in stage]
     trained = [kind for kind in pieces if kind.is_trained]
     is_pipeline, is_sharded = plan.layout.pp > 1, plan.is_sharded
-    stays_gathered = is_sharded and (plan.zero != 3 or is_pipeline)
+    stays_gathered = is_sharded and (plan.zero != 3 or is_pipeline)  # [1] under pp, until the last microbatch
     has_whole_gradients = is_sharded and (plan.zero == 1 or is_pipeline)
-    if has_whole_gradients:  # they add up in the precision in which they will be reduced
+    if has_whole_gradients:  # [2] they add up in the precision in which they will be reduced
         gradients = sum(kind.number * kind.whole for kind in trained) * sizes.reduce
     else:
         gradients = sum(kind.number * kind.shard for kind in trained) * sizes.weight
@@ -76,15 +78,20 @@ def memory(
         parameters=sum(kind.number * kind.shard for kind in pieces) * sizes.weight
         + stays_gathered * _gathered(stages) * sizes.compute,
         gradients=gradients,
+        # [3] of the rows that are there: padding has no optimizer state
         optimizer=round(optimizer_states * sizes.weight * sum(kind.number * kind.own for kind in trained)),
     )
 
 
-class _Kind(NamedTuple):
+class Alike(NamedTuple):
     """Parameters that are alike in every layer of a stage: how many they are, and elements of one of them."""
 
+    name: str
+    """Of the first."""
     number: int
     is_trained: bool
+    is_expert: bool
+    """Whether only ranks with the same experts share it."""
     whole: int
     """Of the piece that tp and ep leave."""
     shard: int
@@ -94,14 +101,20 @@ class _Kind(NamedTuple):
     gathered: int
 
 
-def _kinds(plan: Plan, anatomy: ModelShapes, sharers: ShardGroup, modules: tuple[str, ...]) -> list[_Kind]:
-    kinds = []
-    for name, number in anatomy.kinds_in(modules).items():
-        shape = rules.piece(plan, anatomy, name, rank=sharers.rank)
-        padded = sharers.padded(name, shape)
-        gathered = padded * sharers.degree(name)
-        kinds.append(_Kind(number, anatomy.is_trained(name), prod(shape), padded, sharers.own(name, shape), gathered))
-    return kinds
+def held(plan: Plan, shapes: ModelShapes, *, rank: int) -> list[list[Alike]]:
+    """The parameters of each stage of a rank."""
+    shard_group = ShardGroup(plan, shapes.description, rank)
+    return [_alike(plan, shapes, shard_group, modules) for _, modules in rules.own_stages(plan, shapes, rank)]
+
+
+def _alike(plan: Plan, shapes: ModelShapes, shard_group: ShardGroup, modules: tuple[str, ...]) -> list[Alike]:
+    found = []
+    for name, number in shapes.kinds_in(modules).items():
+        shape = rules.piece(plan, shapes, name, rank=shard_group.rank)
+        whole, degree, is_expert = prod(shape), shard_group.degree(name), shard_group.axis(name) == "edp"
+        padded, own = (whole, whole) if degree == 1 else (shard_group.padded(name, shape), shard_group.own(name, shape))
+        found.append(Alike(name, number, shapes.is_trained(name), is_expert, whole, padded, own, padded * degree))
+    return found
 
 
 def has_moment(plan: Plan, *, rank: int, num_microbatches: int) -> bool:
@@ -125,7 +138,7 @@ def has_moment(plan: Plan, *, rank: int, num_microbatches: int) -> bool:
     return False
 
 
-def _gathered(stages: Iterable[list[_Kind]]) -> int:
+def _gathered(stages: Iterable[Sequence[Alike]]) -> int:
     """Elements of the gathered copies; of many stages torch keeps only some at a time."""
     each = [sum(kind.number * kind.gathered for kind in stage) for stage in stages]
     return sum(sorted(each)[-rules.GATHERED_STAGES :])

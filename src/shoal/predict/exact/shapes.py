@@ -31,7 +31,7 @@ def shapes_of(model: Workload, sequence: int) -> ModelShapes:
         description=_description(model),
         parameters=dict(_parameters(model)),
         stream=stream,
-        crossings=tuple(_crossings(model, stream)),
+        tp_boundaries=tuple(_tp_boundaries(model, stream)),
         attentions=tuple(_attention(model, number, sequence) for number in layers) if model.latent is None else (),
         dispatches=tuple(
             DispatchSite(
@@ -138,7 +138,7 @@ def _sparse_feed_forward(name: str, model: Workload) -> Iterator[tuple[str, Shap
 # ---- places where ranks exchange something --------------------------------------------------------------------------
 
 
-def _crossings(model: Workload, stream: Shape) -> Iterator[TPBoundary]:
+def _tp_boundaries(model: Workload, stream: Shape) -> Iterator[TPBoundary]:
     """Where an activation enters or leaves layers that tp splits, in the order of the forward."""
     yield TPBoundary(module=EMBEDDING, way="leave", shape=stream)
     first = "gate_proj" if model.gated else "up_proj"

@@ -32,10 +32,8 @@ has split, `find_unused_parameters`, parameters offloaded without sharding.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import starmap
 from math import prod
 from typing import NamedTuple
 
@@ -47,22 +45,19 @@ from shoal.blueprint.model_shapes import (
     ModelShapes,
     RouterSite,
     Shape,
-    Shapes,
     Sizes,
     TPBoundary,
 )
-from shoal.blueprint.placement import ShardGroup, StageShapes, Unit
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.schedules.generate import make_schedule
+from shoal.predict.exact.data_traffic import over_replicas, over_shards
+from shoal.predict.exact.step import Message, Step
 
-BUCKET_BYTES = 25 * 2**20
-"""In a pipeline, gradients are averaged over replicas in buckets that are full from this size on."""
 HOST_BYTES = 8
 """A number that travels for control is a float64; the load of an expert, too."""
 KINDS_OF_LOSS = 4
-"""Which of them each rank has seen (`train.late_count.agree_on_kind`)."""
-LATE_NUMBERS = 4
-"""The loss, its count and two flags (`train.late_count.agree`), or what `reject_uncounted` compares."""
+"""Which of them each rank has seen (`train.loss.deferred_count.agree_on_kind`)."""
+DEFERRED_NUMBERS = 4
+"""The loss, its count and two flags (`train.loss.deferred_count.agree`), or what `reject_uncounted` compares."""
 COUNT_BYTES = 8
 """How often the tokens of a sequence chose an expert is an int64."""
 ROWS_BYTES = 4
@@ -81,102 +76,57 @@ class Messages(NamedTuple):
 Operations = dict[str, Messages]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossTraffic:
+    """How ranks learn the loss and the weight of a batch."""
+
+    splits_logits: bool = True
+    """The loss is shoal's cross-entropy, which never joins the logits of tp ranks; a loss of the user's own does."""
+
+    host_numbers: int = 2
+    """How many numbers (weight and samples of the batch, signals) ranks agree on over the group of all; 0 where a group
+    of the host's own carries them, as beside NCCL. (`shoal train` on a CPU sends them with the loss, or through shared
+    memory, where the dataset knows how many labels count.)"""
+
+    defers_count: bool = False
+    """The loss is the user's function, whose count is known after its forward and is summed over all ranks with the
+    loss."""
+
+    compares_samples: bool = False
+    """That count is never known, and ranks compare the shapes of their samples."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the loss is a function of the user's."""
+        return self.defers_count or self.compares_samples or not self.splits_logits
+
+
+OF_SHOAL = LossTraffic()
+"""That of shoal's own cross-entropy."""
+
+
 def traffic(
     plan: Plan,
-    anatomy: ModelShapes,
+    shapes: ModelShapes,
     *,
     batch: int,
     rank: int,
     sizes: Sizes | None = None,
-    splits_logits: bool = True,
-    host_numbers: int = 2,
-    counts_late: bool = False,
-    compares_samples: bool = False,
+    loss: LossTraffic = OF_SHOAL,
 ) -> dict[str, Operations]:
-    """Axis → operation → messages of one rank in one steady step, for a resolved plan and a global batch.
-
-    `splits_logits`: the loss is shoal's cross-entropy, which never joins the logits of tp ranks; a loss of the user's
-    own does. `host_numbers`: how many numbers (weight and samples of the batch, signals) ranks agree on over the group
-    of all; 0 where a group of the host's own carries them, as beside NCCL. (`shoal train` on a CPU sends them with the
-    loss, or through shared memory, where the dataset knows how many labels count.) `counts_late`: the loss is the
-    user's function, whose count is known after its forward and is summed over all ranks with the loss.
-    `compares_samples`: that count is never known, and ranks compare the shapes of their samples.
-    """
-    step = _Step(plan, anatomy, batch, rank, sizes or Sizes.of(plan))
+    """Axis → operation → messages of one rank in one steady step, for a resolved plan and a global batch."""
+    step = Step(plan, shapes, batch, rank, sizes or Sizes.of(plan))
     return _added(
         [
             *over_replicas(step),
             *over_shards(step),
             *over_context(step),
-            *over_tensor_parallel(step, splits_logits=splits_logits),
+            *over_tensor_parallel(step, splits_logits=loss.splits_logits),
             *over_experts(step),
             *over_stages(step),
-            *over_everyone(
-                step,
-                host_numbers=host_numbers,
-                counts_late=counts_late,
-                compares=compares_samples,
-                is_own_loss=counts_late or compares_samples or not splits_logits,
-            ),
+            *over_world(step, loss),
         ]
     )
-
-
-@dataclass(frozen=True)
-class _Step:
-    """One rank in one step: what all formulas ask for."""
-
-    plan: Plan
-    anatomy: ModelShapes
-    batch: int
-    rank: int
-    sizes: Sizes
-
-    @cached_property
-    def place(self) -> Mapping[str, int]:
-        return self.plan.layout.coordinate(self.rank)
-
-    @cached_property
-    def parts(self) -> list[StageShapes]:
-        return rules.parts(self.plan, self.anatomy, self.rank)
-
-    @cached_property
-    def num_microbatches(self) -> int:
-        return self.plan.num_microbatches(self.batch)
-
-    @cached_property
-    def samples(self) -> int:
-        """Of a microbatch."""
-        return self.plan.microbatch_size(self.batch)
-
-    @property
-    def is_pipeline(self) -> bool:
-        return self.plan.layout.pp > 1
-
-    @cached_property
-    def splits_tokens(self) -> bool:
-        return rules.splits_tokens(self.plan, self.anatomy.description)
-
-    def is_here(self, module: str) -> bool:
-        """Whether a submodule lives on this rank."""
-        return any(rules.is_inside(module, part.modules) for part in self.parts)
-
-    def num_forwards(self, module: str, *, is_repeated: bool) -> int:
-        """How often a submodule computes in a step; twice for each backward where its block is recomputed."""
-        is_in_block = any(module.startswith(f"{block}.") for block in self.anatomy.description.blocks)
-        return self.num_microbatches * (1 + (self.plan.recompute != "none" and is_in_block and is_repeated))
-
-    @cached_property
-    def sharers(self) -> ShardGroup:
-        return ShardGroup(self.plan, self.anatomy.description, self.rank)
-
-    def padded(self, pieces: Shapes) -> int:
-        """Elements of this rank's shard of a unit, as FSDP2 sends it."""
-        return sum(starmap(self.sharers.padded, pieces.items()))
-
-
-Message = tuple[str, str, int | None, int | None]
-"""Axis, operation, how many such calls, bytes of each; of all together where it is not known how many they are."""
 
 
 def _added(messages: Iterable[Message]) -> dict[str, Operations]:
@@ -194,112 +144,34 @@ def _plus(known: int | None, more: int | None) -> int | None:
     return None if known is None or more is None else known + more
 
 
-# ---- data parallelism -----------------------------------------------------------------------------------------------
-
-
-def over_replicas(step: _Step) -> Iterator[Message]:
-    """Gradients averaged over replicas, once a step: by FSDP2 per unit, by a pipeline in buckets, else by DDP."""
-    plan = step.plan
-    axis = "dp_replicate" if plan.is_sharded else plan.gradient_axis
-    if plan.layout.degree(axis) == 1:
-        return
-    trained = [shape for part in step.parts for shape in step.anatomy.trained(part.pieces).values()]
-    if plan.is_sharded:
-        for _, _, pieces in _units(step):
-            if numel := step.padded(step.anatomy.trained(pieces)):
-                yield axis, "all_reduce", 1, numel * step.sizes.reduce
-    elif step.is_pipeline:
-        sizes = _buckets([prod(shape) * step.sizes.weight for shape in trained])
-        yield from ((axis, "all_reduce", 1, size) for size in sizes)
-    elif trained:
-        yield axis, "all_reduce", None, sum(map(prod, trained)) * step.sizes.weight
-
-
-def over_shards(step: _Step) -> Iterator[Message]:
-    """Units gathered before they compute, and their gradients reduced and scattered."""
-    if not step.plan.is_sharded:
-        return
-    num_reductions = step.num_microbatches if step.plan.zero != 1 and not step.is_pipeline else 1
-    for part, unit, pieces in _units(step):
-        axis = step.sharers.axis(next(iter(pieces)))
-        degree = step.plan.layout.degree(axis)
-        if degree == 1:  # experts that ep has divided among all
-            continue
-        yield axis, "all_gather", _num_gathers(step, part, unit), degree * step.padded(pieces) * step.sizes.compute
-        if trained := step.anatomy.trained(pieces):
-            yield axis, "reduce_scatter", num_reductions, degree * step.padded(trained) * step.sizes.reduce
-
-
-def _units(step: _Step) -> list[tuple[StageShapes, Unit, Shapes]]:
-    return [
-        (part, unit, pieces)
-        for part in step.parts
-        for unit, pieces in rules.sharded_units(step.plan, step.anatomy, part)
-    ]
-
-
-def _num_gathers(step: _Step, part: StageShapes, unit: Unit) -> int:
-    """Under zero=3, for every forward and again for every backward; else once, for the whole step."""
-    if step.is_pipeline:
-        return _num_gathers_of_stage(step, part.stage)
-    if step.plan.zero != 3:
-        return 1
-    is_needed_again = not (unit.is_last or unit.is_root) and _is_in_backward(step, unit)
-    return step.num_microbatches * (1 + is_needed_again)
-
-
-def _is_in_backward(step: _Step, unit: Unit) -> bool:
-    """Whether the backward reaches a unit, or the one after it, for which FSDP2 prefetches this one."""
-    every = _units(step)
-    place = next(i for i, (_, other, _) in enumerate(every) if other == unit)
-    reached = every if unit.is_root else every[: place + 2]
-    return any(step.anatomy.trained(pieces) for _, _, pieces in reached)
-
-
-def _num_gathers_of_stage(step: _Step, stage: int) -> int:
-    """Once, unless the rank has so many stages that torch lets go of those that are not among the next to compute."""
-    plan = step.plan
-    if len(step.parts) <= rules.GATHERED_STAGES:
-        return 1
-    assert plan.schedule is not None
-    table = make_schedule(
-        plan.schedule, num_ranks=plan.layout.pp, v=plan.v or 1, num_microbatches=step.num_microbatches
-    )
-    order = table.order(step.place["pp"])
-    num_fetches, is_gathered = 0, False
-    for place in range(len(order)):
-        coming = dict.fromkeys(action.stage for slot in order[place:] for action in slot.parts)  # each once, in order
-        is_next = stage in list(coming)[: rules.GATHERED_STAGES]
-        num_fetches += is_next and not is_gathered
-        is_gathered = is_next
-    return num_fetches
-
-
-def _buckets(sizes: Iterable[int]) -> Iterator[int]:
-    """The bytes of each bucket: closed as soon as it is full."""
-    bucket = 0
-    for size in sizes:
-        bucket += size
-        if bucket >= BUCKET_BYTES:
-            yield bucket
-            bucket = 0
-    if bucket:
-        yield bucket
+def inside_block(step: Step, block: str) -> Iterator[Message]:
+    """What ranks exchange inside one block in a step, without what routers compare. `over_context`,
+    `over_tensor_parallel` and `over_experts` add it up over the blocks of a rank."""
+    shapes, layout, prefix = step.shapes, step.plan.layout, f"{block}."
+    for attended in shapes.attentions if layout.cp > 1 else ():
+        if attended.module.startswith(prefix):
+            yield from (_ring if step.plan.context == "ring" else _ulysses)(step, attended)
+    for boundary in shapes.tp_boundaries if layout.tp > 1 else ():
+        if boundary.module.startswith(prefix):
+            yield from _at_boundary(step, boundary, splits_logits=True)
+    for dispatched in shapes.dispatches if layout.ep > 1 else ():
+        if dispatched.module.startswith(prefix):
+            yield from _of_dispatch(step, dispatched)
 
 
 # ---- context parallelism --------------------------------------------------------------------------------------------
 
 
-def over_context(step: _Step) -> Iterator[Message]:
+def over_context(step: Step) -> Iterator[Message]:
     """Keys and values round a ring, with their gradients in the backward; or heads for tokens and back."""
     if step.plan.layout.cp == 1:
         return
-    for attended in step.anatomy.attentions:
+    for attended in step.shapes.attentions:
         if step.is_here(attended.module):
             yield from (_ring if step.plan.context == "ring" else _ulysses)(step, attended)
 
 
-def _ring(step: _Step, attended: AttentionSite) -> Iterator[Message]:
+def _ring(step: Step, attended: AttentionSite) -> Iterator[Message]:
     rounds = step.plan.layout.cp - 1
     forwards = step.num_forwards(attended.module, is_repeated=attended.is_repeated)
     backwards = step.num_microbatches * attended.has_backward
@@ -309,7 +181,7 @@ def _ring(step: _Step, attended: AttentionSite) -> Iterator[Message]:
         yield "cp", operation, rounds * backwards, elements * max(4, step.sizes.compute)
 
 
-def _ulysses(step: _Step, attended: AttentionSite) -> Iterator[Message]:
+def _ulysses(step: Step, attended: AttentionSite) -> Iterator[Message]:
     backwards = step.num_microbatches * attended.has_backward
     there, back = ulysses_elements(step.plan, samples=step.samples, queries=attended.queries, keys=attended.keys)
     for elements, is_repeated in ((there, attended.is_repeated), (back, attended.is_output_repeated)):
@@ -320,24 +192,24 @@ def _ulysses(step: _Step, attended: AttentionSite) -> Iterator[Message]:
 # ---- tensor parallelism ---------------------------------------------------------------------------------------------
 
 
-def over_tensor_parallel(step: _Step, *, splits_logits: bool) -> Iterator[Message]:
+def over_tensor_parallel(step: Step, *, splits_logits: bool) -> Iterator[Message]:
     """Activations over the borders of split regions, the loss of split logits, and gradients that are only shares."""
     if step.plan.layout.tp == 1:
         return
-    for crossing in step.anatomy.crossings:
-        if step.is_here(crossing.module):
-            yield from _crossed(step, crossing, splits_logits=splits_logits)
+    for boundary in step.shapes.tp_boundaries:
+        if step.is_here(boundary.module):
+            yield from _at_boundary(step, boundary, splits_logits=splits_logits)
     yield from _shares_of_gradients(step)
 
 
-def _crossed(step: _Step, crossing: TPBoundary, *, splits_logits: bool) -> Iterator[Message]:
-    if crossing.way == "logits":
-        yield from _logits(step, crossing.shape, splits_logits=splits_logits)
+def _at_boundary(step: Step, boundary: TPBoundary, *, splits_logits: bool) -> Iterator[Message]:
+    if boundary.way == "logits":
+        yield from _logits(step, boundary.shape, splits_logits=splits_logits)
         return
-    size = step.samples * prod(crossing.shape) // step.plan.layout.cp * _size_of(step, crossing)
-    forwards = step.num_forwards(crossing.module, is_repeated=crossing.is_repeated)
-    backwards = step.num_microbatches * crossing.has_backward
-    enters = crossing.way == "enter"
+    size = step.samples * prod(boundary.shape) // step.plan.layout.cp * _size_of(step, boundary)
+    forwards = step.num_forwards(boundary.module, is_repeated=boundary.is_repeated)
+    backwards = step.num_microbatches * boundary.has_backward
+    enters = boundary.way == "enter"
     if step.splits_tokens:
         yield "tp", "all_gather", forwards if enters else backwards, size
         yield "tp", "reduce_scatter", backwards if enters else forwards, size
@@ -345,13 +217,13 @@ def _crossed(step: _Step, crossing: TPBoundary, *, splits_logits: bool) -> Itera
         yield "tp", "all_reduce", backwards if enters else forwards, size
 
 
-def _size_of(step: _Step, crossing: TPBoundary) -> int:
+def _size_of(step: Step, boundary: TPBoundary) -> int:
     """Matrix products come out in the precision of compute; rows of an embedding in that of its weight."""
-    is_lookup = f"{crossing.module}.weight" in step.anatomy.lookups
+    is_lookup = f"{boundary.module}.weight" in step.shapes.lookups
     return step.sizes.weight if is_lookup and not step.plan.is_sharded else step.sizes.compute
 
 
-def _logits(step: _Step, shape: Shape, *, splits_logits: bool) -> Iterator[Message]:
+def _logits(step: Step, shape: Shape, *, splits_logits: bool) -> Iterator[Message]:
     """Cross-entropy of split logits: the maximum, then the sum and the label's own, of every row. Else: all joined."""
     rows, degree, m = step.samples * prod(shape[:-1]) // step.plan.layout.cp, step.plan.layout.tp, step.num_microbatches
     if splits_logits:
@@ -361,12 +233,12 @@ def _logits(step: _Step, shape: Shape, *, splits_logits: bool) -> Iterator[Messa
         yield "tp", "all_gather", m, rows * -(-shape[-1] // degree) * degree * step.sizes.compute
 
 
-def _shares_of_gradients(step: _Step) -> Iterator[Message]:
+def _shares_of_gradients(step: Step) -> Iterator[Message]:
     """All of them summed over tp in one message, once a step; each rank that shares a parameter its own rows."""
-    description = step.anatomy.description
-    trained = [item for part in step.parts for item in step.anatomy.trained(part.pieces).items()]
+    description = step.shapes.description
+    trained = [item for part in step.parts for item in step.shapes.trained(part.pieces).items()]
     shares = [
-        step.sharers.own(name, shape)
+        step.shard_group.own(name, shape)
         for name, shape in trained
         if rules.is_partial(description, name, splits_tokens=step.splits_tokens)
     ]
@@ -377,17 +249,17 @@ def _shares_of_gradients(step: _Step) -> Iterator[Message]:
 # ---- experts --------------------------------------------------------------------------------------------------------
 
 
-def over_experts(step: _Step) -> Iterator[Message]:
+def over_experts(step: Step) -> Iterator[Message]:
     """Tokens to their experts and back, and what routers have to know of the rest of a sequence."""
-    for dispatched in step.anatomy.dispatches if step.plan.layout.ep > 1 else ():
+    for dispatched in step.shapes.dispatches if step.plan.layout.ep > 1 else ():
         if step.is_here(dispatched.module):
-            yield from _dispatched(step, dispatched)
-    for router in step.anatomy.routers:
+            yield from _of_dispatch(step, dispatched)
+    for router in step.shapes.routers:
         if step.is_here(router.module):
-            yield from _asked(step, router)
+            yield from _of_router(step, router)
 
 
-def _dispatched(step: _Step, dispatched: DispatchSite) -> Iterator[Message]:
+def _of_dispatch(step: Step, dispatched: DispatchSite) -> Iterator[Message]:
     layout = step.plan.layout
     parts = layout.cp * (layout.tp if step.splits_tokens else 1)
     size = step.samples * dispatched.rows // parts * dispatched.dim * step.sizes.compute
@@ -397,7 +269,7 @@ def _dispatched(step: _Step, dispatched: DispatchSite) -> Iterator[Message]:
     yield "ep", "all_to_all", ways, size if dispatched.is_predicted else None
 
 
-def _asked(step: _Step, router: RouterSite) -> Iterator[Message]:
+def _of_router(step: Step, router: RouterSite) -> Iterator[Message]:
     """Ranks that have parts of the same sequences: how often it chose each expert, and how its tokens compare."""
     names = [axis for axis, is_used in (("cp", step.plan.layout.cp > 1), ("tp", step.splits_tokens)) if is_used]
     if not names:
@@ -413,12 +285,12 @@ def _asked(step: _Step, router: RouterSite) -> Iterator[Message]:
 # ---- pipeline, and everyone -----------------------------------------------------------------------------------------
 
 
-def over_stages(step: _Step) -> Iterator[Message]:
+def over_stages(step: Step) -> Iterator[Message]:
     """Activations to the next stage and gradients to the one before, per microbatch; a tied parameter's gradient."""
     if not step.is_pipeline:
         return
     owners, me = rules.owners(step.plan), step.place["pp"]
-    size = step.samples * prod(step.anatomy.stream) * step.sizes.compute // step.plan.layout.cp
+    size = step.samples * prod(step.shapes.stream) * step.sizes.compute // step.plan.layout.cp
     if step.splits_tokens:  # each tp rank sends its own tokens
         size //= step.plan.layout.tp
     for stage in (part.stage for part in step.parts):
@@ -426,30 +298,28 @@ def over_stages(step: _Step) -> Iterator[Message]:
             if 0 <= neighbour < len(owners) and owners[neighbour] != me:  # what goes one way comes back the other
                 yield "pp", "send", step.num_microbatches, size
                 yield "pp", "recv", step.num_microbatches, size
-    mine = {name: shape for part in step.parts for name, shape in step.anatomy.trained(part.pieces).items()}
-    for pair in step.anatomy.description.tied:
+    mine = {name: shape for part in step.parts for name, shape in step.shapes.trained(part.pieces).items()}
+    for pair in step.shapes.description.tied:
         here = [name for name in pair if name in mine]
         if len(here) == 1:
-            num_bytes = step.sharers.own(here[0], mine[here[0]]) * step.sizes.weight
+            num_bytes = step.shard_group.own(here[0], mine[here[0]]) * step.sizes.weight
             yield "pp", "send", 1, num_bytes
             yield "pp", "recv", 1, num_bytes
 
 
-def over_everyone(
-    step: _Step, *, host_numbers: int, counts_late: bool, compares: bool, is_own_loss: bool
-) -> Iterator[Message]:
+def over_world(step: Step, loss: LossTraffic) -> Iterator[Message]:
     """Numbers: what the batch weighs, the loss, the square of the norm where no rank has every gradient, and for every
     router of the model the load of its experts, how much it dropped, and its loss."""
-    plan, routers = step.plan, step.anatomy.routers
+    plan, routers = step.plan, step.shapes.routers
     if plan.layout.world_size == 1:
         return
-    if host_numbers:
-        yield "world", "all_reduce", 1, HOST_BYTES * host_numbers
-    yield "world", "all_reduce", 1, HOST_BYTES * LATE_NUMBERS if counts_late else step.sizes.weight
-    if host_numbers and is_own_loss:
+    if loss.host_numbers:
+        yield "world", "all_reduce", 1, HOST_BYTES * loss.host_numbers
+    yield "world", "all_reduce", 1, HOST_BYTES * DEFERRED_NUMBERS if loss.defers_count else step.sizes.weight
+    if loss.host_numbers and loss.is_own:
         yield "world", "all_reduce", 1, HOST_BYTES * KINDS_OF_LOSS
-    if host_numbers and compares:
-        yield "world", "all_reduce", 1, HOST_BYTES * LATE_NUMBERS
+    if loss.host_numbers and loss.compares_samples:
+        yield "world", "all_reduce", 1, HOST_BYTES * DEFERRED_NUMBERS
     if plan.is_sharded or step.is_pipeline or plan.layout.tp > 1:
         yield "world", "all_reduce", 1, step.sizes.weight
     if routers:

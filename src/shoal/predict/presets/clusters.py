@@ -18,8 +18,10 @@ GB = 1e9
 MICRO = 1e-6
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16", "fp8")
 FP8_PART = 0.92
-"""Of the part of the peak that bf16 products reach, what fp8 products do, scaling included: no table of ceilings
-exists."""
+"""Of the part of the peak that bf16 products reach, what fp8 products do, scaling included. An assumption, since no
+table of ceilings exists. `shoal calibrate` found 0.83 on one H200 (bf16 764 of 989, fp8 1264 of 1979 TFLOP/s:
+benchmarks/results/planner_nvidia-h200_2026-11-15.md), and its figures replace the preset's. With 0.82 or 1.0, the
+median error of Megatron-Bridge's times in `shoal backtest RUNS.csv` is 18.8 or 17.9 % in place of 16.8 %."""
 
 
 def _tier(name: str, gb_per_s: float, latency: float, base: float, source: str) -> Tier:
@@ -32,7 +34,9 @@ _TESTS = "bus bandwidth of large messages in nccl-tests"
 
 _TIERS = (
     # Inside a node. Bandwidth is what a device receives while all of its group send: of NVLink, what large collectives
-    # reach rather than the sum of all lanes. Latency is one step of NCCL's Simple protocol.
+    # reach rather than the sum of all lanes. Latency is one step of NCCL's Simple protocol: 3.4 µs over NVLink, 14 over
+    # InfiniBand in its tuning tables; others are assumptions around it. `base` is an assumption everywhere: those
+    # tables have 6.6 to 14 µs for a ring, and a launch comes on top. Both matter for short messages alone.
     _tier("nvlink5", 640, 3.0, 15, f"B200: {_NCCL}, 640 GB/s used"),
     _tier("nvlink4", 320, 3.4, 15, f"H100: {_NCCL}, 320 GB/s used"),
     _tier("nvlink3", 230, 3.4, 20, f"DGX A100: {_TESTS}"),
@@ -46,7 +50,7 @@ _TIERS = (
     _tier(
         "memory", 2, 50, 100, "gloo between processes of one host, an order of magnitude; shoal calibrate measures it"
     ),
-    # Between nodes: 90 % of the share of one device.
+    # Between nodes: 90 % of the share of one device, an assumption for headers and flow control.
     _tier("infiniband-xdr", 90, 14, 25, "800 Gb/s a device"),
     _tier("infiniband-ndr", 45, 14, 25, "400 Gb/s a device"),
     _tier("infiniband-hdr", 22.5, 14, 25, "200 Gb/s a device"),

@@ -1,4 +1,12 @@
-"""Profiles of systems: shoal, and those whose published runs the planner is tested with."""
+"""Profiles of systems: shoal, and those whose published runs the planner is tested with.
+
+`source` says what the code or the documentation of a system states. Figures of `LEARNT` that differ from the defaults
+of `FrameworkProfile` are fitted by hand to all measured runs of that system together, scored by `shoal backtest
+RUNS.csv`: megatron to Megatron-Core's CI; megatron-lm and deepspeed to Narayanan, Korthikanti, Smith and MegaScale;
+megatron-deepspeed to BigScience and vTrain's single node; nanotron to the sweep of the Ultra-Scale Playbook;
+llm-foundry, torchtitan, internevo and automodel to their own tables; nemo to Megatron-Bridge and NeMo. Those of shoal
+have their measurement beside them. `shoal backtest --leave-out` predicts each system without them.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +17,8 @@ from shoal.predict.framework_profile import MS, FrameworkProfile
 SHOAL = FrameworkProfile(
     name="shoal",
     is_known_together=False,
-    has_exact_states=True,
-    source="docs/concepts/gpu.md, predict/exact/memory.py: float32 weights, autocast, lean layers, fused loss",
+    is_exact=True,
+    source="docs/concepts/gpu.md, predict/exact/memory.py: float32 weights, autocast, memory-saving layers, fused loss",
     weight=4,
     master=0,
     gradient=4,
@@ -21,7 +29,7 @@ SHOAL = FrameworkProfile(
     gathers_ends_alone=True,
     keeps_normed=False,
     keeps_product=False,
-    is_lean=True,
+    is_memory_saving=True,
     is_compiled=True,
     sparse_norm_input=4,
     logits=12,  # their softmax, its gradient and their own
@@ -59,22 +67,22 @@ SHOAL_EAGER = replace(
 
 
 def shoal_profile(
-    *, compile: bool = True, states: str = "fp32", weights: str = "fp32", recompute_swiglu: bool = True
+    *, compile: bool = True, state_dtype: str = "fp32", param_dtype: str = "fp32", recompute_swiglu: bool = True
 ) -> FrameworkProfile:
     """Those of a run with `run.compile` and `run.recompute_swiglu` on or off, and moments and weights in fp32 or bf16
     (`optim.state_dtype`, `optim.param_dtype`).
 
-    >>> shoal_profile(compile=True, states="bf16").moments
+    >>> shoal_profile(compile=True, state_dtype="bf16").moments
     4.0
-    >>> narrow = shoal_profile(weights="bf16", states="bf16")
+    >>> narrow = shoal_profile(param_dtype="bf16", state_dtype="bf16")
     >>> narrow.weight, narrow.gradient, narrow.optimizer_traffic
     (2, 2, 17.0)
     """
     profile = SHOAL if compile else SHOAL_EAGER
     profile = profile if recompute_swiglu else replace(profile, keeps_product=True)
-    if weights == "bf16":
-        profile = profile.with_narrow_weights()
-    return profile.with_narrow_moments() if states == "bf16" else profile
+    if param_dtype == "bf16":
+        profile = profile.with_bf16_weights()
+    return profile.with_bf16_moments() if state_dtype == "bf16" else profile
 
 
 MEGATRON = FrameworkProfile(

@@ -13,9 +13,9 @@ from torch import Tensor
 from shoal.errors import ShoalError
 from shoal.numerics.gradients import gradients_of, scale_
 from shoal.numerics.local_tensor import to_local
-from shoal.train.checks import reject_late_routers
+from shoal.train.checks import reject_routers_with_deferred_count
 from shoal.train.loss.counting import Kind
-from shoal.train.loss.late_count import agree, agree_on_kind, convention, is_late, reject_uncounted
+from shoal.train.loss.deferred_count import agree, agree_on_kind, convention, is_deferred, reject_uncounted
 from shoal.train.loss.objective import CrossEntropy, MeanOf
 from shoal.train.run_state import RunState
 from shoal.train.step.report import OpenStep
@@ -65,7 +65,7 @@ class GlobalLoss:
             return total.to(dtype)
         return torch.zeros((), dtype=dtype, device=self.state.device)
 
-    def is_late(self, step: OpenStep) -> bool:
+    def is_deferred(self, step: OpenStep) -> bool:
         """Whether gradients are still to be divided by what the forwards have counted; the same on every rank. Raise if
         the losses of microbatches and ranks cannot be put together."""
         state = self.state
@@ -77,7 +77,7 @@ class GlobalLoss:
         if state.compares_samples:
             assert kind is not None
             reject_uncounted(step, kind, state.world)
-        return is_late(kind, is_alone=is_alone)
+        return is_deferred(kind, is_alone=is_alone)
 
     def correct(self, step: OpenStep, loss: Tensor) -> Tensor:
         """Divide gradients by the count of the global batch in place of its estimate; returns the loss."""
@@ -90,7 +90,7 @@ class GlobalLoss:
             world_size=state.world.size,
         )
         if state.composed.balance is not None:
-            reject_late_routers(agreed.correction)
+            reject_routers_with_deferred_count(agreed.correction)
         corrected = {id(one): one for one in [*state.composed.named.values(), *state.trained_parameters()]}
         scale_([to_local(gradient) for gradient in gradients_of(corrected.values())], agreed.correction)
         if isinstance(state.objective, CrossEntropy) and state.objective.rule.is_shifted is None:

@@ -3,7 +3,7 @@
 The rule: the loss of a step is the sum over the global batch divided by the number of counted items, for every layout
 and microbatch size. Means of ragged microbatches cannot be combined to that; sums and counts can. The count of
 cross-entropy comes from the data alone, so every rank knows the global count before the first backward. A loss
-function shows its count only after a forward (`counting`); `late_count` then corrects the gradients once per step.
+function shows its count only after a forward (`counting`); `deferred_count` then corrects the gradients once per step.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import Tensor
 from shoal.comm.world import World
 from shoal.errors import ShoalError
 from shoal.train.loss.counting import Kind, Loss, are_alike, evidence_of
-from shoal.train.loss.late_count import PAIR_FIX, uncounted
+from shoal.train.loss.deferred_count import PAIR_FIX, uncounted
 from shoal.train.loss.objective import sum_from_mean
 
 

@@ -58,7 +58,7 @@ def _suggestions(recipe: Recipe, task: Task) -> Iterator[str]:
         ((name, value),) = change.items()
         plan, changed = recipe.plan, task
         if name == "state_dtype":
-            changed, flag = replace(task, profile=task.profile.with_narrow_moments()), f"--optim.state_dtype {value}"
+            changed, flag = replace(task, profile=task.profile.with_bf16_moments()), f"--optim.state_dtype {value}"
         elif name == "seq_len":
             changed, flag = replace(task, sequence=value), f"--data.seq_len {value}"
         else:
@@ -104,8 +104,8 @@ def _task(recipe: Recipe, workload: Workload, cluster: Cluster) -> Task:
         global_batch=recipe.data.global_batch,
         profile=shoal_profile(
             compile=recipe.run.compile,
-            states=recipe.optim.state_dtype,
-            weights=recipe.optim.param_dtype,
+            state_dtype=recipe.optim.state_dtype,
+            param_dtype=recipe.optim.param_dtype,
             recompute_swiglu=recipe.run.recompute_swiglu,
         ),
         compiles=recipe.run.compile,

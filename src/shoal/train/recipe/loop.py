@@ -126,10 +126,10 @@ def _train_and_evaluate(
 ) -> bool:
     """Make all steps, save the last one and evaluate; returns whether a signal stopped the run before its end."""
     was_stopped = _steps(run, job, loader, step_metrics, line, stop_request, storage)
-    run.settle()
+    run.check_last_step()
     step_metrics.flush()
     if not was_stopped:
-        run.meet()
+        run.sync_replicas()
     storage.begin_last_save()  # before the evaluation, which may take long and may fail
     if not was_stopped:  # after a signal, the user does not wait for an evaluation
         was_stopped = not _evaluate(run, job, step_metrics, line, stop_request)
@@ -209,7 +209,7 @@ def _clock_of_main(start: float, storage: NoStorage) -> dict[str, float]:
 
 def _evaluate(run: Run, job: Job, step_metrics: StepMetrics, line: ProgressLine, stop_request: StopRequest) -> bool:
     """Compute the validation loss, if there are samples; False, on every rank, if a signal stopped it."""
-    run.settle()
+    run.check_last_step()
     step_metrics.flush()
     total = len(job.validation)
     if not total:
@@ -226,7 +226,7 @@ def _evaluate(run: Run, job: Job, step_metrics: StepMetrics, line: ProgressLine,
             line.evaluating(number * size, total)
             yield batch
 
-    loss = run.evaluate_unless(lambda: bool(stop_request), shown())
+    loss = run.evaluate(shown(), stop=lambda: bool(stop_request))
     if loss is None:
         line.say("stopping without the rest of the evaluation; press Ctrl-C again to end at once")
         return False

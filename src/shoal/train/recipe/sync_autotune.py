@@ -131,7 +131,7 @@ def _replica(job: Job, trial: Run) -> tuple[float, list[tuple[int, ...]], int]:
         for number, batch in enumerate(trial.batches(loader)):
             start = time.perf_counter()
             trial.step(batch)
-            trial.settle()
+            trial.check_last_step()
             seconds.append(trial.world.all_reduce_host([time.perf_counter() - start], "max").wait()[0])
             if number == TRIALS:
                 break

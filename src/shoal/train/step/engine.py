@@ -10,7 +10,7 @@ One step, four microbatches, two ranks (s: loss sum, w: how many tokens count, W
     many labels of each sample count. A head that computes the loss reads W when it computes it, after the forward.
 [2] Each backward starts from  s * degree / W.  Gradients are averaged over `degree` ranks, those that see other samples
     or other tokens of them, so the gradient is  Σ s / W.  A loss function shows w only after the forward: there W is an
-    estimate, and [4] begins with the correction of it (`late_count`).
+    estimate, and [4] begins with the correction of it (`deferred_count`).
 [3] Gradients are synchronised once, during the backward of the last microbatch.
 [4] The global norm is the same number on every rank, and so is everything that is decided by it.
 """
@@ -31,8 +31,8 @@ from shoal.parallel.data.ddp import explain_unused
 from shoal.parallel.pipeline.pipeline import MicrobatchFeed
 from shoal.train.checks import reject_own_loop, reject_unknown_batch, with_all_backwards
 from shoal.train.loss.counting import Loss, read_loss
+from shoal.train.loss.deferred_count import take
 from shoal.train.loss.global_loss import GlobalLoss
-from shoal.train.loss.late_count import take
 from shoal.train.loss.message import LossMessage
 from shoal.train.loss.objective import call_of, loss_of_output
 from shoal.train.run_state import RunState
@@ -137,7 +137,7 @@ class StepEngine:
             self._begin(step, number, stage)
 
         calls = [call(number) for number in range(len(step.microbatches))]
-        with state.logits_as_the_objective_takes_them():
+        with state.split_logits_for_loss():
             state.composed.pipeline.step(MicrobatchFeed(calls, loss, begin))
         step.has_run = True
 
@@ -166,13 +166,13 @@ class StepEngine:
         """[4] Clip, apply the optimizer and clear the gradients; or drop the step if the gradient is not finite."""
         state, composed = self.state, self.state.composed
         step = with_all_backwards(state.open_step)
-        state.settle()
-        state.counts_late = self.loss.is_late(step)
+        state.check_last_step()
+        state.defers_count = self.loss.is_deferred(step)
         loss, message = self._send_loss(step)
         if composed.statistics is not None:
             composed.statistics.begin()
         composed.finish_gradients(state.steps_done)
-        if state.counts_late:
+        if state.defers_count:
             loss = self.loss.correct(step, loss)
         if state.on_gradients is not None:
             state.on_gradients()
@@ -181,7 +181,7 @@ class StepEngine:
         if message is not None:
             loss_of_all, signals = message.wait()
             state.agreed |= signals
-            if not state.counts_late:
+            if not state.defers_count:
                 loss = loss_of_all
         if composed.statistics is not None:
             composed.statistics.finish()
@@ -189,18 +189,18 @@ class StepEngine:
         report = StepReport(loss, norm, AsyncScalars(loss, norm), keeps_nonfinite=keeps_nonfinite, experts=experts)
         state.updates.pending = PendingStep(report, state.steps_done + 1, step.sums, composed.norms)
         if isinstance(is_applied, bool):
-            state.settle()
+            state.check_last_step()
         self._end_step(report)
         return report
 
     def _send_loss(self, step: OpenStep) -> tuple[Tensor, LossMessage | None]:
         """This rank's part of the loss, and the sum of all of them on its way during the update."""
-        counts_late, message = self.state.counts_late, step.message
+        defers_count, message = self.state.defers_count, step.message
         if message is not None:
             return message.loss, message
         loss = self.loss.own(step)
-        if self.state.world.size > 1 and (not counts_late or step.signals_with_loss is not None):
-            own = loss.clone() if counts_late else loss
+        if self.state.world.size > 1 and (not defers_count or step.signals_with_loss is not None):
+            own = loss.clone() if defers_count else loss
             message = LossMessage.send(own, step.signals_with_loss)
         return loss, message
 

@@ -92,7 +92,7 @@ class Updates:
         coefficient = torch.ones_like(norm) if self.clip is None else clip_coefficient(norm, self.clip)
         scale_([to_local(gradient) for gradient in gradients_of(trained)], coefficient / self.loss_scale.scale)
 
-    def settle(self) -> None:
+    def check_last_step(self) -> None:
         """Wait for the last step, and check its gradient."""
         pending, self.pending = self.pending, None
         if pending is not None and pending.report.was_skipped:

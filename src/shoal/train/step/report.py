@@ -112,12 +112,12 @@ class OpenStep:
     """The loss, on its way."""
     index: int = -1
     has_run: bool = False
-    """Whether a pipeline has run it; on most of its ranks there is no loss to tell."""
+    """Whether a pipeline has run it; on most of its ranks there is no loss to report."""
     given: Any = None
     """The batch as it was given, before it was moved to the device."""
     kinds: set[Kind] = field(default_factory=set)
     """What the losses of its microbatches are; none: sums over what `weights` says."""
-    late_counts: dict[int, Tensor] = field(default_factory=dict)
+    deferred_counts: dict[int, Tensor] = field(default_factory=dict)
     """Over how many things each microbatch's loss is a sum, where a forward has to show it."""
     seen_shifted: list[bool] = field(default_factory=list)
     """Whether the model was seen to shift labels, in each microbatch in which that could be seen."""

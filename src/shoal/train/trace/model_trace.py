@@ -40,7 +40,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.errors import ShoalError
-from shoal.numerics.precision import Precision, hush, precision_of
+from shoal.numerics.precision import Precision, precision_of, silence_matmul_warning
 from shoal.predict.workload import Block, Workload
 from shoal.train.build_model import describe, find_builder
 from shoal.train.trace.kernel_costs import FLOPS, LSTM, launches, lstm_workspace
@@ -91,7 +91,7 @@ def trace(model: nn.Module, inputs: Inputs, *, precision: str = "fp32", device: 
     recorder = _CostRecorder({id(module): name for name, module in blocks.items()})
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        hush(torch.device(device))
+        silence_matmul_warning(torch.device(device))
         stack.enter_context(_mode_of(model))
         imitate = _Imitate(policy, device)
         state = {name: imitate(tensor) for name, tensor in _state(model)}

@@ -2,8 +2,15 @@
 
 A wrong layout leaves traces. A missing reduction leaves replicas with different values. A reduction that was done twice
 leaves a factor that is a degree. A swapped slice leaves its values in another place. Each trace has one small rule. A
-rule looks at the evidence and returns a text or None, and the first text of `RULES` is the likely cause. Rules for
-certain traces stand before rules for vague ones, and the last rule always returns a text.
+rule looks at the evidence and returns a text or None, and the first text of `RULES` is the likely cause. So the order
+of the rules is part of the diagnosis, from certain traces to vague ones:
+
+[1] Values that no other rule may look at: NaN, missing tensors, other shapes.
+[2] Traces that have one cause only. A factor stands before the place where it occurs: all gradients of one stage,
+    twice as large, are a sum in place of a mean, and no fault of that stage.
+[3] One kind of module, where ranks communicate inside the forward: named by its module, not by its slices.
+[4] The place alone: which slices, which stage, whose samples.
+[5] Where in the step it began. The last rule always returns a text.
 """
 
 from __future__ import annotations
@@ -40,8 +47,8 @@ from shoal.verification.diagnosis.numeric_causes import (
 )
 
 RULES: tuple[Callable[[Evidence], str | None], ...] = (
-    not_comparable,
-    replicas_disagree,
+    not_comparable,  # [1]
+    replicas_disagree,  # [2]
     gradients_not_cleared,
     experts_not_in_place,
     experts_without_rows,
@@ -50,16 +57,16 @@ RULES: tuple[Callable[[Evidence], str | None], ...] = (
     wrong_norm,
     unlike_biases,
     wrong_update,
-    broken_attention,
+    broken_attention,  # [3]
     broken_router,
     broken_dispatch,
     fused_projection,
-    only_what_tp_does_not_cut,
+    only_what_tp_does_not_cut,  # [4]
     slices_swapped,
     some_slices,
     by_stage,
     other_samples,
-    broken_backward,
+    broken_backward,  # [5]
     broken_forward,
     broken_optimizer,
 )

@@ -33,9 +33,9 @@ from shoal.files import PrivateFolder
 from shoal.launch.worker import note_saved
 from shoal.observe.run_directory import locked
 from shoal.train.recipe.preflight import Job, units
-from shoal.train.recipe.saving.memory_rescue import DISK, MEMORY_FIX, memory_folder, own_folder, place_of
+from shoal.train.recipe.saving.memory_flush import DISK, MEMORY_FIX, memory_folder, own_folder, place_of
 from shoal.train.run import Run
-from shoal.train.run_checkpoint import holder_of, restore, settle_to_save, state_of
+from shoal.train.run_checkpoint import holder_of, prepare_to_save, restore, state_of
 
 FIRST_AUTO = 30.0
 """Seconds after which `auto` saves for the first time; the cost of a save is not known before."""
@@ -89,7 +89,7 @@ class Autosaver:
         settings, per = job.recipe.checkpoint, units(job.recipe, job.training)
         every = None if settings.every == "auto" else Duration.parse(settings.every)
         store = Store.at(settings.dir or directory / "checkpoints")
-        disk = AsyncSaver(store, run.world.beside(), keep=settings.keep, on_saved=note_saved)
+        disk = AsyncSaver(store, run.world.with_own_connections(), keep=settings.keep, on_saved=note_saved)
         memory_steps = settings.memory_every.steps(**per) or 0
         memory = None
         if memory_steps:
@@ -97,7 +97,7 @@ class Autosaver:
             failed = f"{settings.memory_dir!r} cannot hold the state of this run"
             place = memory_root, settings.memory_dir, directory, disk.store.where
             root = on_main(run.world, lambda: _memory_root(*place, say), failed=failed, fix=MEMORY_FIX)
-            memory = AsyncSaver(Store(root), run.world.beside(), keep=1, on_saved=note_saved)
+            memory = AsyncSaver(Store(root), run.world.with_own_connections(), keep=1, on_saved=note_saved)
         return cls(
             run=run,
             job=job,
@@ -238,7 +238,7 @@ class Autosaver:
 
     def _begin(self, saver: AsyncSaver) -> float:
         """Returns the seconds that the copy took."""
-        settle_to_save(self.run)
+        prepare_to_save(self.run)
         recipe, data = self.job.recipe.model_dump(mode="json"), self.job.fingerprint.to_mapping()
         state = {**state_of(self.run), "recipe": recipe, "data": data, **self.facts()}
         return saver.begin(holder_of(self.run), step=self.run.steps_done, state=state)
@@ -250,7 +250,7 @@ class Autosaver:
                 saver.raise_error()
         for note in self.disk.store.take_notes():
             self.say(note)
-        for saved in self.disk.take_news():
+        for saved in self.disk.take_results():
             if saved.failure is not None:
                 self.num_failed += 1
                 self.say(f"NOT SAVED{'' if self._is_over else ', training continues'}: {saved.failure}")
@@ -259,7 +259,7 @@ class Autosaver:
                 self.saved = saved.step
                 if saved.note:
                     self.say(saved.note)
-        for saved in self.memory.take_news() if self.memory is not None else ():
+        for saved in self.memory.take_results() if self.memory is not None else ():
             if saved.failure is not None:
                 self.say(f"NOT SAVED TO MEMORY, training continues: {saved.failure}")
 

@@ -34,12 +34,12 @@ def take(step: OpenStep, loss: Tensor | Loss, number: int, *, weight: float, is_
     step.kinds.add(loss.kind)
     if loss.is_shifted is not None:
         step.seen_shifted.append(loss.is_shifted)
-    if not is_late(loss.kind, is_alone=is_alone):
+    if not is_deferred(loss.kind, is_alone=is_alone):
         return sum_from_mean(loss.value, weight)
     is_stand_in = step.is_stand_in(number)
     total = loss.total
     count = loss.count_as(torch.float64) * (0.0 if is_stand_in else 1.0)
-    before = step.late_counts.setdefault(number, count)
+    before = step.deferred_counts.setdefault(number, count)
     if before is not count and not torch.equal(before, count):
         raise ShoalError(
             f"two losses of one microbatch are means over {float(before):g} and {float(count):g} things",
@@ -49,7 +49,7 @@ def take(step: OpenStep, loss: Tensor | Loss, number: int, *, weight: float, is_
     return total * 0.0 if is_stand_in else total
 
 
-def is_late(kind: Kind | None, *, is_alone: bool) -> bool:
+def is_deferred(kind: Kind | None, *, is_alone: bool) -> bool:
     """Whether gradients must be corrected by the counts of the forwards."""
     return kind is Kind.PAIR or (kind is Kind.COUNTED and not is_alone)
 
@@ -69,8 +69,8 @@ class Agreed:
 def agree(step: OpenStep, loss: Tensor, *, estimate: float, is_owner_of_loss: bool, world_size: int) -> Agreed:
     """Sum losses and counts over all ranks. Of ranks with the same values, one adds them (`is_owner_of_loss`)."""
     count = (
-        torch.stack(list(step.late_counts.values())).sum()
-        if step.late_counts and is_owner_of_loss
+        torch.stack(list(step.deferred_counts.values())).sum()
+        if step.deferred_counts and is_owner_of_loss
         else torch.zeros_like(loss)
     )
     seen = [any(step.seen_shifted), not all(step.seen_shifted)]
