@@ -315,7 +315,7 @@ def test_sizes_of_the_two_presets_that_are_ours() -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_smaller_copy_has_the_same_anatomy(preset: str) -> None:
+def test_a_smaller_copy_has_the_same_structure(preset: str) -> None:
     arguments = smaller({"preset": preset, "z_coefficient": 0.5}, num_stages=2)
     small, original = build(**arguments), PRESETS[preset]
     assert small.config.num_parameters < 6_000_000

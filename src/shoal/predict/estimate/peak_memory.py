@@ -240,8 +240,8 @@ def _summed(
 def states(held: RankShare, on: Degrees, profile: FrameworkProfile) -> tuple[float, float, float]:
     """Bytes of parameters, gradients and optimizer. In a pipeline gradients stay whole, and what FSDP gathers stays."""
     parameters = gradients = optimizer = 0.0
-    for numel, sharers in ((held.dense, on.shards), (held.experts, max(1, on.shards // on.ep))):
-        divided = sharers if on.zero else 1
+    for numel, shards in ((held.dense, on.shards), (held.experts, max(1, on.shards // on.ep))):
+        divided = shards if on.zero else 1
         if (
             profile.master == 0 and on.zero and on.shards > 1
         ):  # FSDP: a shard of the optimizer's own, and a gathered copy
