@@ -18,7 +18,7 @@ from rich.table import Table
 from shoal.cli.overrides import parse
 from shoal.cli.reports.console import WIDTH, show
 from shoal.comm.rendezvous.environment import Placement, read_environment
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, raise_if
 
 if TYPE_CHECKING:
     from shoal.bench.compress import CompressRequest, CompressTrials, Trial
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
     ranks = place.world_size if place is not None else recipe.launch.nproc or DEFAULT_NPROC
 
     from shoal.bench.compress import EVERY, CompressRequest
-    from shoal.parallel.checks import reject_unsupported
+    from shoal.blueprint.validation.unsupported import check_unsupported
     from shoal.predict.estimate.replica_sync import sync_traffic
     from shoal.train.recipe.preflight import preflight
 
@@ -76,8 +76,7 @@ def main(arguments: Sequence[str]) -> int:
     if plan.layout.dp_replicate < 2:
         fix = "--nproc 2" if ranks == 1 else "--plan.dp_replicate 2, with enough ranks for two replicas"
         raise ShoalError(f"the plan must have two or more replicas, got {plan.brief()!r}", fix=fix)
-    for words in methods:
-        reject_unsupported(sync_traffic(plan, words))
+    raise_if(dict.fromkeys(found for words in methods for found in check_unsupported(sync_traffic(plan, words))))
     request = CompressRequest(methods=methods or EVERY, steps=options.steps, until=options.until_loss)
     out = sys.stdout
     with redirect_stdout(sys.stderr):

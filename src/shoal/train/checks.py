@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from shoal.blueprint.plan import Plan
 from shoal.data.batch import length
 from shoal.data.sharded_dataloader import ShardedDataLoader
-from shoal.errors import ShoalError, nearest
+from shoal.errors import Problem, ShoalError, nearest
 from shoal.numerics.local_tensor import is_dtensor, is_fsdp
 from shoal.parallel.parallel_model import ParallelModel
 from shoal.train.build_model import describe
@@ -62,12 +62,12 @@ ELSEWHERE = {  # arguments of Accelerate, Fabric, DeepSpeed and the Trainer of t
 }
 
 
-def reject_options(unknown: Mapping[str, Any], known: Iterable[str]) -> None:
+def check_options(unknown: Mapping[str, Any], known: Iterable[str]) -> Iterator[Problem]:
     """Arguments that a run does not have; `known` are those that it has."""
     for name, value in unknown.items():
         near = nearest(name, set(known))
-        fix = ELSEWHERE.get(name) or (f"did you mean {near}=?" if near else "help(shoal.Run) lists its arguments")
-        raise ShoalError(f"Run has no argument {name} (={value!r})", fix=fix)
+        fix = ELSEWHERE.get(name) or (f"Run({near}={value!r})" if near else "help(shoal.Run), which lists them")
+        yield Problem(f"Run has no argument {name} (={value!r})", fix)
 
 
 def reject_several(others: tuple[Any, ...]) -> None:

@@ -69,11 +69,18 @@ def check_schedule(word: str, *, num_ranks: int, v: int, num_microbatches: int) 
     if v != (legal_v := VIRTUAL_STAGES.get(word, v)):
         what = f"{word} must have v={legal_v} stages per rank, got v={v}"
         problems.append(Problem(what, f"v={legal_v}, or interleaved"))
-    if why := _too_few_or_uneven(word, num_ranks, num_microbatches):
-        what = f"{word} on pp={num_ranks} ranks cannot run {num_microbatches} microbatches: {why}"
-        fix = f"{listed(_legal_around(word, num_ranks, num_microbatches))} microbatches: change data.global_batch or mb"
-        problems.append(Problem(what, fix))
-    return problems
+    return [*problems, *check_microbatches(word, num_ranks, num_microbatches)]
+
+
+def check_microbatches(word: str, num_ranks: int, num_microbatches: int) -> list[Problem]:
+    """The problem of a schedule with its number of microbatches, if there is one."""
+    if not (why := _too_few_or_uneven(word, num_ranks, num_microbatches)):
+        return []
+    what = f"{word} on pp={num_ranks} ranks cannot run {num_microbatches} microbatches: {why}"
+    fix = (
+        f"{listed(legal_microbatches(word, num_ranks, num_microbatches))} microbatches: change data.global_batch or mb"
+    )
+    return [Problem(what, fix)]
 
 
 def _too_few_or_uneven(word: str, num_ranks: int, num_microbatches: int) -> str:
@@ -90,7 +97,7 @@ def _too_few_or_uneven(word: str, num_ranks: int, num_microbatches: int) -> str:
 
 
 @lru_cache(maxsize=4096)  # a search calls it for thousands of plans
-def _legal_around(word: str, num_ranks: int, num_microbatches: int) -> list[int]:
+def legal_microbatches(word: str, num_ranks: int, num_microbatches: int) -> list[int]:
     """Legal numbers of microbatches: the largest below, and the next two above."""
     ceiling = max(num_microbatches, 2 * num_ranks) + 2 * num_ranks
     legal = [m for m in range(1, ceiling + 1) if not _too_few_or_uneven(word, num_ranks, m)]

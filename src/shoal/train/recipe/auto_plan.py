@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.blueprint.validation.bf16_weights import reject_bf16_weights
+from shoal.blueprint.validation.bf16_weights import check_bf16_weights
 from shoal.config.recipe import Recipe
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, raise_if
 from shoal.planner.backtest.rows import append
 from shoal.planner.search import search
 from shoal.planner.suggestions import reject_contradictions, smallest_changes
@@ -37,7 +37,7 @@ def with_best_plan(recipe: Recipe, num_ranks: int, per_node: int) -> tuple[Recip
     """The recipe with the best plan for this many ranks, `per_node` on each machine. Settings of its own plan stay."""
     if recipe.optim.param_dtype == "bf16":  # the planner does not choose a precision; `--plan auto` has replaced it
         instead = replace(recipe.plan, precision="bf16")
-        reject_bf16_weights(recipe.plan, precision=f'--plan "auto {instead}"')
+        raise_if(check_bf16_weights(recipe.plan, precision=f'--plan "auto {instead}"'))
     model = model_of(recipe)
     workload = workload_for(recipe, model)
     cluster = replace(cluster_for(recipe.launch.device), per_node=per_node, nodes=-(-num_ranks // per_node))
