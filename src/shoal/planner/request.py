@@ -9,11 +9,12 @@ from typing import Any, Literal
 
 from shoal.blueprint.plan import DEGREES, VIRTUAL_STAGES, Plan
 from shoal.blueprint.plan_conflicts import check_conflicts
-from shoal.blueprint.plan_parser import check_values, read_words
+from shoal.blueprint.plan_parser import read_mapping, read_words
 from shoal.blueprint.validation.bf16_weights import check_bf16_weights
 from shoal.blueprint.validation.unsupported import check_unsupported
 from shoal.config.parse_units import size_in_bytes
 from shoal.errors import Findings, Problem, ShoalError, raise_if
+from shoal.planner.suggestions import AS_OPTIONS, check_axes
 from shoal.planner.task import Task
 from shoal.predict.cluster import Cluster
 from shoal.predict.cluster_parser import parse_cluster
@@ -129,16 +130,17 @@ def task_of(request: PlanRequest) -> Task:
     found = Findings()
     cluster = found.of(parse_cluster, request.cluster)
     workload = found.of(workload_of, request)
-    found.of(required_of, request)
-    found += check_numbers(request, cluster)
-    if cluster is None or workload is None or found.problems:
+    required, problems = read_required(request)
+    numbers = check_numbers(request, cluster)
+    found += [*problems, *numbers]
+    if cluster is None or workload is None or numbers:
         raise ShoalError(*found.problems)
     if request.price is not None:
         cluster = replace(cluster, price=request.price)
     usual = min(workload.sequence or 4096, LONGEST) if workload.is_transformer else 1
     sequence = usual if request.seq_len is None else request.seq_len
     batch = _usual_batch(cluster, workload, sequence) if request.global_batch is None else request.global_batch
-    return Task(
+    task = Task(
         workload=workload,
         cluster=cluster,
         sequence=sequence,
@@ -147,6 +149,10 @@ def task_of(request: PlanRequest) -> Task:
         compiles=not request.eager,
         max_memory=None if request.max_memory is None else size_in_bytes(request.max_memory),
     )
+    if found.problems:
+        found += check_axes(task, Plan.of(required), AS_OPTIONS)
+        raise ShoalError(*found.problems)
+    return task
 
 
 def check_numbers(request: PlanRequest, cluster: Cluster | None) -> list[Problem]:
@@ -210,6 +216,13 @@ def workload_of(request: PlanRequest) -> Workload:
 
 def required_of(request: PlanRequest) -> dict[str, Any]:
     """Return the words that every plan must have, as keys and values."""
+    required, problems = read_required(request)
+    raise_if(problems)
+    return required
+
+
+def read_required(request: PlanRequest) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the words that could be read, and the problems of all."""
     own = {name: getattr(request, name) for name in (*WORDS, "precision")}
     given = {name: value for name, value in own.items() if value is not None}
     found, read = Findings(), read_words(request.plan)
@@ -219,14 +232,13 @@ def required_of(request: PlanRequest) -> dict[str, Any]:
             what = f"{name} is given twice: {read.values[name]} in --plan, and --{name} {value}"
             others = Plan.of({key: other for key, other in read.values.items() if key != name})
             found += [Problem(what, f'--plan "{others}"')]
-    found += check_values(given)
-    required = {**read.values, **given}
-    if found.problems:
-        raise ShoalError(*found.problems)
-    required.setdefault("precision", _usual_precision(request.cluster))
-    plan = Plan.of(required)
-    raise_if([*_check_words(plan, request)])
-    return required
+    of_options = read_mapping(given)
+    found += of_options.problems
+    required = {**read.values, **of_options.values}
+    if "precision" not in read.unread | of_options.unread:
+        required.setdefault("precision", _usual_precision(request.cluster))
+    found += _check_words(Plan.of(required), request)
+    return required, found.problems
 
 
 def _check_words(plan: Plan, request: PlanRequest) -> Iterator[Problem]:
@@ -235,7 +247,8 @@ def _check_words(plan: Plan, request: PlanRequest) -> Iterator[Problem]:
     if plan.dp_shard is None and plan.zero == 0:
         degrees["dp_shard"] = 1
     v = plan.v or VIRTUAL_STAGES.get(plan.schedule or "", 1 if plan.pp == 1 else 2)
-    filled = replace(plan, **degrees, zero=3 if plan.zero is None else plan.zero, v=v)
+    zero = 3 if plan.zero is None else plan.zero
+    filled = Plan.of({**plan.to_mapping(), **degrees, "zero": zero, "v": v})
     yield from check_conflicts(filled, unknown="dp_shard" if plan.dp_shard is None else None)
     yield from check_unsupported(plan)
     if request.param_dtype == "bf16":
