@@ -20,7 +20,7 @@ from shoal.blueprint.aliases import OTHER_SYSTEMS
 from shoal.blueprint.plan import DEGREES, Plan
 from shoal.blueprint.plan_parser import read_mapping, read_words
 from shoal.config.recipe import Recipe
-from shoal.errors import Problem, ShoalError, listed, nearest
+from shoal.errors import Findings, Problem, ShoalError, listed, nearest
 from shoal.safe_parsing import OutOfBounds, parse_yaml, read_text, short
 
 Tree = dict[str, Any]
@@ -53,14 +53,21 @@ class Reading:
     """The same with other values in place of the defaults. Problems that both have do not depend on these values."""
     problems: tuple[Problem, ...] = ()
     title: str = ""
+    has_file: bool = True
+    """False: the file could not be read. Then nothing is known of the recipe but the settings of the command line."""
+
+    def with_problems(self, problems: Iterable[Problem]) -> Reading:
+        """Add problems of the command that have nothing to do with the recipe."""
+        return replace(self, problems=(*self.problems, *problems))
 
     def complete(self, check: Callable[[Recipe], Iterable[Problem]] = lambda recipe: ()) -> Recipe:
         """Return the recipe if all of it could be read; else raise, also with the problems that `check` finds in it."""
-        if self.problems:
-            with_defaults, with_others = ({one.what: one for one in check(each)} for each in (self.recipe, self.other))
-            more = [problem for what, problem in with_defaults.items() if what in with_others]
-            raise ShoalError(*self.problems, *more, title=self.title)
-        return self.recipe
+        if not self.problems:
+            return self.recipe
+        found = [list(check(each)) if self.has_file else [] for each in (self.recipe, self.other)]
+        certain = {problem.what for problem in found[1]}
+        more = [problem for problem in found[0] if problem.what in certain]
+        raise ShoalError(*self.problems, *more, title=self.title)
 
 
 def load_recipe(path: Path | None, overrides: Iterable[tuple[str, str]] = ()) -> Recipe:
@@ -72,14 +79,19 @@ def read_recipe(
     path: Path | None, overrides: Iterable[tuple[str, str]] = (), problems: Iterable[Problem] = ()
 ) -> Reading:
     """Read the same as far as possible. `problems` are those of the command line that were found before."""
-    tree = {} if path is None else read_yaml(path)
-    found, unread, overrides = list(problems), set[str](), list(overrides)
+    collected = Findings()
+    collected += problems
+    tree = {} if path is None else collected.of(read_yaml, path)
+    has_file, tree = tree is not None, tree or {}
+    title = str(path) if path and has_file else "the settings"
+    found, unread, overrides = collected.problems, set[str](), list(overrides)
     _drop_other_model(tree, dict(overrides).get("model.name"))
     for key, text in overrides:
         if key.startswith("plan."):
             _open_plan(tree, found, unread)
         put(tree, key, parse_value(key, text))
-    return _read_tree(tree, title=str(path) if path else "the settings", problems=found, unread=unread)
+    reading = _read_tree(tree, title=title, problems=found, unread=unread)
+    return replace(reading, has_file=has_file, title=title if has_file or len(reading.problems) > 1 else "")
 
 
 def _drop_other_model(tree: Tree, name: str | None) -> None:

@@ -23,6 +23,7 @@ from shoal.errors import Findings, Problem, ShoalError, needs, raise_if, to_inst
 from shoal.parallel.checks import check_model
 from shoal.parallel.pipeline.stage_io import stream_of
 from shoal.parallel.policies import Policies
+from shoal.predict.predict import Prediction
 from shoal.train.build_model import build_model, describe, without_memory
 from shoal.train.loss.objective import CrossEntropy, call_of, uncallable
 from shoal.train.recipe.settings import settings_of
@@ -45,21 +46,35 @@ ModelCheck = Callable[[Recipe, nn.Module], Iterable[Problem]]
 """A further check of a recipe with its resolved plan, and of its model without memory."""
 
 
-def preflight(
-    recipe: Recipe, world_size: int, *, tries_other_syncs: bool = False, check_size: ModelCheck | None = None
-) -> Job:
+@dataclass(frozen=True)
+class Checked:
+    """The result of all checks of a recipe."""
+
+    recipe: Recipe
+    world_size: int
+    problems: list[Problem]
+    datasets: tuple[Dataset, Dataset] | None
+    """None: they could not be opened."""
+    chosen: Prediction | None = None
+    """The prediction of a plan that the planner has chosen."""
+
+    def job(self) -> Job:
+        """The job of a recipe; raises all problems at once."""
+        raise_if(self.problems)
+        assert self.datasets is not None
+        plan = self.recipe.plan.resolve(self.world_size)
+        return Job(self.recipe.model_copy(update={"plan": plan}), *self.datasets, Fingerprint.of(*self.datasets))
+
+
+def preflight(recipe: Recipe, world_size: int, *, tries_other_syncs: bool = False) -> Job:
     """Check a recipe on this many ranks without starting or writing anything; raises all problems at once."""
-    problems, datasets = check_recipe(recipe, world_size, tries_other_syncs=tries_other_syncs, check_size=check_size)
-    raise_if(problems)
-    assert datasets is not None
-    resolved = recipe.model_copy(update={"plan": recipe.plan.resolve(world_size)})
-    return Job(resolved, *datasets, Fingerprint.of(*datasets))
+    return check_recipe(recipe, world_size, tries_other_syncs=tries_other_syncs).job()
 
 
 def check_recipe(
     recipe: Recipe, world_size: int, *, tries_other_syncs: bool = False, check_size: ModelCheck | None = None
-) -> tuple[list[Problem], tuple[Dataset, Dataset] | None]:
-    """Find all problems of a recipe on this many ranks. Returns its datasets, too; None: they cannot be opened.
+) -> Checked:
+    """Find all problems of a recipe on this many ranks, without starting or writing anything.
 
     A check that needs the result of a failed one is skipped; all others run. So a model is checked against every degree
     of a plan that does not fit the ranks. `tries_other_syncs`: the caller will also try other `sync` and `compress`
@@ -73,7 +88,7 @@ def check_recipe(
     data = None if datasets is None else datasets[0]
     found += _check_durations(recipe, data)
     if model is None:
-        return found.problems, datasets
+        return Checked(recipe, world_size, found.problems, datasets)
     plan = recipe.plan.fill(world_size)
     wrong = [*_check_model(plan, model, recipe, data), *(() if data is None else _check_data(model, data))]
     found += wrong
@@ -84,7 +99,7 @@ def check_recipe(
             found.of(stream_of, model, describe(model).blocks, call)
     if check_size is not None and not recipe.plan.check(world_size):
         found += check_size(recipe.model_copy(update={"plan": plan}), model)
-    return found.problems, datasets
+    return Checked(recipe, world_size, found.problems, datasets)
 
 
 def reject_unlike_data(world: World, job: Job) -> None:
