@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shoal.blueprint.plan import Plan
 from shoal.config.recipe import Recipe
-from shoal.errors import Problem, raise_if
+from shoal.errors import Problem
 
 GIB = 2**30
 CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -52,13 +52,8 @@ def has_no_accelerator() -> bool:
     return not any(Path(path).exists() for path in ACCELERATORS)
 
 
-def reject_too_large(recipe: Recipe, plan: Plan, parameters: int, *, ranks: int, memory: int) -> None:
-    """Raise if the state of `ranks` ranks does not fit into `memory` bytes. 0: the memory is unknown."""
-    raise_if(check_memory(recipe, plan, parameters, ranks=ranks, memory=memory))
-
-
 def check_memory(recipe: Recipe, plan: Plan, parameters: int, *, ranks: int, memory: int) -> list[Problem]:
-    """The problem, if the state does not fit."""
+    """The problem, if the state of `ranks` ranks does not fit into `memory` bytes. 0: the memory is unknown."""
     needed = bytes_of_states(recipe, plan, parameters, ranks=ranks)
     if not memory or needed <= memory:
         return []
