@@ -16,13 +16,16 @@ from shoal.config.recipe import Recipe, RunSection
 from shoal.errors import Problem
 
 
-def check_settings(recipe: Recipe, world_size: int, *, tries_other_syncs: bool = False) -> list[Problem]:
+def check_settings(
+    recipe: Recipe, world_size: int, *, tries_other_syncs: bool = False, has_to_change: bool = False
+) -> list[Problem]:
     """All problems of the plan, the batch, `comm:`, `optim:` and fp8 on this many ranks.
 
     `tries_other_syncs`: the caller will also try other `sync` and `compress` values, which `comm.*` may be set for.
+    `has_to_change`: other checks have rejected the plan, so that its layout will be another.
     """
     return [
-        *check_ranks(recipe.plan, world_size, batch=recipe.data.global_batch),
+        *check_ranks(recipe.plan, world_size, batch=recipe.data.global_batch, has_to_change=has_to_change),
         *(() if tries_other_syncs else check_comm(recipe, world_size)),
         *check_fragments_of(recipe),
         *check_optimizer(recipe),

@@ -6,16 +6,23 @@ from dataclasses import replace
 
 from shoal.blueprint.layout import divisors
 from shoal.blueprint.plan import Plan
+from shoal.blueprint.plan_conflicts import multiples_around
 from shoal.blueprint.schedules.generate import check_microbatches, legal_microbatches
 from shoal.errors import Problem, ShoalError, listed
 
 
-def check_batch(plan: Plan, batch: int) -> list[Problem]:
-    """Problems of the global batch with the ranks, the microbatches and the schedule."""
+def check_batch(plan: Plan, batch: int, *, for_any_layout: bool = False) -> list[Problem]:
+    """Problems of the global batch with the ranks, the microbatches and the schedule.
+
+    `for_any_layout`: the fix is a batch that any number of data ranks divides, since the degrees will change.
+    """
     try:
         num_microbatches = plan.num_microbatches(batch)
     except ShoalError as error:
-        return list(error.problems)
+        if not for_any_layout:
+            return list(error.problems)
+        near = multiples_around(batch, (plan.mb or 1) * plan.layout.world_size)
+        return [replace(problem, fix=f"--data.global_batch {listed(near)}") for problem in error.problems]
     if plan.schedule is None:
         return []
     found = check_microbatches(plan.schedule, plan.layout.pp, num_microbatches)

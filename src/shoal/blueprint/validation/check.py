@@ -57,16 +57,15 @@ def check_plan(
     ]
 
 
-def check_ranks(plan: Plan, world_size: int, *, batch: int | None = None) -> list[Problem]:
+def check_ranks(plan: Plan, world_size: int, *, batch: int | None = None, has_to_change: bool = False) -> list[Problem]:
     """All problems of a plan, open or resolved, on a number of ranks, whatever the model is.
 
     `batch` are the samples of a step; None: not checked. It is not checked either where the degrees do not fit the
-    ranks: then it is not known how many ranks share it.
+    ranks: then it is not known how many ranks share it. `has_to_change`: other checks have rejected the plan, so that
+    the batch to type has to suit any layout of the ranks.
     """
     filled = plan.fill(world_size).with_layout()
     is_known = batch is not None and filled.layout.world_size == world_size
-    return [
-        *plan.check(world_size),
-        *check_unsupported(filled),
-        *(check_batch(filled, batch or 0) if is_known else ()),
-    ]
+    found = [*plan.check(world_size), *check_unsupported(filled)]
+    for_any_layout = has_to_change or bool(found)
+    return [*found, *(check_batch(filled, batch or 0, for_any_layout=for_any_layout) if is_known else ())]

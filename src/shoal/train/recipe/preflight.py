@@ -80,24 +80,20 @@ def check_recipe(
     of a plan that does not fit the ranks. `tries_other_syncs`: the caller will also try other `sync` and `compress`
     values, which `comm.*` may be set for. `check_size` is called where plan and model are known.
     """
-    found = Findings()
-    found += check_settings(recipe, world_size, tries_other_syncs=tries_other_syncs)
-    found += _check_packages(recipe)
-    model = found.of(without_memory, lambda: build_model(recipe.model))
-    datasets = found.of(open_datasets, recipe.data, recipe.run.seed)
+    plan, of_model, of_data = recipe.plan.fill(world_size), Findings(), Findings()
+    model = of_model.of(without_memory, lambda: build_model(recipe.model))
+    datasets = of_data.of(open_datasets, recipe.data, recipe.run.seed)
     data = None if datasets is None else datasets[0]
-    found += _check_durations(recipe, data)
-    if model is None:
-        return Checked(recipe, world_size, found.problems, datasets)
-    plan = recipe.plan.fill(world_size)
-    wrong = [*_check_model(plan, model, recipe, data), *(() if data is None else _check_data(model, data))]
-    found += wrong
-    if data is not None:
-        call = call_of(CrossEntropy(), data.batch(np.arange(min(2, len(data)))))
-        found += (uncalled := list(uncallable(model, call)))
-        if plan.pp != 1 and not (wrong or uncalled):
-            found.of(stream_of, model, describe(model).blocks, call)
-    if check_size is not None and not recipe.plan.check(world_size):
+    if model is not None:
+        of_model += _check_model(plan, model, recipe, data)
+    found = Findings()
+    found += check_settings(
+        recipe, world_size, tries_other_syncs=tries_other_syncs, has_to_change=bool(of_model.problems)
+    )
+    found += [*_check_packages(recipe), *_check_durations(recipe, data), *of_model.problems, *of_data.problems]
+    if model is not None and data is not None:
+        found += _check_data(plan, model, data, is_checked=not of_model.problems)
+    if model is not None and check_size is not None and not recipe.plan.check(world_size):
         found += check_size(recipe.model_copy(update={"plan": plan}), model)
     return Checked(recipe, world_size, found.problems, datasets)
 
@@ -160,14 +156,27 @@ def _num_tokens(recipe: Recipe, description: Description, data: Dataset | None) 
     return recipe.data.seq_len if description.num_heads is not None else None
 
 
-def _check_data(model: nn.Module, data: Dataset) -> Iterator[Problem]:
-    """Find where the model does not fit the data."""
+def _check_data(plan: Plan, model: nn.Module, data: Dataset, *, is_checked: bool) -> Iterator[Problem]:
+    """Find where the model does not fit the data. `is_checked`: the plan can distribute the model."""
+    found = list(_check_sizes(model, data))
+    call = call_of(CrossEntropy(), data.batch(np.arange(min(2, len(data)))))
+    found += uncallable(model, call)
+    yield from found
+    if is_checked and plan.pp != 1 and not found:
+        try:
+            stream_of(model, describe(model).blocks, call)
+        except ShoalError as error:
+            yield from error.problems
+
+
+def _check_sizes(model: nn.Module, data: Dataset) -> Iterator[Problem]:
+    """Find labels and tokens that the model has no room for."""
     description = describe(model)
     outputs, vocabulary = description.num_outputs, data.vocabulary
     if vocabulary is not None and vocabulary > (outputs or vocabulary):
         yield Problem(
             f"the model must have at least {vocabulary} outputs for the labels of the data, got {outputs}",
-            f"--model.vocabulary (or --model.num_classes) {vocabulary}, or other data",
+            f"--model.vocabulary {vocabulary} (--model.num_classes {vocabulary} of a classifier), or other data",
         )
     tokens, most = data.tokens_per_sample, description.max_tokens
     if tokens is not None and most is not None and tokens > most:
