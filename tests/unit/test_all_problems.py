@@ -15,8 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from shoal.cli import main
+from shoal.errors import ShoalError
+from shoal.train.run import Run
 
 BASE = {
     "launch.nproc": "48",
@@ -201,3 +205,140 @@ def test_every_two(name: str, problems: Any) -> None:
 
 def test_no_mistake(problems: Any) -> None:
     assert problems(Command.with_mistakes().words()) == []
+
+
+# ---- values that could not be read ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "plan"),
+    [
+        ({"data.global_batch": "0"}, ""),
+        ({"launch.nproc": "0"}, "tp=2"),
+        ({}, "tp=x sp"),
+        ({}, "pp=x gpipe"),
+        ({}, "ppp=2 gpipe"),
+        ({}, "cp=0 ulysses"),
+        ({"comm.fragments": "2"}, "sync=diloco"),
+        ({"comm.warmup_steps": "2"}, "compress=int9"),
+        ({"optim.state_dtype": "bf16"}, "precision=fp65"),
+        ({"optim.param_dtype": "bf16"}, "precision=bf61"),
+        ({}, "zero=7 dp_shard=2 dp_replicate=24"),
+        ({"model.hidden": "99999999999"}, "tp=2"),
+        ({"run.duration": "soon", "optim.warmup": "9sec"}, ""),
+        ({"data.seq_len": "-3"}, "cp=2"),
+    ],
+)
+def test_a_value_that_cannot_be_read_is_the_only_problem(settings: dict[str, str], plan: str, problems: Any) -> None:
+    """Nothing is said about what follows from the default that stands in its place."""
+    found = problems(Command({**BASE, **settings}, plan.split()).words())
+    assert len(found) == 1, found
+
+
+def test_a_recipe_that_does_not_exist_does_not_hide_mistyped_settings(problems: Any) -> None:
+    found = problems(["train", "gone.yaml", "--json", "--optim.lr", "-1", "--resume", "x", "--quiet=1"])
+    assert [problem["what"].split()[0] for problem in found] == ["--quiet", "there", "optim.lr", "--resume"]
+
+
+def test_the_directory_of_a_run_is_checked_with_the_rest(problems: Any, tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "notes").write_text("mine")
+    command = Command.with_mistakes("splits")
+    command.settings["run.dir"] = "taken"
+    whats = [problem["what"] for problem in problems(command.words())]
+    assert len(whats) == 2
+    assert "'taken' is not empty and holds no run of shoal" in whats[1]
+
+
+def test_a_plan_that_the_planner_cannot_complete_does_not_hide_the_rest(problems: Any) -> None:
+    command = Command.with_mistakes("moments", "source", "interval")
+    command.settings["launch.nproc"] = "2"
+    command.plan = ["auto", "tp=3"]
+    whats = [problem["what"] for problem in problems(command.words())]
+    assert len(whats) == 4, whats
+    assert whats[0] == "no plan for llama on cpu:2x1 has tp=3"
+
+
+# ---- other commands -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "verify --nproc 8 --plan tp=3",
+            ["tp=3 does not divide the number of ranks, 8", "tp=3 does not divide num_heads"],
+        ),
+        (
+            "verify --nproc 4 --plan tp=4_mb=5 --steps 0 --tolerance -1 --precision fp7",
+            ["--steps", "--tolerance", "--precision", "batch 32 is not divisible by mb=5", "tp=4 does not divide"],
+        ),
+        (
+            "verify --nproc 2 --plan sync=local:4_offload=optimizer --optim.param_dtype bf16 --optim.lr -1",
+            ["optim.lr must be", "optim.param_dtype must be fp32", "sync=local:4 exchanges weights"],
+        ),
+        (
+            "verify --nproc 2 --real --data.source nowhere --plan tp=2_mb=5",
+            ["batch 32 is not divisible", "no such file or folder"],
+        ),
+        (
+            "plan llama3-8b --cluster h200:8 --plan gpipe_pp=1_tp=x --cp 3 --top 0 --price -1",
+            ["--top 0", "--price -1.0", "tp must be a whole number", "gpipe orders the stages"],
+        ),
+        (
+            "plan llama3-8b --cluster h200:8 --plan gpipe_pp=1_sync=local:4_dp_replicate=1 --cp 3 --param-dtype bf16",
+            ["sync=local:4 changes the traffic", "gpipe orders", "weights in bf16 do not support sync", "has cp=3"],
+        ),
+        (
+            "plan llama9-8b --cluster h999:8 --plan tp=x --max-memory much --base-batch 3",
+            ["h999", "llama9-8b", "tp must be a whole number", "much", "--learning-rate and --base-batch"],
+        ),
+        (
+            "bench compress --nproc 2 --steps 1 --methods tp=2 --optim.lr -1 --data.global_batch 7",
+            ["optim.lr must be", "--methods must have", "--steps must be 2 or more", "batch 7 is not divisible"],
+        ),
+    ],
+)
+def test_other_commands(words: str, said: list[str], problems: Any) -> None:
+    """An underscore before a word of a plan stands for a space."""
+    plan = [re.sub(r"_(?=\w+[=:]|gpipe)(?!replicate|dtype)", " ", word) for word in words.split()]
+    whats = [problem["what"] for problem in problems([*plan, "--json"])]
+    assert len(whats) == len(said), whats
+    assert all(sum(part in what for what in whats) == 1 for part in said), whats
+
+
+def message(call: Any) -> list[str]:
+    with pytest.raises(ShoalError) as caught:
+        call()
+    return [problem.what for problem in caught.value.problems]
+
+
+def test_arguments_of_a_run() -> None:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return torch.zeros(())
+
+    wrong: dict[str, Any] = {"clip": -1.0, "clipp": 1.0, "mixed_precision": "bf16"}
+    whats = message(lambda: Run("tp=3 gpipe sync=auto", loss=loss, device="cpu", **wrong))
+    said = ["no argument clipp", "no argument mixed_precision", "clip is -1.0", "sync=auto is", "tp=3 does", "gpipe"]
+    assert len(whats) == len(said), whats
+    assert all(part in what for part, what in zip(said, whats, strict=True)), whats
+    whats = message(lambda: Run("fp32 sync=local:4", loss=loss, device="cpu", fused_loss=True, param_dtype="bf16"))
+    assert len(whats) == 3, whats
+
+
+def test_things_to_prepare() -> None:
+    with Run("bf16", device="cpu", param_dtype="bf16") as run:
+        model = nn.Linear(2, 2)
+        wrapped = nn.DataParallel(model)
+        whats = message(lambda: run.prepare(wrapped, torch.optim.SGD(model.parameters(), lr=0.1), 3))
+        assert len(whats) == 3, whats
+        run.prepare(model)  # nothing was placed
+
+
+def test_all_problems_of_a_model_of_ones_own() -> None:
+    """Problems of its description and of its modules."""
+    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    tied[1].weight = tied[0].weight
+    with Run("recompute=full", device="cpu", sync_batch_norm=True, fused_loss=True) as run:
+        whats = message(lambda: run.prepare(tied))
+    assert len(whats) == 3, whats

@@ -64,7 +64,7 @@ def _sort(words: list[str], own: dict[str, Any]) -> tuple[list[str], list[tuple[
             elif own[option] != "bool" and not equals and (not words or words[0].startswith("--")):
                 problems.append(Problem(f"--{name} has no value", f"--{name} {USUAL.get(option, 'VALUE')}"))
             else:
-                others.append(word)
+                others += [word] if equals or own[option] == "bool" else [word, words.pop(0)]  # which may be -1
         else:
             name = SHORT.get(name, name)
             if not equals and _is_list(name):
