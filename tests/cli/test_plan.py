@@ -109,7 +109,7 @@ def test_the_command_trains_what_was_judged(capsys: pytest.CaptureFixture[str], 
     words = ["llama3-8b", *NARROW.split(), *how.split()]
     _, out, _ = asked(capsys, *words)
     command = out.splitlines()[-1]
-    _, recipe = parse(Train, shlex.split(command.removeprefix("shoal train ... ")), prog="shoal train")
+    recipe = parse(Train, shlex.split(command.removeprefix("shoal train ... ")), prog="shoal train")[1].complete()
     assert (recipe.optim.param_dtype, recipe.optim.state_dtype, recipe.run.compile) == ("bf16", "bf16", not how)
     assert (recipe.data.seq_len, recipe.data.global_batch, recipe.launch.nproc) == (4096, 2, 1)
     _, out, _ = asked(capsys, *words, "--json")
