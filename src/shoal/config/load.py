@@ -370,7 +370,7 @@ def _problems_of(error: Any) -> Iterator[Problem]:
         rule = rule if rule.startswith("must ") else f"is wrong: {rule}"
         name = key if key in known_keys() else _first_key(key)
         about = " ".join(known_keys().get(name, "").split())
-        yield Problem(f"{key} {rule}, got {short(error['input'])}", f"--{name} {_usual(name)}: {about}")
+        yield Problem(f"{key} {rule}, got {short(error['input'])}", f"--{name} {_usual(name)}  # {about}")
 
 
 def _flag(key: str, fix: str) -> str:
