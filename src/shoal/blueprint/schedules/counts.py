@@ -64,7 +64,7 @@ def in_flight(word: Schedule, rank: int, *, num_ranks: int, v: int, num_microbat
     if left_out:
         more = m // SETTLED if word in IN_ROUNDS else 1
         stored += left_out // more * (_most_stored(word, rank, num_ranks, v, m + more) - stored)
-    return min(num_microbatches, stored / v)
+    return min(float(num_microbatches), stored / v)
 
 
 @lru_cache(maxsize=2**12)
