@@ -361,5 +361,5 @@ def test_a_head_that_the_model_does_not_have_is_named() -> None:
     plan, modules = Plan().resolve(1), ["", "table", "lm_head"]
     problem = only(check_plan(plan, description=Description(head="lm_haed"), modules=modules))
     assert problem.what == "describe() names 'lm_haed' in head, but the model has no such submodule"
-    assert problem.fix == "did you mean lm_head?"
+    assert problem.fix == "'lm_head' in its place"
     assert check_plan(plan, description=Description(head="lm_head"), modules=modules) == []

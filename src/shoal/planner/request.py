@@ -198,7 +198,8 @@ def workload_of(request: PlanRequest) -> Workload:
     if ".py" in request.model:
         if given:
             raise ShoalError(
-                f"{request.model} is traced, and --{next(iter(given))} is for dimensions", fix="leave it out"
+                f"{request.model} is traced, and --{next(iter(given))} is for dimensions",
+                fix=f"shoal plan {request.model}, without --{next(iter(given))}",
             )
         if ":" not in request.model:
             raise ShoalError(f"{request.model} is a file: which function of it?", fix=f"{request.model}:function")
@@ -210,7 +211,7 @@ def workload_of(request: PlanRequest) -> Workload:
     named = find_model(request.model)
     if given and not named.is_transformer:
         what = f"{request.model} is no transformer, and --{next(iter(given))} is a dimension of one"
-        raise ShoalError(what, fix="leave it out")
+        raise ShoalError(what, fix=f"shoal plan {request.model}, without --{next(iter(given))}")
     return named.resized(**given) if given else named
 
 

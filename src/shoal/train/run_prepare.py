@@ -47,7 +47,7 @@ def _check(state: RunState, thing: Any) -> Iterator[Problem]:
     elif not isinstance(thing, DataLoader) and not is_scheduler(thing):
         yield Problem(
             f"prepare cannot place a {type(thing).__name__}",
-            "give it an nn.Module, a torch Optimizer, a scheduler or a DataLoader; keep the rest as it is",
+            "run.prepare(model, optimizer, scheduler, loader); keep the rest as it is",
         )
 
 

@@ -119,7 +119,11 @@ def _check_splits(tp: int, description: Description, features: Shapes) -> Iterat
     modules = list(dict.fromkeys(as_pattern(name.rpartition(".")[0]) for name in lost))
     if loose := [name for name in lost if "." not in name]:
         what = f"tp={tp}: {', '.join(loose)} must be in a submodule, since splits name submodules"
-        yield Problem(what, f"move {loose[0]} into a submodule of its own")
+        yield Problem(
+            what,
+            f"move {loose[0]} into a submodule of its own: self.own = nn.Module();"
+            f" self.own.{loose[0]} = nn.Parameter(...)",
+        )
     if modules := [module for module in modules if module]:
         entries = ", ".join(f'"{module}": Split.SEQUENCE' for module in modules)
         yield Problem(
