@@ -79,9 +79,7 @@ def _sort(words: list[str], own: dict[str, Any]) -> tuple[list[str], list[tuple[
                 continue
             near = nearest(option, own) if "." not in name and name not in SHORT.values() else None
             if near is not None and OTHER_SYSTEMS.get(option) is None:
-                problems.append(
-                    Problem("R002", f"unknown option --{name}", f"did you mean --{near.replace('_', '-')}?")
-                )
+                problems.append(Problem("R002", f"unknown option --{name}", f"--{near.replace('_', '-')}"))
             else:
                 overrides.append((name, value if equals else "true"))
     return others, overrides, problems

@@ -121,12 +121,13 @@ def _checked(options: Train, placement: Placement | None, recipe: Recipe) -> Che
     """Check all of a recipe, which may have values that stand for unread ones."""
     _import_torch(recipe)
     from shoal.observe.run_directory import RunDirectory
-    from shoal.train.recipe.auto_plan import check_best_plan
     from shoal.train.recipe.preflight import check_recipe
 
     found, chosen = Findings(), None
     world_size, per_node = _num_ranks(recipe, placement)
     if recipe.run.planned:
+        from shoal.train.recipe.auto_plan import check_best_plan  # the planner, which few runs need
+
         recipe, chosen, problems = check_best_plan(recipe, world_size, per_node)
         found += problems
         world_size = 1 if chosen is None else world_size

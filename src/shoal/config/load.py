@@ -111,7 +111,7 @@ def read_yaml(path: Path) -> Tree:
         near = names.get(nearest(path.stem, names) or "")
         raise ShoalError(
             f"there is no recipe {str(path)!r}",
-            fix=f"did you mean {near}?" if near else "shoal train PATH.yaml, or shoal train for the defaults",
+            fix=f"shoal train {near}" if near else "shoal train PATH.yaml, or shoal train for the defaults",
             code="R006",
         ) from None
     except (OSError, ShoalError) as error:

@@ -86,13 +86,13 @@ def _unshared_batch_norm(model: nn.Module, plan: Plan) -> Iterator[Problem]:
         what = (
             f"sync_batch_norm makes ranks wait for each other in every batch norm, and pp={plan.layout.pp} has an order"
         )
-        yield Problem("P061", f"{what} of microbatches of its own", f"pp=1; or {off}")
+        yield Problem("P061", f"{what} of microbatches of its own", f"{off}; or pp=1")
     if norms and plan.sync:
         what = f"sync_batch_norm shares statistics in every step, and under sync={plan.sync} replicas train alone"
-        yield Problem("P062", what, f"a plan without sync=; or {off}")
+        yield Problem("P062", what, f"{off}; or a plan without sync=")
     if norms and plan.layout.tp > 1 and plan.sp:
         what = f"sync_batch_norm shares statistics over samples, and tp={plan.layout.tp} with sp divides tokens"
-        yield Problem("P063", what, f"sp=off; or {off}")
+        yield Problem("P063", what, f"{off}; or sp=off")
 
 
 def _unused_with_shards(plan: Plan, *, finds_unused: bool) -> Iterator[Problem]:
@@ -169,7 +169,7 @@ def _missing_arguments(model: nn.Module, plan: Plan, description: Description) -
             yield Problem(
                 "M018",
                 f"describe() names {name!r} as the argument for {what}, and forward has no such argument",
-                f"did you mean {near}?" if near else f"def forward(self, tokens, {name}=None): ...",
+                f'Description(..., {what}="{near}")' if near else f"def forward(self, tokens, {name}=None): ...",
             )
 
 
@@ -238,6 +238,6 @@ def _reject_unequal_models(model: nn.Module, plan: Plan, tensor: TensorParallel)
     if unlike is not None:
         raise ShoalError(
             f"{unlike} must have the same values on every rank before it is laid out",
-            fix="the same torch.manual_seed on every rank before the model is built, and weights loaded on every rank",
+            fix="torch.manual_seed(0) on every rank before the model is built, and weights loaded on every rank",
             code="M023",
         )

@@ -202,7 +202,7 @@ def workload_of(request: PlanRequest) -> Workload:
         if given:
             raise ShoalError(
                 f"{request.model} is traced, and --{next(iter(given))} is for dimensions",
-                fix="leave it out",
+                fix=f"shoal plan {request.model}, without --{next(iter(given))}",
                 code="Q005",
             )
         if ":" not in request.model:
@@ -217,7 +217,7 @@ def workload_of(request: PlanRequest) -> Workload:
     named = find_model(request.model)
     if given and not named.is_transformer:
         what = f"{request.model} is no transformer, and --{next(iter(given))} is a dimension of one"
-        raise ShoalError(what, fix="leave it out", code="Q005")
+        raise ShoalError(what, fix=f"shoal plan {request.model}, without --{next(iter(given))}", code="Q005")
     return named.resized(**given) if given else named
 
 

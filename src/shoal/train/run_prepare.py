@@ -48,7 +48,7 @@ def _check(state: RunState, thing: Any) -> Iterator[Problem]:
         yield Problem(
             "T029",
             f"prepare cannot place a {type(thing).__name__}",
-            "give it an nn.Module, a torch Optimizer, a scheduler or a DataLoader; keep the rest as it is",
+            "run.prepare(model, optimizer, scheduler, loader); keep the rest as it is",
         )
 
 

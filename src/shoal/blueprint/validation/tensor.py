@@ -123,7 +123,8 @@ def _check_splits(tp: int, description: Description, features: Shapes) -> Iterat
     modules = list(dict.fromkeys(as_pattern(name.rpartition(".")[0]) for name in lost))
     if loose := [name for name in lost if "." not in name]:
         what = f"tp={tp}: {', '.join(loose)} must be in a submodule, since splits name submodules"
-        yield Problem("P034", what, f"move {loose[0]} into a submodule of its own")
+        own = f"self.own = nn.Module(); self.own.{loose[0]} = nn.Parameter(...)"
+        yield Problem("P034", what, f"move {loose[0]} into a submodule of its own: {own}")
     if modules := [module for module in modules if module]:
         entries = ", ".join(f'"{module}": Split.SEQUENCE' for module in modules)
         yield Problem(

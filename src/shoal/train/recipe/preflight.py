@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import nn
@@ -23,10 +24,12 @@ from shoal.errors import Findings, Problem, ShoalError, needs, raise_if, to_inst
 from shoal.parallel.checks import check_model
 from shoal.parallel.pipeline.stage_io import stream_of
 from shoal.parallel.policies import Policies
-from shoal.predict.predict import Prediction
 from shoal.train.build_model import build_model, describe, without_memory
 from shoal.train.loss.objective import CrossEntropy, call_of, uncallable
 from shoal.train.recipe.settings import settings_of
+
+if TYPE_CHECKING:
+    from shoal.predict.predict import Prediction
 
 FAST_DEV_STEPS = 3
 
