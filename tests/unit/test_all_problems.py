@@ -147,10 +147,10 @@ def problems(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Cap
 
 
 def assert_each_once(found: Problems, names: tuple[str, ...]) -> None:
-    whats = [problem["what"] for problem in found]
+    messages = [problem["what"] for problem in found]
     for name in names:
-        assert [MISTAKES[name].said in what for what in whats].count(True) == 1, (name, whats)
-    assert len(whats) == len(names), whats
+        assert [MISTAKES[name].said in what for what in messages].count(True) == 1, (name, messages)
+    assert len(messages) == len(names), messages
 
 
 ROWS = [
@@ -245,18 +245,18 @@ def test_the_directory_of_a_run_is_checked_with_the_rest(problems: Any, tmp_path
     (tmp_path / "taken" / "notes").write_text("mine")
     command = Command.with_mistakes("splits")
     command.settings["run.dir"] = "taken"
-    whats = [problem["what"] for problem in problems(command.words())]
-    assert len(whats) == 2
-    assert "'taken' is not empty and holds no run of shoal" in whats[1]
+    messages = [problem["what"] for problem in problems(command.words())]
+    assert len(messages) == 2
+    assert "'taken' is not empty and holds no run of shoal" in messages[1]
 
 
 def test_a_plan_that_the_planner_cannot_complete_does_not_hide_the_rest(problems: Any) -> None:
     command = Command.with_mistakes("moments", "source", "interval")
     command.settings["launch.nproc"] = "2"
     command.plan = ["auto", "tp=3"]
-    whats = [problem["what"] for problem in problems(command.words())]
-    assert len(whats) == 4, whats
-    assert whats[0] == "no plan for llama on cpu:2x1 has tp=3"
+    messages = [problem["what"] for problem in problems(command.words())]
+    assert len(messages) == 4, messages
+    assert messages[0] == "no plan for llama on cpu:2x1 has tp=3"
 
 
 # ---- other commands -------------------------------------------------------------------------------------------------
@@ -302,9 +302,9 @@ def test_a_plan_that_the_planner_cannot_complete_does_not_hide_the_rest(problems
 def test_other_commands(words: str, said: list[str], problems: Any) -> None:
     """An underscore before a word of a plan stands for a space."""
     plan = [re.sub(r"_(?=\w+[=:]|gpipe)(?!replicate|dtype)", " ", word) for word in words.split()]
-    whats = [problem["what"] for problem in problems([*plan, "--json"])]
-    assert len(whats) == len(said), whats
-    assert all(sum(part in what for what in whats) == 1 for part in said), whats
+    messages = [problem["what"] for problem in problems([*plan, "--json"])]
+    assert len(messages) == len(said), messages
+    assert all(sum(part in what for what in messages) == 1 for part in said), messages
 
 
 def message(call: Any) -> list[str]:
@@ -318,20 +318,20 @@ def test_arguments_of_a_run() -> None:
         return torch.zeros(())
 
     wrong: dict[str, Any] = {"clip": -1.0, "clipp": 1.0, "mixed_precision": "bf16"}
-    whats = message(lambda: Run("tp=3 gpipe sync=auto", loss=loss, device="cpu", **wrong))
+    messages = message(lambda: Run("tp=3 gpipe sync=auto", loss=loss, device="cpu", **wrong))
     said = ["no argument clipp", "no argument mixed_precision", "clip is -1.0", "sync=auto is", "tp=3 does", "gpipe"]
-    assert len(whats) == len(said), whats
-    assert all(part in what for part, what in zip(said, whats, strict=True)), whats
-    whats = message(lambda: Run("fp32 sync=local:4", loss=loss, device="cpu", fused_loss=True, param_dtype="bf16"))
-    assert len(whats) == 3, whats
+    assert len(messages) == len(said), messages
+    assert all(part in what for part, what in zip(said, messages, strict=True)), messages
+    messages = message(lambda: Run("fp32 sync=local:4", loss=loss, device="cpu", fused_loss=True, param_dtype="bf16"))
+    assert len(messages) == 3, messages
 
 
 def test_things_to_prepare() -> None:
     with Run("bf16", device="cpu", param_dtype="bf16") as run:
         model = nn.Linear(2, 2)
         wrapped = nn.DataParallel(model)
-        whats = message(lambda: run.prepare(wrapped, torch.optim.SGD(model.parameters(), lr=0.1), 3))
-        assert len(whats) == 3, whats
+        messages = message(lambda: run.prepare(wrapped, torch.optim.SGD(model.parameters(), lr=0.1), 3))
+        assert len(messages) == 3, messages
         run.prepare(model)  # nothing was placed
 
 
@@ -340,5 +340,5 @@ def test_all_problems_of_a_model_of_ones_own() -> None:
     tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     tied[1].weight = tied[0].weight
     with Run("recompute=full", device="cpu", sync_batch_norm=True, fused_loss=True) as run:
-        whats = message(lambda: run.prepare(tied))
-    assert len(whats) == 3, whats
+        messages = message(lambda: run.prepare(tied))
+    assert len(messages) == 3, messages

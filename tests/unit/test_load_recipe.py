@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shoal.config.load import build_recipe, difference, dump_recipe, known_keys, load_recipe, unknown_key
 from shoal.config.recipe import Recipe
-from shoal.errors import ShoalError
+from shoal.errors import Findings, ShoalError
 from shoal.models import BUILDERS
 from tests.rejects import rejects
 
@@ -203,3 +206,19 @@ def test_the_key_of_the_model_names_all_that_there_are() -> None:
 
 def test_difference_names_each_key() -> None:
     assert difference({"a": {"b": 1, "c": 2}}, {"a": {"b": 3, "c": 2}}) == ["a.b: 1 → 3"]
+
+
+junk = st.none() | st.booleans() | st.integers(-9, 9) | st.floats() | st.text(max_size=4) | st.just("tp=x mb=4")
+trees = st.recursive(junk, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(junk, inner, max_size=2))
+sections = st.sampled_from([*Recipe.model_fields, "planet"])
+names = st.sampled_from(sorted({key.rpartition(".")[2] for key in known_keys()})) | junk
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.dictionaries(sections | junk, trees | st.dictionaries(names, trees, max_size=3), max_size=3))
+def test_any_tree_is_read_as_far_as_possible(tree: dict[Any, Any]) -> None:
+    """Values that cannot be read are problems, never another exception; the rest is a recipe."""
+    found = Findings()
+    recipe = found.of(build_recipe, tree, title="a tree")
+    assert (recipe is None) == bool(found.problems)
+    assert all(problem.what and problem.fix for problem in found.problems)

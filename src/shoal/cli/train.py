@@ -107,7 +107,7 @@ def _train(options: Train, reading: Reading, start_time: float, out: TextIO) -> 
 
 def _checked_job(options: Train, reading: Reading, placement: Placement | None) -> Job:
     """The job of a command without problems; else raise all of them."""
-    checked = partial(_checked, options, placement)
+    checked = partial(_checked, options, placement, {})
     recipe = reading.with_problems(_check_resume(options.resume)).complete(lambda each: checked(each).problems)
     _reject_large_preset(options, recipe, placement)
     found = checked(recipe)
@@ -117,8 +117,8 @@ def _checked_job(options: Train, reading: Reading, placement: Placement | None) 
     return found.job()
 
 
-def _checked(options: Train, placement: Placement | None, recipe: Recipe) -> Checked:
-    """Check all of a recipe, which may have values that stand for unread ones."""
+def _checked(options: Train, placement: Placement | None, opened: dict[Any, Any], recipe: Recipe) -> Checked:
+    """Check all of a recipe, which may have values that stand for unread ones. `opened`: see `check_recipe`."""
     _import_torch(recipe)
     from shoal.observe.run_directory import RunDirectory
     from shoal.train.recipe.preflight import check_recipe
@@ -131,7 +131,8 @@ def _checked(options: Train, placement: Placement | None, recipe: Recipe) -> Che
         recipe, chosen, problems = check_best_plan(recipe, world_size, per_node)
         found += problems
         world_size = 1 if chosen is None else world_size
-    checked = check_recipe(recipe, world_size, check_size=partial(_check_size, options, per_node))
+    check_size = partial(_check_size, options, per_node)
+    checked = check_recipe(recipe, world_size, check_size=check_size, opened=opened)
     found += checked.problems
     if found.problems and recipe.run.dir and not recipe.run.fast_dev_run:
         found.of(RunDirectory.preview, recipe, "fresh")  # not compared with an earlier run: the recipe has to change

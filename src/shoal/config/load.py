@@ -64,9 +64,10 @@ class Reading:
         """Return the recipe if all of it could be read; else raise, also with the problems that `check` finds in it."""
         if not self.problems:
             return self.recipe
-        found = [list(check(each)) if self.has_file else [] for each in (self.recipe, self.other)]
-        certain = {problem.what for problem in found[1]}
-        more = [problem for problem in found[0] if problem.what in certain]
+        more = list(check(self.recipe)) if self.has_file else []
+        if more and self.other is not self.recipe:
+            certain = {problem.what for problem in check(self.other)}
+            more = [problem for problem in more if problem.what in certain]
         raise ShoalError(*self.problems, *more, title=self.title)
 
 
@@ -238,6 +239,7 @@ def _read_tree(tree: Tree, *, title: str, problems: Iterable[Problem] = (), unre
     if isinstance(tree.get("model"), str):
         tree["model"] = {"name": tree["model"]}
     _note_auto(tree)
+    found += _drop_odd_keys(tree)
     try:
         recipe = Recipe.model_validate(tree)
     except ValidationError as error:
@@ -250,18 +252,31 @@ def _read_tree(tree: Tree, *, title: str, problems: Iterable[Problem] = (), unre
     return Reading(recipe, _with_other_values(tree, lost) if lost else recipe, tuple(found), title)
 
 
+def _drop_odd_keys(tree: Tree) -> list[Problem]:
+    """Remove keys that are no words, which YAML allows, from a tree and its sections; returns their problems."""
+    found = []
+    for prefix, section in [
+        ("", tree),
+        *((f"{key}.", value) for key, value in tree.items() if isinstance(value, dict)),
+    ]:
+        for key in [key for key in section if not isinstance(key, str)]:
+            found.append(unknown_key(f"{prefix}{key}", section.pop(key)))
+    return found
+
+
 def _drop(tree: Tree, error: Any) -> str:
     """Remove the value that an error of pydantic is about; returns its key."""
-    section, *keys = [str(part) for part in error["loc"]]
+    section, *keys = error["loc"]
     if keys and isinstance(tree.get(section), dict):
         tree[section].pop(keys[0], None)
         return f"{section}.{keys[0]}"
     tree.pop(section, None)
-    return section
+    return str(section)
 
 
 def _with_other_values(tree: Tree, unread: Iterable[str]) -> Recipe:
     other = copy.deepcopy(tree)
+    _read_plan(other, [], set())
     for key in unread:
         name = "model" if key.startswith("model.") else key
         if name in OTHER_VALUES:
@@ -372,7 +387,8 @@ def _problems_of(error: Any) -> Iterator[Problem]:
         rule = rule if rule.startswith("must ") else f"is wrong: {rule}"
         name = key if key in known_keys() else _first_key(key)
         about = " ".join(known_keys().get(name, "").split())
-        yield Problem("R013", f"{key} {rule}, got {short(error['input'])}", f"--{name} {_usual(name)}  # {about}")
+        fix = f"--{name} {_usual(name)}  # {about}" if about else "shoal train --help, which lists all keys"
+        yield Problem("R013", f"{key} {rule}, got {short(error['input'])}", fix)
 
 
 def _flag(key: str, fix: str) -> str:

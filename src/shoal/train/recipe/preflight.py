@@ -15,7 +15,7 @@ from shoal.blueprint.plan import Plan
 from shoal.blueprint.validation.check import check_plan
 from shoal.comm.world import World
 from shoal.config.check_settings import check_settings
-from shoal.config.recipe import Recipe
+from shoal.config.recipe import DataSection, Recipe
 from shoal.data.dataset import Dataset
 from shoal.data.fingerprint import Fingerprint
 from shoal.data.sources.open import open_datasets
@@ -45,6 +45,7 @@ class Job:
     """Of both datasets."""
 
 
+Datasets = tuple[Dataset, Dataset]
 ModelCheck = Callable[[Recipe, nn.Module], Iterable[Problem]]
 """A further check of a recipe with its resolved plan, and of its model without memory."""
 
@@ -56,7 +57,7 @@ class Checked:
     recipe: Recipe
     world_size: int
     problems: list[Problem]
-    datasets: tuple[Dataset, Dataset] | None
+    datasets: Datasets | None
     """None: they could not be opened."""
     chosen: Prediction | None = None
     """The prediction of a plan that the planner has chosen."""
@@ -75,17 +76,26 @@ def preflight(recipe: Recipe, world_size: int, *, tries_other_syncs: bool = Fals
 
 
 def check_recipe(
-    recipe: Recipe, world_size: int, *, tries_other_syncs: bool = False, check_size: ModelCheck | None = None
+    recipe: Recipe,
+    world_size: int,
+    *,
+    tries_other_syncs: bool = False,
+    check_size: ModelCheck | None = None,
+    opened: dict[tuple[DataSection, int], Datasets] | None = None,
 ) -> Checked:
     """Find all problems of a recipe on this many ranks, without starting or writing anything.
 
     A check that needs the result of a failed one is skipped; all others run. So a model is checked against every degree
     of a plan that does not fit the ranks. `tries_other_syncs`: the caller will also try other `sync` and `compress`
-    values, which `comm.*` may be set for. `check_size` is called where plan and model are known.
+    values, which `comm.*` may be set for. `check_size` is called where plan and model are known. `opened` holds data
+    that earlier checks of the caller have opened, since that may take long.
     """
     plan, of_model, of_data = recipe.plan.fill(world_size), Findings(), Findings()
     model = of_model.of(without_memory, lambda: build_model(recipe.model))
-    datasets = of_data.of(open_datasets, recipe.data, recipe.run.seed)
+    opened, source = {} if opened is None else opened, (recipe.data, recipe.run.seed)
+    datasets = opened.get(source) or of_data.of(open_datasets, *source)
+    if datasets is not None:
+        opened[source] = datasets
     data = None if datasets is None else datasets[0]
     if model is not None:
         of_model += _check_model(plan, model, recipe, data)
