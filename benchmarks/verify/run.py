@@ -117,7 +117,7 @@ def cases(name: str, ranks: int) -> Iterator[Any]:
     """All cases of a model on so many ranks, its two settings by turns."""
     from shoal.blueprint.plan import Plan
     from shoal.config.load import build_recipe
-    from shoal.verification.api import VerifySettings, case_of, legal_cases
+    from shoal.verification.api import RecipeSettings, case_of, legal_cases
 
     recipes = [
         build_recipe({"model": {"name": name, **of}, "data": {"global_batch": 24}}, title="matrix")
@@ -127,9 +127,9 @@ def cases(name: str, ranks: int) -> Iterator[Any]:
         plans = LARGE[ranks] if name == "moe" else []
         for number, words in enumerate(plans):
             recipe = recipes[number % 2].model_copy(update={"plan": Plan.parse(words)})
-            yield case_of(recipe, ranks, VerifySettings())
+            yield case_of(recipe, ranks, RecipeSettings())
         return
-    pairs = zip(*(legal_cases(recipe, ranks, VerifySettings()) for recipe in recipes), strict=True)
+    pairs = zip(*(legal_cases(recipe, ranks, RecipeSettings()) for recipe in recipes), strict=True)
     yield from (pair[number % 2] for number, pair in enumerate(pairs))
 
 

@@ -10,11 +10,13 @@ A `ShoalError` never shows a traceback; the command line prints it and exits wit
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypeVar, overload
+
+T = TypeVar("T")
 
 BAD_INPUT = 2
 RUN_FAILED = 3
@@ -108,6 +110,32 @@ def raise_if(problems: Iterable[Problem], title: str = "") -> None:
     """Raise one `ShoalError` with all problems, if there are any."""
     if found := tuple(problems):
         raise ShoalError(*found, title=title)
+
+
+@dataclass
+class Findings:
+    """Collect the problems of several checks, each once, and raise them together."""
+
+    problems: list[Problem] = field(default_factory=list)
+
+    def __iadd__(self, problems: Iterable[Problem]) -> Findings:
+        """Add problems that are not known yet."""
+        for problem in problems:
+            if all(problem.what != known.what for known in self.problems):
+                self.problems.append(problem)
+        return self
+
+    def of(self, function: Callable[..., T], *arguments: Any, **options: Any) -> T | None:
+        """Call the function; if it raises a `ShoalError`, collect its problems and return None."""
+        try:
+            return function(*arguments, **options)
+        except ShoalError as error:
+            self += error.problems
+            return None
+
+    def raise_all(self, title: str = "") -> None:
+        """Raise all problems, if there are any. One problem stands without the title."""
+        raise_if(self.problems, title if len(self.problems) > 1 else "")
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

@@ -75,7 +75,7 @@ CASES = {
         "by mb=3 x dp_replicate=2",
         "--plan.mb 1 or 5",
     ),
-    "plan of 3 on 2": ("train --plan dp_replicate=3 --nproc 2", "not the number of ranks, 2", "start 3 ranks"),
+    "plan of 3 on 2": ("train --plan dp_replicate=3 --nproc 2", "not the number of ranks, 2", "--nproc 3"),
     "compress misspelled": ("train --plan compress=int9", "or powersgd, got 'int9'", "compress=int8"),
     "compress too much": (
         "train --plan compress=topk:2",
@@ -440,6 +440,6 @@ def test_an_unknown_key_in_a_process(folder: Path) -> None:
     assert ended.err.splitlines() == [
         "shoal: bad input: 1 problem in tiny.yaml",
         "  unknown key 'optim.lrr' [R011]",
-        "      fix: did you mean optim.lr?",
+        "      fix: --optim.lr 1",
         "shoal explain R011 says more",
     ]

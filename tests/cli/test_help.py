@@ -35,7 +35,7 @@ def test_help_is_fast() -> None:
         "import shoal.blueprint",
         "from shoal.cli import main; main(['--help'])",
         "from shoal.cli import main; main(['schema'])",
-        "from shoal.cli import main; main(['train', '--optim.lrr', '1'])",
+        "from shoal.cli import main; main(['train', 'missing.yaml', '--optim.lrr', '1'])",
     ],
 )
 def test_torch_stays_away(code: str) -> None:

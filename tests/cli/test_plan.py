@@ -109,7 +109,7 @@ def test_the_command_trains_what_was_judged(capsys: pytest.CaptureFixture[str], 
     words = ["llama3-8b", *NARROW.split(), *how.split()]
     _, out, _ = asked(capsys, *words)
     command = out.splitlines()[-1]
-    _, recipe = parse(Train, shlex.split(command.removeprefix("shoal train ... ")), prog="shoal train")
+    recipe = parse(Train, shlex.split(command.removeprefix("shoal train ... ")), prog="shoal train")[1].complete()
     assert (recipe.optim.param_dtype, recipe.optim.state_dtype, recipe.run.compile) == ("bf16", "bf16", not how)
     assert (recipe.data.seq_len, recipe.data.global_batch, recipe.launch.nproc) == (4096, 2, 1)
     _, out, _ = asked(capsys, *words, "--json")
@@ -244,7 +244,7 @@ WRONG = {
     "more memory than there is": ("llama3-8b --cluster h100:8 --max-memory 200GiB", "has 79.1 GiB", "75GiB"),
     "a price below 0": ("llama3-8b --cluster h100:8 --price -1", "--price -1.0 is below 0", "--price 2.5"),
     "a file without a function": ("net.py --cluster h100:8", "which function of it?", "net.py:function"),
-    "given twice": ("llama3-8b --cluster h100:8 --plan tp=2 --tp 4", "tp is given twice", "leave one"),
+    "given twice": ("llama3-8b --cluster h100:8 --plan tp=2 --tp 4", "tp is given twice", '--plan "auto"'),
     "no amount": ("llama3-8b --cluster h100:8 --max-memory lots", "got 'lots'", "70GiB"),
     "no config": ("nowhere/config.json --cluster h100:8", "cannot be read", "config.json"),
     "no file": ("llama3-8b --cluster nowhere.yaml", "cannot be read", "shoal calibrate"),

@@ -91,7 +91,7 @@ def test_who_compresses_gradients_for_adam_is_told_of_a_better_way(host: Host, t
         (["bench", "compress", "--methods", "in8"], "fix: compress=int8"),
         (["bench", "compress", "--methods", "sync=auto"], "got sync=auto in"),
         (["bench", "compress", "--methods", "tp=2"], "got other words in 'tp=2'"),
-        (["bench", "compress", "--method", "plain"], "did you mean --methods?"),
+        (["bench", "compress", "--method", "plain"], "fix: --methods"),
         (["bench", "compress", "--plan", "zero=3", "--nproc", "2"], "--plan.dp_replicate 2"),
         (
             ["bench", "compress", "--plan", "fp16", "--nproc", "2", "--methods", "compress=1bit"],

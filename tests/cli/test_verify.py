@@ -275,7 +275,7 @@ def test_settings_that_were_not_looked_at_are_told(said: list[tuple[str, str]], 
     [
         (["--nproc", "4", "--plan", "tp=4 mb=1"], "tp=4 does not divide num_kv_heads=2", "tp=1 or 2"),
         (["--nproc", "5", "--plan", "pp=5 mb=1"], "more than the 4 blocks of the model", "pp=1, 2, 3 or 4"),
-        (["--nproc", "3", "--plan", "tp=2"], "does not divide the number of ranks", "start"),
+        (["--nproc", "3", "--plan", "tp=2"], "does not divide the number of ranks", "--nproc 2"),
         (["--nproc", "4", "--plan", "pp=4 1f1b mb=4", "--data.global_batch", "8"], "2 microbatches", "mb"),
         (["--nproc", "2", "--plan", "pp=2 zbv mb=1 recompute=full"], "recompute a block", "recompute=none"),
         (["--nproc", "2", "--plan", "zero=3", "--precision", "fp7"], "got 'fp7'", "fp64"),

@@ -23,7 +23,7 @@ from tests.rejects import rejects
         ({"devices": 2}, "torchrun"),
         ({"accelerator": "gpu"}, "device="),
         ({"precision": "bf16-mixed"}, r"Run\('bf16'\)"),
-        ({"clipp": 1.0}, "did you mean clip"),
+        ({"clipp": 1.0}, r"Run\(clip=1.0\)"),
     ],
 )
 def test_words_of_other_systems(options: dict[str, Any], fix: str) -> None:

@@ -317,7 +317,7 @@ BAD: list[tuple[Callable[[Path], Any], dict[str, Any], str, str]] = [
     (lambda d: write(d / "corpus.txt").parent / "corpsu.txt", {}, "no such file or folder: {d}/corpsu.txt",
      "--data.source {d}/corpus.txt"),
     (lambda d: d / "none" / "a.txt", {}, "no such file or folder: {d}/none/a.txt ({d} exists, none in it does not)",
-     "--data.source PATH, or python, or synthetic"),
+     "--data.source python, or synthetic, or PATH"),
     (lambda d: "python3", {}, "no such file or folder: ", "--data.source python"),
     (lambda d: write(d / "a.txt", ""), {}, "must have text in it, got 1 text file(s) of 0 bytes", "text in it"),
     (lambda d: write(d / "a.txt"), {"seq_len": 256},

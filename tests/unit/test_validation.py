@@ -364,5 +364,5 @@ def test_a_head_that_the_model_does_not_have_is_named() -> None:
     plan, modules = Plan().resolve(1), ["", "table", "lm_head"]
     problem = only("M013", check_plan(plan, description=Description(head="lm_haed"), modules=modules))
     assert all(value in problem.what for value in ("'lm_haed'", "in head"))
-    assert problem.fix == "did you mean lm_head?"
+    assert problem.fix == "'lm_head' in its place"
     assert check_plan(plan, description=Description(head="lm_head"), modules=modules) == []

@@ -53,21 +53,21 @@ OTHER_SYSTEMS = {
 """Keys of other systems' settings → keys of a recipe."""
 
 OTHER_SECTIONS = {
-    "compile": "run.compile: true",
-    "weights": "optim.param_dtype: bf16",
-    "states": "optim.state_dtype: bf16",
-    "loss": "run.loss: fused",
-    "fused": "run.loss: fused",
-    "attention": "run.attention: auto",
-    "cudnn": "run.attention: cudnn",
-    "flash": "run.attention: flash",
-    "rowwise": "run.fp8: rowwise",
-    "recompute_swiglu": "run.recompute_swiglu: false",
-    "batch": "data.global_batch: 32",
-    "sequence": "data.seq_len: 256",
-    "nproc": "launch.nproc: 2",
+    "compile": "--run.compile true",
+    "weights": "--optim.param_dtype bf16",
+    "states": "--optim.state_dtype bf16",
+    "loss": "--run.loss fused",
+    "fused": "--run.loss fused",
+    "attention": "--run.attention auto",
+    "cudnn": "--run.attention cudnn",
+    "flash": "--run.attention flash",
+    "rowwise": "--run.fp8 rowwise",
+    "recompute_swiglu": "--run.recompute_swiglu false",
+    "batch": "--data.global_batch 32",
+    "sequence": "--data.seq_len 256",
+    "nproc": "--launch.nproc 2",
 }
-"""Keys that belong to another section of a recipe, not to the plan → how that section spells them."""
+"""Keys that belong to another section of a recipe, not to the plan → the setting to type."""
 
 OTHER_NAMES = {
     **{"float8": "fp8", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"},

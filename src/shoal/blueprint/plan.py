@@ -19,7 +19,7 @@ from shoal.blueprint.plan_conflicts import check_conflicts, check_world_size, mu
 from shoal.blueprint.plan_parser import BARE_WORDS as BARE_WORDS
 from shoal.blueprint.plan_parser import CHOICES as CHOICES
 from shoal.blueprint.plan_parser import DEGREES as DEGREES
-from shoal.blueprint.plan_parser import KEYS, Context, Offload, check_values, parse_words, unknown_key
+from shoal.blueprint.plan_parser import KEYS, Context, Offload, check_values, parse_words, read_mapping
 from shoal.blueprint.plan_parser import Precision as Precision
 from shoal.blueprint.plan_parser import Recompute as Recompute
 from shoal.blueprint.plan_parser import Schedule as Schedule
@@ -112,10 +112,9 @@ class Plan:
             raise ShoalError(
                 f"a plan must be words or a mapping, got {value!r}", fix="'tp=2 zero=3' or {'tp': 2}", code="P008"
             )
-        known = {key: value[key] for key in value if key in KEYS}
-        unknown = [unknown_key(str(key)) for key in value if key not in KEYS]
-        _raise([*unknown, *check_values(known)], "the plan")
-        return cls(**known)
+        read = read_mapping(value)
+        _raise(read.problems, "the plan")
+        return cls(**read.values)
 
     @classmethod
     def parse(cls, text: str) -> Plan:
@@ -161,12 +160,27 @@ class Plan:
         return _layout(self.dp_replicate, self.dp_shard, self.cp, self.tp, self.pp, self.ep)
 
     def resolve(self, world_size: int) -> Plan:
-        """Fill in all open values for a number of ranks.
+        """Fill in all open values for a number of ranks; raises with all problems.
 
         Ranks that no axis claims go to `dp_shard`, or to `dp_replicate` when zero is 0. A resolved plan stays as it is.
         """
-        zero = self.zero if self.zero is not None else 3 * (max(self.dp_shard or 1, self.ep or 1) > 1)
-        remainder_axis = "dp_shard" if zero else "dp_replicate"
+        filled = self.fill(world_size)
+        raise_if(self._problems(filled, world_size), f"plan '{self}' on {world_size} rank{'s' * (world_size != 1)}")
+        return filled
+
+    def check(self, world_size: int) -> list[Problem]:
+        """All problems of the plan on a number of ranks. Empty: `resolve` returns a plan."""
+        return self._problems(self.fill(world_size), world_size)
+
+    def _problems(self, filled: Plan, world_size: int) -> list[Problem]:
+        axis = self._remainder_axis
+        misfit = list(check_world_size(self, axis, world_size))
+        unknown = axis if misfit and getattr(self, axis) is None else None
+        return [*misfit, *check_conflicts(filled, unknown=unknown)]
+
+    def fill(self, world_size: int) -> Plan:
+        """Fill in all open values without any check, so that an invalid plan can be checked further."""
+        zero, remainder_axis = self._zero, self._remainder_axis
         filled: dict[str, Any] = {name: getattr(self, name) or 1 for name in DEGREES}
         if getattr(self, remainder_axis) is None:
             claimed = prod(degree for axis, degree in filled.items() if axis != "ep")  # ep divides ranks, it adds none
@@ -175,10 +189,22 @@ class Plan:
         schedule = self.schedule or (default if filled["pp"] > 1 else None)
         v = self.v or (2 if schedule in ("interleaved", "looped", "zbv", "dualpipev") else 1)
         context = self.context or ("ring" if filled["cp"] > 1 else None)
-        plan = replace(self, **filled, zero=zero, schedule=schedule, v=v, context=context)
-        problems = [*check_world_size(self, remainder_axis, world_size), *check_conflicts(plan)]
-        raise_if(problems, f"plan '{self}' on {world_size} rank{'s' * (world_size != 1)}")
-        return plan
+        return replace(self, **filled, zero=zero, schedule=schedule, v=v, context=context)
+
+    def with_layout(self) -> Plan:
+        """The plan, or the same with ep=1 if no layout has its ep, so that the rest of it can be checked."""
+        has_layout = (self.dp_shard or 1) * (self.cp or 1) % (self.ep or 1) == 0
+        return self if has_layout else replace(self, ep=1)
+
+    @property
+    def _zero(self) -> int:
+        """`zero`, or the value that an open one gets."""
+        return self.zero if self.zero is not None else 3 * (max(self.dp_shard or 1, self.ep or 1) > 1)
+
+    @property
+    def _remainder_axis(self) -> str:
+        """The axis that gets the ranks that no other axis claims."""
+        return "dp_shard" if self._zero else "dp_replicate"
 
     @property
     def compression(self) -> compression.Compression | None:

@@ -67,33 +67,38 @@ def check_world_size(plan: PlanFields, remainder_axis: str, world_size: int) -> 
         if other not in given and (other == "dp_replicate" or plan.zero is None):
             fixes.append(f"{other}={world_size // claimed}")
     starts = multiples_around(world_size, claimed) if has_rest else [claimed]
-    fixes.append(f"start {listed(starts)} rank{'s' * (starts != [1])}")
+    fixes.append(f"--nproc {listed(starts)}")
     words = " x ".join(f"{axis}={degree}" for axis, degree in given.items()) or "one rank"
     total = f"{words} = {claimed}" if len(given) > 1 else words
     rule = "does not divide" if has_rest else "is not"
     yield Problem("P009", f"{total} {rule} the number of ranks, {world_size}", ", or ".join(fixes))
 
 
-def check_conflicts(plan: PlanFields) -> Iterator[Problem]:
-    """Problems of values that exclude each other, in a resolved plan."""
+def check_conflicts(plan: PlanFields, *, unknown: str | None = None) -> Iterator[Problem]:
+    """Problems of values that exclude each other, in a plan without open values.
+
+    `unknown` is an axis whose degree is not known because the other degrees do not fit the number of ranks. Rules that
+    read this degree are skipped.
+    """
     degrees = {axis: degree or 1 for axis, degree in _degrees(plan).items()}
     yield from _check_sharding(plan, degrees)
     if plan.context and degrees["cp"] == 1:
         yield Problem(
             "P016", f"{plan.context} divides tokens among cp ranks, but cp=1", f"cp=2, or remove {plan.context}"
         )
-    yield from _check_replicas(plan, degrees)
+    if unknown != "dp_replicate":
+        yield from _check_replicas(plan, degrees)
     if plan.sync == AUTO and plan.compress:
-        yield Problem(
-            "P022", f"sync=auto chooses compress too, but compress={plan.compress} is set", "remove one of them"
-        )
+        fix = f"sync=diloco:50 or sync=local:8, or remove compress={plan.compress}"
+        yield Problem("P022", f"sync=auto chooses compress too, but compress={plan.compress} is set", fix)
     if plan.sp and degrees["tp"] == 1:
         yield Problem("P017", "sp divides tokens among tp ranks, but tp=1", "tp=2 or more, or remove sp")
     yield from _check_schedule(plan, degrees)
-    try:
-        Layout(**degrees)
-    except ShoalError as error:
-        yield from error.problems
+    if unknown != "dp_shard":
+        try:
+            Layout(**degrees)
+        except ShoalError as error:
+            yield from error.problems
 
 
 def _check_sharding(plan: PlanFields, degrees: Mapping[str, int]) -> Iterator[Problem]:
@@ -102,7 +107,7 @@ def _check_sharding(plan: PlanFields, degrees: Mapping[str, int]) -> Iterator[Pr
         fix = f"zero=1, 2 or 3, or dp_replicate={dp_shard} instead of dp_shard={dp_shard}"
         yield Problem("P012", f"dp_shard={dp_shard} needs zero=1 or more, got zero=0", fix)
     if plan.offload == "parameters" and not plan.zero:
-        yield Problem("P013", "offload=parameters moves shards to host memory, but zero=0 shards nothing", "add zero=3")
+        yield Problem("P013", "offload=parameters moves shards to host memory, but zero=0 shards nothing", "zero=3")
     if not plan.zero and ep > 1:
         yield Problem("P014", f"ep={ep} shards the experts and needs zero=1 or more, got zero=0", "zero=1, 2 or 3")
 

@@ -7,6 +7,7 @@ no `Plan`: `plan` imports this file, never the reverse.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from shoal.blueprint.aliases import OTHER_NAMES, OTHER_SECTIONS
@@ -50,6 +51,16 @@ EXAMPLES = {"compress": "int8", "sync": "diloco:50"}
 SWITCH = {"on": True, "off": False, "true": True, "false": False}
 
 
+@dataclass
+class ReadPlan:
+    """A plan as far as it could be read."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    unread: set[str] = field(default_factory=set)
+    """Keys whose value could not be read. They are not among `values`."""
+
+
 def parse_words(text: str) -> dict[str, Any]:
     """Read the words of a plan into keys and values; `auto` stands for no word.
 
@@ -58,23 +69,60 @@ def parse_words(text: str) -> dict[str, Any]:
     >>> parse_words("recompute=none fp32")
     {'recompute': 'none', 'precision': 'fp32'}
     """
-    values: dict[str, Any] = {}
-    spelled: dict[str, str] = {}
-    problems: list[Problem] = []
+    read = read_words(text)
+    raise_if(read.problems, f"plan {text!r}")
+    return read.values
+
+
+def read_words(text: str) -> ReadPlan:
+    """Read the words of a plan, and collect the problems of those that cannot be read.
+
+    >>> read = read_words("tp=x mb=4")
+    >>> read.values, read.unread
+    ({'mb': 4}, {'tp'})
+    """
+    read, spelled = ReadPlan(), dict[str, str]()
     for word in (word for word in text.split() if word.lower() != "auto"):
         if isinstance(parsed := _parse_word(word), Problem):
-            problems.append(parsed)
+            read.problems.append(parsed)
+            read.unread |= _meant(word)
             continue
         key, value = parsed
-        if key in values:
-            problems.append(Problem("P004", f"{key} is set twice: {spelled[key]} and {word}", "remove one of them"))
-        values[key], spelled[key] = value, word
-        problems += check_values({key: value})
-    if spelled.get("zero", "").lower() == "hybrid_shard" and not {"dp_replicate", "dp_shard"} & values.keys():
+        wrong = list(check_values({key: value}))
+        read.problems += wrong
+        if key in spelled:
+            what = f"{key} is set twice: {spelled[key]} and {word}"
+            read.problems.append(Problem("P004", what, f"{spelled[key]} or {word}, not both"))
+        read.unread |= {key} if wrong or key in spelled else set()
+        read.values[key], spelled[key] = value, word
+    if spelled.get("zero", "").lower() == "hybrid_shard" and not {"dp_replicate", "dp_shard"} & spelled.keys():
         what = "HYBRID_SHARD shards inside groups of ranks and replicates over the groups, but no degree is set"
-        problems.append(Problem("P007", what, "add dp_replicate=<number of nodes>"))
-    raise_if(problems, f"plan {text!r}")
-    return values
+        read.problems.append(Problem("P007", what, "dp_replicate=2, or another number of nodes"))
+        read.unread |= {"dp_replicate"}
+    read.values = {key: value for key, value in read.values.items() if key not in read.unread}
+    return read
+
+
+def read_mapping(values: Mapping[Any, Any]) -> ReadPlan:
+    """Read a plan from keys and values, and collect the problems of those that no plan has."""
+    read = ReadPlan()
+    for key, value in values.items():
+        if key not in KEYS:
+            read.problems.append(unknown_key(str(key), value))
+            read.unread |= _meant(str(key))
+    known = {key: values[key] for key in values if key in KEYS}
+    wrong = {key: list(check_values({key: value})) for key, value in known.items()}
+    read.problems += [problem for problems in wrong.values() for problem in problems]
+    read.unread |= {key for key, problems in wrong.items() if problems}
+    read.values = {key: value for key, value in known.items() if key not in read.unread}
+    return read
+
+
+def _meant(word: str) -> set[str]:
+    """The key that an unreadable word was meant for, as far as it can be guessed."""
+    key = word.partition("=")[0].lower()
+    near = key if key in KEYS else nearest(key, [*BARE_WORDS, *KEYS])
+    return {BARE_WORDS[near][0] if near in BARE_WORDS else near} if near else set()
 
 
 def check_values(values: Mapping[str, Any]) -> Iterator[Problem]:
@@ -97,9 +145,11 @@ def check_values(values: Mapping[str, Any]) -> Iterator[Problem]:
             yield from filter(None, [local_sgd.check_word(value)])
 
 
-def unknown_key(key: str) -> Problem:
+def unknown_key(key: str, value: object) -> Problem:
     """The problem of a key that is no field of a plan."""
-    return Problem("P002", f"a plan has no key {key!r}", OTHER_SECTIONS.get(key) or _nearest_or_all(key, KEYS))
+    near = nearest(key.lower(), KEYS)
+    fix = OTHER_SECTIONS.get(key) or (f"{near}={value}" if near else _nearest_or_all(key, KEYS))
+    return Problem("P002", f"a plan has no key {key!r}", fix)
 
 
 def _parse_word(word: str) -> tuple[str, Any] | Problem:
@@ -109,7 +159,7 @@ def _parse_word(word: str) -> tuple[str, Any] | Problem:
     if not equals:
         return BARE_WORDS[key] if key in BARE_WORDS else _not_a_word(word, key)
     if key not in KEYS:
-        return unknown_key(key)
+        return unknown_key(key, value)
     if key == "sp":
         return key, SWITCH.get(value.lower(), value)
     is_number = key in (*COUNTS, "zero") and value.removeprefix("-").isdecimal()

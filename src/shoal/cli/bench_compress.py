@@ -18,7 +18,8 @@ from rich.table import Table
 from shoal.cli.overrides import parse
 from shoal.cli.reports.console import WIDTH, show
 from shoal.comm.rendezvous.environment import Placement, read_environment
-from shoal.errors import ShoalError
+from shoal.config.recipe import Recipe
+from shoal.errors import Findings, Problem, ShoalError, raise_if
 
 if TYPE_CHECKING:
     from shoal.bench.compress import CompressRequest, CompressTrials, Trial
@@ -57,19 +58,28 @@ class Compress:
 
 def main(arguments: Sequence[str]) -> int:
     """Measure all methods; returns 0."""
-    options, recipe = parse(Compress, arguments, prog="shoal bench compress")
-    methods = _methods(options.methods)
+    options, reading = parse(Compress, arguments, prog="shoal bench compress")
+    wrong = Findings()
+    methods = wrong.of(_methods, options.methods)
     if options.steps < 2:
-        raise ShoalError(
-            f"--steps must be 2 or more, since the first is not timed, got {options.steps}",
-            fix="--steps 20",
-            code="R036",
-        )
+        what = f"--steps must be 2 or more, since the first is not timed, got {options.steps}"
+        wrong += [Problem("R036", what, "--steps 20")]
     place = read_environment(os.environ)
-    ranks = place.world_size if place is not None else recipe.launch.nproc or DEFAULT_NPROC
+
+    def num_ranks(recipe: Recipe) -> int:
+        return place.world_size if place is not None else recipe.launch.nproc or DEFAULT_NPROC
+
+    def check(recipe: Recipe) -> list[Problem]:
+        from shoal.train.recipe.preflight import check_recipe
+
+        return check_recipe(recipe, num_ranks(recipe), tries_other_syncs=True).problems
+
+    recipe = reading.with_problems(wrong.problems).complete(check)
+    ranks = num_ranks(recipe)
+    assert methods is not None
 
     from shoal.bench.compress import EVERY, CompressRequest
-    from shoal.parallel.checks import reject_unsupported
+    from shoal.blueprint.validation.unsupported import check_unsupported
     from shoal.predict.estimate.replica_sync import sync_traffic
     from shoal.train.recipe.preflight import preflight
 
@@ -78,8 +88,7 @@ def main(arguments: Sequence[str]) -> int:
     if plan.layout.dp_replicate < 2:
         fix = "--nproc 2" if ranks == 1 else "--plan.dp_replicate 2, with enough ranks for two replicas"
         raise ShoalError(f"the plan must have two or more replicas, got {plan.brief()!r}", fix=fix, code="R041")
-    for words in methods:
-        reject_unsupported(sync_traffic(plan, words))
+    raise_if(dict.fromkeys(found for words in methods for found in check_unsupported(sync_traffic(plan, words))))
     request = CompressRequest(methods=methods or EVERY, steps=options.steps, until=options.until_loss)
     out = sys.stdout
     with redirect_stdout(sys.stderr):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shoal.blueprint.plan import Plan
 from shoal.config.recipe import Recipe
-from shoal.errors import ShoalError
+from shoal.errors import Problem
 
 GIB = 2**30
 CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -52,22 +52,17 @@ def has_no_accelerator() -> bool:
     return not any(Path(path).exists() for path in ACCELERATORS)
 
 
-def reject_too_large(recipe: Recipe, plan: Plan, parameters: int, *, ranks: int, memory: int) -> None:
-    """Raise if the state of `ranks` ranks does not fit into `memory` bytes. 0: the memory is unknown."""
-    if problem := check_memory(recipe, plan, parameters, ranks=ranks, memory=memory):
-        raise ShoalError(problem, fix=_fix(recipe, plan, parameters, ranks=ranks, memory=memory), code="Q012")
-
-
-def check_memory(recipe: Recipe, plan: Plan, parameters: int, *, ranks: int, memory: int) -> str:
-    """The problem, if the state does not fit; else empty."""
+def check_memory(recipe: Recipe, plan: Plan, parameters: int, *, ranks: int, memory: int) -> list[Problem]:
+    """The problem, if the state of `ranks` ranks does not fit into `memory` bytes. 0: the memory is unknown."""
     needed = bytes_of_states(recipe, plan, parameters, ranks=ranks)
     if not memory or needed <= memory:
-        return ""
+        return []
     where = f"{ranks} rank{'s' * (ranks > 1)} of {plan.brief()}"
-    return (
+    what = (
         f"parameters, gradients and optimizer state of {parameters / 1e9:.2f} B parameters take"
         f" {needed / GIB:.1f} GiB on {where} (counted), but there are {memory / GIB:.1f} GiB of memory"
     )
+    return [Problem("Q012", what, _fix(recipe, plan, parameters, ranks=ranks, memory=memory))]
 
 
 def _fix(recipe: Recipe, plan: Plan, parameters: int, *, ranks: int, memory: int) -> str:

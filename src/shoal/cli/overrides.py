@@ -16,9 +16,9 @@ import tyro
 from shoal.blueprint.aliases import OTHER_SYSTEMS
 from shoal.config.duration import Duration
 from shoal.config.flag_aliases import instead_of
-from shoal.config.load import load_recipe
+from shoal.config.load import Reading, read_recipe
 from shoal.config.recipe import Recipe
-from shoal.errors import Problem, nearest, raise_if
+from shoal.errors import Problem, nearest
 
 Options = TypeVar("Options")
 
@@ -28,38 +28,43 @@ USUAL = {"resume": "latest"}
 """Values of a verb's own options that a fix proposes where one is missing."""
 
 
-def parse(kind: type[Options], arguments: Sequence[str], *, prog: str) -> tuple[Options, Recipe]:
-    """A verb's options and the recipe, from `[RECIPE] [--option ...] [--section.key value ...]`."""
+def parse(kind: type[Options], arguments: Sequence[str], *, prog: str) -> tuple[Options, Reading]:
+    """A verb's options and the recipe, from `[RECIPE] [--option ...] [--section.key value ...]`.
+
+    Problems of the command line are in the reading. `Reading.complete` raises them together with those of the recipe.
+    """
     if "--help" in arguments or "-h" in arguments:
         _print_help(kind, prog)
-    own, overrides = _sort(list(arguments), own={each.name: each.type for each in fields(kind)})  # type: ignore[arg-type]
+    own, overrides, problems = _sort(list(arguments), own={each.name: each.type for each in fields(kind)})  # type: ignore[arg-type]
     options, rest = tyro.cli(
         kind, args=own, prog=prog, return_unknown_args=True, config=(tyro.conf.FlagCreatePairsOff,)
     )
     fix = "give at most one recipe, and settings as --section.key value"
-    raise_if(Problem("R002", f"unknown argument {word!r}", fix) for word in rest)
+    problems += [Problem("R002", f"unknown argument {word!r}", fix) for word in rest]
     path: Path | None = getattr(options, "recipe", None)
-    return options, load_recipe(path, overrides)
+    return options, read_recipe(path, overrides, problems)
 
 
-def _sort(words: list[str], own: dict[str, Any]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Arguments of the verb, and settings with one YAML value each (`--optim.betas '[0.9, 0.99]'`)."""
+def _sort(words: list[str], own: dict[str, Any]) -> tuple[list[str], list[tuple[str, str]], list[Problem]]:
+    """Arguments of the verb, settings with one YAML value each (`--optim.betas '[0.9, 0.99]'`), and the problems of
+    the arguments that are neither."""
     others: list[str] = []
     overrides: list[tuple[str, str]] = []
     problems: list[Problem] = []
     while words:
         word = words.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--"):
+        if word.startswith("-") and not word.startswith("--"):
+            problems.append(_not_an_option(word))
+        elif not word.startswith("--"):
             others.append(word)
-            problems += [_not_an_option(word)] if word.startswith("-") else []
         elif (option := name.replace("-", "_")) in own:
-            others.append(word)
-            problems += (
-                [Problem("R004", f"--{name} takes no value", f"--{name}")] if equals and own[option] == "bool" else []
-            )
-            if own[option] != "bool" and not equals and (not words or words[0].startswith("--")):
+            if equals and own[option] == "bool":
+                problems.append(Problem("R004", f"--{name} takes no value", f"--{name}"))
+            elif own[option] != "bool" and not equals and (not words or words[0].startswith("--")):
                 problems.append(Problem("R003", f"--{name} has no value", f"--{name} {USUAL.get(option, 'VALUE')}"))
+            else:
+                others += [word] if equals or own[option] == "bool" else [word, words.pop(0)]  # which may be -1
         else:
             name = SHORT.get(name, name)
             if not equals and _is_list(name):
@@ -69,16 +74,15 @@ def _sort(words: list[str], own: dict[str, Any]) -> tuple[list[str], list[tuple[
             if instead := _of_another_system(name, value):
                 problems.append(Problem("R005", f"there is no option --{name}", instead))
                 continue
-            problems += [] if equals or _may_stand_alone(name) else [_without_value(name)]
+            if not equals and not _may_stand_alone(name):
+                problems.append(_without_value(name))
+                continue
             near = nearest(option, own) if "." not in name and name not in SHORT.values() else None
             if near is not None and OTHER_SYSTEMS.get(option) is None:
-                problems.append(
-                    Problem("R002", f"unknown option --{name}", f"did you mean --{near.replace('_', '-')}?")
-                )
+                problems.append(Problem("R002", f"unknown option --{name}", f"--{near.replace('_', '-')}"))
             else:
                 overrides.append((name, value if equals else "true"))
-    raise_if(problems, title="the command line")
-    return others, overrides
+    return others, overrides, problems
 
 
 def _of_another_system(name: str, value: str) -> str | None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -19,16 +20,20 @@ import tyro
 
 from shoal.blueprint.layout_drawing import draw_layout
 from shoal.blueprint.plan import Plan
-from shoal.cli.memory_check import check_memory, has_no_accelerator, host_memory, parameters_of_preset, reject_too_large
+from shoal.cli.memory_check import check_memory, has_no_accelerator, host_memory, parameters_of_preset
 from shoal.cli.overrides import parse
 from shoal.comm.rendezvous.environment import Placement, read_environment
-from shoal.config.load import dump_recipe
+from shoal.config.check_settings import check_settings
+from shoal.config.load import Reading, dump_recipe
 from shoal.config.recipe import Recipe
-from shoal.errors import RunFailed, ShoalError
+from shoal.errors import Findings, Problem, RunFailed, ShoalError, raise_if
 from shoal.predict.cluster_parser import is_measured_here
 
 if TYPE_CHECKING:
-    from shoal.train.recipe.preflight import Job
+    from torch import nn
+
+    from shoal.predict.predict import Prediction
+    from shoal.train.recipe.preflight import Checked, Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,34 +66,25 @@ class Train:
 def main(arguments: Sequence[str]) -> int:
     """Train; 0 when the run reached its end, 130 when a signal stopped it before."""
     start_time = time.time()
-    options, recipe = parse(Train, arguments, prog="shoal train")
+    options, reading = parse(Train, arguments, prog="shoal train")
     out = sys.stdout
     # With --json, stdout is for the one object. What a user's model prints goes to stderr.
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
-        return _train(options, recipe, start_time, out)
+        return _train(options, reading, start_time, out)
 
 
-def _train(options: Train, recipe: Recipe, start_time: float, out: TextIO) -> int:
-    _reject_unknown_resume(options.resume)
+def _train(options: Train, reading: Reading, start_time: float, out: TextIO) -> int:
     placement = read_environment(os.environ)
     is_main = placement is None or placement.rank == 0
-    _reject_large_preset(options, recipe, placement)
-    _import_torch(recipe)
-    from shoal.launch.local import default_nproc
-    from shoal.train.recipe.dry_run import dry_run
-    from shoal.train.recipe.preflight import preflight
-
-    world_size = placement.world_size if placement else recipe.launch.nproc or default_nproc(recipe.launch.device)
     try:
-        if recipe.run.planned:
-            per_node = placement.local_world_size if placement else world_size
-            recipe = _with_best_plan(recipe, world_size, per_node, is_quiet=not is_main or options.json)
-        job = preflight(recipe, world_size)
-        _reject_large_model(options, job.recipe, placement.local_world_size if placement else world_size)
+        job = _checked_job(options, reading, placement)
     except ShoalError as error:
         if placement is None or placement.local_rank == 0:
             raise
         return error.exit_code  # every rank of a machine finds the same problem; the first one reports it
+    from shoal.train.recipe.dry_run import dry_run
+
+    world_size = job.recipe.plan.layout.world_size
     if options.dry_run:
         if is_main:
             if not job.recipe.run.fast_dev_run:  # which has no directory
@@ -109,11 +105,55 @@ def _train(options: Train, recipe: Recipe, start_time: float, out: TextIO) -> in
     return 130 if summary["was_stopped"] else 0
 
 
-def _reject_unknown_resume(resume: str) -> None:
+def _checked_job(options: Train, reading: Reading, placement: Placement | None) -> Job:
+    """The job of a command without problems; else raise all of them."""
+    checked = partial(_checked, options, placement, {})
+    recipe = reading.with_problems(_check_resume(options.resume)).complete(lambda each: checked(each).problems)
+    _reject_large_preset(options, recipe, placement)
+    found = checked(recipe)
+    raise_if(found.problems)
+    if found.chosen is not None and not options.json and (placement is None or placement.rank == 0):
+        _print_choice(found.chosen)
+    return found.job()
+
+
+def _checked(options: Train, placement: Placement | None, opened: dict[Any, Any], recipe: Recipe) -> Checked:
+    """Check all of a recipe, which may have values that stand for unread ones. `opened`: see `check_recipe`."""
+    _import_torch(recipe)
+    from shoal.observe.run_directory import RunDirectory
+    from shoal.train.recipe.preflight import check_recipe
+
+    found, chosen = Findings(), None
+    world_size, per_node = _num_ranks(recipe, placement)
+    if recipe.run.planned:
+        from shoal.train.recipe.auto_plan import check_best_plan  # the planner, which few runs need
+
+        recipe, chosen, problems = check_best_plan(recipe, world_size, per_node)
+        found += problems
+        world_size = 1 if chosen is None else world_size
+    check_size = partial(_check_size, options, per_node)
+    checked = check_recipe(recipe, world_size, check_size=check_size, opened=opened)
+    found += checked.problems
+    if found.problems and recipe.run.dir and not recipe.run.fast_dev_run:
+        found.of(RunDirectory.preview, recipe, "fresh")  # not compared with an earlier run: the recipe has to change
+    return replace(checked, problems=found.problems, chosen=chosen)
+
+
+def _num_ranks(recipe: Recipe, placement: Placement | None) -> tuple[int, int]:
+    """The number of ranks, and of those on one machine."""
+    from shoal.launch.local import default_nproc
+
+    if placement is not None:
+        return placement.world_size, placement.local_world_size
+    nproc = recipe.launch.nproc or default_nproc(recipe.launch.device)
+    return nproc, nproc
+
+
+def _check_resume(resume: str) -> Iterator[Problem]:
     is_step = resume.isdecimal() and len(resume) <= 16
     if resume not in ("auto", "latest", "fresh") and not is_step:
         what = f"--resume must be auto, latest, fresh or a step, got {resume[:80]!r}"
-        raise ShoalError(what, fix="--resume auto", code="R032")
+        yield Problem("R032", what, "--resume auto")
 
 
 def _import_torch(recipe: Recipe) -> None:
@@ -128,38 +168,39 @@ def _import_torch(recipe: Recipe) -> None:
 
 
 def _reject_large_preset(options: Train, recipe: Recipe, placement: Placement | None) -> None:
-    """Reject a preset that does not fit this machine's memory before torch is loaded, where there is no GPU."""
+    """Reject a preset that does not fit this machine's memory before torch is loaded, where there is no GPU.
+
+    Problems of the settings are reported with it. Torch is not loaded to find those of the model and of the data.
+    """
     ranks = placement.local_world_size if placement else recipe.launch.nproc or 1
     world_size = placement.world_size if placement else ranks
     is_host = recipe.launch.device == "cpu" or (recipe.launch.device == "auto" and has_no_accelerator())
     parameters = parameters_of_preset(recipe)
     if options.dry_run or options.overcommit or recipe.run.planned or not is_host or parameters is None:
         return
-    try:
-        plan = recipe.plan.resolve(world_size)
-    except ShoalError:  # which `preflight` reports with all other problems
-        return
-    if not placement or placement.local_rank == 0:
-        reject_too_large(recipe, plan, parameters, ranks=ranks, memory=host_memory())
+    problems = check_settings(recipe, world_size)
+    if recipe.plan.check(world_size):
+        return  # `preflight` reports it with all other problems
+    too_large = check_memory(recipe, recipe.plan.fill(world_size), parameters, ranks=ranks, memory=host_memory())
+    raise_if([*problems, *too_large] if too_large else [])
 
 
-def _reject_large_model(options: Train, recipe: Recipe, ranks: int) -> None:
-    """Reject any model that does not fit the memory of this machine, or of its GPUs with one rank each."""
+def _check_size(options: Train, ranks: int, recipe: Recipe, model: nn.Module) -> list[Problem]:
+    """Find a model that does not fit the memory of this machine, or of its GPUs with one rank each."""
     import torch
 
-    from shoal.train.build_model import build_model, without_memory
-
-    model = without_memory(lambda: build_model(recipe.model))
-    if options.overcommit or model is None:
-        return
+    if options.overcommit:
+        return []
     on_gpu = recipe.launch.device != "cpu" and torch.cuda.is_available() and recipe.plan.offload == "none"
     devices = range(min(ranks, torch.cuda.device_count()) if on_gpu else 0)
     memory = sum(torch.cuda.get_device_properties(n).total_memory for n in devices) if on_gpu else host_memory()
     parameters = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    problems = check_memory(recipe, recipe.plan, parameters, ranks=ranks, memory=memory)
     if not options.dry_run:
-        reject_too_large(recipe, recipe.plan, parameters, ranks=ranks, memory=memory)
-    elif what := check_memory(recipe, recipe.plan, parameters, ranks=ranks, memory=memory):
-        print(f"shoal: {what}", file=sys.stderr)
+        return problems
+    for problem in problems:
+        print(f"shoal: {problem.what}", file=sys.stderr)
+    return []
 
 
 def _run(job: Job, options: Train, placement: Placement | None, world_size: int, start_time: float) -> dict[str, Any]:
@@ -217,18 +258,13 @@ def _naming_shortened_data(job: Job) -> Iterator[None]:
         raise
 
 
-def _with_best_plan(recipe: Recipe, world_size: int, per_node: int, *, is_quiet: bool) -> Recipe:
-    """The recipe with the plan that the planner has chosen."""
-    from shoal.train.recipe.auto_plan import with_best_plan
-
-    recipe, chosen = with_best_plan(recipe, world_size, per_node)
-    if not is_quiet:
-        seconds, gib = chosen.time.total, chosen.memory.total / 2**30
-        words = f"plan: auto is {chosen.plan.brief()}: {seconds * 1e3:,.0f} ms a step and {gib:.1f} GiB predicted"
-        print(words, file=sys.stderr)
-        if not is_measured_here():
-            print("no calibration found; using defaults. Run `shoal calibrate`", file=sys.stderr)
-    return recipe
+def _print_choice(chosen: Prediction) -> None:
+    """Print the plan that the planner has chosen."""
+    seconds, gib = chosen.time.total, chosen.memory.total / 2**30
+    words = f"plan: auto is {chosen.plan.brief()}: {seconds * 1e3:,.0f} ms a step and {gib:.1f} GiB predicted"
+    print(words, file=sys.stderr)
+    if not is_measured_here():
+        print("no calibration found; using defaults. Run `shoal calibrate`", file=sys.stderr)
 
 
 def _append_measurement(job: Job, summary: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from shoal.cli.overrides import parse
 from shoal.cli.reports.console import show
 from shoal.comm.rendezvous.environment import read_environment
 from shoal.config.recipe import Recipe
-from shoal.errors import ShoalError
+from shoal.errors import Problem
 
 if TYPE_CHECKING:
     from shoal.verification.api import RecipeSettings
@@ -56,25 +56,31 @@ class Verify:
 
 def main(arguments: Sequence[str]) -> int:
     """Verify; 0 when all values are equal, 1 when one is not."""
-    options, recipe = parse(Verify, arguments, prog="shoal verify")
-    _reject_launcher_and_plan(options, arguments)
+    options, reading = parse(Verify, arguments, prog="shoal verify")
+    reading = reading.with_problems(_check_launcher_and_plan(options, arguments))
     out = sys.stdout
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
+        recipe = reading.complete(lambda each: _check(options, each))
         return _matrix(options, recipe, out) if options.matrix else _one(options, recipe, out)
 
 
-def _reject_launcher_and_plan(options: Verify, arguments: Sequence[str]) -> None:
+def _check_launcher_and_plan(options: Verify, arguments: Sequence[str]) -> Iterator[Problem]:
     place = read_environment(os.environ)
     if place is not None and place.world_size > 1:
-        raise ShoalError(
+        yield Problem(
+            "R033",
             f"verify must be started as one process, got {place.world_size} from {place.source}",
-            fix=f"shoal verify --nproc {place.world_size} ..., without {place.source}",
-            code="R033",
+            f"shoal verify --nproc {place.world_size} ..., without {place.source}",
         )
     if options.matrix and any(word.startswith("--plan") for word in arguments):
-        raise ShoalError(
-            "--matrix verifies every valid plan and takes no --plan", fix="--matrix, or --plan", code="R044"
-        )
+        yield Problem("R044", "--matrix verifies every valid plan and takes no --plan", "--matrix, or --plan")
+
+
+def _check(options: Verify, recipe: Recipe) -> list[Problem]:
+    """All problems of the recipe with these options."""
+    from shoal.verification.api import check_case
+
+    return [] if options.matrix else check_case(recipe, _num_ranks(recipe), _settings(options))[0]
 
 
 def _one(options: Verify, recipe: Recipe, out: TextIO) -> int:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from shoal.blueprint.aliases import OTHER_SYSTEMS
-from shoal.blueprint.plan import Plan
+from shoal.blueprint.plan import DEGREES, Plan
+from shoal.blueprint.plan_parser import read_mapping, read_words
 from shoal.config.recipe import Recipe
-from shoal.errors import Problem, ShoalError, listed, nearest
+from shoal.errors import Findings, Problem, ShoalError, listed, nearest
 from shoal.safe_parsing import OutOfBounds, parse_yaml, read_text, short
 
 Tree = dict[str, Any]
@@ -32,16 +33,66 @@ RECIPE_ENDINGS = ("", ".yaml", ".yml", ".json")
 """A file with another ending and without a section of a recipe counts as data."""
 
 
+OTHER_VALUES: Mapping[str, Any] = {
+    **{f"plan.{name}": 2 for name in DEGREES},
+    **{"plan.zero": 3, "plan.schedule": "gpipe", "plan.v": 2, "plan.context": "ulysses", "plan.sp": True},
+    **{"plan.mb": 1, "plan.precision": "bf16", "plan.compress": "int8", "plan.sync": "local:8"},
+    **{"model": {"name": "mlp"}, "data.seq_len": 240, "data.global_batch": 720, "launch.nproc": 60},
+    **{"optim.name": "sgd", "optim.implementation": "fused", "run.duration": "10min"},
+}
+"""Key → a valid value that leads to other problems than the default does."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A recipe as far as it could be read, and the problems of the rest."""
+
+    recipe: Recipe
+    """Values that could not be read are the defaults."""
+    other: Recipe
+    """The same with other values in place of the defaults. Problems that both have do not depend on these values."""
+    problems: tuple[Problem, ...] = ()
+    title: str = ""
+    has_file: bool = True
+    """False: the file could not be read. Then nothing is known of the recipe but the settings of the command line."""
+
+    def with_problems(self, problems: Iterable[Problem]) -> Reading:
+        """Add problems of the command that have nothing to do with the recipe."""
+        return replace(self, problems=(*self.problems, *problems))
+
+    def complete(self, check: Callable[[Recipe], Iterable[Problem]] = lambda recipe: ()) -> Recipe:
+        """Return the recipe if all of it could be read; else raise, also with the problems that `check` finds in it."""
+        if not self.problems:
+            return self.recipe
+        more = list(check(self.recipe)) if self.has_file else []
+        if more and self.other is not self.recipe:
+            certain = {problem.what for problem in check(self.other)}
+            more = [problem for problem in more if problem.what in certain]
+        raise ShoalError(*self.problems, *more, title=self.title)
+
+
 def load_recipe(path: Path | None, overrides: Iterable[tuple[str, str]] = ()) -> Recipe:
     """The recipe in the file (None: all defaults) with overrides such as `("optim.lr", "3e-4")`."""
-    tree = {} if path is None else read_yaml(path)
-    problems: list[Problem] = []
-    overrides = list(overrides)
+    return read_recipe(path, overrides).complete()
+
+
+def read_recipe(
+    path: Path | None, overrides: Iterable[tuple[str, str]] = (), problems: Iterable[Problem] = ()
+) -> Reading:
+    """Read the same as far as possible. `problems` are those of the command line that were found before."""
+    collected = Findings()
+    collected += problems
+    tree = {} if path is None else collected.of(read_yaml, path)
+    has_file, tree = tree is not None, tree or {}
+    title = str(path) if path and has_file else "the settings"
+    found, unread, overrides = collected.problems, set[str](), list(overrides)
     _drop_other_model(tree, dict(overrides).get("model.name"))
     for key, text in overrides:
-        problems += _open_plan(tree) if key.startswith("plan.") else []
+        if key.startswith("plan."):
+            _open_plan(tree, found, unread)
         put(tree, key, parse_value(key, text))
-    return build_recipe(tree, title=str(path) if path else "the settings", problems=problems)
+    reading = _read_tree(tree, title=title, problems=found, unread=unread)
+    return replace(reading, has_file=has_file, title=title if has_file or len(reading.problems) > 1 else "")
 
 
 def _drop_other_model(tree: Tree, name: str | None) -> None:
@@ -61,7 +112,7 @@ def read_yaml(path: Path) -> Tree:
         near = names.get(nearest(path.stem, names) or "")
         raise ShoalError(
             f"there is no recipe {str(path)!r}",
-            fix=f"did you mean {near}?" if near else "shoal train PATH.yaml, or shoal train for the defaults",
+            fix=f"shoal train {near}" if near else "shoal train PATH.yaml, or shoal train for the defaults",
             code="R006",
         ) from None
     except (OSError, ShoalError) as error:
@@ -143,40 +194,94 @@ def put(tree: Tree, key: str, value: Any) -> None:
     tree[last] = value
 
 
-def _open_plan(tree: Tree) -> list[Problem]:
-    """Turn the words of a plan into keys, which are checked with the whole tree.
-
-    Words that cannot be read are reported here and dropped. So each mistake is reported once, and keys beside them are
-    checked too.
-    """
+def _open_plan(tree: Tree, problems: list[Problem], unread: set[str]) -> None:
+    """Turn the words of a plan into keys. Words that cannot be read are reported and dropped, each once."""
     plan = tree.get("plan")
     if isinstance(plan, dict):
-        return []
+        return
     _note_auto(tree)
-    tree["plan"] = {}
+    _read_plan(tree, problems, unread)
+
+
+def _read_plan(tree: Tree, problems: list[Problem], unread: set[str]) -> None:
+    """Reduce the plan to the keys and values that could be read."""
+    plan = tree.get("plan")
+    if isinstance(plan, Plan):
+        return
+    if not isinstance(plan, Mapping | str | None):
+        problems += (problem.within("plan") for problem in _problems_of_plan(plan))
+        plan = None
+    read = read_mapping(plan) if isinstance(plan, Mapping) else read_words(plan or "")
+    problems += (problem.within("plan") for problem in read.problems)
+    unread |= {f"plan.{key}" for key in read.unread}
+    tree["plan"] = read.values
+
+
+def _problems_of_plan(plan: object) -> tuple[Problem, ...]:
+    """The problem of a plan that is neither words nor a mapping."""
     try:
-        tree["plan"] = Plan.of(plan).to_mapping()
+        Plan.of(plan)  # type: ignore[arg-type]
     except ShoalError as error:
-        return [each.within("plan") for each in error.problems]
-    return []
+        return error.problems
+    return ()
 
 
 def build_recipe(tree: Tree, *, title: str, problems: Iterable[Problem] = ()) -> Recipe:
     """Check a whole tree; one `ShoalError` has all of its problems."""
-    found = list(problems)
+    return _read_tree(tree, title=title, problems=problems).complete()
+
+
+def _read_tree(tree: Tree, *, title: str, problems: Iterable[Problem] = (), unread: Iterable[str] = ()) -> Reading:
+    """Read a tree; values that are not valid are reported and replaced by defaults."""
+    found, lost = list(problems), set(unread)
     # An empty section, such as `run:`, is None.
     tree = {key: value for key, value in copy.deepcopy(tree).items() if value is not None}
     if isinstance(tree.get("model"), str):
         tree["model"] = {"name": tree["model"]}
     _note_auto(tree)
+    found += _drop_odd_keys(tree)
     try:
         recipe = Recipe.model_validate(tree)
     except ValidationError as error:
+        _read_plan(tree, found, lost)
         for each in error.errors():
-            found += _problems_of(each)
-    if found:
-        raise ShoalError(*found, title=title)
-    return recipe
+            if each["loc"][:1] != ("plan",):
+                found += _problems_of(each)
+                lost.add(_drop(tree, each))
+        recipe = Recipe.model_validate(tree)
+    return Reading(recipe, _with_other_values(tree, lost) if lost else recipe, tuple(found), title)
+
+
+def _drop_odd_keys(tree: Tree) -> list[Problem]:
+    """Remove keys that are no words, which YAML allows, from a tree and its sections; returns their problems."""
+    found = []
+    for prefix, section in [
+        ("", tree),
+        *((f"{key}.", value) for key, value in tree.items() if isinstance(value, dict)),
+    ]:
+        for key in [key for key in section if not isinstance(key, str)]:
+            found.append(unknown_key(f"{prefix}{key}", section.pop(key)))
+    return found
+
+
+def _drop(tree: Tree, error: Any) -> str:
+    """Remove the value that an error of pydantic is about; returns its key."""
+    section, *keys = error["loc"]
+    if keys and isinstance(tree.get(section), dict):
+        tree[section].pop(keys[0], None)
+        return f"{section}.{keys[0]}"
+    tree.pop(section, None)
+    return str(section)
+
+
+def _with_other_values(tree: Tree, unread: Iterable[str]) -> Recipe:
+    other = copy.deepcopy(tree)
+    _read_plan(other, [], set())
+    for key in unread:
+        name = "model" if key.startswith("model.") else key
+        if name in OTHER_VALUES:
+            put(other, name, OTHER_VALUES[name])
+    return Recipe.model_validate(other)
 
 
 def _note_auto(tree: Tree) -> None:
@@ -222,7 +327,7 @@ def known_keys() -> dict[str, str]:
     return keys | {f"plan.{field.name}": "" for field in fields(Plan)}
 
 
-def unknown_key(key: str) -> Problem:
+def unknown_key(key: str, value: object = "VALUE") -> Problem:
     """The problem of an unknown key."""
     last = key.rpartition(".")[2]
     known = known_keys()
@@ -230,17 +335,46 @@ def unknown_key(key: str) -> Problem:
     namesakes = [name for name in known if name.rpartition(".")[2] == last]
     match = OTHER_SYSTEMS.get(last) or (namesakes[0] if len(namesakes) == 1 else nearest(key, known))
     match = match or by_last.get(nearest(last, by_last) or "")
-    fix = f"did you mean {match}?" if match else "`shoal train --help` lists all keys"
+    fix = _setting(match, value) if match else "shoal train --help, which lists all keys"
     return Problem("R011", f"unknown key {key!r}", fix)
+
+
+def _setting(meant: str, value: object) -> str:
+    """The setting to type in place of an unknown one: a key, a key with a value, or a key with an example or a note."""
+    key, _, rest = meant.partition(" ")
+    if meant.startswith("--"):
+        return meant
+    if rest.startswith("("):
+        example = rest.strip("()")
+        return f"--{key} VALUE {rest}" if " " in example else f"--{key} {example}"
+    return f"--{meant}" if rest else f"--{key} {spell(value) if _takes(key, value) else 'VALUE'}"
+
+
+def _takes(key: str, value: object) -> bool:
+    """Whether the value is valid for the key."""
+    tree: Tree = {}
+    put(tree, key, value)
+    try:
+        Recipe.model_validate(tree)
+    except ValidationError:
+        return False
+    return True
+
+
+def spell(value: object) -> str:
+    """Spell a value for the command line."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"'{list(value)}'" if isinstance(value, list | tuple) else str(value)
 
 
 def _problems_of(error: Any) -> Iterator[Problem]:
     key = ".".join(str(part) for part in error["loc"] if isinstance(part, str) and part.isidentifier())
     cause = error.get("ctx", {}).get("error")
     if error["type"] == "extra_forbidden":
-        yield unknown_key(key)
+        yield unknown_key(key, error["input"])
     elif isinstance(cause, ShoalError):
-        yield from (problem.within(key) for problem in cause.problems)
+        yield from (replace(problem.within(key), fix=_flag(key, problem.fix)) for problem in cause.problems)
     elif error["type"] == "literal_error":
         words = [word.strip("'") for word in error["ctx"]["expected"].replace(" or ", ", ").split(", ")]
         near = nearest(str(error["input"])[:200].lower(), words) if len(words) > FEW else None
@@ -251,9 +385,24 @@ def _problems_of(error: Any) -> Iterator[Problem]:
     else:
         rule = error["msg"].replace("Input should ", "must ", 1)
         rule = rule if rule.startswith("must ") else f"is wrong: {rule}"
-        about = " ".join(known_keys().get(key, "").split())
-        fix = f"{key} is: {about}" if about else f"keys of the section {key}, such as {_first_key(key)}"
+        name = key if key in known_keys() else _first_key(key)
+        about = " ".join(known_keys().get(name, "").split())
+        fix = f"--{name} {_usual(name)}  # {about}" if about else "shoal train --help, which lists all keys"
         yield Problem("R013", f"{key} {rule}, got {short(error['input'])}", fix)
+
+
+def _flag(key: str, fix: str) -> str:
+    """A fix of one value of a key, as a flag. A fix that is a flag stays."""
+    return fix if fix.startswith("--") or key not in known_keys() else f"--{key} {fix}"
+
+
+def _usual(key: str) -> str:
+    """The default of a key, as it is typed; 1 for a number that is open by default."""
+    section, _, name = key.partition(".")
+    default = getattr(getattr(Recipe(), section), name, None)
+    field = type(getattr(Recipe(), section)).model_fields.get(name)
+    is_number = default is None and field is not None and "int" in str(field.annotation)
+    return "1" if is_number else spell(default)
 
 
 def _first_key(section: str) -> str:

@@ -17,8 +17,11 @@ OUTER = ("outer_lr", "outer_momentum")
 LOCAL_SGD = (*OUTER, "fragments", "outer_delay", "rescale")
 
 
-def no_effect(recipe: Recipe, plan: Plan) -> Iterator[Problem]:
-    """Problems of `comm:` settings that have no effect under this resolved plan."""
+def no_effect(recipe: Recipe, plan: Plan, *, knows_replicas: bool = True) -> Iterator[Problem]:
+    """Problems of `comm:` settings that have no effect under this resolved plan.
+
+    `knows_replicas` False: the degrees of the plan do not fit the ranks, and the number of replicas is not known.
+    """
     comm, sync = recipe.comm, plan.sync_spec
     changed = [name for name in LOCAL_SGD if _is_changed(comm, name)]
     if plan.sync is None and changed:
@@ -33,7 +36,8 @@ def no_effect(recipe: Recipe, plan: Plan) -> Iterator[Problem]:
     if comm.warmup_steps is not None and not plan.sync and not plan.compress:
         what = f"comm.warmup_steps {comm.warmup_steps} has no effect without compress= or sync="
         yield Problem("R022", what, "compress=int8 in the plan, or --comm.warmup_steps None")
-    yield from _check_algorithm(recipe, plan)
+    if knows_replicas:
+        yield from _check_algorithm(recipe, plan)
 
 
 def _check_algorithm(recipe: Recipe, plan: Plan) -> Iterator[Problem]:

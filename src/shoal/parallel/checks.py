@@ -12,6 +12,7 @@ from shoal.blueprint.description import Description, matches
 from shoal.blueprint.placement import is_inside
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.validation.check import check_plan
+from shoal.blueprint.validation.description import check_names
 from shoal.comm.collectives import all_gather_plain
 from shoal.errors import Problem, ShoalError, nearest, raise_if
 from shoal.numerics.fp8.convert import MIN_FEATURES, is_fit_for_fp8
@@ -22,26 +23,6 @@ from shoal.parallel.expert.router import routers
 from shoal.parallel.fused_loss_head import why_not_fused
 from shoal.parallel.policies import ComputePolicy, SyncPolicy
 from shoal.parallel.tensor import WHOLE, TensorParallel
-
-
-def reject_unsupported(plan: Plan) -> None:
-    """Raise for every word of a resolved plan that this version can plan but not run."""
-    found = []
-    if plan.sync and plan.layout.cp > 1 and not plan.is_sharded:
-        found.append(
-            Problem(
-                "P049",
-                f"sync={plan.sync} needs cp=1, or shards inside a replica, got cp={plan.cp} with zero=0",
-                "zero=1, 2 or 3",
-            )
-        )
-    if plan.compression is not None and plan.compression.feeds_back and plan.precision == "fp16" and not plan.sync:
-        what = f"compress={plan.compress} keeps a residual, which the changing loss scale of fp16 would make wrong"
-        found.append(Problem("P050", what, "bf16 in place of fp16, or compress=int8"))
-    if plan.sync and plan.offload == "optimizer":
-        what = f"sync={plan.sync} exchanges weights on the device, and offload=optimizer updates them on the host"
-        found.append(Problem("P051", what, "offload=none or parameters"))
-    raise_if(found, title=f"plan '{plan.brief()}'")
 
 
 def validate_model(
@@ -65,21 +46,25 @@ def validate_model(
         is_split_by_hand=is_split_by_hand,
         compiles=bool(compute.compile),
     )
-    raise_if(found or check_model(model, plan, description, compute, sync), title=f"plan '{plan.brief()}'")
+    found += check_model(model, plan, description, compute, sync)
+    raise_if(found, title=f"plan '{plan.brief()}'")
     _reject_unequal_models(model, plan, tensor)
 
 
 def check_model(
     model: nn.Module, plan: Plan, description: Description, compute: ComputePolicy, sync: SyncPolicy
 ) -> list[Problem]:
-    """What the modules of a model, built or without memory, have against a plan that its description fits; and what the
-    settings of a run have against either."""
+    """Problems of the modules of a model, built or without memory, with a plan, and of the settings of a run with
+    either. None if the description names modules that the model lacks, which `check_plan` reports."""
+    if any(check_names(description, [name for name, _ in model.named_modules()])):
+        return []
+    ep, plan = plan.ep or 1, plan.with_layout()
     return [
         *_without_attention(model, plan),
         *_missing_arguments(model, plan, description),
-        *_without_experts(model, plan),
+        *_without_experts(model, ep, description),
         *_undescribed_documents(model, plan, description),
-        *_other_experts(model, plan, description),
+        *_other_experts(model, ep, description),
         *_ties_that_break(model, plan, description),
         *(_unshared_batch_norm(model, plan) if compute.sync_batch_norm else ()),
         *_unused_with_shards(plan, finds_unused=sync.find_unused_parameters),
@@ -101,13 +86,13 @@ def _unshared_batch_norm(model: nn.Module, plan: Plan) -> Iterator[Problem]:
         what = (
             f"sync_batch_norm makes ranks wait for each other in every batch norm, and pp={plan.layout.pp} has an order"
         )
-        yield Problem("P061", f"{what} of microbatches of its own", f"pp=1; or {off}")
+        yield Problem("P061", f"{what} of microbatches of its own", f"{off}; or pp=1")
     if norms and plan.sync:
         what = f"sync_batch_norm shares statistics in every step, and under sync={plan.sync} replicas train alone"
-        yield Problem("P062", what, f"a plan without sync=; or {off}")
+        yield Problem("P062", what, f"{off}; or a plan without sync=")
     if norms and plan.layout.tp > 1 and plan.sp:
         what = f"sync_batch_norm shares statistics over samples, and tp={plan.layout.tp} with sp divides tokens"
-        yield Problem("P063", what, f"sp=off; or {off}")
+        yield Problem("P063", what, f"{off}; or sp=off")
 
 
 def _unused_with_shards(plan: Plan, *, finds_unused: bool) -> Iterator[Problem]:
@@ -122,7 +107,7 @@ def _unused_with_shards(plan: Plan, *, finds_unused: bool) -> Iterator[Problem]:
 def _no_layer_for_fp8(
     model: nn.Module, plan: Plan, description: Description, min_features: int | None
 ) -> Iterator[Problem]:
-    if plan.precision != "fp8":
+    if plan.precision != "fp8" or not description.blocks:  # `check_precision` reports fp8 without blocks
         return
     least = MIN_FEATURES if min_features is None else min_features
     blocks = [model.get_submodule(name) for name in description.blocks]
@@ -184,15 +169,16 @@ def _missing_arguments(model: nn.Module, plan: Plan, description: Description) -
             yield Problem(
                 "M018",
                 f"describe() names {name!r} as the argument for {what}, and forward has no such argument",
-                f"did you mean {near}?" if near else f"def forward(self, tokens, {name}=None): ...",
+                f'Description(..., {what}="{near}")' if near else f"def forward(self, tokens, {name}=None): ...",
             )
 
 
-def _without_experts(model: nn.Module, plan: Plan) -> Iterator[Problem]:
-    if plan.layout.ep > 1 and not experts_in(model):
+def _without_experts(model: nn.Module, ep: int, description: Description) -> Iterator[Problem]:
+    """The problem of a description with experts that the model lacks; `check_experts` reports one without experts."""
+    if ep > 1 and description.num_experts and not experts_in(model):
         yield Problem(
             "M019",
-            f"ep={plan.layout.ep} needs a shoal.Experts in the model, got none",
+            f"ep={ep} needs a shoal.Experts in the model, got none",
             "shoal.Experts in place of experts of your own, or ep=1",
         )
 
@@ -208,7 +194,7 @@ def _undescribed_documents(model: nn.Module, plan: Plan, description: Descriptio
         )
 
 
-def _other_experts(model: nn.Module, plan: Plan, description: Description) -> Iterator[Problem]:
+def _other_experts(model: nn.Module, ep: int, description: Description) -> Iterator[Problem]:
     """Yield numbers that differ between the description and the modules."""
     facts = [("num_experts", description.num_experts, e.num_experts) for e in experts_in(model).values()]
     facts += [
@@ -217,7 +203,7 @@ def _other_experts(model: nn.Module, plan: Plan, description: Description) -> It
         if router.choice == "token"
     ]
     for name, said, is_so in dict.fromkeys(facts):
-        if plan.layout.ep > 1 and said is not None and said != is_so:
+        if ep > 1 and said is not None and said != is_so:
             yield Problem("M021", f"describe() says {name}={said}, and the model has {is_so}", f"{name}={is_so}")
 
 
@@ -252,6 +238,6 @@ def _reject_unequal_models(model: nn.Module, plan: Plan, tensor: TensorParallel)
     if unlike is not None:
         raise ShoalError(
             f"{unlike} must have the same values on every rank before it is laid out",
-            fix="the same torch.manual_seed on every rank before the model is built, and weights loaded on every rank",
+            fix="torch.manual_seed(0) on every rank before the model is built, and weights loaded on every rank",
             code="M023",
         )

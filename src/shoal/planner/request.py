@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, Literal
 
-from shoal.blueprint.plan import Plan
-from shoal.blueprint.plan_parser import parse_words
-from shoal.blueprint.validation.bf16_weights import reject_bf16_weights
+from shoal.blueprint.plan import DEGREES, VIRTUAL_STAGES, Plan
+from shoal.blueprint.plan_conflicts import check_conflicts
+from shoal.blueprint.plan_parser import read_mapping, read_words
+from shoal.blueprint.validation.bf16_weights import check_bf16_weights
+from shoal.blueprint.validation.unsupported import check_unsupported
 from shoal.config.parse_units import size_in_bytes
-from shoal.errors import Problem, ShoalError, raise_if
+from shoal.errors import Findings, Problem, ShoalError, raise_if
+from shoal.planner.suggestions import AS_OPTIONS, check_axes
 from shoal.planner.task import Task
 from shoal.predict.cluster import Cluster
 from shoal.predict.cluster_parser import parse_cluster
@@ -123,29 +127,20 @@ class PlanRequest:
 
 def task_of(request: PlanRequest) -> Task:
     """Build the task from a request."""
-    cluster = parse_cluster(request.cluster)
+    found = Findings()
+    cluster = found.of(parse_cluster, request.cluster)
+    workload = found.of(workload_of, request)
+    required, problems = read_required(request)
+    numbers = check_numbers(request, cluster)
+    found += [*problems, *numbers]
+    if cluster is None or workload is None or numbers:
+        raise ShoalError(*found.problems)
     if request.price is not None:
         cluster = replace(cluster, price=request.price)
-    workload = workload_of(request)
     usual = min(workload.sequence or 4096, LONGEST) if workload.is_transformer else 1
     sequence = usual if request.seq_len is None else request.seq_len
     batch = _usual_batch(cluster, workload, sequence) if request.global_batch is None else request.global_batch
-    raise_if(
-        Problem("Q001", f"{name} {value} is not a number of at least 1", f"{name} 1 or more")
-        for name, value in (("--seq-len", sequence), ("--global-batch", batch), ("--top", request.top))
-        if value < 1
-    )
-    if request.price is not None and request.price < 0:
-        raise ShoalError(
-            f"--price {request.price} is below 0", fix="--price 2.5, for one device and one hour", code="Q001"
-        )
-    if (request.learning_rate is None) != (request.base_batch is None):
-        raise ShoalError(
-            "--learning-rate and --base-batch must be given together",
-            fix="--learning-rate 3e-4 --base-batch 256",
-            code="Q002",
-        )
-    return Task(
+    task = Task(
         workload=workload,
         cluster=cluster,
         sequence=sequence,
@@ -154,16 +149,34 @@ def task_of(request: PlanRequest) -> Task:
             compile=not request.eager, state_dtype=request.state_dtype, param_dtype=request.param_dtype
         ),
         compiles=not request.eager,
-        max_memory=None if request.max_memory is None else _memory_limit(request.max_memory, cluster),
+        max_memory=None if request.max_memory is None else size_in_bytes(request.max_memory),
     )
+    if found.problems:
+        found += check_axes(task, Plan.of(required), AS_OPTIONS)
+        raise ShoalError(*found.problems)
+    return task
 
 
-def _memory_limit(text: str, cluster: Cluster) -> float:
-    limit, there = size_in_bytes(text), cluster.device.memory
-    if limit > there:
-        what = f"--max-memory {text}, and a {cluster.device.name} has {there / 2**30:.1f} GiB"
-        raise ShoalError(what, fix=f"--max-memory {there * 0.95 / 2**30:.0f}GiB or less", code="Q003")
-    return limit
+def check_numbers(request: PlanRequest, cluster: Cluster | None) -> list[Problem]:
+    """Problems of the numbers of a request. `cluster` None: it could not be read."""
+    found = Findings()
+    for name, value in (
+        ("--seq-len", request.seq_len),
+        ("--global-batch", request.global_batch),
+        ("--top", request.top),
+    ):
+        if value is not None and value < 1:
+            found += [Problem("Q001", f"{name} {value} is not a number of at least 1", f"{name} 1 or more")]
+    if request.price is not None and request.price < 0:
+        found += [Problem("Q001", f"--price {request.price} is below 0", "--price 2.5, for one device and one hour")]
+    if (request.learning_rate is None) != (request.base_batch is None):
+        what = "--learning-rate and --base-batch must be given together"
+        found += [Problem("Q002", what, "--learning-rate 3e-4 --base-batch 256")]
+    limit = None if request.max_memory is None else found.of(size_in_bytes, request.max_memory)
+    if limit is not None and cluster is not None and limit > (there := cluster.device.memory):
+        what = f"--max-memory {request.max_memory}, and a {cluster.device.name} has {there / 2**30:.1f} GiB"
+        found += [Problem("Q003", what, f"--max-memory {there * 0.95 / 2**30:.0f}GiB or less")]
+    return found.problems
 
 
 def _usual_batch(cluster: Cluster, workload: Workload, sequence: int) -> int:
@@ -189,7 +202,7 @@ def workload_of(request: PlanRequest) -> Workload:
         if given:
             raise ShoalError(
                 f"{request.model} is traced, and --{next(iter(given))} is for dimensions",
-                fix="leave it out",
+                fix=f"shoal plan {request.model}, without --{next(iter(given))}",
                 code="Q005",
             )
         if ":" not in request.model:
@@ -204,32 +217,55 @@ def workload_of(request: PlanRequest) -> Workload:
     named = find_model(request.model)
     if given and not named.is_transformer:
         what = f"{request.model} is no transformer, and --{next(iter(given))} is a dimension of one"
-        raise ShoalError(what, fix="leave it out", code="Q005")
+        raise ShoalError(what, fix=f"shoal plan {request.model}, without --{next(iter(given))}", code="Q005")
     return named.resized(**given) if given else named
 
 
 def required_of(request: PlanRequest) -> dict[str, Any]:
     """Return the words that every plan must have, as keys and values."""
-    own = {name: getattr(request, name) for name in (*WORDS, "precision")}
-    given = {name: value for name, value in own.items() if value is not None}
-    words = parse_words(request.plan)
-    raise_if(
-        Problem(
-            "Q006",
-            f"{name} is given twice: {words[name]} in --plan, and --{name} {given[name]}",
-            "leave one of them out",
-        )
-        for name in given
-        if name in words and words[name] != given[name]
-    )
-    required = {**words, **given}
-    required.setdefault("precision", _usual_precision(parse_cluster(request.cluster)))
-    plan = Plan.of(required)  # rejects contradictions
-    if request.param_dtype == "bf16":
-        reject_bf16_weights(plan, weights="--param-dtype fp32", precision="--precision bf16")
+    required, problems = read_required(request)
+    raise_if(problems)
     return required
 
 
-def _usual_precision(cluster: Cluster) -> str:
+def read_required(request: PlanRequest) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the words that could be read, and the problems of all."""
+    own = {name: getattr(request, name) for name in (*WORDS, "precision")}
+    given = {name: value for name, value in own.items() if value is not None}
+    found, read = Findings(), read_words(request.plan)
+    found += read.problems
+    for name, value in given.items():
+        if read.values.get(name, value) != value:
+            what = f"{name} is given twice: {read.values[name]} in --plan, and --{name} {value}"
+            others = Plan.of({key: other for key, other in read.values.items() if key != name})
+            found += [Problem("Q006", what, f'--plan "{others}"')]
+    of_options = read_mapping(given)
+    found += of_options.problems
+    required = {**read.values, **of_options.values}
+    if "precision" not in read.unread | of_options.unread:
+        required.setdefault("precision", _usual_precision(request.cluster))
+    found += _check_words(Plan.of(required), request)
+    return required, found.problems
+
+
+def _check_words(plan: Plan, request: PlanRequest) -> Iterator[Problem]:
+    """Problems of words that exclude each other, whatever the planner chooses for the open ones."""
+    degrees = {axis: getattr(plan, axis) or (1 if axis == "ep" else 2) for axis in DEGREES}
+    if plan.dp_shard is None and plan.zero == 0:
+        degrees["dp_shard"] = 1
+    v = plan.v or VIRTUAL_STAGES.get(plan.schedule or "", 1 if plan.pp == 1 else 2)
+    zero = 3 if plan.zero is None else plan.zero
+    filled = Plan.of({**plan.to_mapping(), **degrees, "zero": zero, "v": v})
+    yield from check_conflicts(filled, unknown="dp_shard" if plan.dp_shard is None else None)
+    yield from check_unsupported(plan)
+    if request.param_dtype == "bf16":
+        yield from check_bf16_weights(plan, weights="--param-dtype fp32", precision="--precision bf16")
+
+
+def _usual_precision(name: str) -> str:
+    try:
+        cluster = parse_cluster(name)
+    except ShoalError:  # which `task_of` reports
+        return "bf16"
     words = ("fp32",) if cluster.device.is_host else ("bf16", "fp16", "fp32")
     return next(word for word in words if word in cluster.device.achievable or word == "fp32")

@@ -56,22 +56,9 @@ def reject_contradictions(task: Task, required: Plan, spelling: Spelling = IN_A_
         raise ShoalError(what, fix=spelling.say("mb", listed(sizes)), code="Q007")
     if found:
         return
-    model, free = task.workload.name, Plan(precision=required.precision)
-    given = {axis: getattr(required, axis) for axis in (*DEGREES, "zero") if getattr(required, axis) is not None}
-    possible = list(layouts(task, free))
-    legal = {axis: sorted({layout[axis] for layout in possible}) for axis in given}
-    raise_if(
-        (
-            Problem(
-                "Q008",
-                f"no plan for {model} on {task.cluster} has {axis}={value}",
-                spelling.say(axis, listed(legal[axis])),
-            )
-            for axis, value in given.items()
-            if legal[axis] and value not in legal[axis]
-        ),
-        title="nothing to plan" if len(given) > 1 else "",
-    )
+    model, given = task.workload.name, _degrees_of(required)
+    raise_if(check_axes(task, required, spelling), title="nothing to plan" if len(given) > 1 else "")
+    possible = any(True for _ in layouts(task, Plan(precision=required.precision)))
     if len(given) > 1 and possible:
         words = " ".join(f"{axis}={value}" for axis, value in given.items())
         free_of = [axis for axis in given if any(True for _ in layouts(task, Plan.of(_without(required, axis))))]
@@ -84,6 +71,20 @@ def reject_contradictions(task: Task, required: Plan, spelling: Spelling = IN_A_
     near = devices * max(1, round(task.global_batch / devices))
     what = f"no layout of {devices} devices divides a global batch of {task.global_batch} samples and {model}"
     raise ShoalError(what, fix=f"{spelling.batch} {near}", code="Q010")
+
+
+def check_axes(task: Task, required: Plan, spelling: Spelling) -> Iterator[Problem]:
+    """Yield each required degree that no layout has, whatever the other degrees are."""
+    possible, given = list(layouts(task, Plan(precision=required.precision))), _degrees_of(required)
+    legal = {axis: sorted({layout[axis] for layout in possible}) for axis in given}
+    for axis, value in given.items():
+        if legal[axis] and value not in legal[axis]:
+            what = f"no plan for {task.workload.name} on {task.cluster} has {axis}={value}"
+            yield Problem("Q008", what, spelling.say(axis, listed(legal[axis])))
+
+
+def _degrees_of(required: Plan) -> dict[str, int]:
+    return {axis: getattr(required, axis) for axis in (*DEGREES, "zero") if getattr(required, axis) is not None}
 
 
 def _without(plan: Plan, axis: str) -> dict[str, Any]:

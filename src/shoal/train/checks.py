@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from shoal.blueprint.plan import Plan
 from shoal.data.batch import length
 from shoal.data.sharded_dataloader import ShardedDataLoader
-from shoal.errors import ShoalError, nearest
+from shoal.errors import Problem, ShoalError, nearest
 from shoal.numerics.local_tensor import is_dtensor, is_fsdp
 from shoal.parallel.parallel_model import ParallelModel
 from shoal.train.build_model import describe
@@ -62,12 +62,12 @@ ELSEWHERE = {  # arguments of Accelerate, Fabric, DeepSpeed and the Trainer of t
 }
 
 
-def reject_options(unknown: Mapping[str, Any], known: Iterable[str]) -> None:
+def check_options(unknown: Mapping[str, Any], known: Iterable[str]) -> Iterator[Problem]:
     """Arguments that a run does not have; `known` are those that it has."""
     for name, value in unknown.items():
         near = nearest(name, set(known))
-        fix = ELSEWHERE.get(name) or (f"did you mean {near}=?" if near else "help(shoal.Run) lists its arguments")
-        raise ShoalError(f"Run has no argument {name} (={value!r})", fix=fix, code="R046")
+        fix = ELSEWHERE.get(name) or (f"Run({near}={value!r})" if near else "help(shoal.Run), which lists them")
+        yield Problem("R046", f"Run has no argument {name} (={value!r})", fix)
 
 
 def reject_several(others: tuple[Any, ...]) -> None:
@@ -99,17 +99,17 @@ def reject_arguments(forward: inspect.Signature, batch: Any) -> None:
 # ---- what is prepared ------------------------------------------------------------------------------------------------
 
 
-def reject_second(kind: str, first: object) -> None:
+def check_second(kind: str, first: object) -> Iterator[Problem]:
     """A second model, or a second optimizer."""
     if first is not None:
-        raise ShoalError(
+        yield Problem(
+            "T002",
             f"this run has a {kind} already, and a run has one: it clips, scales and synchronises that one only",
-            fix=f"one Run for each {kind}, sharing the ranks: Run(..., world=run.world); or one nn.Module around both",
-            code="T002",
+            f"one Run for each {kind}, sharing the ranks: Run(..., world=run.world); or one nn.Module around both",
         )
 
 
-def reject_wrapped(model: nn.Module) -> None:
+def check_wrapped(model: nn.Module) -> Iterator[Problem]:
     """A model, or a module of it, that another system has laid over devices or ranks already."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     wrappers = (nn.DataParallel, DistributedDataParallel, *([fsdp.FullyShardedDataParallel] if fsdp else []))
@@ -117,37 +117,39 @@ def reject_wrapped(model: nn.Module) -> None:
         where = f"the model's {name!r}" if name else "this model"
         inner = f"model.{name}" if name else "model"
         if isinstance(module, wrappers):
-            raise ShoalError(
+            yield Problem(
+                "M058",
                 f"{where} is in torch's {type(module).__name__}, and a run lays a model over its ranks by itself",
-                fix=f"run.prepare the module without the wrapper: {inner}.module in place of {inner}",
-                code="M058",
+                f"run.prepare the module without the wrapper: {inner}.module in place of {inner}",
             )
+            return
         if is_fsdp(module) or any(is_dtensor(p) for p in module.parameters(recurse=False)):
-            raise ShoalError(
+            yield Problem(
+                "M058",
                 f"{where} was given to fully_shard or parallelize_module, and a run lays models over ranks by itself",
-                fix="run.prepare(model) of the model as it was built, and the layout in the plan: Run('zero=3')",
-                code="M058",
+                "run.prepare(model) of the model as it was built, and the layout in the plan: Run('zero=3')",
             )
+            return
 
 
-def reject_compiled(model: nn.Module) -> None:
+def check_compiled(model: nn.Module) -> Iterator[Problem]:
     """Of what torch.compile returns, modules have other names than the model itself describes."""
     if hasattr(model, "_orig_mod") and describe(model).blocks:
-        raise ShoalError(
+        yield Problem(
+            "M059",
             "this model was given to torch.compile before, as a whole, and its blocks cannot be found in it",
-            fix="give prepare the model itself, and let the run compile its blocks: Run(compile=True)",
-            code="M059",
+            "give prepare the model itself, and let the run compile its blocks: Run(compile=True)",
         )
 
 
-def reject_rounding(optimizer: Optimizer, weight_dtype: torch.dtype) -> None:
+def check_rounding(optimizer: Optimizer, weight_dtype: torch.dtype) -> Iterator[Problem]:
     """Weights in bf16 lose most of what is added to them, unless it is rounded at random."""
     is_torchs = type(optimizer).__module__.startswith("torch.optim")
     if weight_dtype == torch.bfloat16 and is_torchs:
-        raise ShoalError(
+        yield Problem(
+            "T003",
             f"torch's {type(optimizer).__name__} rounds weights in bf16 to the nearest, and most updates are lost",
-            fix="shoal.AdamW(model.parameters(), lr=...), which rounds at random; or param_dtype='fp32'",
-            code="T003",
+            "shoal.AdamW(model.parameters(), lr=...), which rounds at random; or param_dtype='fp32'",
         )
 
 

@@ -13,19 +13,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Unpack, overload
 
+import torch.distributed as dist
 from torch import Tensor
 
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.validation.bf16_weights import reject_bf16_weights
-from shoal.comm.rendezvous.environment import read_environment
-from shoal.comm.world import World, use_device
+from shoal.blueprint.validation.bf16_weights import check_bf16_weights
+from shoal.blueprint.validation.check import check_ranks
+from shoal.comm.rendezvous.environment import Placement, read_environment
+from shoal.comm.world import World, reject_spawned_alone, use_device
 from shoal.data.loader import Loader
 from shoal.data.sharded_dataloader import ShardedDataLoader
-from shoal.errors import ShoalError
+from shoal.errors import Findings, Problem
 from shoal.numerics.determinism import make_deterministic
-from shoal.parallel.checks import reject_unsupported
 from shoal.parallel.policies import Policies, Settings, setting_names, settings_help
-from shoal.train.checks import reject_options, reject_several, reject_unprepared
+from shoal.train.checks import check_options, reject_several, reject_unprepared
 from shoal.train.evaluate import evaluate
 from shoal.train.loss.objective import CrossEntropy, LossFunction, Objective, objective_of
 from shoal.train.replica_check import ReplicaCheck
@@ -68,27 +69,24 @@ class Run(RunState):
         world: World | None = None,
         **settings: Unpack[Settings],
     ) -> None:
-        _reject_unknown(settings)
-        requested, policies = Plan.of(plan), Policies.of(**settings)
+        found = Findings()
+        found += _check_unknown(settings)
+        requested = found.of(Plan.of, plan)
+        policies = found.of(Policies.of, **settings)
+        objective = found.of(objective_of, loss)
+        found += _check_together(requested, policies, objective)
+        placement = None if world is not None else read_environment(os.environ)
+        num_ranks = found.of(_num_ranks, world, placement)
+        if requested is not None and num_ranks is not None:
+            found += check_ranks(requested, num_ranks)
+        found.raise_all(title="the arguments of a Run")
+        assert requested is not None
+        assert policies is not None
+        assert objective is not None
         if policies.compute.deterministic:
             make_deterministic()
-        objective = objective_of(loss)
-        if policies.compute.fused_loss and not isinstance(objective, CrossEntropy):
-            raise ShoalError(
-                "a loss function of yours cannot be computed inside the model's last layer",
-                fix="fused_loss=None; or no loss=, which is the cross-entropy of batches with labels",
-                code="T039",
-            )
-        world = world or World.start(read_environment(os.environ), device=device, timeout=timeout, threads=threads)
-        resolved = requested.resolve(world.size)
-        reject_unsupported(resolved)
-        if resolved.sync == "auto":
-            raise ShoalError(
-                "sync=auto is chosen by `shoal train`", fix="sync=diloco:50, compress=int8, or neither", code="P064"
-            )
-        if policies.compute.param_dtype == "bf16":
-            reject_bf16_weights(resolved, weights="param_dtype='fp32'", precision="Run('bf16')")
-        super().__init__(resolved, world=world, objective=objective, policies=policies)
+        world = world or World.start(placement, device=device, timeout=timeout, threads=threads)
+        super().__init__(requested.resolve(world.size), world=world, objective=objective, policies=policies)
         self.engine = StepEngine(self)
         self.replica_check = ReplicaCheck(policies.step.check_replicas)
 
@@ -270,8 +268,34 @@ class Run(RunState):
 Run.__doc__ = f"{inspect.cleandoc(Run.__doc__ or '')}\n\n{settings_help()}"
 
 
-def _reject_unknown(settings: Mapping[str, Any]) -> None:
+def _check_unknown(settings: Mapping[str, Any]) -> Iterator[Problem]:
     """Arguments that neither a run nor its policies have."""
     named = [name for name, one in inspect.signature(Run.__init__).parameters.items() if one.kind is one.KEYWORD_ONLY]
     known = [*named, *setting_names()]
-    reject_options({name: value for name, value in settings.items() if name not in known}, known)
+    return check_options({name: value for name, value in settings.items() if name not in known}, known)
+
+
+def _check_together(plan: Plan | None, policies: Policies | None, objective: Objective | None) -> Iterator[Problem]:
+    """Arguments that exclude each other. None: it could not be read."""
+    is_own_loss = objective is not None and not isinstance(objective, CrossEntropy)
+    if policies is not None and policies.compute.fused_loss and is_own_loss:
+        yield Problem(
+            "T039",
+            "a loss function of yours cannot be computed inside the model's last layer",
+            "fused_loss=None; or no loss=, which is the cross-entropy of batches with labels",
+        )
+    if plan is not None and plan.sync == "auto":
+        yield Problem("P064", "sync=auto is chosen by `shoal train`", "sync=diloco:50, compress=int8, or neither")
+    if plan is not None and policies is not None and policies.compute.param_dtype == "bf16":
+        yield from check_bf16_weights(plan, weights="param_dtype='fp32'", precision="Run('bf16')")
+
+
+def _num_ranks(world: World | None, placement: Placement | None) -> int:
+    """The number of ranks before the world is started, so that a plan is checked before ranks wait for each other."""
+    if world is not None:
+        return world.size
+    if dist.is_initialized():
+        return dist.get_world_size()
+    if placement is None:
+        reject_spawned_alone()
+    return placement.world_size if placement else 1

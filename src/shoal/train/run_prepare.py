@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -10,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from shoal.data.sharded_dataloader import ShardedDataLoader
-from shoal.errors import ShoalError, raise_if
+from shoal.errors import Problem, raise_if
 from shoal.numerics.init import init_missing
 from shoal.numerics.local_tensor import to_local
 from shoal.numerics.offload import HostCopies
@@ -18,7 +19,7 @@ from shoal.numerics.optim.build import memory_of_squares
 from shoal.parallel.compose import compose
 from shoal.parallel.parallel_model import ParallelModel
 from shoal.train.build_model import describe
-from shoal.train.checks import reject_compiled, reject_rounding, reject_second, reject_wrapped, rule_under
+from shoal.train.checks import check_compiled, check_rounding, check_second, check_wrapped, rule_under
 from shoal.train.loss.objective import CrossEntropy, LabelRule, MeanOf
 from shoal.train.rebind_optimizer import rebind_optimizer
 from shoal.train.run_checkpoint import loader_changes
@@ -29,8 +30,26 @@ from shoal.train.step.engine import StepEngine
 
 def prepare(engine: StepEngine, things: tuple[Any, ...]) -> tuple[Any, ...]:
     """The things as the run of this engine takes them, in their order. Models are placed before all else."""
+    raise_if(problem for thing in things for problem in _check(engine.state, thing))
     models = {id(thing): _prepare_model(engine, thing) for thing in things if isinstance(thing, nn.Module)}
     return tuple(models[id(thing)] if id(thing) in models else _prepare(engine, thing) for thing in things)
+
+
+def _check(state: RunState, thing: Any) -> Iterator[Problem]:
+    """Problems of one thing that are found before any is placed."""
+    if isinstance(thing, nn.Module):
+        yield from check_second("model", state.parallel_model)
+        yield from check_wrapped(thing)
+        yield from check_compiled(thing)
+    elif isinstance(thing, Optimizer):
+        yield from check_second("optimizer", state.prepared_optimizer)
+        yield from check_rounding(thing, state.precision.weight_dtype)
+    elif not isinstance(thing, DataLoader) and not is_scheduler(thing):
+        yield Problem(
+            "T029",
+            f"prepare cannot place a {type(thing).__name__}",
+            "run.prepare(model, optimizer, scheduler, loader); keep the rest as it is",
+        )
 
 
 def _prepare(engine: StepEngine, thing: Any) -> Any:
@@ -38,20 +57,12 @@ def _prepare(engine: StepEngine, thing: Any) -> Any:
         return _prepare_optimizer(engine, thing)
     if isinstance(thing, DataLoader):
         return _prepare_loader(engine.state, thing)
-    if is_scheduler(thing):
-        return _prepare_scheduler(engine.state, thing)
-    raise ShoalError(
-        f"prepare cannot place a {type(thing).__name__}",
-        fix="give it an nn.Module, a torch Optimizer, a scheduler or a DataLoader; keep the rest as it is",
-        code="T029",
-    )
+    return _prepare_scheduler(engine.state, thing)
 
 
 def _prepare_model(engine: StepEngine, model: nn.Module) -> nn.Module:
     state = engine.state
-    reject_second("model", state.parallel_model)
-    reject_wrapped(model)
-    reject_compiled(model)
+    raise_if(check_second("model", state.parallel_model))  # of two in one call
     init_missing(model, state.seed)
     description = describe(model)
     rule = LabelRule.of(model)
@@ -84,8 +95,7 @@ def _prepare_model(engine: StepEngine, model: nn.Module) -> nn.Module:
 
 def _prepare_optimizer(engine: StepEngine, optimizer: Optimizer) -> Optimizer:
     state = engine.state
-    reject_second("optimizer", state.prepared_optimizer)
-    reject_rounding(optimizer, state.precision.weight_dtype)
+    raise_if(check_second("optimizer", state.prepared_optimizer))  # of two in one call
     for scheduler in state.schedulers:
         check_optimizer(scheduler, optimizer)
     optimizer.register_step_pre_hook(engine.before_optimizer)

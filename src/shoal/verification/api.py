@@ -6,36 +6,35 @@ import functools
 import importlib
 import math
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
 from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from shoal.blueprint.layout import GROUP_AXES
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.replicas.local_sgd import AUTO
-from shoal.blueprint.validation.check import check_plan
+from shoal.blueprint.validation.check import check_plan, check_ranks
 from shoal.blueprint.validation.context import num_chunks
 from shoal.blueprint.validation.enumerate import legal_plans
 from shoal.config.recipe import ModelSection, Recipe
 from shoal.data.batch import length, rows
+from shoal.data.dataset import Dataset
 from shoal.data.order import sample_ids
 from shoal.data.sources.open import open_datasets
-from shoal.errors import ShoalError, listed, nearest, raise_if
+from shoal.errors import Findings, Problem, ShoalError, listed, nearest, raise_if
 from shoal.launch.local import launch
-from shoal.parallel.checks import reject_unsupported
 from shoal.parallel.expert.router import routers
 from shoal.parallel.pipeline.stage_io import stream_of
 from shoal.train.build_model import build_model, describe, without_memory
 from shoal.train.loss.objective import call_of, objective_of, uncallable
-from shoal.verification.case import TOLERANCES, Case, in_precision, replaced_precision
+from shoal.verification.case import TOLERANCES, Case, check_precision, in_precision, replaced_precision
 from shoal.verification.compression_error import without_compression
-from shoal.verification.rank import Findings, verify_on_rank
+from shoal.verification.rank import verify_on_rank
 from shoal.verification.reference import has_batch_norm
-from shoal.verification.report import Count, ReplicaSync, VerifyResult
+from shoal.verification.report import VerifyResult
+from shoal.verification.totals import bytes_of, bytes_to_replicas, collectives_of, memory_of, replica_sync_of
 
 STEPS = 3
 TOKENS = 24
@@ -58,6 +57,9 @@ class ModelSettings(VerifySettings):
     lr: float = 1e-2
     clip: float | None = 0.5
     seed: int = 0
+
+
+OPTIONS = tuple(field.name for field in fields(ModelSettings))
 
 
 class VerifyOptions(TypedDict, total=False):
@@ -93,16 +95,26 @@ def verify(
     precision  fp64, fp32, bf16 or fp16, in place of the plan's; None: fp64 on a CPU, the plan's own on a GPU
     tolerance  the largest difference that counts as equal; None: that of the precision
     """
-    _reject_unknown(options)
-    settings = ModelSettings(**options)
-    _check_steps(settings.steps)
-    requested = Plan.of(plan)
-    requested = requested.resolve(nproc or claimed_ranks(requested))
-    reject_unsupported(requested)
-    resolved = in_precision(requested, settings.precision, device)
-    exact = without_compression(resolved)
+    found = Findings()
+    found += _check_options(options)
+    known: Mapping[str, Any] = {name: value for name, value in options.items() if name in OPTIONS}
+    settings = ModelSettings(**known)
+    found += [*_check_steps(settings.steps), *_check_tolerance(settings.tolerance)]
+    found += check_precision(settings.precision)
     is_several = isinstance(batch, list) and not any(isinstance(part, Tensor) for part in batch)
     batches = (batch * settings.steps)[: settings.steps] if is_several else [batch] * settings.steps
+    first = batch[0] if is_several else batch
+    open_plan = found.of(Plan.of, plan)
+    size = None if open_plan is None else nproc or found.of(claimed_ranks, open_plan)
+    if open_plan is not None and size is not None:
+        found += check_ranks(open_plan, size, batch=length(first))
+        found += check_built(build_model, open_plan.fill(size), _num_tokens(first))
+    raise_if(found.problems, title=f"plan '{plan}'")
+    assert open_plan is not None
+    assert size is not None
+    requested = open_plan.resolve(size)
+    resolved = in_precision(requested, settings.precision, device)
+    exact = without_compression(resolved)
     case = Case(
         build=build_model,
         batches=batches,
@@ -113,32 +125,31 @@ def verify(
         lr=settings.lr,
         clip=settings.clip,
         device=device,
-        tolerance=_tolerance(settings.tolerance, resolved),
+        tolerance=TOLERANCES[resolved.precision] if settings.tolerance is None else settings.tolerance,
         replaced=replaced_precision(requested, resolved),
     )
-    check(case)
+    reject_uncallable(case)
     return verify_case(case)
 
 
-def _reject_unknown(options: Mapping[str, Any]) -> None:
-    known = ["nproc", "loss", "device", *(field.name for field in fields(ModelSettings))]
+def _check_options(options: Mapping[str, Any]) -> Iterator[Problem]:
+    known = ["nproc", "loss", "device", *OPTIONS]
     for name, value in options.items():
         if name not in known:
             near = nearest(name, known)
-            fix = f"did you mean {near}=?" if near else listed(known)
-            raise ShoalError(f"verify has no argument {name} (={value!r})", fix=fix, code="V005")
+            fix = f"{near}={value!r}" if near else listed(known)
+            yield Problem("V005", f"verify has no argument {name} (={value!r})", fix)
 
 
-def _tolerance(requested: float | None, plan: Plan) -> float:
-    if requested is not None and not requested >= 0:
-        what = f"--tolerance must be 0 or more, got {requested}"
-        raise ShoalError(what, fix="--tolerance 1e-10, or 0 for equal bits", code="V001")
-    return TOLERANCES[plan.precision] if requested is None else requested
+def _check_tolerance(tolerance: float | None) -> Iterator[Problem]:
+    if tolerance is not None and not tolerance >= 0:
+        what = f"--tolerance must be 0 or more, got {tolerance}"
+        yield Problem("V001", what, "--tolerance 1e-10, or 0 for equal bits")
 
 
-def _check_steps(steps: int) -> None:
+def _check_steps(steps: int) -> Iterator[Problem]:
     if steps < 1:
-        raise ShoalError(f"--steps must be 1 or more, got {steps}", fix="--steps 3", code="V002")
+        yield Problem("V002", f"--steps must be 1 or more, got {steps}", "--steps 3")
 
 
 def verify_case(case: Case) -> VerifyResult:
@@ -147,17 +158,18 @@ def verify_case(case: Case) -> VerifyResult:
     ranks = launch(verify_on_rank, (case,), nproc=case.world_size)
     verdict = ranks[0].verdict
     assert verdict is not None
+    sent = dict(bytes_to_replicas(ranks))
     return VerifyResult(
         plan=(case.compressed or case.plan).brief(),
         world_size=case.world_size,
         verdict=verdict,
         cause=ranks[0].cause,
         seconds=time.monotonic() - start,
-        bytes=_bytes(ranks) | dict(_sent(ranks)),
-        collectives={axis: of for axis, of in _collectives(ranks).items() if axis not in dict(_sent(ranks))},
-        memory=_memory(ranks),
+        bytes=bytes_of(ranks) | sent,
+        collectives={axis: of for axis, of in collectives_of(ranks).items() if axis not in sent},
+        memory=memory_of(ranks),
         compression_error=ranks[0].compression_error,
-        replica_sync=_replica_sync(ranks),
+        replica_sync=replica_sync_of(ranks),
         notes=tuple(_notes(case)),
     )
 
@@ -189,30 +201,33 @@ def _notes(case: Case) -> Iterator[str]:
         yield "batch norm: the one process used the plan's microbatches, on which its result depends"
 
 
-def check(case: Case) -> None:
-    """Raise if the plan does not fit the model, before a process starts."""
-    model = without_memory(case.build)
+def check_built(build: Callable[[], nn.Module], plan: Plan, tokens: int | None) -> list[Problem]:
+    """Problems of a model with a plan without open values, before a process starts.
+
+    The plan has the requested precision: one that no run would accept is not verified either.
+    """
+    model = without_memory(build)
     if model is None:
-        return  # its shapes are not known here; the ranks report problems
-    tokens = _num_tokens(case.batches[0])
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    description = describe(model)
-    # In the requested precision: a plan that no run would accept is not verified either.
-    plan = case.plan if case.replaced is None else replace(case.plan, precision=case.replaced)
-    found = check_plan(
+        return []  # its shapes are not known here; the ranks report problems
+    return check_plan(
         plan,
-        description=description,
-        batch=length(case.batches[0]),
+        description=describe(model),
         sequence=tokens,
-        features=shapes,
+        features={name: tuple(parameter.shape) for name, parameter in model.named_parameters()},
         modules=[name for name, _ in model.named_modules()],
     )
-    raise_if(found, title=f"plan '{plan.brief()}'")
+
+
+def reject_uncallable(case: Case) -> None:
+    """Raise if the model cannot be called with a batch, or be cut into stages there, before a process starts."""
+    model = without_memory(case.build)
+    if model is None:
+        return
     if case.loss is None or case.plan.layout.pp > 1:  # else the user's loss may do more than call the model
         call = call_of(objective_of(case.loss), rows(case.batches[0], 0, 2))  # two samples: batch norm rejects one
         raise_if(uncallable(model, call))
         if case.plan.layout.pp > 1:
-            stream_of(model, description.blocks, call)
+            stream_of(model, describe(model).blocks, call)
 
 
 # ---- cases from a recipe --------------------------------------------------------------------------------------------
@@ -229,16 +244,14 @@ class RecipeSettings(VerifySettings):
 def case_of(recipe: Recipe, world_size: int, settings: RecipeSettings) -> Case:
     """The case of a recipe's model under its plan; of a small copy, if the model has one."""
     device = "cpu" if recipe.launch.device == "auto" else recipe.launch.device
-    if recipe.optim.param_dtype == "bf16":
-        what = "optim.param_dtype must be fp32 for shoal verify, got bf16, which rounds weights at random"
-        raise ShoalError(what, fix="--optim.param_dtype fp32, which computes gradients with the same code", code="V003")
-    _check_steps(settings.steps)
+    problems, section, datasets = check_case(recipe, world_size, settings)
+    raise_if(problems, title=f"plan '{recipe.plan.fill(world_size).brief()}'")
     requested = recipe.plan.resolve(world_size)
-    reject_unsupported(requested)
     plan = in_precision(requested, settings.precision, device)
-    section, is_small = (recipe.model, False) if settings.real else smaller_model(recipe.model, plan)
     batches = (
-        _random_batches(section, plan, recipe, settings.steps) if is_small else _real_batches(recipe, settings.steps)
+        _random_batches(section, plan, recipe, settings.steps)
+        if datasets is None
+        else _real_batches(recipe, datasets[0], settings.steps)
     )
     exact = without_compression(plan)
     case = Case(
@@ -249,12 +262,39 @@ def case_of(recipe: Recipe, world_size: int, settings: RecipeSettings) -> Case:
         seed=recipe.run.seed,
         clip=recipe.optim.clip if recipe.optim.clip is None else min(recipe.optim.clip, 0.5),
         device=device,
-        tolerance=_tolerance(settings.tolerance, plan),
+        tolerance=TOLERANCES[plan.precision] if settings.tolerance is None else settings.tolerance,
         replaced=replaced_precision(requested, plan),
         not_verified=tuple(_not_verified(recipe)),
     )
-    check(case)
+    reject_uncallable(case)
     return case
+
+
+def check_case(
+    recipe: Recipe, world_size: int, settings: RecipeSettings
+) -> tuple[list[Problem], ModelSection, tuple[Dataset, Dataset] | None]:
+    """All problems that would end the verification of a recipe, before anything is started.
+
+    Returns the model to verify, too, and the data of a model that has no small copy.
+    """
+    found = Findings()
+    found += [*_check_steps(settings.steps), *_check_tolerance(settings.tolerance)]
+    found += check_precision(settings.precision)
+    if recipe.optim.param_dtype == "bf16":
+        what = "optim.param_dtype must be fp32 for shoal verify, got bf16, which rounds weights at random"
+        found += [Problem("V003", what, "--optim.param_dtype fp32, which computes gradients with the same code")]
+    found += check_ranks(recipe.plan, world_size, batch=recipe.data.global_batch)
+    plan = recipe.plan.fill(world_size)
+    small = None if settings.real else found.of(smaller_model, recipe.model, plan.with_layout())
+    section, is_small = small or (recipe.model, False)
+    datasets = None if is_small else found.of(open_datasets, recipe.data, recipe.run.seed)
+    if is_small:
+        tokens: int | None = tokens_for(plan.with_layout())
+    else:
+        tokens = None if datasets is None else datasets[0].tokens_per_sample
+    if settings.real or small is not None:
+        found += found.of(check_built, functools.partial(build_model, section), plan, tokens) or ()
+    return found.problems, section, datasets
 
 
 def _not_verified(recipe: Recipe) -> Iterator[str]:
@@ -313,8 +353,7 @@ def tokens_for(plan: Plan) -> int:
     return math.lcm(TOKENS, plan.layout.tp * num_chunks(plan))
 
 
-def _real_batches(recipe: Recipe, steps: int) -> list[Any]:
-    dataset, _ = open_datasets(recipe.data, recipe.run.seed)
+def _real_batches(recipe: Recipe, dataset: Dataset, steps: int) -> list[Any]:
     size = recipe.data.global_batch
     return [dataset.batch(sample_ids(recipe.run.seed, len(dataset), step * size, size)) for step in range(steps)]
 
@@ -328,86 +367,7 @@ def legal_cases(recipe: Recipe, world_size: int, settings: RecipeSettings) -> It
         yield case_of(recipe.model_copy(update={"plan": plan}), world_size, settings)
 
 
-# ---- sums over the ranks' findings ----------------------------------------------------------------------------------
-
-
-def _collectives(ranks: Sequence[Findings]) -> dict[str, dict[str, Count]]:
-    """Axis → operation → calls of one step, over all ranks. Receives are not counted, only sends."""
-    return {
-        axis: {
-            name: Count(
-                predicted=_sum(_predicted(rank, axis, name, "calls") for rank in ranks),
-                counted=sum(_counted(rank, axis, name, "calls") for rank in ranks),
-            )
-            for name in names
-        }
-        for axis, names in _operations(ranks).items()
-    }
-
-
-def _bytes(ranks: Sequence[Findings]) -> dict[str, Count]:
-    """Axis → bytes of one step, over all ranks."""
-    return {
-        axis: Count(
-            predicted=_sum(_predicted(rank, axis, name, "bytes") for rank in ranks for name in names),
-            counted=sum(_counted(rank, axis, name, "bytes") for rank in ranks for name in names),
-        )
-        for axis, names in _operations(ranks).items()
-    }
-
-
-def _sent(ranks: Sequence[Findings]) -> Iterator[tuple[str, Count]]:
-    """Under compression or local SGD: the axis of replicas, and the bytes that all ranks send."""
-    every = [rank.replica_traffic for rank in ranks if rank.replica_traffic is not None]
-    if every:
-        yield every[0].axis, Count(predicted=sum(m.predicted for m in every), counted=sum(m.counted for m in every))
-
-
-def _replica_sync(ranks: Sequence[Findings]) -> ReplicaSync | None:
-    every = [rank.replica_traffic for rank in ranks if rank.replica_traffic is not None]
-    if not every:
-        return None
-    are_equal = all(traffic.has_equal_weights for traffic in every)
-    return ReplicaSync(every[0].axis, every[0].every, are_equal, every[0].sends_weights)
-
-
-def _operations(ranks: Sequence[Findings]) -> dict[str, list[str]]:
-    found: dict[str, dict[str, None]] = defaultdict(dict)
-    for rank in ranks:
-        for traffic in (rank.traffic, rank.predicted_traffic or {}):
-            for axis, operations in traffic.items():
-                found[axis].update(dict.fromkeys(name for name in operations if name != "recv"))
-    return {axis: list(found[axis]) for axis in GROUP_AXES if axis in found}
-
-
-def _counted(rank: Findings, axis: str, name: str, what: str) -> int:
-    return rank.traffic.get(axis, {}).get(name, {}).get(what, 0)
-
-
-def _predicted(rank: Findings, axis: str, name: str, what: str) -> int | None:
-    """The predicted number; None: not predicted."""
-    if rank.predicted_traffic is None:
-        return None
-    messages = rank.predicted_traffic.get(axis, {}).get(name)
-    return 0 if messages is None else getattr(messages, what)
-
-
-def _sum(numbers: Iterable[int | None]) -> int | None:
-    known = list(numbers)
-    return None if None in known else sum(number for number in known if number is not None)
-
-
-def _memory(ranks: Sequence[Findings]) -> dict[str, Count]:
-    """Kind → bytes on the rank that holds most."""
-    largest = max(ranks, key=lambda rank: rank.memory.total if rank.memory else 0)
-    counts = {
-        kind: Count(
-            predicted=None if largest.predicted_memory is None else getattr(largest.predicted_memory, kind),
-            counted=getattr(largest.memory, kind),
-        )
-        for kind in ("parameters", "gradients", "optimizer")
-    }
-    return {**counts, "peak": Count(measured=max(rank.peak for rank in ranks))}
+# ---- ranks and tokens ------------------------------------------------------------------------------------------------
 
 
 def claimed_ranks(plan: Plan) -> int:

@@ -55,7 +55,7 @@ from shoal.verification.replica_traffic import ReplicaTraffic, replica_traffic, 
 
 
 @dataclass
-class Findings:
+class RankFindings:
     """The findings of one rank."""
 
     verdict: Comparison | None = None
@@ -77,7 +77,7 @@ class Findings:
     """Communication between replicas under compression or local SGD."""
 
 
-def verify_on_rank(placement: Placement | None, store: Store | None, case: Case) -> Findings:
+def verify_on_rank(placement: Placement | None, store: Store | None, case: Case) -> RankFindings:
     """Join the ranks of the case, and verify."""
     num_ranks = placement.local_world_size if placement else 1
     is_crowded = case.device == "cuda" and num_ranks > torch.cuda.device_count()  # NCCL needs a GPU for each rank
@@ -88,7 +88,7 @@ def verify_on_rank(placement: Placement | None, store: Store | None, case: Case)
         return verify_in(world, case)
 
 
-def verify_in(world: World, case: Case) -> Findings:
+def verify_in(world: World, case: Case) -> RankFindings:
     """Train and observe; rank 0 also computes the reference, and compares."""
     references, initial = observe_reference(case) if world.is_main else ([], {})  # [1]
     run = Run(case.plan, loss=case.loss, seed=case.seed, clip=case.clip, world=world)
@@ -96,7 +96,7 @@ def verify_in(world: World, case: Case) -> Findings:
     candidates = [_observe(run, batch) for batch in case.batches]  # [3]
     pieces = _pieces(run)
     sent, held = _count(run, case)  # [4]
-    findings = Findings(traffic=sent.to_mapping(), memory=held, peak=peak_bytes(world.device))
+    findings = RankFindings(traffic=sent.to_mapping(), memory=held, peak=peak_bytes(world.device))
     _predict(findings, run, case)  # [5]
     if case.compressed is not None:
         _observe_replicas(findings, case.compressed, world, case, references[0].gradients if references else None)
@@ -117,7 +117,7 @@ def verify_in(world: World, case: Case) -> Findings:
 
 
 def _observe_replicas(
-    findings: Findings, requested: Plan, world: World, case: Case, exact: Mapping[str, Tensor] | None
+    findings: RankFindings, requested: Plan, world: World, case: Case, exact: Mapping[str, Tensor] | None
 ) -> None:
     """Measure the error of compression, and the communication between replicas under the requested plan."""
     plans = [replace(requested, sync=None)] if requested.compress else []
@@ -189,7 +189,7 @@ def _count(run: Run, case: Case) -> tuple[Traffic, Memory]:
     return traffic, max(held, key=lambda memory: memory.total)
 
 
-def _predict(findings: Findings, run: Run, case: Case) -> None:
+def _predict(findings: RankFindings, run: Run, case: Case) -> None:
     """Predict the traffic and the memory that were counted."""
     model = without_memory(case.build)
     if model is None or run.composed.is_split_by_hand:

@@ -85,11 +85,18 @@ def check_schedule(word: str, *, num_ranks: int, v: int, num_microbatches: int) 
     if v != (legal_v := VIRTUAL_STAGES.get(word, v)):
         what = f"{word} must have v={legal_v} stages per rank, got v={v}"
         problems.append(Problem("P019", what, f"v={legal_v}, or interleaved"))
-    if why := _too_few_or_uneven(word, num_ranks, num_microbatches):
-        what = f"{word} on pp={num_ranks} ranks cannot run {num_microbatches} microbatches: {why}"
-        fix = f"{listed(_legal_around(word, num_ranks, num_microbatches))} microbatches: change data.global_batch or mb"
-        problems.append(Problem("P020", what, fix))
-    return problems
+    return [*problems, *check_microbatches(word, num_ranks, num_microbatches)]
+
+
+def check_microbatches(word: str, num_ranks: int, num_microbatches: int) -> list[Problem]:
+    """The problem of a schedule with its number of microbatches, if there is one."""
+    if not (why := _too_few_or_uneven(word, num_ranks, num_microbatches)):
+        return []
+    what = f"{word} on pp={num_ranks} ranks cannot run {num_microbatches} microbatches: {why}"
+    fix = (
+        f"{listed(legal_microbatches(word, num_ranks, num_microbatches))} microbatches: change data.global_batch or mb"
+    )
+    return [Problem("P020", what, fix)]
 
 
 def _too_few_or_uneven(word: str, num_ranks: int, num_microbatches: int) -> str:
@@ -106,7 +113,7 @@ def _too_few_or_uneven(word: str, num_ranks: int, num_microbatches: int) -> str:
 
 
 @lru_cache(maxsize=4096)  # a search calls it for thousands of plans
-def _legal_around(word: str, num_ranks: int, num_microbatches: int) -> list[int]:
+def legal_microbatches(word: str, num_ranks: int, num_microbatches: int) -> list[int]:
     """Legal numbers of microbatches: the largest below, and the next two above."""
     below = (m for m in range(num_microbatches - 1, 0, -1) if not _too_few_or_uneven(word, num_ranks, m))
     above = (m for m in count(num_microbatches + 1) if not _too_few_or_uneven(word, num_ranks, m))

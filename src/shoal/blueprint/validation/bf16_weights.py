@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shoal.blueprint.plan import Plan
-from shoal.errors import Problem, raise_if
+from shoal.errors import Problem
 
 COMPUTES_SO = ("bf16", "fp8")
 """Precisions whose matrix products use bfloat16 or less."""
 
 
-def reject_bf16_weights(
+def check_bf16_weights(
     plan: Plan, *, weights: str = "--optim.param_dtype fp32", precision: str = "--plan.precision bf16"
-) -> None:
-    """Raise if a plan does not support them. `weights` and `precision` are the fixes to print."""
-    raise_if(_problems(plan, weights, precision), title=f"plan '{plan.brief()}'")
+) -> Iterator[Problem]:
+    """Values of a plan that need weights of more precision, or that store or send them without stochastic rounding.
 
-
-def _problems(plan: Plan, weights: str, precision: str) -> Iterator[Problem]:
-    """Values of a plan that need weights of more precision, or that store or send them without stochastic rounding."""
+    `weights` and `precision` are the fixes to print.
+    """
     if plan.precision not in COMPUTES_SO:
         what = f"weights in bf16 need the precision bf16 or fp8, got {plan.precision}"
         yield Problem("P047", what, f"{weights}, or {precision}")

@@ -17,6 +17,7 @@ from shoal.blueprint.validation.description import Shapes, check_blocks, check_c
 from shoal.blueprint.validation.expert import check_experts
 from shoal.blueprint.validation.pipeline import check_compile, check_pipeline, check_precision
 from shoal.blueprint.validation.tensor import check_tensor
+from shoal.blueprint.validation.unsupported import check_unsupported
 from shoal.errors import Problem
 
 
@@ -31,22 +32,40 @@ def check_plan(
     is_split_by_hand: bool = False,
     compiles: bool = False,
 ) -> list[Problem]:
-    """All problems of a resolved plan with this model. Empty: it can run.
+    """All problems of a plan without open values with this model. Empty: it can run.
 
+    The plan may be one that `Plan.check` rejects: each of its degrees is still checked against the model.
     `batch` are the samples of a step, `sequence` the tokens per sample, `features` the shapes of all parameters and
     `modules` the names of all submodules. None: not known, not checked. `is_split_by_hand`: the model brings its own
     split layers. `compiles`: torch.compile captures its blocks.
     """
+    experts = check_experts(plan, description)
+    plan = plan.with_layout()
+    wrong_batch = check_batch(plan, batch) if batch is not None else []
     if modules is not None and (wrong := list(check_names(description, modules))):
-        return wrong  # other checks would only report consequences of a wrong description
+        return [*wrong, *wrong_batch]  # other checks would only report consequences of a wrong description
     return [
         *(() if is_split_by_hand else check_tensor(plan, description, sequence, features or {})),
         *check_context(plan, description, sequence),
-        *check_experts(plan, description),
+        *experts,
         *check_coverage(plan, description, features or {}),
         *check_blocks(plan, description),
         *check_pipeline(plan, description),
         *(check_compile(plan, description) if compiles else ()),
         *check_precision(plan, description),
-        *(check_batch(plan, batch) if batch is not None else ()),
+        *wrong_batch,
     ]
+
+
+def check_ranks(plan: Plan, world_size: int, *, batch: int | None = None, has_to_change: bool = False) -> list[Problem]:
+    """All problems of a plan, open or resolved, on a number of ranks, whatever the model is.
+
+    `batch` are the samples of a step; None: not checked. It is not checked either where the degrees do not fit the
+    ranks: then it is not known how many ranks share it. `has_to_change`: other checks have rejected the plan, so that
+    the batch to type has to suit any layout of the ranks.
+    """
+    filled = plan.fill(world_size).with_layout()
+    is_known = batch is not None and filled.layout.world_size == world_size
+    found = [*plan.check(world_size), *check_unsupported(filled)]
+    for_any_layout = has_to_change or bool(found)
+    return [*found, *(check_batch(filled, batch or 0, for_any_layout=for_any_layout) if is_known else ())]

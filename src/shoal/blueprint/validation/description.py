@@ -31,12 +31,13 @@ def check_names(description: Description, modules: Collection[str]) -> Iterator[
         for name in (name for name in names if name not in modules):
             near = nearest(name, modules)
             what = f"describe() names {name!r} in {part}, but the model has no such submodule"
-            yield Problem("M013", what, f"did you mean {near}?" if near else "a name from model.named_modules()")
+            yield Problem("M013", what, f"{near!r} in its place" if near else "a name from dict(model.named_modules())")
     home: dict[str, str] = {}
     for part, names in named.items():
         for name in names:
             if name in home:
-                yield Problem("M014", f"describe() names {name!r} in {home[name]} and in {part}", "remove one of them")
+                what = f"describe() names {name!r} in {home[name]} and in {part}"
+                yield Problem("M014", what, f"remove {name!r} from {part}")
             home[name] = part
     for pattern, split in description.splits.items():
         if split not in list(Split):  # for example a string
@@ -45,7 +46,8 @@ def check_names(description: Description, modules: Collection[str]) -> Iterator[
         elif not any(matches(pattern, name) for name in modules):
             near = nearest(pattern, [as_pattern(name) for name in modules])
             what = f"describe() splits {pattern!r}, but no submodule has such a name"
-            yield Problem("M013", what, f"did you mean {near}?" if near else "`*` stands for one part of a name")
+            other = "a pattern such as 'blocks.*.norm', in which `*` stands for one part of a name"
+            yield Problem("M013", what, f"{near!r} in its place" if near else other)
 
 
 def check_blocks(plan: Plan, description: Description) -> Iterator[Problem]:

@@ -25,6 +25,7 @@ def check_pipeline(plan: Plan, description: Description) -> Iterator[Problem]:
         what = f"pp={pp} x v={v} = {pp * v} stages" if v > 1 else f"pp={pp} stages"
         fixes = [f"pp={listed(range(1, num_blocks // v + 1))}"] if v <= num_blocks else []
         fixes += ["v=1 with 1f1b or gpipe"] if v > 1 and pp <= num_blocks else []
+        fixes = fixes or ["pp=1 with v=1"]
         yield Problem(
             "P042",
             f"{what} are more than the {num_blocks} block{'s' * (num_blocks != 1)} of the model",
@@ -58,12 +59,12 @@ def check_compile(plan: Plan, description: Description) -> Iterator[Problem]:
         yield Problem(
             "P045",
             f"{plan.schedule} splits each backward in two, but a compiled block computes all of it each time",
-            "without compile, or 1f1b, interleaved, looped or gpipe",
+            "--run.compile false (compile=False of a Run), or 1f1b, interleaved, looped or gpipe",
         )
     if plan.recompute != "none" and plan.layout.pp > 1 and description.num_experts:
         yield Problem(
             "P046",
             f"torch.compile cannot capture recompute={plan.recompute} of blocks with experts in a pipeline, since each"
             " router needs the auxiliary loss of its own microbatch again",
-            "without compile, or recompute=none, or pp=1",
+            "--run.compile false (compile=False of a Run), or recompute=none, or pp=1",
         )

@@ -62,7 +62,7 @@ def check_tensor(plan: Plan, description: Description, sequence: int | None, fea
             f"tp={tp} leaves no token of {rule.what} to the last rank: {per_rank} go to each",
             f"tp={listed(legal)}",
         )
-    yield from _check_tokens(plan, description, sequence, legal)
+    yield from _check_tokens(plan, description, sequence, legal, must_change=bool(odd))
     yield from _check_splits(tp, description, features)
 
 
@@ -88,9 +88,12 @@ def _rules_of_features(description: Description, features: Shapes) -> Iterator[_
 
 
 def _check_tokens(
-    plan: Plan, description: Description, sequence: int | None, legal: Sequence[int]
+    plan: Plan, description: Description, sequence: int | None, legal: Sequence[int], *, must_change: bool
 ) -> Iterator[Problem]:
-    """Check that every tp rank gets as many tokens. An open `sp` is on where the model allows it."""
+    """Check that every tp rank gets as many tokens. An open `sp` is on where the model allows it.
+
+    `must_change`: tp has to become one of `legal` anyway. Then tokens that another degree divides are no problem.
+    """
     if plan.sp and not supports_sequence_parallel(description):
         yield Problem(
             "P031",
@@ -104,6 +107,8 @@ def _check_tokens(
     if is_on and sequence is not None and sequence % (tp * cp):
         around = sorted({max(1, sequence // (tp * cp)) * tp * cp, -(-sequence // (tp * cp)) * tp * cp})
         degrees = [degree for degree in legal if sequence % (degree * cp) == 0] or [1]
+        if must_change and max(degrees) > 1:
+            return
         ranks = f"tp={tp} x cp={cp}" if cp > 1 else f"tp={tp}"
         yield Problem(
             "P032",
@@ -118,7 +123,8 @@ def _check_splits(tp: int, description: Description, features: Shapes) -> Iterat
     modules = list(dict.fromkeys(as_pattern(name.rpartition(".")[0]) for name in lost))
     if loose := [name for name in lost if "." not in name]:
         what = f"tp={tp}: {', '.join(loose)} must be in a submodule, since splits name submodules"
-        yield Problem("P034", what, f"move {loose[0]} into a submodule of its own")
+        own = f"self.own = nn.Module(); self.own.{loose[0]} = nn.Parameter(...)"
+        yield Problem("P034", what, f"move {loose[0]} into a submodule of its own: {own}")
     if modules := [module for module in modules if module]:
         entries = ", ".join(f'"{module}": Split.SEQUENCE' for module in modules)
         yield Problem(

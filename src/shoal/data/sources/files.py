@@ -39,13 +39,13 @@ def existing(source: str, words: Iterable[str] = (), setting: str = "data.source
     except OSError:
         names = []
     meant = nearest(source, words) or nearest(missing, names)
-    alternatives = "".join(f", or {word}" for word in words)
+    others = ", or ".join([*words, "PATH"])
     if meant in names:
         meant = str(folder / meant)
     where = "" if folder == path.parent else f" ({folder} exists, {missing} in it does not)"
     raise ShoalError(
         f"no such file or folder: {path}{where}",
-        fix=f"--{setting} {meant}" if meant else f"--{setting} PATH{alternatives}",
+        fix=f"--{setting} {meant}" if meant else f"--{setting} {others}",
         code="D001",
     )
 

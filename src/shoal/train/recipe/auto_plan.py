@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.blueprint.validation.bf16_weights import reject_bf16_weights
+from shoal.blueprint.plan import Plan
+from shoal.blueprint.validation.bf16_weights import check_bf16_weights
 from shoal.config.recipe import Recipe
-from shoal.errors import ShoalError
+from shoal.errors import Problem, ShoalError, raise_if
 from shoal.planner.backtest.rows import append
 from shoal.planner.search import search
 from shoal.planner.suggestions import reject_contradictions, smallest_changes
@@ -37,7 +38,7 @@ def with_best_plan(recipe: Recipe, num_ranks: int, per_node: int) -> tuple[Recip
     """The recipe with the best plan for this many ranks, `per_node` on each machine. Settings of its own plan stay."""
     if recipe.optim.param_dtype == "bf16":  # the planner does not choose a precision; `--plan auto` has replaced it
         instead = replace(recipe.plan, precision="bf16")
-        reject_bf16_weights(recipe.plan, precision=f'--plan "auto {instead}"')
+        raise_if(check_bf16_weights(recipe.plan, precision=f'--plan "auto {instead}"'))
     model = model_of(recipe)
     workload = workload_for(recipe, model)
     cluster = replace(cluster_for(recipe.launch.device), per_node=per_node, nodes=-(-num_ranks // per_node))
@@ -50,6 +51,19 @@ def with_best_plan(recipe: Recipe, num_ranks: int, per_node: int) -> tuple[Recip
         raise ShoalError(what, fix=fixes or "a smaller --model.preset", code="Q011")
     chosen = {"plan": best[0].plan, "run": recipe.run.model_copy(update={"planned": False})}  # it is explicit now
     return recipe.model_copy(update=chosen), best[0]
+
+
+def check_best_plan(
+    recipe: Recipe, num_ranks: int, per_node: int
+) -> tuple[Recipe, Prediction | None, tuple[Problem, ...]]:
+    """The recipe with the best plan, and its prediction. If there is none: the recipe without a layout, so that the
+    rest of it can be checked on one rank, and the problems."""
+    try:
+        return *with_best_plan(recipe, num_ranks, per_node), ()
+    except ShoalError as error:
+        kept = ("recompute", "precision", "compress", "sync")
+        plan = Plan.of({key: value for key, value in recipe.plan.to_mapping().items() if key in kept})
+        return recipe.model_copy(update={"plan": plan}), None, error.problems
 
 
 def _suggestions(recipe: Recipe, task: Task) -> Iterator[str]:

@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import nn
 
 from shoal.blueprint.description import Description
 from shoal.blueprint.plan import Plan
-from shoal.blueprint.replicas.local_sgd import check_fragments
-from shoal.blueprint.validation.bf16_weights import reject_bf16_weights
 from shoal.blueprint.validation.check import check_plan
 from shoal.comm.world import World
-from shoal.config.no_effect import no_effect
-from shoal.config.recipe import Recipe, RunSection
+from shoal.config.check_settings import check_settings
+from shoal.config.recipe import DataSection, Recipe
 from shoal.data.dataset import Dataset
 from shoal.data.fingerprint import Fingerprint
 from shoal.data.sources.open import open_datasets
 from shoal.data.sources.packing import PackedTokens
-from shoal.errors import Problem, ShoalError, needs, raise_if, to_install
-from shoal.parallel.checks import check_model, reject_unsupported
+from shoal.errors import Findings, Problem, ShoalError, needs, raise_if, to_install
+from shoal.parallel.checks import check_model
 from shoal.parallel.pipeline.stage_io import stream_of
 from shoal.parallel.policies import Policies
 from shoal.train.build_model import build_model, describe, without_memory
 from shoal.train.loss.objective import CrossEntropy, call_of, uncallable
 from shoal.train.recipe.settings import settings_of
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from shoal.predict.predict import Prediction
+
 FAST_DEV_STEPS = 3
 
 
@@ -45,34 +45,70 @@ class Job:
     """Of both datasets."""
 
 
-def preflight(recipe: Recipe, world_size: int, *, tries_other_syncs: bool = False) -> Job:
-    """Check a recipe on this many ranks without starting or writing anything; raises all problems at once.
+Datasets = tuple[Dataset, Dataset]
+ModelCheck = Callable[[Recipe, nn.Module], Iterable[Problem]]
+"""A further check of a recipe with its resolved plan, and of its model without memory."""
 
-    `tries_other_syncs`: the caller will also try other `sync` and `compress` values, which `comm.*` may be set for.
+
+@dataclass(frozen=True)
+class Checked:
+    """The result of all checks of a recipe."""
+
+    recipe: Recipe
+    world_size: int
+    problems: list[Problem]
+    datasets: Datasets | None
+    """None: they could not be opened."""
+    chosen: Prediction | None = None
+    """The prediction of a plan that the planner has chosen."""
+
+    def job(self) -> Job:
+        """The job of a recipe; raises all problems at once."""
+        raise_if(self.problems)
+        assert self.datasets is not None
+        plan = self.recipe.plan.resolve(self.world_size)
+        return Job(self.recipe.model_copy(update={"plan": plan}), *self.datasets, Fingerprint.of(*self.datasets))
+
+
+def preflight(recipe: Recipe, world_size: int, *, tries_other_syncs: bool = False) -> Job:
+    """Check a recipe on this many ranks without starting or writing anything; raises all problems at once."""
+    return check_recipe(recipe, world_size, tries_other_syncs=tries_other_syncs).job()
+
+
+def check_recipe(
+    recipe: Recipe,
+    world_size: int,
+    *,
+    tries_other_syncs: bool = False,
+    check_size: ModelCheck | None = None,
+    opened: dict[tuple[DataSection, int], Datasets] | None = None,
+) -> Checked:
+    """Find all problems of a recipe on this many ranks, without starting or writing anything.
+
+    A check that needs the result of a failed one is skipped; all others run. So a model is checked against every degree
+    of a plan that does not fit the ranks. `tries_other_syncs`: the caller will also try other `sync` and `compress`
+    values, which `comm.*` may be set for. `check_size` is called where plan and model are known. `opened` holds data
+    that earlier checks of the caller have opened, since that may take long.
     """
-    found = Findings()
-    plan = found.of(_runnable_plan, recipe, world_size)
-    found.problems += [*_check_optimizer(recipe), *_check_fp8(recipe), *_check_fragments(recipe)]
-    found.problems += no_effect(recipe, plan) if plan is not None and not tries_other_syncs else ()
-    for tracker in recipe.run.trackers:
-        found.of(needs, tracker, what=f"the tracker {tracker}", extra=tracker)
-    if recipe.plan.precision == "fp8" and recipe.run.fp8 == "rowwise":
-        found.problems += _check_torchao()
-    model = found.of(without_memory, lambda: build_model(recipe.model))
-    datasets = found.of(open_datasets, recipe.data, recipe.run.seed)
+    plan, of_model, of_data = recipe.plan.fill(world_size), Findings(), Findings()
+    model = of_model.of(without_memory, lambda: build_model(recipe.model))
+    opened, source = {} if opened is None else opened, (recipe.data, recipe.run.seed)
+    datasets = opened.get(source) or of_data.of(open_datasets, *source)
     if datasets is not None:
-        found.problems += [*_check_data(model, datasets[0]), *_check_durations(recipe, datasets[0])]
-        if plan is not None and model is not None:
-            found.problems += _check_model(plan, model, recipe, datasets[0])
-            if not found.problems:
-                call = call_of(CrossEntropy(), datasets[0].batch(np.arange(min(2, len(datasets[0])))))
-                found.problems += uncallable(model, call)
-                if plan.layout.pp > 1 and not found.problems:
-                    found.of(stream_of, model, describe(model).blocks, call)
-    raise_if(found.problems)
-    assert plan is not None
-    assert datasets is not None
-    return Job(recipe.model_copy(update={"plan": plan}), *datasets, Fingerprint.of(*datasets))
+        opened[source] = datasets
+    data = None if datasets is None else datasets[0]
+    if model is not None:
+        of_model += _check_model(plan, model, recipe, data)
+    found = Findings()
+    found += check_settings(
+        recipe, world_size, tries_other_syncs=tries_other_syncs, has_to_change=bool(of_model.problems)
+    )
+    found += [*_check_packages(recipe), *_check_durations(recipe, data), *of_model.problems, *of_data.problems]
+    if model is not None and data is not None:
+        found += _check_data(plan, model, data, is_checked=not of_model.problems)
+    if model is not None and check_size is not None and not recipe.plan.check(world_size):
+        found += check_size(recipe.model_copy(update={"plan": plan}), model)
+    return Checked(recipe, world_size, found.problems, datasets)
 
 
 def reject_unlike_data(world: World, job: Job) -> None:
@@ -94,19 +130,15 @@ def reject_shortened_data(job: Job) -> None:
             data.reject_shortened()
 
 
-@dataclass
-class Findings:
-    """Problems of several checks, each of which raises on its own."""
-
-    problems: list[Problem] = field(default_factory=list)
-
-    def of(self, function: Callable[..., T], *arguments: Any, **options: Any) -> T | None:
-        """Call the function; if it raises, collect its problems and return None."""
+def _check_packages(recipe: Recipe) -> Iterator[Problem]:
+    """Find packages that the recipe needs and this machine lacks."""
+    for tracker in recipe.run.trackers:
         try:
-            return function(*arguments, **options)
+            needs(tracker, what=f"the tracker {tracker}", extra=tracker)
         except ShoalError as error:
-            self.problems += error.problems
-            return None
+            yield from error.problems
+    if recipe.plan.precision == "fp8" and recipe.run.fp8 == "rowwise":
+        yield from _check_torchao()
 
 
 def _check_torchao() -> Iterator[Problem]:
@@ -116,74 +148,50 @@ def _check_torchao() -> Iterator[Problem]:
         yield Problem("R027", what, f"{to_install('fp8')}, or --run.fp8 tensorwise")
 
 
-def _check_fragments(recipe: Recipe) -> Iterator[Problem]:
-    comm, synchrony = recipe.comm, recipe.plan.sync_spec
-    if synchrony is not None:
-        yield from filter(None, [check_fragments(comm.fragments, comm.outer_delay, synchrony.every)])
-
-
-def _check_optimizer(recipe: Recipe) -> Iterator[Problem]:
-    """Find bf16 optimizer settings that would have no effect."""
-    optim = recipe.optim
-    has_own_kernel = optim.name == "adamw" and optim.implementation == "auto"
-    other = optim.name if optim.name != "adamw" else f"optim.implementation {optim.implementation}"
-    for key in ("state_dtype", "param_dtype"):
-        if getattr(optim, key) == "bf16" and not has_own_kernel:
-            what = f"optim.{key} bf16 is for adamw with its own kernel, not for {other}"
-            yield Problem("R024", what, f"--optim.{key} fp32, or --optim.name adamw --optim.implementation auto")
-    if optim.state_dtype == "bf16" and recipe.plan.precision == "fp64":
-        what = "optim.state_dtype must be fp32 under the precision fp64, got bf16"
-        yield Problem("R025", what, "--optim.state_dtype fp32, or another --plan.precision")
-
-
-def _check_fp8(recipe: Recipe) -> Iterator[Problem]:
-    """Find `run.fp8*` under another precision. `run.fp8` alone reads as if it turned fp8 on, and it does not."""
-    run, precision = recipe.run, recipe.plan.precision
-    defaults = {name: RunSection.model_fields[name].default for name in ("fp8", "fp8_min_features", "fp8_head")}
-    changed = [name for name in defaults if getattr(run, name) != defaults[name]]
-    if precision != "fp8" and changed:
-        names = " and ".join(f"run.{name} {getattr(run, name)}" for name in changed)
-        what = f"{names} {'needs' if len(changed) == 1 else 'need'} the precision fp8, got {precision}"
-        back = " ".join(f"--run.{name} {'null' if defaults[name] is None else defaults[name]}" for name in changed)
-        yield Problem("R026", what, f"--plan.precision fp8, or {back}")
-
-
-def _runnable_plan(recipe: Recipe, world_size: int) -> Plan:
-    plan = recipe.plan.resolve(world_size)
-    reject_unsupported(plan)
-    if recipe.optim.param_dtype == "bf16":
-        reject_bf16_weights(plan)
-    plan.num_microbatches(recipe.data.global_batch)
-    return plan
-
-
-def _check_model(plan: Plan, model: nn.Module, recipe: Recipe, data: Dataset) -> list[Problem]:
-    """Find why the plan cannot distribute this model."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    names = [name for name, _ in model.named_modules()]
+def _check_model(plan: Plan, model: nn.Module, recipe: Recipe, data: Dataset | None) -> list[Problem]:
+    """Find why the plan cannot distribute this model. `check_settings` checks the batch."""
     description, settings = describe(model), recipe.run
     found = check_plan(
         plan,
         description=description,
-        batch=recipe.data.global_batch,
-        sequence=data.tokens_per_sample,
-        features=shapes,
-        modules=names,
+        sequence=_num_tokens(recipe, description, data),
+        features={name: tuple(parameter.shape) for name, parameter in model.named_parameters()},
+        modules=[name for name, _ in model.named_modules()],
         compiles=settings.compile,
     )
     policies = Policies.of(**settings_of(recipe))
-    return found or check_model(model, plan, description, policies.compute, policies.sync)
+    return [*found, *check_model(model, plan, description, policies.compute, policies.sync)]
 
 
-def _check_data(model: nn.Module | None, data: Dataset) -> Iterator[Problem]:
-    """Find where the model does not fit the data."""
-    description = describe(model) if model is not None else Description()
+def _num_tokens(recipe: Recipe, description: Description, data: Dataset | None) -> int | None:
+    """Tokens of a sample, also of data that could not be opened; None: samples have no tokens."""
+    if data is not None:
+        return data.tokens_per_sample
+    return recipe.data.seq_len if description.num_heads is not None else None
+
+
+def _check_data(plan: Plan, model: nn.Module, data: Dataset, *, is_checked: bool) -> Iterator[Problem]:
+    """Find where the model does not fit the data. `is_checked`: the plan can distribute the model."""
+    found = list(_check_sizes(model, data))
+    call = call_of(CrossEntropy(), data.batch(np.arange(min(2, len(data)))))
+    found += uncallable(model, call)
+    yield from found
+    if is_checked and plan.pp != 1 and not found:
+        try:
+            stream_of(model, describe(model).blocks, call)
+        except ShoalError as error:
+            yield from error.problems
+
+
+def _check_sizes(model: nn.Module, data: Dataset) -> Iterator[Problem]:
+    """Find labels and tokens that the model has no room for."""
+    description = describe(model)
     outputs, vocabulary = description.num_outputs, data.vocabulary
     if vocabulary is not None and vocabulary > (outputs or vocabulary):
         yield Problem(
             "D033",
             f"the model must have at least {vocabulary} outputs for the labels of the data, got {outputs}",
-            f"--model.vocabulary (or --model.num_classes) {vocabulary}, or other data",
+            f"--model.vocabulary {vocabulary} (--model.num_classes {vocabulary} of a classifier), or other data",
         )
     tokens, most = data.tokens_per_sample, description.max_tokens
     if tokens is not None and most is not None and tokens > most:
@@ -194,10 +202,11 @@ def _check_data(model: nn.Module | None, data: Dataset) -> Iterator[Problem]:
         )
 
 
-def _check_durations(recipe: Recipe, data: Dataset) -> Iterator[Problem]:
+def _check_durations(recipe: Recipe, data: Dataset | None) -> Iterator[Problem]:
     """Find durations of no step, and times where steps are expected: neither can be converted to the other."""
     optim, run, checkpoint = recipe.optim, recipe.run, recipe.checkpoint
-    if run.duration.seconds == 0 or run.duration.steps(**units(recipe, data)) == 0:
+    no_step = run.duration.amount == 0 if data is None else run.duration.steps(**units(recipe, data)) == 0
+    if run.duration.seconds == 0 or no_step:
         yield Problem("R028", f"run.duration must be at least one step, got {run.duration}", "--run.duration 100step")
     in_steps = (
         ("run.evaluate_every", run.evaluate_every, 100),

@@ -12,15 +12,14 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from shoal.blueprint.plan import Plan
+from shoal.blueprint.validation.unsupported import check_unsupported
 from shoal.comm.replicas.link_probe import codec_seconds, link_of
 from shoal.comm.replicas.transport import Transport
 from shoal.comm.world import World
 from shoal.config.no_effect import without_no_effect
 from shoal.config.recipe import Recipe
-from shoal.errors import ShoalError
 from shoal.numerics.local_tensor import to_local
 from shoal.numerics.optim.build import build_optimizer
-from shoal.parallel.checks import reject_unsupported
 from shoal.predict.estimate.replica_sync import WAYS, Link, ReplicaShape, Step, choose, sync_traffic
 from shoal.train.build_model import build_for_layout
 from shoal.train.recipe.build_run import build_loader, build_run
@@ -70,11 +69,7 @@ def estimate(job: Job, world: World, ways: tuple[str, ...] = WAYS) -> Estimate |
 
 
 def _can_be_run(plan: Plan, words: str) -> bool:
-    try:
-        reject_unsupported(sync_traffic(plan, words))
-    except ShoalError:
-        return False
-    return True
+    return not any(check_unsupported(sync_traffic(plan, words)))
 
 
 def resolve_sync(job: Job, world: World) -> tuple[Job, str]:

@@ -1,0 +1,74 @@
+"""Every problem of a recipe's settings that neither the model nor the data is needed for.
+
+Each area has one function here or below: the plan and the batch in `shoal.blueprint.validation`, `comm:` in
+`no_effect`, `optim:` and fp8 in this file. `shoal.train.recipe.preflight` adds the model, the data and the packages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shoal.blueprint.replicas.local_sgd import check_fragments
+from shoal.blueprint.validation.bf16_weights import check_bf16_weights
+from shoal.blueprint.validation.check import check_ranks
+from shoal.config.no_effect import no_effect
+from shoal.config.recipe import Recipe, RunSection
+from shoal.errors import Problem
+
+
+def check_settings(
+    recipe: Recipe, world_size: int, *, tries_other_syncs: bool = False, has_to_change: bool = False
+) -> list[Problem]:
+    """All problems of the plan, the batch, `comm:`, `optim:` and fp8 on this many ranks.
+
+    `tries_other_syncs`: the caller will also try other `sync` and `compress` values, which `comm.*` may be set for.
+    `has_to_change`: other checks have rejected the plan, so that its layout will be another.
+    """
+    return [
+        *check_ranks(recipe.plan, world_size, batch=recipe.data.global_batch, has_to_change=has_to_change),
+        *(() if tries_other_syncs else check_comm(recipe, world_size)),
+        *check_fragments_of(recipe),
+        *check_optimizer(recipe),
+        *check_fp8(recipe),
+    ]
+
+
+def check_comm(recipe: Recipe, world_size: int) -> Iterator[Problem]:
+    """Find `comm:` settings that have no effect under the plan."""
+    plan = recipe.plan.fill(world_size).with_layout()
+    return no_effect(recipe, plan, knows_replicas=plan.layout.world_size == world_size)
+
+
+def check_fragments_of(recipe: Recipe) -> Iterator[Problem]:
+    """Find fragments and delays that do not fit between two synchronizations."""
+    comm, synchrony = recipe.comm, recipe.plan.sync_spec
+    if synchrony is not None:
+        yield from filter(None, [check_fragments(comm.fragments, comm.outer_delay, synchrony.every)])
+
+
+def check_optimizer(recipe: Recipe) -> Iterator[Problem]:
+    """Find bf16 settings that the optimizer would ignore, or that the plan does not support."""
+    optim = recipe.optim
+    has_own_kernel = optim.name == "adamw" and optim.implementation == "auto"
+    other = optim.name if optim.name != "adamw" else f"optim.implementation {optim.implementation}"
+    for key in ("state_dtype", "param_dtype"):
+        if getattr(optim, key) == "bf16" and not has_own_kernel:
+            what = f"optim.{key} bf16 is for adamw with its own kernel, not for {other}"
+            yield Problem("R024", what, f"--optim.{key} fp32, or --optim.name adamw --optim.implementation auto")
+    if optim.state_dtype == "bf16" and recipe.plan.precision == "fp64":
+        what = "optim.state_dtype must be fp32 under the precision fp64, got bf16"
+        yield Problem("R025", what, "--optim.state_dtype fp32, or another --plan.precision")
+    if optim.param_dtype == "bf16":
+        yield from check_bf16_weights(recipe.plan)
+
+
+def check_fp8(recipe: Recipe) -> Iterator[Problem]:
+    """Find `run.fp8*` under another precision. `run.fp8` alone reads as if it turned fp8 on, and it does not."""
+    run, precision = recipe.run, recipe.plan.precision
+    defaults = {name: RunSection.model_fields[name].default for name in ("fp8", "fp8_min_features", "fp8_head")}
+    changed = [name for name in defaults if getattr(run, name) != defaults[name]]
+    if precision != "fp8" and changed:
+        names = " and ".join(f"run.{name} {getattr(run, name)}" for name in changed)
+        what = f"{names} {'needs' if len(changed) == 1 else 'need'} the precision fp8, got {precision}"
+        back = " ".join(f"--run.{name} {'null' if defaults[name] is None else defaults[name]}" for name in changed)
+        yield Problem("R026", what, f"--plan.precision fp8, or {back}")
