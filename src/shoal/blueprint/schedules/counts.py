@@ -1,11 +1,11 @@
 """Count what the planner needs of a schedule: the bubble of equal stages, and the microbatches in flight on a rank.
 
-Both are played from the order of actions that a run executes (`rank_order`). `simulate` plays the same order with a
-cost for every stage. Here an action takes whole units of time, which is fast enough for a search of thousands of plans.
+Both are simulated from the order of actions that a run executes (`rank_order`). `simulate` does so with a cost for
+every stage. Here an action takes whole units of time, which is fast enough for a search of thousands of plans.
 
-A step of many microbatches is not played whole, since schedules repeat. After the first few rounds (`SETTLED`), each
+A long step is not simulated in full, since schedules repeat. After the first few rounds (`SETTLED`), each
 round more adds nothing to the bubble. To the microbatches in flight it always adds the same number: none, or in gpipe
-and looped all of them. So the first rounds are played, and the others are added. A round is pp microbatches, or the
+and looped all of them. So the first rounds are simulated, and the others are added. A round is pp microbatches, or the
 round of interleaved and zb. `tests/unit/test_schedule_counts.py` compares both counts with the whole schedule.
 
 Other systems run numbers of microbatches that a schedule here rejects. Interleaved and zb then fill up their last
@@ -114,12 +114,12 @@ def runnable(word: Schedule, num_ranks: int, num_microbatches: int) -> int:
 
 
 def _shortened(word: str, num_ranks: int, m: int, settled: int) -> tuple[int, int]:
-    """The microbatches to play, those of the first `settled` rounds, and how many that leaves out."""
+    """The microbatches to simulate, those of the first `settled` rounds, and how many that leaves out."""
     rounds = num_rounds(num_ranks, m)
     if rounds <= settled:
         return m, 0
-    played = settled * (m // rounds if word in IN_ROUNDS else num_ranks)
-    return played, m - played
+    simulated = settled * (m // rounds if word in IN_ROUNDS else num_ranks)
+    return simulated, m - simulated
 
 
 @lru_cache(maxsize=2**14)

@@ -8,7 +8,7 @@ not sent in the shadow of the last backward, the optimizer, and what every step 
     product   2MNK / achievable + bytes / bandwidth, which is a roofline with a soft knee
     message   base + steps × latency + bytes / bandwidth of the slowest link (`cluster.Link`)
     shadow    two things that overlap take the longer of both, and the shorter slows the longer down a little
-    bubble    that of equal stages, played (`schedules.counts`), with stages as unequal as they are
+    bubble    that of equal stages, simulated (`schedules.counts`), with stages as unequal as they are
 
 The interval takes each cause to be off by as much as it usually is (`SPREAD`), all of them independently, and
 everything together by `COMMON`; both are learnt from the residuals of published runs, and scored by `shoal backtest`.
