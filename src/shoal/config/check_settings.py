@@ -41,9 +41,9 @@ def check_comm(recipe: Recipe, world_size: int) -> Iterator[Problem]:
 
 def check_fragments_of(recipe: Recipe) -> Iterator[Problem]:
     """Find fragments and delays that do not fit between two synchronizations."""
-    comm, synchrony = recipe.comm, recipe.plan.sync_spec
-    if synchrony is not None:
-        yield from filter(None, [check_fragments(comm.fragments, comm.outer_delay, synchrony.every)])
+    comm, sync = recipe.comm, recipe.plan.sync_spec
+    if sync is not None:
+        yield from filter(None, [check_fragments(comm.fragments, comm.outer_delay, sync.every)])
 
 
 def check_optimizer(recipe: Recipe) -> Iterator[Problem]:
