@@ -37,7 +37,8 @@ from shoal.checkpoint.state.known_keys import wrong_in
 from shoal.errors import ShoalError
 
 FORMAT = "shoal checkpoint"
-VERSION = 1
+VERSION = 2
+"""1 had other names in its state (weights, states, islands), which would be ignored."""
 NAME = "manifest.json"
 CHUNK = 4 * 2**20
 """Bytes of a file per hash, so that a part of it can be read and checked."""
