@@ -349,3 +349,14 @@ def test_a_module_that_says_nothing_cannot_be_cut() -> None:
 def test_how_many_ranks_is_said() -> None:
     with pytest.raises(ShoalError, match="must have a degree, or nproc must be set"):
         shoal.verify(Mixer, (torch.randn(8, 6), torch.randn(8, 6)), "mb=2", loss=squared)
+
+
+def test_an_argument_that_verify_does_not_have() -> None:
+    batch = (torch.randn(8, 6), torch.randn(8, 6))
+    with pytest.raises(
+        ShoalError, match=r"verify has no argument tolerence \(=0\)\n    fix: did you mean tolerance=\?"
+    ):
+        shoal.verify(Mixer, batch, "dp_shard=2", tolerence=0)  # type: ignore[call-arg]
+    proof = shoal.verify(Mixer, batch, "dp_shard=2", loss=squared, steps=1, lr=0.1, clip=None, seed=3, tolerance=1e-9)
+    assert proof.equal, proof.cause
+    assert len(proof.verdict.steps) == 1
