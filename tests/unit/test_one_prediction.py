@@ -144,3 +144,9 @@ def test_stages_that_torch_lets_go_are_gathered_again(words: str) -> None:
         counted = messages(plan, workload, rank=rank, seq_len=256, global_batch=16)["dp_shard"]["all_gather"].bytes
         assert numel.regathered > 0
         assert 2 * (numel.dense + numel.regathered) == counted
+
+
+def test_a_latent_attention_sends_keys_and_values_too() -> None:
+    work = Work(1, 2, 1, False, 1, 4096, "bf16", "none", "ring")
+    assert MODELS["deepseek-v3"].latent is not None
+    assert [each.axis for each in exact_messages(MODELS["deepseek-v3"], work)] == ["cp"]

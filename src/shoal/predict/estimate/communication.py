@@ -84,6 +84,8 @@ def exact_messages(workload: Workload, work: Work) -> list[LayerMessages]:
             ):
                 if operation != "recv" and calls:
                     found.append(LayerMessages(axis, operation, part * calls, float(size or 0)))
+    if workload.latent is not None:  # no model of shoal has such an attention: its keys and values are the textbook's
+        found += [each for each in textbook_messages(workload, work) if each.axis == "cp"]
     return found
 
 
