@@ -82,6 +82,10 @@ class Description:
     positions_restart: bool = False
     """Whether positions count from the start of each document, not of the sample."""
 
+    why_not: Mapping[str, str] = field(default_factory=dict)
+    """Axis of a plan (tp, sp, pp, cp, ep) → why this model cannot be divided along it, where that is known. A derived
+    description says it."""
+
     training_flops: Callable[[tuple[int, ...]], float] | None = None
     """Floating-point operations of forward and backward for one batch, without recompute. Its argument is the shape of
     the first argument of `forward`: (batch, tokens) of a language model, (batch, channels, height, width) of an image
@@ -135,6 +139,8 @@ def supports_sequence_parallel(description: Description) -> bool:
     It needs an embedding that divides the tokens, a module that works on each token alone, and a head that gathers
     them.
     """
+    if "sp" in description.why_not:
+        return False
     embeds = any(
         split is Split.VOCABULARY and matches(pattern, name)
         for name in description.before_blocks

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -167,8 +168,11 @@ class VocabularyParallelEmbedding(nn.Embedding):
     cut: ClassVar[dict[str, int]] = {"weight": 0}
     tensor: TensorParallel
 
+    was_read: bool
+
     def forward(self, tokens: Tensor) -> Tensor:
         """Look up rows; those of other ranks are zero here, and the sum adds them."""
+        self.was_read = True
         first = self.tensor.first_of(self.num_embeddings)
         local = tokens - first
         is_token = (tokens >= 0) & (tokens < self.num_embeddings)  # any other token raises, as on one device
@@ -178,6 +182,25 @@ class VocabularyParallelEmbedding(nn.Embedding):
             padding = None  # another rank has it
         rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight, padding)
         return self.tensor.leave(rows.masked_fill(elsewhere[..., None], 0.0))
+
+
+@cache
+def _vocabulary_parallel(kind: Any) -> type[nn.Embedding]:
+    """The split form of a class that changes the rows which nn.Embedding looks up, as by a scale: its `super()` becomes
+    the split embedding."""
+
+    class Changed(kind, VocabularyParallelEmbedding):  # type: ignore[misc]
+        def forward(self, tokens: Tensor) -> Tensor:
+            self.was_read = False
+            rows: Tensor = super().forward(tokens)
+            if not self.was_read:
+                raise ShoalError(
+                    f"{kind.__name__} looks rows up by itself, and tp has only some of them here",
+                    fix="super().forward(tokens) in its forward, or tp=1",
+                )
+            return rows
+
+    return Changed
 
 
 class VocabularyParallelHead(nn.Linear):
@@ -313,12 +336,15 @@ def _split_layer(
         return
     if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
         return  # split by the model's author
-    if type(layer) is nn.Embedding and (layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse):
+    if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse):
         raise ShoalError(
             f"{name} has max_norm, scale_grad_by_freq or sparse, which need the full embedding on one rank",
             fix="leave them out of that nn.Embedding, or tp=1",
         )
-    kind: Any = SPLIT_LAYERS.get((how, type(layer)))
+    own: Any = type(layer)
+    kind: Any = SPLIT_LAYERS.get((how, own))
+    if kind is None and how is Split.VOCABULARY and isinstance(layer, nn.Embedding):
+        kind = _vocabulary_parallel(own)
     if kind is None:
         able = " or ".join(sorted({f"nn.{of.__name__}" for split_how, of in SPLIT_LAYERS if split_how is how}))
         raise ShoalError(

@@ -29,7 +29,7 @@ from shoal.launch.local import launch
 from shoal.parallel.checks import reject_unsupported
 from shoal.parallel.expert.router import routers
 from shoal.parallel.pipeline.stage_io import stream_of
-from shoal.train.build_model import build_model, describe, without_memory
+from shoal.train.build_model import adapt, build_model, describe, without_memory
 from shoal.train.loss.objective import call_of, objective_of, uncallable
 from shoal.verification.case import TOLERANCES, Case, in_precision, replaced_precision
 from shoal.verification.compression_error import without_compression
@@ -170,6 +170,7 @@ def check(case: Case) -> None:
         call = call_of(objective_of(case.loss), rows(case.batches[0], 0, 2))  # two samples: batch norm rejects one
         raise_if(uncallable(model, call))
         if case.plan.layout.pp > 1:
+            adapt(model, description, case.plan)
             stream_of(model, description.blocks, call)
 
 

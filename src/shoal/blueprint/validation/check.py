@@ -13,7 +13,7 @@ from shoal.blueprint.description import Description
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.validation.batch import check_batch
 from shoal.blueprint.validation.context import check_context
-from shoal.blueprint.validation.description import Shapes, check_blocks, check_coverage, check_names
+from shoal.blueprint.validation.description import Shapes, check_blocks, check_coverage, check_names, check_reasons
 from shoal.blueprint.validation.expert import check_experts
 from shoal.blueprint.validation.pipeline import check_compile, check_pipeline, check_precision
 from shoal.blueprint.validation.tensor import check_tensor
@@ -39,6 +39,8 @@ def check_plan(
     """
     if modules is not None and (wrong := list(check_names(description, modules))):
         return wrong  # other checks would only report consequences of a wrong description
+    if not is_split_by_hand and (known := list(check_reasons(plan, description))):
+        return known
     return [
         *(() if is_split_by_hand else check_tensor(plan, description, sequence, features or {})),
         *check_context(plan, description, sequence),

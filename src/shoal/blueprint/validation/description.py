@@ -48,6 +48,16 @@ def check_names(description: Description, modules: Collection[str]) -> Iterator[
             yield Problem(what, f"did you mean {near}?" if near else "`*` stands for one part of a name")
 
 
+def check_reasons(plan: Plan, description: Description) -> Iterator[Problem]:
+    """Axes along which a derived description says that the model cannot be divided."""
+    for axis, why in description.why_not.items():
+        if axis == "sp" and plan.layout.tp > 1 and plan.sp:
+            yield Problem(f"sp=on cannot divide this model: {why}", "sp=off")
+        if axis != "sp" and (degree := plan.layout.degree(axis)) > 1:
+            fix = f"{axis}=1, or a description of your own: model.describe = lambda: shoal.Description(...)"
+            yield Problem(f"{axis}={degree} cannot divide this model: {why}", fix)
+
+
 def check_blocks(plan: Plan, description: Description) -> Iterator[Problem]:
     """The problem of recompute without blocks."""
     if plan.recompute != "none" and not description.blocks:

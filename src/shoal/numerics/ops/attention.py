@@ -172,6 +172,14 @@ def merge_(total: Attended, part: Attended) -> None:
     total.lse.copy_(lse)
 
 
+@torch.no_grad()
+def blind_(total: Attended, dtype: torch.dtype) -> None:
+    """Let queries that saw no key return 0, in place. With an infinite lse their weights in a backward are 0, too."""
+    saw_none = total.lse < torch.finfo(dtype).min / 8  # see `additive`
+    total.out.masked_fill_(saw_none[..., None], 0.0)
+    total.lse.masked_fill_(saw_none, float("inf"))
+
+
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return 0 where a query may look, and far below every score elsewhere. Minus infinity would give 0/0 for a query
     that may look at none of these keys. With a finite number its result has no weight in a merge."""
@@ -237,6 +245,8 @@ def written_out(
         column = sinks.to(scores_BNTS.dtype)[None, :, None, None].expand(*scores_BNTS.shape[:3], 1)
         scores_BNTS = torch.cat([scores_BNTS, column], dim=-1)
     weights_BNTS = scores_BNTS.softmax(-1)[..., : k_BNSH.shape[2]]
+    if mask is not None and mask.dtype == torch.bool:
+        weights_BNTS = weights_BNTS.masked_fill(~mask, 0.0)  # of a query that sees nothing, as torch's kernels do
     weights_BNTS = F.dropout(weights_BNTS, rule.dropout, training=rule.dropout > 0)
     return (weights_BNTS @ v_BNSH.to(weights_BNTS.dtype)).to(q_BNTH.dtype)
 

@@ -176,7 +176,8 @@ def _check_attention(q_BNTH: Tensor, v_BKTH: Tensor, mask: Tensor | None, contex
             f"the number of heads must be divisible by cp={context.degree} under ulysses, got {q_BNTH.shape[1]}",
             fix="ring instead of ulysses, or a cp that divides the heads",
         )
-    is_of_tokens = mask is not None and mask.dim() == 2 and not mask.is_floating_point()
+    full = (q_BNTH.shape[0], q_BNTH.shape[2] * context.degree)
+    is_of_tokens = mask is not None and tuple(mask.shape) == full and not mask.is_floating_point()
     if context.kind == "ring" and mask is not None and not is_of_tokens:
         raise ShoalError(
             f"ring attention builds its masks from documents, got a mask of shape {tuple(mask.shape)}",
@@ -243,8 +244,7 @@ def seen_keys(
     if mask is None:
         return seen
     keys_B11S = mask[:, None, None, :]
-    seen_B1TS = keys_B11S.expand(-1, 1, num_queries, -1) if seen is None else seen & keys_B11S
-    return seen_B1TS | ~seen_B1TS.any(-1, keepdim=True)  # a query that sees nothing: its result is not used
+    return keys_B11S.expand(-1, 1, num_queries, -1) if seen is None else seen & keys_B11S
 
 
 def _with_window(mask_BTS: Tensor, places_11TS: Tensor) -> Tensor:
@@ -363,7 +363,7 @@ CUT = "_is_cut_for_shoal"
 def cut_batch(batch: Any, description: Description, context: ContextParallel) -> Any:
     """Return a rank's tokens of every tensor in a batch whose second dim is tokens. Documents stay full: a token's mask
     depends on other tokens'. Tensors that were cut already stay unchanged."""
-    if any(hasattr(x, CUT) for x in _tensors(batch)):
+    if is_cut(batch):
         return batch
     num_tokens = _num_tokens(batch)
     if description.max_tokens is not None and num_tokens > description.max_tokens:
@@ -373,6 +373,11 @@ def cut_batch(batch: Any, description: Description, context: ContextParallel) ->
         )
     context.num_tokens = num_tokens
     return _cut(batch, num_tokens, description.documents, context)
+
+
+def is_cut(batch: Any) -> bool:
+    """Whether a batch has a rank's own tokens only."""
+    return any(hasattr(x, CUT) for x in _tensors(batch))
 
 
 def mark_cut(batch: Any, context: ContextParallel) -> None:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from shoal.blueprint.context_parallel import RingStep, ring_steps
 from shoal.comm.autograd_function import differentiable_once
-from shoal.numerics.ops.attention import PLAIN, Attended, AttentionRule, attend, attend_backward, merge_
+from shoal.numerics.ops.attention import PLAIN, Attended, AttentionRule, attend, attend_backward, blind_, merge_
 from shoal.numerics.precision import wide
 
 KEYS_AND_VALUES, GRADIENTS = 0, 1
@@ -126,6 +126,8 @@ class _RingAttention(torch.autograd.Function):
             merge_(
                 total, Attended(torch.zeros_like(total.out), sinks[:, None].to(total.lse.dtype).expand_as(total.lse))
             )
+        if mask is not None:
+            blind_(total, q.dtype)
         out = total.out.to(q.dtype)
         ctx.save_for_backward(q, keys_values, out, total.lse, sinks, mask)
         ctx.sight = sight

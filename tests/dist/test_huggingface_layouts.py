@@ -1,0 +1,94 @@
+"""Unmodified models of transformers, without a description of their own, under every layout: losses, gradients and
+weights of plain torch with transformers' own attention, in float64.
+
+`make test` tries a few architectures, `make test-all` every one.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from shoal import ShoalError
+from shoal.blueprint.plan import Plan
+from shoal.comm.world import World
+from shoal.train.build_model import adapt, describe
+from shoal.verification.case import Case
+from shoal.verification.rank import verify_in
+from tests.cover import wide
+from tests.dist.pool import Pool
+
+pytest.importorskip("transformers")
+from tests import huggingface
+
+LAYOUTS = ["zero=3 mb=1", "tp=2 sp=off mb=2", "pp=2 1f1b mb=2", "cp=2 mb=2", "cp=2 ulysses mb=2"]
+SHORT = ["llama tied", "qwen3", "gemma2"]
+
+
+def largest_differences(world: World, kind: str, plans: list[str], pads: bool) -> dict[str, float]:
+    """Plan → the largest relative difference of a loss, gradient or weight; and predicted traffic is that counted."""
+    found = {}
+    for words in plans:
+        case = Case(
+            build=functools.partial(huggingface.build, kind),
+            batches=[huggingface.batch(kind, pads=pads)] * 2,
+            plan=Plan.parse(f"fp64 {words}").resolve(world.size),
+        )
+        findings = verify_in(world, case)
+        if findings.predicted_traffic is None:
+            raise AssertionError(f"{words}: nothing was predicted")
+        for axis, operations in findings.predicted_traffic.items():
+            for name, messages in operations.items():
+                counted = findings.traffic.get(axis, {}).get(name, {})
+                assert counted.get("bytes", 0) == messages.bytes, (words, axis, name)
+        if findings.verdict is not None:
+            worst = findings.verdict.worst
+            found[words] = max(worst.loss, worst.grad, worst.weight, worst.grad_norm)
+            assert findings.verdict.equal, f"{words}: {findings.verdict.first}"
+    return found
+
+
+@pytest.mark.parametrize("kind", [kind if kind in SHORT else wide(kind) for kind in huggingface.DENSE])
+def test_a_model_of_transformers_under_every_layout(pool: Pool, kind: str) -> None:
+    found = pool.run(largest_differences, 2, kind, LAYOUTS, False)[0]
+    assert found.keys() == set(LAYOUTS)
+    assert max(found.values()) < 1e-10
+
+
+@pytest.mark.parametrize("kind", ["llama", wide("gemma2"), wide("mistral window")])
+def test_padding_is_not_attended_to(pool: Pool, kind: str) -> None:
+    assert len(pool.run(largest_differences, 2, kind, LAYOUTS, True)[0]) == len(LAYOUTS)
+
+
+@pytest.mark.parametrize("words", ["pp=2 1f1b mb=2", "cp=2 mb=2", "tp=2 sp=on"])
+def test_packed_positions_are_rejected(words: str) -> None:
+    model = huggingface.build("llama")
+    adapt(model, describe(model), Plan.parse(words).resolve(2))
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    with pytest.raises(ShoalError, match="position_ids"):
+        model(tokens, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]))
+
+
+def test_the_model_still_generates() -> None:
+    """With a cache, from samples that are padded at the start, after its attention was replaced."""
+    generated = []
+    for words in ("", "pp=2 1f1b"):
+        model: Any = huggingface.build("gemma2")
+        adapt(model, describe(model), Plan.parse(words or "zero=0").resolve(2))
+        tokens = torch.tensor([[0, 0, 5, 7], [3, 4, 5, 6]])
+        options = {"attention_mask": torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]), "max_new_tokens": 6, "pad_token_id": 0}
+        generated.append(model.generate(tokens, do_sample=False, **options))
+    assert torch.equal(*generated)
+
+
+def test_what_is_derived() -> None:
+    description = describe(huggingface.build("llama tied"))
+    assert description.blocks == ("model.layers.0", "model.layers.1")
+    assert description.before_blocks == ("model.embed_tokens",)
+    assert description.after_blocks == ("model.norm", "lm_head")
+    assert description.tied == (("model.embed_tokens.weight", "lm_head.weight"),)
+    assert description.head == "lm_head"
+    assert describe(huggingface.build("granite")).head is None  # it scales logits afterwards
