@@ -66,15 +66,77 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Name → the first part of the names of its classes, and settings that differ from `SMALL`."""
+EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {**KV, "num_local_experts": 4, "sliding_window": None}),
+    "qwen3-moe": ("Qwen3Moe", {**KV, "head_dim": 4, "num_experts": 4, "moe_intermediate_size": 8}),
+    "gpt-oss": (
+        "GptOss",
+        {**KV, "head_dim": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 3},
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {
+            **{"num_key_value_heads": 4, "n_routed_experts": 4, "moe_intermediate_size": 8, "first_k_dense_replace": 1},
+            **{"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4},
+            **{"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
+        },
+    ),
+}
+PACKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3": (
+        "Phi3",
+        {**KV, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 1.0}},
+    ),
+    "gpt2": ("GPT2", {"n_positions": TOKENS, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+    "modernbert": ("ModernBert", {"local_attention": 4, "sep_token_id": None, "cls_token_id": None}),
+}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("Bert", {"max_position_embeddings": 16}),
+    "vit": ("ViT", {"image_size": 8, "patch_size": 4, "num_labels": 5}),
+    "clip": ("CLIP", {}),
+    "t5": ("T5", {"d_model": 16, "d_ff": 24, "d_kv": 4, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}),
+    "whisper": ("Whisper", {}),
+    "mamba": ("Mamba", {"state_size": 4}),
+}
+ALL = DENSE | EXPERTS | PACKED | OTHERS
 CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+CLASSES = {
+    **{"GPT2": "GPT2LMHeadModel", "ModernBert": "ModernBertForMaskedLM", "Bert": "BertForMaskedLM"},
+    **{"ViT": "ViTForImageClassification", "CLIP": "CLIPForImageClassification"},
+    **{"T5": "T5ForConditionalGeneration", "Whisper": "WhisperForConditionalGeneration"},
+}
+
+
+def config_of(name: str, settings: dict[str, Any]) -> Any:
+    if name == "CLIP":
+        sizes = {
+            key: SMALL[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        }
+        return transformers.CLIPConfig(
+            text_config={**SMALL, "max_position_embeddings": 16},
+            vision_config={**sizes, "image_size": 8, "patch_size": 4},
+            projection_dim=8,
+            num_labels=5,
+        )
+    if name == "Whisper":
+        own = {f"{part}_{key}": value for part in ("encoder", "decoder") for key, value in WHISPER.items()}
+        tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+        sizes = {"vocab_size": VOCABULARY, "d_model": 16, "num_mel_bins": 4}
+        lengths = {"max_source_positions": 4, "max_target_positions": TOKENS}
+        return transformers.WhisperConfig(
+            **own, **tokens, **sizes, **lengths, suppress_tokens=None, begin_suppress_tokens=None
+        )
+    return getattr(transformers, CONFIGS.get(name, f"{name}Config"))(**SMALL | settings)
+
+
+WHISPER = {"layers": 2, "attention_heads": 4, "ffn_dim": 24}
 
 
 def build(kind: str) -> nn.Module:
     """In float32, with weights of which every one matters."""
     torch.manual_seed(3)
-    name, settings = DENSE[kind]
-    config = getattr(transformers, CONFIGS.get(name, f"{name}Config"))(**SMALL | settings)
-    model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config)
+    name, settings = ALL[kind]
+    model: nn.Module = getattr(transformers, CLASSES.get(name, f"{name}ForCausalLM"))(config_of(name, settings))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.2)
@@ -88,6 +150,10 @@ def batch(kind: str, *, pads: bool = False) -> dict[str, Tensor]:
     labels = ids.clone()
     labels[0, :5] = -100
     labels[2, 3:] = -100
+    if kind in ("vit", "clip"):
+        return {"pixel_values": torch.randn(BATCH, 3, 8, 8, generator=generator), "labels": ids[:, 0] % 5}
+    if kind == "whisper":
+        return {"input_features": torch.randn(BATCH, 4, 8, generator=generator), "labels": labels}
     made = {"input_ids": ids, "labels": labels}
     if pads:
         mask = torch.ones_like(ids)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 from torch import nn
@@ -221,12 +221,23 @@ def _ties_that_break(model: nn.Module, plan: Plan, description: Description) -> 
     for shared in (shared for shared in names.values() if len(shared) > 1 and is_cut):
         ends = [is_inside(shared[0].rpartition(".")[0], description.before_blocks)]
         ends.append(is_inside(shared[-1].rpartition(".")[0], description.after_blocks))
+        if layout.tp == layout.pp == 1 and _is_in_root(shared, description):
+            continue
         if tuple(shared) not in description.tied or not all(ends):
             yield Problem(
                 f"{' and '.join(shared)} are one parameter, and this plan would make several of it",
                 f"describe() with tied=(({', '.join(map(repr, shared[:2]))}),), the first in before_blocks and the"
                 " second in after_blocks; other ties need tp=1, pp=1 and zero=0",
             )
+
+
+def _is_in_root(shared: Sequence[str], description: Description) -> bool:
+    """Whether one unit of sharding holds all names of a parameter: that of everything outside of blocks, where some of
+    it is tied."""
+    before, after = description.before_blocks, description.after_blocks
+    owners = [name.rpartition(".")[0] for name in shared]
+    is_named = all((shared[0], other) in description.tied for other in shared[1:])
+    return bool(before and after) and is_named and all(is_inside(owner, (*before, *after)) for owner in owners)
 
 
 def _reject_unequal_models(model: nn.Module, plan: Plan, tensor: TensorParallel) -> None:

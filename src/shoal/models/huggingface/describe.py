@@ -3,11 +3,10 @@
     transformers declares                          shoal reads
     pp_plan: the entry that is a list of modules   blocks
     pp_plan: entries before and after it           before_blocks, after_blocks
-    _no_split_modules, without a pp_plan           blocks, for shards and recompute
+    _no_split_modules, without a pp_plan           blocks; a run without memory shows the others
     tp_plan: colwise, rowwise                      Split.COLUMN, Split.ROW
     tp_plan: embedding_rowwise; the output head    Split.VOCABULARY
     tp_plan: replicated_with_grad_allreduce        Split.HEADS
-    all_tied_weights_keys                          tied
 
 A *region* is the parent of the layers that are split together: an attention or a feed-forward. If some layer of it is
 of an unknown style, or is covered by nothing, all of the region stays whole on every rank of tp. It is then right, and
@@ -24,7 +23,8 @@ from typing import Any
 from torch import nn
 
 from shoal.blueprint.description import Description, Split, matches
-from shoal.models.huggingface.modules import attentions, blocks_without_plan, mixes_tokens, name_of, pattern_of
+from shoal.models.huggingface.modules import attentions, mixes_tokens, name_of, pattern_of
+from shoal.models.huggingface.order import order_of
 
 STYLES = {"colwise": Split.COLUMN, "rowwise": Split.ROW, "replicated_with_grad_allreduce": Split.HEADS}
 """Words of a tp_plan that mean the same here. `_gather_output` and `_split_input` gather activations: not followed."""
@@ -32,17 +32,17 @@ STYLES = {"colwise": Split.COLUMN, "rowwise": Split.ROW, "replicated_with_grad_a
 
 def describe(model: Any) -> Description:
     """What can be derived of a model. `why_not` says what cannot, and why."""
-    blocks, before, after = _order(model)
-    why_not = dict(_why_not(model, blocks, before))
-    splits = {} if "tp" in why_not else _splits(model, (*before, *blocks, *after))
+    order = order_of(model)
+    why_not = dict(_why_not(model, order.blocks))
+    splits = {} if "tp" in why_not else _splits(model)
     config = _text_config(model)
     head = model.get_output_embeddings()
     return Description(
-        blocks=blocks,
-        before_blocks=before,
-        after_blocks=after,
+        blocks=order.blocks,
+        before_blocks=order.before,
+        after_blocks=order.after,
         splits=splits,
-        tied=tuple(_tied(model)),
+        tied=tuple(_tied(model)) if order.blocks else (),
         head=name_of(model, head) if _returns_head(model, head) else None,
         num_heads=getattr(config, "num_attention_heads", None),
         num_kv_heads=getattr(config, "num_key_value_heads", None),
@@ -61,35 +61,18 @@ def _takes(model: Any, name: str) -> bool:
     return name in inspect.signature(model.forward).parameters
 
 
-# ---- blocks, and what is before and after them ----------------------------------------------------------------------
+# ---- what cannot be divided -----------------------------------------------------------------------------------------
 
 
-def _order(model: Any) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    modules = dict(model.named_modules())
-    plan = {name: ways for name, ways in (getattr(model, "pp_plan", None) or {}).items() if name in modules}
-    lists = [name for name in plan if isinstance(modules[name], nn.ModuleList)]
-    if len(lists) != 1:
-        return tuple(blocks_without_plan(model)), (), ()
-    blocks = tuple(f"{lists[0]}.{number}" for number in range(len(modules[lists[0]])))
-    before = tuple(name for name, (takes, _) in plan.items() if name not in lists and _is_first(takes))
-    after = [name for name in plan if name not in lists and name not in before]
-    after.sort(key=lambda name: list(modules).index(name))  # the plan of a class with a head begins with the head
-    return blocks, before, tuple(after)
-
-
-def _is_first(takes: Any) -> bool:
-    return bool({"input_ids", "inputs_embeds"} & set(takes))
-
-
-def _why_not(model: Any, blocks: tuple[str, ...], before: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+def _why_not(model: Any, blocks: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     """Axis → the property of the architecture that is in its way."""
     kind = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         what = f"{kind} has an encoder and a decoder, which share no order of blocks"
         yield from ((axis, what) for axis in ("tp", "pp", "cp"))
         return
-    if not before:
-        yield "pp", f"{kind} declares no pp_plan, so the modules before and after its blocks are not known"
+    if not blocks:
+        yield "pp", f"{kind} has no blocks that run one after the other, with all else before or after them"
     if not (getattr(model, "tp_plan", None) or {}):
         yield "tp", f"{kind} declares no tp_plan, so it is not known how its layers may be split"
     yield "sp", f"{kind} reshapes by the tokens of its input, and they would be gathered inside"
@@ -117,7 +100,7 @@ def _why_not_context(model: Any, blocks: tuple[str, ...]) -> str | None:
 # ---- splits ---------------------------------------------------------------------------------------------------------
 
 
-def _splits(model: Any, parts: tuple[str, ...]) -> dict[str, Split]:
+def _splits(model: Any) -> dict[str, Split]:
     """Pattern → split, for every module that has parameters of its own."""
     owners = {
         name: module
@@ -155,15 +138,19 @@ def _declared(plan: Mapping[str, str], name: str, module: nn.Module) -> Split | 
     return how if is_linear or how is Split.HEADS else None
 
 
-def _tied(model: Any) -> Iterator[tuple[str, str]]:
-    for second, first in (getattr(model, "all_tied_weights_keys", None) or {}).items():
-        yield first, second
+def _tied(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Names of one parameter: the first, and each of the others."""
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(parameter), name) != name:
+            yield first[id(parameter)], name
 
 
 def _returns_head(model: Any, head: Any) -> bool:
     """Whether logits are the output of the last layer as it is. Every setting that scales or caps them has one of these
     words in its name."""
-    if type(head) is not nn.Linear or getattr(head, "bias", None) is not None:
+    is_plain = type(head) is nn.Linear and getattr(head, "bias", None) is None
+    if not is_plain or getattr(model.config, "is_encoder_decoder", False):  # that needs labels, and computes a loss
         return False
     words = re.compile(r"logit_scale|logits_scal|logit_softcap|lm_head_multiplier")
     settings = _text_config(model).to_dict()

@@ -2,7 +2,7 @@
 
 Where ranks divide tokens or stages, no rank sees the loss that the model computes itself. So a copy without memory is
 called once with labels. If it passes its logits and these labels, unchanged, to its `loss_function`, that function is
-tried with numbers. If not, it is not known.
+tried with numbers. If it passes views of both to torch's cross-entropy, it shifts nothing. Else it is not known.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from shoal.blueprint.description import Description
 from shoal.models.huggingface.adapt import adapt
@@ -21,26 +22,47 @@ from shoal.train.loss.labels import shifted
 TOKENS, WORDS = 5, 7
 
 
+class _Losses(TorchFunctionMode):
+    """Record the arguments of cross-entropies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Any, Any]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.cross_entropy and len(args) > 1:
+            self.seen.append(args[:2])
+        return func(*args, **(kwargs or {}))
+
+
 def shifts_labels(model: Any, description: Description) -> bool | None:
     """Whether logits are compared with the label of the next token; None: not known."""
     skeleton: Any = skeleton_of(model)
     adapt(skeleton, description, None)
-    seen: list[tuple[Any, Any]] = []
+    passed: list[tuple[Any, Any]] = []
 
     def note(logits: Any = None, labels: Any = None, *_: Any, **__: Any) -> Tensor:
-        seen.append((logits, labels))
+        passed.append((logits, labels))
         return torch.zeros((), device="meta")
 
     try:
         skeleton.loss_function = note
-        with torch.device("meta"):
+        with torch.device("meta"), _Losses() as losses:
             tokens, labels = (torch.zeros(1, TOKENS, dtype=torch.int64) for _ in range(2))
-            output = skeleton(tokens, labels=labels)
+            logits = skeleton(tokens, labels=labels).logits
     except Exception:  # it needs more than tokens, or real values
         return None
-    if len(seen) != 1 or seen[0][0] is not output.logits or seen[0][1] is not labels:
-        return None
-    return _shift_of(model.loss_function)
+    if len(passed) == 1 and not losses.seen and passed[0][0] is logits and passed[0][1] is labels:
+        return _shift_of(model.loss_function)
+    is_direct = len(losses.seen) == 1 and not passed
+    if is_direct and all(map(_is_all_of, losses.seen[0], (logits, labels))):
+        return False
+    return None
+
+
+def _is_all_of(view: Tensor, whole: Tensor) -> bool:
+    base = whole if whole._base is None else whole._base
+    return (view is whole or view._base is base) and view.numel() == whole.numel() == base.numel()
 
 
 def _shift_of(function: Any) -> bool | None:
