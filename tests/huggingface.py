@@ -68,7 +68,10 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
 """Name → the first part of the names of its classes, and settings that differ from `SMALL`."""
 EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {**KV, "num_local_experts": 4, "sliding_window": None}),
-    "qwen3-moe": ("Qwen3Moe", {**KV, "head_dim": 4, "num_experts": 4, "moe_intermediate_size": 8}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {**KV, "head_dim": 4, "num_experts": 4, "moe_intermediate_size": 8, "num_experts_per_tok": 2},
+    ),
     "gpt-oss": (
         "GptOss",
         {**KV, "head_dim": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 3},
@@ -94,7 +97,18 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("Bert", {"max_position_embeddings": 16}),
     "vit": ("ViT", {"image_size": 8, "patch_size": 4, "num_labels": 5}),
     "clip": ("CLIP", {}),
-    "t5": ("T5", {"d_model": 16, "d_ff": 24, "d_kv": 4, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}),
+    "t5": (
+        "T5",
+        {
+            "d_model": 16,
+            "d_ff": 24,
+            "d_kv": 4,
+            "num_layers": 2,
+            "num_heads": 4,
+            "decoder_start_token_id": 0,
+            "pad_token_id": 0,
+        },
+    ),
     "whisper": ("Whisper", {}),
     "mamba": ("Mamba", {"state_size": 4}),
 }

@@ -23,6 +23,7 @@ RULES = {
     "window": {"window": 5},
     "sinks": {"has_sinks": True},
     "padding": {"pads": True},
+    "both ways": {"window": 3, "is_bidirectional": True},
     "all": {"scale": 0.4, "softcap": 1.5, "window": 7, "has_sinks": True, "pads": True},
 }
 Kind = Literal["ring", "ulysses"]
@@ -46,15 +47,16 @@ def expected(rule: dict[str, Any]) -> list[Tensor]:
     rows = []
     for place in range(TOKENS):
         first = max(0, place - rule["window"] + 1) if "window" in rule else 0
-        seen_k, seen_v = (x[:, :, first : place + 1].repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
+        stop = place + (rule["window"] if "is_bidirectional" in rule else 1)
+        seen_k, seen_v = (x[:, :, first:stop].repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
         scores = torch.einsum("bnh,bnsh->bns", q[:, :, place], seen_k) * rule.get("scale", FEATURES**-0.5)
         if "softcap" in rule:
             scores = rule["softcap"] * torch.tanh(scores / rule["softcap"])
         if "pads" in rule:
-            scores = scores.masked_fill(~keys[:, None, first : place + 1], -1e30)
+            scores = scores.masked_fill(~keys[:, None, first:stop], -1e30)
         extra = [sinks[None, :, None].expand(BATCH, -1, 1)] if "has_sinks" in rule else []
         weights = torch.cat([scores, *extra], -1).softmax(-1)[..., : scores.shape[-1]]
-        sees = keys[:, None, first : place + 1].any(-1, keepdim=True) if "pads" in rule else 1.0
+        sees = keys[:, None, first:stop].any(-1, keepdim=True) if "pads" in rule else 1.0
         rows.append(torch.einsum("bns,bnsh->bnh", weights, seen_v) * sees)  # 0 for a query that sees nothing
     out = torch.stack(rows, 2)
     inputs = [q, k, v, *([sinks] if "has_sinks" in rule else [])]
@@ -63,7 +65,7 @@ def expected(rule: dict[str, Any]) -> list[Tensor]:
 
 def found(rule: dict[str, Any], context: ContextParallel | None) -> list[Tensor]:
     (q, k, v, sinks), grad, keys = drawn()
-    attention = Attention()
+    attention = Attention(causal="is_bidirectional" not in rule)
     attention.context = context
     mine = (lambda x: x) if context is None else (lambda x: context.part(x, 2))
     given = AttentionRule(**{name: rule[name] for name in ("scale", "softcap", "window") if name in rule})
@@ -112,9 +114,3 @@ def test_more_keys_than_queries() -> None:
     whole = Attention()(q, k, v, keys)
     last = Attention()(q[:, :, -3:], k, v, keys)
     assert torch.allclose(whole[:, :, -3:], last, rtol=0.0, atol=1e-13)
-
-
-def test_a_window_without_an_order() -> None:
-    q = drawn()[0][0]
-    with pytest.raises(ShoalError, match="needs causal attention"):
-        Attention(causal=False)(q, q, q, rule=AttentionRule(window=3))

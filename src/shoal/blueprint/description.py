@@ -21,6 +21,7 @@ class Split(Enum):
     VOCABULARY = "vocabulary"  # an embedding or output head split by tokens of the vocabulary
     SEQUENCE = "sequence"  # not split; works on each position alone, so positions may be divided (norms)
     HEADS = "heads"  # not split; works on each head alone, inside attention (norms of queries and keys)
+    REGION = "region"  # a module whose COLUMN layers all read its input, which then enters once, before it runs
     EXPERTS = "experts"  # divided over ep along dim 0; not split by tp; works on each position alone
 
 

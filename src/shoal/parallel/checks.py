@@ -221,7 +221,7 @@ def _ties_that_break(model: nn.Module, plan: Plan, description: Description) -> 
     for shared in (shared for shared in names.values() if len(shared) > 1 and is_cut):
         ends = [is_inside(shared[0].rpartition(".")[0], description.before_blocks)]
         ends.append(is_inside(shared[-1].rpartition(".")[0], description.after_blocks))
-        if layout.tp == layout.pp == 1 and _is_in_root(shared, description):
+        if layout.tp == 1 and _is_on_one_side(shared, description):
             continue
         if tuple(shared) not in description.tied or not all(ends):
             yield Problem(
@@ -231,13 +231,11 @@ def _ties_that_break(model: nn.Module, plan: Plan, description: Description) -> 
             )
 
 
-def _is_in_root(shared: Sequence[str], description: Description) -> bool:
-    """Whether one unit of sharding holds all names of a parameter: that of everything outside of blocks, where some of
-    it is tied."""
-    before, after = description.before_blocks, description.after_blocks
+def _is_on_one_side(shared: Sequence[str], description: Description) -> bool:
+    """Whether all names of a parameter are before the blocks, or all after them: one stage and one unit has them."""
     owners = [name.rpartition(".")[0] for name in shared]
-    is_named = all((shared[0], other) in description.tied for other in shared[1:])
-    return bool(before and after) and is_named and all(is_inside(owner, (*before, *after)) for owner in owners)
+    sides = (description.before_blocks, description.after_blocks)
+    return any(all(is_inside(owner, side) for owner in owners) for side in sides)
 
 
 def _reject_unequal_models(model: nn.Module, plan: Plan, tensor: TensorParallel) -> None:

@@ -58,10 +58,19 @@ class TensorParallel:
         self.keeps_logits_split = False
         self._outside: Tensor | None = None
         self._inside: Tensor | None = None
+        self._region: Tensor | None = None
+        """The input of the region that is running, if it entered before the region's first layer."""
 
     def enter(self, x: Tensor) -> Tensor:
         """Pass a replicated tensor into a split region. Queries, keys and values read one x: it enters once."""
         if self.group is None:
+            return x
+        if self._region is not None:
+            if x is not self._region:
+                raise ShoalError(
+                    "a layer that is split by COLUMN must read the input of its region, got another tensor",
+                    fix="tp=1, or a description without Split.REGION for it",
+                )
             return x
         if self._outside is not x or self._inside is None:
             self._outside = x
@@ -72,6 +81,19 @@ class TensorParallel:
             else:
                 self._inside = enter(wide, self.group)
         return self._inside
+
+    def enter_region(self, _module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """A hook before a region: its input, the first argument or `hidden_states`, enters. Code inside that reads the
+        shape of its input then sees all tokens, as its layers do."""
+        if arguments and isinstance(arguments[0], Tensor):
+            self._region = self.enter(arguments[0])
+            return (self._region, *arguments[1:]), options
+        self._region = self.enter(options["hidden_states"])
+        return arguments, {**options, "hidden_states": self._region}
+
+    def leave_region(self, *_: Any) -> None:
+        """A hook after a region."""
+        self._region = None
 
     def leave(self, x: Tensor) -> Tensor:
         """Sum the partial results of a split region into a replicated tensor."""
@@ -332,7 +354,10 @@ def _split_layer(
         tensor.partial.update(names)
     if how is Split.SEQUENCE and tensor.splits_tokens and type(layer) is nn.Embedding:
         _become(layer, PositionEmbedding, tensor, pieces)
-    if how in WHOLE:
+    if how is Split.REGION:
+        layer.register_forward_pre_hook(tensor.enter_region, with_kwargs=True)
+        layer.register_forward_hook(tensor.leave_region)
+    if how in (*WHOLE, Split.REGION):
         return
     if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
         return  # split by the model's author

@@ -29,7 +29,7 @@ class _KeepFloat64(TorchFunctionMode):
                 return given.double()
             if kwargs.get("dtype") is NARROW:
                 kwargs = {**kwargs, "dtype": torch.float64}
-            if func is Tensor.to and any(one is NARROW for one in args[1:]):
+            if func in (Tensor.to, Tensor.type) and any(one is NARROW for one in args[1:]):
                 args = tuple(torch.float64 if one is NARROW else one for one in args)
         return func(*args, **kwargs)
 

@@ -34,7 +34,10 @@ def observe_reference(case: Case) -> tuple[list[Observation], dict[str, Tensor]]
     model = fresh_model(case).to(device, precision.weight_dtype)
     initial = _copies(model)
     optimizer = optimizer_for(case, list(model.parameters()))
-    lower, is_foreign = precision.is_lower, adapter_of(model) is not None
+    lower, adapter = precision.is_lower, adapter_of(model)
+    is_foreign = adapter is not None
+    if adapter is not None:
+        adapter.written_out(model)
     hush(device)
     observations = []
     for batch in case.batches:

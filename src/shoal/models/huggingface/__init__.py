@@ -5,6 +5,7 @@ Everything here reads strings and modules of a model. transformers itself is imp
 
 from shoal.models.huggingface.adapt import adapt
 from shoal.models.huggingface.describe import describe
+from shoal.models.huggingface.experts import written_out
 from shoal.models.huggingface.labels import shifts_labels
 
-__all__ = ["adapt", "describe", "shifts_labels"]
+__all__ = ["adapt", "describe", "shifts_labels", "written_out"]

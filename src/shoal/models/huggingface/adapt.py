@@ -13,7 +13,7 @@ from shoal.blueprint.description import Description
 from shoal.blueprint.placement import splits_tokens
 from shoal.blueprint.plan import Plan
 from shoal.errors import ShoalError
-from shoal.models.huggingface.attention import install
+from shoal.models.huggingface import attention, experts
 
 MARK = "_is_adapted_for_shoal"
 
@@ -25,10 +25,11 @@ def adapt(model: Any, description: Description, plan: Plan | None) -> None:
     """
     if getattr(model, MARK, None) is not None:
         return
+    experts.install(model)
     divides = plan is None or plan.layout.cp > 1 or plan.layout.pp > 1 or splits_tokens(plan, description)
     is_able = "cp" not in description.why_not
     if divides and is_able:
-        install(model)
+        attention.install(model)
         model.base_model.register_forward_pre_hook(_padding_of_four_dims, with_kwargs=True)
     context = 1 if plan is None else plan.layout.cp
     takes = inspect.signature(model.forward).parameters

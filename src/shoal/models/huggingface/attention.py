@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.errors import ShoalError
@@ -24,6 +25,7 @@ OWN = "shoal_attention"
 WITHOUT_EFFECT = {
     *("position_ids", "position_embeddings", "cache_position", "use_cache", "past_key_values", "return_dict"),
     *("output_attentions", "output_hidden_states", "output_router_logits", "num_items_in_batch", "logits_to_keep"),
+    "deterministic",
 }
 """Arguments that models pass through and that change nothing in the attention of a whole sequence."""
 
@@ -72,7 +74,10 @@ def attention_forward(
     keys = _keys(attention_mask)
     if keys is not None and attention.context is None:
         keys = keys[:, -key.shape[2] :]  # a cache of a window has dropped the first ones
-    out = attention(query, key, value, keys, rule=rule, sinks=sinks)
+    num_features = value.shape[-1]
+    if attention.context is not None and num_features < query.shape[-1]:  # over ranks, keys and values travel together
+        value = F.pad(value, (0, query.shape[-1] - num_features))
+    out = attention(query, key, value, keys, rule=rule, sinks=sinks)[..., :num_features]
     return out.transpose(1, 2).contiguous(), None
 
 

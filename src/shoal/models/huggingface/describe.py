@@ -23,8 +23,9 @@ from typing import Any
 from torch import nn
 
 from shoal.blueprint.description import Description, Split, matches
+from shoal.blueprint.placement import is_inside
 from shoal.models.huggingface.modules import attentions, mixes_tokens, name_of, pattern_of
-from shoal.models.huggingface.order import order_of
+from shoal.models.huggingface.order import Order, order_of
 
 STYLES = {"colwise": Split.COLUMN, "rowwise": Split.ROW, "replicated_with_grad_allreduce": Split.HEADS}
 """Words of a tp_plan that mean the same here. `_gather_output` and `_split_input` gather activations: not followed."""
@@ -34,7 +35,12 @@ def describe(model: Any) -> Description:
     """What can be derived of a model. `why_not` says what cannot, and why."""
     order = order_of(model)
     why_not = dict(_why_not(model, order.blocks))
-    splits = {} if "tp" in why_not else _splits(model)
+    splits, whole = ({}, None) if "tp" in why_not else _splits(model)
+    if whole is not None:
+        what = f"tp leaves {pattern_of(whole)} whole, and that needs all tokens"
+        why_not["sp"] = f"{type(model).__name__}: {what}"
+    elif "cp" in why_not:
+        why_not["sp"] = why_not["cp"]
     config = _text_config(model)
     head = model.get_output_embeddings()
     return Description(
@@ -42,7 +48,7 @@ def describe(model: Any) -> Description:
         before_blocks=order.before,
         after_blocks=order.after,
         splits=splits,
-        tied=tuple(_tied(model)) if order.blocks else (),
+        tied=tuple(_tied(model, order)),
         head=name_of(model, head) if _returns_head(model, head) else None,
         num_heads=getattr(config, "num_attention_heads", None),
         num_kv_heads=getattr(config, "num_key_value_heads", None),
@@ -75,7 +81,6 @@ def _why_not(model: Any, blocks: tuple[str, ...]) -> Iterator[tuple[str, str]]:
         yield "pp", f"{kind} has no blocks that run one after the other, with all else before or after them"
     if not (getattr(model, "tp_plan", None) or {}):
         yield "tp", f"{kind} declares no tp_plan, so it is not known how its layers may be split"
-    yield "sp", f"{kind} reshapes by the tokens of its input, and they would be gathered inside"
     if (why := _why_not_context(model, blocks)) is not None:
         yield "cp", f"{kind} {why}"
 
@@ -100,28 +105,32 @@ def _why_not_context(model: Any, blocks: tuple[str, ...]) -> str | None:
 # ---- splits ---------------------------------------------------------------------------------------------------------
 
 
-def _splits(model: Any) -> dict[str, Split]:
-    """Pattern → split, for every module that has parameters of its own."""
+def _splits(model: Any) -> tuple[dict[str, Split], str | None]:
+    """Pattern → split, for every region and every module that has parameters of its own; and a region that stays whole
+    and mixes tokens."""
     owners = {
         name: module
         for name, module in model.named_modules()
         if next(iter(module.parameters(recurse=False)), None) is not None
     }
     declared = {name: _declared(model.tp_plan, name, module) for name, module in owners.items()}
-    found: dict[str, Split] = {}
     vocabulary = [model.get_input_embeddings(), model.get_output_embeddings()]
     regions = {name.rpartition(".")[0] for name, style in declared.items() if style in (Split.COLUMN, Split.ROW)}
-    whole = {region for region in regions if not _is_split_whole(region, declared)}
+    split = {region for region in regions if _is_split_whole(region, declared)}
+    found = dict.fromkeys(split, Split.REGION)
     for name, module in owners.items():
-        region = next((region for region in regions if name.startswith(f"{region}.")), None)
-        if any(module is one for one in vocabulary):
-            how = Split.VOCABULARY
-        elif region is not None and region not in whole:
-            how = declared[name]  # type: ignore[assignment]
-        else:
-            how = Split.SEQUENCE
-        found[pattern_of(name)] = how
-    return found
+        how = declared[name] if any(name.startswith(f"{region}.") for region in split) else Split.SEQUENCE
+        assert how is not None
+        found[name] = Split.VOCABULARY if any(module is one for one in vocabulary) else how
+    return _as_patterns(found, model), next((name for name in attentions(model) if name not in split), None)
+
+
+def _as_patterns(found: Mapping[str, Split], model: nn.Module) -> dict[str, Split]:
+    """One pattern for all layers, where all modules of that pattern are split alike."""
+    alike: dict[str, set[Split | None]] = {}
+    for name, _ in model.named_modules():
+        alike.setdefault(pattern_of(name), set()).add(found.get(name))
+    return {pattern_of(name) if len(alike[pattern_of(name)]) == 1 else name: how for name, how in found.items()}
 
 
 def _is_split_whole(region: str, declared: Mapping[str, Split | None]) -> bool:
@@ -138,12 +147,13 @@ def _declared(plan: Mapping[str, str], name: str, module: nn.Module) -> Split | 
     return how if is_linear or how is Split.HEADS else None
 
 
-def _tied(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Names of one parameter: the first, and each of the others."""
+def _tied(model: nn.Module, order: Order) -> Iterator[tuple[str, str]]:
+    """Names of one parameter, before the blocks and after them."""
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if first.setdefault(id(parameter), name) != name:
-            yield first[id(parameter)], name
+        known = first.setdefault(id(parameter), name)
+        if is_inside(known, order.before) and is_inside(name, order.after):
+            yield known, name
 
 
 def _returns_head(model: Any, head: Any) -> bool:

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.blueprint.description import Description
 from shoal.models.huggingface.adapt import adapt
+from shoal.models.huggingface.order import inputs_of
 from shoal.parallel.pipeline.stage_io import skeleton_of
 from shoal.train.loss.labels import shifted
 
@@ -37,8 +38,13 @@ class _Losses(TorchFunctionMode):
 
 def shifts_labels(model: Any, description: Description) -> bool | None:
     """Whether logits are compared with the label of the next token; None: not known."""
-    skeleton: Any = skeleton_of(model)
+    inputs = inputs_of(model)
+    if inputs is None:
+        return None
+    skeleton: Any = skeleton_of(model).float()  # a cast of logits to float32 is then none
     adapt(skeleton, description, None)
+    tokens = next(iter(inputs.values()))
+    labels = torch.zeros(tokens.shape if tokens.dim() == 2 else tokens.shape[:1], dtype=torch.int64, device="meta")
     passed: list[tuple[Any, Any]] = []
 
     def note(logits: Any = None, labels: Any = None, *_: Any, **__: Any) -> Tensor:
@@ -46,18 +52,17 @@ def shifts_labels(model: Any, description: Description) -> bool | None:
         return torch.zeros((), device="meta")
 
     try:
-        skeleton.loss_function = note
         with torch.device("meta"), _Losses() as losses:
-            tokens, labels = (torch.zeros(1, TOKENS, dtype=torch.int64) for _ in range(2))
-            logits = skeleton(tokens, labels=labels).logits
-    except Exception:  # it needs more than tokens, or real values
+            logits = skeleton(**inputs, labels=labels).logits
+            if len(losses.seen) == 1 and all(map(_is_all_of, losses.seen[0], (logits, labels))):
+                return False
+            skeleton.loss_function = note
+            losses.seen.clear()
+            logits = skeleton(**inputs, labels=labels).logits
+    except Exception:  # it needs other inputs, or real values
         return None
-    if len(passed) == 1 and not losses.seen and passed[0][0] is logits and passed[0][1] is labels:
-        return _shift_of(model.loss_function)
-    is_direct = len(losses.seen) == 1 and not passed
-    if is_direct and all(map(_is_all_of, losses.seen[0], (logits, labels))):
-        return False
-    return None
+    is_passed = len(passed) == 1 and not losses.seen and passed[0][0] is logits and passed[0][1] is labels
+    return _shift_of(model.loss_function) if is_passed else None
 
 
 def _is_all_of(view: Tensor, whole: Tensor) -> bool:

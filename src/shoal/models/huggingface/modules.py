@@ -29,6 +29,11 @@ def attentions(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+def experts_in(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that call the experts interface."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")}
+
+
 def blocks_without_plan(model: Any) -> Iterator[str]:
     """The elements of all lists of the modules that transformers keeps on one device."""
     kinds = set(getattr(model, "_no_split_modules", None) or ())
@@ -56,4 +61,4 @@ def is_pointwise(module: nn.Module) -> bool:
     kind = type(module).__name__
     is_linear = isinstance(module, nn.Linear) or kind == "Conv1D"  # transformers' linear layer of GPT-2
     is_norm = "Norm" in kind and not kind.startswith(("BatchNorm", "GroupNorm", "InstanceNorm"))
-    return is_linear or is_norm or kind.endswith(("Experts", "Router", "Gate"))
+    return is_linear or is_norm or kind.endswith("Router") or hasattr(module, "_is_expert_parallel")

@@ -47,7 +47,7 @@ class AttentionRule:
     softcap: float | None = None
     """Scores s become softcap · tanh(s / softcap). None: they stay."""
     window: int | None = None
-    """A query sees the last `window` keys, its own included. None: all."""
+    """A query sees the last `window` keys, its own included; if it sees later ones, as many of those. None: all."""
     dropout: float = 0.0
     """The probability with which a weight becomes 0."""
 

@@ -123,11 +123,6 @@ class Attention(nn.Module):
                 f"a mask must be of booleans or floating-point scores, got {mask.dtype}, as of document numbers",
                 fix="self.mask = shoal.DocumentMask(), and self.attention(q, k, v, self.mask(documents))",
             )
-        if rule.window is not None and not self.causal:
-            raise ShoalError(
-                f"a window of {rule.window} tokens needs causal attention, got causal=False",
-                fix="shoal.Attention(causal=True), or no window",
-            )
         on_one_device = partial(attended, causal=self.causal, backend=self.backend, rule=rule)
         if context is None or q_BNTH.is_meta:  # meta tensors have one rank's shapes and no values
             return on_one_device(q_BNTH, k_BKTH, v_BKTH, mask if context is None else None, sinks=sinks)
@@ -208,7 +203,7 @@ def attended(
     mask_B1TS = seen_keys(mask, q_BNTH.shape[2], k_BKSH.shape[2], q_BNTH.device, causal=causal, window=rule.window)
     if rule.softcap is not None or sinks is not None:
         if mask_B1TS is None and causal:
-            mask_B1TS = _places_seen(q_BNTH.shape[2], k_BKSH.shape[2], q_BNTH.device, None)
+            mask_B1TS = _places_seen(q_BNTH.shape[2], k_BKSH.shape[2], q_BNTH.device, None, causal=True)
         return written_out(q_BNTH, k_BKSH, v_BKSH, mask_B1TS, rule, sinks)
     if q_BNTH.is_cuda and q_BNTH.dtype == torch.float32:
         # torch's float32 kernel for CUDA has no shared heads; torch would fall back to all T x T scores in memory.
@@ -236,11 +231,13 @@ def seen_keys(
     is_of_keys = mask is not None and mask.dim() == 2 and mask.dtype == torch.bool
     if mask is not None and not is_of_keys:
         return (
-            mask[:, None] if window is None else _with_window(mask, _places_seen(num_queries, num_keys, device, window))
+            mask[:, None]
+            if window is None
+            else _with_window(mask, _places_seen(num_queries, num_keys, device, window, causal=causal))
         )
     seen = None
-    if causal and (window is not None or is_of_keys or num_queries != num_keys):
-        seen = _places_seen(num_queries, num_keys, device, window)
+    if window is not None or (causal and (is_of_keys or num_queries != num_keys)):
+        seen = _places_seen(num_queries, num_keys, device, window, causal=causal)
     if mask is None:
         return seen
     keys_B11S = mask[:, None, None, :]
@@ -253,12 +250,12 @@ def _with_window(mask_BTS: Tensor, places_11TS: Tensor) -> Tensor:
     return mask_BTS[:, None].masked_fill(~places_11TS, float("-inf"))
 
 
-def _places_seen(num_queries: int, num_keys: int, device: torch.device, window: int | None) -> Tensor:
-    """(1, 1, T, S): keys that are not later, and of a window."""
+def _places_seen(num_queries: int, num_keys: int, device: torch.device, window: int | None, *, causal: bool) -> Tensor:
+    """(1, 1, T, S): keys that are not later, if causal, and of a window."""
     of_queries = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
     before_TS = of_queries - torch.arange(num_keys, device=device)
-    seen_TS = before_TS >= 0 if window is None else (before_TS >= 0) & (before_TS < window)
-    return seen_TS[None, None]
+    seen_TS = before_TS >= 0 if causal else torch.ones_like(before_TS, dtype=torch.bool)
+    return (seen_TS if window is None else seen_TS & (before_TS.abs() < window))[None, None]
 
 
 def same_document(documents_BT: Tensor, *, causal: bool = True) -> Tensor:

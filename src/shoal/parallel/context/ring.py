@@ -198,7 +198,7 @@ class Sight:
         before = of_queries[:, None] - of_keys
         mask_BTS = (before >= 0 if self.causal else torch.ones_like(before, dtype=torch.bool))[None]
         if window is not None:
-            mask_BTS = mask_BTS & (before < window)
+            mask_BTS = mask_BTS & (before.abs() < window)
         if mask is not None and mask.dtype == torch.bool:
             mask_BTS = mask_BTS & mask[:, None, of_keys]
         elif mask is not None:

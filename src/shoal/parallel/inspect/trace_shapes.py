@@ -197,7 +197,7 @@ def _trace(model: nn.Module, description: Description, call: Call) -> _Trace:
     modules = dict(model.named_modules())
     with ExitStack() as stack:
         for name, module in modules.items():
-            if split_of(description, name) is not None:
+            if split_of(description, name) in (Split.COLUMN, Split.ROW, Split.VOCABULARY):
                 stack.callback(module.register_forward_pre_hook(_before(trace, name)).remove)
                 stack.callback(module.register_forward_hook(_after(trace, name)).remove)
             if isinstance(module, Router):

@@ -1,0 +1,64 @@
+"""The function that experts of transformers call under the name "shoal".
+
+transformers looks it up by the name in the model's configuration. Its own functions need bfloat16, or read values,
+which a trace on the meta device does not have. Shapes: T tokens, k experts per token, R = T·k rows, D features, E
+experts.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.models.huggingface.modules import experts_in
+from shoal.numerics.ops.grouped_matmul import grouped_matmul
+from shoal.numerics.precision import in_autocast_dtype
+from shoal.parallel.expert.experts import collect, sorted_rows, spread
+from shoal.parallel.expert.router import Routing
+
+NAME = "shoal"
+
+
+def install(model: Any) -> None:
+    """Let the experts of a model, if it has some, be computed by `experts_forward`."""
+    if not experts_in(model):
+        return
+    interface = sys.modules["transformers.integrations.moe"].ALL_EXPERTS_FUNCTIONS
+    if NAME not in interface._global_mapping:
+        interface.register(NAME, experts_forward)
+    model.set_experts_implementation(NAME)
+
+
+def written_out(model: Any) -> None:
+    """Let transformers compute experts one after the other, which works in every precision."""
+    if experts_in(model):
+        model.set_experts_implementation("eager")
+
+
+def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """(T, D), and the experts of each token with their weights (T, k) → (T, D)."""
+    num_tokens, top_k = top_k_index.shape
+    token_R = torch.arange(num_tokens * top_k, device=hidden_states.device) // top_k
+    chosen_R, weight_R = top_k_index.flatten(), top_k_weights.flatten()
+    routing = Routing(token_R, chosen_R, weight_R, num_tokens, top_k, experts.num_experts)
+    rows = sorted_rows(routing, experts.num_experts)
+    x_RD = spread(in_autocast_dtype(hidden_states), rows)
+    expert_R = chosen_R.gather(0, rows.order_R)
+    first = "gate_up_proj" if experts.has_gate else "up_proj"
+    y_RF = _product(experts, first, x_RD, rows.ends_E, expert_R)
+    y_RF = experts._apply_gate(y_RF) if experts.has_gate else experts.act_fn(y_RF)
+    y_RD = _product(experts, "down_proj", y_RF, rows.ends_E, expert_R)
+    if experts.has_post_expert_norm:
+        y_RD = experts.post_expert_norm(y_RD)
+    weighted_RD = y_RD * weight_R.gather(0, rows.order_R)[:, None].to(y_RD.dtype)
+    return collect(weighted_RD, rows).to(hidden_states.dtype)
+
+
+def _product(experts: nn.Module, name: str, x_RD: Tensor, ends_E: Tensor, expert_R: Tensor) -> Tensor:
+    """Each row with the matrix of its expert, and with its bias."""
+    weight = in_autocast_dtype(getattr(experts, name))
+    y_RF = grouped_matmul(x_RD, weight if experts.is_transposed else weight.transpose(1, 2), ends_E)
+    return y_RF + getattr(experts, f"{name}_bias")[expert_R].to(y_RF.dtype) if experts.has_bias else y_RF
