@@ -24,43 +24,53 @@ from tests.dist.pool import Pool
 pytest.importorskip("transformers")
 from tests import huggingface
 
-LAYOUTS = ["zero=3 mb=1", "tp=2 sp=off mb=2", "pp=2 1f1b mb=2", "cp=2 mb=2", "cp=2 ulysses mb=2"]
-SHORT = ["llama tied", "qwen3", "gemma2"]
+LAYOUTS = ["zero=3 mb=1", "tp=2 sp=off mb=2", "tp=2 sp=on mb=2", "pp=2 1f1b mb=2", "cp=2 mb=2", "cp=2 ulysses mb=2"]
+SHORT = ["llama tied", "gemma2", "qwen3-moe", "bert"]
 
 
-def largest_differences(world: World, kind: str, plans: list[str], pads: bool) -> dict[str, float]:
-    """Plan → the largest relative difference of a loss, gradient or weight; and predicted traffic is that counted."""
-    found = {}
-    for words in plans:
+def largest_differences(world: World, kind: str, pads: bool) -> dict[str, float | None]:
+    """Plan → the largest relative difference of a loss, gradient or weight; None: rejected as it should be. Traffic is
+    as predicted."""
+    found: dict[str, float | None] = {}
+    for words in LAYOUTS:
         case = Case(
             build=functools.partial(huggingface.build, kind),
             batches=[huggingface.batch(kind, pads=pads)] * 2,
             plan=Plan.parse(f"fp64 {words}").resolve(world.size),
         )
+        if any(word in words.split() for word in huggingface.REJECTED.get(kind, ())):
+            with pytest.raises(ShoalError, match="cannot divide this model"):
+                verify_in(world, case)
+            found[words] = None
+            continue
         findings = verify_in(world, case)
-        if findings.predicted_traffic is None:
-            raise AssertionError(f"{words}: nothing was predicted")
-        for axis, operations in findings.predicted_traffic.items():
+        for axis, operations in (findings.predicted_traffic or {}).items():
             for name, messages in operations.items():
                 counted = findings.traffic.get(axis, {}).get(name, {})
                 assert counted.get("bytes", 0) == messages.bytes, (words, axis, name)
+        if kind not in UNTRACED and findings.predicted_traffic is None:
+            raise AssertionError(f"{words}: nothing was predicted")
         if findings.verdict is not None:
+            assert findings.verdict.equal, f"{words}: {findings.verdict.first}"
             worst = findings.verdict.worst
             found[words] = max(worst.loss, worst.grad, worst.weight, worst.grad_norm)
-            assert findings.verdict.equal, f"{words}: {findings.verdict.first}"
     return found
 
 
-@pytest.mark.parametrize("kind", [kind if kind in SHORT else wide(kind) for kind in huggingface.DENSE])
+UNTRACED = ("whisper",)
+"""Its trace needs values."""
+
+
+@pytest.mark.parametrize("kind", [kind if kind in SHORT else wide(kind) for kind in huggingface.ALL if kind != "clip"])
 def test_a_model_of_transformers_under_every_layout(pool: Pool, kind: str) -> None:
-    found = pool.run(largest_differences, 2, kind, LAYOUTS, False)[0]
+    found = pool.run(largest_differences, 2, kind, False)[0]
     assert found.keys() == set(LAYOUTS)
-    assert max(found.values()) < 1e-10
+    assert max(difference for difference in found.values() if difference is not None) < 1e-10
 
 
-@pytest.mark.parametrize("kind", ["llama", wide("gemma2"), wide("mistral window")])
+@pytest.mark.parametrize("kind", ["llama", wide("gemma2"), wide("mistral window"), wide("modernbert")])
 def test_padding_is_not_attended_to(pool: Pool, kind: str) -> None:
-    assert len(pool.run(largest_differences, 2, kind, LAYOUTS, True)[0]) == len(LAYOUTS)
+    assert len(pool.run(largest_differences, 2, kind, True)[0]) == len(LAYOUTS)
 
 
 @pytest.mark.parametrize("words", ["pp=2 1f1b mb=2", "cp=2 mb=2", "tp=2 sp=on"])

@@ -37,7 +37,8 @@ from shoal.parallel.expert.router import note_routers, routers
 from shoal.parallel.fused_loss_head import LossHead
 from shoal.parallel.parallel_model import ParallelModel, StageModule
 from shoal.parallel.pipeline.pipeline import Pipeline, Stage, cut
-from shoal.parallel.pipeline.stage_io import Activation, skeleton_of
+from shoal.parallel.pipeline.skeleton import skeleton_of
+from shoal.parallel.pipeline.stage_io import Activation
 from shoal.parallel.policies import ComputePolicy, SyncPolicy
 from shoal.parallel.replica_sync import ReplicaGroup, build_gradient_sync, uses_own_reducer, with_buckets
 from shoal.parallel.tensor import TensorParallel, note_split_layers, split

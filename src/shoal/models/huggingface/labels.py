@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from shoal.blueprint.description import Description
 from shoal.models.huggingface.adapt import adapt
 from shoal.models.huggingface.order import inputs_of
-from shoal.parallel.pipeline.stage_io import skeleton_of
+from shoal.parallel.pipeline.skeleton import skeleton_of
 from shoal.train.loss.labels import shifted
 
 TOKENS, WORDS = 5, 7

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.models.huggingface.modules import blocks_without_plan
-from shoal.parallel.pipeline.stage_io import skeleton_of
+from shoal.parallel.pipeline.skeleton import skeleton_of
 
 
 @dataclass(frozen=True)
