@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import shoal
 from shoal import ShoalError
 from shoal.blueprint.plan import Plan
 from shoal.comm.world import World
@@ -102,3 +103,13 @@ def test_what_is_derived() -> None:
     assert description.tied == (("model.embed_tokens.weight", "lm_head.weight"),)
     assert description.head == "lm_head"
     assert describe(huggingface.build("granite")).head is None  # it scales logits afterwards
+
+
+@pytest.mark.parametrize("words", ["pp=2 1f1b mb=2", "tp=2"])
+def test_a_model_itself_is_verified(words: str) -> None:
+    """A model that has values, as from_pretrained returns it."""
+    model = huggingface.build("qwen2")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert shoal.verify(model, huggingface.batch("qwen2"), words, steps=1).verdict.equal
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert getattr(model.config, "_attn_implementation", None) == "sdpa"

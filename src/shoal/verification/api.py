@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import math
@@ -28,6 +29,7 @@ from shoal.errors import ShoalError, raise_if
 from shoal.launch.local import launch
 from shoal.parallel.checks import reject_unsupported
 from shoal.parallel.expert.router import routers
+from shoal.parallel.pipeline.skeleton import skeleton_of
 from shoal.parallel.pipeline.stage_io import stream_of
 from shoal.train.build_model import adapt, build_model, describe, without_memory
 from shoal.train.loss.objective import call_of, objective_of, uncallable
@@ -43,7 +45,7 @@ TOKENS = 24
 
 
 def verify(
-    build_model: Callable[[], nn.Module],
+    build_model: Callable[[], nn.Module] | nn.Module,
     batch: Any,
     plan: Plan | str | Mapping[str, Any],
     *,
@@ -59,7 +61,8 @@ def verify(
 ) -> VerifyResult:
     """Train a model for a few steps in one process and with the plan, and compare every gradient and weight by name.
 
-    `build_model()` returns the model, the same in every process; `batch` is a global batch, or a list of them.
+    `build_model()` returns the model, the same in every process; or it is the model itself, which stays unchanged.
+    `batch` is a global batch, or a list of them.
     `nproc` None: the product of the plan's degrees.
     """
     _check_steps(steps)
@@ -71,7 +74,7 @@ def verify(
     is_several = isinstance(batch, list) and not any(isinstance(part, Tensor) for part in batch)
     batches = (batch * steps)[:steps] if is_several else [batch] * steps
     case = Case(
-        build=build_model,
+        build=functools.partial(_copy_of, build_model) if isinstance(build_model, nn.Module) else build_model,
         batches=batches,
         plan=exact,
         compressed=None if exact == resolved else resolved,
@@ -85,6 +88,11 @@ def verify(
     )
     check(case)
     return verify_case(case)
+
+
+def _copy_of(model: nn.Module) -> nn.Module:
+    """A copy of a model; without values, where models are built without memory."""
+    return skeleton_of(model) if torch.get_default_device().type == "meta" else copy.deepcopy(model)
 
 
 def _tolerance(requested: float | None, plan: Plan) -> float:
