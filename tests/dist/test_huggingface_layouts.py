@@ -26,6 +26,7 @@ pytest.importorskip("transformers")
 from tests import huggingface
 
 LAYOUTS = ["zero=3 mb=1", "tp=2 sp=off mb=2", "tp=2 sp=on mb=2", "pp=2 1f1b mb=2", "cp=2 mb=2", "cp=2 ulysses mb=2"]
+WITH_EXPERTS = [*LAYOUTS, "ep=2 zero=3 mb=1"]
 SHORT = ["llama tied", "gemma2", "qwen3-moe", "bert"]
 
 
@@ -33,7 +34,7 @@ def largest_differences(world: World, kind: str, pads: bool) -> dict[str, float 
     """Plan → the largest relative difference of a loss, gradient or weight; None: rejected as it should be. Traffic is
     as predicted."""
     found: dict[str, float | None] = {}
-    for words in LAYOUTS:
+    for words in WITH_EXPERTS if kind in huggingface.EXPERTS else LAYOUTS:
         case = Case(
             build=functools.partial(huggingface.build, kind),
             batches=[huggingface.batch(kind, pads=pads)] * 2,
@@ -48,6 +49,8 @@ def largest_differences(world: World, kind: str, pads: bool) -> dict[str, float 
         for axis, operations in (findings.predicted_traffic or {}).items():
             for name, messages in operations.items():
                 counted = findings.traffic.get(axis, {}).get(name, {})
+                if axis == "ep":  # a mean over ranks: routers send more to some
+                    continue
                 assert counted.get("bytes", 0) == messages.bytes, (words, axis, name)
         if kind not in UNTRACED and findings.predicted_traffic is None:
             raise AssertionError(f"{words}: nothing was predicted")
@@ -65,7 +68,7 @@ UNTRACED = ("whisper",)
 @pytest.mark.parametrize("kind", [kind if kind in SHORT else wide(kind) for kind in huggingface.ALL if kind != "clip"])
 def test_a_model_of_transformers_under_every_layout(pool: Pool, kind: str) -> None:
     found = pool.run(largest_differences, 2, kind, False)[0]
-    assert found.keys() == set(LAYOUTS)
+    assert found.keys() == set(WITH_EXPERTS if kind in huggingface.EXPERTS else LAYOUTS)
     assert max(difference for difference in found.values() if difference is not None) < 1e-10
 
 

@@ -31,7 +31,7 @@ from shoal.parallel.context.attention import divide as divide_tokens
 from shoal.parallel.data.fsdp import FSDPSync, Sharding, units_by_size
 from shoal.parallel.data.gradient_sync import GradientSync
 from shoal.parallel.expert.aux_loss import AuxLoss
-from shoal.parallel.expert.experts import ExpertParallel, Experts, experts_in
+from shoal.parallel.expert.experts import ExpertParallel, experts_in
 from shoal.parallel.expert.experts import divide as divide_experts
 from shoal.parallel.expert.router import note_routers, routers
 from shoal.parallel.fused_loss_head import LossHead
@@ -192,7 +192,7 @@ def _large_units(model: nn.Module, how: _How) -> Sequence[nn.Module]:
     return units_by_size(model, except_for=divided)
 
 
-def _divide_experts(model: nn.Module, unit: Unit, how: _How) -> list[Experts]:
+def _divide_experts(model: nn.Module, unit: Unit, how: _How) -> list[nn.Module]:
     """Leave this rank its part of the experts of a unit."""
     if how.experts is None:
         return []

@@ -24,7 +24,7 @@ from torch import nn
 
 from shoal.blueprint.description import Description, Split, matches
 from shoal.blueprint.placement import is_inside
-from shoal.models.huggingface.modules import attentions, mixes_tokens, name_of, pattern_of
+from shoal.models.huggingface.modules import attentions, experts_in, mixes_tokens, name_of, pattern_of
 from shoal.models.huggingface.order import Order, order_of
 
 STYLES = {"colwise": Split.COLUMN, "rowwise": Split.ROW, "replicated_with_grad_allreduce": Split.HEADS}
@@ -42,6 +42,11 @@ def describe(model: Any) -> Description:
     elif "cp" in why_not:
         why_not["sp"] = why_not["cp"]
     config = _text_config(model)
+    experts = experts_in(model)
+    splits |= _as_patterns(dict.fromkeys(experts, Split.EXPERTS), model)
+    numbers = {int(module.num_experts) for module in experts.values()}
+    if len(numbers) > 1:
+        why_not["ep"] = f"{type(model).__name__} has layers of {' and '.join(map(str, sorted(numbers)))} experts"
     head = model.get_output_embeddings()
     return Description(
         blocks=order.blocks,
@@ -52,6 +57,8 @@ def describe(model: Any) -> Description:
         head=name_of(model, head) if _returns_head(model, head) else None,
         num_heads=getattr(config, "num_attention_heads", None),
         num_kv_heads=getattr(config, "num_key_value_heads", None),
+        num_experts=min(numbers, default=None),
+        active_experts=getattr(config, "num_experts_per_tok", None) if experts else None,
         num_outputs=getattr(head, "out_features", None),
         positions="position_ids" if "cp" not in why_not else None,
         documents="attention_mask" if _takes(model, "attention_mask") else None,

@@ -8,15 +8,16 @@ experts.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.models.huggingface.modules import experts_in
 from shoal.numerics.ops.grouped_matmul import grouped_matmul
 from shoal.numerics.precision import in_autocast_dtype
-from shoal.parallel.expert.experts import collect, sorted_rows, spread
+from shoal.parallel.expert.experts import DISPATCH, Dispatch
 from shoal.parallel.expert.router import Routing
 
 NAME = "shoal"
@@ -29,6 +30,9 @@ def install(model: Any) -> None:
     interface = sys.modules["transformers.integrations.moe"].ALL_EXPERTS_FUNCTIONS
     if NAME not in interface._global_mapping:
         interface.register(NAME, experts_forward)
+    for module in experts_in(model).values():
+        if not hasattr(module, DISPATCH):
+            setattr(module, DISPATCH, Dispatch(int(module.num_experts)))
     model.set_experts_implementation(NAME)
 
 
@@ -42,23 +46,30 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     """(T, D), and the experts of each token with their weights (T, k) → (T, D)."""
     num_tokens, top_k = top_k_index.shape
     token_R = torch.arange(num_tokens * top_k, device=hidden_states.device) // top_k
-    chosen_R, weight_R = top_k_index.flatten(), top_k_weights.flatten()
-    routing = Routing(token_R, chosen_R, weight_R, num_tokens, top_k, experts.num_experts)
-    rows = sorted_rows(routing, experts.num_experts)
-    x_RD = spread(in_autocast_dtype(hidden_states), rows)
-    expert_R = chosen_R.gather(0, rows.order_R)
+    rows = (token_R, top_k_index.flatten(), top_k_weights.flatten())
+    dispatch = getattr(experts, DISPATCH)
+    routing = Routing(*rows, num_tokens, top_k, dispatch.num_experts)
+    y_TD: Tensor = dispatch(in_autocast_dtype(hidden_states), routing, partial(_computed, experts))
+    return y_TD.to(hidden_states.dtype)
+
+
+def _computed(experts: Any, x_RD: Tensor, ends_L: Tensor, weight_R: Tensor | None) -> Tensor:
+    """The experts of this rank, for rows that are sorted by expert."""
     first = "gate_up_proj" if experts.has_gate else "up_proj"
-    y_RF = _product(experts, first, x_RD, rows.ends_E, expert_R)
+    y_RF = _product(experts, first, x_RD, ends_L)
     y_RF = experts._apply_gate(y_RF) if experts.has_gate else experts.act_fn(y_RF)
-    y_RD = _product(experts, "down_proj", y_RF, rows.ends_E, expert_R)
+    y_RD = _product(experts, "down_proj", y_RF, ends_L)
     if experts.has_post_expert_norm:
         y_RD = experts.post_expert_norm(y_RD)
-    weighted_RD = y_RD * weight_R.gather(0, rows.order_R)[:, None].to(y_RD.dtype)
-    return collect(weighted_RD, rows).to(hidden_states.dtype)
+    return y_RD if weight_R is None else y_RD * weight_R[:, None].to(y_RD.dtype)
 
 
-def _product(experts: nn.Module, name: str, x_RD: Tensor, ends_E: Tensor, expert_R: Tensor) -> Tensor:
+def _product(experts: Any, name: str, x_RD: Tensor, ends_L: Tensor) -> Tensor:
     """Each row with the matrix of its expert, and with its bias."""
     weight = in_autocast_dtype(getattr(experts, name))
-    y_RF = grouped_matmul(x_RD, weight if experts.is_transposed else weight.transpose(1, 2), ends_E)
-    return y_RF + getattr(experts, f"{name}_bias")[expert_R].to(y_RF.dtype) if experts.has_bias else y_RF
+    y_RF: Tensor = grouped_matmul(x_RD, weight if experts.is_transposed else weight.transpose(1, 2), ends_L)
+    if not experts.has_bias:
+        return y_RF
+    bias_LF: Tensor = getattr(experts, f"{name}_bias").to(y_RF.dtype)
+    expert_R = torch.searchsorted(ends_L, torch.arange(len(x_RD), device=ends_L.device, dtype=ends_L.dtype), right=True)
+    return y_RF + bias_LF[expert_R]

@@ -29,7 +29,7 @@ def attentions(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def experts_in(model: nn.Module) -> dict[str, nn.Module]:
+def experts_in(model: nn.Module) -> dict[str, Any]:
     """The modules that call the experts interface."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")}
 

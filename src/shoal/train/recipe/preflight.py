@@ -26,7 +26,7 @@ from shoal.errors import Problem, ShoalError, needs, raise_if, to_install
 from shoal.parallel.checks import check_model, reject_unsupported
 from shoal.parallel.pipeline.stage_io import stream_of
 from shoal.parallel.policies import Policies
-from shoal.train.build_model import build_model, describe, without_memory
+from shoal.train.build_model import adapt, build_model, describe, without_memory
 from shoal.train.loss.objective import CrossEntropy, call_of, uncallable
 from shoal.train.recipe.settings import settings_of
 
@@ -161,6 +161,7 @@ def _check_model(plan: Plan, model: nn.Module, recipe: Recipe, data: Dataset) ->
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     names = [name for name, _ in model.named_modules()]
     description, settings = describe(model), recipe.run
+    adapt(model, description, plan)
     found = check_plan(
         plan,
         description=description,
