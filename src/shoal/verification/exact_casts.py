@@ -3,37 +3,60 @@
 Models of transformers compute norms, rotary embeddings, softmax and losses in float32, whatever their weights are in.
 In a verification in float64 that rounds to 1e-7, which hides errors of that size. Inside of `keeping_float64`, a cast
 of float64 or of whole numbers to float32 gives float64.
+
+A `TorchFunctionMode` would do, but it is off inside of a backward, where blocks may be recomputed. So methods of Tensor
+are replaced.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from shoal.blueprint.plan import Precision
 
-NARROW = torch.float32
-
-
-class _KeepFloat64(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        given = args[0] if args and isinstance(args[0], Tensor) else kwargs.get("input")
-        is_exact = isinstance(given, Tensor) and given.dtype in (torch.float64, torch.int64)
-        if isinstance(given, Tensor) and is_exact and not given.is_meta:  # a trace of shapes is in float32
-            if func is Tensor.float:
-                return given.double()
-            if kwargs.get("dtype") is NARROW:
-                kwargs = {**kwargs, "dtype": torch.float64}
-            if func in (Tensor.to, Tensor.type) and any(one is NARROW for one in args[1:]):
-                args = tuple(torch.float64 if one is NARROW else one for one in args)
-        return func(*args, **kwargs)
+METHODS = ("to", "type", "softmax", "log_softmax", "sum", "mean")
+"""Methods that take a dtype."""
 
 
 def keeping_float64(precision: Precision, *, is_foreign: bool) -> AbstractContextManager[Any]:
     """Keep float64 inside, in a verification in float64 of a model of another package."""
-    return _KeepFloat64() if precision == "fp64" and is_foreign else nullcontext()
+    return _replaced_methods() if precision == "fp64" and is_foreign else nullcontext()
+
+
+@contextmanager
+def _replaced_methods() -> Iterator[None]:
+    before = {name: getattr(Tensor, name) for name in ("float", *METHODS)}
+    convert = before["to"]
+
+    def to_float(tensor: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        return convert(tensor, _wide(tensor, torch.float32), *arguments, **options)  # type: ignore[no-any-return]
+
+    try:
+        for name in METHODS:
+            setattr(Tensor, name, _widened(before[name]))
+        Tensor.float = to_float  # type: ignore[method-assign, assignment]
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(Tensor, name, method)
+
+
+def _widened(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
+        given = (_wide(tensor, one) for one in arguments)
+        return method(tensor, *given, **{name: _wide(tensor, value) for name, value in options.items()})
+
+    return call
+
+
+def _wide(tensor: Tensor, value: Any) -> Any:
+    """The dtype that a tensor is cast to; a trace of shapes, on the meta device, is in float32."""
+    is_exact = tensor.dtype in (torch.float64, torch.int64) and not tensor.is_meta
+    return torch.float64 if value is torch.float32 and is_exact else value

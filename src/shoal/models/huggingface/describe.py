@@ -113,12 +113,12 @@ def _why_not_context(model: Any, blocks: tuple[str, ...]) -> str | None:
 
 
 def _splits(model: Any) -> tuple[dict[str, Split], str | None]:
-    """Pattern → split, for every region and every module that has parameters of its own; and a region that stays whole
+    """Pattern → split, for every region, norm and module that has parameters of its own; and a region that stays whole
     and mixes tokens."""
     owners = {
         name: module
         for name, module in model.named_modules()
-        if next(iter(module.parameters(recurse=False)), None) is not None
+        if next(iter(module.parameters(recurse=False)), None) is not None or "Norm" in type(module).__name__
     }
     declared = {name: _declared(model.tp_plan, name, module) for name, module in owners.items()}
     vocabulary = [model.get_input_embeddings(), model.get_output_embeddings()]
