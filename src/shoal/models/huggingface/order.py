@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from shoal.models.huggingface import experts
 from shoal.models.huggingface.modules import blocks_without_plan
 from shoal.parallel.pipeline.skeleton import skeleton_of
 
@@ -70,6 +71,7 @@ def _observed(model: Any) -> Order:
         if name and name not in around and _is_outermost(name, around)
     ]
     try:
+        experts.install(skeleton)  # transformers' own function reads values
         with torch.device("meta"):
             skeleton(**inputs)
     except Exception:  # it needs other inputs, or real values
