@@ -9,6 +9,7 @@ transformers' own attention: the largest relative difference of a loss, gradient
 
 from __future__ import annotations
 
+import argparse
 import functools
 import re
 import sys
@@ -50,23 +51,32 @@ def cell(kind: str, words: str, reasons: dict[str, str]) -> str:
 
 
 def main() -> None:
-    chosen = sys.argv[1:] or list(huggingface.ALL)
-    reasons: dict[str, str] = {}
-    lines = [f"| | {' | '.join(LAYOUTS)} |", f"|---|{'---|' * len(LAYOUTS)}"]
-    for kind in chosen:
-        cells = [cell(kind, words, reasons) for words in LAYOUTS.values()]
-        lines.append(f"| {kind} | {' | '.join(cells)} |")
-        print(lines[-1], flush=True)
-    notes = [f"- **{letter}**: {why}" for why, letter in reasons.items()]
-    made = f"transformers {transformers.__version__}, float64, two ranks. A letter: rejected, for the reason below.\n\n"
-    text = made + "\n".join([*lines, "", *notes]) + "\n"
-    if sys.argv[1:]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kinds", nargs="*", metavar="ARCHITECTURE", help=", ".join(huggingface.ALL))
+    parser.add_argument("--smoke", action="store_true", help="one architecture under two layouts")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    layouts = dict(list(LAYOUTS.items())[:2]) if given.smoke else LAYOUTS
+    chosen = ["llama"] if given.smoke else given.kinds
+    text = table_of(chosen or list(huggingface.ALL), layouts)
+    if chosen:
         print(text)
         return
     before, _, rest = PAGE.read_text().partition(BEGIN)
     PAGE.write_text(before + BEGIN + text + END + rest.partition(END)[2])
 
 
+def table_of(kinds: list[str], layouts: dict[str, str]) -> str:
+    reasons: dict[str, str] = {}
+    lines = [f"| | {' | '.join(layouts)} |", f"|---|{'---|' * len(layouts)}"]
+    for kind in kinds:
+        cells = [cell(kind, words, reasons) for words in layouts.values()]
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
+        print(lines[-1], file=sys.stderr, flush=True)
+    notes = [f"- **{letter}**: {why}" for why, letter in reasons.items()]
+    made = f"transformers {transformers.__version__}, float64, two ranks. A letter: rejected, for the reason below.\n\n"
+    return made + "\n".join([*lines, "", *notes]) + "\n"
+
+
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")
     main()

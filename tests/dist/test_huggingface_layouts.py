@@ -17,6 +17,7 @@ from shoal import ShoalError
 from shoal.blueprint.plan import Plan
 from shoal.comm.world import World
 from shoal.train.build_model import adapt, describe
+from shoal.train.run import Run
 from shoal.verification.case import Case
 from shoal.verification.rank import verify_in
 from tests.cover import wide
@@ -123,3 +124,16 @@ def test_a_model_itself_is_verified(words: str) -> None:
     assert shoal.verify(model, huggingface.batch("qwen2"), words, steps=1).verdict.equal
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert getattr(model.config, "_attn_implementation", None) == "sdpa"
+
+
+def with_next_tokens(world: World) -> None:
+    run = Run("fp64 cp=2", world=world)
+    run.prepare(huggingface.build("llama"))
+    run.prepare(torch.optim.SGD(run.parameters, lr=0.0))
+    ids = torch.randint(huggingface.VOCABULARY, (4, 9), generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ShoalError, match="shifted by one already"):
+        run.step({"input_ids": ids[:, :-1], "labels": ids[:, 1:]})
+
+
+def test_labels_that_are_shifted_already_are_rejected(pool: Pool) -> None:
+    pool.run(with_next_tokens, 2)

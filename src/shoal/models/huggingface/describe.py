@@ -141,8 +141,9 @@ def _as_patterns(found: Mapping[str, Split], model: nn.Module) -> dict[str, Spli
 
 
 def _is_split_whole(region: str, declared: Mapping[str, Split | None]) -> bool:
-    """Whether every layer of a region has a split that is known, and the last of them sums over ranks."""
-    inside = [how for name, how in declared.items() if name.startswith(f"{region}.")]
+    """Whether every layer of a region has a split that is known, and the last of them sums over ranks. Parameters of
+    the region itself have none."""
+    inside = [how for name, how in declared.items() if f"{name}.".startswith(f"{region}.")]
     return None not in inside and Split.COLUMN in inside and Split.ROW in inside
 
 
