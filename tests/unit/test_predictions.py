@@ -540,7 +540,7 @@ class Alone:
 
 
 def attend_alone(context: str | None, index: int, cp: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    one_device = partial(attended, mask_BTT=None, causal=True)
+    one_device = partial(attended, mask=None, causal=True)
     if context == "ring":
         return ring.ring_attention(q, k, v, None, Alone(index, cp), causal=True)  # type: ignore[arg-type]
     if context == "ulysses":

@@ -212,6 +212,32 @@ def test_tp_leaves_experts_whole() -> None:
     assert found("tp=2", 2, PLACED, features=features) != []
 
 
+# ---- descriptions that know why not ---------------------------------------------------------------------------------
+
+
+def test_a_derived_description_says_why_an_axis_is_impossible() -> None:
+    derived = replace(PLACED, why_not={"cp": "Net mixes tokens in conv", "sp": "Net mixes tokens in conv"})
+    problem = only("P065", found("cp=2", 2, derived))
+    assert problem.what == "cp=2 cannot divide this model: Net mixes tokens in conv"
+    assert problem.fix.startswith("cp=1, or ")
+    assert only("P065", found("tp=2 sp=on", 2, derived)).fix == "sp=off"
+    assert found("tp=2 sp=off", 2, derived) == found("tp=2", 2, derived) == []
+    assert found("zero=3", 2, derived) == []
+
+
+def test_other_problems_stand_beside_an_impossible_axis() -> None:
+    derived = replace(MIXTURE, why_not={"cp": "it mixes tokens", "ep": "6 and 8 experts"})
+    problems = found("cp=2 pp=3 1f1b zero=3 ep=4 dp_shard=4", 24, derived, batch=7, sequence=23)
+    assert [problem.code for problem in problems] == ["P065", "P065", "P042", "P011"]
+
+
+def test_tp_by_hand_needs_no_declaration_but_cp_does() -> None:
+    derived = replace(PLACED, why_not=dict.fromkeys(("tp", "sp", "cp"), "it declares no plan"))
+    plan = Plan.parse("tp=2 sp=on cp=2").resolve(4)
+    problems = check_plan(plan, description=derived, is_split_by_hand=True)
+    assert "cp=2" in only("P065", problems).what
+
+
 # ---- pipelines and batches ------------------------------------------------------------------------------------------
 
 

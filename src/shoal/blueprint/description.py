@@ -21,6 +21,7 @@ class Split(Enum):
     VOCABULARY  an embedding or output head, by tokens of the vocabulary
     SEQUENCE    not split; it works on each position alone, so positions may be divided (norms)
     HEADS       not split; it works on each head alone, inside attention (norms of queries and keys)
+    REGION      a module whose COLUMN layers all read its input; the input enters once, before the module runs
     EXPERTS     divided over ep along dim 0, not split by tp; it works on each position alone
     """
 
@@ -29,6 +30,7 @@ class Split(Enum):
     VOCABULARY = "vocabulary"
     SEQUENCE = "sequence"
     HEADS = "heads"
+    REGION = "region"
     EXPERTS = "experts"
 
 
@@ -103,6 +105,10 @@ class Description:
     positions_restart: bool = False
     """Whether positions count from the start of each document, not of the sample."""
 
+    why_not: Mapping[str, str] = field(default_factory=dict)
+    """Axis of a plan (tp, sp, pp, cp, ep) → why this model cannot be divided along it, where that is known. A derived
+    description says it."""
+
     training_flops: Callable[[tuple[int, ...]], float] | None = None
     """Floating-point operations of forward and backward for one batch, without recompute. Its argument is the shape of
     the first argument of `forward`: (batch, tokens) of a language model, (batch, channels, height, width) of an image
@@ -157,6 +163,8 @@ def supports_sequence_parallel(description: Description) -> bool:
     It needs an embedding that divides the tokens, a module that works on each token alone, and a head that gathers
     them.
     """
+    if "sp" in description.why_not:
+        return False
     embeds = any(
         split is Split.VOCABULARY and matches(pattern, name)
         for name in description.before_blocks

@@ -10,3 +10,6 @@ BUILDERS = {
 
 SMALLER = {"llama": "shoal.models.llama_config:smaller", "moe": "shoal.models.moe_config:smaller"}
 """Model → a function from its arguments to those of a small copy with the same structure, for `shoal verify`."""
+
+ADAPTERS = {"transformers": "shoal.models.huggingface"}
+"""Package of a model's class → the module that derives the description of such models and adapts them."""

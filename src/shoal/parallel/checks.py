@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 from torch import nn
@@ -60,7 +60,7 @@ def check_model(
         return []
     ep, plan = plan.ep or 1, plan.with_layout()
     return [
-        *_without_attention(model, plan),
+        *_without_attention(model, plan, description),
         *_missing_arguments(model, plan, description),
         *_without_experts(model, ep, description),
         *_undescribed_documents(model, plan, description),
@@ -147,7 +147,9 @@ def why_loss_not_fused(model: nn.Module, plan: Plan, description: Description) -
     return why_not_fused(layer)
 
 
-def _without_attention(model: nn.Module, plan: Plan) -> Iterator[Problem]:
+def _without_attention(model: nn.Module, plan: Plan, description: Description) -> Iterator[Problem]:
+    if "cp" in description.why_not:  # `check_plan` reports it
+        return
     if plan.layout.cp > 1 and not any(isinstance(module, Attention) for module in model.modules()):
         yield Problem(
             "M017",
@@ -217,6 +219,8 @@ def _ties_that_break(model: nn.Module, plan: Plan, description: Description) -> 
     for shared in (shared for shared in names.values() if len(shared) > 1 and is_cut):
         ends = [is_inside(shared[0].rpartition(".")[0], description.before_blocks)]
         ends.append(is_inside(shared[-1].rpartition(".")[0], description.after_blocks))
+        if layout.tp == 1 and _is_on_one_side(shared, description):
+            continue
         if tuple(shared) not in description.tied or not all(ends):
             yield Problem(
                 "M022",
@@ -224,6 +228,13 @@ def _ties_that_break(model: nn.Module, plan: Plan, description: Description) -> 
                 f"describe() with tied=(({', '.join(map(repr, shared[:2]))}),), the first in before_blocks and the"
                 " second in after_blocks; other ties need tp=1, pp=1 and zero=0",
             )
+
+
+def _is_on_one_side(shared: Sequence[str], description: Description) -> bool:
+    """Whether all names of a parameter are before the blocks, or all after them: one stage and one unit has them."""
+    owners = [name.rpartition(".")[0] for name in shared]
+    sides = (description.before_blocks, description.after_blocks)
+    return any(all(is_inside(owner, side) for owner in owners) for side in sides)
 
 
 def _reject_unequal_models(model: nn.Module, plan: Plan, tensor: TensorParallel) -> None:

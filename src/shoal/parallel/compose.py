@@ -31,13 +31,14 @@ from shoal.parallel.context.attention import divide as divide_tokens
 from shoal.parallel.data.fsdp import FSDPSync, Sharding, units_by_size
 from shoal.parallel.data.gradient_sync import GradientSync
 from shoal.parallel.expert.aux_loss import AuxLoss
-from shoal.parallel.expert.experts import ExpertParallel, Experts, experts_in
+from shoal.parallel.expert.experts import ExpertParallel, experts_in
 from shoal.parallel.expert.experts import divide as divide_experts
 from shoal.parallel.expert.router import note_routers, routers
 from shoal.parallel.fused_loss_head import LossHead
 from shoal.parallel.parallel_model import ParallelModel, StageModule
 from shoal.parallel.pipeline.pipeline import Pipeline, Stage, cut
-from shoal.parallel.pipeline.stage_io import Activation, skeleton_of
+from shoal.parallel.pipeline.skeleton import skeleton_of
+from shoal.parallel.pipeline.stage_io import Activation
 from shoal.parallel.policies import ComputePolicy, SyncPolicy
 from shoal.parallel.replica_sync import ReplicaGroup, build_gradient_sync, uses_own_reducer, with_buckets
 from shoal.parallel.tensor import TensorParallel, note_split_layers, split
@@ -193,7 +194,7 @@ def _large_units(model: nn.Module, setup: _Setup) -> Sequence[nn.Module]:
     return units_by_size(model, except_for=divided)
 
 
-def _divide_experts(model: nn.Module, unit: Unit, setup: _Setup) -> list[Experts]:
+def _divide_experts(model: nn.Module, unit: Unit, setup: _Setup) -> list[nn.Module]:
     """Leave this rank its part of the experts of a unit."""
     if setup.experts is None:
         return []

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -57,10 +58,20 @@ class TensorParallel:
         self.keeps_logits_split = False
         self._outside: Tensor | None = None
         self._inside: Tensor | None = None
+        self._region: Tensor | None = None
+        """The input of the region that is running, if it entered before the region's first layer."""
 
     def enter(self, x: Tensor) -> Tensor:
         """Pass a replicated tensor into a split region. Queries, keys and values read one x: it enters once."""
         if self.group is None:
+            return x
+        if self._region is not None:
+            if x is not self._region:
+                raise ShoalError(
+                    "a layer that is split by COLUMN must read the input of its region, got another tensor",
+                    fix="tp=1, or a description without Split.REGION for it",
+                    code="M060",
+                )
             return x
         if self._outside is not x or self._inside is None:
             self._outside = x
@@ -71,6 +82,19 @@ class TensorParallel:
             else:
                 self._inside = enter(wide, self.group)
         return self._inside
+
+    def enter_region(self, _module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """A hook before a region: its input, the first argument or `hidden_states`, enters. Code inside that reads the
+        shape of its input then sees all tokens, as its layers do."""
+        if arguments and isinstance(arguments[0], Tensor):
+            self._region = self.enter(arguments[0])
+            return (self._region, *arguments[1:]), options
+        self._region = self.enter(options["hidden_states"])
+        return arguments, {**options, "hidden_states": self._region}
+
+    def leave_region(self, *_: Any) -> None:
+        """A hook after a region."""
+        self._region = None
 
     def leave(self, x: Tensor) -> Tensor:
         """Sum the partial results of a split region into a replicated tensor."""
@@ -181,8 +205,11 @@ class VocabularyParallelEmbedding(nn.Embedding):
     cut: ClassVar[dict[str, int]] = {"weight": 0}
     tensor: TensorParallel
 
+    was_read: bool
+
     def forward(self, tokens: Tensor) -> Tensor:
         """Look up rows; those of other ranks are zero here, and the sum adds them."""
+        self.was_read = True
         first = self.tensor.first_of(self.num_embeddings)
         local = tokens - first
         is_token = (tokens >= 0) & (tokens < self.num_embeddings)  # any other token raises, as on one device
@@ -192,6 +219,26 @@ class VocabularyParallelEmbedding(nn.Embedding):
             padding = None  # another rank has it
         rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight, padding)
         return self.tensor.leave(rows.masked_fill(elsewhere[..., None], 0.0))
+
+
+@cache
+def _vocabulary_parallel(kind: Any) -> type[nn.Embedding]:
+    """The split form of a class that changes the rows which nn.Embedding looks up, as by a scale: its `super()` becomes
+    the split embedding."""
+
+    class Changed(kind, VocabularyParallelEmbedding):  # type: ignore[misc]
+        def forward(self, tokens: Tensor) -> Tensor:
+            self.was_read = False
+            rows: Tensor = super().forward(tokens)
+            if not self.was_read:
+                raise ShoalError(
+                    f"{kind.__name__} looks rows up by itself, and tp has only some of them here",
+                    fix="super().forward(tokens) in its forward, or tp=1",
+                    code="M061",
+                )
+            return rows
+
+    return Changed
 
 
 class VocabularyParallelHead(nn.Linear):
@@ -325,17 +372,23 @@ def _split_layer(
         tensor.partial.update(names)
     if how is Split.SEQUENCE and tensor.splits_tokens and type(layer) is nn.Embedding:
         _become(layer, PositionEmbedding, tensor, pieces)
-    if how in WHOLE:
+    if how is Split.REGION:
+        layer.register_forward_pre_hook(tensor.enter_region, with_kwargs=True)
+        layer.register_forward_hook(tensor.leave_region)
+    if how in (*WHOLE, Split.REGION):
         return
     if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
         return  # split by the model's author
-    if type(layer) is nn.Embedding and (layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse):
+    if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse):
         raise ShoalError(
             f"{name} has max_norm, scale_grad_by_freq or sparse, which need the full embedding on one rank",
             fix="leave them out of that nn.Embedding, or tp=1",
             code="M048",
         )
-    kind: Any = SPLIT_LAYERS.get((how, type(layer)))
+    own: Any = type(layer)
+    kind: Any = SPLIT_LAYERS.get((how, own))
+    if kind is None and how is Split.VOCABULARY and isinstance(layer, nn.Embedding):
+        kind = _vocabulary_parallel(own)
     if kind is None:
         able = " or ".join(sorted({f"nn.{of.__name__}" for split_how, of in SPLIT_LAYERS if split_how is how}))
         raise ShoalError(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shoal.blueprint.description import Description
+from shoal.blueprint.plan import Plan
 from shoal.config.recipe import ModelSection
 from shoal.errors import ShoalError, listed, nearest
 from shoal.numerics.init import can_fill, has_init_rule, initialise
@@ -82,10 +83,11 @@ def build_for_layout(section: ModelSection, seed: int) -> nn.Module:
 
 
 def describe(model: nn.Module) -> Description:
-    """What the model says about itself; a model that says nothing has an empty description."""
+    """What the model says about itself, or an adapter of its package; else an empty description."""
     method = getattr(model, "describe", None)
     if not callable(method):
-        return Description()
+        adapter = adapter_of(model)
+        return Description() if adapter is None else adapter.describe(model)
     description = method()
     if isinstance(description, Mapping):  # what else it may return is not meant for us
         raise ShoalError(
@@ -94,6 +96,22 @@ def describe(model: nn.Module) -> Description:
             code="M005",
         )
     return description if isinstance(description, Description) else Description()
+
+
+def adapter_of(model: nn.Module) -> Any | None:
+    """The module of shoal that knows models of this package; None: there is none, or the model describes itself."""
+    if callable(getattr(model, "describe", None)):
+        return None
+    adapters: dict[str, str] = importlib.import_module("shoal.models").ADAPTERS
+    packages = (kind.__module__.partition(".")[0] for kind in type(model).__mro__)
+    return next((importlib.import_module(adapters[package]) for package in packages if package in adapters), None)
+
+
+def adapt(model: nn.Module, description: Description, plan: Plan | None) -> None:
+    """Make the model of another package fit for a plan, in place; None: for a trace on the meta device."""
+    adapter = adapter_of(model)
+    if adapter is not None:
+        adapter.adapt(model, description, plan)
 
 
 def find_builder(name: str) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from shoal.blueprint.description import Description
 from shoal.data.sharded_dataloader import ShardedDataLoader
 from shoal.errors import Problem, raise_if
 from shoal.numerics.init import init_missing
@@ -18,7 +19,7 @@ from shoal.numerics.offload import HostCopies
 from shoal.numerics.optim.build import memory_of_squares
 from shoal.parallel.compose import compose
 from shoal.parallel.parallel_model import ParallelModel
-from shoal.train.build_model import describe
+from shoal.train.build_model import adapt, adapter_of, describe
 from shoal.train.checks import check_compiled, check_rounding, check_second, check_wrapped, rule_under
 from shoal.train.loss.objective import CrossEntropy, LabelRule, MeanOf
 from shoal.train.rebind_optimizer import rebind_optimizer
@@ -65,7 +66,8 @@ def _prepare_model(engine: StepEngine, model: nn.Module) -> nn.Module:
     raise_if(check_second("model", state.parallel_model))  # of two in one call
     init_missing(model, state.seed)
     description = describe(model)
-    rule = LabelRule.of(model)
+    rule = _label_rule(state, model, description)
+    adapt(model, description, state.plan)
     state.unchecked_forward = inspect.signature(model.forward)
     composed = state.parallel_model = compose(
         model,
@@ -91,6 +93,20 @@ def _prepare_model(engine: StepEngine, model: nn.Module) -> nn.Module:
     if state.prepared_optimizer is not None:
         _give_parameters(state, state.prepared_optimizer, composed)
     return composed.model
+
+
+def _label_rule(state: RunState, model: nn.Module, description: Description) -> LabelRule:
+    """What a model does with labels. In a pipeline, and where tokens are divided, its adapter has to know."""
+    rule, layout = LabelRule.of(model), state.plan.layout
+    adapter = adapter_of(model)
+    if rule.is_shifted is not None or adapter is None or not isinstance(state.objective, CrossEntropy):
+        return rule
+    if layout.pp == layout.cp == 1:
+        return rule
+    is_shifted = adapter.shifts_labels(model, description)
+    if is_shifted and layout.cp > 1:  # before tokens are cut: the last token of a rank has its label on another
+        state.shifts_labels, is_shifted = True, False
+    return LabelRule(rule.needs, is_shifted)
 
 
 def _prepare_optimizer(engine: StepEngine, optimizer: Optimizer) -> Optimizer:

@@ -31,12 +31,12 @@ from shoal.errors import ShoalError
 from shoal.numerics.gradients import LossScale
 from shoal.numerics.offload import HostCopies
 from shoal.numerics.precision import precision_of
-from shoal.parallel.context.attention import cut_batch
+from shoal.parallel.context.attention import cut_batch, is_cut
 from shoal.parallel.parallel_model import ParallelModel
 from shoal.parallel.policies import Policies
 from shoal.parallel.tensor import TensorParallel
 from shoal.train.checks import reject_open
-from shoal.train.loss.objective import CrossEntropy, Objective
+from shoal.train.loss.objective import CrossEntropy, Objective, shifted_batch
 from shoal.train.step.optimizer_step import Updates
 from shoal.train.step.report import OpenStep, StepReport
 
@@ -75,6 +75,8 @@ class RunState:
         self.parallel_model: ParallelModel | None = None
         """None: no model is prepared yet. `composed` raises then."""
         self.description = Description()
+        self.shifts_labels = False
+        """Whether labels are moved to the token before, as the model would, when tokens are divided."""
         self.unchecked_forward: inspect.Signature | None = None
         """The signature of the model's forward, until a batch was compared with it."""
         self.prepared_optimizer: Optimizer | None = None
@@ -164,7 +166,11 @@ class RunState:
     def own_tokens(self, batch: Any) -> Any:
         """With context parallelism, this rank's tokens of a batch; without it, or of what is cut already, the batch."""
         context = self.parallel_model.context if self.parallel_model is not None else None
-        return batch if context is None else cut_batch(batch, self.description, context)
+        if context is None:
+            return batch
+        if self.shifts_labels and not is_cut(batch):
+            batch = shifted_batch(batch)
+        return cut_batch(batch, self.description, context)
 
     def split_logits_for_loss(self) -> AbstractContextManager[None]:
         """A stage calls the model outside of the objective, which splits the logits otherwise."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import math
@@ -26,8 +27,9 @@ from shoal.data.sources.open import open_datasets
 from shoal.errors import Findings, Problem, ShoalError, listed, nearest, raise_if
 from shoal.launch.local import launch
 from shoal.parallel.expert.router import routers
+from shoal.parallel.pipeline.skeleton import skeleton_of
 from shoal.parallel.pipeline.stage_io import stream_of
-from shoal.train.build_model import build_model, describe, without_memory
+from shoal.train.build_model import adapt, build_model, describe, without_memory
 from shoal.train.loss.objective import call_of, objective_of, uncallable
 from shoal.verification.case import TOLERANCES, Case, check_precision, in_precision, replaced_precision
 from shoal.verification.compression_error import without_compression
@@ -74,7 +76,7 @@ class VerifyOptions(TypedDict, total=False):
 
 
 def verify(
-    build_model: Callable[[], nn.Module],
+    build_model: Callable[[], nn.Module] | nn.Module,
     batch: Any,
     plan: Plan | str | Mapping[str, Any],
     *,
@@ -85,8 +87,8 @@ def verify(
 ) -> VerifyResult:
     """Train a model for a few steps in one process and with the plan, and compare every gradient and weight by name.
 
-    `build_model()` returns the model, the same in every process; `batch` is a global batch, or a list of them.
-    `nproc` None: the product of the plan's degrees. `options`, by name:
+    `build_model()` returns the model, the same in every process; or it is the model itself, which stays unchanged.
+    `batch` is a global batch, or a list of them. `nproc` None: the product of the plan's degrees. `options`, by name:
 
     steps      optimizer steps to compare (3)
     lr         the learning rate (0.01)
@@ -95,6 +97,7 @@ def verify(
     precision  fp64, fp32, bf16 or fp16, in place of the plan's; None: fp64 on a CPU, the plan's own on a GPU
     tolerance  the largest difference that counts as equal; None: that of the precision
     """
+    build = functools.partial(_copy_of, build_model) if isinstance(build_model, nn.Module) else build_model
     found = Findings()
     found += _check_options(options)
     known: Mapping[str, Any] = {name: value for name, value in options.items() if name in OPTIONS}
@@ -108,7 +111,7 @@ def verify(
     size = None if open_plan is None else nproc or found.of(claimed_ranks, open_plan)
     if open_plan is not None and size is not None:
         found += check_ranks(open_plan, size, batch=length(first))
-        found += check_built(build_model, open_plan.fill(size), _num_tokens(first))
+        found += check_built(build, open_plan.fill(size), _num_tokens(first))
     raise_if(found.problems, title=f"plan '{plan}'")
     assert open_plan is not None
     assert size is not None
@@ -116,7 +119,7 @@ def verify(
     resolved = in_precision(requested, settings.precision, device)
     exact = without_compression(resolved)
     case = Case(
-        build=build_model,
+        build=build,
         batches=batches,
         plan=exact,
         compressed=None if exact == resolved else resolved,
@@ -130,6 +133,11 @@ def verify(
     )
     reject_uncallable(case)
     return verify_case(case)
+
+
+def _copy_of(model: nn.Module) -> nn.Module:
+    """A copy of a model; without values, where models are built without memory."""
+    return skeleton_of(model) if torch.get_default_device().type == "meta" else copy.deepcopy(model)
 
 
 def _check_options(options: Mapping[str, Any]) -> Iterator[Problem]:
@@ -227,7 +235,9 @@ def reject_uncallable(case: Case) -> None:
         call = call_of(objective_of(case.loss), rows(case.batches[0], 0, 2))  # two samples: batch norm rejects one
         raise_if(uncallable(model, call))
         if case.plan.layout.pp > 1:
-            stream_of(model, describe(model).blocks, call)
+            description = describe(model)
+            adapt(model, description, case.plan)
+            stream_of(model, description.blocks, call)
 
 
 # ---- cases from a recipe --------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ from shoal.parallel.inspect.trace_shapes import trace_shapes
 from shoal.parallel.parallel_model import ParallelModel
 from shoal.predict.exact.memory import Memory, has_moment, memory
 from shoal.predict.exact.traffic import LossTraffic, Messages, traffic
-from shoal.train.build_model import describe, without_memory
+from shoal.train.build_model import adapt, adapter_of, describe, without_memory
 from shoal.train.loss.objective import CrossEntropy, call_of
 from shoal.train.run import Run
 from shoal.verification.case import Case
@@ -50,6 +50,7 @@ from shoal.verification.compare import Comparison, Disagreement, Observation, co
 from shoal.verification.compression_error import CompressionError, compression_error
 from shoal.verification.diagnosis.causes import likely_cause
 from shoal.verification.diagnosis.evidence import Context, Piece
+from shoal.verification.exact_casts import keeping_float64
 from shoal.verification.reference import fresh_model, observe_reference, optimizer_for, turn_off_dropout
 from shoal.verification.replica_traffic import ReplicaTraffic, replica_traffic, shortened
 
@@ -92,10 +93,11 @@ def verify_in(world: World, case: Case) -> RankFindings:
     """Train and observe; rank 0 also computes the reference, and compares."""
     references, initial = observe_reference(case) if world.is_main else ([], {})  # [1]
     run = Run(case.plan, loss=case.loss, seed=case.seed, clip=case.clip, world=world)
-    _prepare(run, case)  # [2]
-    candidates = [_observe(run, batch) for batch in case.batches]  # [3]
-    pieces = _pieces(run)
-    sent, held = _count(run, case)  # [4]
+    is_foreign = _prepare(run, case)  # [2]
+    with keeping_float64(case.plan.precision, is_foreign=is_foreign):
+        candidates = [_observe(run, batch) for batch in case.batches]  # [3]
+        pieces = _pieces(run)
+        sent, held = _count(run, case)  # [4]
     findings = RankFindings(traffic=sent.to_mapping(), memory=held, peak=peak_bytes(world.device))
     _predict(findings, run, case)  # [5]
     if case.compressed is not None:
@@ -137,17 +139,20 @@ def _have_equal_weights(run: Run) -> bool:
     return not any(run.world.all_gather_object(bool(list(_disagreements(run.composed, "weight")))))
 
 
-def _prepare(run: Run, case: Case) -> None:
-    """Prepare the model as a run of the plan would: from the meta device, if it has init rules for all values."""
+def _prepare(run: Run, case: Case) -> bool:
+    """Prepare the model as a run of the plan would: from the meta device, if it has init rules for all values. Returns
+    whether it is a model of another package."""
     model = without_memory(case.build)
     if model is not None and can_fill(model):
         turn_off_dropout(model)
     else:
         model = fresh_model(case)
+    is_foreign = adapter_of(model) is not None
     run.prepare(model)
     if run.composed.head is not None:
         run.composed.head.always = True  # as for large models, and on a GPU
     run.prepare(optimizer_for(case, run.parameters))
+    return is_foreign
 
 
 def _observe(run: Run, batch: Any) -> Observation:
@@ -197,9 +202,13 @@ def _predict(findings: RankFindings, run: Run, case: Case) -> None:
     batch = length(case.batches[0])
     share = rows(case.batches[0], 0, case.plan.microbatch_size(batch))
     try:
-        shapes = trace_shapes(model, describe(model), call_of(run.objective, share))
+        description = describe(model)
+        adapt(model, description, None)
+        shapes = trace_shapes(model, description, call_of(run.objective, share))
     except ShoalError:
-        raise
+        if adapter_of(model) is None:
+            raise
+        return  # its own attention, which a trace replaces, is not known
     except Exception:  # user code that needs real values; the comparison holds without a prediction
         return
     loss = LossTraffic(

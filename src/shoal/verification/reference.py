@@ -18,9 +18,11 @@ from shoal.data.batch import IGNORE, length, rows, to_device
 from shoal.numerics.init import has_init_rule, init_missing, initialise
 from shoal.numerics.precision import precision_of, silence_matmul_warning
 from shoal.parallel.expert.router import auxiliary_loss, biases, update_biases
+from shoal.train.build_model import adapter_of
 from shoal.train.loss.labels import is_shifting, shifted, takes_labels
 from shoal.verification.case import Case
 from shoal.verification.compare import Observation
+from shoal.verification.exact_casts import keeping_float64
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -32,7 +34,10 @@ def observe_reference(case: Case) -> tuple[list[Observation], dict[str, Tensor]]
     model = fresh_model(case).to(device, precision.weight_dtype)
     initial = _copies(model)
     optimizer = optimizer_for(case, list(model.parameters()))
-    lower = precision.is_lower
+    lower, adapter = precision.is_lower, adapter_of(model)
+    is_foreign = adapter is not None
+    if adapter is not None:
+        adapter.written_out(model)
     silence_matmul_warning(device)
     observations = []
     for batch in case.batches:
@@ -41,7 +46,8 @@ def observe_reference(case: Case) -> tuple[list[Observation], dict[str, Tensor]]
         total = sum(_weight(piece) for piece in pieces)
         loss = 0.0
         for piece in pieces:
-            with torch.autocast(device.type, dtype=precision.compute_dtype, enabled=lower):
+            exact = keeping_float64(case.plan.precision, is_foreign=is_foreign)
+            with torch.autocast(device.type, dtype=precision.compute_dtype, enabled=lower), exact:
                 mean = _mean(_loss(model, piece, case))
             part = mean * (_weight(piece) / total)
             (part + auxiliary_loss(model).to(part)).backward()  # of experts, if there are any
@@ -73,8 +79,10 @@ def turn_off_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, DROPOUTS):
             module.p = 0.0
-        elif isinstance(module, nn.MultiheadAttention | nn.RNNBase):
-            module.dropout = 0.0
+        else:  # a number, as of nn.MultiheadAttention, nn.RNNBase and of modules that call a function
+            for name, value in list(vars(module).items()):
+                if isinstance(value, float) and name.endswith(("dropout", "dropout_p", "dropout_prob", "layerdrop")):
+                    setattr(module, name, 0.0)
 
 
 def optimizer_for(case: Case, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

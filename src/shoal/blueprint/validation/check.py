@@ -8,12 +8,21 @@ plan and the model's description. Each axis has a file.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
 
 from shoal.blueprint.description import Description
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.validation.batch import check_batch
 from shoal.blueprint.validation.context import check_context
-from shoal.blueprint.validation.description import Shapes, check_blocks, check_coverage, check_names
+from shoal.blueprint.validation.description import (
+    Shapes,
+    check_blocks,
+    check_coverage,
+    check_names,
+    check_reasons,
+    impossible_axes,
+)
 from shoal.blueprint.validation.expert import check_experts
 from shoal.blueprint.validation.pipeline import check_compile, check_pipeline, check_precision
 from shoal.blueprint.validation.tensor import check_tensor
@@ -39,12 +48,17 @@ def check_plan(
     `modules` the names of all submodules. None: not known, not checked. `is_split_by_hand`: the model brings its own
     split layers. `compiles`: torch.compile captures its blocks.
     """
-    experts = check_experts(plan, description)
-    plan = plan.with_layout()
-    wrong_batch = check_batch(plan, batch) if batch is not None else []
+    impossible = impossible_axes(plan, description, is_split_by_hand=is_split_by_hand)
+    known = check_reasons(plan, description, impossible)
+    experts = () if "ep" in impossible else check_experts(plan, description)
+    wrong_batch = check_batch(plan.with_layout(), batch) if batch is not None else []
     if modules is not None and (wrong := list(check_names(description, modules))):
         return [*wrong, *wrong_batch]  # other checks would only report consequences of a wrong description
+    # The rest is checked without the axes that are known to be impossible: more of these would be consequences.
+    off: dict[str, Any] = {axis: False if axis == "sp" else 1 for axis in impossible}
+    plan = replace(plan, **off).with_layout()
     return [
+        *known,
         *(() if is_split_by_hand else check_tensor(plan, description, sequence, features or {})),
         *check_context(plan, description, sequence),
         *experts,

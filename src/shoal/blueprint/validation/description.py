@@ -50,6 +50,30 @@ def check_names(description: Description, modules: Collection[str]) -> Iterator[
             yield Problem("M013", what, f"{near!r} in its place" if near else other)
 
 
+def impossible_axes(plan: Plan, description: Description, *, is_split_by_hand: bool) -> list[str]:
+    """Axes of a plan along which a derived description says that the model cannot be divided.
+
+    The plan may be one that has no layout.
+    """
+    is_on = {axis: (getattr(plan, axis) or 1) > 1 for axis in ("tp", "pp", "cp", "ep")}
+    is_on["sp"] = is_on["tp"] and bool(plan.sp)
+    if is_split_by_hand:
+        is_on["tp"] = is_on["sp"] = False  # its author knows better
+    return [axis for axis in description.why_not if is_on[axis]]
+
+
+def check_reasons(plan: Plan, description: Description, axes: Sequence[str]) -> Iterator[Problem]:
+    """A problem for each of the impossible axes, with the reason of the description."""
+    for axis in axes:
+        degree, fix = ("on", "sp=off") if axis == "sp" else (getattr(plan, axis), f"{axis}=1")
+        own = ", or a description of your own: model.describe = lambda: shoal.Description(...)"
+        yield Problem(
+            "P065",
+            f"{axis}={degree} cannot divide this model: {description.why_not[axis]}",
+            fix if axis == "sp" else fix + own,
+        )
+
+
 def check_blocks(plan: Plan, description: Description) -> Iterator[Problem]:
     """The problem of recompute without blocks."""
     if plan.recompute != "none" and not description.blocks:

@@ -38,7 +38,7 @@ from shoal.errors import ShoalError
 
 FORMAT = "shoal checkpoint"
 VERSION = 2
-"""1 had other names in its state (weights, states, islands), which would be ignored."""
+"""1 had other names in its state, which would be ignored."""
 NAME = "manifest.json"
 CHUNK = 4 * 2**20
 """Bytes of a file per hash, so that a part of it can be read and checked."""

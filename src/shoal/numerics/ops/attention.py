@@ -13,7 +13,8 @@ file uses them, and a test compares each with attention written out in full.
 from __future__ import annotations
 
 import threading
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +38,27 @@ class AttentionOutput(NamedTuple):
     """(B, N, T), in at least float32"""
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionRule:
+    """How models differ in attention: the score of a key, the keys that a query sees, and dropout."""
+
+    scale: float | None = None
+    """Factor of the product of a query and a key; None: 1/√features."""
+    softcap: float | None = None
+    """Scores s become softcap · tanh(s / softcap). None: they stay."""
+    window: int | None = None
+    """A query sees the last `window` keys, its own included; if it sees later ones, as many of those. None: all."""
+    dropout: float = 0.0
+    """The probability with which a weight becomes 0."""
+
+    def scale_for(self, q: Tensor) -> float:
+        """The factor for queries with these features."""
+        return q.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+
+PLAIN = AttentionRule()
+
+
 class _Now(threading.local):
     is_part = False
 
@@ -52,35 +74,44 @@ def is_part_of_attention() -> bool:
 
 @torch.no_grad()
 def attend(
-    q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None = None, *, is_causal: bool = False
+    q_BNTH: Tensor,
+    k_BKSH: Tensor,
+    v_BKSH: Tensor,
+    mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    rule: AttentionRule = PLAIN,
 ) -> AttentionOutput:
-    """Attend to keys, each shared by N/K query heads. `mask` (B or 1, 1, T, S) is true where a query may look."""
+    """Attend to keys, each shared by N/K query heads. `mask` (B or 1, 1, T, S) is true where a query may look. Of the
+    rule, scale and softcap are used: the mask has the window."""
     _now.is_part = True
     try:
-        return _attend(_readable(q_BNTH), _readable(k_BKSH), _readable(v_BKSH), mask, is_causal=is_causal)
+        return _attend(_readable(q_BNTH), _readable(k_BKSH), _readable(v_BKSH), mask, is_causal=is_causal, rule=rule)
     finally:
         _now.is_part = False
 
 
-def _attend(q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None, *, is_causal: bool) -> AttentionOutput:
+def _attend(
+    q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None, *, is_causal: bool, rule: AttentionRule
+) -> AttentionOutput:
     bias = None if mask is None else additive(mask, q_BNTH.dtype)
-    kernel = _kernel(q_BNTH, bias)
+    kernel, scale = _kernel(q_BNTH, bias, rule), rule.scale_for(q_BNTH)
     if kernel == "cpu":
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            q_BNTH, k_BKSH, v_BKSH, 0.0, is_causal, attn_mask=bias
+            q_BNTH, k_BKSH, v_BKSH, 0.0, is_causal, attn_mask=bias, scale=scale
         )
         return AttentionOutput(out, lse)
     if kernel == "flash":
-        results = _aten._scaled_dot_product_flash_attention(q_BNTH, k_BKSH, v_BKSH, 0.0, is_causal)
+        results = _aten._scaled_dot_product_flash_attention(q_BNTH, k_BKSH, v_BKSH, 0.0, is_causal, scale=scale)
         return AttentionOutput(results[0], results[1])
     k, v = (for_every_head(x, q_BNTH.shape[1]) for x in (k_BKSH, v_BKSH))
     if kernel == "efficient":
         shape = (*q_BNTH.shape[:3], k.shape[2])
         out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
-            q_BNTH, k, v, _aligned(bias, shape), True, 0.0, is_causal
+            q_BNTH, k, v, _aligned(bias, shape), True, 0.0, is_causal, scale=scale
         )
         return AttentionOutput(out, lse[..., : q_BNTH.shape[2]])
-    scores = _scores(q_BNTH, k, bias, is_causal)
+    scores = _masked(capped_scores(q_BNTH, k, rule), bias, is_causal)
     return AttentionOutput((scores.softmax(-1) @ v.to(scores.dtype)).to(q_BNTH.dtype), scores.logsumexp(-1))
 
 
@@ -94,15 +125,16 @@ def attend_backward(
     mask: Tensor | None = None,
     *,
     is_causal: bool = False,
+    rule: AttentionRule = PLAIN,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values from these keys; `attended` is the result for all keys."""
     grad_BNTH, q_BNTH, k_BKSH, v_BKSH = map(_readable, (grad_BNTH, q_BNTH, k_BKSH, v_BKSH))
     bias = None if mask is None else additive(mask, q_BNTH.dtype)
-    kernel = _kernel(q_BNTH, bias)
+    kernel, scale = _kernel(q_BNTH, bias, rule), rule.scale_for(q_BNTH)
     out, lse = attended
     if kernel == "cpu":
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
-            grad_BNTH, q_BNTH, k_BKSH, v_BKSH, out, lse, 0.0, is_causal, attn_mask=bias
+            grad_BNTH, q_BNTH, k_BKSH, v_BKSH, out, lse, 0.0, is_causal, attn_mask=bias, scale=scale
         )
     if kernel == "flash":
         num_queries, num_keys = q_BNTH.shape[2], k_BKSH.shape[2]
@@ -110,6 +142,7 @@ def attend_backward(
         return _aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
             *(grad_BNTH, q_BNTH, k_BKSH, v_BKSH, out, lse.contiguous()),
             *(None, None, num_queries, num_keys, 0.0, is_causal, seed, seed),  # None: sequences are of one length
+            scale=scale,
         )
     num_heads, num_kv_heads = q_BNTH.shape[1], k_BKSH.shape[1]
     k, v = (for_every_head(x, num_heads) for x in (k_BKSH, v_BKSH))
@@ -120,9 +153,13 @@ def attend_backward(
         dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
             *(grad_BNTH, q_BNTH, k, v, _aligned(bias, shape), out),
             *(F.pad(lse, (0, missing), value=float("inf")), seed, seed, 0.0, [True, True, True, False], is_causal),
+            scale=scale,
         )
     else:
-        dq, dk, dv = _explicit_backward(grad_BNTH, q_BNTH, k, v, attended, _scores(q_BNTH, k, bias, is_causal))
+        capped = capped_scores(q_BNTH, k, rule)
+        weights = (_masked(capped, bias, is_causal) - lse[..., None]).exp_()
+        slopes = scale if rule.softcap is None else scale * (1 - (capped / rule.softcap) ** 2)
+        dq, dk, dv = _explicit_backward(grad_BNTH, q_BNTH, k, v, out, weights, slopes)
     return dq, _summed(dk, num_kv_heads), _summed(dv, num_kv_heads)
 
 
@@ -133,6 +170,14 @@ def merge_(total: AttentionOutput, part: AttentionOutput) -> None:
     total.out.mul_((total.lse - lse).exp_()[..., None])
     total.out.addcmul_(part.out.to(total.out.dtype), (part.lse - lse).exp_()[..., None])
     total.lse.copy_(lse)
+
+
+@torch.no_grad()
+def blind_(total: AttentionOutput, dtype: torch.dtype) -> None:
+    """Let queries that saw no key return 0, in place. With an infinite lse their weights in a backward are 0, too."""
+    saw_none = total.lse < torch.finfo(dtype).min / 8  # see `additive`
+    total.out.masked_fill_(saw_none[..., None], 0.0)
+    total.lse.masked_fill_(saw_none, float("inf"))
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -147,7 +192,9 @@ def _readable(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _kernel(q: Tensor, bias: Tensor | None) -> str:
+def _kernel(q: Tensor, bias: Tensor | None, rule: AttentionRule) -> str:
+    if rule.softcap is not None:
+        return "explicit"
     if q.device.type == "cpu":
         return "cpu"
     is_half = q.dtype in (torch.bfloat16, torch.float16)
@@ -178,21 +225,47 @@ def _aligned(bias: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
     return padded[..., : bias.shape[-1]].expand(shape)
 
 
-def _scores(q: Tensor, k: Tensor, bias: Tensor | None, is_causal: bool) -> Tensor:
+def capped_scores(q: Tensor, k: Tensor, rule: AttentionRule) -> Tensor:
+    """The scores of all keys, before masks, in at least float32."""
     dtype = wide(q.dtype)
-    scores: Tensor = (q.to(dtype) @ k.to(dtype).transpose(-1, -2)) * q.shape[-1] ** -0.5
+    scores: Tensor = (q.to(dtype) @ k.to(dtype).transpose(-1, -2)) * rule.scale_for(q)
+    return scores if rule.softcap is None else (scores / rule.softcap).tanh() * rule.softcap
+
+
+def written_out(
+    q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None, rule: AttentionRule, sinks: Tensor | None
+) -> Tensor:
+    """Attention with all its scores in memory, for what torch's kernels do not have. `mask` (B or 1, 1, T, S) is true
+    where a query may look, or is added to scores."""
+    k_BNSH, v_BNSH = (for_every_head(x, q_BNTH.shape[1]) for x in (k_BKSH, v_BKSH))
+    scores_BNTS = capped_scores(q_BNTH, k_BNSH, rule)
+    if mask is not None:
+        scores_BNTS = scores_BNTS + (additive(mask, scores_BNTS.dtype) if mask.dtype == torch.bool else mask)
+    if sinks is not None:
+        column = sinks.to(scores_BNTS.dtype)[None, :, None, None].expand(*scores_BNTS.shape[:3], 1)
+        scores_BNTS = torch.cat([scores_BNTS, column], dim=-1)
+    weights_BNTS = scores_BNTS.softmax(-1)[..., : k_BNSH.shape[2]]
+    if mask is not None and mask.dtype == torch.bool:
+        weights_BNTS = weights_BNTS.masked_fill(~mask, 0.0)  # of a query that sees nothing, as torch's kernels do
+    weights_BNTS = F.dropout(weights_BNTS, rule.dropout, training=rule.dropout > 0)
+    return (weights_BNTS @ v_BNSH.to(weights_BNTS.dtype)).to(q_BNTH.dtype)
+
+
+def _masked(scores: Tensor, bias: Tensor | None, is_causal: bool) -> Tensor:
     if is_causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(later, torch.finfo(dtype).min / 4)
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, torch.finfo(scores.dtype).min / 4)
     return scores if bias is None else scores + bias
 
 
-def _explicit_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: AttentionOutput, scores: Tensor) -> Any:
-    """dS = P (dP - Σ dO·O). The keys of other parts enter only through the lse and the output."""
-    wide_grad, scale = grad.to(scores.dtype), q.shape[-1] ** -0.5
-    weights = (scores - attended.lse[..., None]).exp_()
+def _explicit_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, weights: Tensor, slopes: Tensor | float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dS = P (dP - Σ dO·O). The keys of other parts enter only through the lse, which is in the weights P, and the
+    output. `slopes` are the derivatives of scores by the products of queries and keys."""
+    wide_grad = grad.to(weights.dtype)
     dv = weights.transpose(-1, -2) @ wide_grad
-    inner = (wide_grad * attended.out).sum(-1, keepdim=True)
-    d_scores = weights.mul_(wide_grad @ v.to(scores.dtype).transpose(-1, -2) - inner).mul_(scale)
-    dq, dk = d_scores @ k.to(scores.dtype), d_scores.transpose(-1, -2) @ q.to(scores.dtype)
+    inner = (wide_grad * out).sum(-1, keepdim=True)
+    d_scores = weights.mul_(wide_grad @ v.to(weights.dtype).transpose(-1, -2) - inner).mul_(slopes)
+    dq, dk = d_scores @ k.to(weights.dtype), d_scores.transpose(-1, -2) @ q.to(weights.dtype)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)

@@ -28,7 +28,7 @@ from shoal.blueprint.context_parallel import contiguous, zigzag
 from shoal.blueprint.description import Description
 from shoal.comm.collectives import all_gather
 from shoal.errors import ShoalError
-from shoal.numerics.ops.attention import for_every_head
+from shoal.numerics.ops.attention import PLAIN, AttentionRule, for_every_head, written_out
 from shoal.parallel.context.ring import ring_attention
 from shoal.parallel.context.ulysses import ulysses_attention
 
@@ -109,25 +109,39 @@ class Attention(nn.Module):
         self.backend: Backend = "auto"
         self.context: ContextParallel | None = None
 
-    def forward(self, q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Tensor | None = None) -> Tensor:
-        """(B, N, T, H) → (B, N, T, H). `mask` is the result of a `DocumentMask`, or None."""
+    def forward(
+        self,
+        q_BNTH: Tensor,
+        k_BKTH: Tensor,
+        v_BKTH: Tensor,
+        mask: Tensor | None = None,
+        *,
+        rule: AttentionRule = PLAIN,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """(B, N, T, H) → (B, N, T, H). `mask` is the result of a `DocumentMask`; or (B, T) booleans, whether a key may
+        be seen, of the full sequence; or None. `rule` has the scale of scores, a window and the like. `sinks` (N,): the
+        score of a key without a value, which every query of a head sees."""
         context = self.context
         if context is not None:
             _check_attention(q_BNTH, v_BKTH, mask, context)
+            _check_rule(rule, context)
         elif mask is not None and not (mask.dtype == torch.bool or mask.is_floating_point()):
             raise ShoalError(
                 f"a mask must be of booleans or floating-point scores, got {mask.dtype}, as of document numbers",
                 fix="self.mask = shoal.DocumentMask(), and self.attention(q, k, v, self.mask(documents))",
                 code="M027",
             )
+        on_one_device = partial(attended, causal=self.causal, backend=self.backend, rule=rule)
         if context is None or q_BNTH.is_meta:  # meta tensors have one rank's shapes and no values
-            own_mask = mask if context is None else None
-            return attended(q_BNTH, k_BKTH, v_BKTH, own_mask, causal=self.causal, backend=self.backend)
+            return on_one_device(q_BNTH, k_BKTH, v_BKTH, mask if context is None else None, sinks=sinks)
         if context.kind == "ring":
-            out: Tensor = ring_attention(q_BNTH, k_BKTH, v_BKTH, mask, context, causal=self.causal)
-        else:
-            on_one_device = partial(attended, mask_BTT=mask, causal=self.causal, backend=self.backend)
-            out = ulysses_attention(q_BNTH, k_BKTH, v_BKTH, on_one_device, context.group, context.comm_device)
+            return ring_attention(  # type: ignore[no-any-return]
+                q_BNTH, k_BKTH, v_BKTH, mask, context, causal=self.causal, rule=rule, sinks=sinks
+            )
+        own_sinks = None if sinks is None else sinks.view(context.degree, -1)[context.index]
+        with_mask = partial(on_one_device, mask=mask, sinks=own_sinks)
+        out: Tensor = ulysses_attention(q_BNTH, k_BKTH, v_BKTH, with_mask, context.group, context.comm_device)
         return out
 
 
@@ -174,8 +188,9 @@ def _check_attention(q_BNTH: Tensor, v_BKTH: Tensor, mask: Tensor | None, contex
             fix="ring instead of ulysses, or a cp that divides the heads",
             code="P037",
         )
-    is_documents = mask is not None and mask.dim() == 2 and mask.dtype != torch.bool and not mask.is_floating_point()
-    if context.kind == "ring" and mask is not None and not is_documents:
+    full = (q_BNTH.shape[0], q_BNTH.shape[2] * context.degree)
+    is_of_tokens = mask is not None and tuple(mask.shape) == full and not mask.is_floating_point()
+    if context.kind == "ring" and mask is not None and not is_of_tokens:
         raise ShoalError(
             f"ring attention builds its masks from documents, got a mask of shape {tuple(mask.shape)}",
             fix="shoal.DocumentMask, or ulysses instead of ring",
@@ -183,29 +198,83 @@ def _check_attention(q_BNTH: Tensor, v_BKTH: Tensor, mask: Tensor | None, contex
         )
 
 
+def _check_rule(rule: AttentionRule, context: ContextParallel) -> None:
+    if rule.dropout:
+        raise ShoalError(
+            f"attention weights cannot be dropped under cp={context.degree}, got a dropout of {rule.dropout}",
+            fix="a dropout of attention of 0, or cp=1",
+            code="P066",
+        )
+
+
 def attended(
     q_BNTH: Tensor,
-    k_BKTH: Tensor,
-    v_BKTH: Tensor,
-    mask_BTT: Tensor | None,
+    k_BKSH: Tensor,
+    v_BKSH: Tensor,
+    mask: Tensor | None = None,
     *,
     causal: bool,
     backend: Backend = "auto",
+    rule: AttentionRule = PLAIN,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend with every query head to the key/value head that it shares."""
+    mask_B1TS = seen_keys(mask, q_BNTH.shape[2], k_BKSH.shape[2], q_BNTH.device, causal=causal, window=rule.window)
+    if rule.softcap is not None or sinks is not None:
+        if mask_B1TS is None and causal:
+            mask_B1TS = _places_seen(q_BNTH.shape[2], k_BKSH.shape[2], q_BNTH.device, None, causal=True)
+        return written_out(q_BNTH, k_BKSH, v_BKSH, mask_B1TS, rule, sinks)
     if q_BNTH.is_cuda and q_BNTH.dtype == torch.float32:
         # torch's float32 kernel for CUDA has no shared heads; torch would fall back to all T x T scores in memory.
-        k_BKTH, v_BKTH = (for_every_head(x, q_BNTH.shape[1]) for x in (k_BKTH, v_BKTH))
-    mask_B1TT = None if mask_BTT is None else mask_BTT[:, None]
+        k_BKSH, v_BKSH = (for_every_head(x, q_BNTH.shape[1]) for x in (k_BKSH, v_BKSH))
+    call = partial(
+        F.scaled_dot_product_attention,
+        attn_mask=mask_B1TS,
+        dropout_p=rule.dropout,
+        is_causal=causal and mask_B1TS is None,
+        scale=rule.scale,
+        enable_gqa=True,
+    )
     is_half = q_BNTH.dtype in (torch.bfloat16, torch.float16)
-    if not q_BNTH.is_cuda or (backend == "auto" and not (is_half and mask_BTT is None)):
-        return F.scaled_dot_product_attention(
-            q_BNTH, k_BKTH, v_BKTH, attn_mask=mask_B1TT, is_causal=causal and mask_BTT is None, enable_gqa=True
-        )
+    if not q_BNTH.is_cuda or (backend == "auto" and not (is_half and mask_B1TS is None)):
+        return call(q_BNTH, k_BKSH, v_BKSH)
     with sdpa_kernel(BACKENDS[backend], set_priority=True):
-        return F.scaled_dot_product_attention(
-            q_BNTH, k_BKTH, v_BKTH, attn_mask=mask_B1TT, is_causal=causal and mask_BTT is None, enable_gqa=True
+        return call(q_BNTH, k_BKSH, v_BKSH)
+
+
+def seen_keys(
+    mask: Tensor | None, num_queries: int, num_keys: int, device: torch.device, *, causal: bool, window: int | None
+) -> Tensor | None:
+    """The mask of all heads, (B or 1, 1, T, S); None: all keys, or all that are not later. The queries are the last
+    tokens, if there are more keys, as of a cache."""
+    is_of_keys = mask is not None and mask.dim() == 2 and mask.dtype == torch.bool
+    if mask is not None and not is_of_keys:
+        return (
+            mask[:, None]
+            if window is None
+            else _with_window(mask, _places_seen(num_queries, num_keys, device, window, causal=causal))
         )
+    seen = None
+    if window is not None or (causal and (is_of_keys or num_queries != num_keys)):
+        seen = _places_seen(num_queries, num_keys, device, window, causal=causal)
+    if mask is None:
+        return seen
+    keys_B11S = mask[:, None, None, :]
+    return keys_B11S.expand(-1, 1, num_queries, -1) if seen is None else seen & keys_B11S
+
+
+def _with_window(mask_BTS: Tensor, places_11TS: Tensor) -> Tensor:
+    if mask_BTS.dtype == torch.bool:
+        return mask_BTS[:, None] & places_11TS
+    return mask_BTS[:, None].masked_fill(~places_11TS, float("-inf"))
+
+
+def _places_seen(num_queries: int, num_keys: int, device: torch.device, window: int | None, *, causal: bool) -> Tensor:
+    """(1, 1, T, S): keys that are not later, if causal, and of a window."""
+    of_queries = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
+    before_TS = of_queries - torch.arange(num_keys, device=device)
+    seen_TS = before_TS >= 0 if causal else torch.ones_like(before_TS, dtype=torch.bool)
+    return (seen_TS if window is None else seen_TS & (before_TS.abs() < window))[None, None]
 
 
 def same_document(documents_BT: Tensor, *, causal: bool = True) -> Tensor:
@@ -315,7 +384,7 @@ CUT = "_is_cut_for_shoal"
 def cut_batch(batch: Any, description: Description, context: ContextParallel) -> Any:
     """Return a rank's tokens of every tensor in a batch whose second dim is tokens. Documents stay full: a token's mask
     depends on other tokens'. Tensors that were cut already stay unchanged."""
-    if any(hasattr(x, CUT) for x in _tensors(batch)):
+    if is_cut(batch):
         return batch
     num_tokens = _num_tokens(batch)
     if description.max_tokens is not None and num_tokens > description.max_tokens:
@@ -326,6 +395,11 @@ def cut_batch(batch: Any, description: Description, context: ContextParallel) ->
         )
     context.num_tokens = num_tokens
     return _cut(batch, num_tokens, description.documents, context)
+
+
+def is_cut(batch: Any) -> bool:
+    """Whether a batch has a rank's own tokens only."""
+    return any(hasattr(x, CUT) for x in _tensors(batch))
 
 
 def mark_cut(batch: Any, context: ContextParallel) -> None:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from shoal.blueprint.context_parallel import RingStep, ring_steps
 from shoal.comm.autograd_function import differentiable_once
-from shoal.numerics.ops.attention import AttentionOutput, attend, attend_backward, merge_
+from shoal.numerics.ops.attention import PLAIN, AttentionOutput, AttentionRule, attend, attend_backward, blind_, merge_
 from shoal.numerics.precision import wide
 
 KEYS_AND_VALUES, GRADIENTS = 0, 1
@@ -87,47 +87,68 @@ def around(block: Tensor, ring: Ring, causal: bool) -> Iterator[tuple[RingStep, 
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # messages between ranks are not part of a graph
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, ring: Ring, *, causal: bool) -> Tensor:
-    """Attend to the keys of all ranks. `documents` (B, full sequence): a query sees keys of its own document only."""
-    out: Tensor = _RingAttention.apply(q, k, v, documents, ring, causal)  # type: ignore[no-untyped-call]
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    ring: Ring,
+    *,
+    causal: bool,
+    rule: AttentionRule = PLAIN,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend to the keys of all ranks. `mask` (B, full sequence): of integers, the document of each token, and a query
+    sees keys of its own only; of booleans, whether a key may be seen. `sinks` (N,): the score of a key without a value,
+    which every query of a head sees."""
+    sight = Sight(ring, causal, rule)
+    out: Tensor = _RingAttention.apply(q, k, v, sinks, mask, sight)  # type: ignore[no-untyped-call]
     return out
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, ring: Ring, causal: bool
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tensor | None, sight: Sight
     ) -> Tensor:
-        keys_values = torch.stack([k, v])
+        keys_values, ring, rule = torch.stack([k, v]), sight.ring, sight.rule
         total: AttentionOutput | None = None
-        for step, block in around(keys_values, ring, causal):
+        for step, block in around(keys_values, ring, sight.causal):
             some_k, some_v = _some(block, step.keys, 3)
-            part = attend(_some(q, step.queries, 2), some_k, some_v, **_sight(step, documents, ring, causal))
+            part = attend(_some(q, step.queries, 2), some_k, some_v, **sight.of(step, q, mask), rule=rule)
             if total is None:
                 total = AttentionOutput(part.out.to(wide(q.dtype)), part.lse)
             else:
                 merge_(AttentionOutput(*(_some(x, step.queries, 2) for x in total)), part)
             del part  # free it before the next one is computed
         assert total is not None
+        if sinks is not None:
+            merge_(
+                total,
+                AttentionOutput(torch.zeros_like(total.out), sinks[:, None].to(total.lse.dtype).expand_as(total.lse)),
+            )
+        if mask is not None:
+            blind_(total, q.dtype)
         out = total.out.to(q.dtype)
-        ctx.save_for_backward(q, keys_values, out, total.lse, documents)
-        ctx.ring, ctx.causal = ring, causal
+        ctx.save_for_backward(q, keys_values, out, total.lse, sinks, mask)
+        ctx.sight = sight
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         differentiable_once()
-        q, keys_values, out, lse, documents = ctx.saved_tensors
-        ring, dtype = ctx.ring, wide(q.dtype)
+        q, keys_values, out, lse, sinks, mask = ctx.saved_tensors
+        sight, dtype = ctx.sight, wide(q.dtype)
+        ring, rule = sight.ring, sight.rule
         d_q = torch.zeros(q.shape, dtype=dtype, device=q.device)
         d_own = torch.zeros(keys_values.shape, dtype=dtype, device=q.device)
         coming: Exchange | None = None
-        for step, block in around(keys_values, ring, ctx.causal):  # [1]
+        for step, block in around(keys_values, ring, sight.causal):  # [1]
             grad, some_q, some_out, some_lse = (_some(x, step.queries, 2) for x in (grads[0], q, out, lse))
             some_k, some_v = _some(block, step.keys, 3)
             # The output and lse of all keys are final: so each block's gradient needs no other block.
-            attended, sight = AttentionOutput(some_out, some_lse), _sight(step, documents, ring, ctx.causal)
-            dq, *d_kv = attend_backward(grad, some_q, some_k, some_v, attended, **sight)
+            attended, seen = AttentionOutput(some_out, some_lse), sight.of(step, q, mask)
+            dq, *d_kv = attend_backward(grad, some_q, some_k, some_v, attended, **seen, rule=rule)
             _some(d_q, step.queries, 2).add_(dq)
             del dq
             is_mine = step.source == ring.index
@@ -142,7 +163,15 @@ class _RingAttention(torch.autograd.Function):
         if coming is not None:
             d_own.add_(coming.finish())  # [5]
         d_k, d_v = d_own.to(q.dtype)
-        return d_q.to(q.dtype), d_k, d_v, None, None, None
+        d_sinks = None if sinks is None else _gradient_of_sinks(sinks, grads[0], out, lse)
+        return d_q.to(q.dtype), d_k, d_v, d_sinks, None, None
+
+
+def _gradient_of_sinks(sinks: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """dS = P (dP - Σ dO·O), where the value, and so dP, is 0."""
+    weights = (sinks[:, None].to(lse.dtype) - lse).exp_()
+    inner = (grad.to(lse.dtype) * out).sum(-1)
+    return -(weights * inner).sum((0, 2)).to(sinks.dtype)
 
 
 def _some(x: Tensor, which: str, dim: int) -> Tensor:
@@ -151,14 +180,28 @@ def _some(x: Tensor, which: str, dim: int) -> Tensor:
     return x if which == "all" else x.narrow(dim, half if which == "late" else 0, half)
 
 
-def _sight(step: RingStep, documents: Tensor | None, ring: Ring, causal: bool) -> dict[str, Any]:
-    """Return which keys the queries of a step may see: a flag is enough, unless samples are packed."""
-    if documents is None:
-        return {"is_causal": step.is_causal}
-    num_tokens, device = documents.shape[1], documents.device
-    of_queries = _some(ring.indices(num_tokens, ring.index, device), step.queries, 0)
-    of_keys = _some(ring.indices(num_tokens, step.source, device), step.keys, 0)
-    mask_BTS = documents[:, of_queries, None] == documents[:, None, of_keys]
-    if causal:
-        mask_BTS &= of_queries[:, None] >= of_keys
-    return {"mask": mask_BTS[:, None]}
+@dataclass(frozen=True)
+class Sight:
+    """Which keys the queries of a step may see."""
+
+    ring: Ring
+    causal: bool
+    rule: AttentionRule
+
+    def of(self, step: RingStep, q: Tensor, mask: Tensor | None) -> dict[str, Any]:
+        """Return a flag, which is enough without documents, padding and windows, or a mask."""
+        window = self.rule.window
+        if mask is None and window is None:
+            return {"is_causal": step.is_causal}
+        num_tokens = q.shape[2] * self.ring.degree
+        of_queries = _some(self.ring.indices(num_tokens, self.ring.index, q.device), step.queries, 0)
+        of_keys = _some(self.ring.indices(num_tokens, step.source, q.device), step.keys, 0)
+        before = of_queries[:, None] - of_keys
+        mask_BTS = (before >= 0 if self.causal else torch.ones_like(before, dtype=torch.bool))[None]
+        if window is not None:
+            mask_BTS = mask_BTS & (before.abs() < window)
+        if mask is not None and mask.dtype == torch.bool:
+            mask_BTS = mask_BTS & mask[:, None, of_keys]
+        elif mask is not None:
+            mask_BTS = mask_BTS & (mask[:, of_queries, None] == mask[:, None, of_keys])
+        return {"mask": mask_BTS[:, None]}

@@ -19,6 +19,7 @@ token, P ranks of the group.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,8 @@ from shoal.numerics.precision import in_autocast_dtype
 from shoal.parallel.expert.router import Routing
 
 WEIGHTS = ("gate_proj", "up_proj", "down_proj")
+Compute = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Rows sorted by expert (R, D), where those of each expert of this rank end, and weights (R,), or None → (R, D)."""
 
 _all_to_all: Any = dist.all_to_all_single
 
@@ -99,14 +102,7 @@ class Experts(nn.Module):
     def forward(self, x_TD: Tensor, routing: Routing) -> Tensor:
         """Return y_TD: for each token the sum over its experts of weight · expert(x)."""
         _check_call(self, x_TD, routing)
-        x_TD = in_autocast_dtype(x_TD)
-        rows = sorted_rows(routing, self.num_experts)  # [1]
-        x_RD = spread(x_TD, rows)
-        weight_R = routing.weight_R.gather(0, rows.order_R)
-        if self.parallel is None or self.parallel.group is None or x_TD.is_meta:
-            return collect(self._computed(x_RD, rows.ends_E, weight_R), rows)  # [4], [6]
-        y_RD = _visited(self, x_RD, rows.ends_E, self.parallel)
-        return collect(y_RD * weight_R[:, None].to(y_RD.dtype), rows)  # [6] weights are known on this rank only
+        return dispatched(in_autocast_dtype(x_TD), routing, self.num_experts, self._computed, self.parallel)
 
     def _computed(self, x_RD: Tensor, ends_L: Tensor, weight_R: Tensor | None) -> Tensor:
         """Compute the experts of this rank for rows that are sorted by expert. The weight of a row is multiplied in
@@ -117,6 +113,36 @@ class Experts(nn.Module):
         gate_RF = grouped_matmul(x_RD, gate_LDF, ends_L)
         up_RF = grouped_matmul(x_RD, up_LDF, ends_L)
         return grouped_matmul(gated(gate_RF, up_RF, weight_R), down_LFD, ends_L)
+
+
+class Dispatch(nn.Module):
+    """Sends tokens to experts that are no `Experts`: a submodule of theirs, in the attribute `DISPATCH`, which they
+    call. Dim 0 of all parameters of such experts are the experts."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.parallel: ExpertParallel | None = None
+
+    def forward(self, x_TD: Tensor, routing: Routing, compute: Compute) -> Tensor:
+        """Return y_TD: for each token the sum over its experts of weight · expert(x)."""
+        return dispatched(x_TD, routing, self.num_experts, compute, self.parallel)
+
+
+DISPATCH = "shoal_dispatch"
+
+
+def dispatched(
+    x_TD: Tensor, routing: Routing, num_experts: int, compute: Compute, parallel: ExpertParallel | None
+) -> Tensor:
+    """Let each token be computed by its experts, wherever they are."""
+    rows = sorted_rows(routing, num_experts)  # [1]
+    x_RD = spread(x_TD, rows)
+    weight_R = routing.weight_R.gather(0, rows.order_R)
+    if parallel is None or parallel.group is None or x_TD.is_meta:
+        return collect(compute(x_RD, rows.ends_E, weight_R), rows)  # [4], [6]
+    y_RD = _visited(num_experts, compute, x_RD, rows.ends_E, parallel)
+    return collect(y_RD * weight_R[:, None].to(y_RD.dtype), rows)  # [6] weights are known on this rank only
 
 
 def _check_call(experts: Experts, x_TD: Tensor, routing: Any) -> None:
@@ -138,33 +164,45 @@ def _check_call(experts: Experts, x_TD: Tensor, routing: Any) -> None:
         )
 
 
-def divide(experts: Experts, parallel: ExpertParallel) -> None:
+def divide(experts: nn.Module, parallel: ExpertParallel) -> None:
     """Keep the experts of this rank, in place, under the same names."""
-    if experts.num_experts % parallel.degree:
+    dispatch: Any = experts if isinstance(experts, Experts) else getattr(experts, DISPATCH)
+    if dispatch.num_experts % parallel.degree:
         raise ShoalError(
-            f"num_experts={experts.num_experts} must be divisible by ep={parallel.degree}",
-            fix=f"ep={listed(divisors(experts.num_experts)[:8])}",
+            f"num_experts={dispatch.num_experts} must be divisible by ep={parallel.degree}",
+            fix=f"ep={listed(divisors(dispatch.num_experts)[:8])}",
             code="P039",
         )
-    others = [name for name, _ in experts.named_parameters() if name not in WEIGHTS]
-    if others:
+    if others := list(_undivided(experts, dispatch.num_experts)):
+        known = ", ".join(WEIGHTS) if isinstance(experts, Experts) else "tensors with a row for each expert"
         raise ShoalError(
-            f"{type(experts).__name__} also has {', '.join(others)}, and ep divides only {', '.join(WEIGHTS)}",
+            f"{type(experts).__name__} also has {', '.join(others)}, and ep divides only {known}",
             fix="move them to another module, or ep=1",
             code="M037",
         )
-    experts.parallel = parallel
+    dispatch.parallel = parallel
     if parallel.group is None:
         return
-    for name in WEIGHTS:
-        full = getattr(experts, name)
+    for name, full in list(experts.named_parameters(recurse=False)):
         own = part(full.detach(), 0, index=parallel.index, degree=parallel.degree).clone()
         setattr(experts, name, nn.Parameter(own, requires_grad=full.requires_grad))
 
 
-def experts_in(model: nn.Module) -> dict[str, Experts]:
+def _undivided(experts: nn.Module, num_experts: int) -> Iterator[str]:
+    """Parameters that are not of single experts."""
+    for name, parameter in experts.named_parameters():
+        is_known = name in WEIGHTS if isinstance(experts, Experts) else parameter.shape[0] == num_experts
+        if not is_known or "." in name:
+            yield name
+
+
+def experts_in(model: nn.Module) -> dict[str, Any]:
     """Map full names to experts."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, Experts) or isinstance(getattr(module, DISPATCH, None), Dispatch)
+    }
 
 
 # ---- over the ranks of a group --------------------------------------------------------------------------------------
@@ -172,9 +210,9 @@ def experts_in(model: nn.Module) -> dict[str, Experts]:
 
 # the number of rows per rank is known on the host only
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _visited(experts: Experts, x_RD: Tensor, ends_E: Tensor, parallel: ExpertParallel) -> Tensor:
+def _visited(num_experts: int, compute: Compute, x_RD: Tensor, ends_E: Tensor, parallel: ExpertParallel) -> Tensor:
     """Compute the experts of all ranks for the rows of this one, which are sorted by expert."""
-    num_local = experts.num_experts // parallel.degree
+    num_local = num_experts // parallel.degree
     counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
     ones = [num_local] * parallel.degree
     # Counts travel first: a rank must know the size of what it receives.
@@ -183,7 +221,7 @@ def _visited(experts: Experts, x_RD: Tensor, ends_E: Tensor, parallel: ExpertPar
     send, receive = splits.tolist()  # the only time that the host waits
     arrived_RD = _exchanged(x_RD, send, receive, parallel)  # [2]
     by_expert = rows_by_expert(arriving_PL, sum(receive))  # [3] rows of one expert come from several ranks
-    y_RD = collect(experts._computed(spread(arrived_RD, by_expert), by_expert.ends_E, None), by_expert)  # [4]
+    y_RD = collect(compute(spread(arrived_RD, by_expert), by_expert.ends_E, None), by_expert)  # [4]
     return _exchanged(y_RD, receive, send, parallel)  # [5]
 
 

@@ -24,10 +24,10 @@ from shoal.blueprint.placement import split_of
 from shoal.errors import ShoalError
 from shoal.parallel.context.attention import Attention
 from shoal.parallel.data.fsdp import units_by_size
-from shoal.parallel.expert.experts import Experts, experts_in
+from shoal.parallel.expert.experts import Dispatch, Experts, experts_in
 from shoal.parallel.expert.router import Router, Routing
 from shoal.parallel.pipeline.pipeline import Call
-from shoal.parallel.pipeline.stage_io import on_meta, skeleton_of
+from shoal.parallel.pipeline.skeleton import on_meta, skeleton_of
 
 
 def trace_shapes(model: nn.Module, description: Description, call: Call) -> ModelShapes:
@@ -107,7 +107,7 @@ class _Trace:
         has_backward = any(x.requires_grad for x in (q_BNTH, k_BKTH, v_BKTH))
         self.seen.append(_Event("attention", name, has_backward=has_backward, facts=facts))
 
-    def before_experts(self, name: str, experts: Experts, x_TD: Tensor, routing: Routing) -> None:
+    def before_experts(self, name: str, experts: Any, x_TD: Tensor, routing: Routing) -> None:
         is_trained = x_TD.requires_grad or any(weight.requires_grad for weight in experts.parameters())
         facts = {
             "num_experts": experts.num_experts,
@@ -197,13 +197,13 @@ def _trace(model: nn.Module, description: Description, call: Call) -> _Trace:
     modules = dict(model.named_modules())
     with ExitStack() as stack:
         for name, module in modules.items():
-            if split_of(description, name) is not None:
+            if split_of(description, name) in (Split.COLUMN, Split.ROW, Split.VOCABULARY):
                 stack.callback(module.register_forward_pre_hook(_before(trace, name)).remove)
                 stack.callback(module.register_forward_hook(_after(trace, name)).remove)
             if isinstance(module, Router):
                 module.attach_aux_loss = trace.aux_loss_attached
-            if isinstance(module, Attention | Experts | Router):
-                stack.callback(module.register_forward_pre_hook(_begun(trace, name)).remove)
+            if isinstance(module, Attention | Experts | Dispatch | Router):
+                stack.callback(module.register_forward_pre_hook(_begun(trace, name, modules)).remove)
                 stack.callback(module.register_forward_hook(_done(trace, name)).remove)
         for name in description.blocks:
             stack.callback(modules[name].register_forward_hook(_ended(trace, name)).remove)
@@ -229,12 +229,15 @@ def _after(trace: _Trace, name: str) -> Any:
     return lambda module, arguments, output: trace.after_layer(name, output, is_lookup=isinstance(module, nn.Embedding))
 
 
-def _begun(trace: _Trace, name: str) -> Any:
+def _begun(trace: _Trace, name: str, modules: dict[str, nn.Module]) -> Any:
     def hook(module: nn.Module, arguments: tuple[Any, ...]) -> None:
         if isinstance(module, Attention):
             trace.before_attention(name, *arguments[:3])
         elif isinstance(module, Experts):
             trace.before_experts(name, module, *arguments)
+        elif isinstance(module, Dispatch):
+            around = name.rpartition(".")[0]
+            trace.before_experts(around, modules[around], *arguments[:2])
         elif isinstance(module, Router):
             trace.before_router(name, module)
 

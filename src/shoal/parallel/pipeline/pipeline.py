@@ -35,30 +35,55 @@ from torch import Tensor, nn
 from shoal.blueprint.plan import Schedule
 from shoal.blueprint.schedules.generate import check_schedule
 from shoal.errors import ShoalError, raise_if
+from shoal.parallel.pipeline.skeleton import skeleton_of
 
 ONE_STAGE_PER_RANK = ("gpipe", "1f1b")
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments with which the model is called for one microbatch."""
 
 
-class StageInput(nn.Module):
+class _StandIn(nn.Module):
+    """Replaces a module of another stage. Code around it may still read its attributes, as its kind or the dtype of its
+    weights: a copy without memory has them."""
+
+    def __init__(self, replaced: nn.Module) -> None:
+        super().__init__()
+        self._replaced = [skeleton_of(replaced)]  # in a list: its parameters are none of the model's
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_replaced":  # while it is copied
+                raise
+            return getattr(self._replaced[0], name)
+
+
+@dataclass
+class Received:
+    """The tensor that a stage has received."""
+
+    value: Tensor | None = None
+
+
+class StageInput(_StandIn):
     """Replaces a module before the stage's own: returns the tensor that the stage has received."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.value: Tensor | None = None
+    def __init__(self, replaced: nn.Module, received: Received) -> None:
+        super().__init__(replaced)
+        self.received = received
 
     def forward(self, *arguments: Any, **options: Any) -> Tensor:
         """Ignore the arguments."""
-        assert self.value is not None
-        return self.value
+        assert self.received.value is not None
+        return self.received.value
 
 
 class StopForward(Exception):
     """Raised at the first block after the stage's own; carries that block's input."""
 
 
-class StageBoundary(nn.Module):
+class StageBoundary(_StandIn):
     """Replaces a module after the stage's own: ends the forward, so that what follows is not computed here."""
 
     def forward(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
@@ -66,11 +91,12 @@ class StageBoundary(nn.Module):
         raise StopForward(x)
 
 
-def cut(model: nn.Module, *, before: Sequence[str], after: Sequence[str]) -> tuple[nn.Module, StageInput]:
+def cut(model: nn.Module, *, before: Sequence[str], after: Sequence[str]) -> tuple[nn.Module, Received]:
     """Copy the model with stand-ins for some submodules. The rest shares its tensors with the model."""
-    received = StageInput()
-    memo: dict[int, Any] = {id(model.get_submodule(name)): received for name in before}
-    memo |= {id(model.get_submodule(name)): StageBoundary() for name in after}
+    received = Received()
+    modules = dict(model.named_modules())
+    memo: dict[int, Any] = {id(modules[name]): StageInput(modules[name], received) for name in before}
+    memo |= {id(modules[name]): StageBoundary(modules[name]) for name in after}
     memo |= {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, memo), received
 
@@ -89,7 +115,7 @@ class MicrobatchFeed:
 class Stage(nn.Module):
     """A cut model that is called with the number of a microbatch."""
 
-    def __init__(self, model: nn.Module, received: StageInput, index: int, num_stages: int) -> None:
+    def __init__(self, model: nn.Module, received: Received, index: int, num_stages: int) -> None:
         super().__init__()
         self.model, self.index, self.num_stages = model, index, num_stages
         self.feed = MicrobatchFeed()
@@ -98,7 +124,7 @@ class Stage(nn.Module):
         """The dtype in which activations are sent to the next stage."""
         self.wide: torch.dtype | None = None
         """The dtype in which they are computed: as on one device, where they are not sent."""
-        self._received = [received]  # in a list: a submodule of the model, not of this module
+        self._received = received
 
     @property
     def is_last(self) -> bool:
@@ -111,14 +137,14 @@ class Stage(nn.Module):
         arguments, options = self.feed.calls[number]
         if self.feed.begin is not None:
             self.feed.begin(number, self.index)
-        self._received[0].value = x if x is None else x.to(self.device, self.wide)
+        self._received.value = x if x is None else x.to(self.device, self.wide)
         try:
             output = self.model(*arguments, **options)
         except StopForward as reached:
             activation: Tensor = reached.args[0]
             return activation.to(self.comm_device, self.dtype)
         finally:
-            self._received[0].value = None
+            self._received.value = None
         assert self.feed.loss is not None
         return self.feed.loss(output, number)
 

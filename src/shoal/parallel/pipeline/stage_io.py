@@ -7,17 +7,16 @@ something earlier has bypassed the blocks.
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal.errors import Problem, raise_if
 from shoal.parallel.pipeline.pipeline import Call
+from shoal.parallel.pipeline.skeleton import on_meta
 from shoal.parallel.tensor import TensorParallel
 
 
@@ -122,18 +121,3 @@ def _broken_chain(blocks: Sequence[str], taken: list[object], returned: list[obj
         what = f"{blocks[0]} returns {list(shapes[blocks[0]])} and {odd} {list(shapes[odd])}"
         return [Problem("M043", f"a pipeline sends one shape between stages, but {what}", "pp=1 for this model")]
     return []
-
-
-def skeleton_of(model: nn.Module) -> nn.Module:
-    """Copy a model with shapes and without values."""
-    memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        there = torch.empty_like(tensor, device="meta")
-        is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(there, tensor.requires_grad) if is_parameter else there
-    return copy.deepcopy(model, memo)
-
-
-def on_meta(value: object) -> object:
-    """Return a tensor's shape, without its values; anything else unchanged."""
-    return value.to("meta") if isinstance(value, Tensor) else value

@@ -274,6 +274,11 @@ def _inputs(batch: Any) -> Any:
     return batch[0]
 
 
+def reject_next_tokens(batch: Any) -> None:
+    """Raise if the labels of a batch, which will be shifted, are the next tokens already."""
+    reject_shifted_twice(_inputs(batch), _labels(batch))
+
+
 def shifted_batch(batch: Any) -> Any:
     """The batch with each label moved to the token before."""
     labels = shifted(_labels(batch))

@@ -24,7 +24,7 @@ from shoal.errors import Findings, Problem, ShoalError, needs, raise_if, to_inst
 from shoal.parallel.checks import check_model
 from shoal.parallel.pipeline.stage_io import stream_of
 from shoal.parallel.policies import Policies
-from shoal.train.build_model import build_model, describe, without_memory
+from shoal.train.build_model import adapt, build_model, describe, without_memory
 from shoal.train.loss.objective import CrossEntropy, call_of, uncallable
 from shoal.train.recipe.settings import settings_of
 
@@ -151,7 +151,9 @@ def _check_torchao() -> Iterator[Problem]:
 def _check_model(plan: Plan, model: nn.Module, recipe: Recipe, data: Dataset | None) -> list[Problem]:
     """Find why the plan cannot distribute this model. `check_settings` checks the batch."""
     description, settings = describe(model), recipe.run
-    found = check_plan(
+    found = Findings()
+    found.of(adapt, model, description, plan.with_layout())
+    found += check_plan(
         plan,
         description=description,
         sequence=_num_tokens(recipe, description, data),
@@ -160,7 +162,7 @@ def _check_model(plan: Plan, model: nn.Module, recipe: Recipe, data: Dataset | N
         compiles=settings.compile,
     )
     policies = Policies.of(**settings_of(recipe))
-    return [*found, *check_model(model, plan, description, policies.compute, policies.sync)]
+    return [*found.problems, *check_model(model, plan, description, policies.compute, policies.sync)]
 
 
 def _num_tokens(recipe: Recipe, description: Description, data: Dataset | None) -> int | None:

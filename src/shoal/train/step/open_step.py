@@ -10,9 +10,9 @@ from typing import Any
 
 from shoal.comm.world import HostReduction, use_device
 from shoal.data.batch import length, parts, to_device
-from shoal.parallel.context.attention import mark_cut
+from shoal.parallel.context.attention import is_cut, mark_cut
 from shoal.train.checks import reject_arguments, reject_batch, reject_direct_loop
-from shoal.train.loss.objective import CrossEntropy
+from shoal.train.loss.objective import CrossEntropy, reject_next_tokens
 from shoal.train.run_state import RunState
 from shoal.train.step.report import Counted, OpenStep
 
@@ -38,8 +38,11 @@ def open_step(
     """
     reject_batch(batch, state.open_step)
     use_device(state.device)  # a step may be made in another thread than the one that prepared it
-    batch = state.own_tokens(batch)
     composed, objective, mb = state.parallel_model, state.objective, state.plan.mb
+    shifts = state.shifts_labels or (isinstance(objective, CrossEntropy) and objective.rule.is_shifted)
+    if shifts and state.unchecked_forward is not None and not is_cut(batch):
+        reject_next_tokens(batch)
+    batch = state.own_tokens(batch)
     if isinstance(objective, CrossEntropy):
         if state.unchecked_forward is not None:
             reject_arguments(state.unchecked_forward, batch)

@@ -1,0 +1,11 @@
+"""Models of transformers, unmodified: what describes them, what their attention calls, what they do with labels.
+
+Everything here reads strings and modules of a model. transformers itself is imported by the user's script, if at all.
+"""
+
+from shoal.models.huggingface.adapt import adapt
+from shoal.models.huggingface.describe import describe
+from shoal.models.huggingface.experts import written_out
+from shoal.models.huggingface.labels import shifts_labels
+
+__all__ = ["adapt", "describe", "shifts_labels", "written_out"]

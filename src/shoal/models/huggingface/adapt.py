@@ -1,0 +1,93 @@
+"""Make a model of transformers fit for a layout, in place: its attention, its cache, its masks and positions."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.blueprint.description import Description
+from shoal.blueprint.placement import splits_tokens
+from shoal.blueprint.plan import Plan
+from shoal.errors import ShoalError
+from shoal.models.huggingface import attention, experts
+
+MARK = "_is_adapted_for_shoal"
+
+
+def adapt(model: Any, description: Description, plan: Plan | None) -> None:
+    """Prepare a model for a plan; None: for a trace on the meta device. Names and parameters stay.
+
+    Without pp, cp and divided tokens attention stays that of transformers.
+    """
+    if getattr(model, MARK, None) is not None:
+        return
+    experts.install(model)
+    divides = plan is None or plan.layout.cp > 1 or plan.layout.pp > 1 or splits_tokens(plan, description)
+    is_able = "cp" not in description.why_not
+    if divides and is_able:
+        attention.install(model)
+        model.base_model.register_forward_pre_hook(_padding_of_four_dims, with_kwargs=True)
+    context = 1 if plan is None else plan.layout.cp
+    takes = inspect.signature(model.forward).parameters
+    inputs = Inputs(
+        takes_cache="use_cache" in takes,
+        needs_positions=plan is not None and splits_tokens(plan, description) and context == 1,
+        checks_positions=divides and is_able,
+        cp=context,
+    )
+    model.register_forward_pre_hook(inputs, with_kwargs=True)
+    setattr(model, MARK, True)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arguments of a forward that a model would choose otherwise. It has no reference to the model, so that a copied
+    model keeps it."""
+
+    takes_cache: bool
+    needs_positions: bool
+    checks_positions: bool
+    cp: int
+
+    def __call__(self, _model: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Turn the cache off, which a recomputed block would fill twice; and pass positions where tokens are divided,
+        since a model counts those that it sees."""
+        if self.takes_cache:
+            options = {"use_cache": False, **options}
+        positions = options.get("position_ids")
+        is_plain = options.get("attention_mask") is None and options.get("past_key_values") is None
+        if positions is not None and is_plain and self.checks_positions:  # else transformers does not look for packing
+            self._check(positions)
+        if positions is None and self.needs_positions:
+            tokens = next((x for x in (*arguments, *options.values()) if isinstance(x, Tensor)), None)
+            if tokens is not None:
+                options = {**options, "position_ids": torch.arange(tokens.shape[1], device=tokens.device)[None]}
+        return arguments, options
+
+    def _check(self, positions: Tensor) -> None:
+        if self.cp > 1:
+            raise ShoalError(
+                f"under cp={self.cp} positions are passed by shoal, got position_ids in the batch",
+                fix="a batch without position_ids",
+                code="M064",
+            )
+        if not positions.is_meta and not bool((positions.diff(dim=-1) == 1).all()):
+            raise ShoalError(
+                "position_ids must count up by one, got others, as of packed samples",
+                fix="a batch without position_ids and with one document in each sample, or cp=1, pp=1 and sp=off",
+                code="M064",
+            )
+
+
+def _padding_of_four_dims(_model: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """(B, keys) → (B, 1, 1, keys), which transformers passes to attention as it is. None, if nothing is padded."""
+    mask = options.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return arguments, options
+    keys = mask.to(torch.bool)
+    is_empty = not keys.is_meta and bool(keys.all())
+    return arguments, {**options, "attention_mask": None if is_empty else keys[:, None, None]}

@@ -1,0 +1,175 @@
+"""Derive the `Description` of a model of transformers from what its classes declare, by strings alone.
+
+    transformers declares                          shoal reads
+    pp_plan: the entry that is a list of modules   blocks
+    pp_plan: entries before and after it           before_blocks, after_blocks
+    _no_split_modules, without a pp_plan           blocks; a run without memory shows the others
+    tp_plan: colwise, rowwise                      Split.COLUMN, Split.ROW
+    tp_plan: embedding_rowwise; the output head    Split.VOCABULARY
+    tp_plan: replicated_with_grad_allreduce        Split.HEADS
+
+A *region* is the parent of the layers that are split together: an attention or a feed-forward. If some layer of it is
+of an unknown style, or is covered by nothing, all of the region stays whole on every rank of tp. It is then right, and
+only saves nothing. Everything with parameters outside of regions is whole, too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from shoal.blueprint.description import Description, Split, matches
+from shoal.blueprint.placement import is_inside
+from shoal.models.huggingface.modules import attentions, experts_in, mixes_tokens, name_of, pattern_of
+from shoal.models.huggingface.order import Order, order_of
+
+STYLES = {"colwise": Split.COLUMN, "rowwise": Split.ROW, "replicated_with_grad_allreduce": Split.HEADS}
+"""Words of a tp_plan that mean the same here. `_gather_output` and `_split_input` gather activations: not followed."""
+
+
+def describe(model: Any) -> Description:
+    """What can be derived of a model. `why_not` says what cannot, and why."""
+    order = order_of(model)
+    why_not = dict(_why_not(model, order.blocks))
+    splits, whole = ({}, None) if "tp" in why_not else _splits(model)
+    if whole is not None:
+        what = f"tp leaves {pattern_of(whole)} whole, and that needs all tokens"
+        why_not["sp"] = f"{type(model).__name__}: {what}"
+    elif "cp" in why_not:
+        why_not["sp"] = why_not["cp"]
+    config = _text_config(model)
+    experts = experts_in(model)
+    splits |= _as_patterns(dict.fromkeys(experts, Split.EXPERTS), model)
+    numbers = {int(module.num_experts) for module in experts.values()}
+    if len(numbers) > 1:
+        why_not["ep"] = f"{type(model).__name__} has layers of {' and '.join(map(str, sorted(numbers)))} experts"
+    head = model.get_output_embeddings()
+    return Description(
+        blocks=order.blocks,
+        before_blocks=order.before,
+        after_blocks=order.after,
+        splits=splits,
+        tied=tuple(_tied(model, order)),
+        head=name_of(model, head) if _returns_head(model, head) else None,
+        num_heads=getattr(config, "num_attention_heads", None),
+        num_kv_heads=getattr(config, "num_key_value_heads", None),
+        num_experts=min(numbers, default=None),
+        active_experts=getattr(config, "num_experts_per_tok", None) if experts else None,
+        num_outputs=getattr(head, "out_features", None),
+        positions="position_ids" if "cp" not in why_not else None,
+        documents="attention_mask" if _takes(model, "attention_mask") else None,
+        why_not=why_not,
+    )
+
+
+def _text_config(model: Any) -> Any:
+    return model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+
+
+def _takes(model: Any, name: str) -> bool:
+    return name in inspect.signature(model.forward).parameters
+
+
+# ---- what cannot be divided -----------------------------------------------------------------------------------------
+
+
+def _why_not(model: Any, blocks: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Axis → the property of the architecture that is in its way."""
+    kind = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        what = f"{kind} has an encoder and a decoder, which share no order of blocks"
+        yield from ((axis, what) for axis in ("tp", "pp", "cp"))
+        return
+    if not blocks:
+        yield "pp", f"{kind} has no blocks that run one after the other, with all else before or after them"
+    if not (getattr(model, "tp_plan", None) or {}):
+        yield "tp", f"{kind} declares no tp_plan, so it is not known how its layers may be split"
+    if (why := _why_not_context(model, blocks)) is not None:
+        yield "cp", f"{kind} {why}"
+
+
+def _why_not_context(model: Any, blocks: tuple[str, ...]) -> str | None:
+    if not blocks:
+        return "has no blocks that could be found"
+    if not _takes(model, "position_ids"):
+        return "takes no position_ids, which tokens of a divided sequence need"
+    if not getattr(model, "_supports_flash_attn", False):
+        return (
+            "declares that flash attention cannot compute its attention, so that needs more than a scale and a window"
+        )
+    found = attentions(model)
+    without = next((name for name in blocks if not any(one.startswith(f"{name}.") for one in found)), None)
+    if without is not None:
+        return f"has no attention in {without}"
+    mixing = next((name for name in mixes_tokens(model, blocks)), None)
+    return None if mixing is None else f"mixes tokens in {mixing}, outside of attention"
+
+
+# ---- splits ---------------------------------------------------------------------------------------------------------
+
+
+def _splits(model: Any) -> tuple[dict[str, Split], str | None]:
+    """Pattern → split, for every region, norm and module that has parameters of its own; and a region that stays whole
+    and mixes tokens."""
+    owners = {
+        name: module
+        for name, module in model.named_modules()
+        if next(iter(module.parameters(recurse=False)), None) is not None or "Norm" in type(module).__name__
+    }
+    declared = {name: _declared(model.tp_plan, name, module) for name, module in owners.items()}
+    vocabulary = [model.get_input_embeddings(), model.get_output_embeddings()]
+    regions = {name.rpartition(".")[0] for name, style in declared.items() if style in (Split.COLUMN, Split.ROW)}
+    split = {region for region in regions if _is_split_whole(region, declared)}
+    found = dict.fromkeys(split, Split.REGION)
+    for name, module in owners.items():
+        how = declared[name] if any(name.startswith(f"{region}.") for region in split) else Split.SEQUENCE
+        assert how is not None
+        found[name] = Split.VOCABULARY if any(module is one for one in vocabulary) else how
+    return _as_patterns(found, model), next((name for name in attentions(model) if name not in split), None)
+
+
+def _as_patterns(found: Mapping[str, Split], model: nn.Module) -> dict[str, Split]:
+    """One pattern for all layers, where all modules of that pattern are split alike."""
+    alike: dict[str, set[Split | None]] = {}
+    for name, _ in model.named_modules():
+        alike.setdefault(pattern_of(name), set()).add(found.get(name))
+    return {pattern_of(name) if len(alike[pattern_of(name)]) == 1 else name: how for name, how in found.items()}
+
+
+def _is_split_whole(region: str, declared: Mapping[str, Split | None]) -> bool:
+    """Whether every layer of a region has a split that is known, and the last of them sums over ranks. Parameters of
+    the region itself have none."""
+    inside = [how for name, how in declared.items() if f"{name}.".startswith(f"{region}.")]
+    return None not in inside and Split.COLUMN in inside and Split.ROW in inside
+
+
+def _declared(plan: Mapping[str, str], name: str, module: nn.Module) -> Split | None:
+    """The split of a module by the words of a tp_plan; None: not declared, or not one that is followed."""
+    style = next((style for pattern, style in plan.items() if matches(pattern, name)), None)
+    how = STYLES.get(style or "")
+    is_linear = type(module) is nn.Linear
+    return how if is_linear or how is Split.HEADS else None
+
+
+def _tied(model: nn.Module, order: Order) -> Iterator[tuple[str, str]]:
+    """Names of one parameter, before the blocks and after them."""
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        if is_inside(known, order.before) and is_inside(name, order.after):
+            yield known, name
+
+
+def _returns_head(model: Any, head: Any) -> bool:
+    """Whether logits are the output of the last layer as it is. Every setting that scales or caps them has one of these
+    words in its name."""
+    is_plain = type(head) is nn.Linear and getattr(head, "bias", None) is None
+    if not is_plain or getattr(model.config, "is_encoder_decoder", False):  # that needs labels, and computes a loss
+        return False
+    words = re.compile(r"logit_scale|logits_scal|logit_softcap|lm_head_multiplier")
+    settings = _text_config(model).to_dict()
+    return not any(words.search(name) and value not in (None, 1, 1.0, False) for name, value in settings.items())

@@ -1,0 +1,81 @@
+"""Whether a model of transformers shifts labels, found without its values.
+
+Where ranks divide tokens or stages, no rank sees the loss that the model computes itself. So a copy without memory is
+called once with labels. If it passes its logits and these labels, unchanged, to its `loss_function`, that function is
+tried with numbers. If it passes views of both to torch's cross-entropy, it shifts nothing. Else it is not known.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from shoal.blueprint.description import Description
+from shoal.models.huggingface.adapt import adapt
+from shoal.models.huggingface.order import inputs_of
+from shoal.parallel.pipeline.skeleton import skeleton_of
+from shoal.train.loss.labels import shifted
+
+TOKENS, WORDS = 5, 7
+
+
+class _Losses(TorchFunctionMode):
+    """Record the arguments of cross-entropies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Any, Any]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.cross_entropy and len(args) > 1:
+            self.seen.append(args[:2])
+        return func(*args, **(kwargs or {}))
+
+
+def shifts_labels(model: Any, description: Description) -> bool | None:
+    """Whether logits are compared with the label of the next token; None: not known."""
+    inputs = inputs_of(model)
+    if inputs is None:
+        return None
+    skeleton: Any = skeleton_of(model).float()  # a cast of logits to float32 is then none
+    adapt(skeleton, description, None)
+    tokens = next(iter(inputs.values()))
+    labels = torch.zeros(tokens.shape if tokens.dim() == 2 else tokens.shape[:1], dtype=torch.int64, device="meta")
+    passed: list[tuple[Any, Any]] = []
+
+    def note(logits: Any = None, labels: Any = None, *_: Any, **__: Any) -> Tensor:
+        passed.append((logits, labels))
+        return torch.zeros((), device="meta")
+
+    try:
+        with torch.device("meta"), _Losses() as losses:
+            logits = skeleton(**inputs, labels=labels).logits
+            if len(losses.seen) == 1 and all(map(_is_all_of, losses.seen[0], (logits, labels))):
+                return False
+            skeleton.loss_function = note
+            losses.seen.clear()
+            logits = skeleton(**inputs, labels=labels).logits
+    except Exception:  # it needs other inputs, or real values
+        return None
+    is_passed = len(passed) == 1 and not losses.seen and passed[0][0] is logits and passed[0][1] is labels
+    return _shift_of(model.loss_function) if is_passed else None
+
+
+def _is_all_of(view: Tensor, whole: Tensor) -> bool:
+    base = whole if whole._base is None else whole._base
+    return (view is whole or view._base is base) and view.numel() == whole.numel() == base.numel()
+
+
+def _shift_of(function: Any) -> bool | None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, TOKENS, WORDS, generator=generator)
+    labels = torch.tensor([[3, 1, -100, 5, 0]])
+    found = function(logits=logits, labels=labels, vocab_size=WORDS)
+    for is_shifted, one in ((True, shifted(labels)), (False, labels)):
+        if torch.allclose(found, F.cross_entropy(logits.flatten(0, 1), one.flatten()), rtol=1e-5):
+            return is_shifted
+    return None

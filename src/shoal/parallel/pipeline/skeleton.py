@@ -1,0 +1,24 @@
+"""Models and tensors with shapes and without values."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def skeleton_of(model: nn.Module) -> nn.Module:
+    """Copy a model with shapes and without values."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        there = torch.empty_like(tensor, device="meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(there, tensor.requires_grad) if is_parameter else there
+    return copy.deepcopy(model, memo)
+
+
+def on_meta(value: object) -> object:
+    """Return a tensor's shape, without its values; anything else unchanged."""
+    return value.to("meta") if isinstance(value, Tensor) else value

@@ -1,0 +1,139 @@
+"""Unmodified models of transformers, without a description of their own, under every layout: losses, gradients and
+weights of plain torch with transformers' own attention, in float64.
+
+`make test` tries a few architectures, `make test-all` every one.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from shoal import ShoalError
+from shoal.blueprint.plan import Plan
+from shoal.comm.world import World
+from shoal.train.build_model import adapt, describe
+from shoal.train.run import Run
+from shoal.verification.case import Case
+from shoal.verification.rank import verify_in
+from tests.cover import wide
+from tests.dist.pool import Pool
+
+pytest.importorskip("transformers")
+from tests import huggingface
+
+LAYOUTS = ["zero=3 mb=1", "tp=2 sp=off mb=2", "tp=2 sp=on mb=2", "pp=2 1f1b mb=2", "cp=2 mb=2", "cp=2 ulysses mb=2"]
+WITH_EXPERTS = [*LAYOUTS, "ep=2 zero=3 mb=1"]
+SHORT = ["llama tied", "gemma2", "qwen3-moe", "bert"]
+
+
+def largest_differences(world: World, kind: str, pads: bool, plans: list[str]) -> dict[str, float | None]:
+    """Plan → the largest relative difference of a loss, gradient or weight; None: rejected as it should be. Traffic is
+    as predicted."""
+    found: dict[str, float | None] = {}
+    for words in plans:
+        case = Case(
+            build=functools.partial(huggingface.build, kind),
+            batches=[huggingface.batch(kind, pads=pads)] * 2,
+            plan=Plan.parse(f"fp64 {words}").resolve(world.size),
+        )
+        if any(word in words.split() for word in huggingface.REJECTED.get(kind, ())):
+            with pytest.raises(ShoalError, match="cannot divide this model"):
+                verify_in(world, case)
+            found[words] = None
+            continue
+        findings = verify_in(world, case)
+        for axis, operations in (findings.predicted_traffic or {}).items():
+            for name, messages in operations.items():
+                counted = findings.traffic.get(axis, {}).get(name, {})
+                if axis == "ep":  # a mean over ranks: routers send more to some
+                    continue
+                assert counted.get("bytes", 0) == messages.bytes, (words, axis, name)
+        if kind not in UNTRACED and findings.predicted_traffic is None:
+            raise AssertionError(f"{words}: nothing was predicted")
+        if findings.verdict is not None:
+            assert findings.verdict.equal, f"{words}: {findings.verdict.first}"
+            worst = findings.verdict.worst
+            found[words] = max(worst.loss, worst.grad, worst.weight, worst.grad_norm)
+    return found
+
+
+UNTRACED = ("whisper",)
+"""Its trace needs values."""
+
+
+@pytest.mark.parametrize("kind", [kind if kind in SHORT else wide(kind) for kind in huggingface.ALL if kind != "clip"])
+def test_a_model_of_transformers_under_every_layout(pool: Pool, kind: str) -> None:
+    plans = WITH_EXPERTS if kind in huggingface.EXPERTS else LAYOUTS
+    found = pool.run(largest_differences, 2, kind, False, plans)[0]
+    assert found.keys() == set(plans)
+    assert max(difference for difference in found.values() if difference is not None) < 1e-10
+
+
+@pytest.mark.parametrize("kind", ["llama", wide("gemma2"), wide("mistral window"), wide("modernbert")])
+def test_padding_is_not_attended_to(pool: Pool, kind: str) -> None:
+    assert len(pool.run(largest_differences, 2, kind, True, LAYOUTS)[0]) == len(LAYOUTS)
+
+
+def test_layouts_together(pool: Pool) -> None:
+    """With blocks that are recomputed, where another microbatch's mask must not be seen."""
+    pool.run(largest_differences, 2, "gemma2", True, ["zero=2 mb=1 recompute=full", "pp=2 1f1b mb=1 recompute=full"])
+    pool.run(largest_differences, 4, "qwen3-moe", False, ["cp=2 tp=2 mb=2", "tp=2 pp=2 1f1b mb=2"])
+
+
+@pytest.mark.parametrize("words", ["pp=2 1f1b mb=2", "cp=2 mb=2", "tp=2 sp=on"])
+def test_packed_positions_are_rejected(words: str) -> None:
+    model = huggingface.build("llama")
+    adapt(model, describe(model), Plan.parse(words).resolve(2))
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    with pytest.raises(ShoalError, match="position_ids"):
+        model(tokens, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]))
+
+
+def test_the_model_still_generates() -> None:
+    """With a cache, from samples that are padded at the start, after its attention was replaced."""
+    generated = []
+    for words in ("", "pp=2 1f1b"):
+        model: Any = huggingface.build("gemma2")
+        adapt(model, describe(model), Plan.parse(words or "zero=0").resolve(2))
+        tokens = torch.tensor([[0, 0, 5, 7], [3, 4, 5, 6]])
+        options = {"attention_mask": torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]), "max_new_tokens": 6, "pad_token_id": 0}
+        generated.append(model.generate(tokens, do_sample=False, **options))
+    assert torch.equal(*generated)
+
+
+def test_what_is_derived() -> None:
+    description = describe(huggingface.build("llama tied"))
+    assert description.blocks == ("model.layers.0", "model.layers.1")
+    assert description.before_blocks == ("model.embed_tokens",)
+    assert description.after_blocks == ("model.norm", "lm_head")
+    assert description.tied == (("model.embed_tokens.weight", "lm_head.weight"),)
+    assert description.head == "lm_head"
+    assert describe(huggingface.build("granite")).head is None  # it scales logits afterwards
+
+
+@pytest.mark.parametrize("words", ["pp=2 1f1b mb=2", "tp=2"])
+def test_a_model_itself_is_verified(words: str) -> None:
+    """A model that has values, as from_pretrained returns it."""
+    model = huggingface.build("qwen2")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert shoal.verify(model, huggingface.batch("qwen2"), words, steps=1).verdict.equal
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert getattr(model.config, "_attn_implementation", None) == "sdpa"
+
+
+def with_next_tokens(world: World) -> None:
+    run = Run("fp64 cp=2", world=world)
+    run.prepare(huggingface.build("llama"))
+    run.prepare(torch.optim.SGD(run.parameters, lr=0.0))
+    ids = torch.randint(huggingface.VOCABULARY, (4, 9), generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ShoalError, match="shifted by one already"):
+        run.step({"input_ids": ids[:, :-1], "labels": ids[:, 1:]})
+
+
+def test_labels_that_are_shifted_already_are_rejected(pool: Pool) -> None:
+    pool.run(with_next_tokens, 2)
