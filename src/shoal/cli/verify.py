@@ -17,7 +17,7 @@ from shoal.cli.overrides import parse
 from shoal.cli.reports.console import show
 from shoal.comm.rendezvous.environment import read_environment
 from shoal.config.recipe import Recipe
-from shoal.errors import Problem
+from shoal.errors import Problem, ShoalError
 
 if TYPE_CHECKING:
     from shoal.verification.api import RecipeSettings
@@ -106,6 +106,9 @@ def _matrix(options: Verify, recipe: Recipe, out: TextIO) -> int:
     console = Console(file=sys.stderr)
     results = []
     cases = list(legal_cases(recipe, _num_ranks(recipe), _settings(options)))
+    if not cases:
+        what = f"no layout of {_num_ranks(recipe)} ranks is valid for this model and batch, so nothing was verified"
+        raise ShoalError(what, fix="--nproc 2", code="V006")
     for number, case in enumerate(cases, 1):
         results.append(verify_case(case))
         console.print(f"{number}/{len(cases)}  {matrix_row(results[-1])}", highlight=False)
@@ -130,8 +133,7 @@ def _num_ranks(recipe: Recipe) -> int:
     from shoal.launch.local import default_nproc
     from shoal.verification.api import claimed_ranks
 
-    if recipe.launch.nproc is None and any(
-        (recipe.plan.dp_replicate, recipe.plan.dp_shard, recipe.plan.tp, recipe.plan.pp)
-    ):
-        return claimed_ranks(recipe.plan)
+    plan = recipe.plan
+    if recipe.launch.nproc is None and any((plan.dp_replicate, plan.dp_shard, plan.tp, plan.pp, plan.cp)):
+        return claimed_ranks(plan)
     return recipe.launch.nproc or default_nproc(recipe.launch.device)

@@ -8,7 +8,7 @@ from typing import Any
 
 from shoal.blueprint.plan import Plan
 from shoal.config.parse_units import count_of
-from shoal.errors import Problem, nearest, raise_if
+from shoal.errors import Problem, ShoalError, nearest, raise_if
 from shoal.planner.alternatives import Rejected, alternatives
 from shoal.planner.explain import Laws, Move, RuleOfThumb, Scale, laws, moves, rules_of_thumb, scaling
 from shoal.planner.flag_suggestions import Suggestion, suggestions
@@ -120,13 +120,17 @@ def plan(model: str | None = None, **request: Any) -> Answer:
     model    a preset, a Hugging Face `config.json` or `file.py:function`; None: by dimensions (`hidden=`, `layers=`)
     request  the options of `shoal plan` by name, with `_` for `-`; `shoal plan --help` lists them
 
-    Every number is predicted. `answer.best` are the plans, best first; `to_mapping(answer)` is the JSON.
+    Every number is predicted. `answer.best` are the plans, best first; `choice.to_mapping()` of each is
+    the JSON.
 
     >>> answer = plan("llama3-8b", cluster="h200:8", seq_len=8192, global_batch=64)
     >>> first = answer.best[0].prediction
     >>> print(first.plan.brief())
     dp_shard=8 zero=1 mb=2 bf16
     """
+    if model is not None and not isinstance(model, str):
+        what = f"plan() takes the name of a model, got a {type(model).__name__}"
+        raise ShoalError(what, fix="plan('file.py:function'), a function that returns the module", code="Q029")
     known = [entry.name for entry in fields(PlanRequest)]
     raise_if(
         Problem("Q025", f"plan() has no argument {name!r}", nearest(name, known) or f"one of {', '.join(known)}")

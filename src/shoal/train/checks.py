@@ -41,6 +41,11 @@ ELSEWHERE = {  # arguments of Accelerate, Fabric, DeepSpeed and the Trainer of t
     "gradient_clip_val": "Run(clip=1.0)",
     "max_grad_norm": "Run(clip=1.0)",
     "strategy": "Run('zero=3'), or another plan",
+    "weights": "Run(param_dtype='bf16')",
+    "states": "shoal.AdamW(..., state_dtype='bf16')",
+    "state_dtype": "shoal.AdamW(..., state_dtype='bf16')",
+    "remake_gates": "Run(recompute_swiglu=False)",
+    "find_unused": "Run(find_unused_parameters=True)",
     "fsdp": "Run('zero=3')",
     "fsdp_plugin": "Run('zero=3')",
     "deepspeed": "Run('zero=2')",
@@ -214,6 +219,18 @@ def reject_direct_loop(loaders: Iterable[ShardedDataLoader]) -> None:
             fix="for batch in run.batches(loader): run.step(batch), or run.backward(loss) and run.update() in place of"
             " loss.backward() and optimizer.step()",
             code="D036",
+        )
+
+
+def reject_own_update(step: OpenStep | None) -> None:
+    """A step of the optimizer by the script, with a batch of `run.batches`: nothing is weighed, clipped or counted."""
+    if step is not None:
+        raise ShoalError(
+            "optimizer.step() was called between run.batches and run.update(): this update would neither be weighed by"
+            " the samples of each rank, nor clipped, nor counted",
+            fix="run.step(batch); or run.backward(loss) and run.update() in place of loss.backward() and"
+            " optimizer.step()",
+            code="T040",
         )
 
 

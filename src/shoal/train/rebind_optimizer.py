@@ -11,7 +11,8 @@ from shoal.parallel.parallel_model import ParallelModel
 def rebind_optimizer(optimizer: Optimizer, composed: ParallelModel) -> None:
     """Let an optimizer hold the pieces of its parameters that this rank has."""
     groups = optimizer.param_groups
-    if optimizer.state and any(composed.replacements(p) != [p] for group in groups for p in group["params"]):
+    is_replaced = any(piece is not p for group in groups for p in group["params"] for piece in composed.replacements(p))
+    if optimizer.state and is_replaced:
         raise ShoalError(
             "this optimizer has made steps already, and its state is that of whole parameters, not of this plan's",
             fix="give prepare a fresh optimizer",

@@ -108,7 +108,7 @@ def verify(
     batches = (batch * settings.steps)[: settings.steps] if is_several else [batch] * settings.steps
     first = batch[0] if is_several else batch
     open_plan = found.of(Plan.of, plan)
-    size = None if open_plan is None else nproc or found.of(claimed_ranks, open_plan)
+    size = None if open_plan is None else found.of(claimed_ranks, open_plan) if nproc is None else nproc
     if open_plan is not None and size is not None:
         found += check_ranks(open_plan, size, batch=length(first))
         found += check_built(build, open_plan.fill(size), _num_tokens(first))

@@ -22,6 +22,24 @@ _MODEL = (*_WEIGHTED, "EmbeddingBackward", "CompiledFunctionBackward", "torch::a
 """Operations of a model, where the search for reductions ends."""
 _OTHER = ("Logsumexp", "Amax", "Amin", "LinalgVectorNorm", "Norm", "Var", "Std", "Prod", "Max", "Min", "Median")
 _OTHER_REDUCTIONS = tuple(f"{name}Backward" for name in _OTHER)
+_CURVED = (
+    "Sqrt",
+    "Rsqrt",
+    "Log",
+    "Log1P",
+    "Log2",
+    "Log10",
+    "Exp",
+    "Expm1",
+    "Pow",
+    "Abs",
+    "Sigmoid",
+    "Tanh",
+    "Softplus",
+)
+_CURVED += ("Reciprocal", "Clamp", "Relu", "Maximum", "Minimum")
+_NONLINEAR = (*(f"{name}Backward" for name in _CURVED), *_OTHER_REDUCTIONS)
+"""Operations of one number, or to one, whose mean over microbatches is not that of the whole batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +52,8 @@ class Leaf:
     node: Any = None
     source: Any = None
     """The node that the count was read from."""
+    is_nonlinear: bool = False
+    """Whether it is another function of the batch than a mean or a sum, such as the root of a mean."""
 
 
 def leaves_of(node: Any) -> Iterator[Leaf]:
@@ -56,6 +76,8 @@ def leaves_of(node: Any) -> Iterator[Leaf]:
             stack.append((children[0], division, True))
         elif name.startswith("DivBackward") and len(children) == 1:
             stack.append((children[0], node if division is None else math.nan, is_scaled))
+        elif _is_nonlinear(name, children):
+            yield Leaf(is_nonlinear=True)
         else:
             yield _leaf(node, name, division, is_scaled)
 
@@ -67,6 +89,31 @@ def common_count(leaves: list[Leaf]) -> Tensor | float | None:
     if all(leaf.source is leaves[0].source for leaf in leaves):
         return leaves[0].count
     return _count_of_smoothed(leaves)
+
+
+def _is_nonlinear(name: str, children: list[Any]) -> bool:
+    """Whether a number is a nonlinear function of the batch: a curve, or a product of two numbers of it."""
+    if name.startswith(("MulBackward", "DivBackward")):
+        return len(children) == 2 and all(_sees_data(child) for child in children)
+    return name.startswith(_NONLINEAR) and any(_sees_data(child) for child in children)
+
+
+def _sees_data(node: Any) -> bool:
+    """Whether a node depends on the batch, and not on parameters alone, such as a penalty on weights."""
+    stack, seen = [node], {node}
+    while stack:
+        node = stack.pop()
+        name = node.name()
+        is_first_layer = name.startswith(_WEIGHTED) and any(child is None for child, _ in node.next_functions)
+        is_opaque = isinstance(node, torch.autograd.function.BackwardCFunction)
+        if is_first_layer or is_opaque or name.startswith(("EmbeddingBackward", "CompiledFunctionBackward")):
+            return True
+        more = [child for child in _children(node) if child not in seen]
+        seen.update(more)
+        if len(seen) > _MAX_NODES:
+            return True
+        stack += more
+    return False
 
 
 def _children(node: Any) -> list[Any]:

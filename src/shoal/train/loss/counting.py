@@ -41,6 +41,8 @@ class Loss:
     count: Tensor | float | None = None
     is_shifted: bool | None = None
     """Whether the model shifts its labels; None: not checked, or not visible."""
+    is_nonlinear: bool = False
+    """Whether it is another function of the batch than a mean, so that parts of a batch cannot be put together."""
 
     @property
     def total(self) -> Tensor:
@@ -78,7 +80,8 @@ def read_loss(returned: Any, recorder: CallRecorder | None = None) -> Loss:
     if leaves and all(leaf.is_sum for leaf in leaves):
         return Loss(returned, Kind.SUM)
     count = common_count(leaves)
-    return Loss(returned, Kind.MEAN if count is None else Kind.COUNTED, count)
+    is_nonlinear = any(leaf.is_nonlinear for leaf in leaves)
+    return Loss(returned, Kind.MEAN if count is None else Kind.COUNTED, count, is_nonlinear=is_nonlinear)
 
 
 def _pair(total: Any, count: Any) -> Loss:

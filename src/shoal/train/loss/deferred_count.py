@@ -31,6 +31,13 @@ def take(step: OpenStep, loss: Tensor | Loss, number: int, *, weight: float, is_
     full global batch, and its mean is the loss."""
     if isinstance(loss, Tensor):
         return loss
+    if loss.is_nonlinear and not is_alone:
+        raise ShoalError(
+            "the loss function returned no mean over the batch, but a root, a maximum, a product or the like of one:"
+            " microbatches and ranks cannot be put together",
+            fix="return the mean itself, such as F.mse_loss(...) without .sqrt(); or one rank and no mb=",
+            code="T041",
+        )
     step.kinds.add(loss.kind)
     if loss.is_shifted is not None:
         step.seen_shifted.append(loss.is_shifted)

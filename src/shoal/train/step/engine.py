@@ -29,7 +29,7 @@ from shoal.hash_rng import hashed_number
 from shoal.numerics.async_scalars import AsyncScalars
 from shoal.parallel.data.ddp import explain_unused
 from shoal.parallel.pipeline.pipeline import MicrobatchFeed
-from shoal.train.checks import reject_own_loop, reject_unknown_batch, with_all_backwards
+from shoal.train.checks import reject_own_loop, reject_own_update, reject_unknown_batch, with_all_backwards
 from shoal.train.loss.counting import Loss, read_loss
 from shoal.train.loss.deferred_count import take
 from shoal.train.loss.global_loss import GlobalLoss
@@ -233,6 +233,7 @@ class StepEngine:
     def before_optimizer(self, *_: Any) -> None:
         """Before a step of the optimizer: a loop that was left as it was for one device makes steps itself."""
         if not self._is_updating:
+            reject_own_update(self.state.open_step)
             reject_iterated_loaders(self.state)
 
     def factor_of_open_step(self) -> float:
