@@ -110,8 +110,8 @@ def queries_learn_from_own_keys_only() -> Any:
     """ring: the gradients of queries that come from the keys of other ranks are dropped."""
     original = ring.attend_backward
 
-    def backward(*arguments: Any, is_causal: bool) -> Any:
-        d_q, *d_kv = original(*arguments, is_causal=is_causal)
+    def backward(*arguments: Any, is_causal: bool, rule: Any) -> Any:
+        d_q, *d_kv = original(*arguments, is_causal=is_causal, rule=rule)
         return d_q * is_causal, *d_kv
 
     return patch.object(ring, "attend_backward", backward)
