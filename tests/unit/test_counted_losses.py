@@ -124,7 +124,53 @@ def test_microbatches_change_nothing(name: str, mb: int) -> None:
 
 def unknown(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """A mean whose count no graph shows."""
-    return F.cross_entropy(*rows(model, batch)).exp().log()
+    return torch.stack([F.cross_entropy(*rows(model, batch))]).mean() + 0.0 * model(batch["x"]).mean()
+
+
+def error(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return (model(batch["x"]) - 1.0).square().mean()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda m, b: error(m, b).sqrt(),
+        lambda m, b: error(m, b).log() + 0.1,
+        lambda m, b: m(b["x"]).std(),
+        lambda m, b: m(b["x"]).abs().max(),
+        lambda m, b: error(m, b) * m(b["x"]).abs().mean(),
+    ],
+)
+def test_a_loss_that_is_no_mean_is_rejected_in_parts(loss: Any) -> None:
+    """The mean of roots is not the root of the mean: the loss would depend on the microbatches."""
+    with Run("fp64 mb=2", device="cpu", loss=loss) as run:
+        model = nn.Linear(6, CLASSES)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with rejects("T041"):
+            run.step(whole())
+    with Run("fp64", device="cpu", loss=loss) as run:  # of one microbatch, it is the loss
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        run.step(whole())
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda m, b: error(m, b) + 0.1 * m.weight.norm(),
+        lambda m, b: error(m, b) + (m.weight @ m.weight.T).square().sum().sqrt(),
+        lambda m, b: error(m, b) * m.bias.exp().sum() + m.bias.square().sum().log(),
+    ],
+)
+def test_a_penalty_on_weights_may_be_any_function(loss: Any) -> None:
+    """It is the same in every microbatch."""
+    losses = []
+    for plan in ("fp64", "fp64 mb=2"):
+        with Run(plan, device="cpu", loss=loss) as run:
+            torch.manual_seed(0)
+            model = nn.Linear(6, CLASSES)
+            run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            losses.append([run.step(whole()).item() for _ in range(2)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -28,3 +28,8 @@ def test_torch_stays_away() -> None:
 def test_an_unknown_argument_is_named_with_the_nearest() -> None:
     with rejects("Q025", "'clutser'"):
         shoal.plan("llama3-8b", clutser="h200:8")
+
+
+def test_a_module_is_no_name_of_a_model() -> None:
+    with rejects("Q029", "object"):
+        shoal.plan(object(), cluster="h100:8")  # type: ignore[arg-type]

@@ -605,3 +605,19 @@ def test_a_batch_without_samples_is_told() -> None:
         run.prepare(model := nn.Linear(4, 3), torch.optim.SGD(model.parameters(), lr=0.1))
         with rejects("T008"):
             run.step((torch.ones(0, 4), torch.ones(0, dtype=torch.long)))
+
+
+def test_a_step_that_the_script_makes_itself_is_rejected() -> None:
+    """Between `run.batches` and `run.update()`, a step would not be weighed, clipped or counted."""
+    model = nn.Linear(3, 2)
+    samples = [(torch.randn(3), 0) for _ in range(6)]
+    with Run("fp64", device="cpu") as run:
+        loader = torch.utils.data.DataLoader(samples, batch_size=2)
+        model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+        before = model.weight.detach().clone()
+        for inputs, labels in run.batches(loader):
+            nn.functional.cross_entropy(model(inputs), labels).backward()
+            with rejects("T040"):
+                optimizer.step()
+            break
+        assert torch.equal(model.weight, before)

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 OTHER_SYSTEMS = {
+    "states": "optim.state_dtype",
+    "weights": "optim.param_dtype",
+    "patience": "launch.grace_period",
+    "remake_gates": "run.recompute_swiglu",
+    "fp8_narrow": "run.fp8_min_features",
+    "find_unused": "run.find_unused_parameters",
+    "learnrate": "optim.lr",
     "learning_rate": "optim.lr",
     "max_grad_norm": "optim.clip",
     "gradient_clip_val": "optim.clip",
@@ -63,13 +70,6 @@ OTHER_SECTIONS = {
     "flash": "--run.attention flash",
     "rowwise": "--run.fp8 rowwise",
     "recompute_swiglu": "--run.recompute_swiglu false",
-    "states": "--optim.state_dtype bf16",
-    "weights": "--optim.param_dtype bf16",
-    "patience": "--launch.grace_period 30",
-    "remake_gates": "--run.recompute_swiglu false",
-    "fp8_narrow": "--run.fp8_min_features 512",
-    "find_unused": "--run.find_unused_parameters true",
-    "learnrate": "optim.lr",
     "batch": "--data.global_batch 32",
     "sequence": "--data.seq_len 256",
     "nproc": "--launch.nproc 2",

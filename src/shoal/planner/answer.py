@@ -128,8 +128,9 @@ def plan(model: str | None = None, **request: Any) -> Answer:
     >>> print(first.plan.brief())
     dp_shard=8 zero=1 mb=2 bf16
     """
-    if model is not None and not isinstance(model, str):
-        what = f"plan() takes the name of a model, got a {type(model).__name__}"
+    given: object = model  # what a script passes, whatever the annotation says
+    if not isinstance(given, str | None):
+        what = f"plan() takes the name of a model, got a {type(given).__name__}"
         raise ShoalError(what, fix="plan('file.py:function'), a function that returns the module", code="Q029")
     known = [entry.name for entry in fields(PlanRequest)]
     raise_if(

@@ -226,8 +226,7 @@ def reject_own_update(step: OpenStep | None) -> None:
     """A step of the optimizer by the script, with a batch of `run.batches`: nothing is weighed, clipped or counted."""
     if step is not None:
         raise ShoalError(
-            "optimizer.step() was called between run.batches and run.update(): this update would neither be weighed by"
-            " the samples of each rank, nor clipped, nor counted",
+            "optimizer.step() was called in place of run.update(), which weighs, clips and counts the step",
             fix="run.step(batch); or run.backward(loss) and run.update() in place of loss.backward() and"
             " optimizer.step()",
             code="T040",

@@ -22,23 +22,11 @@ _MODEL = (*_WEIGHTED, "EmbeddingBackward", "CompiledFunctionBackward", "torch::a
 """Operations of a model, where the search for reductions ends."""
 _OTHER = ("Logsumexp", "Amax", "Amin", "LinalgVectorNorm", "Norm", "Var", "Std", "Prod", "Max", "Min", "Median")
 _OTHER_REDUCTIONS = tuple(f"{name}Backward" for name in _OTHER)
-_CURVED = (
-    "Sqrt",
-    "Rsqrt",
-    "Log",
-    "Log1P",
-    "Log2",
-    "Log10",
-    "Exp",
-    "Expm1",
-    "Pow",
-    "Abs",
-    "Sigmoid",
-    "Tanh",
-    "Softplus",
+_CURVES = (
+    *("Sqrt", "Rsqrt", "Log", "Log1P", "Log2", "Log10", "Exp", "Expm1", "Pow", "Abs", "Sigmoid", "Tanh", "Softplus"),
+    *("Reciprocal", "Clamp", "Relu", "Maximum", "Minimum"),
 )
-_CURVED += ("Reciprocal", "Clamp", "Relu", "Maximum", "Minimum")
-_NONLINEAR = (*(f"{name}Backward" for name in _CURVED), *_OTHER_REDUCTIONS)
+_NONLINEAR = (*(f"{name}Backward" for name in _CURVES), *_OTHER_REDUCTIONS)
 """Operations of one number, or to one, whose mean over microbatches is not that of the whole batch."""
 
 

@@ -33,8 +33,7 @@ def take(step: OpenStep, loss: Tensor | Loss, number: int, *, weight: float, is_
         return loss
     if loss.is_nonlinear and not is_alone:
         raise ShoalError(
-            "the loss function returned no mean over the batch, but a root, a maximum, a product or the like of one:"
-            " microbatches and ranks cannot be put together",
+            "the loss function returned a root, a maximum, a product or the like, whose parts cannot be put together",
             fix="return the mean itself, such as F.mse_loss(...) without .sqrt(); or one rank and no mb=",
             code="T041",
         )
