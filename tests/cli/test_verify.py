@@ -354,9 +354,9 @@ def test_how_many_ranks_is_said() -> None:
 def test_an_argument_that_verify_does_not_have() -> None:
     batch = (torch.randn(8, 6), torch.randn(8, 6))
     with pytest.raises(
-        ShoalError, match=r"verify has no argument tolerence \(=0\)\n    fix: did you mean tolerance=\?"
+        ShoalError, match=r"verify has no argument toleranc \(=0\)\n    fix: did you mean tolerance=\?"
     ):
-        shoal.verify(Mixer, batch, "dp_shard=2", tolerence=0)  # type: ignore[call-arg]
+        shoal.verify(Mixer, batch, "dp_shard=2", toleranc=0)  # type: ignore[call-arg]
     proof = shoal.verify(Mixer, batch, "dp_shard=2", loss=squared, steps=1, lr=0.1, clip=None, seed=3, tolerance=1e-9)
     assert proof.equal, proof.cause
     assert len(proof.verdict.steps) == 1
