@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from shoal.blueprint.plan import Plan as Plan
     from shoal.config.recipe import Recipe as Recipe
     from shoal.errors import ShoalError as ShoalError
+    from shoal.numerics.ops.attention import AttentionRule as AttentionRule
     from shoal.numerics.optim.adamw import AdamW as AdamW
     from shoal.parallel.context.attention import Attention as Attention
     from shoal.parallel.context.attention import DocumentMask as DocumentMask
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "AdamW": "shoal.numerics.optim.adamw",
     "Attention": "shoal.parallel.context.attention",
+    "AttentionRule": "shoal.numerics.ops.attention",
     "ColumnParallelLinear": "shoal.parallel.tensor",
     "Description": "shoal.blueprint.description",
     "DocumentMask": "shoal.parallel.context.attention",
