@@ -20,7 +20,7 @@ help:  ## list the targets
 train: $(STAMP)  ## train the tiny recipe: two processes on this machine's CPU
 	$(BIN)/shoal train recipes/tiny.yaml $(ARGS)
 
-# All tests run in two processes more than there are cores; a part of them (ARGS) in one, which starts sooner and says more.
+# All tests run in a process more than there are cores; a part of them (ARGS) in one, which starts sooner and says more.
 PARALLEL := -q -n auto --dist loadgroup
 # What failed beside others runs once more by itself: a limit of time may break on a busy machine, a defect fails again.
 AGAIN := $(if $(ARGS),false,{ echo "once more, one at a time:"; $(BIN)/pytest -q --lf --lfnf=none; })

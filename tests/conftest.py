@@ -53,8 +53,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Two more than there are cores: much of a test is waiting, for a process to start or for a time to be out."""
-    return len(os.sched_getaffinity(0)) + 2
+    """One more than there are cores: much of a test is waiting, for a process to start or for a time to be out."""
+    return len(os.sched_getaffinity(0)) + 1
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.cli import main
+from shoal.cli import verify as verify_command
 from shoal.config.load import load_recipe
 from shoal.errors import ShoalError
 from shoal.verification.api import RecipeSettings, _notes, case_of
@@ -359,3 +360,14 @@ def test_an_argument_that_verify_does_not_have() -> None:
     proof = shoal.verify(Mixer, batch, "dp_shard=2", loss=squared, steps=1, lr=0.1, clip=None, seed=3, tolerance=1e-9)
     assert proof.equal, proof.cause
     assert len(proof.verdict.steps) == 1
+
+
+def test_a_matrix_of_no_layout_is_not_called_equal() -> None:
+    images = ["--model.name", "mlp", "--data.source", "synthetic", "--data.synthetic_kind", "images"]
+    with rejects("V006", "7 ranks"):
+        verify_command.main(["--matrix", "--nproc", "7", *images, "--data.global_batch", "32"])
+
+
+@pytest.mark.parametrize(("words", "ranks"), [("cp=2", 2), ("tp=2 cp=2", 4)])
+def test_the_degrees_of_a_plan_say_how_many_ranks_there_are(words: str, ranks: int) -> None:
+    assert verify_command._num_ranks(load_recipe(None, [("plan", words)])) == ranks

@@ -28,7 +28,7 @@ def pool(pytestconfig: pytest.Config) -> Iterator[Pool]:
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """End idle workers after the last test that uses them: gloo's threads take 2 % of a core in each of up to 56."""
-    is_last = nextitem is None or "pool" not in getattr(nextitem, "fixturenames", ())
+    """End idle workers after the last test of this folder: gloo's threads take 2 % of a core in each of dozens."""
+    is_last = nextitem is None or nextitem.path.parent != item.path.parent
     if is_last and POOL in item.config.stash:
         item.config.stash[POOL].close()

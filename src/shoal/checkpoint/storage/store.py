@@ -15,7 +15,7 @@ is complete. A complete step is never written to again. The same holds for a pow
 `shoal.observe.durable_write` for what a disk may lose then.
 
 An object store has no rename. There the files of a step have their final names from the start, and it is a step when
-its manifest exists. An object beside it, `aside-step-00000130`, marks it as archived.
+its manifest exists. An object next to it, `aside-step-00000130`, marks it as archived.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Cell:
 
 
 def cells(found: Iterable[Prediction], *, least: int = 5) -> list[Cell]:
-    """All cells that have at least so many runs."""
+    """All cells that have at least `least` runs."""
     return [_cell(runs) for runs in grouped(found) if len(runs) >= least]
 
 

@@ -79,7 +79,7 @@ def _is_in_backward(step: Step, unit: Unit) -> bool:
 
 
 def _num_gathers_of_stage(step: Step, stage: int) -> int:
-    """Once, unless the rank has so many stages that torch lets go of those that are not among the next to compute."""
+    """Once, unless the rank has more stages than torch keeps gathered: those that compute next."""
     return gathers_of_stages(step.plan, place=step.place["pp"], num_microbatches=step.num_microbatches).get(stage, 1)
 
 
