@@ -8,6 +8,12 @@ BUILDERS = {
     "mlp": "shoal.models.mlp:build",
 }
 
+PREFIXES = {"hf:": "shoal.models.huggingface.pretrained.build:builder"}
+"""First letters of a name → a function from the name to a builder."""
+
+START_FOLDERS = {"hf:": "shoal.models.huggingface.pretrained.weights:folder_to_start_from"}
+"""First letters of a name → a function from the model section to the folder of its weights."""
+
 SMALLER = {"llama": "shoal.models.llama_config:smaller", "moe": "shoal.models.moe_config:smaller"}
 """Model → a function from its arguments to those of a small copy with the same structure, for `shoal verify`."""
 

@@ -115,18 +115,24 @@ def adapt(model: nn.Module, description: Description, plan: Plan | None) -> None
 
 
 def find_builder(name: str) -> Callable[..., Any]:
-    """`llama` → shoal's own builder; `path/to/file.py:function` → that function."""
-    builders: dict[str, str] = importlib.import_module("shoal.models").BUILDERS
+    """`llama` → shoal's own builder; `path/to/file.py:function` → that function; `hf:PATH` → one of transformers."""
+    models = importlib.import_module("shoal.models")
+    builders: dict[str, str] = models.BUILDERS
     if name in builders:
         module_name, _, function = builders[name].partition(":")
         return _function_of(importlib.import_module(module_name), function, name)
+    for prefix, place in models.PREFIXES.items():
+        if name.startswith(prefix):
+            module_name, _, function = place.partition(":")
+            find: Callable[[str], Callable[..., Any]] = getattr(importlib.import_module(module_name), function)
+            return find(name)
     path, colon, function = name.rpartition(":")
     if not colon or not path.endswith(".py"):
         near = nearest(name, builders)
         raise ShoalError(
             f"there is no model {name!r}",
             fix=(f"did you mean {near}? Else " if near else "")
-            + f"--model.name {listed(builders)}, or path/to/file.py:function",
+            + f"--model.name {listed(builders)}, or path/to/file.py:function, or hf:FOLDER",
             code="M001",
         )
     return _function_of(_load_file(Path(path)), function, name)

@@ -26,6 +26,7 @@ from shoal.parallel.pipeline.stage_io import stream_of
 from shoal.parallel.policies import Policies
 from shoal.train.build_model import adapt, build_model, describe, without_memory
 from shoal.train.loss.objective import CrossEntropy, call_of, uncallable
+from shoal.train.recipe.saving.start_weights import check_weights
 from shoal.train.recipe.settings import settings_of
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def check_recipe(
         opened[source] = datasets
     data = None if datasets is None else datasets[0]
     if model is not None:
-        of_model += _check_model(plan, model, recipe, data)
+        of_model += [*check_weights(recipe, model), *_check_model(plan, model, recipe, data)]
     found = Findings()
     found += check_settings(
         recipe, world_size, tries_other_syncs=tries_other_syncs, has_to_change=bool(of_model.problems)
