@@ -14,6 +14,9 @@ PREFIXES = {"hf:": "shoal.models.huggingface.pretrained.build:builder"}
 START_FOLDERS = {"hf:": "shoal.models.huggingface.pretrained.weights:folder_to_start_from"}
 """First letters of a name → a function from the model section to the folder of its weights."""
 
+EXPORTERS = {"hf:": "shoal.models.huggingface.pretrained.export:for_export"}
+"""First letters of a name → a function from the model section and its tensors to those of a folder."""
+
 SMALLER = {"llama": "shoal.models.llama_config:smaller", "moe": "shoal.models.moe_config:smaller"}
 """Model → a function from its arguments to those of a small copy with the same structure, for `shoal verify`."""
 
