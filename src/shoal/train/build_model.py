@@ -20,6 +20,7 @@ from shoal.blueprint.plan import Plan
 from shoal.config.recipe import ModelSection
 from shoal.errors import ShoalError, listed, nearest
 from shoal.numerics.init import can_fill, has_init_rule, initialise
+from shoal.train.model_prefix import function_for
 
 
 def build_model(section: ModelSection) -> nn.Module:
@@ -116,16 +117,14 @@ def adapt(model: nn.Module, description: Description, plan: Plan | None) -> None
 
 def find_builder(name: str) -> Callable[..., Any]:
     """`llama` → shoal's own builder; `path/to/file.py:function` → that function; `hf:PATH` → one of transformers."""
-    models = importlib.import_module("shoal.models")
-    builders: dict[str, str] = models.BUILDERS
+    builders: dict[str, str] = importlib.import_module("shoal.models").BUILDERS
     if name in builders:
         module_name, _, function = builders[name].partition(":")
         return _function_of(importlib.import_module(module_name), function, name)
-    for prefix, place in models.PREFIXES.items():
-        if name.startswith(prefix):
-            module_name, _, function = place.partition(":")
-            find: Callable[[str], Callable[..., Any]] = getattr(importlib.import_module(module_name), function)
-            return find(name)
+    by_prefix = function_for("PREFIXES", name)
+    if by_prefix is not None:
+        found: Callable[..., Any] = by_prefix(name)
+        return found
     path, colon, function = name.rpartition(":")
     if not colon or not path.endswith(".py"):
         near = nearest(name, builders)

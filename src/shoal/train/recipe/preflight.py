@@ -24,8 +24,9 @@ from shoal.errors import Findings, Problem, ShoalError, needs, raise_if, to_inst
 from shoal.parallel.checks import check_model
 from shoal.parallel.pipeline.stage_io import stream_of
 from shoal.parallel.policies import Policies
-from shoal.train.build_model import adapt, build_model, describe, without_memory
+from shoal.train.build_model import adapt, adapter_of, build_model, describe, without_memory
 from shoal.train.loss.objective import CrossEntropy, call_of, uncallable
+from shoal.train.model_prefix import value_for
 from shoal.train.recipe.saving.start_weights import check_weights
 from shoal.train.recipe.settings import settings_of
 
@@ -92,6 +93,7 @@ def check_recipe(
     that earlier checks of the caller have opened, since that may take long.
     """
     plan, of_model, of_data = recipe.plan.fill(world_size), Findings(), Findings()
+    recipe = of_model.of(with_tokenizer, recipe) or recipe
     model = of_model.of(without_memory, lambda: build_model(recipe.model))
     opened, source = {} if opened is None else opened, (recipe.data, recipe.run.seed)
     datasets = opened.get(source) or of_data.of(open_datasets, *source)
@@ -110,6 +112,14 @@ def check_recipe(
     if model is not None and check_size is not None and not recipe.plan.check(world_size):
         found += check_size(recipe.model_copy(update={"plan": plan}), model)
     return Checked(recipe, world_size, found.problems, datasets)
+
+
+def with_tokenizer(recipe: Recipe) -> Recipe:
+    """The recipe with the tokenizer of its model in place of `auto`; bytes, if the model has none."""
+    if recipe.data.tokenizer != "auto":
+        return recipe
+    name = value_for("TOKENIZERS", recipe.model) or "bytes"
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"tokenizer": name})})
 
 
 def reject_unlike_data(world: World, job: Job) -> None:
@@ -194,7 +204,9 @@ def _check_sizes(model: nn.Module, data: Dataset) -> Iterator[Problem]:
         yield Problem(
             "D033",
             f"the model must have at least {vocabulary} outputs for the labels of the data, got {outputs}",
-            f"--model.vocabulary {vocabulary} (--model.num_classes {vocabulary} of a classifier), or other data",
+            f"--model.vocabulary {vocabulary} (--model.num_classes {vocabulary} of a classifier), or other data"
+            if adapter_of(model) is None
+            else "--data.tokenizer PATH/tokenizer.json, the tokenizer of this model, or other data",
         )
     tokens, most = data.tokens_per_sample, description.max_tokens
     if tokens is not None and most is not None and tokens > most:

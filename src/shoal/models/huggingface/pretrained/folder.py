@@ -20,6 +20,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[\w.-]{1,95})?")
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 """What is downloaded: no pickle, and no code."""
 _CODE = "*.py"
+TOKENIZER = "tokenizer.json"
 MOST_CONFIG = 2**24
 """Bytes of a config.json. Large ones list thousands of labels."""
 _DEPTHS = re.compile(r"(num_\w*layers|n_layers?|depth|num_experts|num_local_experts|n_routed_experts)")
@@ -94,6 +95,12 @@ def _numbers(config: Mapping[str, Any]) -> list[tuple[str, int]]:
     for inner in (value for value in config.values() if isinstance(value, dict)):  # the config of a part of the model
         found += [(key, value) for key, value in inner.items() if isinstance(value, int)]
     return found
+
+
+def tokenizer_of(name: str, *, trust_remote_code: bool = False, **_: Any) -> str | None:
+    """The tokenizer.json of a folder; None: it has none."""
+    path = folder_of(name, with_code=trust_remote_code) / TOKENIZER
+    return str(path) if path.is_file() else None
 
 
 def has_weights(folder: Path) -> bool:

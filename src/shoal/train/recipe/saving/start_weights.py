@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from shoal.comm.all_or_none import on_main
 from shoal.config.recipe import Recipe
 from shoal.errors import Problem, ShoalError
 from shoal.train.build_model import adapter_of, build_model, without_memory
+from shoal.train.model_prefix import value_for
 from shoal.train.run import Run
 from shoal.train.run_checkpoint import holder_of
 
@@ -31,13 +31,7 @@ def source_of(recipe: Recipe) -> str | None:
     """The place of the weights; None: they are drawn from the seed."""
     if recipe.run.start_from is not None:
         return recipe.run.start_from
-    places: Mapping[str, str] = importlib.import_module("shoal.models").START_FOLDERS
-    for prefix, place in places.items():
-        if recipe.model.name.startswith(prefix):
-            module_name, _, function = place.partition(":")
-            find_folder: Callable[..., str | None] = getattr(importlib.import_module(module_name), function)
-            return find_folder(recipe.model.name, **recipe.model.arguments)
-    return None
+    return value_for("START_FOLDERS", recipe.model)
 
 
 def is_foreign(where: str) -> bool:
