@@ -127,6 +127,13 @@ def read(folder: Path) -> dict[str, LazyTensor]:
                 raise ShoalError(
                     f"{folder / INDEX} names a file {name[:80]!r}", fix="plain names, without a path", code="C041"
                 )
+        raise_if(
+            Problem(
+                "C041", f"{folder / INDEX} names the file {name}, which is not there", "the files that were written"
+            )
+            for name in sorted(set(where.values()))
+            if not (folder / name).exists()
+        )
         files = {name: safetensors.read(folder / name) for name in sorted(set(where.values()))}
         raise_if(
             Problem("C041", f"{name} is not in {file}, where {INDEX} lists it", "the files that were written")

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.config.pretrained_folder import folder_of
 from shoal.errors import ShoalError, listed, nearest, needs
-from shoal.models.huggingface.pretrained.folder import config_of, folder_of
+from shoal.models.huggingface.pretrained.folder import config_of
 
 INITS = ("weights", "random")
 

@@ -7,10 +7,11 @@ from typing import Any
 
 from shoal.checkpoint.formats.huggingface import COPIED, Extra, dtype_word
 from shoal.checkpoint.formats.lazy_tensor import LazyTensor
+from shoal.config.pretrained_folder import folder_of
 from shoal.config.recipe import ModelSection
 from shoal.errors import ShoalError
 from shoal.models.huggingface.pretrained.conversion import to_files
-from shoal.models.huggingface.pretrained.folder import config_of, folder_of
+from shoal.models.huggingface.pretrained.folder import config_of
 from shoal.train.build_model import build_model, without_memory
 
 OWN = ("init", "trust_remote_code")

@@ -8,9 +8,10 @@ from typing import Any
 
 from shoal.checkpoint.formats.huggingface import read
 from shoal.checkpoint.formats.lazy_tensor import LazyTensor
+from shoal.config.pretrained_folder import folder_of
 from shoal.errors import Problem, ShoalError, raise_if
 from shoal.models.huggingface.pretrained.conversion import ignored, to_model
-from shoal.models.huggingface.pretrained.folder import config_of, folder_of, has_weights, no_weights
+from shoal.models.huggingface.pretrained.folder import config_of, has_weights, no_weights
 
 FLOATS = ("F64", "F32", "BF16", "F16")
 MOST_SHOWN = 4
