@@ -53,7 +53,7 @@ def main() -> None:
                     "way": title,
                     "peak above the base, by rank": ", ".join(f"{peak / 1e9:.2f} GB" for peak, _ in ranks),
                     "of the model": f"{max(peak for peak, _ in ranks) / size:.2f}",
-                    "seconds": f"{max(seconds for _, seconds in ranks):.1f}",
+                    "CPU seconds": f"{max(seconds for _, seconds in ranks):.1f}",
                 }
             )
         same = exported_tensors(Path(name, "part"), Path(name, "out"), folder)
@@ -74,16 +74,16 @@ def make(_placement: Any, _store: Any, folder: Path, hidden: int, layers: int) -
 
 
 def measure(placement: Any, store: Any, way: str, folder: Path, plan: str, to: Path) -> tuple[int, float]:
-    """Peak bytes above the base, and seconds, to have a model and its weights laid out."""
+    """Peak bytes above the base, and seconds of the CPU, to have a model and its weights laid out."""
     world = World.start(placement, device="cpu", store=store)
     with Run(plan, world=world) as run:
         Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
-        base, began = memory("VmRSS"), time.perf_counter()
+        base, began = memory("VmRSS"), time.process_time()
         if way == "part":
             load_part(run, folder)
         else:
             run.prepare(transformers.LlamaForCausalLM.from_pretrained(folder))
-        peak, seconds = memory("VmHWM") - base, time.perf_counter() - began
+        peak, seconds = memory("VmHWM") - base, time.process_time() - began
         if way == "part":
             run.save(to)
     return peak, seconds

@@ -49,7 +49,7 @@ def weights_of(model: Any, folder: Path) -> dict[str, LazyTensor]:
     found = _with_tied(model, found)
     strange = sorted(set(unexpected) - set(ignored(model, unexpected)))
     raise_if(_misfits(model, folder, found, strange))
-    return {name: tensor for name, tensor in found.items() if name in dict(model.state_dict())}
+    return found
 
 
 _FIX = "the weights of this config.json; or --model.init random"
