@@ -39,7 +39,7 @@ def test_anywhere_else_its_packages_are_named(tmp_path: Path) -> None:
     environment = {"PYTHONPATH": str(tmp_path / "site")}
     words = [sys.executable, "-S", "-c", code]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "pip install 'tokenizers>=0.19' 'datasets>=2.19'"
+    assert done.stdout.strip() == "pip install 'tokenizers>=0.19' 'datasets>=2.19' 'transformers>=5.21'"
 
 
 def test_no_message_names_a_registry() -> None:
