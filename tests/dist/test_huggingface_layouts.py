@@ -7,6 +7,7 @@ weights of plain torch with transformers' own attention, in float64.
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from tests import huggingface
 
 LAYOUTS = ["zero=3 mb=1", "tp=2 sp=off mb=2", "tp=2 sp=on mb=2", "pp=2 1f1b mb=2", "cp=2 mb=2", "cp=2 ulysses mb=2"]
 WITH_EXPERTS = [*LAYOUTS, "ep=2 zero=3 mb=1"]
-SHORT = ["llama tied", "gemma2", "qwen3-moe", "bert"]
+SHORT = ["llama tied", "qwen3-moe"]
 
 
 def largest_differences(world: World, kind: str, pads: bool, plans: list[str]) -> dict[str, float | None]:
@@ -76,7 +77,8 @@ def test_a_model_of_transformers_under_every_layout(pool: Pool, kind: str) -> No
 
 @pytest.mark.parametrize("kind", ["llama", wide("gemma2"), wide("mistral window"), wide("modernbert")])
 def test_padding_is_not_attended_to(pool: Pool, kind: str) -> None:
-    assert len(pool.run(largest_differences, 2, kind, True, LAYOUTS)[0]) == len(LAYOUTS)
+    plans = LAYOUTS if os.environ.get("SHOAL_ALL") else LAYOUTS[-3:]
+    assert len(pool.run(largest_differences, 2, kind, True, plans)[0]) == len(plans)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +125,7 @@ def test_what_is_derived() -> None:
     assert describe(huggingface.build("granite")).head is None  # it scales logits afterwards
 
 
-@pytest.mark.parametrize("words", ["pp=2 1f1b mb=2", "tp=2"])
+@pytest.mark.parametrize("words", ["pp=2 1f1b mb=2", wide("tp=2")])
 def test_a_model_itself_is_verified(words: str) -> None:
     """A model that has values, as from_pretrained returns it."""
     model = huggingface.build("qwen2")
