@@ -37,7 +37,7 @@ OTHER_VALUES: Mapping[str, Any] = {
     **{f"plan.{name}": 2 for name in DEGREES},
     **{"plan.zero": 3, "plan.schedule": "gpipe", "plan.v": 2, "plan.context": "ulysses", "plan.sp": True},
     **{"plan.mb": 1, "plan.precision": "bf16", "plan.compress": "int8", "plan.sync": "local:8"},
-    **{"model": {"name": "mlp"}, "data.seq_len": 240, "data.global_batch": 720, "launch.nproc": 60},
+    **{"data.global_batch": 720, "launch.nproc": 60},
     **{"optim.name": "sgd", "optim.implementation": "fused", "run.duration": "10min"},
 }
 """Key → a valid value that leads to other problems than the default does."""
@@ -61,7 +61,11 @@ class Reading:
         return replace(self, problems=(*self.problems, *problems))
 
     def complete(self, check: Callable[[Recipe], Iterable[Problem]] = lambda recipe: ()) -> Recipe:
-        """Return the recipe if all of it could be read; else raise, also with the problems that `check` finds in it."""
+        """Return the recipe if all of it could be read; else raise, also with the problems that `check` finds in it.
+
+        `check` must need neither the model nor the data: loading torch takes seconds, and a mistyped key is a matter of
+        a fraction of one. Their problems are reported once all settings can be read.
+        """
         if not self.problems:
             return self.recipe
         more = list(check(self.recipe)) if self.has_file else []
@@ -278,9 +282,8 @@ def _with_other_values(tree: Tree, unread: Iterable[str]) -> Recipe:
     other = copy.deepcopy(tree)
     _read_plan(other, [], set())
     for key in unread:
-        name = "model" if key.startswith("model.") else key
-        if name in OTHER_VALUES:
-            put(other, name, OTHER_VALUES[name])
+        if key in OTHER_VALUES:
+            put(other, key, OTHER_VALUES[key])
     return Recipe.model_validate(other)
 
 
