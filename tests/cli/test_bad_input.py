@@ -189,14 +189,14 @@ CASES = {
     "a loss in a head that is split": (
         "train --run.loss fused --plan.tp 2 --nproc 2",
         "the loss cannot be computed inside the model: tp=2 splits its head",
-        "--run.loss auto or plain",
+        "--run.loss auto",
     ),
     "a loss in the head of a pipeline": (
         "train --run.loss fused --plan.pp 2 --plan.mb 1 --nproc 2",
         "a pipeline computes it from the output of its last stage",
-        "--run.loss auto or plain",
+        "--run.loss auto",
     ),
-    "a loss in no head": ("train --model.name mlp --run.loss fused", "names no head", "--run.loss auto or plain"),
+    "a loss in no head": ("train --model.name mlp --run.loss fused", "names no head", "--run.loss auto"),
     "unused parameters of shards": (
         "train --run.find_unused_parameters true --plan.zero 3 --nproc 2",
         "find_unused_parameters needs replicas with full parameters",

@@ -346,7 +346,14 @@ def test_arguments_of_a_run() -> None:
 
     wrong: dict[str, Any] = {"clip": -1.0, "clipp": 1.0, "mixed_precision": "bf16"}
     messages = message(lambda: Run("tp=3 gpipe sync=auto", loss=loss, device="cpu", **wrong))
-    said = ["no argument clipp", "no argument mixed_precision", "clip is -1.0", "sync=auto is", "tp=3 does", "gpipe"]
+    said = [
+        "no argument clipp",
+        "no argument mixed_precision",
+        "clip must be a number above 0, got -1.0",
+        "sync=auto is",
+        "tp=3 does",
+        "gpipe",
+    ]
     assert len(messages) == len(said), messages
     assert all(part in what for part, what in zip(said, messages, strict=True)), messages
     messages = message(lambda: Run("fp32 sync=local:4", loss=loss, device="cpu", fused_loss=True, param_dtype="bf16"))

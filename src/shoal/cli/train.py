@@ -347,7 +347,7 @@ def _write_summary(summary: dict[str, Any]) -> bool:
         try:
             RunDirectory(Path(summary["run_directory"])).write_summary(summary)
         except ShoalError as error:
-            print(f"shoal: {error}", file=sys.stderr)
+            print(f"shoal: {error.on_command_line()}", file=sys.stderr)
             return False
     return True
 

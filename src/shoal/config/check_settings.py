@@ -67,7 +67,7 @@ def check_fragments_of(recipe: Recipe) -> Iterator[Problem]:
     """Find fragments and delays that do not fit between two synchronizations."""
     comm, sync = recipe.comm, recipe.plan.sync_spec
     if sync is not None:
-        yield from filter(None, [check_fragments(comm.fragments, comm.outer_delay, sync.every)])
+        yield from check_fragments(comm.fragments, comm.outer_delay, sync.every)
 
 
 def check_optimizer(recipe: Recipe) -> Iterator[Problem]:

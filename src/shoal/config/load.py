@@ -20,7 +20,7 @@ from shoal.blueprint.aliases import OTHER_SYSTEMS
 from shoal.blueprint.plan import DEGREES, Plan
 from shoal.blueprint.plan_parser import read_mapping, read_words
 from shoal.config.recipe import Recipe
-from shoal.errors import Findings, Problem, ShoalError, listed, nearest
+from shoal.errors import Findings, Problem, RecipeError, ShoalError, listed, nearest
 from shoal.safe_parsing import OutOfBounds, parse_yaml, read_text, short
 
 Tree = dict[str, Any]
@@ -72,7 +72,7 @@ class Reading:
         if more and self.other is not self.recipe:
             certain = {problem.what for problem in check(self.other)}
             more = [problem for problem in more if problem.what in certain]
-        raise ShoalError(*self.problems, *more, title=self.title)
+        raise RecipeError(*self.problems, *more, title=self.title)
 
 
 def load_recipe(path: Path | None, overrides: Iterable[tuple[str, str]] = ()) -> Recipe:

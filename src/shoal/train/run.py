@@ -21,6 +21,7 @@ from shoal.blueprint.validation.bf16_weights import check_bf16_weights
 from shoal.blueprint.validation.check import check_ranks
 from shoal.comm.rendezvous.environment import Placement, read_environment
 from shoal.comm.world import World, reject_spawned_alone, use_device
+from shoal.config.check_arguments import check_start
 from shoal.data.loader import Loader
 from shoal.data.sharded_dataloader import ShardedDataLoader
 from shoal.errors import Findings, Problem
@@ -71,6 +72,7 @@ class Run(RunState):
     ) -> None:
         found = Findings()
         found += _check_unknown(settings)
+        found += check_start(device=device, timeout=timeout, threads=threads)
         requested = found.of(Plan.of, plan)
         policies = found.of(Policies.of, **settings)
         objective = found.of(objective_of, loss)
