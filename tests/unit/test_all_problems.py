@@ -25,6 +25,7 @@ from torch import nn
 from shoal.cli import main
 from shoal.errors import ShoalError
 from shoal.train.run import Run
+from shoal.verification.api import verify
 
 BASE = {
     "launch.nproc": "48",
@@ -298,7 +299,13 @@ def test_a_plan_that_the_planner_cannot_complete_does_not_hide_the_rest(problems
         ),
         (
             "verify --nproc 4 --plan tp=4_mb=5 --steps 0 --tolerance -1 --precision fp7",
-            ["--steps", "--tolerance", "--precision", "batch 32 is not divisible by mb=5", "tp=4 does not divide"],
+            [
+                "steps must",
+                "tolerance must",
+                "precision must",
+                "batch 32 is not divisible by mb=5",
+                "tp=4 does not divide",
+            ],
         ),
         (
             "verify --nproc 2 --plan sync=local:4_offload=optimizer --optim.param_dtype bf16 --optim.lr -1",
@@ -308,6 +315,7 @@ def test_a_plan_that_the_planner_cannot_complete_does_not_hide_the_rest(problems
             "verify --nproc 2 --real --data.source nowhere --plan tp=2_mb=5",
             ["batch 32 is not divisible", "no such file or folder"],
         ),
+        ("verify --nproc 2 --real --model.vocabulary 10", ["the model must have at least 257 outputs"]),
         (
             "plan llama3-8b --cluster h200:8 --plan gpipe_pp=1_tp=x --cp 3 --top 0 --price -1",
             ["--top 0", "--price -1.0", "tp must be a whole number", "gpipe orders the stages"],
@@ -358,6 +366,35 @@ def test_arguments_of_a_run() -> None:
     assert all(part in what for part, what in zip(said, messages, strict=True)), messages
     messages = message(lambda: Run("fp32 sync=local:4", loss=loss, device="cpu", fused_loss=True, param_dtype="bf16"))
     assert len(messages) == 3, messages
+
+
+def test_a_word_that_no_plan_has_does_not_hide_the_ranks() -> None:
+    assert [what.split()[0] for what in message(lambda: Run("tp=2 pp=3 zz=1", device="cpu"))] == ["a", "tp=2"]
+    assert len(message(lambda: Run("pp=x gpipe", device="cpu"))) == 1  # whether gpipe has stages is not known
+
+
+BATCH = (torch.ones(4, 4), torch.zeros(4, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("options", "codes"),
+    [
+        ({"steps": "3"}, ("V002",)),
+        ({"tolerance": "x", "precision": 3}, ("V001", "R050")),
+        ({"lr": "x", "clip": -1, "seed": "x"}, ("R048",)),
+        ({"nproc": 0}, ("R048",)),
+        ({"nproc": "2"}, ("R048",)),
+        ({"build_model": 3, "plan": "dp_replicate=3"}, ("V051", "P011")),
+        ({"steps": "3", "batch": [], "loss": 3, "device": "gpu"}, ("V002", "R049", "V050", "T018")),
+        ({"batch": 3, "plan": "tp=2 zz=1"}, ("D024", "P002")),
+    ],
+)
+def test_arguments_of_verify(options: dict[str, Any], codes: tuple[str, ...]) -> None:
+    given = {"build_model": nn.Linear(4, 4), "batch": BATCH, "plan": "dp_replicate=2", **options}
+    with pytest.raises(ShoalError) as caught:
+        verify(**given)
+    assert caught.value.codes == codes
+    assert "--" not in str(caught.value)
 
 
 def test_things_to_prepare() -> None:

@@ -17,8 +17,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from shoal.blueprint.aliases import OTHER_SYSTEMS
-from shoal.blueprint.plan import DEGREES, Plan
+from shoal.blueprint.plan import Plan
 from shoal.blueprint.plan_parser import read_mapping, read_words
+from shoal.blueprint.validation.check import OTHER_PLAN_VALUES
 from shoal.config.recipe import Recipe
 from shoal.errors import Findings, Problem, RecipeError, ShoalError, listed, nearest
 from shoal.safe_parsing import OutOfBounds, parse_yaml, read_text, short
@@ -34,9 +35,7 @@ RECIPE_ENDINGS = ("", ".yaml", ".yml", ".json")
 
 
 OTHER_VALUES: Mapping[str, Any] = {
-    **{f"plan.{name}": 2 for name in DEGREES},
-    **{"plan.zero": 3, "plan.schedule": "gpipe", "plan.v": 2, "plan.context": "ulysses", "plan.sp": True},
-    **{"plan.mb": 1, "plan.precision": "bf16", "plan.compress": "int8", "plan.sync": "local:8"},
+    **{f"plan.{name}": value for name, value in OTHER_PLAN_VALUES.items()},
     **{"data.global_batch": 720, "launch.nproc": 60},
     **{"optim.name": "sgd", "optim.implementation": "fused", "run.duration": "10min"},
 }

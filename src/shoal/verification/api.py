@@ -6,9 +6,10 @@ import copy
 import functools
 import importlib
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.replicas.local_sgd import AUTO
-from shoal.blueprint.validation.check import check_plan, check_ranks
+from shoal.blueprint.validation.check import check_plan, check_ranks, check_unread
 from shoal.blueprint.validation.context import num_chunks
 from shoal.blueprint.validation.enumerate import legal_plans
+from shoal.config.check_arguments import check_device, check_number, check_whole
 from shoal.config.recipe import ModelSection, Recipe
 from shoal.data.batch import length, rows
 from shoal.data.dataset import Dataset
@@ -29,8 +31,10 @@ from shoal.launch.local import launch
 from shoal.parallel.expert.router import routers
 from shoal.parallel.pipeline.skeleton import skeleton_of
 from shoal.parallel.pipeline.stage_io import stream_of
+from shoal.safe_parsing import short
 from shoal.train.build_model import adapt, build_model, describe, without_memory
 from shoal.train.loss.objective import call_of, objective_of, uncallable
+from shoal.train.recipe.preflight import check_sizes
 from shoal.verification.case import Case, in_precision, replaced_precision
 from shoal.verification.compression_error import without_compression
 from shoal.verification.options import (
@@ -100,16 +104,19 @@ def verify(
     found += _check_names(options)
     known: Mapping[str, Any] = {name: value for name, value in options.items() if name in OPTIONS}
     settings = ModelSettings(**known)
-    found += check_options(settings)
+    found += [*check_options(settings), *_check_values(settings, device, nproc), *_check_given(build_model, batch)]
+    found.of(objective_of, loss)
     is_several = isinstance(batch, list) and not any(isinstance(part, Tensor) for part in batch)
-    batches = (batch * settings.steps)[: settings.steps] if is_several else [batch] * settings.steps
-    first = batch[0] if is_several else batch
+    first = batch[0] if is_several and batch else batch
+    size_of_batch = None if isinstance(first, list) and not first else found.of(length, first)
     open_plan = found.of(Plan.of, plan)
-    size = None if open_plan is None else found.of(claimed_ranks, open_plan) if nproc is None else nproc
-    if open_plan is not None and size is not None:
-        found += check_ranks(open_plan, size, batch=length(first))
+    size = nproc if nproc is not None or open_plan is None else found.of(claimed_ranks, open_plan)
+    if isinstance(size, int) and size > 0:
+        found += check_unread(plan, size) if open_plan is None else check_ranks(open_plan, size, batch=size_of_batch)
+    if open_plan is not None and isinstance(size, int) and size_of_batch is not None and callable(build):
         found += check_built(build, open_plan.fill(size), _num_tokens(first))
-    raise_if(found.problems, title=f"plan '{plan}'")
+    raise_if((_with_nproc(problem) for problem in found.problems), title=f"plan '{plan}'")
+    batches = (batch * settings.steps)[: settings.steps] if is_several else [batch] * settings.steps
     assert open_plan is not None
     assert size is not None
     requested = open_plan.resolve(size)
@@ -130,6 +137,32 @@ def verify(
     )
     reject_uncallable(case)
     return verify_case(case)
+
+
+def _check_values(settings: ModelSettings, device: Any, nproc: Any) -> Iterator[Problem]:
+    """Find values of a wrong type or out of range."""
+    yield from check_number("lr", settings.lr, above=0, usual=1e-2)
+    if settings.clip is not None:
+        yield from check_number("clip", settings.clip, above=0, usual=0.5)
+    yield from check_whole("seed", settings.seed, usual=0)
+    yield from check_device(device)
+    if nproc is not None:
+        yield from check_whole("nproc", nproc, least=1, usual=2)
+
+
+def _check_given(build: Any, batch: Any) -> Iterator[Problem]:
+    """Find a model that is none, and a list without a batch."""
+    if not callable(build):
+        what = f"build_model must be a model or a function that returns one, got {short(build)}"
+        yield Problem("V051", what, "verify(lambda: Model(), batch, plan)")
+    if isinstance(batch, list) and not batch:
+        what = "batch must be a global batch or a list of them, got an empty list"
+        yield Problem("V050", what, "verify(model, (inputs, labels), plan)")
+
+
+def _with_nproc(problem: Problem) -> Problem:
+    """The same problem; the number of ranks is an argument of `verify`, which starts them itself."""
+    return replace(problem, fix=re.sub(r"--(?:launch\.)?nproc (?=\d)", "nproc=", problem.fix))
 
 
 def _copy_of(model: nn.Module) -> nn.Module:
@@ -276,7 +309,11 @@ def check_case(
     else:
         tokens = None if datasets is None else datasets[0].tokens_per_sample
     if settings.real or small is not None:
-        found += found.of(check_built, functools.partial(build_model, section), plan, tokens) or ()
+        build = functools.partial(build_model, section)
+        found += found.of(check_built, build, plan, tokens) or ()
+        model = None if datasets is None else found.of(without_memory, build)
+        if model is not None and datasets is not None:
+            found += check_sizes(model, datasets[0])
     return found.problems, section, datasets
 
 

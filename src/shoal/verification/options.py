@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.validation.check import check_ranks
+from shoal.config.check_arguments import check_number, check_whole
 from shoal.config.recipe import Recipe
 from shoal.errors import Problem, ShoalError
+from shoal.safe_parsing import short
 
 STEPS = 3
 TOLERANCES = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
@@ -64,17 +66,17 @@ def claimed_ranks(plan: Plan) -> int:
 
 def check_verified_precision(precision: str | None) -> Iterator[Problem]:
     """The problem of a precision that has no tolerance. None: the plan's, or float64."""
-    if precision is not None and precision not in TOLERANCES:
+    if precision is not None and not (isinstance(precision, str) and precision in TOLERANCES):
         known = ", ".join(TOLERANCES)
-        yield Problem("R050", f"--precision must be one of {known}, got {precision!r}", "--precision fp64")
+        yield Problem("R050", f"precision must be one of {known}, got {short(precision)}", "--precision fp64")
 
 
 def _check_tolerance(tolerance: float | None) -> Iterator[Problem]:
-    if tolerance is not None and not tolerance >= 0:
-        what = f"--tolerance must be 0 or more, got {tolerance}"
-        yield Problem("V001", what, "--tolerance 1e-10, or 0 for equal bits")
+    if tolerance is not None and any(check_number("tolerance", tolerance, least=0, usual=0)):
+        yield Problem("V001", f"tolerance must be a number of at least 0, got {short(tolerance)}", "--tolerance 1e-10")
 
 
 def _check_steps(steps: int) -> Iterator[Problem]:
-    if steps < 1:
-        yield Problem("V002", f"--steps must be 1 or more, got {steps}", "--steps 3")
+    if any(check_whole("steps", steps, least=1, usual=STEPS)):
+        what = f"steps must be a whole number of at least 1, got {short(steps)}"
+        yield Problem("V002", what, f"--steps {STEPS}")

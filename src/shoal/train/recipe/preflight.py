@@ -151,7 +151,7 @@ def _num_tokens(recipe: Recipe, description: Description, data: Dataset | None) 
 
 def _check_data(plan: Plan, model: nn.Module, data: Dataset, *, is_checked: bool) -> Iterator[Problem]:
     """Find where the model does not fit the data. `is_checked`: the plan can distribute the model."""
-    found = list(_check_sizes(model, data))
+    found = list(check_sizes(model, data))
     call = call_of(CrossEntropy(), data.batch(np.arange(min(2, len(data)))))
     found += uncallable(model, call)
     yield from found
@@ -162,7 +162,7 @@ def _check_data(plan: Plan, model: nn.Module, data: Dataset, *, is_checked: bool
             yield from error.problems
 
 
-def _check_sizes(model: nn.Module, data: Dataset) -> Iterator[Problem]:
+def check_sizes(model: nn.Module, data: Dataset) -> Iterator[Problem]:
     """Find labels and tokens that the model has no room for."""
     description = describe(model)
     outputs, vocabulary = description.num_outputs, data.vocabulary
