@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.cli import main, memory_check
+from shoal.cli import main
+from shoal.config import memory_check
 from shoal.config.load import load_recipe
 from shoal.config.recipe import ModelSection, Recipe
 from shoal.models.llama_config import PRESETS
