@@ -121,7 +121,7 @@ def test_states_and_statistics_are_compared_too(world: World) -> None:
     if world.rank == 1:
         flip(run.module.get_parameter("1.weight"))
     run.step((torch.randn(4, 3), torch.tensor([0, 1, 1, 0])))  # never compared
-    with pytest.raises(ShoalError, match="check_replicas is -1"):
+    with pytest.raises(ShoalError, match="check_replicas must be a whole number of at least 0, got -1"):
         Run("fp32", world=world, check_replicas=-1)
 
 
