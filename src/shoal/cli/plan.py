@@ -24,8 +24,8 @@ class Options(PlanRequest):
     """
 
     model: Annotated[str | None, tyro.conf.Positional] = None
-    """A preset (llama3-8b, mixtral-8x7b, ...), a Hugging Face config.json, or file.py:function. None: the dimensions
-    below."""
+    """A preset (llama3-8b, mixtral-8x7b, ...), a Hugging Face config.json, hf:FOLDER, or file.py:function. None: the
+    dimensions below."""
 
     json: bool = False
     """Print one JSON object and nothing else on stdout."""

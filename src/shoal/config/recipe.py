@@ -58,7 +58,8 @@ class ModelSection(Section):
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
     name: str = "llama"
-    """`llama`, `moe`, `resnet` or `mlp`; or `path/to/file.py:function`, a function that returns an `nn.Module`."""
+    """`llama`, `moe`, `resnet` or `mlp`; or `path/to/file.py:function`, a function that returns an `nn.Module`; or
+    `hf:FOLDER`, a model of transformers (docs/huggingface.md), also by its name on the hub."""
 
     preset: str | None = None
     """A named size, for example `tiny` or `llama3-8b`. None: the model's own defaults."""
@@ -87,8 +88,9 @@ class DataSection(Section):
     format: Literal["auto", "text", "jsonl", "tokens", "images"] = "auto"
     """The format of the files at a path. auto: by their endings."""
 
-    tokenizer: str = "bytes"
-    """`bytes`: every byte is a token. Else a Hugging Face `tokenizer.json` (needs the extra `hf`)."""
+    tokenizer: str = "auto"
+    """`bytes`: every byte is a token. Else a Hugging Face `tokenizer.json` (needs the extra `hf`). auto: that of a
+    model `hf:FOLDER`, else bytes."""
 
     seq_len: Annotated[PositiveInt, Field(le=MOST_SEQUENCE)] = 256
     """Tokens per sample."""

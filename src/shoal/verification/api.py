@@ -34,7 +34,8 @@ from shoal.parallel.pipeline.stage_io import stream_of
 from shoal.safe_parsing import short
 from shoal.train.build_model import adapt, build_model, describe, without_memory
 from shoal.train.loss.objective import call_of, objective_of, uncallable
-from shoal.train.recipe.preflight import check_sizes
+from shoal.train.model_prefix import function_for
+from shoal.train.recipe.preflight import check_sizes, with_tokenizer
 from shoal.verification.case import Case, in_precision, replaced_precision
 from shoal.verification.compression_error import without_compression
 from shoal.verification.options import (
@@ -303,6 +304,7 @@ def check_case(
     plan = recipe.plan.fill(world_size)
     small = None if settings.real else found.of(smaller_model, recipe.model, plan.with_layout())
     section, is_small = small or (recipe.model, False)
+    recipe = recipe if is_small else found.of(with_tokenizer, recipe) or recipe
     datasets = None if is_small else found.of(open_datasets, recipe.data, recipe.run.seed)
     if is_small:
         tokens: int | None = tokens_for(plan.with_layout())
@@ -335,19 +337,24 @@ def _not_verified(recipe: Recipe) -> Iterator[str]:
 
 def smaller_model(section: ModelSection, plan: Plan) -> tuple[ModelSection, bool]:
     """The model section of a small copy with the same structure, and whether there is one."""
+    sizes = {"num_stages": plan.layout.pp * (plan.v or 1), "ep": plan.layout.ep}
+    by_prefix = function_for("SMALLER_BY_PREFIX", section.name)
+    if by_prefix is not None:
+        arguments = by_prefix(section.name, section.arguments, **sizes)
+        return (section, False) if arguments is None else (ModelSection(name=section.name, **arguments), True)
     functions: dict[str, str] = importlib.import_module("shoal.models").SMALLER
     if section.name not in functions:
         return section, False
     module_name, _, function = functions[section.name].partition(":")
     shrink = getattr(importlib.import_module(module_name), function)
-    arguments = shrink(section.arguments, num_stages=plan.layout.pp * (plan.v or 1), ep=plan.layout.ep)
-    return ModelSection(name=section.name, **arguments), True
+    return ModelSection(name=section.name, **shrink(section.arguments, **sizes)), True
 
 
 def _random_batches(section: ModelSection, plan: Plan, recipe: Recipe, steps: int) -> list[dict[str, Tensor]]:
     """Random tokens with some ignored labels; few samples, but enough microbatches for any schedule. No sample starts
     with the same token twice, since a router of experts cannot distinguish those two positions."""
-    vocabulary = int(section.arguments["vocabulary"])
+    sizes = section.arguments
+    vocabulary = int(sizes["vocabulary"] if "vocabulary" in sizes else sizes["vocab_size"])
     requested = plan.num_microbatches(recipe.data.global_batch)
     few = max(4, 2 * plan.layout.pp)
     num_microbatches = min(requested, few)

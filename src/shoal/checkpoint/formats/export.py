@@ -30,7 +30,14 @@ from shoal.checkpoint.storage.shard_file import DTYPES
 from shoal.errors import RunFailed, ShoalError
 
 FORMATS = ("safetensors", "huggingface", "dcp", "torch")
-_OF_AN_EXPORT = ("model*.safetensors", huggingface.INDEX, huggingface.CONFIG, dcp.METADATA, "*.distcp")
+_OF_AN_EXPORT = (
+    "model*.safetensors",
+    huggingface.INDEX,
+    huggingface.CONFIG,
+    *huggingface.COPIED,
+    dcp.METADATA,
+    "*.distcp",
+)
 """Patterns of the files in a folder that an export writes."""
 
 
@@ -72,12 +79,12 @@ def export(
     with FullTensors(step) as full:
         tensors = _named(full, how)
         size = sum(tensor.num_bytes for tensor in tensors.values())
-        config = None
+        extra = huggingface.Extra()
         if how.format == "huggingface":
-            config = huggingface.config_of(how.model or model_in(step), tensors)
+            tensors, extra = huggingface.for_export(how.model or model_in(step), tensors)
         with _target(to, disk, overwrite=how.overwrite, needs=size * (2 if how.format == "torch" else 1)) as draft:
-            _write(draft, tensors, how, config, progress, disk)
-    return Exported(len(tensors), size, config is not None)
+            _write(draft, tensors, how, extra, progress, disk)
+    return Exported(len(tensors), size, extra.config is not None)
 
 
 def model_in(step: SavedStep) -> Mapping[str, Any]:
@@ -105,7 +112,7 @@ def _write(
     draft: Path,
     tensors: Mapping[str, LazyTensor],
     how: ExportSettings,
-    config: Mapping[str, Any] | None,
+    extra: huggingface.Extra,
     progress: Callable[[int], None],
     disk: Filesystem,
 ) -> None:
@@ -116,7 +123,7 @@ def _write(
     else:
         disk.make_draft(draft)
         if how.format == "huggingface":
-            huggingface.write(draft, tensors, disk, progress, shard_bytes=how.shard_bytes, config=config)
+            huggingface.write(draft, tensors, disk, progress, shard_bytes=how.shard_bytes, extra=extra)
         else:
             dcp.write(draft, tensors, progress)
             for name in disk.names(draft):

@@ -24,8 +24,10 @@ from shoal.errors import Findings, Problem, ShoalError, raise_if
 from shoal.parallel.checks import check_model
 from shoal.parallel.pipeline.stage_io import stream_of
 from shoal.parallel.policies import Policies
-from shoal.train.build_model import adapt, build_model, describe, without_memory
+from shoal.train.build_model import adapt, adapter_of, build_model, describe, without_memory
 from shoal.train.loss.objective import CrossEntropy, call_of, uncallable
+from shoal.train.model_prefix import value_for
+from shoal.train.recipe.saving.start_weights import check_weights
 from shoal.train.recipe.settings import settings_of
 
 if TYPE_CHECKING:
@@ -89,11 +91,12 @@ def check_recipe(
     values, which `comm.*` may be set for. `check_size` is called where plan and model are known.
     """
     plan, of_model, of_data = recipe.plan.fill(world_size), Findings(), Findings()
+    recipe = of_model.of(with_tokenizer, recipe) or recipe
     model = of_model.of(without_memory, lambda: build_model(recipe.model))
     datasets = of_data.of(open_datasets, recipe.data, recipe.run.seed)
     data = None if datasets is None else datasets[0]
     if model is not None:
-        of_model += _check_model(plan, model, recipe, data)
+        of_model += [*check_weights(recipe, model), *_check_model(plan, model, recipe, data)]
     found = Findings()
     found += check_settings(
         recipe, world_size, tries_other_syncs=tries_other_syncs, has_to_change=bool(of_model.problems)
@@ -104,6 +107,14 @@ def check_recipe(
     if model is not None and check_size is not None and not recipe.plan.check(world_size):
         found += check_size(recipe.model_copy(update={"plan": plan}), model)
     return Checked(recipe, world_size, found.problems, datasets)
+
+
+def with_tokenizer(recipe: Recipe) -> Recipe:
+    """The recipe with the tokenizer of its model in place of `auto`; bytes, if the model has none."""
+    if recipe.data.tokenizer != "auto":
+        return recipe
+    name = value_for("TOKENIZERS", recipe.model) or "bytes"
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"tokenizer": name})})
 
 
 def reject_unlike_data(world: World, job: Job) -> None:
@@ -170,7 +181,9 @@ def check_sizes(model: nn.Module, data: Dataset) -> Iterator[Problem]:
         yield Problem(
             "D033",
             f"the model must have at least {vocabulary} outputs for the labels of the data, got {outputs}",
-            f"--model.vocabulary {vocabulary} (--model.num_classes {vocabulary} of a classifier), or other data",
+            f"--model.vocabulary {vocabulary} (--model.num_classes {vocabulary} of a classifier), or other data"
+            if adapter_of(model) is None
+            else "--data.tokenizer PATH/tokenizer.json, the tokenizer of this model, or other data",
         )
     tokens, most = data.tokens_per_sample, description.max_tokens
     if tokens is not None and most is not None and tokens > most:
