@@ -28,7 +28,7 @@ from shoal.errors import Findings, Problem, ShoalError, listed, nearest, raise_i
 from shoal.launch.local import launch
 from shoal.parallel.expert.router import routers
 from shoal.parallel.pipeline.skeleton import skeleton_of
-from shoal.parallel.pipeline.stage_io import stream_of
+from shoal.parallel.pipeline.stage_io import traced
 from shoal.train.build_model import adapt, build_model, describe, without_memory
 from shoal.train.loss.objective import call_of, objective_of, uncallable
 from shoal.verification.case import TOLERANCES, Case, check_precision, in_precision, replaced_precision
@@ -237,7 +237,7 @@ def reject_uncallable(case: Case) -> None:
         if case.plan.layout.pp > 1:
             description = describe(model)
             adapt(model, description, case.plan)
-            stream_of(model, description.blocks, call)
+            traced(model, description, call)
 
 
 # ---- cases from a recipe --------------------------------------------------------------------------------------------

@@ -26,8 +26,7 @@ from shoal.parallel.context.attention import Attention
 from shoal.parallel.data.fsdp import units_by_size
 from shoal.parallel.expert.experts import Dispatch, Experts, experts_in
 from shoal.parallel.expert.router import Router, Routing
-from shoal.parallel.pipeline.pipeline import Call
-from shoal.parallel.pipeline.skeleton import on_meta, skeleton_of
+from shoal.parallel.pipeline.skeleton import Call, on_meta, skeleton_of
 
 
 def trace_shapes(model: nn.Module, description: Description, call: Call) -> ModelShapes:

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments with which the model is called for one microbatch."""
+
 
 def skeleton_of(model: nn.Module) -> nn.Module:
     """Copy a model with shapes and without values."""

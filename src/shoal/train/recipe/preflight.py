@@ -22,7 +22,7 @@ from shoal.data.sources.open import open_datasets
 from shoal.data.sources.packing import PackedTokens
 from shoal.errors import Findings, Problem, ShoalError, needs, raise_if, to_install
 from shoal.parallel.checks import check_model
-from shoal.parallel.pipeline.stage_io import stream_of
+from shoal.parallel.pipeline.stage_io import traced
 from shoal.parallel.policies import Policies
 from shoal.train.build_model import adapt, build_model, describe, without_memory
 from shoal.train.loss.objective import CrossEntropy, call_of, uncallable
@@ -180,7 +180,7 @@ def _check_data(plan: Plan, model: nn.Module, data: Dataset, *, is_checked: bool
     yield from found
     if is_checked and plan.pp != 1 and not found:
         try:
-            stream_of(model, describe(model).blocks, call)
+            traced(model, describe(model), call)
         except ShoalError as error:
             yield from error.problems
 
