@@ -30,7 +30,8 @@ from shoal.parallel.expert.router import routers
 from shoal.parallel.pipeline.skeleton import skeleton_of
 from shoal.parallel.pipeline.stage_io import traced
 from shoal.train.build_model import adapt, build_model, describe, without_memory
-from shoal.train.loss.objective import call_of, objective_of, uncallable
+from shoal.train.loss.labels import needs_labels
+from shoal.train.loss.objective import CrossEntropy, LabelRule, call_of, objective_of, uncallable
 from shoal.verification.case import TOLERANCES, Case, check_precision, in_precision, replaced_precision
 from shoal.verification.compression_error import without_compression
 from shoal.verification.rank import verify_on_rank
@@ -232,7 +233,8 @@ def reject_uncallable(case: Case) -> None:
     if model is None:
         return
     if case.loss is None or case.plan.layout.pp > 1:  # else the user's loss may do more than call the model
-        call = call_of(objective_of(case.loss), rows(case.batches[0], 0, 2))  # two samples: batch norm rejects one
+        objective = CrossEntropy(rule=LabelRule(needs_labels(model))) if case.loss is None else objective_of(case.loss)
+        call = call_of(objective, rows(case.batches[0], 0, 2))  # two samples: batch norm rejects one
         raise_if(uncallable(model, call))
         if case.plan.layout.pp > 1:
             description = describe(model)
