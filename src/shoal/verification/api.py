@@ -27,11 +27,12 @@ from shoal.data.sources.open import open_datasets
 from shoal.errors import Findings, Problem, ShoalError, listed, nearest, raise_if
 from shoal.launch.local import launch
 from shoal.parallel.expert.router import routers
-from shoal.parallel.pipeline.skeleton import skeleton_of
+from shoal.parallel.pipeline.skeleton import Call, skeleton_of
 from shoal.parallel.pipeline.stage_io import traced
 from shoal.train.build_model import adapt, build_model, describe, without_memory
 from shoal.train.loss.labels import needs_labels
 from shoal.train.loss.objective import CrossEntropy, LabelRule, call_of, objective_of, uncallable
+from shoal.train.trace.find_blocks import attach_blocks
 from shoal.verification.case import TOLERANCES, Case, check_precision, in_precision, replaced_precision
 from shoal.verification.compression_error import without_compression
 from shoal.verification.rank import verify_on_rank
@@ -109,6 +110,8 @@ def verify(
     batches = (batch * settings.steps)[: settings.steps] if is_several else [batch] * settings.steps
     first = batch[0] if is_several else batch
     open_plan = found.of(Plan.of, plan)
+    if open_plan is not None and (open_plan.pp or 1) > 1:
+        build = functools.partial(_with_blocks, build, rows(first, 0, 2), loss, open_plan.pp)
     size = None if open_plan is None else found.of(claimed_ranks, open_plan) if nproc is None else nproc
     if open_plan is not None and size is not None:
         found += check_ranks(open_plan, size, batch=length(first))
@@ -139,6 +142,19 @@ def verify(
 def _copy_of(model: nn.Module) -> nn.Module:
     """A copy of a model; without values, where models are built without memory."""
     return skeleton_of(model) if torch.get_default_device().type == "meta" else copy.deepcopy(model)
+
+
+def _with_blocks(build: Callable[[], nn.Module], batch: Any, loss: Any, pp: int | None) -> nn.Module:
+    """The model, with a description of its blocks if it has none."""
+    model = build()
+    attach_blocks(model, pp, lambda: _call(model, batch, loss))
+    return model
+
+
+def _call(model: nn.Module, batch: Any, loss: Any) -> Call:
+    """The arguments with which a loss calls a model."""
+    objective = CrossEntropy(rule=LabelRule(needs_labels(model))) if loss is None else objective_of(loss)
+    return call_of(objective, batch)
 
 
 def _check_options(options: Mapping[str, Any]) -> Iterator[Problem]:
@@ -233,8 +249,7 @@ def reject_uncallable(case: Case) -> None:
     if model is None:
         return
     if case.loss is None or case.plan.layout.pp > 1:  # else the user's loss may do more than call the model
-        objective = CrossEntropy(rule=LabelRule(needs_labels(model))) if case.loss is None else objective_of(case.loss)
-        call = call_of(objective, rows(case.batches[0], 0, 2))  # two samples: batch norm rejects one
+        call = _call(model, rows(case.batches[0], 0, 2), case.loss)  # two samples: batch norm rejects one
         raise_if(uncallable(model, call))
         if case.plan.layout.pp > 1:
             description = describe(model)

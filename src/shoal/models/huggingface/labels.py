@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from shoal.blueprint.description import Description
 from shoal.models.huggingface.adapt import adapt
 from shoal.models.huggingface.order import inputs_of
-from shoal.parallel.pipeline.calls import NoLayerSkipped
+from shoal.parallel.pipeline.known_values import KnownValues
 from shoal.parallel.pipeline.skeleton import skeleton_of
 from shoal.train.loss.labels import shifted
 
@@ -53,7 +53,9 @@ def shifts_labels(model: Any, description: Description) -> bool | None:
         return torch.zeros((), device="meta")
 
     try:
-        with torch.device("meta"), NoLayerSkipped(), _Losses() as losses:
+        known = KnownValues()
+        inputs = {name: known.input_of(torch.float32)(value) for name, value in inputs.items()}
+        with torch.device("meta"), known, _Losses() as losses:
             logits = skeleton(**inputs, labels=labels).logits
             if len(losses.seen) == 1 and all(map(_is_all_of, losses.seen[0], (logits, labels))):
                 return False

@@ -127,19 +127,19 @@ def _dependent(forward: Forward, blocks: tuple[str, ...]) -> set[str]:
 
 
 def inputs_of(model: Any) -> Mapping[str, Tensor] | None:
-    """A small input on the meta device; None: the model takes other things than tokens, images or sounds. That of an
+    """A small input; None: the model takes other things than tokens, images or sounds. That of an
     encoder and a decoder is as long as it may be: their lengths decide what their blocks cost."""
     config, name = model.config, model.main_input_name
     is_pair = getattr(config, "is_encoder_decoder", False)
-    tokens = torch.zeros(1, _longest(config) if is_pair else 4, dtype=torch.int64, device="meta")
+    tokens = torch.zeros(1, _longest(config) if is_pair else 4, dtype=torch.int64)
     first: dict[str, Tensor] | None = None
     size, channels = _of_images(config, "image_size"), _of_images(config, "num_channels")
     if name == "input_ids":
         first = {name: tokens}
     elif name == "pixel_values" and size is not None and channels is not None:
-        first = {name: torch.zeros(1, channels, size, size, device="meta")}
+        first = {name: torch.zeros(1, channels, size, size)}
     elif name == "input_features" and is_pair and hasattr(config, "num_mel_bins"):  # two frames for each position
-        first = {name: torch.zeros(1, config.num_mel_bins, 2 * config.max_source_positions, device="meta")}
+        first = {name: torch.zeros(1, config.num_mel_bins, 2 * config.max_source_positions)}
     return first if first is None or not is_pair else {**first, "decoder_input_ids": tokens}
 
 

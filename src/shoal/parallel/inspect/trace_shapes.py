@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_map_only
 
 from shoal.blueprint.description import Description, Split
 from shoal.blueprint.model_shapes import AttentionSite, DispatchSite, ModelShapes, RouterSite, TPBoundary
@@ -27,7 +28,8 @@ from shoal.parallel.data.fsdp import units_by_size
 from shoal.parallel.expert.experts import Dispatch, Experts, experts_in
 from shoal.parallel.expert.router import Router, Routing
 from shoal.parallel.pipeline.calls import trace_calls
-from shoal.parallel.pipeline.skeleton import Call, on_meta, skeleton_of
+from shoal.parallel.pipeline.known_values import KnownValues
+from shoal.parallel.pipeline.skeleton import Call, skeleton_of
 from shoal.parallel.pipeline.stage_io import live
 
 
@@ -227,9 +229,11 @@ def _trace(model: nn.Module, description: Description, call: Call) -> _Trace:
             stack.callback(modules[name].register_forward_hook(_ended(trace, name)).remove)
         stack.enter_context(saved_tensors_hooks(trace.saved, lambda tensor: tensor))
         stack.enter_context(torch.enable_grad())
+        known = KnownValues()
+        arguments, options = tree_map_only(Tensor, known.input_of(None), call)
         stack.enter_context(torch.device("meta"))
-        arguments, options = call
-        model(*map(on_meta, arguments), **{name: on_meta(value) for name, value in options.items()})
+        stack.enter_context(known)
+        model(*arguments, **options)
     return trace
 
 

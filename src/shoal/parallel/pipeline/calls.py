@@ -13,7 +13,7 @@ none, every stage runs it. Reads are those of operations, followed through views
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +25,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_on
 
 from shoal.blueprint.description import Description
 from shoal.blueprint.placement import is_inside
+from shoal.parallel.pipeline.known_values import KnownValues
 from shoal.parallel.pipeline.skeleton import Call
 
 Source = tuple[int, int]
@@ -90,18 +91,14 @@ def trace_calls(model: nn.Module, description: Description, call: Call) -> Forwa
             enter, leave = tracer.around(name, places.get(name))
             stack.callback(module.register_forward_pre_hook(enter).remove)
             stack.callback(module.register_forward_hook(leave).remove)
-        for mode in (torch.device("meta"), NoLayerSkipped(), tracer):
+        known = KnownValues()
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+        arguments, options = tree_map_only(Tensor, known.input_of(dtype), call)
+        for mode in (torch.device("meta"), known, tracer):
             stack.enter_context(mode)
-        arguments, options = tree_map_only(Tensor, _input_of(model), call)
         output = model(*arguments, **options)
     tracer.end(output)
     return tracer.forward
-
-
-def _input_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """An input without memory. Numbers have the dtype of the model's: a precision may have changed either."""
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
-    return lambda x: x.to("meta", dtype if x.is_floating_point() else None)
 
 
 def positions(description: Description) -> dict[str, int]:
@@ -156,15 +153,6 @@ def _storages(model: nn.Module, places: dict[str, int]) -> dict[int, str]:
 
 def _tensors(*values: object) -> list[Tensor]:
     return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
-
-
-class NoLayerSkipped(TorchDispatchMode):
-    """Give a number that is drawn alone a value: it decides whether a layer is skipped, and none is."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.rand.default and not args[0]:
-            return torch.ones((), device="cpu")
-        return func(*args, **(kwargs or {}))
 
 
 class _Tracer(TorchDispatchMode):
@@ -259,7 +247,7 @@ class _Tracer(TorchDispatchMode):
 
 def _like(tensor: Tensor) -> Tensor:
     fresh = torch.empty_like(tensor, device="meta")
-    return fresh.requires_grad_() if tensor.requires_grad else fresh
+    return fresh.requires_grad_().clone() if tensor.requires_grad else fresh  # a leaf may not be changed in place
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:

@@ -138,7 +138,9 @@ def _unrun(forward: Forward, description: Description) -> Iterator[Problem]:
     blocks = [name for name, place in positions(description).items() if 0 <= place < len(description.blocks)]
     if missing := [name for name in blocks if name not in ran]:
         num_run = len(blocks) - len(missing)
-        what = f"the forward runs {num_run} of the {len(blocks)} blocks that the description names, and not {missing[0]}"
+        what = (
+            f"the forward runs {num_run} of the {len(blocks)} blocks that the description names, and not {missing[0]}"
+        )
         yield Problem("M045", what, "pp=1, or in blocks=(...) exactly the modules that run")
 
 

@@ -105,7 +105,9 @@ class Tape:
             raise StopForward
         call = self._routes.forward.calls[number]
         leaves = [
-            self._given.get((number, place), None) if (number, place) in self._given else self._without_values(number, place)
+            self._given.get((number, place), None)
+            if (number, place) in self._given
+            else self._without_values(number, place)
             for place in range(len(call.leaves))
         ]
         return rebuilt(call, leaves)
