@@ -393,7 +393,7 @@ def _pipeline(parts: list[StageModule], skeleton: nn.Module, setup: _Setup) -> P
         device=mesh.device,
         comm_device=mesh.comm_device,
         num_stages=stages[0].num_stages,
-        routes=Boundaries(skeleton, setup.description, bounds, setup.tensor),
+        boundaries=Boundaries(skeleton, setup.description, bounds, setup.tensor),
         dtype=precision.compute_dtype,
         loss_dtype=precision.wide_dtype,
         owners=owners(plan),

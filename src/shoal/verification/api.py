@@ -111,7 +111,7 @@ def verify(
     first = batch[0] if is_several else batch
     open_plan = found.of(Plan.of, plan)
     if open_plan is not None and (open_plan.pp or 1) > 1:
-        build = functools.partial(_with_blocks, build, rows(first, 0, 2), loss, open_plan.pp)
+        build = functools.partial(with_blocks, build, rows(first, 0, 2), loss, open_plan.pp)
     size = None if open_plan is None else found.of(claimed_ranks, open_plan) if nproc is None else nproc
     if open_plan is not None and size is not None:
         found += check_ranks(open_plan, size, batch=length(first))
@@ -144,7 +144,7 @@ def _copy_of(model: nn.Module) -> nn.Module:
     return skeleton_of(model) if torch.get_default_device().type == "meta" else copy.deepcopy(model)
 
 
-def _with_blocks(build: Callable[[], nn.Module], batch: Any, loss: Any, pp: int | None) -> nn.Module:
+def with_blocks(build: Callable[[], nn.Module], batch: Any, loss: Any, pp: int | None) -> nn.Module:
     """The model, with a description of its blocks if it has none."""
     model = build()
     attach_blocks(model, pp, lambda: _call(model, batch, loss))

@@ -38,7 +38,7 @@ from shoal.blueprint.schedules.generate import check_schedule
 from shoal.errors import ShoalError, raise_if
 from shoal.parallel.pipeline.calls import positions, unplaced
 from shoal.parallel.pipeline.skeleton import Call, skeleton_of
-from shoal.parallel.pipeline.stage_io import StageRoutes
+from shoal.parallel.pipeline.stage_io import Boundaries, StageRoutes
 from shoal.parallel.pipeline.tape import OwnCall, StopForward, Tape
 
 ONE_STAGE_PER_RANK = ("gpipe", "1f1b")
@@ -119,7 +119,7 @@ class Stage(nn.Module):
         """The dtype in which activations are sent to the next stage."""
         self.wide: torch.dtype | None = None
         """The dtype in which they are computed: as on one device, where they are not sent."""
-        self.routes: Callable[[Call], Sequence[StageRoutes]] | None = None
+        self.boundaries: Boundaries | None = None
         self._tape = tape
 
     @property
@@ -133,8 +133,7 @@ class Stage(nn.Module):
         arguments, options = self.feed.calls[number]
         if self.feed.begin is not None:
             self.feed.begin(number, self.index)
-        assert self.routes is not None
-        self._tape.begin(self.routes(self.feed.calls[number])[self.index], x, self.wide, self.device)
+        self._tape.begin(self.routes(self.feed.calls[number]), x, self.wide, self.device)
         try:
             output = self._call(arguments, options)
             if not self.is_last:
@@ -143,6 +142,11 @@ class Stage(nn.Module):
             self._tape.end()
         assert self.feed.loss is not None
         return self.feed.loss(output, number)
+
+    def routes(self, call: Call) -> StageRoutes:
+        """What it receives and sends."""
+        assert self.boundaries is not None
+        return self.boundaries(call, is_training=self.model.training)[self.index]
 
     def _call(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         try:
@@ -162,8 +166,8 @@ class Pipeline:
     comm_device: torch.device
     """The device from which stages send and on which they receive."""
     num_stages: int
-    routes: Callable[[Call], Sequence[StageRoutes]]
-    """The arguments of the model → what each stage receives and sends."""
+    boundaries: Boundaries
+    """What stages receive and send."""
     dtype: torch.dtype
     """The dtype of the tensor between stages."""
     loss_dtype: torch.dtype
@@ -201,7 +205,7 @@ class Pipeline:
             x: Tensor | None = None
             for index, stage in mine.items():
                 if index and self.owners[index - 1] != me:
-                    routes = self.routes(call)[index]
+                    routes = stage.routes(call)
                     x = torch.empty(routes.packed(routes.receives), dtype=self.dtype, device=self.comm_device)
                     source = self.owners[index - 1]
                     receive = dist.P2POp(dist.irecv, x, group=self.group, group_peer=source)
@@ -218,10 +222,12 @@ class Pipeline:
     def _give(self, feed: MicrobatchFeed) -> None:
         for stage in self.stages:
             stage.feed, stage.device, stage.comm_device = feed, self.device, self.comm_device
-            stage.dtype, stage.wide, stage.routes = self.dtype, self.loss_dtype, self.routes
+            stage.dtype, stage.wide, stage.boundaries = self.dtype, self.loss_dtype, self.boundaries
 
     def _schedule_for(self, feed: MicrobatchFeed) -> Any:
-        shapes = {tuple(routes.packed(routes.sends) for routes in self.routes(call)[:-1]) for call in feed.calls}
+        is_training = self.stages[0].model.training
+        each = [self.boundaries(call, is_training=is_training) for call in feed.calls]
+        shapes = {tuple(routes.packed(routes.sends) for routes in every[:-1]) for every in each}
         if len(shapes) > 1:
             raise ShoalError(
                 f"the microbatches of a pipeline must have one shape, got {[list(one[0]) for one in sorted(shapes)]}",

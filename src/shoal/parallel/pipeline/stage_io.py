@@ -68,10 +68,11 @@ class Boundaries:
     tensor: TensorParallel
     _known: dict[Any, list[StageRoutes]] = field(default_factory=dict)
 
-    def __call__(self, call: Call) -> list[StageRoutes]:
+    def __call__(self, call: Call, *, is_training: bool) -> list[StageRoutes]:
         """Return the routes of every stage for a call of the model."""
-        key = shapes_of(call)
+        key = is_training, shapes_of(call)
         if key not in self._known:
+            self.skeleton.train(is_training)
             forward = traced(self.skeleton, self.description, call)
             self._known[key] = list(self._routes(forward))
         return self._known[key]
@@ -129,7 +130,7 @@ def _order(forward: Forward, description: Description) -> Iterator[Problem]:
                 other = forward.calls[source[0]].module
                 what = f"{call.module} reads what {other} has computed, which is placed after it"
                 fix = "blocks=(...) in the order of the forward, each of them run in one place; or pp=1"
-                yield Problem("M110", what, fix)
+                yield Problem("M041", what, fix)
                 return
 
 
@@ -148,7 +149,7 @@ def _loose(forward: Forward) -> Iterator[Problem]:
     for name in sorted(forward.loose):
         module = name.rpartition(".")[0]
         what = f"the forward reads {name} outside of {module}, and only one stage has it"
-        yield Problem("M112", what, f"call {module}(...) in its place, or pp=1")
+        yield Problem("M044", what, f"call {module}(...) in its place, or pp=1")
         return
 
 
@@ -159,7 +160,7 @@ def _drawn(forward: Forward) -> Iterator[Problem]:
         if len(places) > 1:
             names = sorted({forward.calls[number].module for number in readers if number >= 0})
             what = f"{names[0]} and later modules read one random result that is drawn between modules"
-            yield Problem("M114", what, "nn.Dropout as a submodule in place of F.dropout, or pp=1")
+            yield Problem("M112", what, "nn.Dropout as a submodule in place of F.dropout, or pp=1")
             return
 
 
@@ -168,7 +169,7 @@ def _unfit(forward: Forward, sources: Sequence[Source]) -> Iterator[Problem]:
         leaf, module = forward.leaf(source), forward.calls[source[0]].module
         if not leaf.dtype.is_floating_point:
             what = f"stages exchange floating-point tensors, but {module} returns {leaf.dtype} that a later stage reads"
-            yield Problem("M111", what, "compute it from the model's input, outside of the described modules; or pp=1")
+            yield Problem("M110", what, "compute it from the model's input, outside of the described modules; or pp=1")
         if source in forward.changed_between and source in forward.changed_inside:
             what = f"what {module} returns is changed in place both by a module and between modules"
-            yield Problem("M115", what, "x = x + y in place of x += y, or pp=1")
+            yield Problem("M113", what, "x = x + y in place of x += y, or pp=1")

@@ -76,7 +76,7 @@ class Tape:
             raise ShoalError(
                 f"the forward calls {module} where a run without memory with the same shapes called {expected}",
                 fix="a forward that calls the same modules for all inputs of one shape, or pp=1",
-                code="M113",
+                code="M111",
             )
         return number
 
