@@ -29,7 +29,7 @@ from tests import huggingface
 
 LAYOUTS = ["zero=3 mb=1", "tp=2 sp=off mb=2", "tp=2 sp=on mb=2", "pp=2 1f1b mb=2", "cp=2 mb=2", "cp=2 ulysses mb=2"]
 WITH_EXPERTS = [*LAYOUTS, "ep=2 zero=3 mb=1"]
-SHORT = ["llama tied", "qwen3-moe"]
+SHORT = ["llama tied", "qwen3-moe", "t5"]
 
 
 def largest_differences(world: World, kind: str, pads: bool, plans: list[str]) -> dict[str, float | None]:
@@ -54,17 +54,13 @@ def largest_differences(world: World, kind: str, pads: bool, plans: list[str]) -
                 if axis == "ep":  # a mean over ranks: routers send more to some
                     continue
                 assert counted.get("bytes", 0) == messages.bytes, (words, axis, name)
-        if kind not in UNTRACED and findings.predicted_traffic is None:
+        if findings.predicted_traffic is None:
             raise AssertionError(f"{words}: nothing was predicted")
         if findings.verdict is not None:
             assert findings.verdict.equal, f"{words}: {findings.verdict.first}"
             worst = findings.verdict.worst
             found[words] = max(worst.loss, worst.grad, worst.weight, worst.grad_norm)
     return found
-
-
-UNTRACED = ("whisper",)
-"""Its trace needs values."""
 
 
 @pytest.mark.parametrize("kind", [kind if kind in SHORT else wide(kind) for kind in huggingface.ALL if kind != "clip"])

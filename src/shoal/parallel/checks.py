@@ -212,14 +212,14 @@ def _ties_that_break(model: nn.Module, plan: Plan, description: Description) -> 
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    layout = plan.layout
+    layout, sides = plan.layout, (description.before_blocks, description.after_blocks)
     is_cut = layout.tp > 1 or layout.pp > 1 or (plan.is_sharded and bool(description.blocks))
     for shared in (shared for shared in names.values() if len(shared) > 1 and is_cut):
-        ends = [is_inside(shared[0].rpartition(".")[0], description.before_blocks)]
-        ends.append(is_inside(shared[-1].rpartition(".")[0], description.after_blocks))
         if layout.tp == 1 and _is_on_one_side(shared, description):
             continue
-        if tuple(shared) not in description.tied or not all(ends):
+        before, after = ([n for n in shared if is_inside(n, part)] for part in sides)
+        is_known = (*before[:1], *after[:1]) in description.tied and shared[:1] == before[:1]
+        if not is_known or len(before) + len(after) < len(shared) or (layout.tp > 1 and len(shared) > 2):
             yield Problem(
                 "M022",
                 f"{' and '.join(shared)} are one parameter, and this plan would make several of it",

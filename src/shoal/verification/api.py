@@ -29,13 +29,15 @@ from shoal.data.sources.open import open_datasets
 from shoal.errors import Findings, Problem, listed, nearest, raise_if
 from shoal.launch.local import launch
 from shoal.parallel.expert.router import routers
-from shoal.parallel.pipeline.skeleton import skeleton_of
-from shoal.parallel.pipeline.stage_io import stream_of
+from shoal.parallel.pipeline.skeleton import Call, skeleton_of
+from shoal.parallel.pipeline.stage_io import traced
 from shoal.safe_parsing import short
 from shoal.train.build_model import adapt, build_model, describe, without_memory
-from shoal.train.loss.objective import call_of, objective_of, uncallable
+from shoal.train.loss.labels import needs_labels
+from shoal.train.loss.objective import CrossEntropy, LabelRule, call_of, objective_of, uncallable
 from shoal.train.model_prefix import function_for
 from shoal.train.recipe.preflight import check_sizes, with_tokenizer
+from shoal.train.trace.find_blocks import attach_blocks
 from shoal.verification.case import Case, in_precision, replaced_precision
 from shoal.verification.compression_error import without_compression
 from shoal.verification.options import (
@@ -111,6 +113,8 @@ def verify(
     first = batch[0] if is_several and batch else batch
     size_of_batch = None if isinstance(first, list) and not first else found.of(length, first)
     open_plan = found.of(Plan.of, plan)
+    if open_plan is not None and (open_plan.pp or 1) > 1 and callable(build) and size_of_batch is not None:
+        build = functools.partial(with_blocks, build, rows(first, 0, 2), loss, open_plan.pp)
     size = nproc if nproc is not None or open_plan is None else found.of(claimed_ranks, open_plan)
     if isinstance(size, int) and size > 0:
         found += check_unread(plan, size) if open_plan is None else check_ranks(open_plan, size, batch=size_of_batch)
@@ -169,6 +173,19 @@ def _with_nproc(problem: Problem) -> Problem:
 def _copy_of(model: nn.Module) -> nn.Module:
     """A copy of a model; without values, where models are built without memory."""
     return skeleton_of(model) if torch.get_default_device().type == "meta" else copy.deepcopy(model)
+
+
+def with_blocks(build: Callable[[], nn.Module], batch: Any, loss: Any, pp: int | None) -> nn.Module:
+    """The model, with a description of its blocks if it has none."""
+    model = build()
+    attach_blocks(model, pp, lambda: _call(model, batch, loss))
+    return model
+
+
+def _call(model: nn.Module, batch: Any, loss: Any) -> Call:
+    """The arguments with which a loss calls a model."""
+    objective = CrossEntropy(rule=LabelRule(needs_labels(model))) if loss is None else objective_of(loss)
+    return call_of(objective, batch)
 
 
 def _check_names(options: Mapping[str, Any]) -> Iterator[Problem]:
@@ -252,12 +269,12 @@ def reject_uncallable(case: Case) -> None:
     if model is None:
         return
     if case.loss is None or case.plan.layout.pp > 1:  # else the user's loss may do more than call the model
-        call = call_of(objective_of(case.loss), rows(case.batches[0], 0, 2))  # two samples: batch norm rejects one
+        call = _call(model, rows(case.batches[0], 0, 2), case.loss)  # two samples: batch norm rejects one
         raise_if(uncallable(model, call))
         if case.plan.layout.pp > 1:
             description = describe(model)
             adapt(model, description, case.plan)
-            stream_of(model, description.blocks, call)
+            traced(model, description, call)
 
 
 # ---- cases from a recipe --------------------------------------------------------------------------------------------

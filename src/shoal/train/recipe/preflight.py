@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,13 +23,15 @@ from shoal.data.sources.open import open_datasets
 from shoal.data.sources.packing import PackedTokens
 from shoal.errors import Findings, Problem, ShoalError, raise_if
 from shoal.parallel.checks import check_model
-from shoal.parallel.pipeline.stage_io import stream_of
+from shoal.parallel.pipeline.skeleton import Call
+from shoal.parallel.pipeline.stage_io import traced
 from shoal.parallel.policies import Policies
 from shoal.train.build_model import adapt, adapter_of, build_model, describe, without_memory
 from shoal.train.loss.objective import CrossEntropy, call_of, uncallable
 from shoal.train.model_prefix import value_for
 from shoal.train.recipe.saving.start_weights import check_weights
 from shoal.train.recipe.settings import settings_of
+from shoal.train.trace.find_blocks import attach_blocks
 
 if TYPE_CHECKING:
     from shoal.predict.predict import Prediction
@@ -138,8 +141,9 @@ def reject_shortened_data(job: Job) -> None:
 
 def _check_model(plan: Plan, model: nn.Module, recipe: Recipe, data: Dataset | None) -> list[Problem]:
     """Find why the plan cannot distribute this model. `check_settings` checks the batch."""
-    description, settings = describe(model), recipe.run
     found = Findings()
+    found.of(attach_blocks, model, plan.pp, functools.partial(first_call, data))
+    description, settings = describe(model), recipe.run
     found.of(adapt, model, description, plan.with_layout())
     found += check_plan(
         plan,
@@ -153,6 +157,11 @@ def _check_model(plan: Plan, model: nn.Module, recipe: Recipe, data: Dataset | N
     return [*found.problems, *check_model(model, plan, description, policies.compute, policies.sync)]
 
 
+def first_call(data: Dataset | None) -> Call | None:
+    """The arguments of the model for two samples."""
+    return None if data is None else call_of(CrossEntropy(), data.batch(np.arange(min(2, len(data)))))
+
+
 def _num_tokens(recipe: Recipe, description: Description, data: Dataset | None) -> int | None:
     """Tokens of a sample, also of data that could not be opened; None: samples have no tokens."""
     if data is not None:
@@ -163,12 +172,13 @@ def _num_tokens(recipe: Recipe, description: Description, data: Dataset | None) 
 def _check_data(plan: Plan, model: nn.Module, data: Dataset, *, is_checked: bool) -> Iterator[Problem]:
     """Find where the model does not fit the data. `is_checked`: the plan can distribute the model."""
     found = list(check_sizes(model, data))
-    call = call_of(CrossEntropy(), data.batch(np.arange(min(2, len(data)))))
+    call = first_call(data)
+    assert call is not None
     found += uncallable(model, call)
     yield from found
     if is_checked and plan.pp != 1 and not found:
         try:
-            stream_of(model, describe(model).blocks, call)
+            traced(model, describe(model), call)
         except ShoalError as error:
             yield from error.problems
 
