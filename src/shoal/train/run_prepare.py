@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from shoal.blueprint.description import Description
 from shoal.data.sharded_dataloader import ShardedDataLoader
-from shoal.errors import Problem, raise_if
+from shoal.errors import Findings, Problem, raise_if
 from shoal.numerics.init import init_missing
 from shoal.numerics.local_tensor import to_local
 from shoal.numerics.offload import HostCopies
@@ -34,7 +34,10 @@ from shoal.train.trace.find_blocks import attach_blocks
 
 def prepare(engine: StepEngine, things: tuple[Any, ...]) -> tuple[Any, ...]:
     """The things as the run of this engine takes them, in their order. Models are placed before all else."""
-    raise_if(problem for thing in things for problem in _check(engine.state, thing))
+    found = Findings()
+    for thing in things:
+        found += _check(engine.state, thing)
+    raise_if(found.problems)
     loader = next((thing for thing in things if isinstance(thing, DataLoader)), None)
     for model in (thing for thing in things if isinstance(thing, nn.Module)):
         attach_blocks(model, engine.state.plan.layout.pp, functools.partial(_first_call, engine.state, loader))
