@@ -314,8 +314,9 @@ class RunSection(Section):
     """True: remove an earlier run in `dir` first, with its checkpoints."""
 
     start_from: str | None = None
-    """The source of the initial weights: a run directory, one of its steps, a folder or a URL of checkpoints, or the
-    output of `shoal checkpoint import`. None: weights drawn from the seed."""
+    """The source of the initial weights: a run directory, one of its steps, a folder or a URL of checkpoints, the
+    output of `shoal checkpoint import`, or a folder of safetensors. None: those of a model `hf:FOLDER`; else weights
+    drawn from the seed."""
 
     duration: DurationField = Duration(200, "step")
     """How long to train: `1000step`, `2epoch`, `1e9tok`, `10min`."""
