@@ -251,6 +251,26 @@ def written_out(
     return (weights_BNTS @ v_BNSH.to(weights_BNTS.dtype)).to(q_BNTH.dtype)
 
 
+def has_window_kernel(q_BNTH: Tensor, num_keys: int, rule: AttentionRule) -> bool:
+    """Whether flash attention can leave out the keys before a window, instead of masking them."""
+    is_half = q_BNTH.is_cuda and q_BNTH.dtype in (torch.bfloat16, torch.float16)
+    is_fit = q_BNTH.shape[-1] % 8 == 0 and q_BNTH.shape[-1] <= 256 and q_BNTH.shape[2] == num_keys
+    return is_half and is_fit and rule.window is not None and rule.softcap is None and not rule.dropout
+
+
+def attended_in_window(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, rule: AttentionRule) -> Tensor:
+    """Attend to the last keys, in the time of those alone. torch has a window in its kernel, and not in its public
+    function."""
+    assert rule.window is not None
+    num_tokens = q_BNTH.shape[2]
+    heads = (_readable(x).transpose(1, 2) for x in (q_BNTH, k_BKTH, v_BKTH))
+    out_BTNH: Tensor = _aten._flash_attention_forward(
+        *heads, None, None, num_tokens, num_tokens, 0.0, True, False,  # one length for all, no dropout, causal
+        scale=rule.scale_for(q_BNTH), window_size_left=rule.window - 1, window_size_right=0,
+    )[0]  # fmt: skip
+    return out_BTNH.transpose(1, 2)
+
+
 def _masked(scores: Tensor, bias: Tensor | None, is_causal: bool) -> Tensor:
     if is_causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
