@@ -1,4 +1,4 @@
-"""Make a model of transformers fit for a layout, in place: its attention, its cache, its masks, positions and layers."""
+"""Make a model of transformers fit for a layout, in place: its attention, cache, masks, positions and layers."""
 
 from __future__ import annotations
 

@@ -42,7 +42,9 @@ def logit_rule(model: Any, head: nn.Module) -> LogitRule | None:
     memo: dict[int, Any] = {id(base): _Base(), id(head): _Known(known), id(model.config): model.config}
     try:
         with keeping_float64("fp64", is_foreign=True):
-            found = copy.deepcopy(model, memo).eval()(**{k: torch.zeros_like(x, device="cpu") for k, x in inputs.items()})
+            found = copy.deepcopy(model, memo).eval()(
+                **{k: torch.zeros_like(x, device="cpu") for k, x in inputs.items()}
+            )
     except Exception:  # it needs other inputs, or more of the layers before
         return None
     return _fit(known, getattr(found, "logits", None))

@@ -1,4 +1,4 @@
-"""The backward of silu(gate) · up, or of GELU in place of silu, on a GPU: every tensor is read once and written once."""
+"""The backward of silu(gate) · up, or of GELU for silu, on a GPU: every tensor is read once and written once."""
 
 from __future__ import annotations
 

@@ -7,13 +7,13 @@ needs the lse of all keys:
     out = Σ_parts  out_p · exp(lse_p - lse)          lse = log Σ_parts exp(lse_p)
 
 torch's kernels compute the lse but do not return it in the public API: the names below are private to torch. Only this
-file uses them, and a test compares each with attention written out in full.
+file and `window_attention` use them, and a test compares each with attention written out in full.
 """
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -54,6 +54,10 @@ class AttentionRule:
     def scale_for(self, q: Tensor) -> float:
         """The factor for queries with these features."""
         return q.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+    def within(self, num_keys: int) -> AttentionRule:
+        """The same rule for so many keys: a window that holds all of them is none."""
+        return replace(self, window=None) if self.window is not None and self.window >= num_keys else self
 
 
 PLAIN = AttentionRule()
@@ -249,26 +253,6 @@ def written_out(
         weights_BNTS = weights_BNTS.masked_fill(~mask, 0.0)  # of a query that sees nothing, as torch's kernels do
     weights_BNTS = F.dropout(weights_BNTS, rule.dropout, training=rule.dropout > 0)
     return (weights_BNTS @ v_BNSH.to(weights_BNTS.dtype)).to(q_BNTH.dtype)
-
-
-def has_window_kernel(q_BNTH: Tensor, num_keys: int, rule: AttentionRule) -> bool:
-    """Whether flash attention can leave out the keys before a window, instead of masking them."""
-    is_half = q_BNTH.is_cuda and q_BNTH.dtype in (torch.bfloat16, torch.float16)
-    is_fit = q_BNTH.shape[-1] % 8 == 0 and q_BNTH.shape[-1] <= 256 and q_BNTH.shape[2] == num_keys
-    return is_half and is_fit and rule.window is not None and rule.softcap is None and not rule.dropout
-
-
-def attended_in_window(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, rule: AttentionRule) -> Tensor:
-    """Attend to the last keys, in the time of those alone. torch has a window in its kernel, and not in its public
-    function."""
-    assert rule.window is not None
-    num_tokens = q_BNTH.shape[2]
-    heads = (_readable(x).transpose(1, 2) for x in (q_BNTH, k_BKTH, v_BKTH))
-    out_BTNH: Tensor = _aten._flash_attention_forward(
-        *heads, None, None, num_tokens, num_tokens, 0.0, True, False,  # one length for all, no dropout, causal
-        scale=rule.scale_for(q_BNTH), window_size_left=rule.window - 1, window_size_right=0,
-    )[0]  # fmt: skip
-    return out_BTNH.transpose(1, 2)
 
 
 def _masked(scores: Tensor, bias: Tensor | None, is_causal: bool) -> Tensor:

@@ -19,8 +19,7 @@ from shoal.numerics.precision import compute_dtype, narrowed
 
 def embedded(tokens: Tensor, layer: nn.Module) -> Tensor:
     """Look up tokens in `layer`, in bfloat16 if products are computed in it."""
-    is_lookup = type(layer) is nn.Embedding and is_plain(layer)
-    rows = looked_up(tokens, layer) if is_lookup else None
+    rows = looked_up(tokens, layer) if type(layer) is nn.Embedding and is_plain(layer) else None
     return narrowed(layer(tokens)) if rows is None else rows
 
 

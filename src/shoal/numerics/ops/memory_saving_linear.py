@@ -198,6 +198,7 @@ class _RMSNormLinears(torch.autograd.Function):
         cast = _cast(weights, grads[0].dtype, ctx.is_one)
         d_normed = [grad @ weight for grad, weight in zip(grads, cast, strict=True)]
         d_x, d_scale, normed = norm_backward(d_normed, of_x, x, scale, inverse)
+        assert normed is not None
         needed = ctx.needs_input_grad[5:]
         d_weights: list[Tensor | None] = [None] * len(weights)
         if ctx.is_one and any(needed):
@@ -240,7 +241,7 @@ class _Linears(torch.autograd.Function):
             d_normed = sum(others, start=first)
         d_weights: list[Tensor | None] = [None] * len(weights)
         if any(needed):
-            normed = kept[0] if len(kept) == 1 else normed_again(*kept, dtype)
+            normed = kept[0] if len(kept) == 1 else normed_again(NormSource(*kept), dtype)
             products = [
                 _product(grad, normed, weights[0].dtype) if ctx.is_one or is_needed else None
                 for grad, is_needed in zip(grads, [True] if ctx.is_one else needed, strict=True)

@@ -57,7 +57,13 @@ with its neighbours."""
 
 
 def norm_backward(
-    d_normed: Sequence[Tensor], of_x: Tensor | None, x: Tensor, scale: Tensor, inverse: Tensor, *, recompute: bool = True
+    d_normed: Sequence[Tensor],
+    of_x: Tensor | None,
+    x: Tensor,
+    scale: Tensor,
+    inverse: Tensor,
+    *,
+    recompute: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the gradients of x and of the scale; with `recompute`, also the norm, in the precision of its gradients.
 
@@ -71,17 +77,24 @@ def norm_backward(
     return _plainly(d_normed, of_x, x, scale, inverse, recompute=recompute)
 
 
-def normed_again(x: Tensor, scale: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
+def normed_again(source: NormSource, dtype: torch.dtype) -> Tensor:
     """Compute the norm again, for a backward. The order of the product is not that of the forward: else a compiler
     would save the forward's result."""
+    x, scale, inverse = source
     return (x.to(inverse.dtype) * (inverse * scale)).to(dtype)
 
 
 def _plainly(
-    d_normed: Sequence[Tensor], of_x: Tensor | None, x: Tensor, scale: Tensor, inverse: Tensor, *, recompute: bool = True
+    d_normed: Sequence[Tensor],
+    of_x: Tensor | None,
+    x: Tensor,
+    scale: Tensor,
+    inverse: Tensor,
+    *,
+    recompute: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     unscaled = x.to(inverse.dtype) * inverse
-    normed = normed_again(x, scale, inverse, d_normed[0].dtype) if recompute else None
+    normed = normed_again(NormSource(x, scale, inverse), d_normed[0].dtype) if recompute else None
     d = sum(part.to(inverse.dtype) for part in d_normed)
     d_scale = (d * unscaled).flatten(0, -2).sum(0).to(scale.dtype)
     d_unscaled = d * scale

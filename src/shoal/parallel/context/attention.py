@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -29,14 +28,8 @@ from shoal.blueprint.context_parallel import contiguous, zigzag
 from shoal.blueprint.description import Description
 from shoal.comm.collectives import all_gather
 from shoal.errors import ShoalError
-from shoal.numerics.ops.attention import (
-    PLAIN,
-    AttentionRule,
-    attended_in_window,
-    for_every_head,
-    has_window_kernel,
-    written_out,
-)
+from shoal.numerics.ops.attention import PLAIN, AttentionRule, for_every_head, written_out
+from shoal.numerics.ops.window_attention import attended_in_window, has_window_kernel
 from shoal.parallel.context.ring import ring_attention
 from shoal.parallel.context.ulysses import ulysses_attention
 
@@ -227,11 +220,9 @@ def attended(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend with every query head to the key/value head that it shares."""
-    num_keys = k_BKSH.shape[2]
-    if rule.window is not None and rule.window >= num_keys:
-        rule = replace(rule, window=None)
-    is_windowed = causal and mask is None and sinks is None and has_window_kernel(q_BNTH, num_keys, rule)
-    if is_windowed and backend in ("auto", "flash"):
+    rule = rule.within(k_BKSH.shape[2])
+    is_plain = causal and mask is None and sinks is None and backend in ("auto", "flash")
+    if is_plain and has_window_kernel(q_BNTH, k_BKSH.shape[2], rule):
         return attended_in_window(q_BNTH, k_BKSH, v_BKSH, rule)
     mask_B1TS = seen_keys(mask, q_BNTH.shape[2], k_BKSH.shape[2], q_BNTH.device, causal=causal, window=rule.window)
     if rule.softcap is not None or sinks is not None:

@@ -1,4 +1,4 @@
-"""Layers of transformers that save less and compute faster, swapped in where a module is recognised by what it computes.
+"""Layers for models of transformers that save less and are faster, where a module is recognised by what it computes.
 
 Names, parameters and `state_dict` stay. A module that is not recognised stays as it is.
 """

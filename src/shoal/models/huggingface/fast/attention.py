@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.models.huggingface.fast.norms import Recall
 from shoal.models.huggingface.fast.probe import Swapped, become, computes, drawn, has_linears, is_free, small_copy
@@ -94,7 +94,7 @@ def heads_of(module: Any, products: Sequence[Tensor], rule: HeadRule, cos: Tenso
     return q, k, v.contiguous()  # else saving v would keep the joint product
 
 
-def swap_attention(module: nn.Module) -> bool:
+def swap_attention(module: Any) -> bool:
     """Replace the forward of a module, if it is such an attention."""
     head_dim = getattr(module, "head_dim", None)
     if not has_linears(module, LAYERS) or not is_free(module) or type(head_dim) is not int or head_dim % 2:
@@ -141,7 +141,9 @@ def _recognised(probe: Any, head_dim: int, calls: list[dict[str, Any]]) -> HeadR
                 continue
             for is_rotated in (True, False):
                 rule = HeadRule(is_rotated, norms, *seen)
-                if computes(probe, theirs, lambda x, rule=rule: _ours(probe, rule, record, x, cos, sin), drawn(1, TOKENS, 6)):
+                if computes(
+                    probe, theirs, lambda x, rule=rule: _ours(probe, rule, record, x, cos, sin), drawn(1, TOKENS, 6)
+                ):
                     return rule
     except Exception:  # it takes other arguments
         return None

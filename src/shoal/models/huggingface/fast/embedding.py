@@ -1,7 +1,7 @@
 """The ends of the residual stream: lookups in bfloat16, and rotary angles that stay in float32.
 
 Under autocast transformers looks up rows in float32, and all sums between blocks are then in float32: twice the bytes.
-Here the stream is in bfloat16, as in models whose weights are. Rotary angles would follow it, so they are asked for in
+Here the stream is in bfloat16, as in models whose weights are. Rotary angles would follow it, so they are requested in
 float32.
 """
 

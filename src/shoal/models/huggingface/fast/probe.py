@@ -56,7 +56,11 @@ def _empty_like(tensor: Tensor) -> Tensor:
 
 
 def computes(
-    module: nn.Module, theirs: Callable[..., Any], ours: Callable[..., Any], *inputs: Tensor, modes: Sequence[bool] = (True, False)
+    module: nn.Module,
+    theirs: Callable[..., Any],
+    ours: Callable[..., Any],
+    *inputs: Tensor,
+    modes: Sequence[bool] = (True, False),
 ) -> bool:
     """Whether both functions return the same tensors and the same gradients of the inputs and of all parameters of the
     module, while it trains and while it does not."""
@@ -71,7 +75,9 @@ def computes(
     return True
 
 
-def _evaluated(function: Callable[..., Any], parameters: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Any] | None:
+def _evaluated(
+    function: Callable[..., Any], parameters: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> list[Any] | None:
     """The outputs, and the gradients of a sum over them with random weights."""
     leaves = [one.detach().clone().requires_grad_() for one in inputs]
     try:
@@ -79,7 +85,7 @@ def _evaluated(function: Callable[..., Any], parameters: Sequence[Tensor], input
             outputs = function(*leaves)
             outputs = [outputs] if isinstance(outputs, Tensor) else [one for one in outputs if isinstance(one, Tensor)]
             total = sum((one * drawn(*one.shape, seed=99 + n)).sum() for n, one in enumerate(outputs))
-            gradients = torch.autograd.grad(total, [*leaves, *parameters], allow_unused=True)  # type: ignore[arg-type]
+            gradients = torch.autograd.grad(total, [*leaves, *parameters], allow_unused=True)
     except Exception:  # it takes other arguments, or is made for other sizes
         return None
     return [*outputs, *gradients]
@@ -95,14 +101,17 @@ def _is_same(found: Tensor | None, expected: Tensor | None) -> bool:
 
 def has_linears(module: nn.Module, names: Sequence[str]) -> bool:
     """Whether a module has plain linear layers of these names."""
-    return all(is_linear(getattr(module, name, None)) for name in names)
+    layers = [getattr(module, name, None) for name in names]
+    return all(isinstance(layer, nn.Module) and is_linear(layer) for layer in layers)
 
 
 def become(module: nn.Module, mixin: type, **attributes: Any) -> None:
     """Let a module compute as the mixin says. Its class is a new one that inherits from its own, with the same names
     and parameters."""
     kind = type(module)
-    module.__class__ = _kinds.setdefault((kind, mixin), type(kind.__name__, (mixin, kind), {"__module__": kind.__module__}))
+    module.__class__ = _kinds.setdefault(
+        (kind, mixin), type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
+    )
     for name, value in attributes.items():
         setattr(module, name, value)
 

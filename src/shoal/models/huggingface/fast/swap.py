@@ -46,11 +46,11 @@ def _text_config(model: Any) -> Any:
 
 def _connect(block: nn.Module) -> None:
     """Give a norm and the modules that get its output a common `Recall`."""
-    modules = dict(block.named_modules())
+    modules: dict[str, Any] = dict(block.named_modules())
     for norm, users in _users_of_norms(block).items():
         recall = Recall(len(users))
         for name in (norm, *users):
-            modules[name].recall = recall  # type: ignore[assignment]
+            modules[name].recall = recall
 
 
 def _users_of_norms(block: nn.Module) -> dict[str, list[str]]:
@@ -71,11 +71,12 @@ def _users_of_norms(block: nn.Module) -> dict[str, list[str]]:
 
         return hook
 
-    for name, module in skeleton.named_modules():
+    modules: dict[str, Any] = dict(skeleton.named_modules())
+    for name, module in modules.items():
         if isinstance(module, FastNorm):
-            module.register_forward_hook(note_output(name))
+            skeleton.get_submodule(name).register_forward_hook(note_output(name))
         elif isinstance(module, FastAttention | FastFeedForward):
-            module.register_forward_pre_hook(note_input(name), with_kwargs=True)
+            skeleton.get_submodule(name).register_forward_pre_hook(note_input(name), with_kwargs=True)
     try:
         with torch.device("meta"):
             skeleton(**_arguments(skeleton))
