@@ -1,7 +1,7 @@
 """How fast is shoal on one GPU, compared with the alternatives and with the limit of the GPU?
 
 python benchmarks/h200/run.py TABLE ...   one or more of: speed turns large fp8 rowwise shapes long longest roofline
-                                         curve images hf all
+                                         curve images hf hf-parts all
 
 Every row is a process of its own (`systems.py`, `curve.py`, `images.py`), one after the other on an otherwise idle GPU,
 or by turns; a table is one run, because GPUs of one kind differ by a few per cent. Peers need
@@ -354,39 +354,53 @@ HF_MODELS = {
 }
 
 
+LIGER = "Transformers + Liger"
+
+
 def hf() -> tuple[str, list[Row]]:
     """Models of transformers, unmodified, against kernels of Liger and a compiled model; and shoal's own Llama."""
     rows: list[Row] = []
     for family, what in HF_MODELS.items():
         runs = {
-            "Transformers + Liger": ("hf.py", "liger", "--family", family),
+            LIGER: ("hf.py", "liger", "--family", family),
             "Transformers under shoal.Run": ("hf.py", "shoal", "--family", family),
         }
         if family == "llama":
             runs["Transformers, compiled"] = ("hf.py", "compiled")
             runs["shoal's own Llama"] = ("systems.py", "shoal", "--steps", "14", "--warmup", "5")
-        told = {name: told_by(*words) for name, words in runs.items()}
-        base = told["Transformers + Liger"]
-        for name, said in told.items():
-            is_measured = "error" not in said
-            row = {
-                "model": what,
-                "system": name,
-                "tokens/s": f"{said['tokens_per_s']:,}" if is_measured else said["error"],
-            }
-            of = {"of Liger": "tokens_per_s", "of its memory": "peak_gib"}
-            ratios = {
-                what: f"{said[key] / base[key]:.3f}" if is_measured and "error" not in base else ""
-                for what, key in of.items()
-            }
-            gib = f"{said['peak_gib']:.1f}" if is_measured else ""
-            rows.append(row | {"of Liger": ratios["of Liger"], "GiB": gib, "of its memory": ratios["of its memory"]})
+        rows += beside_liger(what, runs)
     return "models of transformers, 8 x 4096 tokens", rows
+
+
+def hf_parts() -> tuple[str, list[Row]]:
+    """What each part gives: without compilation, without swapped layers, without shoal."""
+    runs = {
+        LIGER: ("hf.py", "liger"),
+        "under shoal.Run, not compiled": ("hf.py", "shoal", "--eager"),
+        "under shoal.Run, fused_layers=False": ("hf.py", "shoal", "--options", '{"fused_layers": false}'),
+        "Transformers alone, not compiled": ("hf.py", "plain"),
+    }
+    return "parts of a run of a model of transformers, 8 x 4096 tokens", beside_liger(HF_MODELS["llama"], runs)
+
+
+def beside_liger(what: str, runs: dict[str, tuple[str, ...]]) -> list[Row]:
+    """One row for each of `runs`, name → script and its arguments; ratios are to Liger."""
+    told = {name: told_by(*words) for name, words in runs.items()}
+    base, rows = told[LIGER], []
+    for name, said in told.items():
+        is_measured = "error" not in said and "error" not in base
+        row = {"model": what, "system": name, "tokens/s": said.get("error") or f"{said['tokens_per_s']:,}"}
+        row["of Liger"] = f"{said['tokens_per_s'] / base['tokens_per_s']:.3f}" if is_measured else ""
+        row["GiB"] = f"{said['peak_gib']:.1f}" if "error" not in said else ""
+        row["of its memory"] = f"{said['peak_gib'] / base['peak_gib']:.3f}" if is_measured else ""
+        rows.append(row)
+    return rows
 
 
 TABLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "speed": speed, "turns": turns, "large": large, "fp8": fp8, "rowwise": rowwise, "shapes": shapes, "long": long,
     "longest": longest, "roofline": roofline, "curve": curve, "images": images, "hf": hf,
+    "hf-parts": hf_parts,
 }  # fmt: skip
 
 
@@ -398,7 +412,7 @@ def main() -> None:
     LEFT_OUT.update(arguments.without.split(","))
     for name in TABLES if "all" in arguments.tables else arguments.tables:
         title, *tables = TABLES[name]()
-        top = heading(f"One GPU: {title}", OWN_PROTOCOLS.get(name, PROTOCOL), packages=PACKAGES)
+        top = heading(f"One GPU: {title}", OWN_PROTOCOLS.get(name.partition("-")[0], PROTOCOL), packages=PACKAGES)
         text = "\n".join([top, "\n\n".join(map(table, tables))])
         print(text)
         print("written to", write(f"h200-{name}", text), flush=True)
