@@ -373,6 +373,10 @@ class RunSection(Section):
     not support it is an error. Ring attention, CPUs, and models that do not call `shoal.Attention` have their own
     kernels."""
 
+    fused_layers: bool | None = None
+    """True: norms, feed-forwards, attentions and embeddings of a model of transformers that shoal recognises are
+    computed by shoal's operators, which save less and are faster. false: they stay. None: true on a GPU."""
+
     fp8: Literal["tensorwise", "rowwise"] = "tensorwise"
     """Under `precision: fp8`, the part of a tensor that shares one scale. rowwise is more exact, and slower on an
     H200."""
