@@ -47,7 +47,7 @@ def is_foreign(where: str) -> bool:
 def expect_weights(recipe: Recipe, model: nn.Module) -> None:
     """Let a model be laid out without drawing weights that will be replaced."""
     if hasattr(model, "is_loaded_later"):
-        model.is_loaded_later = source_of(recipe) is not None
+        setattr(model, "is_loaded_later", source_of(recipe) is not None)  # noqa: B010  # a flag, no module
 
 
 def check_weights(recipe: Recipe, model: nn.Module) -> list[Problem]:
@@ -55,7 +55,7 @@ def check_weights(recipe: Recipe, model: nn.Module) -> list[Problem]:
     try:
         where = source_of(recipe)
         if where is not None and is_foreign(where):
-            _tensors(model, where)
+            foreign_tensors(model, where)
     except ShoalError as error:
         return list(error.problems)
     return []
@@ -69,7 +69,7 @@ def start_with_weights(run: Run, recipe: Recipe) -> str | None:
     if is_foreign(where):
         model = without_memory(lambda: build_model(recipe.model))
         assert model is not None
-        load_tensors(run.world, holder_of(run), _tensors(model, where), where)
+        load_tensors(run.world, holder_of(run), foreign_tensors(model, where), where)
         return where
     return f"step {load_start_weights(run, where)} of {where}"
 
@@ -81,7 +81,7 @@ def load_start_weights(run: Run, where: str) -> int:
     return load_step(store, run.world, holder_of(run), newest if step is None else step, only_weights=True).step
 
 
-def _tensors(model: nn.Module, where: str) -> Mapping[str, LazyTensor]:
+def foreign_tensors(model: nn.Module, where: str) -> Mapping[str, LazyTensor]:
     """The tensors of foreign files under the names of a model without memory."""
     adapter, path = adapter_of(model), Path(where)
     if adapter is not None and path.is_dir() and ((path / INDEX).is_file() or detect(path) != "dcp"):
