@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.cli import main, memory_check
+from shoal.cli import main
 from shoal.config.load import load_recipe
 from shoal.config.recipe import ModelSection, Recipe
 from shoal.models.llama_config import PRESETS
 from shoal.predict.presets.models import MODELS
 from shoal.train.build_model import build_model, without_memory
+from shoal.train.recipe import memory_check
 from tests.cli.host import Host
 
 GIB = 2**30

@@ -108,9 +108,9 @@ class Export:
     to: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TO")]
     """The file or folder to write."""
 
-    format: Literal["safetensors", "huggingface", "dcp", "torch"] = "safetensors"
+    format: Literal["safetensors", "huggingface", "dcp", "torch", "peft"] = "safetensors"
     """safetensors: one file. huggingface: a folder with files, index and, of a llama, config.json. dcp: a folder of
-    torch.distributed.checkpoint. torch: a state dict of torch.save."""
+    torch.distributed.checkpoint. torch: a state dict of torch.save. peft: a folder of adapters that PEFT loads."""
 
     step: int | None = None
     """The step. None: the newest."""

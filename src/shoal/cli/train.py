@@ -20,7 +20,6 @@ import tyro
 
 from shoal.blueprint.layout_drawing import draw_layout
 from shoal.blueprint.plan import Plan
-from shoal.cli.memory_check import check_memory, has_no_accelerator, host_memory, parameters_of_preset
 from shoal.cli.overrides import parse
 from shoal.comm.rendezvous.environment import Placement, read_environment
 from shoal.config.check_settings import check_settings
@@ -28,6 +27,7 @@ from shoal.config.load import Reading, dump_recipe
 from shoal.config.recipe import Recipe
 from shoal.errors import Findings, Problem, RunFailed, ShoalError, raise_if
 from shoal.predict.cluster_parser import is_measured_here
+from shoal.train.recipe.memory_check import check_memory, has_no_accelerator, host_memory, parameters_of_preset
 
 if TYPE_CHECKING:
     from torch import nn

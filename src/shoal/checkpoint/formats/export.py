@@ -1,5 +1,5 @@
-"""Export a step: to one safetensors file, a Hugging Face folder, a folder of torch.distributed.checkpoint, or a state
-dict of torch.
+"""Export a step: to one safetensors file, a Hugging Face folder, a folder of torch.distributed.checkpoint, a state dict
+of torch, or a folder of PEFT.
 
 Every value is checked when it is read, and only a box of one tensor is in memory. The output has the name of a draft
 until all of it is on the disk: a process that dies before leaves nothing under the requested name.
@@ -20,17 +20,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.formats import dcp, huggingface, safetensors
+from shoal.checkpoint.formats import adapter, dcp, huggingface, safetensors
 from shoal.checkpoint.formats.lazy_tensor import LazyTensor
 from shoal.checkpoint.full_tensor import FullTensors
+from shoal.checkpoint.state.base_fingerprint import BASE
 from shoal.checkpoint.storage.filesystem import Filesystem
 from shoal.checkpoint.storage.locate import SavedStep
 from shoal.checkpoint.storage.manifest import SIZES
 from shoal.checkpoint.storage.shard_file import DTYPES
 from shoal.errors import RunFailed, ShoalError
 
-FORMATS = ("safetensors", "huggingface", "dcp", "torch")
-_OF_AN_EXPORT = ("model*.safetensors", huggingface.INDEX, huggingface.CONFIG, dcp.METADATA, "*.distcp")
+FORMATS = ("safetensors", "huggingface", "dcp", "torch", "peft")
+_OF_AN_EXPORT = (
+    adapter.WEIGHTS,
+    adapter.CONFIG,
+    "model*.safetensors",
+    huggingface.INDEX,
+    huggingface.CONFIG,
+    dcp.METADATA,
+    "*.distcp",
+)
 """Patterns of the files in a folder that an export writes."""
 
 
@@ -74,10 +83,32 @@ def export(
         size = sum(tensor.num_bytes for tensor in tensors.values())
         config = None
         if how.format == "huggingface":
+            _reject_adapters_alone(step)
             config = huggingface.config_of(how.model or model_in(step), tensors)
+        elif how.format == "peft":
+            config = _adapter_config(step)
         with _target(to, disk, overwrite=how.overwrite, needs=size * (2 if how.format == "torch" else 1)) as draft:
             _write(draft, tensors, how, config, progress, disk)
     return Exported(len(tensors), size, config is not None)
+
+
+def _reject_adapters_alone(step: SavedStep) -> None:
+    if BASE in step.manifest.state:
+        raise ShoalError(
+            f"{step.path} must hold a whole model for --format huggingface, got adapters alone",
+            fix="--format peft for the adapters; or shoal checkpoint merge RUN TO for the base with its updates",
+            code="L014",
+        )
+
+
+def _adapter_config(step: SavedStep) -> dict[str, Any]:
+    settings = step.manifest.state.get("lora")
+    if not isinstance(settings, dict):
+        raise ShoalError(
+            f"{step.path} must hold adapters for --format peft, got none", fix="--format safetensors", code="L014"
+        )
+    name = model_in(step).get("name")
+    return adapter.config_of(settings, base=name.removeprefix("hf:") if isinstance(name, str) else None)
 
 
 def model_in(step: SavedStep) -> Mapping[str, Any]:
@@ -117,6 +148,9 @@ def _write(
         disk.make_draft(draft)
         if how.format == "huggingface":
             huggingface.write(draft, tensors, disk, progress, shard_bytes=how.shard_bytes, config=config)
+        elif how.format == "peft":
+            assert config is not None
+            adapter.write(draft, tensors, disk, progress, config=config)
         else:
             dcp.write(draft, tensors, progress)
             for name in disk.names(draft):

@@ -5,7 +5,9 @@ Both end every document with an end token, which separates documents in packed s
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,6 +29,12 @@ class Tokenizer(Protocol):
     def encode(self, documents: Sequence[bytes]) -> Tokens:
         """All documents one after the other, each followed by the end token."""
 
+    def ids(self, text: str) -> list[int]:
+        """The tokens of a text, without an end token."""
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of tokens."""
+
 
 class Bytes:
     """Every byte is a token: ids 0 to 255, and 256 ends a document."""
@@ -44,13 +52,22 @@ class Bytes:
             stream[position - 1] = self.end_token
         return stream
 
+    def ids(self, text: str) -> list[int]:
+        """The bytes of a text."""
+        return list(text.encode("utf-8", errors="replace"))
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of bytes; others than bytes are left out."""
+        return bytes(token for token in ids if token < 256).decode("utf-8", errors="replace")
+
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json`. Without a known end token, one id is added after its last."""
+    """A `tokenizer.json`, or a folder with one. Without a known end token, one id is added after its last."""
 
     def __init__(self, path: str) -> None:
         tokenizers = needs("tokenizers", what="data.tokenizer", extra="hf")
         file = existing(path, words=["bytes"], setting="data.tokenizer")
+        file = file / "tokenizer.json" if file.is_dir() else file
         reject_irregular(file)
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(file))
@@ -58,7 +75,7 @@ class HuggingFaceTokenizer:
             what = f"data.tokenizer must be a tokenizer.json, got {file}: {error}"
             raise ShoalError(what, fix="--data.tokenizer PATH/tokenizer.json", code="D020") from error
         size = int(self._tokenizer.get_vocab_size())
-        known = [self._tokenizer.token_to_id(token) for token in END_TOKENS]
+        known = [self._tokenizer.token_to_id(token) for token in (*_end_of_folder(file.parent), *END_TOKENS)]
         self.end_token = next((number for number in known if number is not None), size)
         self.vocabulary = max(size, self.end_token + 1)
 
@@ -72,7 +89,26 @@ class HuggingFaceTokenizer:
                 parts.append(np.array([*encoding.ids, self.end_token], dtype=np.uint32))
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint32)
 
+    def ids(self, text: str) -> list[int]:
+        """The tokens of a text, without special ones around it."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of tokens, without special ones."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def _end_of_folder(folder: Path) -> list[str]:
+    """The end token that a folder of transformers names beside its tokenizer.json."""
+    try:
+        found = json.loads((folder / "tokenizer_config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return []
+    token = found.get("eos_token") if isinstance(found, dict) else None
+    token = token.get("content") if isinstance(token, dict) else token
+    return [token] if isinstance(token, str) else []
+
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """`bytes`, or the path of a tokenizer.json."""
+    """`bytes`, or the path of a tokenizer.json or of a folder with one."""
     return Bytes() if name == "bytes" else HuggingFaceTokenizer(name)

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from shoal.checkpoint.formats.adapter import fill_adapter
 from shoal.checkpoint.storage.manifest import Manifest
-from shoal.comm.all_or_none import on_main
+from shoal.comm.all_or_none import all_or_none, on_main
 from shoal.comm.world import World
 from shoal.config.recipe import Recipe
 from shoal.errors import ShoalError
@@ -110,9 +111,12 @@ def open_storage(
         autosaver.check_free_space()
         autosaver.claim_store()
         resumes = may_resume(resume, directory, job.recipe)
+        has_base = bool(run.composed.base)
+        if has_base:  # which no checkpoint of this run has
+            start_with_weights(run, job, line)
         manifest = autosaver.resume(resume) if resumes else None
         _reject_shorter_duration(run, job, directory)
-        if manifest is None:
+        if manifest is None and not has_base:
             start_with_weights(run, job, line)
         if not resumes:
             autosaver.reset()
@@ -140,8 +144,13 @@ def may_resume(resume: str, directory: RunDirectory, recipe: Recipe) -> bool:
 
 
 def start_with_weights(run: Run, job: Job, line: ProgressLine) -> None:
-    """Load the weights that `run.start_from` names, if it is set."""
-    where = job.recipe.run.start_from
+    """Load the weights that `run.start_from` and `model.lora.adapter` name, if they are set."""
+    where, lora = job.recipe.run.start_from, job.recipe.model.lora
+    if lora is not None and lora.adapter is not None:
+        folder = lora.adapter
+        failed, fix = f"{folder} was not loaded", "--model.lora.adapter FOLDER, which every rank can read"
+        all_or_none(run.world, lambda: fill_adapter(run.composed, folder), failed=failed, fix=fix)
+        line.note(f"start  from the adapter {folder}")
     if where is not None:
         line.note(f"start  from the weights of step {load_start_weights(run, where)} of {where}")
 
