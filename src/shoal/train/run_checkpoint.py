@@ -147,8 +147,9 @@ def load_run(run: RunState, directory: str | Path, step: int | None, *, only_wei
             f"there is no checkpoint in {store.where}", fix="the directory that a run was saved to", code="C001"
         )
     if only_weights:
-        manifest = load_step(store, run.world, holder_of(run), known[-1] if step is None else step, only_weights=True)
-        reject_other_base(run.composed, run.world, manifest, store.where)
+        newest = known[-1] if step is None else step
+        weights = load_step(store, run.world, holder_of(run), newest, only_weights=True)
+        reject_other_base(run.composed, run.world, weights, store.where)
         return run.steps_done
     if step is None:
         manifest = load_newest([store], run.world, holder_of(run))

@@ -77,18 +77,30 @@ def export(
             fix="--format dcp or --format safetensors, or leave out --optimizer",
             code="R044",
         )
-    disk = disk or Filesystem()
     with FullTensors(step) as full:
         tensors = _named(full, how)
-        size = sum(tensor.num_bytes for tensor in tensors.values())
         config = None
         if how.format == "huggingface":
             _reject_adapters_alone(step)
             config = huggingface.config_of(how.model or model_in(step), tensors)
         elif how.format == "peft":
             config = _adapter_config(step)
-        with _target(to, disk, overwrite=how.overwrite, needs=size * (2 if how.format == "torch" else 1)) as draft:
-            _write(draft, tensors, how, config, progress, disk)
+        return write_tensors(tensors, to, how, config, progress, disk)
+
+
+def write_tensors(
+    tensors: Mapping[str, LazyTensor],
+    to: Path,
+    how: ExportSettings,
+    config: Mapping[str, Any] | None,
+    progress: Callable[[int], None],
+    disk: Filesystem | None = None,
+) -> Exported:
+    """Write tensors to a new file or folder; `config` is that of a folder."""
+    disk = disk or Filesystem()
+    size = sum(tensor.num_bytes for tensor in tensors.values())
+    with _target(to, disk, overwrite=how.overwrite, needs=size * (2 if how.format == "torch" else 1)) as draft:
+        _write(draft, tensors, how, config, progress, disk)
     return Exported(len(tensors), size, config is not None)
 
 

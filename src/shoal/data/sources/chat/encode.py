@@ -103,8 +103,7 @@ class TemplateChat(PlainChat):
         until = self._render(row[: number + 1])
         if not (text.startswith(before) and text.startswith(until)):
             raise ShoalError(
-                f"the chat template of {self.folder} renders a conversation differently once it has more messages, so"
-                " the place of an answer is not known",
+                f"the chat template of {self.folder} changes earlier messages, so the place of an answer is not known",
                 fix="one answer for each row, as the last message; or --data.tokenizer with another template",
                 code="D073",
             )
