@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from shoal.parallel.tensor import RowParallelLinear as RowParallelLinear
     from shoal.planner.answer import plan as plan
     from shoal.train.run import Run as Run
+    from shoal.train.trace.find_blocks import trace_blocks as trace_blocks
     from shoal.verification.api import verify as verify
 
 _HOMES = {
@@ -56,6 +57,7 @@ _HOMES = {
     "Split": "shoal.blueprint.description",
     "draw_layout": "shoal.blueprint.layout_drawing",
     "lora": "shoal.parallel.lora.apply",
+    "trace_blocks": "shoal.train.trace.find_blocks",
     "verify": "shoal.verification.api",
 }
 __all__ = [*_HOMES, "__version__"]

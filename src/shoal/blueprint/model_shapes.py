@@ -90,6 +90,9 @@ class ModelShapes:
     """Name → whole shape, in the order of the model; a tied one under its first name only."""
     stream: Shape
     """The activation between blocks for one sample: (tokens, model dim)."""
+    crossings: tuple[tuple[int, int], ...] = ()
+    """For each block, the elements that a stage which begins with it receives: of each sample, and of any number of
+    samples. Empty: one activation of the shape `stream` everywhere."""
     tp_boundaries: tuple[TPBoundary, ...] = ()
     """In the order of the forward. Several layers that read the same activation share one."""
     attentions: tuple[AttentionSite, ...] = ()

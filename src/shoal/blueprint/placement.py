@@ -85,8 +85,10 @@ def _stage_bounds(model: ModelShapes, num_stages: int) -> list[tuple[int, int]]:
 
 
 def matmul_elements(model: ModelShapes, module: str) -> float:
-    """What a submodule costs to compute per token, in elements of its matrices. To look up an embedding is free, and of
-    the experts only those cost that compute the token."""
+    """What a submodule costs to compute: as its description says, else per token, in elements of its matrices. To look
+    up an embedding is free, and of the experts only those cost that compute the token."""
+    if model.description.costs:
+        return model.description.costs.get(module, 0.0)
     if module not in model._costs:
         model._costs[module] = _matmul_elements(model, module)
     return model._costs[module]

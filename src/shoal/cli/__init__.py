@@ -85,4 +85,4 @@ def _report(error: ShoalError, *, as_json: bool) -> None:
     hint = f"shoal explain {' '.join(error.codes)} says more"
     if sys.stderr.isatty() and "NO_COLOR" not in os.environ:
         hint = f"\x1b[2m{hint}\x1b[0m"
-    print(f"shoal: {kind}: {error}\n{hint}", file=sys.stderr)
+    print(f"shoal: {kind}: {error.on_command_line()}\n{hint}", file=sys.stderr)

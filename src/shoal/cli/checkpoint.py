@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from shoal.checkpoint.storage.locate import SavedStep, find, folder_of, folders_of, listing, read_manifest
+from shoal.cli.options import parse_options
 from shoal.cli.reports import checkpoint as report
 from shoal.cli.reports.console import WIDTH, show
 from shoal.config.parse_units import size_in_bytes
@@ -203,7 +204,7 @@ def main(arguments: Sequence[str]) -> int:
         )
     kind, act = ACTIONS[action]
     prog = f"shoal checkpoint {action}"
-    options = tyro.cli(kind, args=list(arguments[1:]), prog=prog, config=(tyro.conf.FlagCreatePairsOff,))
+    options = parse_options(kind, arguments[1:], prog=prog)
     raise_if(
         Problem("R043", f"the path must be on this machine, got {word}", "copy the files to this machine first")
         for word in arguments[1:]

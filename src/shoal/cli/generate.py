@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from shoal.cli.options import parse_options
 from shoal.config.recipe import DataSection
 from shoal.errors import Problem, ShoalError, raise_if
 
@@ -63,7 +64,7 @@ class Generate:
 
 def main(arguments: Sequence[str]) -> int:
     """Print the continuation."""
-    options = tyro.cli(Generate, args=list(arguments), prog="shoal generate", config=(tyro.conf.FlagCreatePairsOff,))
+    options = parse_options(Generate, arguments, prog="shoal generate")
     raise_if(_problems(options))
     from shoal.train.inference.generate import Sampling, generate
     from shoal.train.inference.trained_model import trained_model

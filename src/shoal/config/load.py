@@ -17,10 +17,11 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from shoal.blueprint.aliases import OTHER_SYSTEMS
-from shoal.blueprint.plan import DEGREES, Plan
+from shoal.blueprint.plan import Plan
 from shoal.blueprint.plan_parser import read_mapping, read_words
+from shoal.blueprint.validation.check import OTHER_PLAN_VALUES
 from shoal.config.recipe import Recipe
-from shoal.errors import Findings, Problem, ShoalError, listed, nearest
+from shoal.errors import Findings, Problem, RecipeError, ShoalError, listed, nearest
 from shoal.safe_parsing import OutOfBounds, parse_yaml, read_text, short
 
 Tree = dict[str, Any]
@@ -34,10 +35,8 @@ RECIPE_ENDINGS = ("", ".yaml", ".yml", ".json")
 
 
 OTHER_VALUES: Mapping[str, Any] = {
-    **{f"plan.{name}": 2 for name in DEGREES},
-    **{"plan.zero": 3, "plan.schedule": "gpipe", "plan.v": 2, "plan.context": "ulysses", "plan.sp": True},
-    **{"plan.mb": 1, "plan.precision": "bf16", "plan.compress": "int8", "plan.sync": "local:8"},
-    **{"model": {"name": "mlp"}, "data.seq_len": 240, "data.global_batch": 720, "launch.nproc": 60},
+    **{f"plan.{name}": value for name, value in OTHER_PLAN_VALUES.items()},
+    **{"data.global_batch": 720, "launch.nproc": 60},
     **{"optim.name": "sgd", "optim.implementation": "fused", "run.duration": "10min"},
 }
 """Key → a valid value that leads to other problems than the default does."""
@@ -61,14 +60,18 @@ class Reading:
         return replace(self, problems=(*self.problems, *problems))
 
     def complete(self, check: Callable[[Recipe], Iterable[Problem]] = lambda recipe: ()) -> Recipe:
-        """Return the recipe if all of it could be read; else raise, also with the problems that `check` finds in it."""
+        """Return the recipe if all of it could be read; else raise, also with the problems that `check` finds in it.
+
+        `check` must need neither the model nor the data: loading torch takes seconds, and a mistyped key is a matter of
+        a fraction of one. Their problems are reported once all settings can be read.
+        """
         if not self.problems:
             return self.recipe
         more = list(check(self.recipe)) if self.has_file else []
         if more and self.other is not self.recipe:
             certain = {problem.what for problem in check(self.other)}
             more = [problem for problem in more if problem.what in certain]
-        raise ShoalError(*self.problems, *more, title=self.title)
+        raise RecipeError(*self.problems, *more, title=self.title)
 
 
 def load_recipe(path: Path | None, overrides: Iterable[tuple[str, str]] = ()) -> Recipe:
@@ -278,9 +281,8 @@ def _with_other_values(tree: Tree, unread: Iterable[str]) -> Recipe:
     other = copy.deepcopy(tree)
     _read_plan(other, [], set())
     for key in unread:
-        name = "model" if key.startswith("model.") else key
-        if name in OTHER_VALUES:
-            put(other, name, OTHER_VALUES[name])
+        if key in OTHER_VALUES:
+            put(other, key, OTHER_VALUES[key])
     return Recipe.model_validate(other)
 
 

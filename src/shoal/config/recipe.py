@@ -79,7 +79,8 @@ class ModelSection(Section):
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
     name: str = "llama"
-    """`llama`, `moe`, `resnet` or `mlp`; or `path/to/file.py:function`, a function that returns an `nn.Module`."""
+    """`llama`, `moe`, `resnet` or `mlp`; or `path/to/file.py:function`, a function that returns an `nn.Module`; or
+    `hf:FOLDER`, a model of transformers (docs/huggingface.md), also by its name on the hub."""
 
     preset: str | None = None
     """A named size, for example `tiny` or `llama3-8b`. None: the model's own defaults."""
@@ -112,9 +113,9 @@ class DataSection(Section):
     """The format of the files at a path. chat: JSONL with conversations or instructions, of which answers alone are
     trained (docs/finetune.md). auto: by their endings, and JSONL by the keys of its first line."""
 
-    tokenizer: str = "bytes"
+    tokenizer: str = "auto"
     """`bytes`: every byte is a token. Else a Hugging Face `tokenizer.json`, or a folder with one, whose chat template
-    is used (needs the extra `hf`)."""
+    is used (needs the extra `hf`). auto: that of a model `hf:FOLDER`, else bytes."""
 
     pack: bool = False
     """Of conversations: True: several share a sample, and none sees another. False: each is padded to `seq_len`."""

@@ -39,7 +39,7 @@ from shoal.parallel.lora.layers import adapted_layers
 from shoal.parallel.parallel_model import ParallelModel, StageModule
 from shoal.parallel.pipeline.pipeline import Pipeline, Stage, cut
 from shoal.parallel.pipeline.skeleton import skeleton_of
-from shoal.parallel.pipeline.stage_io import Activation
+from shoal.parallel.pipeline.stage_io import Boundaries
 from shoal.parallel.policies import ComputePolicy, SyncPolicy
 from shoal.parallel.replica_sync import ReplicaGroup, build_gradient_sync, uses_own_reducer, with_buckets
 from shoal.parallel.tensor import TensorParallel, note_split_layers, split
@@ -358,13 +358,12 @@ def _cut(model: nn.Module, plan: Plan, description: Description, mesh: Mesh) -> 
     for index, (start, stop) in enumerate(bounds):
         if owners(plan)[index] != mesh.coordinate["pp"]:
             continue
-        before = (*(description.before_blocks if index else ()), *description.blocks[:start])
         is_last = index == len(bounds) - 1
-        after = (*description.blocks[stop:], *(() if is_last else description.after_blocks))
-        part, received = cut(model, before=before, after=after)
+        ends = (() if index else description.before_blocks, description.after_blocks if is_last else ())
+        part, tape = cut(model, description, (*ends[0], *description.blocks[start:stop], *ends[1]))
         _untie(part, taken)
         taken.update(part.parameters())
-        yield StageModule(part, Stage(part, received, index, len(bounds)))
+        yield StageModule(part, Stage(part, tape, index, len(bounds)))
 
 
 def _model_shapes(model: nn.Module, description: Description) -> ModelShapes:
@@ -392,6 +391,7 @@ def _pipeline(parts: list[StageModule], skeleton: nn.Module, setup: _Setup) -> P
         return None
     plan, mesh, precision = setup.plan, setup.mesh, setup.precision
     assert plan.schedule is not None
+    bounds = stage_bounds(_model_shapes(skeleton, setup.description), num_stages=stages[0].num_stages)
     return Pipeline(
         stages=stages,
         schedule=plan.schedule,
@@ -399,7 +399,7 @@ def _pipeline(parts: list[StageModule], skeleton: nn.Module, setup: _Setup) -> P
         device=mesh.device,
         comm_device=mesh.comm_device,
         num_stages=stages[0].num_stages,
-        activation=Activation(skeleton, setup.description.blocks, setup.tensor),
+        boundaries=Boundaries(skeleton, setup.description, bounds, setup.tensor),
         dtype=precision.compute_dtype,
         loss_dtype=precision.wide_dtype,
         owners=owners(plan),

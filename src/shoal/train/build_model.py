@@ -22,6 +22,7 @@ from shoal.config.recipe import LoraSection, ModelSection
 from shoal.errors import ShoalError, listed, nearest
 from shoal.numerics.init import can_fill, has_init_rule, init_adapters, initialise
 from shoal.parallel.lora.apply import lora
+from shoal.train.model_prefix import function_for
 
 
 def build_model(section: ModelSection) -> nn.Module:
@@ -127,18 +128,22 @@ def adapt(model: nn.Module, description: Description, plan: Plan | None) -> None
 
 
 def find_builder(name: str) -> Callable[..., Any]:
-    """`llama` → shoal's own builder; `path/to/file.py:function` → that function."""
+    """`llama` → shoal's own builder; `path/to/file.py:function` → that function; `hf:PATH` → one of transformers."""
     builders: dict[str, str] = importlib.import_module("shoal.models").BUILDERS
     if name in builders:
         module_name, _, function = builders[name].partition(":")
         return _function_of(importlib.import_module(module_name), function, name)
+    by_prefix = function_for("PREFIXES", name)
+    if by_prefix is not None:
+        found: Callable[..., Any] = by_prefix(name)
+        return found
     path, colon, function = name.rpartition(":")
     if not colon or not path.endswith(".py"):
         near = nearest(name, builders)
         raise ShoalError(
             f"there is no model {name!r}",
             fix=(f"did you mean {near}? Else " if near else "")
-            + f"--model.name {listed(builders)}, or path/to/file.py:function",
+            + f"--model.name {listed(builders)}, or path/to/file.py:function, or hf:FOLDER",
             code="M001",
         )
     return _function_of(_load_file(Path(path)), function, name)

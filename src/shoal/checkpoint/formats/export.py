@@ -37,6 +37,7 @@ _OF_AN_EXPORT = (
     "model*.safetensors",
     huggingface.INDEX,
     huggingface.CONFIG,
+    *huggingface.COPIED,
     dcp.METADATA,
     "*.distcp",
 )
@@ -79,29 +80,29 @@ def export(
         )
     with FullTensors(step) as full:
         tensors = _named(full, how)
-        config = None
+        extra = huggingface.Extra()
         if how.format == "huggingface":
             _reject_adapters_alone(step)
-            config = huggingface.config_of(how.model or model_in(step), tensors)
+            tensors, extra = huggingface.for_export(how.model or model_in(step), tensors)
         elif how.format == "peft":
-            config = _adapter_config(step)
-        return write_tensors(tensors, to, how, config, progress, disk)
+            extra = huggingface.Extra(_adapter_config(step))
+        return write_tensors(tensors, to, how, extra, progress, disk)
 
 
 def write_tensors(
     tensors: Mapping[str, LazyTensor],
     to: Path,
     how: ExportSettings,
-    config: Mapping[str, Any] | None,
+    extra: huggingface.Extra,
     progress: Callable[[int], None],
     disk: Filesystem | None = None,
 ) -> Exported:
-    """Write tensors to a new file or folder; `config` is that of a folder."""
+    """Write tensors to a new file or folder; `extra` is what a folder has beside them."""
     disk = disk or Filesystem()
     size = sum(tensor.num_bytes for tensor in tensors.values())
     with _target(to, disk, overwrite=how.overwrite, needs=size * (2 if how.format == "torch" else 1)) as draft:
-        _write(draft, tensors, how, config, progress, disk)
-    return Exported(len(tensors), size, config is not None)
+        _write(draft, tensors, how, extra, progress, disk)
+    return Exported(len(tensors), size, extra.config is not None)
 
 
 def _reject_adapters_alone(step: SavedStep) -> None:
@@ -148,7 +149,7 @@ def _write(
     draft: Path,
     tensors: Mapping[str, LazyTensor],
     how: ExportSettings,
-    config: Mapping[str, Any] | None,
+    extra: huggingface.Extra,
     progress: Callable[[int], None],
     disk: Filesystem,
 ) -> None:
@@ -159,10 +160,10 @@ def _write(
     else:
         disk.make_draft(draft)
         if how.format == "huggingface":
-            huggingface.write(draft, tensors, disk, progress, shard_bytes=how.shard_bytes, config=config)
+            huggingface.write(draft, tensors, disk, progress, shard_bytes=how.shard_bytes, extra=extra)
         elif how.format == "peft":
-            assert config is not None
-            adapter.write(draft, tensors, disk, progress, config=config)
+            assert extra.config is not None
+            adapter.write(draft, tensors, disk, progress, config=extra.config)
         else:
             dcp.write(draft, tensors, progress)
             for name in disk.names(draft):

@@ -75,3 +75,23 @@ def row_blocks(dtype: str, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield 0, 0
     for begin in range(0, num_rows, many):
         yield begin, min(num_rows, begin + many)
+
+
+def part_of(tensor: LazyTensor, begin: Shape, shape: Shape) -> LazyTensor:
+    """A box of a tensor, without the first dim, which has length 1 there."""
+    assert shape[0] == 1
+    boxes = []
+    for box in tensor.boxes:
+        first = [max(own, other) for own, other in zip(begin, box.begin, strict=True)]
+        sizes = zip(begin, shape, box.begin, box.shape, first, strict=True)
+        extent = [min(own + length, other + size) - at for own, length, other, size, at in sizes]
+        if all(size > 0 for size in extent):
+            there = [at - other for at, other in zip(first, box.begin, strict=True)]
+            where = tuple(slice(at, at + size) for at, size in zip(there, extent, strict=True))
+            here = tuple(at - own for at, own in zip(first, begin, strict=True))
+            boxes.append(Box(here[1:], tuple(extent[1:]), partial(_cut, box, (where[0].start, *where[1:]))))
+    return LazyTensor(tensor.dtype, shape[1:], tuple(boxes))
+
+
+def _cut(box: Box, where: tuple[int | slice, ...]) -> Tensor:
+    return box.read()[where]

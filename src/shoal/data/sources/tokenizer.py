@@ -6,7 +6,7 @@ Both end every document with an end token, which separates documents in packed s
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,8 +15,10 @@ import numpy as np
 from shoal.data.sources.digest import Tokens
 from shoal.data.sources.files import existing, reject_irregular
 from shoal.errors import ShoalError, needs
+from shoal.files import read_regular
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
+MOST_CONFIG = 2**24
 DOCUMENTS_AT_ONCE = 1024  # bounds the memory of encodings, which are far larger than their ids
 
 
@@ -75,7 +77,7 @@ class HuggingFaceTokenizer:
             what = f"data.tokenizer must be a tokenizer.json, got {file}: {error}"
             raise ShoalError(what, fix="--data.tokenizer PATH/tokenizer.json", code="D020") from error
         size = int(self._tokenizer.get_vocab_size())
-        known = [self._tokenizer.token_to_id(token) for token in (*_end_of_folder(file.parent), *END_TOKENS)]
+        known = [self._tokenizer.token_to_id(token) for token in (*_end_tokens_beside(file), *END_TOKENS)]
         self.end_token = next((number for number in known if number is not None), size)
         self.vocabulary = max(size, self.end_token + 1)
 
@@ -98,17 +100,22 @@ class HuggingFaceTokenizer:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
-def _end_of_folder(folder: Path) -> list[str]:
-    """The end token that a folder of transformers names beside its tokenizer.json."""
+def _end_tokens_beside(file: Path) -> Iterator[str]:
+    """The end token that the tokenizer_config.json in the same folder names."""
+    beside = file.with_name("tokenizer_config.json")
+    if not beside.is_file():
+        return
     try:
-        found = json.loads((folder / "tokenizer_config.json").read_bytes())
+        data = read_regular(beside, MOST_CONFIG)
+        said = json.loads(data) if len(data) <= MOST_CONFIG else None
     except (OSError, ValueError, RecursionError):
-        return []
-    token = found.get("eos_token") if isinstance(found, dict) else None
+        return  # the tokenizer.json alone decides
+    token = said.get("eos_token") if isinstance(said, dict) else None
     token = token.get("content") if isinstance(token, dict) else token
-    return [token] if isinstance(token, str) else []
+    if isinstance(token, str):
+        yield token
 
 
 def open_tokenizer(name: str) -> Tokenizer:
     """`bytes`, or the path of a tokenizer.json or of a folder with one."""
-    return Bytes() if name == "bytes" else HuggingFaceTokenizer(name)
+    return Bytes() if name in ("bytes", "auto") else HuggingFaceTokenizer(name)

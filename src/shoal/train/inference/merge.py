@@ -26,5 +26,7 @@ def write_merged(directory: Path, step: int | None, to: Path, how: ExportSetting
     state = dict(merge(trained.model).named_parameters())
     tensors = {name: in_memory(NAMES[tensor.dtype], tensor.detach()) for name, tensor in state.items()}
     section = {k: v for k, v in trained.recipe.model.model_dump(mode="json").items() if k != "lora"}
-    config = huggingface.config_of(section, tensors) if how.format == "huggingface" else None
-    return trained.step.manifest.step, write_tensors(tensors, to, how, config, lambda size: None)
+    extra = huggingface.Extra()
+    if how.format == "huggingface":
+        tensors, extra = huggingface.for_export(section, tensors)
+    return trained.step.manifest.step, write_tensors(tensors, to, how, extra, lambda size: None)

@@ -20,6 +20,7 @@ from shoal.numerics.init import has_init_rule, init_missing, initialise
 from shoal.numerics.precision import precision_of
 from shoal.parallel.lora.layers import is_adapter
 from shoal.train.build_model import build_model
+from shoal.train.recipe.saving.start_weights import foreign_tensors, is_foreign, source_of
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,12 @@ def _fill_base(model: nn.Module, recipe: Recipe) -> None:
     """The frozen weights as the run had them: from `run.start_from`, or from the seed; rounded as they were there."""
     if has_init_rule(model):
         initialise(model, recipe.run.seed)
-    if recipe.run.start_from is not None:
-        start = find(Path(recipe.run.start_from))
+    where = source_of(recipe)
+    if where is not None and is_foreign(where):
+        plain = build_model(recipe.model.model_copy(update={"lora": None}))
+        _fill(model, foreign_tensors(plain, where), where, expects=lambda name: not is_adapter(name))
+    elif where is not None:
+        start = find(Path(where))
         with FullTensors(start) as full:
             _fill(model, full.model(), str(start.path), expects=lambda name: not is_adapter(name))
     frozen = precision_of(recipe.plan.precision).frozen_dtype

@@ -174,6 +174,11 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     if description.blocks:
         names = (*description.before_blocks, *description.blocks, *description.after_blocks)
         return {name: model.get_submodule(name) for name in names}
+    return found_blocks(model)
+
+
+def found_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The same, of the structure of the model alone."""
     return dict(_found("", model))
 
 

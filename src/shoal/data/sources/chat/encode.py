@@ -122,9 +122,10 @@ class TemplateChat(PlainChat):
 
 
 def open_chat_tokenizer(name: str) -> ChatTokenizer:
-    """`bytes`, a tokenizer.json, or a folder of one, whose chat template is used if it has one."""
-    tokenizer, folder = open_tokenizer(name), Path(name).expanduser()
-    if name != "bytes" and folder.is_dir() and _has_template(folder):
+    """`bytes`, a tokenizer.json, or a folder of one. A chat template in the same folder is used."""
+    tokenizer, path = open_tokenizer(name), Path(name).expanduser()
+    folder = path if path.is_dir() else path.parent
+    if name not in ("bytes", "auto") and _has_template(folder):
         return TemplateChat(tokenizer, folder)
     return PlainChat(tokenizer)
 

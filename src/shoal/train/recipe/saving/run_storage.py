@@ -6,16 +6,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.checkpoint.formats.adapter import fill_adapter
 from shoal.checkpoint.storage.manifest import Manifest
-from shoal.comm.all_or_none import all_or_none, on_main
+from shoal.comm.all_or_none import on_main
 from shoal.comm.world import World
 from shoal.config.recipe import Recipe
 from shoal.errors import ShoalError
 from shoal.observe.progress import ProgressLine
 from shoal.observe.run_directory import RunDirectory
 from shoal.train.recipe.preflight import Job, steps_of
-from shoal.train.recipe.saving.autosave import Autosaver, check_start_from, load_start_weights
+from shoal.train.recipe.saving.autosave import Autosaver
+from shoal.train.recipe.saving.start_weights import check_start_from, start_with_weights
 from shoal.train.run import Run
 
 
@@ -113,11 +113,11 @@ def open_storage(
         resumes = may_resume(resume, directory, job.recipe)
         has_base = bool(run.composed.base)
         if has_base:  # which no checkpoint of this run has
-            start_with_weights(run, job, line)
+            load_first_weights(run, job, line)
         manifest = autosaver.resume(resume) if resumes else None
         _reject_shorter_duration(run, job, directory)
         if manifest is None and not has_base:
-            start_with_weights(run, job, line)
+            load_first_weights(run, job, line)
         if not resumes:
             autosaver.reset()
         # All checks have passed. No file of metrics is opened before this.
@@ -143,16 +143,11 @@ def may_resume(resume: str, directory: RunDirectory, recipe: Recipe) -> bool:
     return True
 
 
-def start_with_weights(run: Run, job: Job, line: ProgressLine) -> None:
-    """Load the weights that `run.start_from` and `model.lora.adapter` name, if they are set."""
-    where, lora = job.recipe.run.start_from, job.recipe.model.lora
-    if lora is not None and lora.adapter is not None:
-        folder = lora.adapter
-        failed, fix = f"{folder} was not loaded", "--model.lora.adapter FOLDER, which every rank can read"
-        all_or_none(run.world, lambda: fill_adapter(run.composed, folder), failed=failed, fix=fix)
-        line.note(f"start  from the adapter {folder}")
+def load_first_weights(run: Run, job: Job, line: ProgressLine) -> None:
+    """Load the weights that the run starts with, unless they are drawn from the seed."""
+    where = start_with_weights(run, job.recipe)
     if where is not None:
-        line.note(f"start  from the weights of step {load_start_weights(run, where)} of {where}")
+        line.note(f"start  from the weights of {where}")
 
 
 def _reject_shorter_duration(run: Run, job: Job, directory: RunDirectory) -> None:
