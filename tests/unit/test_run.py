@@ -422,7 +422,7 @@ def test_a_misspelt_option_is_named_with_what_it_may_be(make_run: Any, name: str
     with pytest.raises(ShoalError) as caught:
         make_run("bf16", **{name: value})
     assert repr(value) in str(caught.value)
-    assert fix in str(caught.value).partition("fix:")[2]
+    assert fix in str(caught.value)
 
 
 def test_backends_that_are_for_debugging_are_taken_and_not_advised(make_run: Any) -> None:

@@ -21,6 +21,7 @@ from shoal.parallel.context.attention import Attention, DocumentMask
 from shoal.parallel.expert.experts import experts_in
 from shoal.parallel.expert.router import routers
 from shoal.parallel.fused_loss_head import why_not_fused
+from shoal.parallel.lora.checks import check_adapters
 from shoal.parallel.policies import ComputePolicy, SyncPolicy
 from shoal.parallel.tensor import WHOLE, TensorParallel
 
@@ -70,6 +71,7 @@ def check_model(
         *_unused_with_shards(plan, finds_unused=sync.find_unused_parameters),
         *_no_layer_for_fp8(model, plan, description, compute.fp8_min_features),
         *(_not_fused(model, plan, description) if compute.fused_loss else ()),
+        *check_adapters(model, plan, description),
     ]
 
 

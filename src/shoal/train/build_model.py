@@ -17,9 +17,11 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.blueprint.description import Description
 from shoal.blueprint.plan import Plan
-from shoal.config.recipe import ModelSection
+from shoal.checkpoint.formats.adapter import add_adapter
+from shoal.config.recipe import LoraSection, ModelSection
 from shoal.errors import ShoalError, listed, nearest
-from shoal.numerics.init import can_fill, has_init_rule, initialise
+from shoal.numerics.init import can_fill, has_init_rule, init_adapters, initialise
+from shoal.parallel.lora.apply import lora
 from shoal.train.model_prefix import function_for
 
 
@@ -40,7 +42,15 @@ def build_model(section: ModelSection) -> nn.Module:
             fix="return the model from that function",
             code="M004",
         )
-    return model
+    return model if section.lora is None else add_lora(model, section.lora)
+
+
+def add_lora(model: nn.Module, section: LoraSection) -> nn.Module:
+    """The model with LoRA as a recipe says, or as the folder of an adapter."""
+    if section.adapter is not None:
+        return add_adapter(model, section.adapter)
+    targets = section.targets if isinstance(section.targets, str) else list(section.targets)
+    return lora(model, rank=section.rank, alpha=section.alpha, targets=targets, dropout=section.dropout)
 
 
 def without_memory(build: Callable[[], nn.Module]) -> nn.Module | None:
@@ -80,6 +90,8 @@ def build_for_layout(section: ModelSection, seed: int) -> nn.Module:
     model = build_model(section)
     if has_init_rule(model):
         initialise(model, seed)
+    elif section.lora is not None and section.lora.adapter is None:
+        init_adapters(model, seed)
     return model
 
 

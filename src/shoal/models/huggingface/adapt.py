@@ -15,8 +15,11 @@ from shoal.blueprint.plan import Plan
 from shoal.errors import ShoalError
 from shoal.models.huggingface import attention, experts
 from shoal.models.huggingface.fast import swap_layers
+from shoal.parallel.context.attention import positions_in_documents
 
 MARK = "_is_adapted_for_shoal"
+DOCUMENTS = "documents"
+"""The entry of a batch with the document of each token."""
 
 
 def adapt(model: Any, description: Description, plan: Plan | None, *, fused: bool = False) -> str | None:
@@ -64,6 +67,7 @@ class Inputs:
     def __call__(self, model: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Turn the cache off, which a recomputed block would fill twice; and pass positions where tokens are divided,
         since a model counts those that it sees."""
+        options = with_positions(options)
         if self.takes_cache:
             options = {"use_cache": False, **options}
         positions = options.get("position_ids")
@@ -84,15 +88,23 @@ class Inputs:
         if self.cp > 1:
             raise ShoalError(
                 f"under cp={self.cp} positions are passed by shoal, got position_ids in the batch",
-                fix="a batch without position_ids",
+                fix="a batch without position_ids (--data.pack false)",
                 code="M064",
             )
         if not positions.is_meta and not bool((positions.diff(dim=-1) == 1).all()):
             raise ShoalError(
                 "position_ids must count up by one, got others, as of packed samples",
-                fix="a batch without position_ids and with one document in each sample, or cp=1, pp=1 and sp=off",
+                fix="a batch without position_ids and with one document in each sample (--data.pack false), or cp=1,"
+                " pp=1 and sp=off",
                 code="M064",
             )
+
+
+def with_positions(options: dict[str, Any]) -> dict[str, Any]:
+    """Arguments with positions that start over in each document, by which transformers knows packed samples."""
+    documents = options.get(DOCUMENTS)
+    others = {name: value for name, value in options.items() if name != DOCUMENTS}
+    return others if documents is None else {**others, "position_ids": positions_in_documents(documents)}
 
 
 def _padding_of_four_dims(model: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:

@@ -26,6 +26,7 @@ from shoal.blueprint.placement import is_inside
 from shoal.models.huggingface.logits import LogitRule, logit_rule
 from shoal.models.huggingface.modules import attentions, experts_in, mixes_tokens, name_of, pattern_of
 from shoal.models.huggingface.order import Order, order_of
+from shoal.parallel.lora.layers import LoRALinear
 
 STYLES = {"colwise": Split.COLUMN, "rowwise": Split.ROW, "replicated_with_grad_allreduce": Split.HEADS}
 """Words of a tp_plan that mean the same here. `_gather_output` and `_split_input` gather activations: not followed."""
@@ -156,7 +157,7 @@ def _declared(plan: Mapping[str, str], name: str, module: nn.Module) -> Split | 
     """The split of a module by the words of a tp_plan; None: not declared, or not one that is followed."""
     style = next((style for pattern, style in plan.items() if matches(pattern, name)), None)
     how = STYLES.get(style or "")
-    is_linear = type(module) is nn.Linear
+    is_linear = type(module) in (nn.Linear, LoRALinear)
     return how if is_linear or how is Split.HEADS else None
 
 

@@ -174,21 +174,13 @@ def _check_data(plan: Plan, model: nn.Module, data: Dataset, *, is_checked: bool
     found = list(check_sizes(model, data))
     call = first_call(data)
     assert call is not None
-    without_documents = list(_takes_no_documents(model)) if "documents" in call[1] else []
-    found += without_documents or uncallable(model, call)
+    found += uncallable(model, call)
     yield from found
     if is_checked and plan.pp != 1 and not found:
         try:
             traced(model, describe(model), call)
         except ShoalError as error:
             yield from error.problems
-
-
-def _takes_no_documents(model: nn.Module) -> Iterator[Problem]:
-    """Find documents for a model of another package, which would ignore them."""
-    if adapter_of(model) is not None:
-        what = f"data.mask_documents must be false for {type(model).__name__}, which takes no documents, got true"
-        yield Problem("M079", what, "--data.mask_documents false")
 
 
 def check_sizes(model: nn.Module, data: Dataset) -> Iterator[Problem]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from shoal.bench.timings import BUILTIN, CHOICES
 from shoal.blueprint.collectives.algorithms import KINDS, Kind
-from shoal.cli import bench_compress
+from shoal.cli.bench.compress import main as compress_main
 from shoal.cli.options import parse_options
 from shoal.cli.reports import bench as report
 from shoal.cli.reports.console import WIDTH, show
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
         print(_help(), end="")
         return 0
     if action == "compress":  # it takes a recipe and its settings
-        return bench_compress.main(arguments[1:])
+        return compress_main(arguments[1:])
     if action not in ACTIONS:
         near = nearest(action, ABOUT)
         fix = f"shoal bench {near or ' | '.join(ABOUT)}"
