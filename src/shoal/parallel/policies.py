@@ -53,7 +53,7 @@ class StepPolicy:
         """Find values that would not do what is meant. A negative norm, for example, climbs."""
         yield from check_choice("on_nan", self.on_nan, get_args(OnNan))
         if self.clip is not None:
-            yield from check_number("clip", self.clip, above=0, usual=1.0)
+            yield from check_number("clip", self.clip, above=0, usual=None if self.clip == 0 else 1.0)
         yield from check_whole("check_replicas", self.check_replicas, least=0, usual=100)
         yield from check_number("loss_scale", self.loss_scale, above=0, usual=65536.0)
         yield from check_number("loss_scale_window", self.loss_scale_window, above=0, usual=2000)
