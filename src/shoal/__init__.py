@@ -29,10 +29,12 @@ if TYPE_CHECKING:
     from shoal.parallel.data.local_sgd import OuterOptimizer as OuterOptimizer
     from shoal.parallel.expert.experts import Experts as Experts
     from shoal.parallel.expert.router import Router as Router
+    from shoal.parallel.lora.apply import lora as lora
     from shoal.parallel.tensor import ColumnParallelLinear as ColumnParallelLinear
     from shoal.parallel.tensor import RowParallelLinear as RowParallelLinear
     from shoal.planner.answer import plan as plan
     from shoal.train.run import Run as Run
+    from shoal.train.trace.find_blocks import trace_blocks as trace_blocks
     from shoal.verification.api import verify as verify
 
 _HOMES = {
@@ -54,6 +56,8 @@ _HOMES = {
     "ShoalError": "shoal.errors",
     "Split": "shoal.blueprint.description",
     "draw_layout": "shoal.blueprint.layout_drawing",
+    "lora": "shoal.parallel.lora.apply",
+    "trace_blocks": "shoal.train.trace.find_blocks",
     "verify": "shoal.verification.api",
 }
 __all__ = [*_HOMES, "__version__"]

@@ -8,7 +8,7 @@ import torch
 
 from shoal.checkpoint.formats.lazy_tensor import LazyTensor
 from shoal.checkpoint.load import MismatchedModel, overlap
-from shoal.checkpoint.state.model_state import Holder, LocalShard, local_shards
+from shoal.checkpoint.state.model_state import Holder, LocalShard, base_shards, local_shards
 from shoal.checkpoint.state.replica_state import replica_shards
 from shoal.checkpoint.storage.manifest import Piece
 from shoal.comm.all_or_none import all_or_none
@@ -48,7 +48,11 @@ def _load(holder: Holder, tensors: Mapping[str, LazyTensor], where: str) -> None
 
 
 def _weights(holder: Holder) -> Iterator[tuple[str, LocalShard]]:
-    """The pieces of weights on this rank, with the names of the full tensors."""
+    """The pieces of weights on this rank, with the names of the full tensors. Below adapters: the frozen ones."""
+    if holder.composed.base:
+        holder.composed.base_fingerprint = ""
+        yield from ((shard.name.removeprefix("model/"), shard) for shard in base_shards(holder))
+        return
     for shard in local_shards(holder):
         if shard.name.startswith("model/"):
             yield shard.name.removeprefix("model/"), shard

@@ -75,15 +75,13 @@ def initialise(model: nn.Module, seed: int, where: Where = everywhere) -> None:
     filled: set[Tensor] = set()
     for owner in owners:
         parameters = {name: p for name, p in owner.parameters.items() if p not in filled}
-        if owner.author is not None:
-            for name, parameter in parameters.items():
-                full_name = owner.prefix + name
-                _draw(owner, first_name.get(full_name, full_name), parameter, seed)
+        for name in [name for name in parameters if owner.is_drawn(name)]:
+            _draw(owner, name, first_name.get(owner.prefix + name, owner.prefix + name), parameters[name], seed)
         filled.update(parameters.values())
         for name, buffer in owner.buffers.items() if owner.fills_buffers else ():
             buffer.copy_(owner.author.init_buffer((owner.prefix + name).removeprefix(owner.author_prefix)))
-        buffers = {} if owner.fills_buffers else owner.buffers
-        left_to_layer = {**buffers, **(parameters if owner.author is None else {})}
+        left = {name: parameter for name, parameter in parameters.items() if not owner.is_drawn(name)}
+        left_to_layer = {**({} if owner.fills_buffers else owner.buffers), **left}
         if left_to_layer and owner.has_reset:
             fresh = _reset_copy(owner.module, key(seed, owner.prefix.removesuffix(".")))
             for name, tensor in left_to_layer.items():
@@ -170,6 +168,15 @@ class _Owner:
     def has_reset(self) -> bool:
         return callable(getattr(self.module, "reset_parameters", None))
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Parameters that were added to the module, which fills them itself: `init_adapter`."""
+        return getattr(self.module, "adapter_names", ())
+
+    def is_drawn(self, name: str) -> bool:
+        """Whether a parameter has a stream of its own; else `reset_parameters` fills it."""
+        return self.author is not None or name in self.adapters
+
 
 def _owners(model: nn.Module, where: Where) -> Iterator[_Owner]:
     """Yield in the order of `named_parameters`, so that the first name of a shared tensor is the one torch reports."""
@@ -183,13 +190,27 @@ def _owners(model: nn.Module, where: Where) -> Iterator[_Owner]:
             yield _Owner(prefix, module, authors.get(author_prefix), author_prefix)
 
 
-def _draw(owner: _Owner, full_name: str, parameter: Tensor, seed: int) -> None:
+def _draw(owner: _Owner, name: str, full_name: str, parameter: Tensor, seed: int) -> None:
     is_drawn_there = parameter.dtype == torch.float32 and parameter.device.type == "cpu"  # else it takes memory twice
     value = parameter.detach() if is_drawn_there else torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
     generator = torch.Generator(device="cpu").manual_seed(key(seed, full_name))
-    owner.author.init_parameter(full_name.removeprefix(owner.author_prefix), value, generator)
+    if name in owner.adapters:
+        module: Any = owner.module
+        module.init_adapter(name, value, generator)
+    else:
+        owner.author.init_parameter(full_name.removeprefix(owner.author_prefix), value, generator)
     if not is_drawn_there:
         parameter.copy_(value)
+
+
+@torch.no_grad()
+def init_adapters(model: nn.Module, seed: int) -> None:
+    """Fill what adapters have added to a model, and nothing else. On the meta device nothing is filled."""
+    for owner in _owners(model, everywhere):
+        for name in owner.adapters:
+            parameter = owner.parameters[name]
+            if not parameter.is_meta:
+                _draw(owner, name, owner.prefix + name, parameter, seed)
 
 
 def _reset_copy(module: nn.Module, seed: int) -> Any:

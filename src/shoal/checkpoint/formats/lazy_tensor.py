@@ -43,6 +43,12 @@ class LazyTensor:
         return prod(self.shape) * SIZES[self.dtype]
 
 
+def in_memory(dtype: str, tensor: Tensor) -> LazyTensor:
+    """Make a lazy tensor of one that is there. `dtype`: safetensors' name of its dtype."""
+    shape = tuple(tensor.shape)
+    return LazyTensor(dtype, shape, (Box((0,) * len(shape), shape, lambda: tensor),))
+
+
 def by_rows(dtype: str, shape: Sequence[int], rows: Callable[[int, int], Tensor]) -> LazyTensor:
     """Make a tensor from a function that reads rows; one without dims is read by `rows(0, 1)`."""
     rest = tuple(shape[1:])

@@ -31,6 +31,12 @@ class Tokenizer(Protocol):
     def encode(self, documents: Sequence[bytes]) -> Tokens:
         """All documents one after the other, each followed by the end token."""
 
+    def ids(self, text: str) -> list[int]:
+        """The tokens of a text, without an end token."""
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of tokens."""
+
 
 class Bytes:
     """Every byte is a token: ids 0 to 255, and 256 ends a document."""
@@ -48,13 +54,22 @@ class Bytes:
             stream[position - 1] = self.end_token
         return stream
 
+    def ids(self, text: str) -> list[int]:
+        """The bytes of a text."""
+        return list(text.encode("utf-8", errors="replace"))
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of bytes; others than bytes are left out."""
+        return bytes(token for token in ids if token < 256).decode("utf-8", errors="replace")
+
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json`. Without a known end token, one id is added after its last."""
+    """A `tokenizer.json`, or a folder with one. Without a known end token, one id is added after its last."""
 
     def __init__(self, path: str) -> None:
         tokenizers = needs("tokenizers", what="data.tokenizer", extra="hf")
         file = existing(path, words=["bytes"], setting="data.tokenizer")
+        file = file / "tokenizer.json" if file.is_dir() else file
         reject_irregular(file)
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(file))
@@ -76,6 +91,14 @@ class HuggingFaceTokenizer:
                 parts.append(np.array([*encoding.ids, self.end_token], dtype=np.uint32))
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint32)
 
+    def ids(self, text: str) -> list[int]:
+        """The tokens of a text, without special ones around it."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of tokens, without special ones."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
 
 def _end_tokens_beside(file: Path) -> Iterator[str]:
     """The end token that the tokenizer_config.json in the same folder names."""
@@ -94,5 +117,5 @@ def _end_tokens_beside(file: Path) -> Iterator[str]:
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """`bytes`, or the path of a tokenizer.json."""
+    """`bytes`, or the path of a tokenizer.json or of a folder with one."""
     return Bytes() if name in ("bytes", "auto") else HuggingFaceTokenizer(name)

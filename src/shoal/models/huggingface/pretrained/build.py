@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from shoal.config.pretrained_folder import folder_of
 from shoal.errors import ShoalError, listed, nearest, needs
+from shoal.models.huggingface.adapt import DOCUMENTS, with_positions
 from shoal.models.huggingface.pretrained.folder import config_of
 
 INITS = ("weights", "random")
@@ -185,7 +186,7 @@ def for_recipes(kind: Any) -> Any:
     def forward(self: Any, *arguments: Any, **options: Any) -> Any:
         if "tokens" in options:
             options["input_ids"] = options.pop("tokens")
-        return kind.forward(self, *arguments, **options)
+        return kind.forward(self, *arguments, **with_positions(options))
 
     def init_parameter(self: Any, name: str, parameter: Tensor, generator: torch.Generator) -> None:
         if self.is_loaded_later:
@@ -211,7 +212,10 @@ def for_recipes(kind: Any) -> Any:
 
 
 def _signature(kind: Any) -> inspect.Signature:
-    """That of the class, with `tokens`, without labels, and without names that it only passes on."""
+    """That of the class, with `tokens` and `documents`, without labels, and without names that it only passes on."""
     given = inspect.signature(kind.forward).parameters.values()
     named = [p for p in given if p.kind is not p.VAR_KEYWORD and p.name != "labels"]
-    return inspect.Signature([p.replace(name="tokens") if p.name == "input_ids" else p for p in named])
+    takes = [p.replace(name="tokens") if p.name == "input_ids" else p for p in named]
+    packs = any(p.name == "position_ids" for p in named)
+    documents = [inspect.Parameter(DOCUMENTS, inspect.Parameter.KEYWORD_ONLY, default=None)] if packs else []
+    return inspect.Signature([*takes, *documents])

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 from shoal.checkpoint.async_saver import AsyncSaver
 from shoal.checkpoint.load import load_newest, load_step
+from shoal.checkpoint.state.base_fingerprint import reject_other_base
 from shoal.checkpoint.storage.manifest import Manifest
 from shoal.checkpoint.storage.store import Store
 from shoal.comm.all_or_none import on_main
@@ -124,6 +125,7 @@ class Autosaver:
             raise nothing_to_resume(store)
         if manifest is not None:
             reject_other_recipe(manifest, self.job.recipe, store)
+            reject_other_base(self.run.composed, world, manifest, store.where)
             self._compare_data(manifest)
             restore(self.run, manifest)
             self._archive(after=manifest.step)
@@ -181,9 +183,9 @@ class Autosaver:
     def _expected_bytes(self) -> int:
         """Bytes that this rank will save: its parameters, and two moments of each trained one."""
         composed, total = self.run.composed, 0
-        trained = {id(parameter) for parameter in self.run.trained_parameters()}
+        trained, base = {id(parameter) for parameter in self.run.trained_parameters()}, composed.base
         for name, parameter in composed.named.items():
-            if composed.is_owner(name):
+            if composed.is_owner(name) and name not in base:
                 size = math.prod(composed.shard_box(name)[1]) * parameter.element_size()
                 total += size * (1 + 2 * (id(parameter) in trained))
         return total

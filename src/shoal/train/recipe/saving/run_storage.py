@@ -111,9 +111,12 @@ def open_storage(
         autosaver.check_free_space()
         autosaver.claim_store()
         resumes = may_resume(resume, directory, job.recipe)
+        has_base = bool(run.composed.base)
+        if has_base:  # which no checkpoint of this run has
+            load_first_weights(run, job, line)
         manifest = autosaver.resume(resume) if resumes else None
         _reject_shorter_duration(run, job, directory)
-        if manifest is None:
+        if manifest is None and not has_base:
             load_first_weights(run, job, line)
         if not resumes:
             autosaver.reset()

@@ -11,14 +11,16 @@ from pathlib import Path
 
 from torch import nn
 
+from shoal.checkpoint.formats.adapter import fill_adapter
 from shoal.checkpoint.formats.huggingface import INDEX
 from shoal.checkpoint.formats.import_ import ImportSettings, detect
 from shoal.checkpoint.formats.import_ import read as read_foreign
 from shoal.checkpoint.formats.lazy_tensor import LazyTensor
 from shoal.checkpoint.load import load_step
 from shoal.checkpoint.load_tensors import load_tensors
+from shoal.checkpoint.state.base_fingerprint import reject_other_base
 from shoal.checkpoint.storage.store import find
-from shoal.comm.all_or_none import on_main
+from shoal.comm.all_or_none import all_or_none, on_main
 from shoal.config.recipe import Recipe
 from shoal.errors import Problem, ShoalError
 from shoal.train.build_model import adapter_of, build_model, without_memory
@@ -55,7 +57,7 @@ def check_weights(recipe: Recipe, model: nn.Module) -> list[Problem]:
     try:
         where = source_of(recipe)
         if where is not None and is_foreign(where):
-            foreign_tensors(model, where)
+            foreign_tensors(model if recipe.model.lora is None else _without_lora(recipe), where)
     except ShoalError as error:
         return list(error.problems)
     return []
@@ -64,21 +66,34 @@ def check_weights(recipe: Recipe, model: nn.Module) -> list[Problem]:
 def start_with_weights(run: Run, recipe: Recipe) -> str | None:
     """Load the weights that the run starts with. Every rank calls it. Returns where they are from."""
     where = source_of(recipe)
+    adapter = None if recipe.model.lora is None else recipe.model.lora.adapter
     if where is None:
-        return None
-    if is_foreign(where):
-        model = without_memory(lambda: build_model(recipe.model))
-        assert model is not None
-        load_tensors(run.world, holder_of(run), foreign_tensors(model, where), where)
-        return where
-    return f"step {load_start_weights(run, where)} of {where}"
+        found = None
+    elif is_foreign(where):
+        load_tensors(run.world, holder_of(run), foreign_tensors(_without_lora(recipe), where), where)
+        found = where
+    else:
+        found = f"step {load_start_weights(run, where)} of {where}"
+    if adapter is not None:
+        failed, fix = f"{adapter} was not loaded", "--model.lora.adapter FOLDER, which every rank can read"
+        all_or_none(run.world, lambda: fill_adapter(run.composed, adapter), failed=failed, fix=fix)
+    return " and ".join(filter(None, (found, adapter))) or None
+
+
+def _without_lora(recipe: Recipe) -> nn.Module:
+    """The model without memory, as files of other systems have it."""
+    model = without_memory(lambda: build_model(recipe.model.model_copy(update={"lora": None})))
+    assert model is not None
+    return model
 
 
 def load_start_weights(run: Run, where: str) -> int:
     """Load the weights of a step of another run, or imported ones; returns that step. Every rank calls it."""
     store, step = find(where)
     newest = on_main(run.world, lambda: store.steps()[-1], failed=f"{where!r} cannot be read")
-    return load_step(store, run.world, holder_of(run), newest if step is None else step, only_weights=True).step
+    manifest = load_step(store, run.world, holder_of(run), newest if step is None else step, only_weights=True)
+    reject_other_base(run.composed, run.world, manifest, store.where)
+    return manifest.step
 
 
 def foreign_tensors(model: nn.Module, where: str) -> Mapping[str, LazyTensor]:
