@@ -30,7 +30,7 @@ SHORT = {"nproc": "launch.nproc", "device": "launch.device", "plan": "plan"}
 def parse(kind: type[Options], arguments: Sequence[str], *, prog: str) -> tuple[Options, RecipeReading]:
     """A verb's options and the recipe, from `[RECIPE] [--option ...] [--section.key value ...]`.
 
-    Problems of the command line are in the reading. `RecipeReading.complete` raises them together with those of the recipe.
+    Problems of the command line are in the reading. `RecipeReading.complete` raises them with those of the recipe.
     """
     if "--help" in arguments or "-h" in arguments:
         _print_help(kind, prog)

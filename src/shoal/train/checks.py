@@ -26,7 +26,7 @@ from shoal.train.step.report import OpenStep
 
 # ---- words of other systems -----------------------------------------------------------------------------------------
 
-ARGUMENTS_ELSEWHERE = {  # arguments of Accelerate, Fabric, DeepSpeed and the Trainer of transformers → what to type here
+ARGUMENTS_ELSEWHERE = {  # of Accelerate, Fabric, DeepSpeed and the Trainer of transformers → what to type here
     "mixed_precision": "Run('bf16')",
     "precision": "Run('bf16')",
     "dtype": "Run('bf16')",
