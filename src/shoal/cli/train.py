@@ -23,7 +23,7 @@ from shoal.blueprint.plan import Plan
 from shoal.cli.overrides import parse
 from shoal.comm.rendezvous.environment import Placement, read_environment
 from shoal.config.check_settings import check_incomplete
-from shoal.config.load import Reading, dump_recipe
+from shoal.config.load import RecipeReading, dump_recipe
 from shoal.config.memory_check import check_memory, has_no_accelerator, host_memory
 from shoal.config.recipe import Recipe
 from shoal.errors import Findings, Problem, RunFailed, ShoalError, raise_if
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
         return _train(options, reading, start_time, out)
 
 
-def _train(options: Train, reading: Reading, start_time: float, out: TextIO) -> int:
+def _train(options: Train, reading: RecipeReading, start_time: float, out: TextIO) -> int:
     placement = read_environment(os.environ)
     is_main = placement is None or placement.rank == 0
     for note in reading.notes if is_main else ():
@@ -107,7 +107,7 @@ def _train(options: Train, reading: Reading, start_time: float, out: TextIO) -> 
     return 130 if summary["was_stopped"] else 0
 
 
-def _checked_job(options: Train, reading: Reading, placement: Placement | None) -> Job:
+def _checked_job(options: Train, reading: RecipeReading, placement: Placement | None) -> Job:
     """The job of a command without problems; else raise all of them."""
     reading = reading.with_problems(_check_resume(options.resume))
     recipe = reading.complete(lambda each: check_incomplete(each, _known_ranks(each, placement)))

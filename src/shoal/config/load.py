@@ -43,7 +43,7 @@ OTHER_VALUES: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Reading:
+class RecipeReading:
     """A recipe as far as it could be read, and the problems of the rest."""
 
     recipe: Recipe
@@ -57,7 +57,7 @@ class Reading:
     notes: tuple[str, ...] = ()
     """Sentences about keys of the file that the command line overrides as a whole. The verb prints them."""
 
-    def with_problems(self, problems: Iterable[Problem]) -> Reading:
+    def with_problems(self, problems: Iterable[Problem]) -> RecipeReading:
         """Add problems of the command that have nothing to do with the recipe."""
         return replace(self, problems=(*self.problems, *problems))
 
@@ -83,7 +83,7 @@ def load_recipe(path: Path | None, overrides: Iterable[tuple[str, str]] = ()) ->
 
 def read_recipe(
     path: Path | None, overrides: Iterable[tuple[str, str]] = (), problems: Iterable[Problem] = ()
-) -> Reading:
+) -> RecipeReading:
     """Read the same as far as possible. `problems` are those of the command line that were found before."""
     collected = Findings()
     collected += problems
@@ -246,7 +246,9 @@ def build_recipe(tree: Tree, *, title: str, problems: Iterable[Problem] = ()) ->
     return _read_tree(tree, title=title, problems=problems).complete()
 
 
-def _read_tree(tree: Tree, *, title: str, problems: Iterable[Problem] = (), unread: Iterable[str] = ()) -> Reading:
+def _read_tree(
+    tree: Tree, *, title: str, problems: Iterable[Problem] = (), unread: Iterable[str] = ()
+) -> RecipeReading:
     """Read a tree; values that are not valid are reported and replaced by defaults."""
     found, lost = list(problems), set(unread)
     # An empty section, such as `run:`, is None.
@@ -264,7 +266,7 @@ def _read_tree(tree: Tree, *, title: str, problems: Iterable[Problem] = (), unre
                 found += (problem for problem in _problems_of(each) if problem not in found)
                 lost.add(_drop(tree, each))
         recipe = Recipe.model_validate(tree)
-    return Reading(recipe, _with_other_values(tree, lost) if lost else recipe, tuple(found), title)
+    return RecipeReading(recipe, _with_other_values(tree, lost) if lost else recipe, tuple(found), title)
 
 
 def _drop_odd_keys(tree: Tree) -> list[Problem]:

@@ -303,7 +303,7 @@ def _check_enough(module: nn.Module, name: str, size: int, tensor: TensorParalle
             f"the {size} {'rows' if is_vocabulary else 'features'} of {type(module).__name__}.{name} cannot be divided"
             f" over tp={tensor.degree} ranks",
             fix=f"tp={listed(divisors(size)[:8])}",
-            code="P030",
+            code="P067",
         )
 
 
