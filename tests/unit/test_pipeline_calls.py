@@ -83,6 +83,23 @@ def test_what_stages_cannot_compute(how: Callable[[Any, Tensor], Tensor], code: 
     assert [problem.code for problem in error.value.problems] == [code]
 
 
+class Leaves(nn.Linear):
+    """Leaves a loss behind."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.loss = y.square().mean()
+        return y
+
+
+def test_a_value_that_a_module_does_not_return() -> None:
+    model = Chain(lambda m, x: m.l2(m.l1(m.l0(x))) + m.l0.loss)
+    model.l0 = Leaves(4, 4)
+    with pytest.raises(ShoalError) as error:
+        traced(skeleton_of(model), model.describe(), ((X,), {}))
+    assert [problem.code for problem in error.value.problems] == ["M114"]
+
+
 def test_a_change_in_place_is_noted_where_it_happens() -> None:
     def forward_of(how: Callable[[Any, Tensor], Tensor]) -> Forward:
         model = Chain(how)

@@ -49,9 +49,7 @@ class Tape:
             flat = x.split([torch.Size(shape).numel() for shape in shapes])
             pieces = [piece.view(shape) for piece, shape in zip(flat, shapes, strict=True)]
         for source, piece in zip(routes.receives, pieces, strict=True):
-            value = piece if routes.forward.leaf(source).requires_grad else piece.detach()
-            if source in routes.forward.changed_inside:  # a received tensor may not be changed in place
-                value = value.clone()
+            value = piece.clone() if source in routes.forward.changed_inside else piece  # a leaf may not be changed
             self._values[source] = value
             self._given[source] = value.clone() if source in routes.forward.changed_between else value
 
@@ -106,9 +104,7 @@ class Tape:
             raise StopForward
         call = self._routes.forward.calls[number]
         leaves = [
-            self._given.get((number, place), None)
-            if (number, place) in self._given
-            else self._without_values(number, place)
+            self._given[number, place] if (number, place) in self._given else self._without_values(number, place)
             for place in range(len(call.leaves))
         ]
         return rebuilt(call, leaves)
