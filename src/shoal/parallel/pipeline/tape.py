@@ -56,6 +56,14 @@ class Tape:
     def packed(self, device: torch.device, dtype: torch.dtype | None) -> Tensor:
         """The tensor that is sent to the next stage."""
         assert self._routes is not None
+        for source in self._routes.sends:
+            if (shape := tuple(self._values[source].shape)) != self._routes.shape(source):
+                module, expected = self._routes.forward.calls[source[0]].module, list(self._routes.shape(source))
+                raise ShoalError(
+                    f"{module} must return the shape {expected} to the next stage, got {list(shape)}",
+                    fix="another pp or v; under tp, stages that end after a layer that is split by ROW",
+                    code="M043",
+                )
         values = [self._values[source].to(device, dtype) for source in self._routes.sends]
         return values[0] if len(values) == 1 else torch.cat([value.flatten() for value in values])
 
