@@ -352,7 +352,7 @@ def test_a_module_of_ones_own() -> None:
 
 
 def test_a_module_that_says_nothing_cannot_be_cut() -> None:
-    with pytest.raises(ShoalError, match="but the model describes none"):
+    with rejects("P065", "scale is a parameter of no module"):
         shoal.verify(functools.partial(Mixer), (torch.randn(8, 6), torch.randn(8, 6)), "pp=2 mb=2", loss=squared)
 
 

@@ -11,10 +11,13 @@ from torch import Tensor, nn
 
 from shoal.checkpoint.formats.huggingface import read
 from shoal.checkpoint.formats.lazy_tensor import LazyTensor
-from shoal.config.recipe import ModelSection
+from shoal.config.pretrained_folder import folder_of
+from shoal.config.recipe import ModelSection, Recipe
 from shoal.numerics.init import initialise, materialise
 from shoal.train.build_model import build_for_layout, build_model, without_memory
+from shoal.train.recipe.saving.start_weights import check_weights, foreign_tensors
 from tests.cover import wide
+from tests.rejects import rejects
 
 pytest.importorskip("transformers")
 from shoal.models.huggingface.pretrained.conversion import full, to_files
@@ -132,3 +135,31 @@ def test_no_value_is_read_before_it_is_needed(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("shoal.checkpoint.formats.safetensors._rows", reads)
     found: dict[str, LazyTensor] = weights_of(on_meta(tmp_path), tmp_path)
     assert len(found) == 21
+
+
+def test_a_name_of_the_hub_is_found_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
+    assert folder_of("hf:owner/name") == snapshot
+    with rejects("M071", "owner/other", "hf download owner/other"):
+        folder_of("hf:owner/other")
+
+
+def test_a_run_of_shoals_llama_starts_from_a_folder(tmp_path: Path) -> None:
+    reference = saved(tmp_path, "llama")
+    sizes = {"vocabulary": 41, "hidden": 16, "ffn": 24, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+    recipe = Recipe.model_validate({"model": {"name": "llama", **sizes}, "run": {"start_from": str(tmp_path)}})
+    model = without_memory(lambda: build_model(recipe.model))
+    assert model is not None
+    assert check_weights(recipe, model) == []
+    found = foreign_tensors(model, str(tmp_path))
+    assert all(torch.equal(full(found[name]), one) for name, one in reference.named_parameters())
+    wrong = without_memory(lambda: build_model(ModelSection(name="llama", **sizes | {"num_layers": 3})))
+    assert wrong is not None
+    assert [problem.code for problem in check_weights(recipe, wrong)] == ["C011"]

@@ -76,6 +76,8 @@ def main(arguments: Sequence[str]) -> int:
 def _train(options: Train, reading: Reading, start_time: float, out: TextIO) -> int:
     placement = read_environment(os.environ)
     is_main = placement is None or placement.rank == 0
+    for note in reading.notes if is_main else ():
+        print(f"shoal: {note}", file=sys.stderr)
     try:
         job = _checked_job(options, reading, placement)
     except ShoalError as error:

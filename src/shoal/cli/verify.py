@@ -55,6 +55,8 @@ class Verify:
 def main(arguments: Sequence[str]) -> int:
     """Verify; 0 when all values are equal, 1 when one is not."""
     options, reading = parse(Verify, arguments, prog="shoal verify")
+    for note in reading.notes:
+        print(f"shoal: {note}", file=sys.stderr)
     reading = reading.with_problems(_check_launcher_and_plan(options, arguments))
     out = sys.stdout
     with redirect_stdout(sys.stderr) if options.json else nullcontext():

@@ -56,7 +56,7 @@ def check_number(
         *([] if least is None else [f"of at least {least:g}"]),
         *([] if most is None else [f"of at most {most:g}"]),
     ]
-    is_number = isinstance(value, Real) and type(value) is not bool and value == value
+    is_number = not isinstance(value, bool) and isinstance(value, Real) and value == value
     is_low = is_number and ((above is not None and value <= above) or (least is not None and value < least))
     if not is_number or is_low or (most is not None and value > most):
         yield Problem(

@@ -342,8 +342,9 @@ class RunSection(Section):
     """True: remove an earlier run in `dir` first, with its checkpoints."""
 
     start_from: str | None = None
-    """The source of the initial weights: a run directory, one of its steps, a folder or a URL of checkpoints, or the
-    output of `shoal checkpoint import`. None: weights drawn from the seed."""
+    """The source of the initial weights: a run directory, one of its steps, a folder or a URL of checkpoints, the
+    output of `shoal checkpoint import`, or a folder of safetensors. None: those of a model `hf:FOLDER`; else weights
+    drawn from the seed."""
 
     duration: DurationField = Duration(200, "step")
     """How long to train: `1000step`, `2epoch`, `1e9tok`, `10min`."""
@@ -399,6 +400,10 @@ class RunSection(Section):
     """The torch kernel of attention on a GPU. auto: the fastest one that supports the shape. A named kernel that does
     not support it is an error. Ring attention, CPUs, and models that do not call `shoal.Attention` have their own
     kernels."""
+
+    fused_layers: bool | None = None
+    """True: norms, feed-forwards, attentions and embeddings of a model of transformers that shoal recognises are
+    computed by shoal's operators, which save less and are faster. false: they stay. None: true on a GPU."""
 
     fp8: Literal["tensorwise", "rowwise"] = "tensorwise"
     """Under `precision: fp8`, the part of a tensor that shares one scale. rowwise is more exact, and slower on an

@@ -307,7 +307,8 @@ def _give_loss_to_head(model: nn.Module, setup: _Setup) -> None:
     layer = model.get_submodule(setup.description.head)
     assert isinstance(layer, nn.Linear)
     fp8 = setup.plan.precision == "fp8" and setup.compute.fp8_head == "gradients"
-    setup.head = LossHead(layer, fp8=fp8, always=bool(setup.compute.fused_loss))
+    scale, softcap = setup.description.logit_scale, setup.description.logit_softcap
+    setup.head = LossHead(layer, fp8=fp8, always=bool(setup.compute.fused_loss), scale=scale, softcap=softcap)
 
 
 def _is_compiled_as_one(part: StageModule, setup: _Setup) -> bool:

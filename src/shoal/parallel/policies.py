@@ -53,7 +53,7 @@ class StepPolicy:
         """Find values that would not do what is meant. A negative norm, for example, climbs."""
         yield from check_choice("on_nan", self.on_nan, get_args(OnNan))
         if self.clip is not None:
-            yield from check_number("clip", self.clip, above=0, usual=1.0)
+            yield from check_number("clip", self.clip, above=0, usual=None if self.clip == 0 else 1.0)
         yield from check_whole("check_replicas", self.check_replicas, least=0, usual=100)
         yield from check_number("loss_scale", self.loss_scale, above=0, usual=65536.0)
         yield from check_number("loss_scale_window", self.loss_scale_window, above=0, usual=2000)
@@ -70,6 +70,7 @@ class ComputePolicy:
     compile           run each block of the model under torch.compile; a string is the backend to use
     attention         the kernel of attention on a GPU: auto (the fastest), cudnn, flash, efficient or math
     fused_loss        compute the loss inside the model's last layer, without holding all logits; None: where it can
+    fused_layers      swap layers of transformers for those that save less and are faster; None: on a GPU
     fp8               under the precision fp8, the part of a tensor that shares one scale: tensorwise or rowwise
     fp8_min_features  under fp8, layers with fewer features than this stay in bf16; None: 512
     fp8_head          under fp8, "gradients": the fused loss computes its gradients in fp8, never its logits; or "none"
@@ -83,6 +84,7 @@ class ComputePolicy:
     compile: bool | str = False
     attention: Backend = "auto"
     fused_loss: bool | None = None
+    fused_layers: bool | None = None
     fp8: Scaling = "tensorwise"
     fp8_min_features: int | None = None
     fp8_head: FromHead = "gradients"
@@ -96,6 +98,7 @@ class ComputePolicy:
             "param_dtype": get_args(Weights),
             "attention": get_args(Backend),
             "fused_loss": (None, *BOTH),
+            "fused_layers": (None, *BOTH),
             "fp8": get_args(Scaling),
             "fp8_head": get_args(FromHead),
             "sync_batch_norm": BOTH,
@@ -166,6 +169,7 @@ class Settings(TypedDict, total=False):
     compile: bool | str
     attention: Backend
     fused_loss: bool | None
+    fused_layers: bool | None
     fp8: Scaling
     fp8_min_features: int | None
     fp8_head: FromHead

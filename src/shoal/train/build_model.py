@@ -120,11 +120,11 @@ def adapter_of(model: nn.Module) -> Any | None:
     return next((importlib.import_module(adapters[package]) for package in packages if package in adapters), None)
 
 
-def adapt(model: nn.Module, description: Description, plan: Plan | None) -> None:
-    """Make the model of another package fit for a plan, in place; None: for a trace on the meta device."""
+def adapt(model: nn.Module, description: Description, plan: Plan | None, *, fused: bool = False) -> str | None:
+    """Make the model of another package fit for a plan, in place; None: for a trace on the meta device. `fused`: swap
+    in layers that compute the same faster, and return one line about them."""
     adapter = adapter_of(model)
-    if adapter is not None:
-        adapter.adapt(model, description, plan)
+    return None if adapter is None else adapter.adapt(model, description, plan, fused=fused)
 
 
 def find_builder(name: str) -> Callable[..., Any]:

@@ -343,6 +343,7 @@ def _not_verified(recipe: Recipe) -> Iterator[str]:
         "run.compile",
         "run.attention",
         "run.loss",
+        "run.fused_layers",
         "run.recompute_swiglu",
         "run.sync_batch_norm",
         "optim.state_dtype",

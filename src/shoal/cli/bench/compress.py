@@ -66,6 +66,8 @@ def main(arguments: Sequence[str]) -> int:
         what = f"--steps must be 2 or more, since the first is not timed, got {options.steps}"
         wrong += [Problem("R036", what, "--steps 20")]
     place = read_environment(os.environ)
+    for note in reading.notes if place is None or place.rank == 0 else ():
+        print(f"shoal: {note}", file=sys.stderr)
 
     def num_ranks(recipe: Recipe) -> int:
         return place.world_size if place is not None else recipe.launch.nproc or DEFAULT_NPROC

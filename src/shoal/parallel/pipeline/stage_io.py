@@ -95,8 +95,8 @@ class Boundaries:
 def shapes_of(call: Call) -> tuple[object, ...]:
     """What the shapes inside a model depend on."""
     arguments, options = call
-    named = {**dict(enumerate(arguments)), **options}
-    return tuple((name, x.shape) for name, x in named.items() if isinstance(x, Tensor))
+    named: list[tuple[object, Any]] = [*enumerate(arguments), *options.items()]
+    return tuple((name, x.shape) for name, x in named if isinstance(x, Tensor))
 
 
 def traced(model: nn.Module, description: Description, call: Call) -> Forward:
@@ -154,7 +154,7 @@ def _loose(forward: Forward) -> Iterator[Problem]:
 
 
 def _drawn(forward: Forward) -> Iterator[Problem]:
-    """Random numbers that several stages would draw anew."""
+    """Random numbers that several stages would each draw."""
     for readers in forward.drawn:
         places = {forward.calls[number].position if number >= 0 else None for number in readers}
         if len(places) > 1:

@@ -32,6 +32,7 @@ class Tape:
         self._device: torch.device | None = None
         self._dtype: torch.dtype | None = None
         self._last = -1
+        self._zeros: dict[tuple[torch.dtype, torch.device | None], Tensor] = {}
 
     def begin(self, routes: StageRoutes, x: Tensor | None, dtype: torch.dtype | None, device: torch.device) -> None:
         """Start a forward with the tensor that was received, in the dtype of the computation."""
@@ -121,7 +122,9 @@ class Tape:
         dtype = self._dtype if leaf.dtype.is_floating_point and self._dtype is not None else leaf.dtype
         if (number, place) in self._routes.forward.between:
             return torch.zeros(shape, dtype=dtype, device=self._device)
-        return torch.zeros((), dtype=dtype, device=self._device).expand(shape)
+        if (dtype, self._device) not in self._zeros:
+            self._zeros[dtype, self._device] = torch.zeros((), dtype=dtype, device=self._device)
+        return self._zeros[dtype, self._device].expand(shape)
 
 
 class OwnCall:

@@ -93,10 +93,12 @@ class CrossEntropy:
         if self.rule.is_shifted is None:
             return self._with_own_rule(model, batch)
         labels = shifted(_labels(batch)) if self.rule.is_shifted else _labels(batch)
+        if self.rule.is_shifted and self.num_classes is None:  # of the first batch
+            reject_shifted_twice(_inputs(batch), _labels(batch))
         if self.head is not None:
             self._note_classes(labels, self.head.layer.out_features)
             with self.head.takes(labels):
-                total: Tensor = _logits(_output(model, batch, passes_labels=self.rule.needs))
+                total: Tensor = self.head.restored(_logits(_output(model, batch, passes_labels=self.rule.needs)))
             if not self.head.has_returned(total):
                 raise ShoalError(
                     "the forward must return the output of the head that describe() names",

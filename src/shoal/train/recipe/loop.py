@@ -83,7 +83,7 @@ def train(placement: Placement | None, store: Store | None, job: Job, invocation
             say=line.say,
         )
         storage.save_also(lambda: {"history": step_metrics.history()})
-        choices = [text for text in (sync_chosen, algorithm_chosen(run), bucket_chosen(run)) if text]
+        choices = [text for text in (sync_chosen, algorithm_chosen(run), bucket_chosen(run), run.fused_layers) if text]
         line.note(_headline(run, job, lr, choices, storage))
         loader = build_loader(job, run, workers=recipe.data.workers)
         try:

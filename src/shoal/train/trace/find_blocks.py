@@ -1,6 +1,6 @@
 """Find the blocks of a model that does not describe itself, for a pipeline: by one run without memory.
 
-Blocks are the modules that `model_trace` sees as such and that have parameters, in the order in which the forward calls
+Blocks are the modules that `block_structure` finds and that have parameters, in the order in which the forward calls
 them first. Each costs the FLOPs that were counted in it. A pipeline is cut between any two of them (`stage_io`).
 """
 
@@ -20,7 +20,7 @@ from shoal.parallel.pipeline.calls import Forward, trace_calls
 from shoal.parallel.pipeline.skeleton import Call, skeleton_of
 from shoal.parallel.pipeline.stage_io import traced
 from shoal.train.build_model import adapter_of
-from shoal.train.trace.model_trace import found_blocks
+from shoal.train.trace.block_structure import found_blocks
 
 
 def trace_blocks(model: nn.Module, *arguments: Any, **options: Any) -> Description:

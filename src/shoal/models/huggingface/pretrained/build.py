@@ -35,7 +35,7 @@ def builder(name: str) -> Callable[..., nn.Module]:
     return partial(build, name)
 
 
-def build(name: str, *, init: str = "weights", trust_remote_code: bool = False, **changes: Any) -> nn.Module:
+def build(name: str, *, init: str = "weights", trust_remote_code: Any = False, **changes: Any) -> nn.Module:
     """Build the model of a folder, with random weights or without memory. Its weights are loaded when it is laid out.
 
     `changes` replace values of its config.json.
@@ -52,7 +52,8 @@ def build(name: str, *, init: str = "weights", trust_remote_code: bool = False, 
     model = construct()
     with _parameters_on_meta():
         twin = Twin(construct())
-    model.__class__ = for_recipes(type(model))
+    kind: Any = type(model)
+    model.__class__ = for_recipes(kind)
     model.twin = twin
     return model  # type: ignore[no-any-return]
 
@@ -88,11 +89,12 @@ def _construct(folder: Path, config: Any, *, trusts: bool) -> Any:
     """The model, in float32 whatever the config says: precision is a matter of the plan."""
     transformers = needs("transformers", what="a model of transformers", extra="hf")
     names = [name for name in config.architectures or () if isinstance(name, str)]
-    kind = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
-    is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+    kinds: list[Any] = [getattr(transformers, name) for name in names if hasattr(transformers, name)]
     try:
-        if is_model and kind.config_class is type(config):
-            return kind(copy.deepcopy(config))
+        for kind in kinds:
+            is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+            if is_model and kind.config_class is type(config):
+                return kind(copy.deepcopy(config))
         return transformers.AutoModelForCausalLM.from_config(
             copy.deepcopy(config), trust_remote_code=trusts, dtype=torch.float32
         )

@@ -39,7 +39,9 @@ def smaller(name: str, arguments: Mapping[str, Any], *, num_stages: int, ep: int
 
 def _changes(config: Any, num_stages: int) -> dict[str, Any]:
     said = config.to_dict()
-    found = {key: size for key, size in SIZES.items() if isinstance(said.get(key), int) and said[key] > size}
+    found: dict[str, Any] = {
+        key: size for key, size in SIZES.items() if isinstance(said.get(key), int) and said[key] > size
+    }
     heads = getattr(config, "num_attention_heads", None)
     if isinstance(heads, int) and isinstance(said.get("hidden_size"), int):
         found["hidden_size"] = heads * HEAD
