@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -337,10 +337,20 @@ def known_keys() -> dict[str, str]:
     for section, info in Recipe.model_fields.items():
         kind = info.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
-            keys |= {f"{section}.{name}": field.description or "" for name, field in kind.model_fields.items()}
+            keys |= _keys_of(section, kind)
         else:
             keys[section] = info.description or ""
     return keys | {f"plan.{field.name}": "" for field in fields(Plan)}
+
+
+def _keys_of(section: str, kind: type[BaseModel]) -> dict[str, str]:
+    """The keys of a section, with those of a section inside it, such as `model.lora.rank`."""
+    keys: dict[str, str] = {}
+    for name, field in kind.model_fields.items():
+        inner = [one for one in get_args(field.annotation) if isinstance(one, type) and issubclass(one, BaseModel)]
+        own = _keys_of(f"{section}.{name}", inner[0]) if inner else {f"{section}.{name}": field.description or ""}
+        keys |= own
+    return keys
 
 
 def unknown_key(key: str, value: object = "VALUE") -> Problem:
