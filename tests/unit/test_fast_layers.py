@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
+from shoal.models.huggingface import written_out
 from shoal.models.huggingface.fast import swap_layers
 from shoal.models.huggingface.fast.attention import swap_attention
 from shoal.models.huggingface.fast.embedding import FastRotary
@@ -25,6 +26,7 @@ from tests.cover import wide
 def drawn_model(kind: str) -> Any:
     """With norms and biases that are not those of the start, which would hide an error."""
     model = huggingface.build(kind).double()
+    written_out(model)  # experts, which transformers computes in float32 at most
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         if parameter.dim() == 1:
