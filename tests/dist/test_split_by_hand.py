@@ -15,7 +15,7 @@ from tests.rejects import rejects
 
 
 class Net(nn.Module):
-    """Three layers read one tensor: two return all their features, the third its part, for a layer that takes a part."""
+    """Three layers read one tensor: two return all their features, the third its part, for a layer that takes it."""
 
     def __init__(self, column: Any = nn.Linear, row: Any = nn.Linear, **split: Any) -> None:
         super().__init__()
