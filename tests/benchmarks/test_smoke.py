@@ -22,7 +22,11 @@ SCRIPTS = sorted(
     for path in (ROOT / "benchmarks").glob("*/*.py")
     if "__main__" in path.read_text() and "argparse" in path.read_text()
 )
-WORDS = {"benchmarks/h200/hf.py": ["shoal"], "benchmarks/h200/systems.py": ["shoal"]}
+WORDS = {
+    "benchmarks/h200/hf.py": ["shoal"],
+    "benchmarks/h200/lora.py": ["shoal"],
+    "benchmarks/h200/systems.py": ["shoal"],
+}
 """What a script has to be given beside --smoke."""
 WITHOUT = {
     "benchmarks/h200/run.py": "starts the other scripts of its folder on a GPU, beside peers that CI does not have",

@@ -80,7 +80,7 @@ def test_the_frozen_base_is_in_the_precision_of_the_arithmetic(world: World) -> 
     optimizer = torch.optim.AdamW([p for p in run.parameters if p.requires_grad], lr=1e-2)
     run.prepare(optimizer)
     losses = [float(run.step(batches("tokens")[0])) for _ in range(8)]
-    assert losses[-1] < losses[0] - 0.1
+    assert losses[-1] < losses[0] - 0.05
     assert len(optimizer.state) == 2 * 7 * 2
 
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from shoal.checkpoint.formats.adapter import add_adapter, read_config
+from shoal.checkpoint.formats.adapter import load_adapter, read_config
 from shoal.cli import main
 from shoal.models.llama import build
 from shoal.numerics.init import initialise
-from shoal.parallel.lora.apply import merge
+from shoal.parallel.lora.apply import merge_lora
 from shoal.train.run import Run
 from tests.rejects import rejects
 
@@ -80,9 +80,9 @@ def test_a_folder_of_peft_both_ways(saved: tuple[Path, Tensor], tmp_path: Path) 
     assert len(names) == 8
     config = read_config(tmp_path / "peft")
     assert (config["r"], config["lora_alpha"], config["target_modules"]) == (3, 9, ["q_proj", "up_proj"])
-    model = add_adapter(base(), tmp_path / "peft")
+    model = load_adapter(base(), tmp_path / "peft")
     assert torch.equal(model(TOKENS), logits)
-    whole = merge(copy.deepcopy(model))
+    whole = merge_lora(copy.deepcopy(model))
     assert {type(module) for module in whole.modules() if isinstance(module, nn.Linear)} == {nn.Linear}
     torch.testing.assert_close(whole(TOKENS), logits, rtol=1e-4, atol=1e-5)
     with rejects("L014", "--format peft"):
@@ -107,14 +107,14 @@ def test_other_adapters_are_rejected(
     path = tmp_path / "a" / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with rejects(code, *change.values()):
-        add_adapter(base(), tmp_path / "a")
+        load_adapter(base(), tmp_path / "a")
     path.unlink()
     with rejects("L011", "adapter_config.json"):
-        add_adapter(base(), tmp_path / "a")
+        load_adapter(base(), tmp_path / "a")
 
 
 def test_the_adapter_of_another_model_is_rejected(saved: tuple[Path, Tensor], tmp_path: Path) -> None:
     main(["checkpoint", "export", str(saved[0]), str(tmp_path / "a"), "--format", "peft"])
     wide = build(**{**SIZES, "hidden": 16})
     with rejects("L013", "lora_A"):
-        add_adapter(wide, tmp_path / "a")
+        load_adapter(wide, tmp_path / "a")

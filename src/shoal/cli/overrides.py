@@ -17,8 +17,8 @@ from shoal.blueprint.aliases import OTHER_SYSTEMS
 from shoal.cli.options import check_words, run_tyro, unknown_option
 from shoal.config.duration import Duration
 from shoal.config.flag_aliases import instead_of
-from shoal.config.load import Reading, read_recipe
-from shoal.config.recipe import Recipe
+from shoal.config.load import RecipeReading, read_recipe
+from shoal.config.recipe import LoraSection, ModelSection, Recipe
 from shoal.errors import Problem, nearest
 
 Options = TypeVar("Options")
@@ -27,10 +27,10 @@ Options = TypeVar("Options")
 SHORT = {"nproc": "launch.nproc", "device": "launch.device", "plan": "plan"}
 
 
-def parse(kind: type[Options], arguments: Sequence[str], *, prog: str) -> tuple[Options, Reading]:
+def parse(kind: type[Options], arguments: Sequence[str], *, prog: str) -> tuple[Options, RecipeReading]:
     """A verb's options and the recipe, from `[RECIPE] [--option ...] [--section.key value ...]`.
 
-    Problems of the command line are in the reading. `Reading.complete` raises them together with those of the recipe.
+    Problems of the command line are in the reading. `RecipeReading.complete` raises them with those of the recipe.
     """
     if "--help" in arguments or "-h" in arguments:
         _print_help(kind, prog)
@@ -125,11 +125,16 @@ def _not_an_option(word: str) -> Problem:
 def _print_help(kind: type[Any], prog: str) -> None:
     """Print the verb's options and every key of a recipe, with defaults; ends the process, as --help does."""
     settings = Annotated[Recipe, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]  # a boolean takes a value there
+    shown_keys = Recipe(model=ModelSection(lora=LoraSection()))  # else the keys of LoRA would not be listed
     both = make_dataclass(
-        kind.__name__, [("settings", settings, field(default_factory=Recipe))], bases=(kind,), frozen=True, kw_only=True
+        kind.__name__,
+        [("settings", settings, field(default_factory=lambda: shown_keys))],
+        bases=(kind,),
+        frozen=True,
+        kw_only=True,
     )
     both.__doc__ = kind.__doc__
-    shown = (tyro.conf.FlagCreatePairsOff,)
+    shown = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
     tyro.cli(both, args=["--help"], prog=prog, config=shown, registry=_durations_are_words())
 
 

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.blueprint.description import Description
 from shoal.blueprint.plan import Plan
-from shoal.checkpoint.formats.adapter import add_adapter
+from shoal.checkpoint.formats.adapter import load_adapter
 from shoal.config.recipe import LoraSection, ModelSection
 from shoal.errors import ShoalError, listed, nearest
 from shoal.numerics.init import can_fill, has_init_rule, init_adapters, initialise
@@ -48,7 +48,7 @@ def build_model(section: ModelSection) -> nn.Module:
 def add_lora(model: nn.Module, section: LoraSection) -> nn.Module:
     """The model with LoRA as a recipe says, or as the folder of an adapter."""
     if section.adapter is not None:
-        return add_adapter(model, section.adapter)
+        return load_adapter(model, section.adapter)
     targets = section.targets if isinstance(section.targets, str) else list(section.targets)
     return lora(model, rank=section.rank, alpha=section.alpha, targets=targets, dropout=section.dropout)
 

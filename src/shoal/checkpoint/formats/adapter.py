@@ -102,7 +102,7 @@ def _problems(path: Path, found: Any) -> list[Problem]:
     ]
 
 
-def add_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
+def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
     """Add the LoRA of a folder to a model, in place. Values are copied where the model has memory."""
     config, path = read_config(folder), Path(folder) / WEIGHTS
     tensors = {_own_name(path, name): tensor for name, tensor in safetensors.read(path).items()}

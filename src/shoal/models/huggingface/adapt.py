@@ -45,6 +45,7 @@ def adapt(model: Any, description: Description, plan: Plan | None, *, fused: boo
         needs_positions=plan is not None and splits_tokens(plan, description) and context == 1,
         checks_positions=divides and is_able,
         cp=context,
+        why_not_packed=description.why_not.get("cp"),
         packed_attention=before if is_able and is_fused and not divides and before == "sdpa" else None,
     )
     model.register_forward_pre_hook(inputs, with_kwargs=True)
@@ -61,12 +62,20 @@ class Inputs:
     needs_positions: bool
     checks_positions: bool
     cp: int
+    why_not_packed: str | None = None
+    """Why a token could see other documents of its sample; None: it cannot."""
     packed_attention: str | None = None
     """The attention for samples that may be packed, which transformers finds in position_ids; None: no other one."""
 
     def __call__(self, model: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Turn the cache off, which a recomputed block would fill twice; and pass positions where tokens are divided,
         since a model counts those that it sees."""
+        if options.get(DOCUMENTS) is not None and self.why_not_packed is not None:
+            raise ShoalError(
+                f"packed samples cannot be kept apart in this model: {self.why_not_packed}",
+                fix="--data.pack false",
+                code="L016",
+            )
         options = with_positions(options)
         if self.takes_cache:
             options = {"use_cache": False, **options}
@@ -104,7 +113,9 @@ def with_positions(options: dict[str, Any]) -> dict[str, Any]:
     """Arguments with positions that start over in each document, by which transformers knows packed samples."""
     documents = options.get(DOCUMENTS)
     others = {name: value for name, value in options.items() if name != DOCUMENTS}
-    return others if documents is None else {**others, "position_ids": positions_in_documents(documents)}
+    if documents is None:
+        return others
+    return {**others, "position_ids": positions_in_documents(documents), "use_cache": False}  # a cache has no documents
 
 
 def _padding_of_four_dims(model: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:

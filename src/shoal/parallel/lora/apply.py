@@ -127,7 +127,7 @@ def _adapt(layer: nn.Linear, rank: int, scale: float, dropout: float) -> None:
 
 
 @torch.no_grad()
-def merge(model: Model) -> Model:
+def merge_lora(model: Model) -> Model:
     """Add the updates of LoRA to the weights below them, in place, and make the layers plain ones again."""
     for layer in adapted_layers(model).values():
         update = layer.lora_B.double() @ layer.lora_A.double() * layer.lora_scale

@@ -9,7 +9,7 @@ from shoal.checkpoint.formats.export import Exported, ExportSettings, write_tens
 from shoal.checkpoint.formats.lazy_tensor import in_memory
 from shoal.checkpoint.storage.shard_file import NAMES
 from shoal.errors import ShoalError
-from shoal.parallel.lora.apply import merge
+from shoal.parallel.lora.apply import merge_lora
 from shoal.parallel.lora.layers import adapted_layers
 from shoal.train.inference.trained_model import trained_model
 
@@ -23,7 +23,7 @@ def write_merged(directory: Path, step: int | None, to: Path, how: ExportSetting
             fix=f"shoal checkpoint export {directory} {to}",
             code="L015",
         )
-    state = dict(merge(trained.model).named_parameters())
+    state = dict(merge_lora(trained.model).named_parameters())
     tensors = {name: in_memory(NAMES[tensor.dtype], tensor.detach()) for name, tensor in state.items()}
     section = {k: v for k, v in trained.recipe.model.model_dump(mode="json").items() if k != "lora"}
     extra = huggingface.Extra()

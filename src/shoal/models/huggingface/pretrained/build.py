@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -225,6 +226,7 @@ def _signature(kind: Any) -> inspect.Signature:
     given = inspect.signature(kind.forward).parameters.values()
     named = [p for p in given if p.kind is not p.VAR_KEYWORD and p.name != "labels"]
     takes = [p.replace(name="tokens") if p.name == "input_ids" else p for p in named]
-    packs = any(p.name == "position_ids" for p in named)
+    makes_masks = hasattr(sys.modules[kind.__module__], "create_causal_mask")  # by documents, from positions
+    packs = makes_masks and any(p.name == "position_ids" for p in named)
     documents = [inspect.Parameter(DOCUMENTS, inspect.Parameter.KEYWORD_ONLY, default=None)] if packs else []
     return inspect.Signature([*takes, *documents])
