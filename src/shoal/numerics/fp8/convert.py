@@ -50,7 +50,7 @@ def to_fp8(block: nn.Module, scaling: Scaling, device: torch.device, *, min_feat
 
 def _convert_by_torchao(layers: list[nn.Linear], scaling: Scaling, device: torch.device) -> None:
     try:
-        with _silence("torchao", "torch.utils._pytree"):  # import messages that users cannot act on
+        with silence("torchao", "torch.utils._pytree"):  # import messages that users cannot act on
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError:
         raise ShoalError(
@@ -66,7 +66,7 @@ def _convert_by_torchao(layers: list[nn.Linear], scaling: Scaling, device: torch
 
 
 @contextmanager
-def _silence(*names: str) -> Iterator[None]:
+def silence(*names: str) -> Iterator[None]:
     """Ignore Python's warnings, and the warnings of these loggers."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]

@@ -27,6 +27,7 @@ from shoal.config.pretrained_folder import folder_of
 from shoal.errors import ShoalError, listed, nearest, needs
 from shoal.models.huggingface.adapt import DOCUMENTS, with_positions
 from shoal.models.huggingface.pretrained.folder import config_of
+from shoal.numerics.fp8.convert import silence
 
 INITS = ("weights", "random")
 
@@ -46,7 +47,9 @@ def build(name: str, *, init: str = "weights", trust_remote_code: Any = False, *
     if not isinstance(trust_remote_code, bool):
         what = f"model.trust_remote_code must be true or false, got {trust_remote_code!r}"
         raise ShoalError(what, fix="--model.trust_remote_code true", code="M077")
-    needs("transformers", what=f"model.name {name}", extra="hf")
+    transformers = needs("transformers", what=f"model.name {name}", extra="hf")
+    with silence("torchao", "torch.utils._pytree"):  # messages of an import that users cannot act on
+        assert transformers.PreTrainedModel
     folder = folder_of(name, with_code=trust_remote_code)
     config = _config(folder, changes, trusts=trust_remote_code)
     construct = partial(_construct, folder, config, trusts=trust_remote_code)
