@@ -116,8 +116,7 @@ ALL = DENSE | EXPERTS | PACKED | OTHERS
 REJECTED = {
     **dict.fromkeys(("olmo2", "phi3", "gpt-oss", "deepseek-v3"), ("sp=on",)),
     **dict.fromkeys(("bert", "modernbert", "gpt2"), ("tp=2",)),
-    **dict.fromkeys(("vit", "mamba"), ("tp=2", "cp=2")),
-    **dict.fromkeys(("clip", "t5", "whisper"), ("tp=2", "pp=2", "cp=2")),
+    **dict.fromkeys(("vit", "mamba", "clip", "t5", "whisper"), ("tp=2", "cp=2")),
 }
 """Architecture → words of plans that it cannot have. All others are equal."""
 CONFIGS = {"Gemma3": "Gemma3TextConfig"}

@@ -41,6 +41,8 @@ OWN_PROTOCOLS = {
     "curve": "A Llama of 8 layers of 1,024 features, 16 x 1,024 tokens a step, a learning rate of 1e-4 (slow: 3e-5)"
     " after 50 steps of warm-up, gradients clipped to 1; fp32 and Transformers are eager, shoal's bf16 and fp8 are"
     " compiled; losses of the training batches, *measured*.",
+    "lora": "Random tokens, a frozen base in bfloat16, LoRA of rank 16 in float32 on all linear layers of the blocks,"
+    " AdamW; times and memory as in the table `hf`. Ratios are to PEFT with Liger.",
     "hf": "Random tokens, AdamW with weights and states in float32, products in bfloat16; a step is forward, backward,"
     " update and the forgetting of gradients, timed from one synchronisation to the next; the median of the steps after"
     " warm-up, *measured*. Memory is the most that torch has allocated. Ratios are to Liger of the same model.",
@@ -383,6 +385,12 @@ def hf_parts() -> tuple[str, list[Row]]:
     return "parts of a run of a model of transformers, 8 x 4096 tokens", beside_liger(HF_MODELS["llama"], runs)
 
 
+def lora() -> tuple[str, list[Row]]:
+    """LoRA of rank 16 on a frozen base of 8.0 B parameters, against PEFT."""
+    runs = {LIGER: ("lora.py", "peft-liger"), "Transformers + PEFT": ("lora.py", "peft")}
+    return "LoRA, 2 x 4096 tokens", beside_liger("Llama, 8.0 B", runs | {"shoal.lora": ("lora.py", "shoal")})
+
+
 def beside_liger(what: str, runs: dict[str, tuple[str, ...]]) -> list[Row]:
     """One row for each of `runs`, name → script and its arguments; ratios are to Liger."""
     told = {name: told_by(*words) for name, words in runs.items()}
@@ -400,7 +408,7 @@ def beside_liger(what: str, runs: dict[str, tuple[str, ...]]) -> list[Row]:
 TABLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "speed": speed, "turns": turns, "large": large, "fp8": fp8, "rowwise": rowwise, "shapes": shapes, "long": long,
     "longest": longest, "roofline": roofline, "curve": curve, "images": images, "hf": hf,
-    "hf-parts": hf_parts,
+    "hf-parts": hf_parts, "lora": lora,
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ weights of plain torch with transformers' own attention, in float64.
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from tests import huggingface
 
 LAYOUTS = ["zero=3 mb=1", "tp=2 sp=off mb=2", "tp=2 sp=on mb=2", "pp=2 1f1b mb=2", "cp=2 mb=2", "cp=2 ulysses mb=2"]
 WITH_EXPERTS = [*LAYOUTS, "ep=2 zero=3 mb=1"]
-SHORT = ["llama tied", "gemma2", "qwen3-moe", "bert"]
+SHORT = ["llama tied", "qwen3-moe", "t5"]
 
 
 def largest_differences(world: World, kind: str, pads: bool, plans: list[str]) -> dict[str, float | None]:
@@ -54,17 +55,13 @@ def largest_differences(world: World, kind: str, pads: bool, plans: list[str]) -
                 if axis == "ep":  # a mean over ranks: routers send more to some
                     continue
                 assert counted.get("bytes", 0) == messages.bytes, (words, axis, name)
-        if kind not in UNTRACED and findings.predicted_traffic is None:
+        if findings.predicted_traffic is None:
             raise AssertionError(f"{words}: nothing was predicted")
         if findings.verdict is not None:
             assert findings.verdict.equal, f"{words}: {findings.verdict.first}"
             worst = findings.verdict.worst
             found[words] = max(worst.loss, worst.grad, worst.weight, worst.grad_norm)
     return found
-
-
-UNTRACED = ("whisper",)
-"""Its trace needs values."""
 
 
 @pytest.mark.parametrize("kind", [kind if kind in SHORT else wide(kind) for kind in huggingface.ALL if kind != "clip"])
@@ -77,7 +74,8 @@ def test_a_model_of_transformers_under_every_layout(pool: Pool, kind: str) -> No
 
 @pytest.mark.parametrize("kind", ["llama", wide("gemma2"), wide("mistral window"), wide("modernbert")])
 def test_padding_is_not_attended_to(pool: Pool, kind: str) -> None:
-    assert len(pool.run(largest_differences, 2, kind, True, LAYOUTS)[0]) == len(LAYOUTS)
+    plans = LAYOUTS if os.environ.get("SHOAL_ALL") else LAYOUTS[-3:]
+    assert len(pool.run(largest_differences, 2, kind, True, plans)[0]) == len(plans)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +124,7 @@ def test_what_is_derived() -> None:
     assert (gemma.head, gemma.logit_scale, gemma.logit_softcap) == ("lm_head", 1.0, 3.0)
 
 
-@pytest.mark.parametrize("words", ["pp=2 1f1b mb=2", "tp=2"])
+@pytest.mark.parametrize("words", ["pp=2 1f1b mb=2", wide("tp=2")])
 def test_a_model_itself_is_verified(words: str) -> None:
     """A model that has values, as from_pretrained returns it."""
     model = huggingface.build("qwen2")

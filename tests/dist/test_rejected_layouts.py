@@ -17,17 +17,16 @@ BLOCKS = tuple(f"blocks.{i}" for i in range(4))
 
 
 class Tower(nn.Module):
-    """Four blocks; `outside`: the residual is added where no stage is."""
+    """Four blocks."""
 
-    def __init__(self, outside: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.outside = outside
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4))
         self.head = nn.Linear(6, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = x + block(x) if self.outside else block(x)
+            x = block(x)
         return self.head(x)
 
     def describe(self) -> shoal.Description:
@@ -43,13 +42,6 @@ def prepared(world: World, plan: str, model: nn.Module) -> Run:
     run = Run(plan, world=world)
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     return run
-
-
-@on_ranks(2)
-def test_something_between_the_blocks(world: World) -> None:
-    with pytest.raises(ShoalError, match="the forward changes it between the blocks"):
-        prepared(world, "pp=2 mb=2", Tower(outside=True)).step(batch())
-    assert prepared(world, "pp=2 mb=2", Tower()).step(batch()) > 0
 
 
 @on_ranks(2)
@@ -113,33 +105,11 @@ def test_tokens_that_nothing_divides(world: World) -> None:
     assert not prepared(world, "tp=2", Norms()).tensor.splits_tokens
 
 
-class Skips(Tower):
-    """What entered is added again after the blocks, where the last stage does not have it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entry = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = entered = self.entry(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x + entered)
-
-    def describe(self) -> shoal.Description:
-        return shoal.Description(before_blocks=("entry",), blocks=BLOCKS, after_blocks=("head",))
-
-
 class Capped(Tower):
     """Something is computed after the last module, once and not on every stage."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 5 * torch.tanh(super().forward(x) / 5)
-
-
-def test_what_passes_by_the_blocks() -> None:
-    with pytest.raises(ShoalError, match=r"what follows the blocks reads what entry\.weight has computed"):
-        shoal.verify(Skips, batch(), "pp=2 mb=2")
 
 
 def test_what_follows_the_last_module_is_computed_once() -> None:

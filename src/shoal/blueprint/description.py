@@ -40,9 +40,10 @@ class Description:
 
     Names are fully qualified names of submodules; in `splits`, `*` stands for one component of a name. `before_blocks`,
     `blocks` and `after_blocks` together hold every parameter. Each of their modules may be replaced by one that returns
-    a tensor like the one between blocks, and the rest of the model still runs: that is a stage of a pipeline.
+    what it would return, and the rest of the model still runs: that is a stage of a pipeline.
 
     blocks, before_blocks, after_blocks       what sharding, recompute and pipelines cut (`zero=3`, `recompute`, `pp`)
+    costs                                     what they cost to compute, where stages are to be balanced (`pp`)
     splits, num_heads, num_kv_heads           how tensor parallelism splits layers (`tp`)
     positions, documents, positions_restart   arguments of `forward` under context parallelism (`cp`)
     num_experts, active_experts               of a mixture of experts (`ep`)
@@ -64,6 +65,10 @@ class Description:
 
     after_blocks: tuple[str, ...] = ()
     """Submodules that run after the last block; they are on the last stage of a pipeline."""
+
+    costs: Mapping[str, float] = field(default_factory=dict)
+    """Submodule of the above → what it costs to compute, in any unit: stages are balanced by it. Empty: the elements
+    of its matrices, which is right if all of them see the same tokens, and wrong for convolutions."""
 
     splits: Mapping[str, Split] = field(default_factory=dict)
     """Pattern of submodule names → its tensor-parallel split."""

@@ -90,6 +90,9 @@ class ModelShapes:
     """Name → whole shape, in the order of the model; a tied one under its first name only."""
     stream: Shape
     """The activation between blocks for one sample: (tokens, model dim)."""
+    crossings: tuple[tuple[int, int], ...] = ()
+    """For each block, the elements that a stage which begins with it receives: of each sample, and of any number of
+    samples. Empty: one activation of the shape `stream` everywhere."""
     tp_boundaries: tuple[TPBoundary, ...] = ()
     """In the order of the forward. Several layers that read the same activation share one."""
     attentions: tuple[AttentionSite, ...] = ()
@@ -140,6 +143,11 @@ class ModelShapes:
         """What `matmul_elements` has found."""
         return {}
 
+    @cached_property
+    def has_adapters(self) -> bool:
+        """Whether LoRA is trained, beside weights that are frozen."""
+        return any(name.endswith(".lora_A") for name in self.parameters)
+
     def trained(self, pieces: Shapes) -> dict[str, Shape]:
         """Those that get a gradient."""
         return {name: shape for name, shape in pieces.items() if self.is_trained(name)}
@@ -179,6 +187,8 @@ class Sizes:
     reduce: int
     """Gradients in a reduce-scatter."""
     loss: int
+    frozen: int | None = None
+    """Frozen weights below adapters. None: as other weights."""
 
     @classmethod
     def of(cls, plan: Plan) -> Sizes:

@@ -6,7 +6,7 @@ for small images. Shapes: B batch, C channels, Y and X the height and width of a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,11 @@ class ResNetConfig:
         problems = not_positive(self, "num_classes", "width")
         if self.depth not in NUM_BLOCKS:
             problems.append(
-                Problem("M008", f"depth must be {listed(NUM_BLOCKS)}, got {self.depth}", f"depth: {listed(NUM_BLOCKS)}")
+                Problem(
+                    "M008",
+                    f"depth must be {listed(NUM_BLOCKS)}, got {self.depth}",
+                    f"--model.depth {listed(NUM_BLOCKS)}",
+                )
             )
         raise_if(problems, title="model 'resnet'")
 
@@ -50,15 +54,18 @@ class ResNetConfig:
         """For images (batch, channels, height, width): each weight of a convolution is one multiply-add per output
         pixel; the backward costs twice the forward."""
         batch, _, *size = shape
+        return 6.0 * batch * sum(self.costs(size).values())
+
+    def costs(self, size: Sequence[int] = (256, 256)) -> dict[str, float]:
+        """Submodule → multiply-adds of the forward of one image. Their ratios hold for images of any size."""
         stem = 1 if self.small_images else 2
-        num_pixels = _pixels(size, stem)
-        macs = float((9 if self.small_images else 49) * 3 * self.width * num_pixels)
+        costs = {"conv1": float((9 if self.small_images else 49) * 3 * self.width * _pixels(size, stem))}
         stride = stem if self.small_images else 2 * stem
         for block in block_shapes(self):
             arriving, leaving = _pixels(size, stride), _pixels(size, stride * block.stride)
             stride *= block.stride
-            macs += block.macs(self.depth, arriving, leaving)
-        return 6.0 * batch * (macs + self.num_features * self.num_classes)
+            costs[block.name] = block.macs(self.depth, arriving, leaving)
+        return costs | {"fc": float(self.num_features * self.num_classes)}
 
     @property
     def num_features(self) -> int:
@@ -115,7 +122,7 @@ def block_shapes(config: ResNetConfig) -> Iterator[BlockShape]:
             arriving = leaving
 
 
-def _pixels(size: list[int], stride: int) -> int:
+def _pixels(size: Sequence[int], stride: int) -> int:
     """Pixels that are left of an image; padding is such that every halving rounds up."""
     height, width = size
     return -(-height // stride) * -(-width // stride)
@@ -170,6 +177,7 @@ class ResNet(nn.Module):
             blocks=tuple(shape.name for shape in block_shapes(self.config)),
             before_blocks=("conv1", "bn1", "relu", "maxpool"),
             after_blocks=("avgpool", "fc"),
+            costs=self.config.costs(),
             num_outputs=self.config.num_classes,
             training_flops=self.config.training_flops,
         )

@@ -35,10 +35,11 @@ from shoal.parallel.expert.experts import ExpertParallel, experts_in
 from shoal.parallel.expert.experts import divide as divide_experts
 from shoal.parallel.expert.router import note_routers, routers
 from shoal.parallel.fused_loss_head import LossHead
+from shoal.parallel.lora.layers import adapted_layers
 from shoal.parallel.parallel_model import ParallelModel, StageModule
 from shoal.parallel.pipeline.pipeline import Pipeline, Stage, cut
 from shoal.parallel.pipeline.skeleton import skeleton_of
-from shoal.parallel.pipeline.stage_io import Activation
+from shoal.parallel.pipeline.stage_io import Boundaries
 from shoal.parallel.policies import ComputePolicy, SyncPolicy
 from shoal.parallel.replica_sync import ReplicaGroup, build_gradient_sync, uses_own_reducer, with_buckets
 from shoal.parallel.tensor import TensorParallel, note_split_layers, split
@@ -66,6 +67,7 @@ def compose(
     routed = {name: router.num_experts for name, router in routers(model).items()}
     balance, is_own = _balance(model, plan, mesh, tensor), uses_own_reducer(plan, sync)
     setup = _Setup(plan, description, mesh, tensor, precision, compute, uses_own_reducer=is_own, balance=balance)
+    setup.frozen_dtype = precision.frozen_dtype if adapted_layers(model) else precision.weight_dtype
     setup.is_fused = compute.fused_loss is not False and why_loss_not_fused(model, plan, description) is None
     batch_norm, tracks = _batch_norm(model, plan, mesh, compute)
     skeleton = skeleton_of(model) if mesh.degree("pp") > 1 else model
@@ -116,6 +118,8 @@ class _Setup:
     compute: ComputePolicy
     uses_own_reducer: bool
     balance: AuxLoss | None
+    frozen_dtype: torch.dtype = torch.float32
+    """Of parameters without a gradient."""
     divided: set[str] = field(default_factory=set)
     """Parameters that were divided over ep."""
     is_fused: bool = False
@@ -150,7 +154,7 @@ def _lay_out(part: StageModule, setup: _Setup) -> None:
         if not unit.is_rest:
             split(model, unit.names, description.splits, setup.tensor)
         experts = _divide_experts(model, unit, setup)
-        _place(model, unit, setup.mesh.device, setup.precision)
+        _place(model, unit, setup)
         if setup.is_fused and description.head is not None and unit.holds(description.head):
             _give_loss_to_head(model, setup)  # before it is sharded, which makes another class of it
         for block in _modules(model, unit) if unit.is_block else ():
@@ -266,12 +270,14 @@ def _fill(model: nn.Module, unit: Unit, seed: int) -> None:
         initialise(model, seed, unit.holds)
 
 
-def _place(model: nn.Module, unit: Unit, device: torch.device, precision: Precision) -> None:
+def _place(model: nn.Module, unit: Unit, setup: _Setup) -> None:
     """Move a unit to its device and precision. A parameter stays the object that it is, so that what is shared stays
     shared."""
     for tensor in _tensors(model, unit):
-        dtype = precision.weight_dtype if isinstance(tensor, nn.Parameter) else precision.wide_dtype
-        tensor.data = tensor.data.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
+        dtype = setup.precision.wide_dtype
+        if isinstance(tensor, nn.Parameter):
+            dtype = setup.precision.weight_dtype if tensor.requires_grad else setup.frozen_dtype
+        tensor.data = tensor.data.to(setup.mesh.device, dtype if tensor.is_floating_point() else tensor.dtype)
 
 
 def _tensors(model: nn.Module, unit: Unit) -> Iterator[Tensor]:
@@ -353,13 +359,12 @@ def _cut(model: nn.Module, plan: Plan, description: Description, mesh: Mesh) -> 
     for index, (start, stop) in enumerate(bounds):
         if owners(plan)[index] != mesh.coordinate["pp"]:
             continue
-        before = (*(description.before_blocks if index else ()), *description.blocks[:start])
         is_last = index == len(bounds) - 1
-        after = (*description.blocks[stop:], *(() if is_last else description.after_blocks))
-        part, received = cut(model, before=before, after=after)
+        ends = (() if index else description.before_blocks, description.after_blocks if is_last else ())
+        part, tape = cut(model, description, (*ends[0], *description.blocks[start:stop], *ends[1]))
         _untie(part, taken)
         taken.update(part.parameters())
-        yield StageModule(part, Stage(part, received, index, len(bounds)))
+        yield StageModule(part, Stage(part, tape, index, len(bounds)))
 
 
 def _model_shapes(model: nn.Module, description: Description) -> ModelShapes:
@@ -387,6 +392,7 @@ def _pipeline(parts: list[StageModule], skeleton: nn.Module, setup: _Setup) -> P
         return None
     plan, mesh, precision = setup.plan, setup.mesh, setup.precision
     assert plan.schedule is not None
+    bounds = stage_bounds(_model_shapes(skeleton, setup.description), num_stages=stages[0].num_stages)
     return Pipeline(
         stages=stages,
         schedule=plan.schedule,
@@ -394,7 +400,7 @@ def _pipeline(parts: list[StageModule], skeleton: nn.Module, setup: _Setup) -> P
         device=mesh.device,
         comm_device=mesh.comm_device,
         num_stages=stages[0].num_stages,
-        activation=Activation(skeleton, setup.description.blocks, setup.tensor),
+        boundaries=Boundaries(skeleton, setup.description, bounds, setup.tensor),
         dtype=precision.compute_dtype,
         loss_dtype=precision.wide_dtype,
         owners=owners(plan),

@@ -86,6 +86,7 @@ class TensorParallel:
     def enter_region(self, _module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """A hook before a region: its input, the first argument or `hidden_states`, enters. Code inside that reads the
         shape of its input then sees all tokens, as its layers do."""
+        self._region = None  # a recomputation ends inside of a region, as soon as it has all that was saved
         if arguments and isinstance(arguments[0], Tensor):
             self._region = self.enter(arguments[0])
             return (self._region, *arguments[1:]), options
@@ -173,7 +174,7 @@ class ColumnParallelLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map a replicated tensor to this rank's features."""
-        _check_features(self, x, "all")
+        check_features(self, x, "all")
         return F.linear(self.tensor.enter(x), self.weight, self.bias)
 
 
@@ -194,7 +195,7 @@ class RowParallelLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map this rank's features to a replicated tensor. The bias is added once, after the sum."""
-        _check_features(self, x, "this rank's part of the")
+        check_features(self, x, "this rank's part of the")
         total = self.tensor.leave(F.linear(x, self.weight))
         return total if self.bias is None else total + self.bias.to(total.dtype)
 
@@ -263,7 +264,8 @@ class PositionEmbedding(nn.Embedding):
         return super().forward(my_part(tokens, -1, self.tensor.group))
 
 
-def _check_features(layer: nn.Linear, x: Tensor, which: str) -> None:
+def check_features(layer: nn.Linear, x: Tensor, which: str) -> None:
+    """Reject an input with other features than a split layer has here."""
     if x.shape[-1] != layer.weight.shape[1]:
         kind = "COLUMN" if isinstance(layer, ColumnParallelLinear) else "ROW"
         name = getattr(layer, "full_name", type(layer).__name__)
@@ -301,7 +303,7 @@ def _check_enough(module: nn.Module, name: str, size: int, tensor: TensorParalle
             f"the {size} {'rows' if is_vocabulary else 'features'} of {type(module).__name__}.{name} cannot be divided"
             f" over tp={tensor.degree} ranks",
             fix=f"tp={listed(divisors(size)[:8])}",
-            code="P030",
+            code="P067",
         )
 
 
@@ -386,7 +388,7 @@ def _split_layer(
             code="M048",
         )
     own: Any = type(layer)
-    kind: Any = SPLIT_LAYERS.get((how, own))
+    kind: Any = SPLIT_LAYERS.get((how, own)) or getattr(own, "split_forms", {}).get(how)
     if kind is None and how is Split.VOCABULARY and isinstance(layer, nn.Embedding):
         kind = _vocabulary_parallel(own)
     if kind is None:
@@ -422,5 +424,6 @@ def note_split_layers(model: nn.Module, tensor: TensorParallel) -> dict[str, tup
 def _note(layer: Any, name: str, tensor: TensorParallel) -> None:
     layer.full_name = name
     tensor.cuts |= {f"{name}.{own}": dim for own, dim in layer.cut.items() if getattr(layer, own, None) is not None}
+    tensor.partial |= {f"{name}.{own}" for own in getattr(layer, "partial", ())}
     if isinstance(layer, RowParallelLinear) and tensor.splits_tokens and layer.bias is not None:
         tensor.partial.add(f"{name}.bias")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from typing import Any
 
 from torch import nn
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from shoal.blueprint.description import Description
 from shoal.data.sharded_dataloader import ShardedDataLoader
-from shoal.errors import Problem, raise_if
+from shoal.errors import Findings, Problem, raise_if
 from shoal.numerics.init import init_missing
 from shoal.numerics.local_tensor import to_local
 from shoal.numerics.offload import HostCopies
@@ -21,21 +22,38 @@ from shoal.numerics.optim.build import memory_of_squares
 from shoal.parallel.checks import why_loss_not_fused
 from shoal.parallel.compose import compose
 from shoal.parallel.parallel_model import ParallelModel
+from shoal.parallel.pipeline.skeleton import Call
 from shoal.train.build_model import adapt, adapter_of, describe
 from shoal.train.checks import check_compiled, check_rounding, check_second, check_wrapped, rule_under
-from shoal.train.loss.objective import CrossEntropy, LabelRule, MeanOf
+from shoal.train.loss.objective import CrossEntropy, LabelRule, MeanOf, call_of
 from shoal.train.rebind_optimizer import rebind_optimizer
 from shoal.train.run_checkpoint import loader_changes
 from shoal.train.run_state import RunState
 from shoal.train.schedulers import check_optimizer, encoded_state, is_scheduler
 from shoal.train.step.engine import StepEngine
+from shoal.train.trace.find_blocks import attach_blocks
 
 
 def prepare(engine: StepEngine, things: tuple[Any, ...]) -> tuple[Any, ...]:
     """The things as the run of this engine takes them, in their order. Models are placed before all else."""
-    raise_if(problem for thing in things for problem in _check(engine.state, thing))
+    found = Findings()
+    for thing in things:
+        found += _check(engine.state, thing)
+    raise_if(found.problems)
+    loader = next((thing for thing in things if isinstance(thing, DataLoader)), None)
+    for model in (thing for thing in things if isinstance(thing, nn.Module)):
+        attach_blocks(model, engine.state.plan.layout.pp, functools.partial(_first_call, engine.state, loader))
     models = {id(thing): _prepare_model(engine, thing) for thing in things if isinstance(thing, nn.Module)}
     return tuple(models[id(thing)] if id(thing) in models else _prepare(engine, thing) for thing in things)
+
+
+def _first_call(state: RunState, loader: DataLoader[Any] | None) -> Call | None:
+    """The arguments of the model for two samples of a loader; None: there is none whose samples can be read in any
+    order."""
+    if loader is None or not isinstance(loader.dataset, Sized) or loader.collate_fn is None:
+        return None
+    samples = [loader.dataset[number] for number in range(min(2, len(loader.dataset)))]
+    return call_of(state.objective, loader.collate_fn(samples))
 
 
 def _check(state: RunState, thing: Any) -> Iterator[Problem]:

@@ -27,7 +27,7 @@ def check_names(description: Description, modules: Collection[str]) -> Iterator[
     """Names of a description that the model lacks, that occur twice, or that match nothing."""
     named = {part: getattr(description, part) for part in ("before_blocks", "blocks", "after_blocks")}
     head = () if description.head is None else (description.head,)
-    for part, names in {**named, "head": head}.items():
+    for part, names in {**named, "head": head, "costs": tuple(description.costs)}.items():
         for name in (name for name in names if name not in modules):
             near = nearest(name, modules)
             what = f"describe() names {name!r} in {part}, but the model has no such submodule"

@@ -15,8 +15,11 @@ from shoal.blueprint.plan import Plan
 from shoal.errors import ShoalError
 from shoal.models.huggingface import attention, experts
 from shoal.models.huggingface.fast import swap_layers
+from shoal.parallel.context.attention import positions_in_documents
 
 MARK = "_is_adapted_for_shoal"
+DOCUMENTS = "documents"
+"""The entry of a batch with the document of each token."""
 
 
 def adapt(model: Any, description: Description, plan: Plan | None, *, fused: bool = False) -> str | None:
@@ -42,6 +45,7 @@ def adapt(model: Any, description: Description, plan: Plan | None, *, fused: boo
         needs_positions=plan is not None and splits_tokens(plan, description) and context == 1,
         checks_positions=divides and is_able,
         cp=context,
+        why_not_packed=description.why_not.get("cp"),
         packed_attention=before if is_able and is_fused and not divides and before == "sdpa" else None,
     )
     model.register_forward_pre_hook(inputs, with_kwargs=True)
@@ -58,12 +62,21 @@ class Inputs:
     needs_positions: bool
     checks_positions: bool
     cp: int
+    why_not_packed: str | None = None
+    """Why a token could see other documents of its sample; None: it cannot."""
     packed_attention: str | None = None
     """The attention for samples that may be packed, which transformers finds in position_ids; None: no other one."""
 
     def __call__(self, model: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Turn the cache off, which a recomputed block would fill twice; and pass positions where tokens are divided,
         since a model counts those that it sees."""
+        if options.get(DOCUMENTS) is not None and self.why_not_packed is not None:
+            raise ShoalError(
+                f"packed samples cannot be kept apart in this model: {self.why_not_packed}",
+                fix="--data.pack false",
+                code="L016",
+            )
+        options = with_positions(options)
         if self.takes_cache:
             options = {"use_cache": False, **options}
         positions = options.get("position_ids")
@@ -84,15 +97,25 @@ class Inputs:
         if self.cp > 1:
             raise ShoalError(
                 f"under cp={self.cp} positions are passed by shoal, got position_ids in the batch",
-                fix="a batch without position_ids",
+                fix="a batch without position_ids (--data.pack false)",
                 code="M064",
             )
         if not positions.is_meta and not bool((positions.diff(dim=-1) == 1).all()):
             raise ShoalError(
                 "position_ids must count up by one, got others, as of packed samples",
-                fix="a batch without position_ids and with one document in each sample, or cp=1, pp=1 and sp=off",
+                fix="a batch without position_ids and with one document in each sample (--data.pack false), or cp=1,"
+                " pp=1 and sp=off",
                 code="M064",
             )
+
+
+def with_positions(options: dict[str, Any]) -> dict[str, Any]:
+    """Arguments with positions that start over in each document, by which transformers knows packed samples."""
+    documents = options.get(DOCUMENTS)
+    others = {name: value for name, value in options.items() if name != DOCUMENTS}
+    if documents is None:
+        return others
+    return {**others, "position_ids": positions_in_documents(documents), "use_cache": False}  # a cache has no documents
 
 
 def _padding_of_four_dims(model: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:

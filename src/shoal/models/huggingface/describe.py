@@ -26,6 +26,7 @@ from shoal.blueprint.placement import is_inside
 from shoal.models.huggingface.logits import LogitRule, logit_rule
 from shoal.models.huggingface.modules import attentions, experts_in, mixes_tokens, name_of, pattern_of
 from shoal.models.huggingface.order import Order, order_of
+from shoal.parallel.lora.layers import LoRALinear
 
 STYLES = {"colwise": Split.COLUMN, "rowwise": Split.ROW, "replicated_with_grad_allreduce": Split.HEADS}
 """Words of a tp_plan that mean the same here. `_gather_output` and `_split_input` gather activations: not followed."""
@@ -53,6 +54,7 @@ def describe(model: Any) -> Description:
         blocks=order.blocks,
         before_blocks=order.before,
         after_blocks=order.after,
+        costs=order.costs,
         splits=splits,
         tied=tuple(_tied(model, order)),
         head=None if rule is None else name_of(model, head),
@@ -83,15 +85,16 @@ def _takes(model: Any, name: str) -> bool:
 def _why_not(model: Any, blocks: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     """Axis → the property of the architecture that is in its way."""
     kind = type(model).__name__
-    if getattr(model.config, "is_encoder_decoder", False):
-        what = f"{kind} has an encoder and a decoder, which share no order of blocks"
-        yield from ((axis, what) for axis in ("tp", "pp", "cp"))
-        return
+    is_pair = getattr(model.config, "is_encoder_decoder", False)
+    if is_pair:
+        yield "cp", f"{kind} has an encoder and a decoder, whose tokens have positions of their own"
+        if getattr(model, "tp_plan", None):
+            yield "tp", f"{kind} has an encoder and a decoder, and splits are derived for one of them alone"
     if not blocks:
         yield "pp", f"{kind} has no blocks that run one after the other, with all else before or after them"
     if not (getattr(model, "tp_plan", None) or {}):
         yield "tp", f"{kind} declares no tp_plan, so it is not known how its layers may be split"
-    if (why := _why_not_context(model, blocks)) is not None:
+    if not is_pair and (why := _why_not_context(model, blocks)) is not None:
         yield "cp", f"{kind} {why}"
 
 
@@ -154,17 +157,19 @@ def _declared(plan: Mapping[str, str], name: str, module: nn.Module) -> Split | 
     """The split of a module by the words of a tp_plan; None: not declared, or not one that is followed."""
     style = next((style for pattern, style in plan.items() if matches(pattern, name)), None)
     how = STYLES.get(style or "")
-    is_linear = type(module) is nn.Linear
+    is_linear = type(module) in (nn.Linear, LoRALinear)
     return how if is_linear or how is Split.HEADS else None
 
 
 def _tied(model: nn.Module, order: Order) -> Iterator[tuple[str, str]]:
-    """Names of one parameter, before the blocks and after them."""
+    """Names of one parameter, the first before the blocks and the first after them."""
     first: dict[int, str] = {}
+    second: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         known = first.setdefault(id(parameter), name)
         if is_inside(known, order.before) and is_inside(name, order.after):
-            yield known, name
+            second.setdefault(id(parameter), name)
+    yield from ((first[key], name) for key, name in second.items())
 
 
 def _logit_rule(model: Any, head: Any) -> LogitRule | None:

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from shoal.blueprint.description import Description
 from shoal.models.huggingface.adapt import adapt
 from shoal.models.huggingface.order import inputs_of
+from shoal.parallel.pipeline.known_values import KnownValues
 from shoal.parallel.pipeline.skeleton import skeleton_of
 from shoal.train.loss.labels import shifted
 
@@ -43,7 +44,7 @@ def shifts_labels(model: Any, description: Description) -> bool | None:
         return None
     skeleton: Any = skeleton_of(model).float()  # a cast of logits to float32 is then none
     adapt(skeleton, description, None)
-    tokens = next(iter(inputs.values()))
+    tokens = inputs.get("decoder_input_ids", next(iter(inputs.values())))
     labels = torch.zeros(tokens.shape if tokens.dim() == 2 else tokens.shape[:1], dtype=torch.int64, device="meta")
     passed: list[tuple[Any, Any]] = []
 
@@ -52,7 +53,9 @@ def shifts_labels(model: Any, description: Description) -> bool | None:
         return torch.zeros((), device="meta")
 
     try:
-        with torch.device("meta"), _Losses() as losses:
+        known = KnownValues()
+        inputs = {name: known.input_of(torch.float32)(value) for name, value in inputs.items()}
+        with torch.device("meta"), known, _Losses() as losses:
             logits = skeleton(**inputs, labels=labels).logits
             if len(losses.seen) == 1 and all(map(_is_all_of, losses.seen[0], (logits, labels))):
                 return False

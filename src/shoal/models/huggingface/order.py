@@ -1,21 +1,25 @@
 """The order in which a model of transformers runs its modules: what is before its blocks, the blocks, what is after.
 
-Most language models declare it (`pp_plan`). Of others, a copy without memory is run once. A model of several inputs, or
-whose modules run both before and after the blocks, has no such order.
+Most language models declare it (`pp_plan`). Of others, a copy without memory is run once. An encoder and a decoder have
+one order: the blocks of the first, then those of the second. A model with parameters outside of modules has none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
+from shoal.blueprint.description import Description
 from shoal.models.huggingface import experts
 from shoal.models.huggingface.modules import blocks_without_plan
+from shoal.parallel.pipeline.calls import Forward, trace_calls
 from shoal.parallel.pipeline.skeleton import skeleton_of
 
 
@@ -26,6 +30,8 @@ class Order:
     before: tuple[str, ...] = ()
     blocks: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
+    costs: Mapping[str, float] = field(default_factory=dict)
+    """FLOPs of each, where they see sequences of different lengths."""
 
 
 _known: WeakKeyDictionary[nn.Module, Order] = WeakKeyDictionary()
@@ -58,62 +64,90 @@ def _declared(model: Any) -> Order:
 
 
 def _observed(model: Any) -> Order:
+    """Run a copy without memory, and sort its modules by what they read."""
     blocks, inputs = tuple(blocks_without_plan(model)), inputs_of(model)
-    lists = {name.rpartition(".")[0] for name in blocks}
-    if len(lists) != 1 or inputs is None:
+    if not blocks or inputs is None:
         return Order()
+    beside = tuple(_beside(model, blocks))
     skeleton = skeleton_of(model)
-    seen: list[str] = []
-    around = [name for name, _ in model.named_modules() if any(block.startswith(f"{name}.") for block in blocks)]
-    hooks = [
-        module.register_forward_pre_hook(lambda *_, name=name: seen.append(name))
-        for name, module in skeleton.named_modules()
-        if name and name not in around and _is_outermost(name, around)
-    ]
+    experts.install(skeleton)  # transformers' own function reads values
+    options = dict(inputs) | ({"use_cache": False} if takes(model, "use_cache") else {})
     try:
-        experts.install(skeleton)  # transformers' own function reads values
-        with torch.device("meta"):
-            skeleton(**inputs)
+        with FlopCounterMode(display=False) as counter:
+            forward = trace_calls(skeleton, Description(blocks=(*blocks, *beside)), ((), options))
     except Exception:  # it needs other inputs, or real values
         return Order()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return _sorted(model, blocks, seen, [*around, ""])
+    order = _sorted(model, forward, blocks, beside)
+    if not order.blocks or not getattr(model.config, "is_encoder_decoder", False):
+        return order
+    flops = counter.get_flop_counts()
+    names = (*order.before, *order.blocks, *order.after)
+    root = type(model).__name__
+    return replace(order, costs={name: float(sum(flops.get(f"{root}.{name}", {}).values())) for name in names})
 
 
-def _is_outermost(name: str, around: list[str]) -> bool:
-    """Whether the modules around it are just those that hold blocks."""
-    return name.rpartition(".")[0] in (*around, "")
+def takes(model: Any, name: str) -> bool:
+    """Whether the forward of a model has an argument."""
+    return name in inspect.signature(model.forward).parameters
 
 
-def _sorted(model: nn.Module, blocks: tuple[str, ...], seen: list[str], around: list[str]) -> Order:
-    runs = [name for name in seen if name in blocks]
-    if runs != list(blocks):
+def _beside(model: nn.Module, blocks: tuple[str, ...]) -> Iterator[str]:
+    """The outermost modules with parameters that hold no block."""
+    around = {"", *(name for name, _ in model.named_modules() if any(block.startswith(f"{name}.") for block in blocks))}
+    for name, module in model.named_modules():
+        is_outermost = name not in around and name.rpartition(".")[0] in around
+        if is_outermost and name not in blocks and next(module.parameters(), None) is not None:
+            yield name
+
+
+def _sorted(model: nn.Module, forward: Forward, blocks: tuple[str, ...], beside: tuple[str, ...]) -> Order:
+    """Modules that read no block's output are before the blocks. Others between blocks, as the last norm of an encoder,
+    are blocks themselves."""
+    run = [call.module for call in forward.calls]
+    if sorted(name for name in run if name in blocks) != sorted(blocks):
         return Order()
-    start, stop = seen.index(blocks[0]), len(seen) - 1 - seen[::-1].index(blocks[-1])
-    outside = [name for name, module in model.named_modules() if name and _is_outermost(name, around)]
-    held = [
-        name
-        for name in outside
-        if name not in (*around, *blocks) and next(model.get_submodule(name).parameters(), None) is not None
-    ]
-    before = [name for name in dict.fromkeys(seen[:start]) if name in held]
-    called = [name for name in dict.fromkeys(seen[stop + 1 :]) if name in held]
-    after = [*called, *(name for name in held if name not in (*before, *called))]  # some are not called
-    between = set(seen[start:stop]) - set(blocks)
-    order = Order(tuple(before), blocks, tuple(after))
-    return order if not between & set(held) and not set(before) & set(called) and _is_whole(model, order) else Order()
+    dependent = _dependent(forward, blocks)
+    late = [name for name in dict.fromkeys(run) if name in blocks or (name in beside and name in dependent)]
+    early = [name for name in dict.fromkeys(run) if name in beside and name not in dependent]
+    end = max(late.index(name) for name in blocks) + 1
+    unrun = [name for name in beside if name not in run]
+    shared = {id(p) for name in early for p in model.get_submodule(name).parameters()}
+    tied = [name for name in unrun if all(id(p) in shared for p in model.get_submodule(name).parameters())]
+    order = Order((*tied, *early), tuple(late[:end]), (*late[end:], *(name for name in unrun if name not in tied)))
+    return order if _is_whole(model, order) else Order()
+
+
+def _dependent(forward: Forward, blocks: tuple[str, ...]) -> set[str]:
+    """The modules of which some call reads what a block has computed, at any distance."""
+    numbers: set[int] = set()
+    for number, call in enumerate(forward.calls):
+        if any(source in numbers or forward.calls[source].module in blocks for source, _ in call.reads):
+            numbers.add(number)
+    return {forward.calls[number].module for number in numbers}
 
 
 def inputs_of(model: Any) -> Mapping[str, Tensor] | None:
-    """The smallest input on the meta device; None: the model takes other things than tokens or images."""
+    """A small input; None: the model takes other things than tokens, images or sounds. That of an
+    encoder and a decoder is as long as it may be: their lengths decide what their blocks cost."""
     config, name = model.config, model.main_input_name
-    if getattr(config, "is_encoder_decoder", False):
-        return None
+    is_pair = getattr(config, "is_encoder_decoder", False)
+    tokens = torch.zeros(1, _longest(config) if is_pair else 4, dtype=torch.int64)
+    first: dict[str, Tensor] | None = None
+    size, channels = _of_images(config, "image_size"), _of_images(config, "num_channels")
     if name == "input_ids":
-        return {name: torch.zeros(1, 4, dtype=torch.int64, device="meta")}
-    size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
-    if name == "pixel_values" and isinstance(size, int) and isinstance(channels, int):
-        return {name: torch.zeros(1, channels, size, size, device="meta")}
-    return None
+        first = {name: tokens}
+    elif name == "pixel_values" and size is not None and channels is not None:
+        first = {name: torch.zeros(1, channels, size, size)}
+    elif name == "input_features" and is_pair and hasattr(config, "num_mel_bins"):  # two frames for each position
+        first = {name: torch.zeros(1, config.num_mel_bins, 2 * config.max_source_positions)}
+    return first if first is None or not is_pair else {**first, "decoder_input_ids": tokens}
+
+
+def _longest(config: Any) -> int:
+    names = ("max_target_positions", "n_positions", "max_position_embeddings")
+    return next((int(found) for name in names if (found := getattr(config, name, None))), 512)
+
+
+def _of_images(config: Any, name: str) -> int | None:
+    found = getattr(config, name, getattr(getattr(config, "vision_config", None), name, None))
+    return found if isinstance(found, int) else None

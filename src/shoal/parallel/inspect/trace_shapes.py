@@ -12,22 +12,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_map_only
 
 from shoal.blueprint.description import Description, Split
 from shoal.blueprint.model_shapes import AttentionSite, DispatchSite, ModelShapes, RouterSite, TPBoundary
 from shoal.blueprint.placement import split_of
-from shoal.errors import ShoalError
 from shoal.parallel.context.attention import Attention
 from shoal.parallel.data.fsdp import units_by_size
 from shoal.parallel.expert.experts import Dispatch, Experts, experts_in
 from shoal.parallel.expert.router import Router, Routing
-from shoal.parallel.pipeline.pipeline import Call
-from shoal.parallel.pipeline.skeleton import on_meta, skeleton_of
+from shoal.parallel.pipeline.calls import trace_calls
+from shoal.parallel.pipeline.known_values import KnownValues
+from shoal.parallel.pipeline.skeleton import Call, skeleton_of
+from shoal.parallel.pipeline.stage_io import live
 
 
 def trace_shapes(model: nn.Module, description: Description, call: Call) -> ModelShapes:
@@ -49,6 +52,7 @@ def trace_shapes(model: nn.Module, description: Description, call: Call) -> Mode
         frozen=frozenset(name for name, parameter in named.items() if not parameter.requires_grad),
         lookups=frozenset(_lookups(skeleton)),
         stream=trace.stream,
+        crossings=_crossings(skeleton_of(model), description, call, trace.stream),
         tp_boundaries=tuple(trace.tp_boundaries()),
         attentions=tuple(trace.attentions()),
         dispatches=tuple(trace.dispatches()),
@@ -56,6 +60,22 @@ def trace_shapes(model: nn.Module, description: Description, call: Call) -> Mode
         units_by_size=tuple(names[module] for module in by_size),
         units_beside_experts=tuple(names[module] for module in beside_experts),
     )
+
+
+def _crossings(
+    model: nn.Module, description: Description, call: Call, stream: tuple[int, ...]
+) -> tuple[tuple[int, int], ...]:
+    """The elements that enter each block together with all that passes by it; none, if that is `stream` everywhere."""
+    if len(description.blocks) < 2:
+        return ()
+    forward, num_samples = trace_calls(model, description, call), _num_samples(call)
+    found = []
+    for start in range(len(description.blocks)):
+        shapes = [forward.leaf(source).shape for source in live(forward, start)]
+        per_sample = sum(prod(shape[1:]) for shape in shapes if shape[:1] == (num_samples,))
+        found.append((per_sample, sum(prod(shape) for shape in shapes if shape[:1] != (num_samples,))))
+    is_plain = all(one == (prod(stream), 0) for one in found[1:]) and bool(stream)
+    return () if is_plain else tuple(found)
 
 
 def _lookups(model: nn.Module) -> Iterator[str]:
@@ -209,15 +229,11 @@ def _trace(model: nn.Module, description: Description, call: Call) -> _Trace:
             stack.callback(modules[name].register_forward_hook(_ended(trace, name)).remove)
         stack.enter_context(saved_tensors_hooks(trace.saved, lambda tensor: tensor))
         stack.enter_context(torch.enable_grad())
+        known = KnownValues()
+        arguments, options = tree_map_only(Tensor, known.input_of(None), call)
         stack.enter_context(torch.device("meta"))
-        arguments, options = call
-        model(*map(on_meta, arguments), **{name: on_meta(value) for name, value in options.items()})
-    if description.blocks and not trace.stream:
-        raise ShoalError(
-            f"block {description.blocks[-1]} must return one tensor",
-            fix="let each block return the tensor that the next block takes as its first argument",
-            code="M041",
-        )
+        stack.enter_context(known)
+        model(*arguments, **options)
     return trace
 
 

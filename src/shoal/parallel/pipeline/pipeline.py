@@ -9,9 +9,9 @@ input exist on every stage:
 
     one device   tokens ── embed ── block 0 ── block 1 ── block 2 ── block 3 ── norm ── head ── loss
     stage 0      tokens ── embed ── block 0 ── block 1 ── (end) ──▶ x
-    stage 1      tokens ──  (x)  ──   (x)   ──   (x)   ── block 2 ── block 3 ── norm ── head ── loss
-                              stand-ins before the stage's own blocks return the received tensor;
-                              the first one after them ends the forward with its input
+    stage 1      tokens ──  ( )  ──   ( )   ──   (x)   ── block 2 ── block 3 ── norm ── head ── loss
+                              stand-ins before the stage's own blocks return the received tensors;
+                              the first one after them ends the forward
 
 *Feed.* torch passes the numbers of microbatches through the schedule. Data, labels and weights are looked up by that
 number here, so a batch may be anything that the user's loss and model accept.
@@ -24,7 +24,7 @@ The order of forwards and backwards (1F1B and others) is a table of `shoal.bluep
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,23 +32,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal.blueprint.description import Description
 from shoal.blueprint.plan import Schedule
 from shoal.blueprint.schedules.generate import check_schedule
 from shoal.errors import ShoalError, raise_if
-from shoal.parallel.pipeline.skeleton import skeleton_of
+from shoal.parallel.pipeline.calls import positions, unplaced
+from shoal.parallel.pipeline.skeleton import Call, skeleton_of
+from shoal.parallel.pipeline.stage_io import Boundaries, StageRoutes
+from shoal.parallel.pipeline.tape import OwnCall, StopForward, Tape
 
 ONE_STAGE_PER_RANK = ("gpipe", "1f1b")
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""The arguments with which the model is called for one microbatch."""
 
 
 class _StandIn(nn.Module):
     """Replaces a module of another stage. Code around it may still read its attributes, as its kind or the dtype of its
     weights: a copy without memory has them."""
 
-    def __init__(self, replaced: nn.Module) -> None:
+    def __init__(self, replaced: nn.Module, name: str, tape: Tape) -> None:
         super().__init__()
         self._replaced = [skeleton_of(replaced)]  # in a list: its parameters are none of the model's
+        self.name, self.tape = name, tape
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -58,47 +61,39 @@ class _StandIn(nn.Module):
                 raise
             return getattr(self._replaced[0], name)
 
-
-@dataclass
-class Received:
-    """The tensor that a stage has received."""
-
-    value: Tensor | None = None
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        """Return what was received; or end the forward, if this stage needs nothing more."""
+        return self.tape.stand_in(self.tape.next(self.name))
 
 
-class StageInput(_StandIn):
-    """Replaces a module before the stage's own: returns the tensor that the stage has received."""
+class _PerCall(_StandIn):
+    """Replaces a module without parameters: some of its calls may be this stage's own."""
 
-    def __init__(self, replaced: nn.Module, received: Received) -> None:
-        super().__init__(replaced)
-        self.received = received
+    def __init__(self, replaced: nn.Module, name: str, tape: Tape) -> None:
+        super().__init__(replaced, name, tape)
+        self.inner = copy.deepcopy(replaced)
 
-    def forward(self, *arguments: Any, **options: Any) -> Tensor:
-        """Ignore the arguments."""
-        assert self.received.value is not None
-        return self.received.value
-
-
-class StopForward(Exception):
-    """Raised at the first block after the stage's own; carries that block's input."""
-
-
-class StageBoundary(_StandIn):
-    """Replaces a module after the stage's own: ends the forward, so that what follows is not computed here."""
-
-    def forward(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        """Raise `StopForward`."""
-        raise StopForward(x)
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        """Run the module, or stand in for it."""
+        number = self.tape.next(self.name)
+        if not self.tape.runs(number):
+            return self.tape.stand_in(number)
+        output = self.inner(*arguments, **options)
+        self.tape.returned(number, output)
+        return output
 
 
-def cut(model: nn.Module, *, before: Sequence[str], after: Sequence[str]) -> tuple[nn.Module, Received]:
-    """Copy the model with stand-ins for some submodules. The rest shares its tensors with the model."""
-    received = Received()
-    modules = dict(model.named_modules())
-    memo: dict[int, Any] = {id(modules[name]): StageInput(modules[name], received) for name in before}
-    memo |= {id(modules[name]): StageBoundary(modules[name]) for name in after}
+def cut(model: nn.Module, description: Description, own: Collection[str]) -> tuple[nn.Module, Tape]:
+    """Copy the model with stand-ins for all described submodules but a stage's own. The rest shares its tensors with
+    the model."""
+    tape, modules, places = Tape(), dict(model.named_modules()), positions(description)
+    memo: dict[int, Any] = {id(modules[n]): _StandIn(modules[n], n, tape) for n in places if n not in own}
+    memo |= {id(modules[name]): _PerCall(modules[name], name, tape) for name in unplaced(model, places)}
     memo |= {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, memo), received
+    part = copy.deepcopy(model, memo)
+    for name in own:
+        part.get_submodule(name).register_forward_hook(OwnCall(name, tape))
+    return part, tape
 
 
 @dataclass
@@ -115,7 +110,7 @@ class MicrobatchFeed:
 class Stage(nn.Module):
     """A cut model that is called with the number of a microbatch."""
 
-    def __init__(self, model: nn.Module, received: Received, index: int, num_stages: int) -> None:
+    def __init__(self, model: nn.Module, tape: Tape, index: int, num_stages: int) -> None:
         super().__init__()
         self.model, self.index, self.num_stages = model, index, num_stages
         self.feed = MicrobatchFeed()
@@ -124,7 +119,8 @@ class Stage(nn.Module):
         """The dtype in which activations are sent to the next stage."""
         self.wide: torch.dtype | None = None
         """The dtype in which they are computed: as on one device, where they are not sent."""
-        self._received = received
+        self.boundaries: Boundaries | None = None
+        self._tape = tape
 
     @property
     def is_last(self) -> bool:
@@ -137,16 +133,26 @@ class Stage(nn.Module):
         arguments, options = self.feed.calls[number]
         if self.feed.begin is not None:
             self.feed.begin(number, self.index)
-        self._received.value = x if x is None else x.to(self.device, self.wide)
+        self._tape.begin(self.routes(self.feed.calls[number]), x, self.wide, self.device)
         try:
-            output = self.model(*arguments, **options)
-        except StopForward as reached:
-            activation: Tensor = reached.args[0]
-            return activation.to(self.comm_device, self.dtype)
+            output = self._call(arguments, options)
+            if not self.is_last:
+                return self._tape.packed(self.comm_device, self.dtype)
         finally:
-            self._received.value = None
+            self._tape.end()
         assert self.feed.loss is not None
         return self.feed.loss(output, number)
+
+    def routes(self, call: Call) -> StageRoutes:
+        """What it receives and sends."""
+        assert self.boundaries is not None
+        return self.boundaries(call, is_training=self.model.training)[self.index]
+
+    def _call(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        try:
+            return self.model(*arguments, **options)
+        except StopForward:
+            return None
 
 
 @dataclass
@@ -160,8 +166,8 @@ class Pipeline:
     comm_device: torch.device
     """The device from which stages send and on which they receive."""
     num_stages: int
-    activation: Callable[[Call], tuple[int, ...]]
-    """The arguments of the model → the shape of the tensor between stages."""
+    boundaries: Boundaries
+    """What stages receive and send."""
     dtype: torch.dtype
     """The dtype of the tensor between stages."""
     loss_dtype: torch.dtype
@@ -199,7 +205,8 @@ class Pipeline:
             x: Tensor | None = None
             for index, stage in mine.items():
                 if index and self.owners[index - 1] != me:
-                    x = torch.empty(self.activation(call), dtype=self.dtype, device=self.comm_device)
+                    routes = stage.routes(call)
+                    x = torch.empty(routes.packed(routes.receives), dtype=self.dtype, device=self.comm_device)
                     source = self.owners[index - 1]
                     receive = dist.P2POp(dist.irecv, x, group=self.group, group_peer=source)
                     for work in dist.batch_isend_irecv([receive]):  # batched as its send: NCCL separates the two kinds
@@ -215,13 +222,15 @@ class Pipeline:
     def _give(self, feed: MicrobatchFeed) -> None:
         for stage in self.stages:
             stage.feed, stage.device, stage.comm_device = feed, self.device, self.comm_device
-            stage.dtype, stage.wide = self.dtype, self.loss_dtype
+            stage.dtype, stage.wide, stage.boundaries = self.dtype, self.loss_dtype, self.boundaries
 
     def _schedule_for(self, feed: MicrobatchFeed) -> Any:
-        shapes = {self.activation(call) for call in feed.calls}
+        is_training = self.stages[0].model.training
+        each = [self.boundaries(call, is_training=is_training) for call in feed.calls]
+        shapes = {tuple(routes.packed(routes.sends) for routes in every[:-1]) for every in each}
         if len(shapes) > 1:
             raise ShoalError(
-                f"the microbatches of a pipeline must have one shape, got {sorted(shapes)}",
+                f"the microbatches of a pipeline must have one shape, got {[list(one[0]) for one in sorted(shapes)]}",
                 fix="a batch that mb divides on every rank (DataLoader(..., drop_last=True)), sequences of one length",
                 code="M042",
             )
@@ -234,14 +243,14 @@ class Pipeline:
             self._schedules[key] = self._make(*key)
         return self._schedules[key]
 
-    def _make(self, num_microbatches: int, shape: tuple[int, ...]) -> Any:
+    def _make(self, num_microbatches: int, shapes: Sequence[tuple[int, ...]]) -> Any:
         """Build torch's stages and schedule. Shapes are given, so that torch need not run the model to find them."""
         from shoal.parallel.pipeline.torch_stages import (  # takes a second: only where there is a pipeline
             SCHEDULES,
             TorchStage,
         )
 
-        activation = torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
+        between = [torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True) for shape in shapes]
         loss = torch.empty((), dtype=self.loss_dtype, device="meta")
         stages = [
             TorchStage(
@@ -249,8 +258,8 @@ class Pipeline:
                 stage.index,
                 self.num_stages,
                 self.comm_device,
-                input_args=(activation,) if stage.index else (),
-                output_args=(loss,) if stage.is_last else (activation,),
+                input_args=(between[stage.index - 1],) if stage.index else (),
+                output_args=(loss,) if stage.is_last else (between[stage.index],),
                 group=self.group,
             )
             for stage in self.stages

@@ -6,7 +6,10 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments with which the model is called for one microbatch."""
 
 
 def skeleton_of(model: nn.Module) -> nn.Module:
@@ -17,8 +20,3 @@ def skeleton_of(model: nn.Module) -> nn.Module:
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(there, tensor.requires_grad) if is_parameter else there
     return copy.deepcopy(model, memo)
-
-
-def on_meta(value: object) -> object:
-    """Return a tensor's shape, without its values; anything else unchanged."""
-    return value.to("meta") if isinstance(value, Tensor) else value

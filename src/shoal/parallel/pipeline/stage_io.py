@@ -1,123 +1,190 @@
-"""The tensor that blocks pass on: its shape, and a check that blocks pass nothing else.
+"""The tensors between the stages of a pipeline: found once for each shape of a microbatch, by a run without memory.
 
-A stage of a pipeline receives one tensor from the stage before it. A run on meta tensors, without memory, checks that a
-model's blocks need no more: every block's output is cut off from the graph, so a later value that still depends on
-something earlier has bypassed the blocks.
+A stage receives every output of earlier modules that its own modules, or later ones, read (`calls`). So activations may
+change their shape, skip stages and be several:
+
+    stage 0   encoder            sends     encoder output
+    stage 1   decoder.0          receives  encoder output           sends  encoder output, x
+    stage 2   decoder.1, head    receives  encoder output, x
+
+Several tensors travel as one flat tensor, so every schedule of torch can send them, and their gradients add up.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from shoal.errors import Problem, raise_if
-from shoal.parallel.pipeline.pipeline import Call
-from shoal.parallel.pipeline.skeleton import on_meta
+from shoal.blueprint.description import Description
+from shoal.errors import Problem, ShoalError, raise_if
+from shoal.parallel.pipeline.calls import BEFORE, Forward, Source, positions, trace_calls
+from shoal.parallel.pipeline.skeleton import Call
 from shoal.parallel.tensor import TensorParallel
 
 
+@dataclass(frozen=True)
+class StageRoutes:
+    """The calls of a forward as one stage sees them."""
+
+    forward: Forward
+    positions: range
+    """Where its own modules are placed."""
+    receives: tuple[Source, ...]
+    sends: tuple[Source, ...]
+    divided: int = 1
+    """Ranks of tp that share the tokens of what is received and sent."""
+
+    @property
+    def last_call(self) -> int:
+        """The number of its own last call."""
+        return max(n for n, call in enumerate(self.forward.calls) if call.position in self.positions)
+
+    def shape(self, source: Source) -> tuple[int, ...]:
+        """The shape that a tensor has on a rank."""
+        shape = self.forward.leaf(source).shape
+        between = {self.forward.leaf(one).shape for one in (*self.receives, *self.sends)}
+        if self.divided > 1 and shape in between:
+            return (*shape[:-2], shape[-2] // self.divided, shape[-1])
+        return shape
+
+    def packed(self, sources: Sequence[Source]) -> tuple[int, ...]:
+        """The shape of some tensors as one."""
+        shapes = [self.shape(source) for source in sources]
+        return shapes[0] if len(shapes) == 1 else (sum(map(prod, shapes)),)
+
+
 @dataclass
-class Activation:
-    """The shape of the tensor between stages."""
+class Boundaries:
+    """What stages exchange, for each shape of a microbatch."""
 
     skeleton: nn.Module
-    blocks: tuple[str, ...]
+    description: Description
+    bounds: Sequence[tuple[int, int]]
+    """The blocks of each stage: number of the first, and of the one after the last."""
     tensor: TensorParallel
-    _known: dict[tuple[torch.Size, ...], tuple[int, ...]] = field(default_factory=dict)
+    _known: dict[Any, list[StageRoutes]] = field(default_factory=dict)
 
-    def __call__(self, call: Call) -> tuple[int, ...]:
-        """Return the shape for a call of the model."""
-        arguments, options = call
-        key = tuple(x.shape for x in (*arguments, *options.values()) if isinstance(x, Tensor))
+    def __call__(self, call: Call, *, is_training: bool) -> list[StageRoutes]:
+        """Return the routes of every stage for a call of the model."""
+        key = is_training, shapes_of(call)
         if key not in self._known:
-            shape = list(stream_of(self.skeleton, self.blocks, call))
-            if self.tensor.splits_tokens:
-                shape[-2] //= self.tensor.degree
-            self._known[key] = tuple(shape)
+            self.skeleton.train(is_training)
+            forward = traced(self.skeleton, self.description, call)
+            self._known[key] = list(self._routes(forward))
         return self._known[key]
 
+    def _routes(self, forward: Forward) -> Iterator[StageRoutes]:
+        carried = [live(forward, start) for start, _ in self.bounds[1:]]
+        raise_if([problem for sources in carried for problem in _unfit(forward, sources)])
+        degree = self.tensor.degree if self.tensor.splits_tokens else 1
+        several = next((sources for sources in carried if len(sources) > 1), None)
+        if degree > 1 and several is not None:
+            what = f"sequence parallelism in a pipeline sends one tensor between stages, got {len(several)}"
+            raise ShoalError(what, fix="sp=off, or pp=1", code="P070")
+        last = len(self.bounds) - 1
+        for index, (start, stop) in enumerate(self.bounds):
+            own = range(start if index else BEFORE, stop if index < last else len(self.description.blocks) + 1)
+            receives = carried[index - 1] if index else ()
+            yield StageRoutes(forward, own, receives, carried[index] if index < last else (), degree)
 
-@torch.enable_grad()
-def stream_of(model: nn.Module, blocks: Sequence[str], call: Call) -> torch.Size:
-    """Return the shape of the tensor that blocks pass on, found by running a model without memory. Rejects a model
-    whose blocks do not pass one tensor on unchanged."""
-    taken: list[object] = []
-    returned: list[object] = []
-    computed: list[object] = []
 
-    def take(_module: nn.Module, given: tuple[object, ...]) -> None:
-        taken.append(given[0] if given else None)
-
-    def cut_off(_module: nn.Module, _given: object, output: object) -> object:
-        """Detach the output: later modules may depend on earlier ones through it alone."""
-        computed.append(output)
-        returned.append(output.detach().requires_grad_() if isinstance(output, Tensor) else output)
-        return returned[-1]
-
-    modules = [model.get_submodule(name) for name in blocks]
-    hooks = [block.register_forward_pre_hook(take) for block in modules]
-    hooks += [block.register_forward_hook(cut_off) for block in modules]
+def shapes_of(call: Call) -> tuple[object, ...]:
+    """What the shapes inside a model depend on."""
     arguments, options = call
-    try:
-        with torch.device("meta"):
-            output = model(*map(on_meta, arguments), **{name: on_meta(value) for name, value in options.items()})
-    finally:
-        for hook in hooks:
-            hook.remove()
-    raise_if(_broken_chain(blocks, taken, returned) or _skips(model, blocks, computed, output))
-    first = returned[0]
-    assert isinstance(first, Tensor)
-    return first.shape
+    named: list[tuple[object, Any]] = [*enumerate(arguments), *options.items()]
+    return tuple((name, x.shape) for name, x in named if isinstance(x, Tensor))
 
 
-def _skips(model: nn.Module, blocks: Sequence[str], computed: list[object], output: object) -> list[Problem]:
-    """Check whether a later block, or the code after the last, reads what was computed before the first."""
-    inside = {id(p) for name in blocks for p in model.get_submodule(name).parameters()}
-    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    outside = {n: p for n, p in model.named_parameters() if id(p) not in inside and uses[id(p)] == 1}
-    before = _behind(computed[0], outside)
-    for name, value in zip([*blocks[1:], "what follows the blocks"], [*computed[1:], output], strict=True):
-        for reached in _behind(value, before):
-            what = f"{name} reads what {reached} has computed before the first block, and only the first stage has it"
-            return [Problem("M044", what, "pp=1, or pass it inside the one tensor that blocks pass on")]
-    return []
+def traced(model: nn.Module, description: Description, call: Call) -> Forward:
+    """The calls of a model, run without memory. Rejects a model that stages would compute otherwise than one device."""
+    forward = trace_calls(model, description, call)
+    raise_if(
+        [
+            *_order(forward, description),
+            *_unrun(forward, description),
+            *_loose(forward),
+            *_drawn(forward),
+            *_hidden(forward),
+        ]
+    )
+    return forward
 
 
-def _behind(value: object, parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Return the parameters that a value depends on."""
-    output = getattr(value, "logits", value)
-    trained = {name: p for name, p in parameters.items() if p.requires_grad}
-    if not isinstance(output, Tensor) or not output.requires_grad or not trained:
-        return {}
-    grads = torch.autograd.grad(output.sum(), list(trained.values()), retain_graph=True, allow_unused=True)
-    return {name: p for (name, p), grad in zip(trained.items(), grads, strict=True) if grad is not None}
+def live(forward: Forward, start: int) -> tuple[Source, ...]:
+    """The tensors that cross the boundary before a block: computed before it, and read by it or later."""
+    calls = forward.calls
+    later = [call.reads for call in calls if call.position is not None and call.position >= start]
+    read = forward.output.union(*later)
+    return tuple(sorted(source for source in read if _place(forward, source) < start))
 
 
-def _broken_chain(blocks: Sequence[str], taken: list[object], returned: list[object]) -> list[Problem]:
-    """Find where the activation changes between two blocks, or its shape inside one."""
-    if len(returned) != len(blocks):
-        what = f"the forward runs {len(returned)} blocks, but the model's description names {len(blocks)}"
-        return [Problem("M045", what, "pp=1, or in blocks=(...) exactly the modules that run one by one, each once")]
-    for name, following, output, given in zip(blocks, blocks[1:], returned, taken[1:], strict=False):
-        if not isinstance(output, Tensor) or output is not given:
-            what = "is not a tensor" if not isinstance(output, Tensor) else f"is not what {following} takes"
-            fix = "let each block return the tensor that the next one takes as its first argument, with the residual"
-            return [
-                Problem(
-                    "M041",
-                    f"what {name} returns {what}: the forward changes it between the blocks, where no stage is",
-                    f"{fix} (x + ...) added inside the block",
-                )
-            ]
-    shapes = {
-        name: tuple(output.shape) for name, output in zip(blocks, returned, strict=True) if isinstance(output, Tensor)
-    }
-    odd = next((name for name, shape in shapes.items() if shape != shapes[blocks[0]]), None)
-    if odd is not None:
-        what = f"{blocks[0]} returns {list(shapes[blocks[0]])} and {odd} {list(shapes[odd])}"
-        return [Problem("M043", f"a pipeline sends one shape between stages, but {what}", "pp=1 for this model")]
-    return []
+def _place(forward: Forward, source: Source) -> int:
+    place = forward.calls[source[0]].position
+    assert place is not None
+    return place
+
+
+# ---- what stages cannot compute -------------------------------------------------------------------------------------
+
+
+def _order(forward: Forward, description: Description) -> Iterator[Problem]:
+    for call in forward.calls:
+        for source in sorted(call.reads):
+            if call.position is not None and _place(forward, source) > call.position:
+                other = forward.calls[source[0]].module
+                what = f"{call.module} reads what {other} has computed, which is placed after it"
+                fix = "blocks=(...) in the order of the forward, each of them run in one place; or pp=1"
+                yield Problem("M041", what, fix)
+                return
+
+
+def _unrun(forward: Forward, description: Description) -> Iterator[Problem]:
+    ran = {call.module for call in forward.calls}
+    blocks = [name for name, place in positions(description).items() if 0 <= place < len(description.blocks)]
+    if missing := [name for name in blocks if name not in ran]:
+        num_run = len(blocks) - len(missing)
+        what = (
+            f"the forward runs {num_run} of the {len(blocks)} blocks that the description names, and not {missing[0]}"
+        )
+        yield Problem("M045", what, "pp=1, or in blocks=(...) exactly the modules that run")
+
+
+def _loose(forward: Forward) -> Iterator[Problem]:
+    for name in sorted(forward.loose):
+        module = name.rpartition(".")[0]
+        what = f"the forward reads {name} outside of {module}, and only one stage has it"
+        yield Problem("M044", what, f"call {module}(...) in its place, or pp=1")
+        return
+
+
+def _drawn(forward: Forward) -> Iterator[Problem]:
+    """Random numbers that several stages would each draw."""
+    for readers in forward.drawn:
+        places = {forward.calls[number].position if number >= 0 else None for number in readers}
+        if len(places) > 1:
+            names = sorted({forward.calls[number].module for number in readers if number >= 0})
+            what = f"{names[0]} and later modules read one random result that is drawn between modules"
+            yield Problem("M112", what, "nn.Dropout as a submodule in place of F.dropout, or pp=1")
+            return
+
+
+def _hidden(forward: Forward) -> Iterator[Problem]:
+    for name in sorted(forward.hidden):
+        what = f"the forward reads a value that {name} computes and does not return"
+        yield Problem("M114", what, f"return it from {name}, beside the activation, or pp=1")
+        return
+
+
+def _unfit(forward: Forward, sources: Sequence[Source]) -> Iterator[Problem]:
+    for source in sources:
+        leaf, module = forward.leaf(source), forward.calls[source[0]].module
+        if not leaf.dtype.is_floating_point:
+            what = f"stages exchange floating-point tensors, but {module} returns {leaf.dtype} that a later stage reads"
+            yield Problem("M110", what, "compute it from the model's input, outside of the described modules; or pp=1")
+        if source in forward.changed_between and source in forward.changed_inside:
+            what = f"what {module} returns is changed in place both by a module and between modules"
+            yield Problem("M113", what, "x = x + y in place of x += y, or pp=1")

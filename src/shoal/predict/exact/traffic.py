@@ -290,12 +290,10 @@ def over_stages(step: Step) -> Iterator[Message]:
     if not step.is_pipeline:
         return
     owners, me = rules.owners(step.plan), step.place["pp"]
-    size = step.samples * prod(step.shapes.stream) * step.sizes.compute // step.plan.layout.cp
-    if step.splits_tokens:  # each tp rank sends its own tokens
-        size //= step.plan.layout.tp
     for stage in (part.stage for part in step.parts):
         for neighbour in (stage - 1, stage + 1):
             if 0 <= neighbour < len(owners) and owners[neighbour] != me:  # what goes one way comes back the other
+                size = _received_by(step, max(stage, neighbour), len(owners))
                 yield "pp", "send", step.num_microbatches, size
                 yield "pp", "recv", step.num_microbatches, size
     mine = {name: shape for part in step.parts for name, shape in step.shapes.trained(part.pieces).items()}
@@ -305,6 +303,17 @@ def over_stages(step: Step) -> Iterator[Message]:
             num_bytes = step.shard_group.own(here[0], mine[here[0]]) * step.sizes.weight
             yield "pp", "send", 1, num_bytes
             yield "pp", "recv", 1, num_bytes
+
+
+def _received_by(step: Step, stage: int, num_stages: int) -> int:
+    """Bytes that a stage receives of a microbatch."""
+    elements = step.samples * prod(step.shapes.stream)
+    if step.shapes.crossings:
+        start, _ = rules.stage_bounds(step.shapes, num_stages=num_stages)[stage]
+        of_sample, fixed = step.shapes.crossings[start]
+        elements = step.samples * of_sample + fixed
+    size = elements * step.sizes.compute // step.plan.layout.cp
+    return size // step.plan.layout.tp if step.splits_tokens else size  # each tp rank sends its own tokens
 
 
 def over_world(step: Step, loss: LossTraffic) -> Iterator[Message]:

@@ -24,6 +24,7 @@ from shoal.errors import Problem, ShoalError
 from shoal.numerics.precision import wide
 from shoal.parallel.fused_loss_head import LossHead
 from shoal.parallel.tensor import TensorParallel, vocabulary_cross_entropy
+from shoal.safe_parsing import short
 from shoal.train.loss.call_recorder import CallRecorder, Unrecorded
 from shoal.train.loss.counting import Kind, Loss, kind_of, read_loss
 from shoal.train.loss.labels import OWN_LOSS, is_shifting, needs_labels, reject_shifted_twice, shifted, takes_labels
@@ -175,9 +176,10 @@ def objective_of(loss: LossFunction | Objective | None) -> Objective:
     """The objective of `Run(loss=...)`."""
     if loss is None:
         return CrossEntropy()
-    if isinstance(loss, str):
+    is_objective = not isinstance(loss, type) and hasattr(loss, "weight") and hasattr(loss, "loss_sum")
+    if isinstance(loss, str) or not (callable(loss) or is_objective):
         raise ShoalError(
-            f"loss must be a function, got {loss!r}",
+            f"loss must be a function, got {short(loss)}",
             fix="loss=lambda model, batch: ...; or fused_loss=True, False or None",
             code="T018",
         )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.validation.bf16_weights import check_bf16_weights
+from shoal.config.check_settings import KEPT_BY_THE_PLANNER
 from shoal.config.recipe import Recipe
 from shoal.errors import Problem, ShoalError, raise_if
 from shoal.planner.backtest.rows import append
@@ -61,8 +62,7 @@ def check_best_plan(
     try:
         return *with_best_plan(recipe, num_ranks, per_node), ()
     except ShoalError as error:
-        kept = ("recompute", "precision", "compress", "sync")
-        plan = Plan.of({key: value for key, value in recipe.plan.to_mapping().items() if key in kept})
+        plan = Plan.of({key: value for key, value in recipe.plan.to_mapping().items() if key in KEPT_BY_THE_PLANNER})
         return recipe.model_copy(update={"plan": plan}), None, error.problems
 
 

@@ -43,12 +43,11 @@ from shoal.errors import ShoalError
 from shoal.numerics.precision import Precision, precision_of, silence_matmul_warning
 from shoal.predict.workload import Block, Workload
 from shoal.train.build_model import describe, find_builder
+from shoal.train.trace.block_structure import found_blocks
 from shoal.train.trace.kernel_costs import FLOPS, LSTM, launches, lstm_workspace
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 """One argument of `forward`, several by position, or several by name."""
-
-LISTS = nn.ModuleList | nn.Sequential | nn.ModuleDict
 
 OUTSIDE = ""
 """The name of the operations outside of all blocks."""
@@ -174,30 +173,7 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     if description.blocks:
         names = (*description.before_blocks, *description.blocks, *description.after_blocks)
         return {name: model.get_submodule(name) for name in names}
-    return dict(_found("", model))
-
-
-def _found(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    children = [(f"{name}.{own}" if name else own, child) for own, child in module.named_children()]
-    is_list = isinstance(module, LISTS)
-    if is_list and _are_alike(module):
-        yield from children
-    elif children and (is_list or not name or _holds_likes(module)):
-        for child in children:
-            yield from _found(*child)
-    elif name:
-        yield name, module
-
-
-def _holds_likes(module: nn.Module) -> bool:
-    return any(isinstance(each, LISTS) and _are_alike(each) for each in module.modules())
-
-
-def _are_alike(modules: nn.Module) -> bool:
-    """Whether a list repeats a module with submodules: blocks, and neither single layers nor lists of them."""
-    composed = [child for child in modules.children() if next(child.children(), None) is not None]
-    kinds = Counter(type(child) for child in composed if not (isinstance(child, LISTS) and _holds_likes(child)))
-    return any(number > 1 for number in kinds.values())
+    return found_blocks(model)
 
 
 # ---- stand-ins without memory ---------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Check that parameters, gradients and optimizer state fit into this machine's memory. The bytes are counted.
 
-Activations, buffers and data are not counted, so that no run is rejected that might fit. This file does not import
-torch, so that a preset is checked before torch is loaded.
+Activations, buffers and data are not counted, so that no run is rejected that might fit.
 """
 
 from __future__ import annotations
@@ -15,16 +14,6 @@ from shoal.errors import Problem
 GIB = 2**30
 CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 ACCELERATORS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd")
-
-
-def parameters_of_preset(recipe: Recipe) -> int | None:
-    """Parameters of a recipe's model, if it is an unchanged preset of the planner; else None."""
-    from shoal.predict.presets.models import MODELS
-
-    section = recipe.model.model_dump(exclude_none=True)
-    if set(section) - {"name", "preset"} or section.get("preset") not in MODELS:
-        return None
-    return MODELS[section["preset"]].parameters
 
 
 def bytes_of_states(recipe: Recipe, plan: Plan, parameters: int, *, ranks: int) -> int:

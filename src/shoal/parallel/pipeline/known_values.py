@@ -1,0 +1,58 @@
+"""A run without memory in which small values that come from the inputs alone are known.
+
+A forward may read such values: whether positions restart, whether a layer is skipped. A tensor on the meta device has
+none. So every operation whose arguments are all known is computed once more on the CPU. Parameters are not known, and
+nothing that depends on them is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+LARGEST = 2**20
+"""Elements of a tensor whose values are still computed."""
+
+
+class KnownValues(TorchDispatchMode):
+    """Compute values beside the shapes, and answer `item()` with them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known: dict[int, tuple[Tensor, Tensor]] = {}  # holds both, or another tensor would get the identity
+
+    def input_of(self, dtype: torch.dtype | None) -> Callable[[Tensor], Tensor]:
+        """A function from an input to one without memory. Numbers get a dtype, that of the model."""
+
+        def without_memory(value: Tensor) -> Tensor:
+            there = torch.empty_like(value, dtype=dtype if value.is_floating_point() else None, device="meta")
+            if not value.is_meta and not value.is_floating_point():
+                self._note(there, value.detach().cpu())
+            return there
+
+        return without_memory
+
+    def _note(self, tensor: Tensor, value: Tensor) -> None:
+        if value.numel() <= LARGEST:
+            self._known[id(tensor)] = tensor, value
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        is_known = all(id(x) in self._known for x in tensors)
+        if func is torch.ops.aten._local_scalar_dense.default and is_known:
+            return func(self._known[id(args[0])][1])
+        result = func(*args, **kwargs)
+        made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        if is_known and made and all(x.is_meta and x.numel() <= LARGEST for x in made):
+            given = tree_map_only(Tensor, lambda x: self._known[id(x)][1], (args, kwargs))
+            device = {"device": torch.device("cpu")} if kwargs.get("device") is not None else {}
+            values = [x for x in tree_leaves(func(*given[0], **{**given[1], **device})) if isinstance(x, Tensor)]
+            for tensor, value in zip(made, values, strict=True):
+                self._note(tensor, value)
+        return result
