@@ -22,14 +22,16 @@ train: $(STAMP)  ## train the tiny recipe: two processes on this machine's CPU
 
 # All tests run in a process more than there are cores; a part of them (ARGS) in one, which starts sooner and says more.
 PARALLEL := -q -n auto --dist loadgroup
+# Each process computes on one core: threads of several would wait for each other.
+ONE_THREAD := $(if $(ARGS),,OMP_NUM_THREADS=1)
 # What failed beside others runs once more by itself: a limit of time may break on a busy machine, a defect fails again.
 AGAIN := $(if $(ARGS),false,{ echo "once more, one at a time:"; $(BIN)/pytest -q --lf --lfnf=none; })
 
 test: $(STAMP)  ## run the tests; ARGS goes to pytest
-	@seconds=$$(cat $(STAMP)); : > $(STAMP); ENVIRONMENT_SECONDS=$$seconds $(BIN)/pytest $(or $(ARGS),$(PARALLEL)) || $(AGAIN)
+	@seconds=$$(cat $(STAMP)); : > $(STAMP); ENVIRONMENT_SECONDS=$$seconds $(ONE_THREAD) $(BIN)/pytest $(or $(ARGS),$(PARALLEL)) || $(AGAIN)
 
 test-all: $(STAMP)  ## run the tests, with every row of every wide table: half an hour
-	export SHOAL_ALL=1; $(BIN)/pytest $(or $(ARGS),$(PARALLEL)) || $(AGAIN)
+	export SHOAL_ALL=1; $(ONE_THREAD) $(BIN)/pytest $(or $(ARGS),$(PARALLEL)) || $(AGAIN)
 
 matrix: $(STAMP)  ## verify every legal layout of 1 to 32 ranks, dense and with experts: some hours
 	$(BIN)/python benchmarks/verify/run.py --matrix 1,2,4,8,16,32 $(ARGS)

@@ -1,6 +1,6 @@
 """Which rows of a wide table `make test` runs: few, that have all there is in it. `make test-all` runs every row.
 
-A row is chosen for its traits: the words in it, and which of them stand beside each other. A new row is chosen by
+A row is chosen for its traits, such as the words in it and its pairs of axes. A new row is chosen by
 itself if it has a trait that no other has.
 """
 
@@ -34,16 +34,6 @@ def covering(rows: Sequence[Traits], costs: Sequence[float] | None = None) -> li
         if others.issuperset(rows[row]):
             chosen.remove(row)
     return sorted(chosen)
-
-
-def beside(words: Collection[str], axis_of: Callable[[str], str]) -> set[Hashable]:
-    """Words, and each with every axis of the others; which word of that axis it is makes no difference.
-
-    >>> sorted(map(str, beside(["tp=2", "sp=off"], lambda word: word.partition("=")[0])))
-    ["('sp=off', 'tp')", "('tp=2', 'sp')", 'sp=off', 'tp=2']
-    """
-    axes = {axis_of(word) for word in words}
-    return {*words, *((word, axis) for word in words for axis in axes if axis != axis_of(word))}
 
 
 def covered(

@@ -1,11 +1,11 @@
 """How fast is shoal on one GPU, compared with the alternatives and with the limit of the GPU?
 
 python benchmarks/h200/run.py TABLE ...   one or more of: speed turns large fp8 rowwise shapes long longest roofline
-                                         curve images all
+                                         curve images hf hf-parts all
 
 Every row is a process of its own (`systems.py`, `curve.py`, `images.py`), one after the other on an otherwise idle GPU,
 or by turns; a table is one run, because GPUs of one kind differ by a few per cent. Peers need
-`pip install torchtitan==0.2.2 accelerate transformers`, rowwise needs torchao.
+`pip install torchtitan==0.2.2 accelerate transformers liger-kernel==0.8.5`, rowwise needs torchao.
 """
 
 from __future__ import annotations
@@ -41,12 +41,17 @@ OWN_PROTOCOLS = {
     "curve": "A Llama of 8 layers of 1,024 features, 16 x 1,024 tokens a step, a learning rate of 1e-4 (slow: 3e-5)"
     " after 50 steps of warm-up, gradients clipped to 1; fp32 and Transformers are eager, shoal's bf16 and fp8 are"
     " compiled; losses of the training batches, *measured*.",
+    "lora": "Random tokens, a frozen base in bfloat16, LoRA of rank 16 in float32 on all linear layers of the blocks,"
+    " AdamW; times and memory as in the table `hf`. Ratios are to PEFT with Liger.",
+    "hf": "Random tokens, AdamW with weights and states in float32, products in bfloat16; a step is forward, backward,"
+    " update and the forgetting of gradients, timed from one synchronisation to the next; the median of the steps after"
+    " warm-up, *measured*. Memory is the most that torch has allocated. Ratios are to Liger of the same model.",
     "images": "A loop written by hand and shoal by turns of ten steps, medians over the turns, *measured*.",
 }
 
 STEPS = ("--steps", "20", "--warmup", "6")
 """Single steps differ by one or two per cent."""
-PACKAGES = ("torchtitan", "accelerate", "transformers", "torchao", "nvidia-cudnn-cu13")
+PACKAGES = ("torchtitan", "accelerate", "transformers", "liger-kernel", "torchao", "nvidia-cudnn-cu13")
 LEFT_OUT: set[str] = set()
 """Peers that are not there, or not wanted."""
 
@@ -344,9 +349,66 @@ def images() -> tuple[str, list[Row]]:
     ]
 
 
+HF_MODELS = {
+    "llama": "Llama, 1.50 B",
+    "qwen3": "Qwen3, 1.62 B",
+    "gemma3": "Gemma 3, 1.55 B",
+}
+
+
+LIGER = "Transformers + Liger"
+
+
+def hf() -> tuple[str, list[Row]]:
+    """Models of transformers, unmodified, against kernels of Liger and a compiled model; and shoal's own Llama."""
+    rows: list[Row] = []
+    for family, what in HF_MODELS.items():
+        runs = {
+            LIGER: ("hf.py", "liger", "--family", family),
+            "Transformers under shoal.Run": ("hf.py", "shoal", "--family", family),
+        }
+        if family == "llama":
+            runs["Transformers, compiled"] = ("hf.py", "compiled")
+            runs["shoal's own Llama"] = ("systems.py", "shoal", "--steps", "14", "--warmup", "5")
+        rows += beside_liger(what, runs)
+    return "models of transformers, 8 x 4096 tokens", rows
+
+
+def hf_parts() -> tuple[str, list[Row]]:
+    """What each part gives: without compilation, without swapped layers, without shoal."""
+    runs = {
+        LIGER: ("hf.py", "liger"),
+        "under shoal.Run, not compiled": ("hf.py", "shoal", "--eager"),
+        "under shoal.Run, fused_layers=False": ("hf.py", "shoal", "--options", '{"fused_layers": false}'),
+        "Transformers alone, not compiled": ("hf.py", "plain"),
+    }
+    return "parts of a run of a model of transformers, 8 x 4096 tokens", beside_liger(HF_MODELS["llama"], runs)
+
+
+def lora() -> tuple[str, list[Row]]:
+    """LoRA of rank 16 on a frozen base of 8.0 B parameters, against PEFT."""
+    runs = {LIGER: ("lora.py", "peft-liger"), "Transformers + PEFT": ("lora.py", "peft")}
+    return "LoRA, 2 x 4096 tokens", beside_liger("Llama, 8.0 B", runs | {"shoal.lora": ("lora.py", "shoal")})
+
+
+def beside_liger(what: str, runs: dict[str, tuple[str, ...]]) -> list[Row]:
+    """One row for each of `runs`, name → script and its arguments; ratios are to Liger."""
+    told = {name: told_by(*words) for name, words in runs.items()}
+    base, rows = told[LIGER], []
+    for name, said in told.items():
+        is_measured = "error" not in said and "error" not in base
+        row = {"model": what, "system": name, "tokens/s": said.get("error") or f"{said['tokens_per_s']:,}"}
+        row["of Liger"] = f"{said['tokens_per_s'] / base['tokens_per_s']:.3f}" if is_measured else ""
+        row["GiB"] = f"{said['peak_gib']:.1f}" if "error" not in said else ""
+        row["of its memory"] = f"{said['peak_gib'] / base['peak_gib']:.3f}" if is_measured else ""
+        rows.append(row)
+    return rows
+
+
 TABLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "speed": speed, "turns": turns, "large": large, "fp8": fp8, "rowwise": rowwise, "shapes": shapes, "long": long,
-    "longest": longest, "roofline": roofline, "curve": curve, "images": images,
+    "longest": longest, "roofline": roofline, "curve": curve, "images": images, "hf": hf,
+    "hf-parts": hf_parts, "lora": lora,
 }  # fmt: skip
 
 
@@ -358,7 +420,7 @@ def main() -> None:
     LEFT_OUT.update(arguments.without.split(","))
     for name in TABLES if "all" in arguments.tables else arguments.tables:
         title, *tables = TABLES[name]()
-        top = heading(f"One GPU: {title}", OWN_PROTOCOLS.get(name, PROTOCOL), packages=PACKAGES)
+        top = heading(f"One GPU: {title}", OWN_PROTOCOLS.get(name.partition("-")[0], PROTOCOL), packages=PACKAGES)
         text = "\n".join([top, "\n\n".join(map(table, tables))])
         print(text)
         print("written to", write(f"h200-{name}", text), flush=True)

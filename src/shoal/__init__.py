@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shoal.blueprint.layout import Layout as Layout
     from shoal.blueprint.layout_drawing import draw_layout as draw_layout
     from shoal.blueprint.plan import Plan as Plan
+    from shoal.checkpoint.formats.adapter import load_adapter as load_adapter
     from shoal.config.recipe import Recipe as Recipe
     from shoal.errors import ShoalError as ShoalError
     from shoal.numerics.ops.attention import AttentionRule as AttentionRule
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from shoal.parallel.data.local_sgd import OuterOptimizer as OuterOptimizer
     from shoal.parallel.expert.experts import Experts as Experts
     from shoal.parallel.expert.router import Router as Router
+    from shoal.parallel.lora.apply import lora as lora
+    from shoal.parallel.lora.apply import merge_lora as merge_lora
     from shoal.parallel.tensor import ColumnParallelLinear as ColumnParallelLinear
     from shoal.parallel.tensor import RowParallelLinear as RowParallelLinear
     from shoal.planner.answer import plan as plan
@@ -55,6 +58,9 @@ _HOMES = {
     "ShoalError": "shoal.errors",
     "Split": "shoal.blueprint.description",
     "draw_layout": "shoal.blueprint.layout_drawing",
+    "load_adapter": "shoal.checkpoint.formats.adapter",
+    "lora": "shoal.parallel.lora.apply",
+    "merge_lora": "shoal.parallel.lora.apply",
     "trace_blocks": "shoal.train.trace.find_blocks",
     "verify": "shoal.verification.api",
 }

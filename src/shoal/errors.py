@@ -16,6 +16,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
+from shoal.script_fixes import in_python
+
 T = TypeVar("T")
 
 BAD_INPUT = 2
@@ -48,9 +50,13 @@ class Problem:
 
 
 class ShoalError(ValueError):
-    """One or more problems that the user can fix.
+    """One or more problems that the user can fix. Its text has the fixes to type in a script.
 
-    >>> print(ShoalError("batch 10 is not divisible by 4 ranks", fix="--data.global_batch 12", code="P011"))
+    >>> error = ShoalError("batch 10 is not divisible by 4 ranks", fix="--data.global_batch 12", code="P011")
+    >>> print(error)
+    batch 10 is not divisible by 4 ranks [P011]
+        fix: batch_size=12
+    >>> print(error.on_command_line())
     batch 10 is not divisible by 4 ranks [P011]
         fix: --data.global_batch 12
     """
@@ -66,19 +72,26 @@ class ShoalError(ValueError):
     def __init__(self, *problems: Problem | str, code: str = "", fix: str = "", title: str = "") -> None:
         self.problems = tuple(p if isinstance(p, Problem) else Problem(code, p, fix) for p in problems)
         self.title = title
-        super().__init__(self._text())
+        super().__init__(self._text(tuple(map(self._in_script, self.problems))))
 
     @property
     def codes(self) -> tuple[str, ...]:
         """The codes of its problems, each once."""
         return tuple(dict.fromkeys(problem.code for problem in self.problems))
 
-    def _text(self) -> str:
-        if len(self.problems) == 1 and not self.title:
-            return str(self.problems[0])
-        count = f"{len(self.problems)} problem{'s' if len(self.problems) != 1 else ''}"
+    def _in_script(self, problem: Problem) -> Problem:
+        return replace(problem, fix=in_python(problem.fix))
+
+    def on_command_line(self) -> str:
+        """The text with the fixes to type on the command line."""
+        return self._text(self.problems)
+
+    def _text(self, problems: tuple[Problem, ...]) -> str:
+        if len(problems) == 1 and not self.title:
+            return str(problems[0])
+        count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
         head = f"{count} in {self.title}" if self.title else count
-        return "\n".join([head, *("  " + str(p).replace("\n", "\n  ") for p in self.problems)])
+        return "\n".join([head, *("  " + str(p).replace("\n", "\n  ") for p in problems)])
 
     def __reduce__(self) -> tuple[object, ...]:  # keyword arguments do not survive pickling by default
         return _rebuild, (type(self), self.problems, self.title), self.__dict__.copy()
@@ -86,6 +99,13 @@ class ShoalError(ValueError):
 
 def _rebuild(kind: type[ShoalError], problems: tuple[Problem, ...], title: str) -> ShoalError:
     return kind(*problems, title=title)
+
+
+class RecipeError(ShoalError):
+    """Problems of a recipe. Its fixes are settings (`--optim.lr 1`) wherever it is loaded."""
+
+    def _in_script(self, problem: Problem) -> Problem:
+        return problem
 
 
 class RunFailed(ShoalError):

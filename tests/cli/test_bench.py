@@ -119,6 +119,7 @@ def two_hosts() -> Iterator[list[Any]]:
         pytest.skip(f"needs the right to make network namespaces: {error}")
 
 
+@pytest.mark.wide
 def test_two_hosts_are_two_tiers(two_hosts: list[Any], tmp_path: Path) -> None:
     out = tmp_path / "c.yaml"
     words = ["--kinds", "all_reduce", "--algorithms", "ring", "hierarchical", "builtin", "--sizes", "1KB", "1MB", "4MB"]

@@ -12,6 +12,7 @@ import pytest
 from tests.cli.host import Host, Started, until
 from tests.cli.test_resume import WORDS, committed, saves
 from tests.cli.test_train import MADE_UP, SHOAL, Command
+from tests.cover import wide
 
 TWO = [*WORDS, "--nproc", "2", "--run.dir", "run", "--checkpoint.every", "1step", "--plan", "fp64 zero=3"]
 TIMEOUT = 3.0
@@ -87,7 +88,7 @@ def stop_in_save(host: Host, folder: Path, step: int, rank: int, *words: str) ->
     return started, time.monotonic()
 
 
-@pytest.mark.parametrize(("duration", "rank"), [("24step", 1), ("2step", 0)], ids=["on the way", "at the end"])
+@pytest.mark.parametrize(("duration", "rank"), [("24step", 1), wide("2step", 0)], ids=["on the way", "at the end"])
 def test_a_rank_that_stops_in_a_save(host: Host, tmp_path: Path, duration: str, rank: int) -> None:
     started, began = stop_in_save(host, tmp_path, 2, rank, "--run.duration", duration)
     assert started.wait(TIMEOUT + SLACK + 2) == 3, started.said
@@ -108,6 +109,7 @@ def test_a_run_that_makes_progress_has_all_its_restarts_again(host: Host, tmp_pa
     assert ended.said.count("restart 1 of 1 since step") == 3
 
 
+@pytest.mark.wide
 def test_a_run_that_makes_no_progress_has_not(host: Host, tmp_path: Path) -> None:
     words = [*TWO, "--launch.max_restarts", "1", "--run.duration", "9step"]
     ended = host.run(*words, cwd=tmp_path, env={"SHOAL_FAULTS": "kill_at=rank:1,step:1,generation:any"})
@@ -149,7 +151,7 @@ def test_one_process_that_exits_early_has_failed(host: Host, tmp_path: Path) -> 
 # ---- what is left running -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "text"), [("thread", "thread 'left-alone'"), ("at_exit", "an exit handler")])
+@pytest.mark.parametrize(("name", "text"), [("thread", "thread 'left-alone'"), wide("at_exit", "an exit handler")])
 def test_one_process_ends_although_something_is_left(name: str, text: str, tmp_path: Path) -> None:
     """As a command of its own: a fork of the host would end at once anyway."""
     command = Command.start([*SHOAL, *own(tmp_path, name, "--nproc", "1")], cwd=tmp_path)
@@ -161,6 +163,7 @@ def test_one_process_ends_although_something_is_left(name: str, text: str, tmp_p
     assert f"shoal train is done, and left {text}" in ended.err
 
 
+@pytest.mark.wide
 def test_an_exit_handler_has_longer_than_threads(tmp_path: Path) -> None:
     ended = Command.start([*SHOAL, *own(tmp_path, "uploads", "--nproc", "1")], cwd=tmp_path).ended()
     assert ended.code == 0, ended.err

@@ -73,7 +73,7 @@ def evaluations(folder: Path, name: str = "run") -> list[tuple[int, float]]:
     [
         pytest.param("fp64", 1, None, id="one"),
         pytest.param("fp64", 2, None, id="two", marks=pytest.mark.wide),
-        pytest.param("fp64", 2, 1, id="the second of two"),
+        pytest.param("fp64", 2, 1, id="the second of two", marks=pytest.mark.wide),
         pytest.param("fp64 zero=3", 2, 0, id="the first of two that meet"),
         pytest.param("fp64 sync=diloco:2", 2, None, id="local SGD", marks=pytest.mark.wide),
     ],

@@ -14,6 +14,7 @@ import pytest
 from tests.cli.host import Host, until
 from tests.cli.test_resume import WORDS, committed
 from tests.cli.test_train import records
+from tests.cover import wide
 
 SHORT = [*WORDS, "--nproc", "1", "--run.duration", "6step"]
 Mount = Callable[[str], Path]
@@ -133,7 +134,7 @@ def test_a_disk_that_is_read_only(host: Host, tmp_path: Path, mount: Mount, wher
     assert "Traceback" not in ended.said
 
 
-@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+@pytest.mark.parametrize("kind", [wide("folder"), wide("file"), "link"])
 def test_something_else_has_the_name_of_a_step(host: Host, tmp_path: Path, kind: str) -> None:
     """It is moved aside, never removed; the save and a resume report it."""
     saves = tmp_path / "run" / "checkpoints"

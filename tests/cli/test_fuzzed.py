@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from shoal.cli import main
+from tests.cover import wide
 
 IMAGES = [
     *[
@@ -76,7 +77,7 @@ def test_batch_norm_of_one_value_is_rejected_and_of_two_is_not(verified: Any) ->
     assert (code, told["equal"]) == (0, True), told
 
 
-@pytest.mark.parametrize("plan", ["pp=2 gpipe mb=1", "pp=2 1f1b mb=1", "pp=2 looped v=2 mb=1"])
+@pytest.mark.parametrize("plan", [wide("pp=2 gpipe mb=1"), "pp=2 1f1b mb=1", wide("pp=2 looped v=2 mb=1")])
 def test_gradients_that_no_microbatch_finds_are_not_predicted(verified: Any, plan: str) -> None:
     """A rank that makes all of its forwards first holds no gradient before any of them."""
     code, told = verified("--nproc", "2", "--plan", plan, "--data.global_batch", "2", *SMALL)

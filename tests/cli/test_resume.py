@@ -94,7 +94,7 @@ def test_a_run_that_lost_its_power_goes_on_bit_for_bit(host: Host, undisturbed: 
     assert len(list(saves(tmp_path).glob("step-*"))) == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, wide(signal.SIGINT)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, wide(signal.SIGUSR1), wide(signal.SIGINT)])
 def test_who_is_asked_to_stop_saves_and_goes_on(
     host: Host, undisturbed: list[float], tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -128,7 +128,7 @@ def test_a_signal_to_every_process_at_once(host: Host, undisturbed: list[float],
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [wide(0), 1])
 def test_a_worker_that_is_killed_costs_no_committed_step(
     host: Host, undisturbed: list[float], tmp_path: Path, rank: int
 ) -> None:
@@ -315,7 +315,7 @@ def test_weights_that_another_user_has_put_into_memory_are_not_resumed_from(host
         shutil.rmtree(hostile)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [wide(signal.SIGTERM), signal.SIGKILL])
 def test_who_is_ended_between_two_generations_loses_nothing(host: Host, tmp_path: Path, number: signal.Signals) -> None:
     words = [*ALL, "--nproc", "2", "--checkpoint.every", "0step", "--checkpoint.memory_every", "1step"]
     fault = {"SHOAL_FAULTS": "kill_at=rank:1,step:6 kill_at=rank:1,step:9,generation:1"}
@@ -567,7 +567,7 @@ STRIDE = 1 if os.environ.get("SHOAL_ALL") else 3
 """`make test-all` kills a run before every operation, `make test` before every third."""
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [wide(0), 1])
 def test_killed_before_every_operation_of_a_save(
     host: Host, five_steps: tuple[list[float], dict[str, bytes]], tmp_path: Path, rank: int
 ) -> None:
@@ -665,7 +665,7 @@ MEETING = {
 }
 
 
-@pytest.mark.parametrize(("how", "rank"), [("compressed", 1), wide("local SGD", 1), ("delayed local SGD", 0)])
+@pytest.mark.parametrize(("how", "rank"), [wide("compressed", 1), wide("local SGD", 1), ("delayed local SGD", 0)])
 def test_replicas_that_meet_rarely_go_on_bit_for_bit(host: Host, tmp_path: Path, how: str, rank: int) -> None:
     """A worker dies in the middle of its own steps, and one in the step in which all meet; both come back by
     themselves, and what was owed is still owed."""
@@ -681,7 +681,7 @@ def test_replicas_that_meet_rarely_go_on_bit_for_bit(host: Host, tmp_path: Path,
         assert hexed(losses(tmp_path / f"killed-{step}")) == hexed(losses(tmp_path / "whole"))
 
 
-@pytest.mark.parametrize("how", [wide("compressed"), "local SGD"])
+@pytest.mark.parametrize("how", [wide("compressed"), wide("local SGD")])
 def test_replicas_that_meet_rarely_join_and_leave(host: Host, tmp_path: Path, how: str) -> None:
     """2 → 4 → 3 ranks, as the power fails; and another H in the end."""
     words = [*ALL, *MEETING[how], "--checkpoint.every", "1step"]

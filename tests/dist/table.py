@@ -78,8 +78,7 @@ Which parallelisms go together, pair by pair. A number: so many plans with both 
 against one process in float64, every loss, norm, gradient and weight. CI trains some of them; at a star none that has
 both. A letter: the pair is rejected before a process starts, for the reason below. On the diagonal: all plans with the
 one. There are {count} plans, on {ranks} ranks; CI trains {len(in_short())}, which `tests/dist/compositions.py` chooses:
-each word alone and beside every other axis (so `zbv` with some `tp`, and `sp=off` with some schedule), each model
-beside every axis, compile beside every axis.
+each word, each pair of axes (so `tp` with some schedule), each model beside every axis, each dense model compiled.
 
 `zero=1..3` share parameters over `dp_shard` x `cp`. `ring` and `ulysses` are `cp`, `sp=off` and `sp=on` are `tp`, the
 schedules are `pp`, `full` and `selective` are `recompute`, and compile is `run.compile`.

@@ -30,6 +30,7 @@ def test_ten_cases_are_verified_or_rejected_with_a_fix() -> None:
     assert told["verified"] >= 5
 
 
+@pytest.mark.wide
 def test_a_comparison_that_fails_is_a_finding_with_its_command() -> None:
     """No two orders of summation are equal to the last bit: with a tolerance of 0 a right plan is not equal."""
     code, told, said = fuzzed("--seed", "0", "--cases", "1", "--", "--tolerance", "0")

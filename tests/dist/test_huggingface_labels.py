@@ -16,6 +16,7 @@ from shoal.comm.world import World
 from shoal.train.checks import rule_under
 from shoal.train.loss.objective import LabelRule
 from shoal.train.run import Run
+from tests.cover import wide
 from tests.dist.pool import Pool
 
 transformers = pytest.importorskip("transformers")
@@ -117,19 +118,22 @@ def assert_same(kind: str, results: list[Any]) -> None:
     assert results[0][3]
 
 
-@pytest.mark.parametrize("kind", [*CAUSAL, "bert mlm", "bert tokens", "bert sequence", "t5", "bart", "bart decoder"])
+@pytest.mark.parametrize(
+    "kind", [*CAUSAL, wide("bert mlm"), wide("bert tokens"), "bert sequence", "t5", wide("bart"), "bart decoder"]
+)
 def test_a_models_convention_for_labels_is_kept(pool: Pool, kind: str) -> None:
     assert_same(kind, pool.run(one_step, 1, kind, ""))
     assert_same(kind, pool.run(one_step, 1, kind, "mb=3"))
 
 
-@pytest.mark.parametrize("plan", ["mb=2", "zero=3 mb=3"])
-@pytest.mark.parametrize("kind", CAUSAL)
+@pytest.mark.parametrize(
+    ("kind", "plan"), [("gpt2", "mb=2"), ("llama", "zero=3 mb=3"), wide("gpt2", "zero=3 mb=3"), wide("llama", "mb=2")]
+)
 def test_labels_are_counted_after_the_shift_on_every_rank(pool: Pool, kind: str, plan: str) -> None:
     assert_same(kind, pool.run(one_step, 2, kind, plan))
 
 
-@pytest.mark.parametrize(("size", "plan"), [(1, "mb=2"), (2, "mb=3"), (2, "zero=2 mb=1")])
+@pytest.mark.parametrize(("size", "plan"), [wide(1, "mb=2"), (2, "mb=3"), wide(2, "zero=2 mb=1")])
 def test_the_models_own_loss_is_divided_by_what_it_counts(pool: Pool, size: int, plan: str) -> None:
     assert_same("gpt2", pool.run(one_step, size, "gpt2", plan, True))
 

@@ -242,7 +242,7 @@ def refuse(place: Placement, store: dist.Store, directory: Path) -> None:
 def test_a_shoal_error_comes_through_once_and_as_it_was(tmp_path: Path) -> None:
     outcome = Launcher.start(tmp_path, refuse, nproc=4).outcome()
     assert type(outcome) is ShoalError
-    assert str(outcome) == "1 problem in recipe.yaml\n  batch 10 over 4 ranks [P011]\n      fix: --data.global_batch 12"
+    assert str(outcome) == "1 problem in recipe.yaml\n  batch 10 over 4 ranks [P011]\n      fix: batch_size=12"
     assert outcome.exit_code == 2
 
 

@@ -15,6 +15,7 @@ from shoal.parallel.inspect.live_memory import live_memory, peak_bytes
 from shoal.parallel.inspect.trace_shapes import trace_shapes
 from shoal.predict.exact.memory import Memory, memory
 from shoal.train.run import Run
+from tests.cover import wide
 from tests.dist.compositions import num_layers_for
 from tests.dist.pool import Pool, on_ranks
 
@@ -82,8 +83,8 @@ def test_adam_within_one_percent(of_adam: dict[str, list[list[Memory]]], plan: s
 
 
 PLANS = [
-    *("zero=1 bf16 mb=1", "zero=2 bf16 mb=1", "dp_replicate=2 zero=2 mb=1", "tp=2 zero=3 mb=2", "tp=4 mb=4"),
-    *("pp=2 1f1b mb=1 zero=3", "pp=2 zero=1 zbv mb=1", "pp=2 mb=1 dp_replicate=2"),
+    *(wide("zero=1 bf16 mb=1"), "zero=2 bf16 mb=1", "dp_replicate=2 zero=2 mb=1", "tp=2 zero=3 mb=2"),
+    *(wide("tp=4 mb=4"), wide("pp=2 1f1b mb=1 zero=3"), "pp=2 zero=1 zbv mb=1", wide("pp=2 mb=1 dp_replicate=2")),
 ]
 
 

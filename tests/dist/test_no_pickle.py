@@ -78,6 +78,7 @@ def test_runs_on_two_ranks(world: World, tmp_path: Path, first: int) -> None:
             live(world, kind, plan, tmp_path / plan.replace(" ", "-"))
 
 
+@pytest.mark.wide
 @on_ranks(4)
 def test_runs_on_four_ranks(world: World, tmp_path: Path) -> None:
     with no_pickles():

@@ -200,6 +200,7 @@ def inner(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, sub
     return started
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("end", ENDS)
 def test_nothing_is_left_when_pytest(end: str, inner: dict[str, tuple[Path, subprocess.Popen[bytes]]]) -> None:
     folder, process = inner[end]

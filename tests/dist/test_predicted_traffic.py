@@ -63,9 +63,10 @@ def read(size: int, words: str) -> tuple[str, dict[str, Any]]:
 
 
 def traits(size: int, words: str) -> set[Hashable]:
-    """Each word, and which axes stand beside each other; but for the size of microbatches."""
+    """Each word, and which axes of a layout stand beside each other; but for the size of microbatches."""
     said = [word for word in words.split() if not word.startswith("mb=")]
-    return {*said, *combinations(sorted({key_of(word) for word in said}), 2)}
+    axes = {key_of(word) for word in said} & {"tp", "pp", "zero", "dp_replicate", "recompute"}
+    return {*said, *combinations(sorted(axes), 2)}
 
 
 def key_of(word: str) -> str:

@@ -18,6 +18,7 @@ from shoal.models.moe import build as build_moe
 from shoal.numerics.checksum import checksums
 from shoal.numerics.local_tensor import to_local
 from shoal.train.run import Run
+from tests.cover import wide
 from tests.dist.pool import on_ranks
 
 SMALL = {"hidden": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "vocabulary": 32, "max_sequence": 16}
@@ -46,14 +47,14 @@ def flip(tensor: Tensor) -> None:
     "plan",
     [
         "dp_replicate=4 zero=0",
-        "dp_replicate=2 dp_shard=2 zero=3",
-        "dp_replicate=2 tp=2 zero=0",
+        wide("dp_replicate=2 dp_shard=2 zero=3"),
+        wide("dp_replicate=2 tp=2 zero=0"),
         "dp_shard=2 tp=2 zero=2",
-        "cp=2 dp_replicate=2 zero=0",
+        wide("cp=2 dp_replicate=2 zero=0"),
         "cp=2 tp=2 zero=0",
         "pp=2 dp_replicate=2 zero=0 mb=2",
         "ep=2 dp_shard=2 dp_replicate=2 zero=3",
-        "dp_replicate=4 compress=int8",
+        wide("dp_replicate=4 compress=int8"),
         "dp_replicate=2 dp_shard=2 zero=1 sync=diloco:2",
     ],
 )
@@ -120,7 +121,7 @@ def test_states_and_statistics_are_compared_too(world: World) -> None:
     if world.rank == 1:
         flip(run.module.get_parameter("1.weight"))
     run.step((torch.randn(4, 3), torch.tensor([0, 1, 1, 0])))  # never compared
-    with pytest.raises(ShoalError, match="check_replicas is -1"):
+    with pytest.raises(ShoalError, match="check_replicas must be a whole number of at least 0, got -1"):
         Run("fp32", world=world, check_replicas=-1)
 
 

@@ -69,8 +69,9 @@ def ring_of(kind: str) -> list[Layout]:
 
 
 def traits(size: int, plan: str) -> set[str]:
-    """Every word; and a tensor that is cut in two directions."""
-    words = {word for word in plan.split() if not word.startswith("mb=")}
+    """Every axis, stage of ZeRO and the schedule that gives a rank several parts; a tensor cut in two directions."""
+    words = {word for word in plan.split() if word.startswith(("tp=", "pp=", "cp=", "zero=")) or word == "interleaved"}
+    words |= {word.partition("=")[0] for word in plan.split() if word.startswith(("ep=", "dp_replicate="))}
     return words | ({"alone"} if size == 1 else set()) | ({"cut twice"} if {"tp=2", "zero=3"} <= words else set())
 
 

@@ -87,6 +87,7 @@ def test_a_save_that_failed_is_raised_to_who_asks(world: World, tmp_path: Path) 
     run.step(share(run, 2))
 
 
+@pytest.mark.wide
 @on_ranks(1)
 def test_fifty_saves_take_no_more_memory_than_ten(world: World, tmp_path: Path) -> None:
     run = started(world, "mb=24", num_layers=4)  # 40 times its state are twice the bound

@@ -177,10 +177,10 @@ def test_picked_device(
 @pytest.mark.parametrize(
     ("name", "num_cuda", "text"),
     [
-        ("cuda", 0, r"device is cuda, but this machine has no CUDA device \[N014\]\n    fix: --launch.device cpu"),
-        ("cuda", 2, r"4 ranks on this machine, but 2 CUDA devices[^§]*fix: --launch.nproc 2"),
+        ("cuda", 0, r"device is cuda, but this machine has no CUDA device \[N014\]\n    fix: device='cpu'"),
+        ("cuda", 2, r"4 ranks on this machine, but 2 CUDA devices[^§]*fix: torchrun --nproc-per-node 2"),
         ("auto", 2, r"4 ranks on this machine, but 2 CUDA devices"),
-        ("tpu", 2, r"device must be auto, cpu or cuda, got 'tpu' \[R049\]\n    fix: --launch.device auto"),
+        ("tpu", 2, r"device must be auto, cpu or cuda, got 'tpu' \[R049\]\n    fix: device='cpu'"),
     ],
 )
 def test_refused_device(name: str, num_cuda: int, text: str) -> None:

@@ -56,6 +56,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.wide
 def test_spawn_without_a_group_is_rejected_and_others_are_not(tmp_path: Path) -> None:
     """One script, since each takes seconds to load torch: the last of its calls is the mistake."""
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -41,6 +41,7 @@ def test_a_model_of_ones_own_has_half_of_its_experts_on_each_of_two_ranks(
         assert all(int(expert) < 8 and 1.0 < float(times) < 4.0 for _, expert, times in hottest)
 
 
+@pytest.mark.wide
 @pytest.mark.timeout(240)
 def test_a_sequence_that_does_not_fit_trains_on_four_ranks(once: Callable[..., Any]) -> None:
     """Exit code 0 says that one process was refused and that four have trained."""

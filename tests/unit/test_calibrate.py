@@ -242,6 +242,7 @@ def test_a_reading_is_the_time_of_one(milliseconds: int) -> None:
     assert reading.rate == 7.0 / reading.seconds
 
 
+@pytest.mark.wide
 def test_it_takes_as_long_as_it_may() -> None:
     """Products that are slow, as 16-bit ones on a CPU, are not taken more often than there is time for."""
     found = calibrate(nproc=2, device="cpu", seconds=8, quiet=True)

@@ -151,6 +151,7 @@ def test_codes_and_titles_are_unique_and_in_order() -> None:
     for letter in AREAS:
         codes = [page.code for page in read_area(letter)[1]]
         assert codes == sorted(codes)
+        assert all(re.fullmatch(rf"{letter}\d\d\d", code) for code in codes)
 
 
 def test_a_page_has_an_example_and_sentences() -> None:

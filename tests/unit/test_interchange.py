@@ -376,6 +376,7 @@ def most_memory(large: Path) -> dict[str, int]:
     return found
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("act", ACTS)
 def test_memory_for_a_part_of_the_model_is_enough(large: Path, most_memory: dict[str, int], act: str) -> None:
     """Some rows at a time; an import holds one file of the checkpoint, here of 32 MiB."""

@@ -65,7 +65,11 @@ assert vars(constant) == vars(stand_in.assume_constant_result(lambda: 1))
 """
 
 
-@pytest.mark.parametrize("script", [EAGER, COMPILED, SUBMODULE, AS_TORCH], ids=["eager", "compiled", "sub", "as_torch"])
+@pytest.mark.parametrize(
+    "script",
+    [EAGER, COMPILED, pytest.param(SUBMODULE, marks=pytest.mark.wide), pytest.param(AS_TORCH, marks=pytest.mark.wide)],
+    ids=["eager", "compiled", "sub", "as_torch"],
+)
 def test_the_original_is_loaded_when_it_is_needed(script: str) -> None:
     done = subprocess.run([sys.executable, "-c", BEGIN + script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

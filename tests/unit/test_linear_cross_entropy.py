@@ -48,6 +48,28 @@ def test_loss_and_gradients_are_those_of_torch(
     assert all(relative(mine, theirs) <= bound for mine, theirs in zip(gradients, wanted, strict=True))
 
 
+@pytest.mark.parametrize(("scale", "softcap"), [(0.5, None), (1.0, 3.0), (2.0, 1.5)])
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_scaled_and_capped_logits(
+    scale: float, softcap: float | None, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    h, weight, labels = inputs(torch.float64)
+    if chunks > 1:
+        monkeypatch.setattr(fused, "CHUNK_BYTES", 61 * 8 * 128)
+    found = linear_cross_entropy(h, weight, labels, ignore=IGNORE, scale=scale, softcap=softcap)
+    logits = F.linear(h, weight) * scale
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    expected = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
+    mine, theirs = (torch.autograd.grad(loss * 0.3, (h, weight)) for loss in (found, expected))
+    assert relative(found, expected) <= 1e-14
+    assert all(relative(a, b) <= 1e-13 for a, b in zip(mine, theirs, strict=True))
+    with torch.no_grad():
+        assert (
+            relative(linear_cross_entropy(h, weight, labels, ignore=IGNORE, scale=scale, softcap=softcap), found)
+            < 1e-14
+        )
+
+
 @pytest.mark.parametrize("told", [0.3, 7.0])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.config.load import build_recipe, difference, dump_recipe, known_keys, load_recipe, unknown_key
+from shoal.config.load import build_recipe, difference, dump_recipe, known_keys, load_recipe, read_recipe, unknown_key
 from shoal.config.recipe import Recipe
 from shoal.errors import Findings, ShoalError
 from shoal.models import BUILDERS
@@ -222,3 +222,27 @@ def test_any_tree_is_read_as_far_as_possible(tree: dict[Any, Any]) -> None:
     recipe = found.of(build_recipe, tree, title="a tree")
     assert (recipe is None) == bool(found.problems)
     assert all(problem.what and problem.fix for problem in found.problems)
+
+
+def test_a_list_of_a_wrong_length_is_one_problem_in_plain_words() -> None:
+    for text in ("[]", "[0.9]", "[0.9, 0.9, 0.9]"):
+        with rejects("R013", "optim.betas must be a list of 2 values", "--optim.betas '[0.9, 0.95]'") as caught:
+            load_recipe(None, [("optim.betas", text)])
+        assert len(caught.value.problems) == 1
+    with rejects("R013", "run.seed must be a whole number, got 'x'"):
+        load_recipe(None, [("run.seed", "x")])
+
+
+def test_a_value_out_of_bounds_does_not_hide_other_problems() -> None:
+    with rejects("R019") as caught:
+        load_recipe(None, [("run.seed", "9" * 5000), ("optim.lr", "-1")])
+    assert caught.value.codes == ("R019", "R013")
+
+
+def test_settings_of_another_model_are_dropped_with_a_note(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("model: {name: llama, hidden: 64, num_layers: 2}")
+    reading = read_recipe(path, [("model.name", "mlp"), ("model.depth", "3")])
+    assert reading.recipe.model.arguments == {"depth": 3}
+    assert reading.notes == ("--model.name mlp drops the recipe's settings of llama: hidden 64, num_layers 2",)
+    assert read_recipe(path, [("model.name", "llama")]).notes == ()

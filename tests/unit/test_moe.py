@@ -22,6 +22,7 @@ from shoal.parallel.expert import experts
 from shoal.parallel.expert.aux_loss import AuxLoss
 from shoal.parallel.expert.experts import ExpertParallel, Experts, divide, experts_in
 from shoal.parallel.expert.router import Routing, auxiliary_loss, note_routers, routers
+from tests.cover import wide
 from tests.rejects import rejects
 
 PUBLISHED = {"mixtral-8x7b": (46_702_792_704, 12.9e9), "qwen3-30b-a3b": (30_532_122_624, 3.3e9)}
@@ -261,7 +262,7 @@ def test_description_names_what_is_there(settings: dict[str, Any]) -> None:
     assert description.training_flops is not None
 
 
-@pytest.mark.parametrize(("settings", "in_run"), [({}, True), ({"capacity_factor": 1.0}, False)], ids=str)
+@pytest.mark.parametrize(("settings", "in_run"), [({}, True), wide({"capacity_factor": 1.0}, False)], ids=str)
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own doings, and hides that from users only
 def test_a_compiled_block_computes_the_same(settings: dict[str, Any], in_run: bool) -> None:
     model, tokens = model_and_tokens(num_layers=1, **settings)

@@ -207,7 +207,7 @@ def test_microbatches_make_up_the_batch(replicas: int, shards: int, mb: int, num
 def message_of(call: Any) -> list[str]:
     with pytest.raises(ShoalError) as error:
         call()
-    return str(error.value).splitlines()
+    return error.value.on_command_line().splitlines()
 
 
 def test_all_problems_of_a_text_at_once() -> None:

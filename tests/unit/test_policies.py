@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError
+from typing import Any
 
 import pytest
 
@@ -40,9 +41,45 @@ def test_a_recipe_decides_the_policies() -> None:
 def test_all_wrong_values_at_once() -> None:
     with pytest.raises(ShoalError) as caught:
         Run(clip=-1.0, on_nan="go on", attention="fast", warmup_steps=-1, check_replicas=True)  # type: ignore[arg-type]
-    said = [problem.what for problem in caught.value.problems]
-    expected = ["on_nan is 'go on'", "clip is -1.0", "check_replicas is True", "attention is 'fast'"]
-    assert said == [*expected, "warmup_steps is -1"]
+    named = [(problem.code, problem.what.split()[0]) for problem in caught.value.problems]
+    numbers = [("R048", "clip"), ("R048", "check_replicas")]
+    assert named == [("R047", "on_nan"), *numbers, ("R047", "attention"), ("R048", "warmup_steps")]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "code", "fix"),
+    [
+        ({"seed": "x"}, "R048", "seed=0"),
+        ({"seed": True}, "R048", "seed=0"),
+        ({"deterministic": "maybe"}, "R047", "deterministic=True"),
+        ({"sync_batch_norm": 1}, "R047", "sync_batch_norm=True"),
+        ({"loss": 3}, "T018", "loss=lambda model, batch: ..."),
+        ({"threads": 0}, "R048", "threads=1"),
+        ({"threads": "two"}, "R048", "threads=1"),
+        ({"timeout": -1}, "R048", "timeout=600.0"),
+        ({"timeout": "x"}, "R048", "timeout=600.0"),
+        ({"timeout": float("inf")}, "R048", "timeout=600.0"),
+        ({"timeout": float("nan")}, "R048", "timeout=600.0"),
+        ({"device": "gpu"}, "R049", "device='cuda'"),
+        ({"device": "cuda:1"}, "R049", "device='cuda'"),
+        ({"device": 0}, "R049", "device='auto'"),
+        ({"clip": float("nan")}, "R048", "clip=1.0"),
+        ({"on_nan": "skp"}, "R047", "on_nan='skip'"),
+        ({"compile": "no_backend"}, "R047", "compile=True"),
+        ({"outer": 3}, "R047", "outer=shoal.OuterOptimizer(lr=0.7, momentum=0.9)"),
+        ({"outer": OuterOptimizer(lr=-1)}, "R048", "outer=shoal.OuterOptimizer(lr=0.7)"),
+        ({"outer": OuterOptimizer(momentum=1.0)}, "R048", "outer=shoal.OuterOptimizer(momentum=0.9)"),
+        ({"outer": OuterOptimizer(fragments=0)}, "R048", "outer=shoal.OuterOptimizer(fragments=1)"),
+    ],
+)
+def test_a_wrong_value_has_a_fix_for_a_script(wrong: dict[str, Any], code: str, fix: str) -> None:
+    with pytest.raises(ShoalError) as caught:
+        Run("fp32", **wrong)
+    assert caught.value.codes == (code,)
+    assert f"fix: {fix}" in str(caught.value)
+    with pytest.raises(ShoalError) as caught:  # beside another one
+        Run("fp32 tp=2", **wrong)
+    assert caught.value.codes == (code, "P009")
 
 
 def test_a_policy_does_not_change() -> None:

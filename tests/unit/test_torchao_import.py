@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 IMPORT_ALL_AND_TRAIN_TENSORWISE = """
 import importlib, pkgutil, sys
 import torch
@@ -51,6 +53,7 @@ def test_tensorwise_fp8_does_not_import_torchao(tmp_path: Path) -> None:
     assert stderr_of(IMPORT_ALL_AND_TRAIN_TENSORWISE, tmp_path) == ""
 
 
+@pytest.mark.wide
 def test_rowwise_fp8_hides_the_warnings_of_torchao(tmp_path: Path) -> None:
     """Python warns of torchao's docstrings when it compiles them, and torchao logs which libraries it cannot load."""
     assert stderr_of(CONVERT_ROWWISE, tmp_path) == ""

@@ -80,6 +80,12 @@ class Description:
     """The linear layer without a bias that returns the logits, the unchanged output of `forward`. The loss can then be
     computed in its place, without the logits of all tokens at once. None: there is no such layer."""
 
+    logit_scale: float = 1.0
+    """The factor by which `forward` multiplies the output of the head."""
+
+    logit_softcap: float | None = None
+    """The bound c of logits c · tanh(l / c) that `forward` makes of the scaled output l of the head. None: no bound."""
+
     num_heads: int | None = None
     """Attention heads, which a tensor-parallel degree must divide."""
 

@@ -143,6 +143,11 @@ class ModelShapes:
         """What `matmul_elements` has found."""
         return {}
 
+    @cached_property
+    def has_adapters(self) -> bool:
+        """Whether LoRA is trained, beside weights that are frozen."""
+        return any(name.endswith(".lora_A") for name in self.parameters)
+
     def trained(self, pieces: Shapes) -> dict[str, Shape]:
         """Those that get a gradient."""
         return {name: shape for name, shape in pieces.items() if self.is_trained(name)}
@@ -182,6 +187,8 @@ class Sizes:
     reduce: int
     """Gradients in a reduce-scatter."""
     loss: int
+    frozen: int | None = None
+    """Frozen weights below adapters. None: as other weights."""
 
     @classmethod
     def of(cls, plan: Plan) -> Sizes:

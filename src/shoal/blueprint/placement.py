@@ -220,11 +220,15 @@ class ShardGroup:
 # ---- pieces ---------------------------------------------------------------------------------------------------------
 
 CUT_DIMS: Mapping[Split, Mapping[str, int]] = {
-    Split.COLUMN: {"weight": 0, "bias": 0},
-    Split.ROW: {"weight": 1},
+    Split.COLUMN: {"weight": 0, "bias": 0, "lora_B": 0},
+    Split.ROW: {"weight": 1, "lora_A": 1},
     Split.VOCABULARY: {"weight": 0, "bias": 0},
 }
 """Split of a layer → the dim of each of its parameters that tp cuts. ep cuts dim 0 of all in `Split.EXPERTS`."""
+
+
+PARTIAL = {(Split.COLUMN, "lora_A"), (Split.ROW, "lora_B")}
+"""Whole matrices of LoRA in split layers: each tp rank has the gradient of its own piece of the other matrix."""
 
 
 def piece(plan: Plan, model: ModelShapes, name: str, *, rank: int) -> Shape:
@@ -272,9 +276,10 @@ def is_partial(description: Description, name: str, *, splits_tokens: bool) -> b
     """Whether each tp rank has only its own share of a parameter's gradient: that of its tokens, or of its heads."""
     module, _, own = name.rpartition(".")
     around = {split_of(description, outer) for outer in modules_around(name)}
-    is_late_bias = own == "bias" and split_of(description, module) is Split.ROW  # added after the sum
+    how = split_of(description, module)
+    is_late_bias = own == "bias" and how is Split.ROW  # added after the sum
     is_of_tokens = bool(around & {Split.SEQUENCE, Split.EXPERTS}) or is_late_bias
-    return Split.HEADS in around or (splits_tokens and is_of_tokens)
+    return Split.HEADS in around or (how, own) in PARTIAL or (splits_tokens and is_of_tokens)
 
 
 def shard(shape: Shape, *, index: int, degree: int) -> int:

@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.state.model_state import Holder, LocalShard, local_shards, make_states
+from shoal.checkpoint.state.base_fingerprint import BASE
+from shoal.checkpoint.state.model_state import Holder, LocalShard, base_shards, local_shards, make_states
 from shoal.checkpoint.state.replica_state import replica_shards, sources
 from shoal.checkpoint.storage.filesystem import Filesystem
 from shoal.checkpoint.storage.manifest import NAME, Entry, Manifest, Piece, Shape
@@ -50,7 +51,7 @@ def load(store: Store, holder: Holder, *, step: int, only_weights: bool = False)
         _reject_missing_scalars(manifest, store, counts_steps=isinstance(holder.optimizer, _COUNT_STEPS))
         holder.optimizer.state.clear()  # of another step
         make_states(holder, _kinds(manifest), dict(manifest.state.get("scalars", {})))  # [1]
-    pieces = [piece for piece in local_shards(holder) if not only_weights or piece.name.startswith("model/")]
+    pieces = _weights(holder, manifest) if only_weights else list(local_shards(holder))
     of_replicas = [piece for piece in replica_shards(holder) if not only_weights or "/model/" in piece.name]
     has_local_sgd = holder.composed.local_sgd is not None
     # [2] which tensors fill each piece
@@ -68,6 +69,16 @@ def load(store: Store, holder: Holder, *, step: int, only_weights: bool = False)
         for parameter, copy in holder.copies.items():
             copy.copy_(to_local(parameter))
     return manifest
+
+
+def _weights(holder: Holder, manifest: Manifest) -> list[LocalShard]:
+    """What the weights of a step fill. Of a model with LoRA: its base, and its adapters if the step has them; from a
+    step of adapters alone, the adapters."""
+    own = [piece for piece in local_shards(holder) if piece.name.startswith("model/")]
+    if not holder.composed.base or BASE in manifest.state:
+        return own
+    holder.composed.base_fingerprint = ""
+    return [*base_shards(holder), *(piece for piece in own if piece.name in manifest.tensors)]
 
 
 def load_newest(

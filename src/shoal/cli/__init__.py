@@ -21,6 +21,7 @@ VERBS = {
     "bench": "measure collectives with every algorithm (comm), or gradient compression (compress)",
     "backtest": "compare the planner's predictions with tables of measured runs",
     "checkpoint": "list, verify and compare checkpoints; export them to other formats and import from them",
+    "generate": "print how a trained language model continues a prompt",
     "schema": "print the JSON schema of a recipe, for editors",
     "explain": "print the page of an error code: the rule, why it holds, and the ways to fix it",
 }
@@ -84,4 +85,4 @@ def _report(error: ShoalError, *, as_json: bool) -> None:
     hint = f"shoal explain {' '.join(error.codes)} says more"
     if sys.stderr.isatty() and "NO_COLOR" not in os.environ:
         hint = f"\x1b[2m{hint}\x1b[0m"
-    print(f"shoal: {kind}: {error}\n{hint}", file=sys.stderr)
+    print(f"shoal: {kind}: {error.on_command_line()}\n{hint}", file=sys.stderr)

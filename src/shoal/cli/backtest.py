@@ -11,6 +11,7 @@ from typing import Annotated
 
 import tyro
 
+from shoal.cli.options import parse_options
 from shoal.cli.reports.console import WIDTH, show
 
 
@@ -38,7 +39,7 @@ class Backtest:
 
 def main(arguments: Sequence[str]) -> int:
     """Backtest; 0 when done, 1 with --strict when an accuracy target is missed."""
-    options = tyro.cli(Backtest, args=list(arguments), prog="shoal backtest", config=(tyro.conf.FlagCreatePairsOff,))
+    options = parse_options(Backtest, arguments, prog="shoal backtest")
     from shoal.planner.backtest.report import backtest, render, to_mapping
     from shoal.planner.backtest.rows import PAPER_FIGURES, read
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import tyro
-
+from shoal.cli.options import parse_options
 from shoal.comm.rendezvous.environment import read_environment
 from shoal.errors import Problem, ShoalError, raise_if
 from shoal.predict.cluster import Cluster
@@ -54,16 +53,7 @@ class Calibrate:
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, write the file and print the results."""
-    options, rest = tyro.cli(
-        Calibrate,
-        args=list(arguments),
-        prog="shoal calibrate",
-        return_unknown_args=True,
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
-    raise_if(
-        Problem("R002", f"unknown argument {word!r}", "`shoal calibrate --help` lists all options") for word in rest
-    )
+    options = parse_options(Calibrate, arguments, prog="shoal calibrate")
     raise_if(_problems(options))
     path = _writable(options.out)
     out = sys.stdout

@@ -1,4 +1,4 @@
-"""`shoal checkpoint ls | verify | diff | export | import`: list, check, compare and convert checkpoints."""
+"""`shoal checkpoint ls | verify | diff | export | import | merge`: list, check, compare and convert checkpoints."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from shoal.checkpoint.storage.locate import SavedStep, find, folder_of, folders_of, listing, read_manifest
+from shoal.cli.options import parse_options
 from shoal.cli.reports import checkpoint as report
 from shoal.cli.reports.console import WIDTH, show
 from shoal.config.parse_units import size_in_bytes
@@ -28,6 +29,7 @@ ABOUT = {
     "verify": "read every byte and compare it with its hash",
     "diff": "compare two steps tensor by tensor, whatever layouts wrote them",
     "export": "write a step as safetensors, or for Hugging Face, torch.distributed.checkpoint or torch.load",
+    "merge": "write the model of a run with its LoRA added to the weights",
     "import": "make a checkpoint from safetensors, or from a folder of Hugging Face or torch.distributed.checkpoint",
 }
 
@@ -108,9 +110,9 @@ class Export:
     to: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TO")]
     """The file or folder to write."""
 
-    format: Literal["safetensors", "huggingface", "dcp", "torch"] = "safetensors"
+    format: Literal["safetensors", "huggingface", "dcp", "torch", "peft"] = "safetensors"
     """safetensors: one file. huggingface: a folder with files, index and, of a llama, config.json. dcp: a folder of
-    torch.distributed.checkpoint. torch: a state dict of torch.save."""
+    torch.distributed.checkpoint. torch: a state dict of torch.save. peft: a folder of adapters that PEFT loads."""
 
     step: int | None = None
     """The step. None: the newest."""
@@ -161,6 +163,32 @@ class Import:
     """Print one JSON object and nothing else on stdout."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Merge:
+    """Write the whole model of a run with the updates of its LoRA added to its weights. The model is built in memory.
+
+    shoal checkpoint merge runs/finetune merged
+    """
+
+    directory: Directory
+    """The directory of a run, of its checkpoints, or of one step."""
+
+    to: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TO")]
+    """The file or folder to write."""
+
+    format: Literal["safetensors", "huggingface"] = "huggingface"
+    """safetensors: one file. huggingface: a folder with files, index and, of a llama, config.json."""
+
+    step: int | None = None
+    """The step. None: the newest."""
+
+    overwrite: bool = False
+    """Replace an earlier export."""
+
+    json: bool = False
+    """Print one JSON object and nothing else on stdout."""
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run one action; returns the exit code."""
     action = arguments[0] if arguments else "--help"
@@ -176,7 +204,7 @@ def main(arguments: Sequence[str]) -> int:
         )
     kind, act = ACTIONS[action]
     prog = f"shoal checkpoint {action}"
-    options = tyro.cli(kind, args=list(arguments[1:]), prog=prog, config=(tyro.conf.FlagCreatePairsOff,))
+    options = parse_options(kind, arguments[1:], prog=prog)
     raise_if(
         Problem("R043", f"the path must be on this machine, got {word}", "copy the files to this machine first")
         for word in arguments[1:]
@@ -291,12 +319,27 @@ def _import(options: Import) -> int:
     return 0
 
 
+def _merge(options: Merge) -> int:
+    from shoal.checkpoint.formats.export import ExportSettings
+    from shoal.train.inference.merge import write_merged
+
+    settings = ExportSettings(format=options.format, overwrite=options.overwrite)
+    step, exported = write_merged(options.directory, options.step, options.to, settings)
+    result = {
+        "from": str(options.directory), "step": step, "to": str(options.to), "format": options.format,
+        "tensors": exported.tensors, "bytes": exported.num_bytes, "config": exported.config,
+    }  # fmt: skip
+    _answer(options, lambda: result, lambda console: report.draw_export(console, result))
+    return 0
+
+
 ACTIONS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
     "ls": (Ls, _ls),
     "verify": (Verify, _verify),
     "diff": (Diff, _diff),
     "export": (Export, _export),
     "import": (Import, _import),
+    "merge": (Merge, _merge),
 }
 
 

@@ -41,6 +41,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _unknown(code: str, known: dict[str, ErrorPage]) -> Problem:
+    if code.startswith("--"):
+        near = nearest(code.lower(), ["--json", "--help"])
+        return Problem("R002", f"unknown option {code.lower()}", near or "shoal explain --help")
     filled = code[:1] + code[1:].zfill(3)  # P11 is P011
     near = filled if filled in known else nearest(code, [each for each in known if each[:1] == code[:1]] or known)
     fix = f"shoal explain {near}" if near else "shoal explain, which lists all codes"

@@ -14,33 +14,30 @@ from typing import Annotated, Any, TypeVar, get_origin
 import tyro
 
 from shoal.blueprint.aliases import OTHER_SYSTEMS
+from shoal.cli.options import check_words, run_tyro, unknown_option
 from shoal.config.duration import Duration
 from shoal.config.flag_aliases import instead_of
-from shoal.config.load import Reading, read_recipe
-from shoal.config.recipe import Recipe
+from shoal.config.load import RecipeReading, read_recipe
+from shoal.config.recipe import LoraSection, ModelSection, Recipe
 from shoal.errors import Problem, nearest
 
 Options = TypeVar("Options")
 
 # Short names of settings that are typed often.
 SHORT = {"nproc": "launch.nproc", "device": "launch.device", "plan": "plan"}
-USUAL = {"resume": "latest"}
-"""Values of a verb's own options that a fix proposes where one is missing."""
 
 
-def parse(kind: type[Options], arguments: Sequence[str], *, prog: str) -> tuple[Options, Reading]:
+def parse(kind: type[Options], arguments: Sequence[str], *, prog: str) -> tuple[Options, RecipeReading]:
     """A verb's options and the recipe, from `[RECIPE] [--option ...] [--section.key value ...]`.
 
-    Problems of the command line are in the reading. `Reading.complete` raises them together with those of the recipe.
+    Problems of the command line are in the reading. `RecipeReading.complete` raises them with those of the recipe.
     """
     if "--help" in arguments or "-h" in arguments:
         _print_help(kind, prog)
     own, overrides, problems = _sort(list(arguments), own={each.name: each.type for each in fields(kind)})  # type: ignore[arg-type]
-    options, rest = tyro.cli(
-        kind, args=own, prog=prog, return_unknown_args=True, config=(tyro.conf.FlagCreatePairsOff,)
-    )
-    fix = "give at most one recipe, and settings as --section.key value"
-    problems += [Problem("R002", f"unknown argument {word!r}", fix) for word in rest]
+    checked = check_words(kind, own, prog=prog)
+    problems += checked.problems
+    options = run_tyro(kind, checked.words, prog=prog)
     path: Path | None = getattr(options, "recipe", None)
     return options, read_recipe(path, overrides, problems)
 
@@ -59,12 +56,8 @@ def _sort(words: list[str], own: dict[str, Any]) -> tuple[list[str], list[tuple[
         elif not word.startswith("--"):
             others.append(word)
         elif (option := name.replace("-", "_")) in own:
-            if equals and own[option] == "bool":
-                problems.append(Problem("R004", f"--{name} takes no value", f"--{name}"))
-            elif own[option] != "bool" and not equals and (not words or words[0].startswith("--")):
-                problems.append(Problem("R003", f"--{name} has no value", f"--{name} {USUAL.get(option, 'VALUE')}"))
-            else:
-                others += [word] if equals or own[option] == "bool" else [word, words.pop(0)]  # which may be -1
+            has_value = own[option] != "bool" and not equals and words and not words[0].startswith("--")
+            others += [word, words.pop(0)] if has_value else [word]  # a value may be -1
         else:
             name = SHORT.get(name, name)
             if not equals and _is_list(name):
@@ -77,9 +70,9 @@ def _sort(words: list[str], own: dict[str, Any]) -> tuple[list[str], list[tuple[
             if not equals and not _may_stand_alone(name):
                 problems.append(_without_value(name))
                 continue
-            near = nearest(option, own) if "." not in name and name not in SHORT.values() else None
-            if near is not None and OTHER_SYSTEMS.get(option) is None:
-                problems.append(Problem("R002", f"unknown option --{name}", f"--{near.replace('_', '-')}"))
+            is_of_recipe = "." in name or name in SHORT.values() or OTHER_SYSTEMS.get(option) is not None
+            if not is_of_recipe and nearest(option, own) is not None:
+                problems.append(unknown_option(name, own, prog="shoal"))
             else:
                 overrides.append((name, value if equals else "true"))
     return others, overrides, problems
@@ -126,17 +119,22 @@ def _without_value(name: str) -> Problem:
 
 
 def _not_an_option(word: str) -> Problem:
-    return Problem("R002", f"unknown argument {word!r}", f"-{word}, if that is an option; `--help` lists all options")
+    return Problem("R002", f"unknown argument {word!r}", f"-{word}")
 
 
 def _print_help(kind: type[Any], prog: str) -> None:
     """Print the verb's options and every key of a recipe, with defaults; ends the process, as --help does."""
     settings = Annotated[Recipe, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]  # a boolean takes a value there
+    shown_keys = Recipe(model=ModelSection(lora=LoraSection()))  # else the keys of LoRA would not be listed
     both = make_dataclass(
-        kind.__name__, [("settings", settings, field(default_factory=Recipe))], bases=(kind,), frozen=True, kw_only=True
+        kind.__name__,
+        [("settings", settings, field(default_factory=lambda: shown_keys))],
+        bases=(kind,),
+        frozen=True,
+        kw_only=True,
     )
     both.__doc__ = kind.__doc__
-    shown = (tyro.conf.FlagCreatePairsOff,)
+    shown = (tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands)
     tyro.cli(both, args=["--help"], prog=prog, config=shown, registry=_durations_are_words())
 
 

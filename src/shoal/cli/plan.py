@@ -10,6 +10,7 @@ from typing import Annotated
 
 import tyro
 
+from shoal.cli.options import parse_options
 from shoal.cli.reports.console import WIDTH, show
 from shoal.planner.request import PlanRequest
 
@@ -23,8 +24,8 @@ class Options(PlanRequest):
     """
 
     model: Annotated[str | None, tyro.conf.Positional] = None
-    """A preset (llama3-8b, mixtral-8x7b, ...), a Hugging Face config.json, or file.py:function. None: the dimensions
-    below."""
+    """A preset (llama3-8b, mixtral-8x7b, ...), a Hugging Face config.json, hf:FOLDER, or file.py:function. None: the
+    dimensions below."""
 
     json: bool = False
     """Print one JSON object and nothing else on stdout."""
@@ -32,7 +33,7 @@ class Options(PlanRequest):
 
 def main(arguments: Sequence[str]) -> int:
     """Print the plans; return 0 if one fits, else 1."""
-    options = tyro.cli(Options, args=list(arguments), prog="shoal plan", config=(tyro.conf.FlagCreatePairsOff,))
+    options = parse_options(Options, arguments, prog="shoal plan")
     from shoal.cli.reports.plan import render
     from shoal.planner.answer import answer, to_mapping
 

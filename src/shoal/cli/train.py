@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import tyro
 
-from shoal.blueprint.layout_drawing import draw_layout
 from shoal.blueprint.plan import Plan
-from shoal.cli.memory_check import check_memory, has_no_accelerator, host_memory, parameters_of_preset
 from shoal.cli.overrides import parse
 from shoal.comm.rendezvous.environment import Placement, read_environment
-from shoal.config.check_settings import check_settings
-from shoal.config.load import Reading, dump_recipe
+from shoal.config.check_settings import check_incomplete
+from shoal.config.load import RecipeReading
+from shoal.config.memory_check import check_memory, has_no_accelerator, host_memory
 from shoal.config.recipe import Recipe
 from shoal.errors import Findings, Problem, RunFailed, ShoalError, raise_if
 from shoal.predict.cluster_parser import is_measured_here
@@ -53,7 +52,7 @@ class Train:
     """Show no progress."""
 
     dry_run: bool = False
-    """Check everything, print the resolved recipe and the layout, and stop."""
+    """Check everything, print the resolved recipe, the layout, memory and arithmetic of a step, and stop."""
 
     overcommit: bool = False
     """Start even if parameters, gradients and optimizer state exceed this machine's memory."""
@@ -73,9 +72,11 @@ def main(arguments: Sequence[str]) -> int:
         return _train(options, reading, start_time, out)
 
 
-def _train(options: Train, reading: Reading, start_time: float, out: TextIO) -> int:
+def _train(options: Train, reading: RecipeReading, start_time: float, out: TextIO) -> int:
     placement = read_environment(os.environ)
     is_main = placement is None or placement.rank == 0
+    for note in reading.notes if is_main else ():
+        print(f"shoal: {note}", file=sys.stderr)
     try:
         job = _checked_job(options, reading, placement)
     except ShoalError as error:
@@ -86,10 +87,13 @@ def _train(options: Train, reading: Reading, start_time: float, out: TextIO) -> 
 
     world_size = job.recipe.plan.layout.world_size
     if options.dry_run:
+        from shoal.cli.reports.dry_run import show_dry_run
+        from shoal.train.recipe.predict_step import predict_step  # the planner, which few runs need
+
         if is_main:
             if not job.recipe.run.fast_dev_run:  # which has no directory
                 dry_run(job, options.resume)
-            _show_plan(job, options, out)
+            show_dry_run(job.recipe, predict_step(job.recipe), as_json=options.json, out=out)
         return 0
     summary = _run(job, options, placement, world_size, start_time)
     is_written = _write_summary(summary) if is_main else True
@@ -105,20 +109,19 @@ def _train(options: Train, reading: Reading, start_time: float, out: TextIO) -> 
     return 130 if summary["was_stopped"] else 0
 
 
-def _checked_job(options: Train, reading: Reading, placement: Placement | None) -> Job:
+def _checked_job(options: Train, reading: RecipeReading, placement: Placement | None) -> Job:
     """The job of a command without problems; else raise all of them."""
-    checked = partial(_checked, options, placement, {})
-    recipe = reading.with_problems(_check_resume(options.resume)).complete(lambda each: checked(each).problems)
-    _reject_large_preset(options, recipe, placement)
-    found = checked(recipe)
+    reading = reading.with_problems(_check_resume(options.resume))
+    recipe = reading.complete(lambda each: check_incomplete(each, _known_ranks(each, placement)))
+    found = _checked(options, placement, recipe)
     raise_if(found.problems)
     if found.chosen is not None and not options.json and (placement is None or placement.rank == 0):
         _print_choice(found.chosen)
     return found.job()
 
 
-def _checked(options: Train, placement: Placement | None, opened: dict[Any, Any], recipe: Recipe) -> Checked:
-    """Check all of a recipe, which may have values that stand for unread ones. `opened`: see `check_recipe`."""
+def _checked(options: Train, placement: Placement | None, recipe: Recipe) -> Checked:
+    """Check all of a recipe."""
     _import_torch(recipe)
     from shoal.observe.run_directory import RunDirectory
     from shoal.train.recipe.preflight import check_recipe
@@ -132,7 +135,7 @@ def _checked(options: Train, placement: Placement | None, opened: dict[Any, Any]
         found += problems
         world_size = 1 if chosen is None else world_size
     check_size = partial(_check_size, options, per_node)
-    checked = check_recipe(recipe, world_size, check_size=check_size, opened=opened)
+    checked = check_recipe(recipe, world_size, check_size=check_size)
     found += checked.problems
     if found.problems and recipe.run.dir and not recipe.run.fast_dev_run:
         found.of(RunDirectory.preview, recipe, "fresh")  # not compared with an earlier run: the recipe has to change
@@ -141,12 +144,21 @@ def _checked(options: Train, placement: Placement | None, opened: dict[Any, Any]
 
 def _num_ranks(recipe: Recipe, placement: Placement | None) -> tuple[int, int]:
     """The number of ranks, and of those on one machine."""
-    from shoal.launch.local import default_nproc
-
     if placement is not None:
         return placement.world_size, placement.local_world_size
-    nproc = recipe.launch.nproc or default_nproc(recipe.launch.device)
+    if recipe.launch.nproc is not None:
+        return recipe.launch.nproc, recipe.launch.nproc
+    from shoal.launch.local import default_nproc
+
+    nproc = default_nproc(recipe.launch.device)
     return nproc, nproc
+
+
+def _known_ranks(recipe: Recipe, placement: Placement | None) -> int | None:
+    """The number of ranks; None: torch has to count the GPUs first."""
+    if placement is None and recipe.launch.nproc is None:
+        return 1 if recipe.launch.device == "cpu" or has_no_accelerator() else None
+    return _num_ranks(recipe, placement)[0]
 
 
 def _check_resume(resume: str) -> Iterator[Problem]:
@@ -167,24 +179,6 @@ def _import_torch(recipe: Recipe) -> None:
         import shoal.train.recipe.loop  # noqa: F401
 
 
-def _reject_large_preset(options: Train, recipe: Recipe, placement: Placement | None) -> None:
-    """Reject a preset that does not fit this machine's memory before torch is loaded, where there is no GPU.
-
-    Problems of the settings are reported with it. Torch is not loaded to find those of the model and of the data.
-    """
-    ranks = placement.local_world_size if placement else recipe.launch.nproc or 1
-    world_size = placement.world_size if placement else ranks
-    is_host = recipe.launch.device == "cpu" or (recipe.launch.device == "auto" and has_no_accelerator())
-    parameters = parameters_of_preset(recipe)
-    if options.dry_run or options.overcommit or recipe.run.planned or not is_host or parameters is None:
-        return
-    problems = check_settings(recipe, world_size)
-    if recipe.plan.check(world_size):
-        return  # `preflight` reports it with all other problems
-    too_large = check_memory(recipe, recipe.plan.fill(world_size), parameters, ranks=ranks, memory=host_memory())
-    raise_if([*problems, *too_large] if too_large else [])
-
-
 def _check_size(options: Train, ranks: int, recipe: Recipe, model: nn.Module) -> list[Problem]:
     """Find a model that does not fit the memory of this machine, or of its GPUs with one rank each."""
     import torch
@@ -194,8 +188,9 @@ def _check_size(options: Train, ranks: int, recipe: Recipe, model: nn.Module) ->
     on_gpu = recipe.launch.device != "cpu" and torch.cuda.is_available() and recipe.plan.offload == "none"
     devices = range(min(ranks, torch.cuda.device_count()) if on_gpu else 0)
     memory = sum(torch.cuda.get_device_properties(n).total_memory for n in devices) if on_gpu else host_memory()
-    parameters = sum(each.numel() for each in model.parameters() if each.requires_grad)
-    problems = check_memory(recipe, recipe.plan, parameters, ranks=ranks, memory=memory)
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    frozen = sum(each.numel() for each in model.parameters()) - trained
+    problems = check_memory(recipe, recipe.plan, trained, frozen=frozen, ranks=ranks, memory=memory)
     if not options.dry_run:
         return problems
     for problem in problems:
@@ -341,14 +336,6 @@ def _train_here(
         raise RunFailed(text, fix=failure.fix, code=failure.code) from error
 
 
-def _show_plan(job: Job, options: Train, out: TextIO) -> None:
-    layout = job.recipe.plan.layout
-    if options.json:
-        print(json.dumps({"recipe": job.recipe.model_dump(mode="json"), "ranks": layout.world_size}), file=out)
-    else:
-        print(dump_recipe(job.recipe) + "\n" + draw_layout(layout), file=out)
-
-
 def _write_summary(summary: dict[str, Any]) -> bool:
     """Write the summary to the run directory, if there is one; whether that worked."""
     from shoal.observe.run_directory import RunDirectory
@@ -357,7 +344,7 @@ def _write_summary(summary: dict[str, Any]) -> bool:
         try:
             RunDirectory(Path(summary["run_directory"])).write_summary(summary)
         except ShoalError as error:
-            print(f"shoal: {error}", file=sys.stderr)
+            print(f"shoal: {error.on_command_line()}", file=sys.stderr)
             return False
     return True
 

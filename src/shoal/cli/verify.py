@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import Annotated, TextIO
 
 import tyro
 
@@ -18,9 +18,7 @@ from shoal.cli.reports.console import show
 from shoal.comm.rendezvous.environment import read_environment
 from shoal.config.recipe import Recipe
 from shoal.errors import Problem, ShoalError
-
-if TYPE_CHECKING:
-    from shoal.verification.api import RecipeSettings
+from shoal.verification.options import RecipeSettings, check_options, check_verified_recipe, claimed_ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +55,8 @@ class Verify:
 def main(arguments: Sequence[str]) -> int:
     """Verify; 0 when all values are equal, 1 when one is not."""
     options, reading = parse(Verify, arguments, prog="shoal verify")
+    for note in reading.notes:
+        print(f"shoal: {note}", file=sys.stderr)
     reading = reading.with_problems(_check_launcher_and_plan(options, arguments))
     out = sys.stdout
     with redirect_stdout(sys.stderr) if options.json else nullcontext():
@@ -73,14 +73,14 @@ def _check_launcher_and_plan(options: Verify, arguments: Sequence[str]) -> Itera
             f"shoal verify --nproc {place.world_size} ..., without {place.source}",
         )
     if options.matrix and any(word.startswith("--plan") for word in arguments):
-        yield Problem("R044", "--matrix verifies every valid plan and takes no --plan", "--matrix, or --plan")
+        yield Problem("R044", "--matrix verifies every valid plan and takes no --plan", "shoal verify --matrix")
 
 
 def _check(options: Verify, recipe: Recipe) -> list[Problem]:
-    """All problems of the recipe with these options."""
-    from shoal.verification.api import check_case
-
-    return [] if options.matrix else check_case(recipe, _num_ranks(recipe), _settings(options))[0]
+    """All problems of a recipe of which some values could not be read."""
+    if options.matrix:
+        return check_options(_settings(options))
+    return check_verified_recipe(recipe, _claimed_ranks(recipe) or 1, _settings(options))
 
 
 def _one(options: Verify, recipe: Recipe, out: TextIO) -> int:
@@ -121,8 +121,6 @@ def _matrix(options: Verify, recipe: Recipe, out: TextIO) -> int:
 
 
 def _settings(options: Verify) -> RecipeSettings:
-    from shoal.verification.api import RecipeSettings
-
     return RecipeSettings(
         real=options.real, steps=options.steps, precision=options.precision, tolerance=options.tolerance
     )
@@ -131,9 +129,13 @@ def _settings(options: Verify) -> RecipeSettings:
 def _num_ranks(recipe: Recipe) -> int:
     """`launch.nproc`, else the product of the plan's degrees, else one rank for each GPU."""
     from shoal.launch.local import default_nproc
-    from shoal.verification.api import claimed_ranks
 
+    return _claimed_ranks(recipe) or default_nproc(recipe.launch.device)
+
+
+def _claimed_ranks(recipe: Recipe) -> int | None:
+    """`launch.nproc`, else the product of the plan's degrees; None: neither is set."""
     plan = recipe.plan
     if recipe.launch.nproc is None and any((plan.dp_replicate, plan.dp_shard, plan.tp, plan.pp, plan.cp)):
         return claimed_ranks(plan)
-    return recipe.launch.nproc or default_nproc(recipe.launch.device)
+    return recipe.launch.nproc

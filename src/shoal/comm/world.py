@@ -33,13 +33,13 @@ from shoal.comm.rendezvous.key import key_of
 from shoal.comm.rendezvous.network_interface import interface_towards, listening_socket, loopback
 from shoal.comm.rendezvous.session import Session
 from shoal.comm.shared_board import Board
-from shoal.errors import ShoalError, listed
+from shoal.config.check_arguments import check_device
+from shoal.errors import ShoalError, raise_if
 
 T = TypeVar("T")
 Op = Literal["sum", "max", "min"]
 
 ALONE = Placement(rank=0, world_size=1, local_rank=0, local_world_size=1)
-DEVICES = ("auto", "cpu", "cuda")
 BOTH_BACKENDS = "cpu:gloo,cuda:nccl"
 _CLOSED: list[dist.ProcessGroup] = []
 """Destroyed groups, which must not be deallocated. Dropping the last reference to a gloo group joins its threads. DDP's
@@ -246,16 +246,13 @@ def reject_spawned_alone() -> None:
 
 def pick_device(name: str, place: Placement, *, backend: str | None, num_cuda: int) -> torch.device:
     """Return this rank's GPU, or the CPU if the machine has none."""
-    if name not in DEVICES:
-        raise ShoalError(
-            f"device must be {listed(DEVICES)}, got {name!r}", fix=f"--launch.device {DEVICES[0]}", code="R049"
-        )
+    raise_if(check_device(name))
     if name == "cpu" or (name == "auto" and num_cuda == 0):
         return torch.device("cpu")
     if num_cuda == 0:
         raise ShoalError(
             "device is cuda, but this machine has no CUDA device",
-            fix="--launch.device cpu; in a script, device='cpu'",
+            fix="--launch.device cpu",
             code="N014",
         )
     if place.local_world_size > num_cuda and backend != "gloo":

@@ -1,25 +1,33 @@
 """Every problem of a recipe's settings that neither the model nor the data is needed for.
 
 Each area has one function here or below: the plan and the batch in `shoal.blueprint.validation`, `comm:` in
-`no_effect`, `optim:` and fp8 in this file. `shoal.train.recipe.preflight` adds the model, the data and the packages.
+`no_effect`, durations and packages in files of their own, `optim:` and fp8 in this file. Nothing here needs torch, so
+a mistyped key is reported in a fraction of a second. `shoal.train.recipe.preflight` adds the model and the data.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
+from shoal.blueprint.plan import Plan
 from shoal.blueprint.replicas.local_sgd import check_fragments
 from shoal.blueprint.validation.bf16_weights import check_bf16_weights
 from shoal.blueprint.validation.check import check_ranks
+from shoal.config.check_durations import check_durations
+from shoal.config.check_packages import check_packages
 from shoal.config.no_effect import no_effect
 from shoal.config.recipe import Recipe, RunSection
 from shoal.errors import Problem
+
+KEPT_BY_THE_PLANNER = ("recompute", "precision", "compress", "sync")
+"""Words of a plan that do not depend on the degrees, which the planner chooses."""
 
 
 def check_settings(
     recipe: Recipe, world_size: int, *, tries_other_syncs: bool = False, has_to_change: bool = False
 ) -> list[Problem]:
-    """All problems of the plan, the batch, `comm:`, `optim:` and fp8 on this many ranks.
+    """All problems of the plan, the batch, `comm:`, `optim:`, fp8, durations and packages on this many ranks.
 
     `tries_other_syncs`: the caller will also try other `sync` and `compress` values, which `comm.*` may be set for.
     `has_to_change`: other checks have rejected the plan, so that its layout will be another.
@@ -30,7 +38,23 @@ def check_settings(
         *check_fragments_of(recipe),
         *check_optimizer(recipe),
         *check_fp8(recipe),
+        *check_packages(recipe),
+        *check_durations(recipe),
     ]
+
+
+def check_incomplete(recipe: Recipe, num_ranks: int | None, *, tries_other_syncs: bool = False) -> list[Problem]:
+    """Check a recipe of which some values could not be read; defaults stand for these.
+
+    `num_ranks` None: it is not known before torch is loaded. Then it is the product of the plan's degrees.
+    """
+    plan = recipe.plan
+    if recipe.run.planned:  # the planner would choose the degrees
+        kept = {key: value for key, value in plan.to_mapping().items() if key in KEPT_BY_THE_PLANNER}
+        recipe, num_ranks = recipe.model_copy(update={"plan": Plan.of(kept)}), 1
+    if num_ranks is None:
+        num_ranks = math.prod(degree or 1 for degree in (plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp, plan.pp))
+    return check_settings(recipe, num_ranks, tries_other_syncs=tries_other_syncs)
 
 
 def check_comm(recipe: Recipe, world_size: int) -> Iterator[Problem]:
@@ -43,7 +67,7 @@ def check_fragments_of(recipe: Recipe) -> Iterator[Problem]:
     """Find fragments and delays that do not fit between two synchronizations."""
     comm, sync = recipe.comm, recipe.plan.sync_spec
     if sync is not None:
-        yield from filter(None, [check_fragments(comm.fragments, comm.outer_delay, sync.every)])
+        yield from check_fragments(comm.fragments, comm.outer_delay, sync.every)
 
 
 def check_optimizer(recipe: Recipe) -> Iterator[Problem]:

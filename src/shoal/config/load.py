@@ -11,16 +11,17 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from shoal.blueprint.aliases import OTHER_SYSTEMS
-from shoal.blueprint.plan import DEGREES, Plan
+from shoal.blueprint.plan import Plan
 from shoal.blueprint.plan_parser import read_mapping, read_words
+from shoal.blueprint.validation.check import OTHER_PLAN_VALUES
 from shoal.config.recipe import Recipe
-from shoal.errors import Findings, Problem, ShoalError, listed, nearest
+from shoal.errors import Findings, Problem, RecipeError, ShoalError, listed, nearest
 from shoal.safe_parsing import OutOfBounds, parse_yaml, read_text, short
 
 Tree = dict[str, Any]
@@ -34,17 +35,15 @@ RECIPE_ENDINGS = ("", ".yaml", ".yml", ".json")
 
 
 OTHER_VALUES: Mapping[str, Any] = {
-    **{f"plan.{name}": 2 for name in DEGREES},
-    **{"plan.zero": 3, "plan.schedule": "gpipe", "plan.v": 2, "plan.context": "ulysses", "plan.sp": True},
-    **{"plan.mb": 1, "plan.precision": "bf16", "plan.compress": "int8", "plan.sync": "local:8"},
-    **{"model": {"name": "mlp"}, "data.seq_len": 240, "data.global_batch": 720, "launch.nproc": 60},
+    **{f"plan.{name}": value for name, value in OTHER_PLAN_VALUES.items()},
+    **{"data.global_batch": 720, "launch.nproc": 60},
     **{"optim.name": "sgd", "optim.implementation": "fused", "run.duration": "10min"},
 }
 """Key → a valid value that leads to other problems than the default does."""
 
 
 @dataclass(frozen=True)
-class Reading:
+class RecipeReading:
     """A recipe as far as it could be read, and the problems of the rest."""
 
     recipe: Recipe
@@ -55,20 +54,26 @@ class Reading:
     title: str = ""
     has_file: bool = True
     """False: the file could not be read. Then nothing is known of the recipe but the settings of the command line."""
+    notes: tuple[str, ...] = ()
+    """Sentences about keys of the file that the command line overrides as a whole. The verb prints them."""
 
-    def with_problems(self, problems: Iterable[Problem]) -> Reading:
+    def with_problems(self, problems: Iterable[Problem]) -> RecipeReading:
         """Add problems of the command that have nothing to do with the recipe."""
         return replace(self, problems=(*self.problems, *problems))
 
     def complete(self, check: Callable[[Recipe], Iterable[Problem]] = lambda recipe: ()) -> Recipe:
-        """Return the recipe if all of it could be read; else raise, also with the problems that `check` finds in it."""
+        """Return the recipe if all of it could be read; else raise, also with the problems that `check` finds in it.
+
+        `check` must need neither the model nor the data: loading torch takes seconds, and a mistyped key is a matter of
+        a fraction of one. Their problems are reported once all settings can be read.
+        """
         if not self.problems:
             return self.recipe
         more = list(check(self.recipe)) if self.has_file else []
         if more and self.other is not self.recipe:
             certain = {problem.what for problem in check(self.other)}
             more = [problem for problem in more if problem.what in certain]
-        raise ShoalError(*self.problems, *more, title=self.title)
+        raise RecipeError(*self.problems, *more, title=self.title)
 
 
 def load_recipe(path: Path | None, overrides: Iterable[tuple[str, str]] = ()) -> Recipe:
@@ -78,7 +83,7 @@ def load_recipe(path: Path | None, overrides: Iterable[tuple[str, str]] = ()) ->
 
 def read_recipe(
     path: Path | None, overrides: Iterable[tuple[str, str]] = (), problems: Iterable[Problem] = ()
-) -> Reading:
+) -> RecipeReading:
     """Read the same as far as possible. `problems` are those of the command line that were found before."""
     collected = Findings()
     collected += problems
@@ -86,20 +91,30 @@ def read_recipe(
     has_file, tree = tree is not None, tree or {}
     title = str(path) if path and has_file else "the settings"
     found, unread, overrides = collected.problems, set[str](), list(overrides)
-    _drop_other_model(tree, dict(overrides).get("model.name"))
+    notes = _drop_other_model(tree, dict(overrides).get("model.name"))
     for key, text in overrides:
         if key.startswith("plan."):
             _open_plan(tree, found, unread)
-        put(tree, key, parse_value(key, text))
+        try:
+            put(tree, key, parse_value(key, text))
+        except ShoalError as error:
+            collected += error.problems
+            unread.add(key)
     reading = _read_tree(tree, title=title, problems=found, unread=unread)
-    return replace(reading, has_file=has_file, title=title if has_file or len(reading.problems) > 1 else "")
+    title = title if has_file or len(reading.problems) > 1 else ""
+    return replace(reading, has_file=has_file, title=title, notes=tuple(notes))
 
 
-def _drop_other_model(tree: Tree, name: str | None) -> None:
-    """Drop the keys under `model:` if an override names another model than the file."""
+def _drop_other_model(tree: Tree, name: str | None) -> list[str]:
+    """Drop the keys under `model:` if an override names another model than the file; returns a note that says so."""
     model = tree.get("model")
-    if name is not None and isinstance(model, dict) and model.get("name", "llama") != name:
-        tree["model"] = {"name": name}
+    model = {"name": model} if isinstance(model, str) else model
+    if name is None or not isinstance(model, dict) or model.get("name", "llama") == name:
+        return []
+    tree["model"] = {"name": name}
+    before = model.pop("name", "llama")
+    dropped = ", ".join(f"{key} {spell(value)}" for key, value in model.items())
+    return [f"--model.name {name} drops the recipe's settings of {before}: {dropped}"] if dropped else []
 
 
 def read_yaml(path: Path) -> Tree:
@@ -231,7 +246,9 @@ def build_recipe(tree: Tree, *, title: str, problems: Iterable[Problem] = ()) ->
     return _read_tree(tree, title=title, problems=problems).complete()
 
 
-def _read_tree(tree: Tree, *, title: str, problems: Iterable[Problem] = (), unread: Iterable[str] = ()) -> Reading:
+def _read_tree(
+    tree: Tree, *, title: str, problems: Iterable[Problem] = (), unread: Iterable[str] = ()
+) -> RecipeReading:
     """Read a tree; values that are not valid are reported and replaced by defaults."""
     found, lost = list(problems), set(unread)
     # An empty section, such as `run:`, is None.
@@ -246,10 +263,10 @@ def _read_tree(tree: Tree, *, title: str, problems: Iterable[Problem] = (), unre
         _read_plan(tree, found, lost)
         for each in error.errors():
             if each["loc"][:1] != ("plan",):
-                found += _problems_of(each)
+                found += (problem for problem in _problems_of(each) if problem not in found)
                 lost.add(_drop(tree, each))
         recipe = Recipe.model_validate(tree)
-    return Reading(recipe, _with_other_values(tree, lost) if lost else recipe, tuple(found), title)
+    return RecipeReading(recipe, _with_other_values(tree, lost) if lost else recipe, tuple(found), title)
 
 
 def _drop_odd_keys(tree: Tree) -> list[Problem]:
@@ -278,9 +295,8 @@ def _with_other_values(tree: Tree, unread: Iterable[str]) -> Recipe:
     other = copy.deepcopy(tree)
     _read_plan(other, [], set())
     for key in unread:
-        name = "model" if key.startswith("model.") else key
-        if name in OTHER_VALUES:
-            put(other, name, OTHER_VALUES[name])
+        if key in OTHER_VALUES:
+            put(other, key, OTHER_VALUES[key])
     return Recipe.model_validate(other)
 
 
@@ -321,10 +337,20 @@ def known_keys() -> dict[str, str]:
     for section, info in Recipe.model_fields.items():
         kind = info.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
-            keys |= {f"{section}.{name}": field.description or "" for name, field in kind.model_fields.items()}
+            keys |= _keys_of(section, kind)
         else:
             keys[section] = info.description or ""
     return keys | {f"plan.{field.name}": "" for field in fields(Plan)}
+
+
+def _keys_of(section: str, kind: type[BaseModel]) -> dict[str, str]:
+    """The keys of a section, with those of a section inside it, such as `model.lora.rank`."""
+    keys: dict[str, str] = {}
+    for name, field in kind.model_fields.items():
+        inner = [one for one in get_args(field.annotation) if isinstance(one, type) and issubclass(one, BaseModel)]
+        own = _keys_of(f"{section}.{name}", inner[0]) if inner else {f"{section}.{name}": field.description or ""}
+        keys |= own
+    return keys
 
 
 def unknown_key(key: str, value: object = "VALUE") -> Problem:
@@ -383,12 +409,30 @@ def _problems_of(error: Any) -> Iterator[Problem]:
     elif error["type"].startswith("bool_"):
         yield Problem("R012", f"{key} must be true or false, got {short(error['input'])}", f"--{key} true or false")
     else:
-        rule = error["msg"].replace("Input should ", "must ", 1)
-        rule = rule if rule.startswith("must ") else f"is wrong: {rule}"
         name = key if key in known_keys() else _first_key(key)
+        rule = _rule(error, name)
         about = " ".join(known_keys().get(name, "").split())
         fix = f"--{name} {_usual(name)}  # {about}" if about else "shoal train --help, which lists all keys"
         yield Problem("R013", f"{key} {rule}, got {short(error['input'])}", fix)
+
+
+RULES = {
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float", "int_parsing_size"), "must be a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
+    "string_type": "must be text",
+    "tuple_type": "must be a list",
+    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "must be a section with keys"),
+}
+"""Kind of an error of pydantic → the rule in plain words. Bounds have plain words already."""
+
+
+def _rule(error: Any, key: str) -> str:
+    """The rule that a value breaks."""
+    if error["type"] in ("missing", "too_long", "too_short"):
+        section, _, name = key.partition(".")
+        return f"must be a list of {len(getattr(getattr(Recipe(), section), name))} values"
+    rule = RULES.get(error["type"]) or error["msg"].replace("Input should ", "must ", 1)
+    return rule if rule.startswith("must ") else f"is wrong: {rule}"
 
 
 def _flag(key: str, fix: str) -> str:

@@ -63,7 +63,7 @@ def _unused(comm: CommSection, plan: Plan) -> Iterator[str]:
             yield "warmup_steps"
     else:
         yield from OUTER if sync.way == "local" else ["rescale"]
-        if check_fragments(comm.fragments, comm.outer_delay, sync.every) is not None:
+        if any(check_fragments(comm.fragments, comm.outer_delay, sync.every)):
             yield from ("fragments", "outer_delay")
 
 

@@ -52,16 +52,41 @@ class Section(BaseModel):
     )
 
 
+class LoraSection(Section):
+    """LoRA: small trained matrices beside frozen weights (docs/finetune.md). `--model.lora.rank 16` turns it on."""
+
+    rank: PositiveInt = 16
+    """Rows of the matrix A, and columns of B."""
+
+    alpha: PositiveFloat | None = None
+    """The update is scaled by alpha / rank. None: twice the rank."""
+
+    targets: tuple[str, ...] | str = "all-linear"
+    """Last parts of the names of linear layers, such as `[q_proj, v_proj]`; a regular expression that matches whole
+    names; or `all-linear`, every linear layer except the head."""
+
+    dropout: BelowOne = 0.0
+    """Dropout of the input of the update."""
+
+    adapter: str | None = None
+    """A folder with `adapter_model.safetensors`, as PEFT and `shoal checkpoint export` write it, to start from. Rank,
+    alpha and targets are then those of the folder."""
+
+
 class ModelSection(Section):
     """The model. Other keys are passed to it by name: `num_layers: 4`, `hidden: 256`."""
 
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
     name: str = "llama"
-    """`llama`, `moe`, `resnet` or `mlp`; or `path/to/file.py:function`, a function that returns an `nn.Module`."""
+    """`llama`, `moe`, `resnet` or `mlp`; or `path/to/file.py:function`, a function that returns an `nn.Module`; or
+    `hf:FOLDER`, a model of transformers (docs/huggingface.md), also by its name on the hub."""
 
     preset: str | None = None
     """A named size, for example `tiny` or `llama3-8b`. None: the model's own defaults."""
+
+    lora: LoraSection | None = None
+    """Train small matrices beside frozen weights. None: train all weights."""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> ModelSection:
@@ -84,11 +109,16 @@ class DataSection(Section):
     `hf:NAME`: a Hugging Face dataset. Else a path: a text file or a folder of them, `.jsonl`, token shards (`.bin`,
     `.npy`, or a folder of those), or a folder with one folder of images per class."""
 
-    format: Literal["auto", "text", "jsonl", "tokens", "images"] = "auto"
-    """The format of the files at a path. auto: by their endings."""
+    format: Literal["auto", "text", "jsonl", "chat", "tokens", "images"] = "auto"
+    """The format of the files at a path. chat: JSONL with conversations or instructions, of which answers alone are
+    trained (docs/finetune.md). auto: by their endings, and JSONL by the keys of its first line."""
 
-    tokenizer: str = "bytes"
-    """`bytes`: every byte is a token. Else a Hugging Face `tokenizer.json` (needs the extra `hf`)."""
+    tokenizer: str = "auto"
+    """`bytes`: every byte is a token. Else a Hugging Face `tokenizer.json`, or a folder with one, whose chat template
+    is used (needs the extra `hf`). auto: that of a model `hf:FOLDER`, else bytes."""
+
+    pack: bool = False
+    """Of conversations: True: several share a sample, and none sees another. False: each is padded to `seq_len`."""
 
     seq_len: Annotated[PositiveInt, Field(le=MOST_SEQUENCE)] = 256
     """Tokens per sample."""
@@ -312,8 +342,9 @@ class RunSection(Section):
     """True: remove an earlier run in `dir` first, with its checkpoints."""
 
     start_from: str | None = None
-    """The source of the initial weights: a run directory, one of its steps, a folder or a URL of checkpoints, or the
-    output of `shoal checkpoint import`. None: weights drawn from the seed."""
+    """The source of the initial weights: a run directory, one of its steps, a folder or a URL of checkpoints, the
+    output of `shoal checkpoint import`, or a folder of safetensors. None: those of a model `hf:FOLDER`; else weights
+    drawn from the seed."""
 
     duration: DurationField = Duration(200, "step")
     """How long to train: `1000step`, `2epoch`, `1e9tok`, `10min`."""
@@ -369,6 +400,10 @@ class RunSection(Section):
     """The torch kernel of attention on a GPU. auto: the fastest one that supports the shape. A named kernel that does
     not support it is an error. Ring attention, CPUs, and models that do not call `shoal.Attention` have their own
     kernels."""
+
+    fused_layers: bool | None = None
+    """True: norms, feed-forwards, attentions and embeddings of a model of transformers that shoal recognises are
+    computed by shoal's operators, which save less and are faster. false: they stay. None: true on a GPU."""
 
     fp8: Literal["tensorwise", "rowwise"] = "tensorwise"
     """Under `precision: fp8`, the part of a tensor that shares one scale. rowwise is more exact, and slower on an

@@ -20,6 +20,7 @@ AREAS = {
     "C": "checkpoints",
     "N": "launch",
     "V": "verify",
+    "L": "finetuning",
 }
 """The letter of an area → its file, without the ending."""
 

@@ -8,8 +8,23 @@ BUILDERS = {
     "mlp": "shoal.models.mlp:build",
 }
 
+PREFIXES = {"hf:": "shoal.models.huggingface.pretrained.build:builder"}
+"""First letters of a name → a function from the name to a builder."""
+
+START_FOLDERS = {"hf:": "shoal.models.huggingface.pretrained.weights:folder_to_start_from"}
+"""First letters of a name → a function from the model section to the folder of its weights."""
+
+EXPORTERS = {"hf:": "shoal.models.huggingface.pretrained.export:for_export"}
+"""First letters of a name → a function from the model section and its tensors to those of a folder."""
+
+TOKENIZERS = {"hf:": "shoal.models.huggingface.pretrained.folder:tokenizer_of"}
+"""First letters of a name → a function from the model section to its tokenizer.json; None: it has none."""
+
 SMALLER = {"llama": "shoal.models.llama_config:smaller", "moe": "shoal.models.moe_config:smaller"}
 """Model → a function from its arguments to those of a small copy with the same structure, for `shoal verify`."""
+
+SMALLER_BY_PREFIX = {"hf:": "shoal.models.huggingface.pretrained.smaller:smaller"}
+"""The same for names with a prefix. None: there is no small copy."""
 
 ADAPTERS = {"transformers": "shoal.models.huggingface"}
 """Package of a model's class → the module that derives the description of such models and adapts them."""

@@ -11,13 +11,14 @@ The model defines the distributions. The nearest enclosing module with a method
     init_parameter(name: str, parameter: Tensor, generator: torch.Generator) -> None
 
 fills each parameter inside it, given its name relative to that module. Without such a method, `reset_parameters()` of
-the layer that owns the parameter is the rule. Buffers, such as the statistics of batch norm, always use the latter. A
-tensor without any rule keeps its value.
+the layer that owns the parameter is the rule. Buffers, such as the statistics of batch norm, use the latter, unless
+that module has a method `init_buffer(name: str) -> Tensor`. A tensor without any rule keeps its value.
 """
 
 from __future__ import annotations
 
 import copy
+import ctypes
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -74,12 +75,13 @@ def initialise(model: nn.Module, seed: int, where: Where = everywhere) -> None:
     filled: set[Tensor] = set()
     for owner in owners:
         parameters = {name: p for name, p in owner.parameters.items() if p not in filled}
-        if owner.author is not None:
-            for name, parameter in parameters.items():
-                full_name = owner.prefix + name
-                parameter.copy_(_drawn(owner, first_name.get(full_name, full_name), parameter.shape, seed))
+        for name in [name for name in parameters if owner.is_drawn(name)]:
+            _draw(owner, name, first_name.get(owner.prefix + name, owner.prefix + name), parameters[name], seed)
         filled.update(parameters.values())
-        left_to_layer = {**owner.buffers, **(parameters if owner.author is None else {})}
+        for name, buffer in owner.buffers.items() if owner.fills_buffers else ():
+            buffer.copy_(owner.author.init_buffer((owner.prefix + name).removeprefix(owner.author_prefix)))
+        left = {name: parameter for name, parameter in parameters.items() if not owner.is_drawn(name)}
+        left_to_layer = {**({} if owner.fills_buffers else owner.buffers), **left}
         if left_to_layer and owner.has_reset:
             fresh = _reset_copy(owner.module, key(seed, owner.prefix.removesuffix(".")))
             for name, tensor in left_to_layer.items():
@@ -95,6 +97,7 @@ def materialise(model: nn.Module, device: torch.device | str, where: Where = eve
     """
     owners = list(_owners(model, where))
     raise_if(_without_rule(owners))
+    _release_freed_memory()
     moved: dict[Tensor, Tensor] = {}
     for owner in owners:
         for name, tensor in {**owner.parameters, **owner.buffers}.items():
@@ -103,6 +106,14 @@ def materialise(model: nn.Module, device: torch.device | str, where: Where = eve
                 is_parameter = isinstance(tensor, nn.Parameter) and there is not tensor
                 moved[tensor] = nn.Parameter(there, requires_grad=tensor.requires_grad) if is_parameter else there
             setattr(owner.module, name, moved[tensor])
+
+
+def _release_freed_memory() -> None:
+    """Return memory to the system that C's allocator keeps for later. It keeps blocks of up to 32 MiB, and what was
+    freed between blocks in use adds up to half of a model that is laid out unit by unit."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+    if trim is not None:
+        trim(0)
 
 
 def _empty_as(tensor: Tensor, device: torch.device | str) -> Tensor:
@@ -150,8 +161,21 @@ class _Owner:
         return dict(self.module.named_buffers(recurse=False, remove_duplicate=False))
 
     @property
+    def fills_buffers(self) -> bool:
+        return callable(getattr(self.author, "init_buffer", None))
+
+    @property
     def has_reset(self) -> bool:
         return callable(getattr(self.module, "reset_parameters", None))
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Parameters that were added to the module, which fills them itself: `init_adapter`."""
+        return getattr(self.module, "adapter_names", ())
+
+    def is_drawn(self, name: str) -> bool:
+        """Whether a parameter has a stream of its own; else `reset_parameters` fills it."""
+        return self.author is not None or name in self.adapters
 
 
 def _owners(model: nn.Module, where: Where) -> Iterator[_Owner]:
@@ -166,11 +190,27 @@ def _owners(model: nn.Module, where: Where) -> Iterator[_Owner]:
             yield _Owner(prefix, module, authors.get(author_prefix), author_prefix)
 
 
-def _drawn(owner: _Owner, full_name: str, shape: torch.Size, seed: int) -> Tensor:
-    value = torch.empty(shape, dtype=torch.float32, device="cpu")
+def _draw(owner: _Owner, name: str, full_name: str, parameter: Tensor, seed: int) -> None:
+    is_drawn_there = parameter.dtype == torch.float32 and parameter.device.type == "cpu"  # else it takes memory twice
+    value = parameter.detach() if is_drawn_there else torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
     generator = torch.Generator(device="cpu").manual_seed(key(seed, full_name))
-    owner.author.init_parameter(full_name.removeprefix(owner.author_prefix), value, generator)
-    return value
+    if name in owner.adapters:
+        module: Any = owner.module
+        module.init_adapter(name, value, generator)
+    else:
+        owner.author.init_parameter(full_name.removeprefix(owner.author_prefix), value, generator)
+    if not is_drawn_there:
+        parameter.copy_(value)
+
+
+@torch.no_grad()
+def init_adapters(model: nn.Module, seed: int) -> None:
+    """Fill what adapters have added to a model, and nothing else. On the meta device nothing is filled."""
+    for owner in _owners(model, everywhere):
+        for name in owner.adapters:
+            parameter = owner.parameters[name]
+            if not parameter.is_meta:
+                _draw(owner, name, owner.prefix + name, parameter, seed)
 
 
 def _reset_copy(module: nn.Module, seed: int) -> Any:
@@ -196,7 +236,9 @@ def _float32_on_cpu(parameter: nn.Parameter) -> nn.Parameter:
 def _first_names(model: nn.Module) -> dict[str, str]:
     """Map the second name of a tied parameter to the first."""
     describe = getattr(model, "describe", None)
-    return {second: first for first, second in describe().tied} if callable(describe) else {}
+    if not callable(describe):
+        return dict(getattr(model, "first_names", {}))
+    return {second: first for first, second in describe().tied}
 
 
 def _still_on_meta(owners: list[_Owner]) -> list[Problem]:
@@ -219,7 +261,8 @@ def _without_rule(owners: list[_Owner]) -> list[Problem]:
         kind = type(owner.module).__name__
         if not owner.has_reset:
             parameters = {} if owner.author is not None else owner.parameters
-            for name, tensor in {**parameters, **owner.buffers}.items():
+            buffers = {} if owner.fills_buffers else owner.buffers
+            for name, tensor in {**parameters, **buffers}.items():
                 if tensor.is_meta:
                     what = f"{owner.prefix}{name} is on the meta device, and {kind} does not define how to fill it"
                     fix = f"give {kind} a method reset_parameters(), or build the model outside of torch.device('meta')"

@@ -42,6 +42,11 @@ class Precision:
         return wide(self.weight_dtype)
 
     @property
+    def frozen_dtype(self) -> torch.dtype:
+        """The dtype of the frozen weights below adapters: no update is ever added to them."""
+        return self.compute_dtype
+
+    @property
     def is_lower(self) -> bool:
         """Whether it uses autocast."""
         return self.compute_dtype != self.wide_dtype

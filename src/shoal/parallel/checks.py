@@ -21,6 +21,7 @@ from shoal.parallel.context.attention import Attention, DocumentMask
 from shoal.parallel.expert.experts import experts_in
 from shoal.parallel.expert.router import routers
 from shoal.parallel.fused_loss_head import why_not_fused
+from shoal.parallel.lora.checks import check_adapters
 from shoal.parallel.policies import ComputePolicy, SyncPolicy
 from shoal.parallel.tensor import WHOLE, TensorParallel
 
@@ -70,11 +71,12 @@ def check_model(
         *_unused_with_shards(plan, finds_unused=sync.find_unused_parameters),
         *_no_layer_for_fp8(model, plan, description, compute.fp8_min_features),
         *(_not_fused(model, plan, description) if compute.fused_loss else ()),
+        *check_adapters(model, plan, description),
     ]
 
 
 def _unshared_batch_norm(model: nn.Module, plan: Plan) -> Iterator[Problem]:
-    off = "--run.sync_batch_norm false (sync_batch_norm=False of a Run)"
+    off = "--run.sync_batch_norm false"
     norms = batch_norms(model)
     if not norms:
         yield Problem("M025", "sync_batch_norm needs a batch norm in the model, got none", off)
@@ -116,9 +118,7 @@ def _no_layer_for_fp8(
         return
     if any(is_fit_for_fp8(layer, 1) for layer in layers):
         what = f"fp8 needs a linear layer of at least {least} features in the model's blocks, got none"
-        yield Problem(
-            "P060", what, "--plan.precision bf16; or --run.fp8_min_features 16 (fp8_min_features=16 of a Run)"
-        )
+        yield Problem("P060", what, "--plan.precision bf16; or --run.fp8_min_features 16")
     else:
         what = "fp8 needs a linear layer whose features are multiples of 16 in the model's blocks, got none"
         yield Problem("P060", what, "--plan.precision bf16; or sizes that are multiples of 16")
@@ -126,7 +126,7 @@ def _no_layer_for_fp8(
 
 def _not_fused(model: nn.Module, plan: Plan, description: Description) -> Iterator[Problem]:
     if (why := why_loss_not_fused(model, plan, description)) is not None:
-        fix = "--run.loss auto or plain (fused_loss=None or False of a Run)"
+        fix = "--run.loss auto"
         if description.head is None:
             fix += "; or Description(head=...), where the model's last layer is a product without a bias"
         yield Problem("M024", f"the loss cannot be computed inside the model: {why}", fix)

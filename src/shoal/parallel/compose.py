@@ -35,6 +35,7 @@ from shoal.parallel.expert.experts import ExpertParallel, experts_in
 from shoal.parallel.expert.experts import divide as divide_experts
 from shoal.parallel.expert.router import note_routers, routers
 from shoal.parallel.fused_loss_head import LossHead
+from shoal.parallel.lora.layers import adapted_layers
 from shoal.parallel.parallel_model import ParallelModel, StageModule
 from shoal.parallel.pipeline.pipeline import Pipeline, Stage, cut
 from shoal.parallel.pipeline.skeleton import skeleton_of
@@ -66,6 +67,7 @@ def compose(
     routed = {name: router.num_experts for name, router in routers(model).items()}
     balance, is_own = _balance(model, plan, mesh, tensor), uses_own_reducer(plan, sync)
     setup = _Setup(plan, description, mesh, tensor, precision, compute, uses_own_reducer=is_own, balance=balance)
+    setup.frozen_dtype = precision.frozen_dtype if adapted_layers(model) else precision.weight_dtype
     setup.is_fused = compute.fused_loss is not False and why_loss_not_fused(model, plan, description) is None
     batch_norm, tracks = _batch_norm(model, plan, mesh, compute)
     skeleton = skeleton_of(model) if mesh.degree("pp") > 1 else model
@@ -116,6 +118,8 @@ class _Setup:
     compute: ComputePolicy
     uses_own_reducer: bool
     balance: AuxLoss | None
+    frozen_dtype: torch.dtype = torch.float32
+    """Of parameters without a gradient."""
     divided: set[str] = field(default_factory=set)
     """Parameters that were divided over ep."""
     is_fused: bool = False
@@ -150,7 +154,7 @@ def _lay_out(part: StageModule, setup: _Setup) -> None:
         if not unit.is_rest:
             split(model, unit.names, description.splits, setup.tensor)
         experts = _divide_experts(model, unit, setup)
-        _place(model, unit, setup.mesh.device, setup.precision)
+        _place(model, unit, setup)
         if setup.is_fused and description.head is not None and unit.holds(description.head):
             _give_loss_to_head(model, setup)  # before it is sharded, which makes another class of it
         for block in _modules(model, unit) if unit.is_block else ():
@@ -266,12 +270,14 @@ def _fill(model: nn.Module, unit: Unit, seed: int) -> None:
         initialise(model, seed, unit.holds)
 
 
-def _place(model: nn.Module, unit: Unit, device: torch.device, precision: Precision) -> None:
+def _place(model: nn.Module, unit: Unit, setup: _Setup) -> None:
     """Move a unit to its device and precision. A parameter stays the object that it is, so that what is shared stays
     shared."""
     for tensor in _tensors(model, unit):
-        dtype = precision.weight_dtype if isinstance(tensor, nn.Parameter) else precision.wide_dtype
-        tensor.data = tensor.data.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
+        dtype = setup.precision.wide_dtype
+        if isinstance(tensor, nn.Parameter):
+            dtype = setup.precision.weight_dtype if tensor.requires_grad else setup.frozen_dtype
+        tensor.data = tensor.data.to(setup.mesh.device, dtype if tensor.is_floating_point() else tensor.dtype)
 
 
 def _tensors(model: nn.Module, unit: Unit) -> Iterator[Tensor]:
@@ -301,7 +307,8 @@ def _give_loss_to_head(model: nn.Module, setup: _Setup) -> None:
     layer = model.get_submodule(setup.description.head)
     assert isinstance(layer, nn.Linear)
     fp8 = setup.plan.precision == "fp8" and setup.compute.fp8_head == "gradients"
-    setup.head = LossHead(layer, fp8=fp8, always=bool(setup.compute.fused_loss))
+    scale, softcap = setup.description.logit_scale, setup.description.logit_softcap
+    setup.head = LossHead(layer, fp8=fp8, always=bool(setup.compute.fused_loss), scale=scale, softcap=softcap)
 
 
 def _is_compiled_as_one(part: StageModule, setup: _Setup) -> bool:

@@ -15,6 +15,7 @@ from shoal.blueprint.plan import Plan
 from shoal.comm.collectives import all_gather_plain, join
 from shoal.comm.mesh import Mesh
 from shoal.numerics.local_tensor import to_local
+from shoal.numerics.precision import wide
 from shoal.parallel.tensor import TensorParallel
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -127,10 +128,10 @@ def _on_rank_0(
     source = mesh.layout.rank(pp=owner)
     if mesh.rank == source:
         assert full is not None
-        dist.send(full.to(mesh.comm_device), 0)
+        dist.send(full.to(mesh.comm_device, wide(full.dtype)), 0)
     elif mesh.rank == 0:
         example = next(iter(named.values()))
-        full = torch.empty(place.shapes[name], dtype=example.dtype, device=mesh.comm_device)
+        full = torch.empty(place.shapes[name], dtype=wide(example.dtype), device=mesh.comm_device)
         dist.recv(full, source)
         return full.cpu()
     return None

@@ -8,6 +8,9 @@ model as usual:
         loss_sum = model(tokens)      # tokens ─ blocks ─ norm ─[lm_head: logits and loss, chunk by chunk]─ loss
 
 Called without labels, the layer returns logits.
+
+Some models scale or cap logits after the layer, and so would do with a loss. Their loss is computed from such logits,
+and the layer returns a tiny part of it: a cap is linear there. `restored` undoes both.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from torch import Tensor, nn
 
 from shoal.data.batch import IGNORE
 from shoal.errors import ShoalError
-from shoal.numerics.ops.linear_cross_entropy import linear_cross_entropy
+from shoal.numerics.ops.linear_cross_entropy import capped, linear_cross_entropy
 from shoal.numerics.ops.memory_saving_linear import has_hooks
 from shoal.numerics.precision import wide
 
@@ -32,12 +35,27 @@ than the arithmetic: for 32 tokens and 256 words, torch's own two functions took
 fused one 0.66 (measured, Intel Xeon, one thread)."""
 
 
+TINY = 2.0**-60
+"""The part of a loss that passes through a softcap: tanh(x) is x for numbers this small, and they are not yet rounded
+to 0 in float32."""
+
+
 class LossHead:
     """Replaces a linear layer's forward; names and parameters of the layer stay."""
 
-    def __init__(self, layer: nn.Linear, *, fp8: bool = False, always: bool = False) -> None:
+    def __init__(
+        self,
+        layer: nn.Linear,
+        *,
+        fp8: bool = False,
+        always: bool = False,
+        scale: float = 1.0,
+        softcap: float | None = None,
+    ) -> None:
         self.layer = layer
         self.fp8 = fp8
+        self.scale, self.softcap = scale, softcap
+        """What the model makes of the output of the layer; see `linear_cross_entropy`."""
         self.always = always
         """Fuse small losses on a CPU, too."""
         self.labels: Tensor | None = None
@@ -63,7 +81,7 @@ class LossHead:
             )
         loss = self._fused(x, labels) if self.always or not self._is_small(x) else self._plain(x, labels)
         self._loss = None if self._is_known else loss.detach().clone()
-        return loss
+        return loss if self.softcap is None else loss * TINY
 
     def _is_small(self, x: Tensor) -> bool:
         num_logits = x.numel() // x.shape[-1] * self.layer.out_features
@@ -71,15 +89,21 @@ class LossHead:
 
     def _plain(self, x: Tensor, labels: Tensor) -> Tensor:
         logits = self._logits(x.flatten(0, -2))
-        rows = logits.to(wide(logits.dtype))
+        rows = capped(logits.to(wide(logits.dtype)) * self.scale, self.softcap)
         return F.cross_entropy(rows, labels.flatten().long(), ignore_index=IGNORE, reduction="sum")
 
     def _fused(self, x: Tensor, labels: Tensor) -> Tensor:
         h, weight = x.flatten(0, -2), self.layer.weight
-        loss: Tensor = linear_cross_entropy(
-            h, weight, labels.flatten().long(), ignore=IGNORE, fp8=self.fp8, factor=self.factor
-        )
+        how = {"fp8": self.fp8, "factor": self.factor, "scale": self.scale, "softcap": self.softcap}
+        loss: Tensor = linear_cross_entropy(h, weight, labels.flatten().long(), ignore=IGNORE, **how)
         return loss
+
+    def restored(self, output: Any) -> Any:
+        """The loss, of the output of a model that scales or caps what the layer returns."""
+        if not isinstance(output, Tensor) or output.dim():
+            return output
+        part = self.scale * (1.0 if self.softcap is None else TINY)
+        return output if part == 1.0 else output / part
 
     def has_returned(self, output: Any) -> bool:
         """Whether this is the loss that the layer returned last. A forward that changes logits, such as by a scale,

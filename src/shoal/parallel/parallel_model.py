@@ -38,6 +38,7 @@ from shoal.parallel.expert.router import biases, routers
 from shoal.parallel.full_tensors import TensorPlacement, from_all_stages, full_tensors
 from shoal.parallel.fused_loss_head import LossHead
 from shoal.parallel.gradients import local_gradients, norm_of_pieces, norm_of_whole, own_norms, sum_tied
+from shoal.parallel.lora.layers import is_adapter
 from shoal.parallel.pipeline.pipeline import Pipeline, Stage
 from shoal.parallel.tensor import TensorParallel
 
@@ -89,6 +90,8 @@ class ParallelModel:
     tied: tuple[tuple[str, str], ...]
     bucket_chosen: str = ""
     """The bucket size that `auto` chose, and the reason; empty: it was set."""
+    base_fingerprint: str = ""
+    """That of the frozen parameters below adapters, once it is known."""
     named: dict[str, nn.Parameter] = field(init=False)
     """The parameters of this rank, by the names that they have on one device; a tied one under its first name only,
     unless its second is on another stage."""
@@ -113,6 +116,13 @@ class ParallelModel:
         self._holds_all = not self.is_sharded and self.pipeline is None and self.tensor.group is None
         self._routers = {name: r for part in self.parts for name, r in routers(part.model).items()}
         self._stages = self.pipeline.group if self.pipeline is not None else None
+
+    @property
+    def base(self) -> frozenset[str]:
+        """Frozen parameters of this rank below adapters, which checkpoints leave out; empty: there are no adapters."""
+        if not any(map(is_adapter, self.shapes)):
+            return frozenset()
+        return frozenset(name for name, parameter in self.named.items() if not parameter.requires_grad)
 
     @property
     def reducer(self) -> GradientReducer | None:

@@ -10,20 +10,21 @@ CONTRIBUTING.md shows how to add one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from inspect import cleandoc
-from numbers import Real
 from typing import Any, Literal, TypedDict, Unpack, get_args
 
 import torch
 
 from shoal.comm.replicas.transport import Chosen
+from shoal.config.check_arguments import BOTH, check_choice, check_number, check_whole
 from shoal.errors import Problem, listed, raise_if
 from shoal.numerics.fp8.convert import FromHead, Scaling
 from shoal.numerics.precision import Weights
 from shoal.parallel.context.attention import Backend
 from shoal.parallel.data.local_sgd import DEFAULT_OUTER, OuterOptimizer
+from shoal.safe_parsing import short
 
 Algorithm = Chosen | Literal["auto"]
 BucketSize = float | Literal["auto"] | None
@@ -49,20 +50,13 @@ class StepPolicy:
     loss_scale_window: int = 2000
 
     def problems(self) -> Iterator[Problem]:
-        """Values that would not do what is meant: a negative norm, say, climbs."""
-        yield from _not_among(self, {"on_nan": get_args(OnNan)})
-        if self.clip is not None and not _is_above_zero(self.clip):
-            fix = "clip=1.0, the largest norm of gradients; or clip=None, to leave them alone"
-            yield Problem("R048", f"clip is {self.clip!r}", fix)
-        for name, usual in (("loss_scale", 65536.0), ("loss_scale_window", 2000)):
-            if not _is_above_zero(getattr(self, name)):
-                yield Problem(
-                    "R048", f"{name} is {getattr(self, name)!r}", f"{name}={usual}, or another number above 0"
-                )
-        if type(self.check_replicas) is not int or self.check_replicas < 0:  # True is an int, too
-            yield Problem(
-                "R048", f"check_replicas is {self.check_replicas!r}", "check_replicas=100, a number of steps; 0: never"
-            )
+        """Find values that would not do what is meant. A negative norm, for example, climbs."""
+        yield from check_choice("on_nan", self.on_nan, get_args(OnNan))
+        if self.clip is not None:
+            yield from check_number("clip", self.clip, above=0, usual=None if self.clip == 0 else 1.0)
+        yield from check_whole("check_replicas", self.check_replicas, least=0, usual=100)
+        yield from check_number("loss_scale", self.loss_scale, above=0, usual=65536.0)
+        yield from check_number("loss_scale_window", self.loss_scale_window, above=0, usual=2000)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +70,7 @@ class ComputePolicy:
     compile           run each block of the model under torch.compile; a string is the backend to use
     attention         the kernel of attention on a GPU: auto (the fastest), cudnn, flash, efficient or math
     fused_loss        compute the loss inside the model's last layer, without holding all logits; None: where it can
+    fused_layers      swap layers of transformers for those that save less and are faster; None: on a GPU
     fp8               under the precision fp8, the part of a tensor that shares one scale: tensorwise or rowwise
     fp8_min_features  under fp8, layers with fewer features than this stay in bf16; None: 512
     fp8_head          under fp8, "gradients": the fused loss computes its gradients in fp8, never its logits; or "none"
@@ -89,6 +84,7 @@ class ComputePolicy:
     compile: bool | str = False
     attention: Backend = "auto"
     fused_loss: bool | None = None
+    fused_layers: bool | None = None
     fp8: Scaling = "tensorwise"
     fp8_min_features: int | None = None
     fp8_head: FromHead = "gradients"
@@ -96,29 +92,29 @@ class ComputePolicy:
     sync_batch_norm: bool = False
 
     def problems(self) -> Iterator[Problem]:
-        """Values that do not exist."""
+        """Find values that do not exist."""
         allowed = {
+            "deterministic": BOTH,
             "param_dtype": get_args(Weights),
             "attention": get_args(Backend),
-            "fused_loss": (None, *_BOTH),
+            "fused_loss": (None, *BOTH),
+            "fused_layers": (None, *BOTH),
             "fp8": get_args(Scaling),
             "fp8_head": get_args(FromHead),
-            "sync_batch_norm": _BOTH,
-            "recompute_swiglu": _BOTH,
+            "sync_batch_norm": BOTH,
+            "recompute_swiglu": BOTH,
         }
-        yield from _not_among(self, allowed)
-        least = self.fp8_min_features
-        if least is not None and not (type(least) is int and least > 0):  # True is an int, too
-            yield Problem(
-                "R048",
-                f"fp8_min_features is {least!r}",
-                "fp8_min_features=512, or whatever number of features is the least",
-            )
+        yield from check_whole("seed", self.seed, usual=0)
+        for name, values in allowed.items():
+            yield from check_choice(name, getattr(self, name), values)
+        if self.fp8_min_features is not None:
+            yield from check_whole("fp8_min_features", self.fp8_min_features, least=1, usual=512)
         compiles = self.compile
         is_backend = compiles in torch.compiler.list_backends(exclude_tags=()) if isinstance(compiles, str) else False
         if not (is_backend or compiles is None or isinstance(compiles, bool) or callable(compiles)):
             known = listed(map(repr, torch.compiler.list_backends()))  # but for those that are for debugging
-            yield Problem("R047", f"compile is {compiles!r}", f"compile=True; or a backend of torch.compile: {known}")
+            what = f"compile must be True, False or a backend of torch.compile ({known}), got {short(compiles)}"
+            yield Problem("R047", what, "compile=True")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,18 +139,20 @@ class SyncPolicy:
     outer: OuterOptimizer = DEFAULT_OUTER
 
     def problems(self) -> Iterator[Problem]:
-        """Values that do not exist; also where one rank alone never reads them, since a script is tried there first."""
+        """Find values that do not exist; also where one rank alone never reads them: a script is tried there first."""
         algorithms = tuple(word for kind in get_args(Algorithm) for word in get_args(kind))
-        yield from _not_among(self, {"find_unused_parameters": _BOTH, "algorithm": algorithms})
-        size: Any = self.bucket_mb
-        if size not in (None, "auto") and not (isinstance(size, Real) and float(size) > 0):
-            yield Problem("R048", f"bucket_mb is {size!r}", "bucket_mb=25, or whatever size in MB; 'auto'; None")
-        steps = self.warmup_steps
-        if steps is not None and not (isinstance(steps, int) and steps >= 0):
-            yield Problem("R048", f"warmup_steps is {steps!r}", "warmup_steps=0, or whatever number of steps; None")
+        yield from check_choice("find_unused_parameters", self.find_unused_parameters, BOTH)
+        yield from check_choice("algorithm", self.algorithm, algorithms)
+        if self.bucket_mb is not None and self.bucket_mb != "auto":
+            yield from check_number("bucket_mb", self.bucket_mb, above=0, usual=25)
+        if self.warmup_steps is not None:
+            yield from check_whole("warmup_steps", self.warmup_steps, least=0, usual=0)
         outer: Any = self.outer
-        if not isinstance(outer, OuterOptimizer):
-            yield Problem("R047", f"outer is {outer!r}", "outer=shoal.OuterOptimizer(lr=0.7, momentum=0.9)")
+        if isinstance(outer, OuterOptimizer):
+            yield from outer.problems()
+        else:
+            what = f"outer must be an OuterOptimizer, got {short(outer)}"
+            yield Problem("R047", what, "outer=shoal.OuterOptimizer(lr=0.7, momentum=0.9)")
 
 
 class Settings(TypedDict, total=False):
@@ -171,6 +169,7 @@ class Settings(TypedDict, total=False):
     compile: bool | str
     attention: Backend
     fused_loss: bool | None
+    fused_layers: bool | None
     fp8: Scaling
     fp8_min_features: int | None
     fp8_head: FromHead
@@ -212,21 +211,7 @@ def settings_help() -> str:
     return "\n\n".join(cleandoc(kind.__doc__) for kind in KINDS)
 
 
-_BOTH = (True, False)
-
-
 def _of(policy: Any, settings: Settings) -> dict[str, Any]:
     """The settings that are fields of a policy."""
     known = {field.name for field in fields(policy)}
     return {name: value for name, value in settings.items() if name in known}
-
-
-def _not_among(policy: object, allowed: dict[str, tuple[Any, ...]]) -> Iterable[Problem]:
-    for name, values in allowed.items():
-        value = getattr(policy, name)
-        if value not in values:
-            yield Problem("R047", f"{name} is {value!r}", f"{name}={listed(map(repr, values))}")
-
-
-def _is_above_zero(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

@@ -198,7 +198,7 @@ def workload_of(request: PlanRequest) -> Workload:
                 code="Q004",
             )
         return Workload(name="a model of these dimensions", **{"vocabulary": 32000, **given})
-    if ".py" in request.model:
+    if ".py" in request.model and not request.model.startswith("hf:"):
         if given:
             raise ShoalError(
                 f"{request.model} is traced, and --{next(iter(given))} is for dimensions",

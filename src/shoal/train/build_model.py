@@ -17,9 +17,12 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.blueprint.description import Description
 from shoal.blueprint.plan import Plan
-from shoal.config.recipe import ModelSection
+from shoal.checkpoint.formats.adapter import load_adapter
+from shoal.config.recipe import LoraSection, ModelSection
 from shoal.errors import ShoalError, listed, nearest
-from shoal.numerics.init import can_fill, has_init_rule, initialise
+from shoal.numerics.init import can_fill, has_init_rule, init_adapters, initialise
+from shoal.parallel.lora.apply import lora
+from shoal.train.model_prefix import function_for
 
 
 def build_model(section: ModelSection) -> nn.Module:
@@ -39,7 +42,15 @@ def build_model(section: ModelSection) -> nn.Module:
             fix="return the model from that function",
             code="M004",
         )
-    return model
+    return model if section.lora is None else add_lora(model, section.lora)
+
+
+def add_lora(model: nn.Module, section: LoraSection) -> nn.Module:
+    """The model with LoRA as a recipe says, or as the folder of an adapter."""
+    if section.adapter is not None:
+        return load_adapter(model, section.adapter)
+    targets = section.targets if isinstance(section.targets, str) else list(section.targets)
+    return lora(model, rank=section.rank, alpha=section.alpha, targets=targets, dropout=section.dropout)
 
 
 def without_memory(build: Callable[[], nn.Module]) -> nn.Module | None:
@@ -79,6 +90,8 @@ def build_for_layout(section: ModelSection, seed: int) -> nn.Module:
     model = build_model(section)
     if has_init_rule(model):
         initialise(model, seed)
+    elif section.lora is not None and section.lora.adapter is None:
+        init_adapters(model, seed)
     return model
 
 
@@ -107,26 +120,30 @@ def adapter_of(model: nn.Module) -> Any | None:
     return next((importlib.import_module(adapters[package]) for package in packages if package in adapters), None)
 
 
-def adapt(model: nn.Module, description: Description, plan: Plan | None) -> None:
-    """Make the model of another package fit for a plan, in place; None: for a trace on the meta device."""
+def adapt(model: nn.Module, description: Description, plan: Plan | None, *, fused: bool = False) -> str | None:
+    """Make the model of another package fit for a plan, in place; None: for a trace on the meta device. `fused`: swap
+    in layers that compute the same faster, and return one line about them."""
     adapter = adapter_of(model)
-    if adapter is not None:
-        adapter.adapt(model, description, plan)
+    return None if adapter is None else adapter.adapt(model, description, plan, fused=fused)
 
 
 def find_builder(name: str) -> Callable[..., Any]:
-    """`llama` → shoal's own builder; `path/to/file.py:function` → that function."""
+    """`llama` → shoal's own builder; `path/to/file.py:function` → that function; `hf:PATH` → one of transformers."""
     builders: dict[str, str] = importlib.import_module("shoal.models").BUILDERS
     if name in builders:
         module_name, _, function = builders[name].partition(":")
         return _function_of(importlib.import_module(module_name), function, name)
+    by_prefix = function_for("PREFIXES", name)
+    if by_prefix is not None:
+        found: Callable[..., Any] = by_prefix(name)
+        return found
     path, colon, function = name.rpartition(":")
     if not colon or not path.endswith(".py"):
         near = nearest(name, builders)
         raise ShoalError(
             f"there is no model {name!r}",
             fix=(f"did you mean {near}? Else " if near else "")
-            + f"--model.name {listed(builders)}, or path/to/file.py:function",
+            + f"--model.name {listed(builders)}, or path/to/file.py:function, or hf:FOLDER",
             code="M001",
         )
     return _function_of(_load_file(Path(path)), function, name)

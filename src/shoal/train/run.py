@@ -18,9 +18,10 @@ from torch import Tensor
 
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.validation.bf16_weights import check_bf16_weights
-from shoal.blueprint.validation.check import check_ranks
+from shoal.blueprint.validation.check import check_ranks, check_unread
 from shoal.comm.rendezvous.environment import Placement, read_environment
 from shoal.comm.world import World, reject_spawned_alone, use_device
+from shoal.config.check_arguments import check_start
 from shoal.data.loader import Loader
 from shoal.data.sharded_dataloader import ShardedDataLoader
 from shoal.errors import Findings, Problem
@@ -71,14 +72,15 @@ class Run(RunState):
     ) -> None:
         found = Findings()
         found += _check_unknown(settings)
+        found += check_start(device=device, timeout=timeout, threads=threads)
         requested = found.of(Plan.of, plan)
         policies = found.of(Policies.of, **settings)
         objective = found.of(objective_of, loss)
         found += _check_together(requested, policies, objective)
         placement = None if world is not None else read_environment(os.environ)
         num_ranks = found.of(_num_ranks, world, placement)
-        if requested is not None and num_ranks is not None:
-            found += check_ranks(requested, num_ranks)
+        if num_ranks is not None:
+            found += check_unread(plan, num_ranks) if requested is None else check_ranks(requested, num_ranks)
         found.raise_all(title="the arguments of a Run")
         assert requested is not None
         assert policies is not None

@@ -11,6 +11,7 @@ from typing import Any
 from shoal.checkpoint.async_saver import AsyncSaver
 from shoal.checkpoint.load import load_newest, load_step
 from shoal.checkpoint.save import Snapshot, save
+from shoal.checkpoint.state.base_fingerprint import adapter_state, reject_other_base
 from shoal.checkpoint.state.model_state import Holder
 from shoal.checkpoint.storage.manifest import Manifest
 from shoal.checkpoint.storage.store import Store, find
@@ -53,6 +54,7 @@ def state_of(run: RunState) -> dict[str, Any]:
         "loaders": [{"position": loader.position, **loader.kind} for loader in run.loaders],
         **saved_schedulers(run.schedulers, run.optimizer),
         **_local_sgd(run),
+        **adapter_state(run.composed, run.world),
     }
 
 
@@ -142,16 +144,21 @@ def load_run(run: RunState, directory: str | Path, step: int | None, *, only_wei
     known = on_main(run.world, store.steps, failed=f"{store.where} was not read")
     if not known:
         raise ShoalError(
-            f"there is no checkpoint in {store.where}", fix="the directory that a run was saved to", code="C001"
+            f"there is no checkpoint in {store.where}",
+            fix="run.save(directory) first, or run.load(OTHER_DIRECTORY)",
+            code="C001",
         )
     if only_weights:
-        load_step(store, run.world, holder_of(run), known[-1] if step is None else step, only_weights=True)
+        newest = known[-1] if step is None else step
+        weights = load_step(store, run.world, holder_of(run), newest, only_weights=True)
+        reject_other_base(run.composed, run.world, weights, store.where)
         return run.steps_done
     if step is None:
         manifest = load_newest([store], run.world, holder_of(run))
         assert manifest is not None
     else:
         manifest = load_step(store, run.world, holder_of(run), step)
+    reject_other_base(run.composed, run.world, manifest, store.where)
     raise_if(_changes(run, manifest.state), title=f"what step {manifest.step} of {store.where} was saved by")
     restore(run, manifest)
     if run.is_main:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Iterator, Sized
 from typing import Any
 
@@ -13,11 +14,12 @@ from torch.utils.data import DataLoader
 
 from shoal.blueprint.description import Description
 from shoal.data.sharded_dataloader import ShardedDataLoader
-from shoal.errors import Problem, raise_if
+from shoal.errors import Findings, Problem, raise_if
 from shoal.numerics.init import init_missing
 from shoal.numerics.local_tensor import to_local
 from shoal.numerics.offload import HostCopies
 from shoal.numerics.optim.build import memory_of_squares
+from shoal.parallel.checks import why_loss_not_fused
 from shoal.parallel.compose import compose
 from shoal.parallel.parallel_model import ParallelModel
 from shoal.parallel.pipeline.skeleton import Call
@@ -34,7 +36,10 @@ from shoal.train.trace.find_blocks import attach_blocks
 
 def prepare(engine: StepEngine, things: tuple[Any, ...]) -> tuple[Any, ...]:
     """The things as the run of this engine takes them, in their order. Models are placed before all else."""
-    raise_if(problem for thing in things for problem in _check(engine.state, thing))
+    found = Findings()
+    for thing in things:
+        found += _check(engine.state, thing)
+    raise_if(found.problems)
     loader = next((thing for thing in things if isinstance(thing, DataLoader)), None)
     for model in (thing for thing in things if isinstance(thing, nn.Module)):
         attach_blocks(model, engine.state.plan.layout.pp, functools.partial(_first_call, engine.state, loader))
@@ -82,7 +87,9 @@ def _prepare_model(engine: StepEngine, model: nn.Module) -> nn.Module:
     init_missing(model, state.seed)
     description = describe(model)
     rule = _label_rule(state, model, description)
-    adapt(model, description, state.plan)
+    state.fused_layers = adapt(model, description, state.plan, fused=_fuses_layers(state))
+    if state.fused_layers is not None and state.world.rank == 0:
+        logging.getLogger("shoal").info(state.fused_layers)
     state.unchecked_forward = inspect.signature(model.forward)
     composed = state.parallel_model = compose(
         model,
@@ -111,17 +118,30 @@ def _prepare_model(engine: StepEngine, model: nn.Module) -> nn.Module:
 
 
 def _label_rule(state: RunState, model: nn.Module, description: Description) -> LabelRule:
-    """What a model does with labels. In a pipeline, and where tokens are divided, its adapter has to know."""
+    """What a model does with labels. In a pipeline, and where tokens are divided, its adapter has to know. With a fused
+    loss it should: the first batch would have all logits."""
     rule, layout = LabelRule.of(model), state.plan.layout
     adapter = adapter_of(model)
     if rule.is_shifted is not None or adapter is None or not isinstance(state.objective, CrossEntropy):
         return rule
-    if layout.pp == layout.cp == 1:
+    if layout.pp == layout.cp == 1 and not _computes_loss_in_head(state, model, description):
         return rule
     is_shifted = adapter.shifts_labels(model, description)
     if is_shifted and layout.cp > 1:  # before tokens are cut: the last token of a rank has its label on another
         state.shifts_labels, is_shifted = True, False
     return LabelRule(rule.needs, is_shifted)
+
+
+def _fuses_layers(state: RunState) -> bool:
+    """Whether layers are swapped. Unless it is said, on a GPU: a CPU gains no time."""
+    wanted = state.policies.compute.fused_layers
+    return state.device.type == "cuda" if wanted is None else wanted
+
+
+def _computes_loss_in_head(state: RunState, model: nn.Module, description: Description) -> bool:
+    wanted = state.policies.compute.fused_loss
+    is_large = wanted or (wanted is None and state.device.type == "cuda")
+    return bool(is_large) and why_loss_not_fused(model, state.plan, description) is None
 
 
 def _prepare_optimizer(engine: StepEngine, optimizer: Optimizer) -> Optimizer:

@@ -75,6 +75,8 @@ class RunState:
         self.parallel_model: ParallelModel | None = None
         """None: no model is prepared yet. `composed` raises then."""
         self.description = Description()
+        self.fused_layers: str | None = None
+        """One line about the layers of the model that were swapped; None: none."""
         self.shifts_labels = False
         """Whether labels are moved to the token before, as the model would, when tokens are divided."""
         self.unchecked_forward: inspect.Signature | None = None

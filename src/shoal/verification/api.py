@@ -6,9 +6,10 @@ import copy
 import functools
 import importlib
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -16,47 +17,49 @@ from torch import Tensor, nn
 
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.replicas.local_sgd import AUTO
-from shoal.blueprint.validation.check import check_plan, check_ranks
+from shoal.blueprint.validation.check import check_plan, check_ranks, check_unread
 from shoal.blueprint.validation.context import num_chunks
 from shoal.blueprint.validation.enumerate import legal_plans
+from shoal.config.check_arguments import check_device, check_number, check_whole
 from shoal.config.recipe import ModelSection, Recipe
 from shoal.data.batch import length, rows
 from shoal.data.dataset import Dataset
 from shoal.data.order import sample_ids
 from shoal.data.sources.open import open_datasets
-from shoal.errors import Findings, Problem, ShoalError, listed, nearest, raise_if
+from shoal.errors import Findings, Problem, listed, nearest, raise_if
 from shoal.launch.local import launch
 from shoal.parallel.expert.router import routers
 from shoal.parallel.pipeline.skeleton import Call, skeleton_of
 from shoal.parallel.pipeline.stage_io import traced
+from shoal.safe_parsing import short
 from shoal.train.build_model import adapt, build_model, describe, without_memory
 from shoal.train.loss.labels import needs_labels
 from shoal.train.loss.objective import CrossEntropy, LabelRule, call_of, objective_of, uncallable
+from shoal.train.model_prefix import function_for
+from shoal.train.recipe.preflight import check_sizes, with_tokenizer
 from shoal.train.trace.find_blocks import attach_blocks
-from shoal.verification.case import TOLERANCES, Case, check_precision, in_precision, replaced_precision
+from shoal.verification.case import Case, in_precision, replaced_precision
 from shoal.verification.compression_error import without_compression
+from shoal.verification.options import (
+    TOLERANCES,
+    RecipeSettings,
+    VerifySettings,
+    check_options,
+    check_verified_recipe,
+    claimed_ranks,
+)
 from shoal.verification.rank import verify_on_rank
 from shoal.verification.reference import has_batch_norm
 from shoal.verification.report import VerifyResult
 from shoal.verification.totals import bytes_of, bytes_to_replicas, collectives_of, memory_of, replica_sync_of
 
-STEPS = 3
 TOKENS = 24
 """Tokens of a sequence for a small copy of a model; divisible by 2, 3, 4, 6 and 8 ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VerifySettings:
-    """Options of every verification; `verify` explains them."""
-
-    steps: int = STEPS
-    precision: str | None = None
-    tolerance: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSettings(VerifySettings):
-    """And of a model without a recipe."""
+    """Options of the verification of a model without a recipe."""
 
     lr: float = 1e-2
     clip: float | None = 0.5
@@ -101,22 +104,24 @@ def verify(
     """
     build = functools.partial(_copy_of, build_model) if isinstance(build_model, nn.Module) else build_model
     found = Findings()
-    found += _check_options(options)
+    found += _check_names(options)
     known: Mapping[str, Any] = {name: value for name, value in options.items() if name in OPTIONS}
     settings = ModelSettings(**known)
-    found += [*_check_steps(settings.steps), *_check_tolerance(settings.tolerance)]
-    found += check_precision(settings.precision)
+    found += [*check_options(settings), *_check_values(settings, device, nproc), *_check_given(build_model, batch)]
+    found.of(objective_of, loss)
     is_several = isinstance(batch, list) and not any(isinstance(part, Tensor) for part in batch)
-    batches = (batch * settings.steps)[: settings.steps] if is_several else [batch] * settings.steps
-    first = batch[0] if is_several else batch
+    first = batch[0] if is_several and batch else batch
+    size_of_batch = None if isinstance(first, list) and not first else found.of(length, first)
     open_plan = found.of(Plan.of, plan)
-    if open_plan is not None and (open_plan.pp or 1) > 1:
+    if open_plan is not None and (open_plan.pp or 1) > 1 and callable(build) and size_of_batch is not None:
         build = functools.partial(with_blocks, build, rows(first, 0, 2), loss, open_plan.pp)
-    size = None if open_plan is None else found.of(claimed_ranks, open_plan) if nproc is None else nproc
-    if open_plan is not None and size is not None:
-        found += check_ranks(open_plan, size, batch=length(first))
+    size = nproc if nproc is not None or open_plan is None else found.of(claimed_ranks, open_plan)
+    if isinstance(size, int) and size > 0:
+        found += check_unread(plan, size) if open_plan is None else check_ranks(open_plan, size, batch=size_of_batch)
+    if open_plan is not None and isinstance(size, int) and size_of_batch is not None and callable(build):
         found += check_built(build, open_plan.fill(size), _num_tokens(first))
-    raise_if(found.problems, title=f"plan '{plan}'")
+    raise_if((_with_nproc(problem) for problem in found.problems), title=f"plan '{plan}'")
+    batches = (batch * settings.steps)[: settings.steps] if is_several else [batch] * settings.steps
     assert open_plan is not None
     assert size is not None
     requested = open_plan.resolve(size)
@@ -139,6 +144,32 @@ def verify(
     return verify_case(case)
 
 
+def _check_values(settings: ModelSettings, device: Any, nproc: Any) -> Iterator[Problem]:
+    """Find values of a wrong type or out of range."""
+    yield from check_number("lr", settings.lr, above=0, usual=1e-2)
+    if settings.clip is not None:
+        yield from check_number("clip", settings.clip, above=0, usual=0.5)
+    yield from check_whole("seed", settings.seed, usual=0)
+    yield from check_device(device)
+    if nproc is not None:
+        yield from check_whole("nproc", nproc, least=1, usual=2)
+
+
+def _check_given(build: Any, batch: Any) -> Iterator[Problem]:
+    """Find a model that is none, and a list without a batch."""
+    if not callable(build):
+        what = f"build_model must be a model or a function that returns one, got {short(build)}"
+        yield Problem("V051", what, "verify(lambda: Model(), batch, plan)")
+    if isinstance(batch, list) and not batch:
+        what = "batch must be a global batch or a list of them, got an empty list"
+        yield Problem("V050", what, "verify(model, (inputs, labels), plan)")
+
+
+def _with_nproc(problem: Problem) -> Problem:
+    """The same problem; the number of ranks is an argument of `verify`, which starts them itself."""
+    return replace(problem, fix=re.sub(r"--(?:launch\.)?nproc (?=\d)", "nproc=", problem.fix))
+
+
 def _copy_of(model: nn.Module) -> nn.Module:
     """A copy of a model; without values, where models are built without memory."""
     return skeleton_of(model) if torch.get_default_device().type == "meta" else copy.deepcopy(model)
@@ -157,24 +188,13 @@ def _call(model: nn.Module, batch: Any, loss: Any) -> Call:
     return call_of(objective, batch)
 
 
-def _check_options(options: Mapping[str, Any]) -> Iterator[Problem]:
+def _check_names(options: Mapping[str, Any]) -> Iterator[Problem]:
     known = ["nproc", "loss", "device", *OPTIONS]
     for name, value in options.items():
         if name not in known:
             near = nearest(name, known)
             fix = f"{near}={value!r}" if near else listed(known)
             yield Problem("V005", f"verify has no argument {name} (={value!r})", fix)
-
-
-def _check_tolerance(tolerance: float | None) -> Iterator[Problem]:
-    if tolerance is not None and not tolerance >= 0:
-        what = f"--tolerance must be 0 or more, got {tolerance}"
-        yield Problem("V001", what, "--tolerance 1e-10, or 0 for equal bits")
-
-
-def _check_steps(steps: int) -> Iterator[Problem]:
-    if steps < 1:
-        yield Problem("V002", f"--steps must be 1 or more, got {steps}", "--steps 3")
 
 
 def verify_case(case: Case) -> VerifyResult:
@@ -260,14 +280,6 @@ def reject_uncallable(case: Case) -> None:
 # ---- cases from a recipe --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RecipeSettings(VerifySettings):
-    """And of a recipe."""
-
-    real: bool = False
-    """Verify the recipe's own model and data, not a small copy."""
-
-
 def case_of(recipe: Recipe, world_size: int, settings: RecipeSettings) -> Case:
     """The case of a recipe's model under its plan; of a small copy, if the model has one."""
     device = "cpu" if recipe.launch.device == "auto" else recipe.launch.device
@@ -305,22 +317,22 @@ def check_case(
     Returns the model to verify, too, and the data of a model that has no small copy.
     """
     found = Findings()
-    found += [*_check_steps(settings.steps), *_check_tolerance(settings.tolerance)]
-    found += check_precision(settings.precision)
-    if recipe.optim.param_dtype == "bf16":
-        what = "optim.param_dtype must be fp32 for shoal verify, got bf16, which rounds weights at random"
-        found += [Problem("V003", what, "--optim.param_dtype fp32, which computes gradients with the same code")]
-    found += check_ranks(recipe.plan, world_size, batch=recipe.data.global_batch)
+    found += check_verified_recipe(recipe, world_size, settings)
     plan = recipe.plan.fill(world_size)
     small = None if settings.real else found.of(smaller_model, recipe.model, plan.with_layout())
     section, is_small = small or (recipe.model, False)
+    recipe = recipe if is_small else found.of(with_tokenizer, recipe) or recipe
     datasets = None if is_small else found.of(open_datasets, recipe.data, recipe.run.seed)
     if is_small:
         tokens: int | None = tokens_for(plan.with_layout())
     else:
         tokens = None if datasets is None else datasets[0].tokens_per_sample
     if settings.real or small is not None:
-        found += found.of(check_built, _builder(section, datasets, plan), plan, tokens) or ()
+        build = _builder(section, datasets, plan)
+        found += found.of(check_built, build, plan, tokens) or ()
+        model = None if datasets is None else found.of(without_memory, build)
+        if model is not None and datasets is not None:
+            found += check_sizes(model, datasets[0])
     return found.problems, section, datasets
 
 
@@ -340,6 +352,7 @@ def _not_verified(recipe: Recipe) -> Iterator[str]:
         "run.compile",
         "run.attention",
         "run.loss",
+        "run.fused_layers",
         "run.recompute_swiglu",
         "run.sync_batch_norm",
         "optim.state_dtype",
@@ -351,19 +364,24 @@ def _not_verified(recipe: Recipe) -> Iterator[str]:
 
 def smaller_model(section: ModelSection, plan: Plan) -> tuple[ModelSection, bool]:
     """The model section of a small copy with the same structure, and whether there is one."""
+    sizes = {"num_stages": plan.layout.pp * (plan.v or 1), "ep": plan.layout.ep}
+    by_prefix = function_for("SMALLER_BY_PREFIX", section.name)
+    if by_prefix is not None:
+        arguments = by_prefix(section.name, section.arguments, **sizes)
+        return (section, False) if arguments is None else (ModelSection(name=section.name, **arguments), True)
     functions: dict[str, str] = importlib.import_module("shoal.models").SMALLER
     if section.name not in functions:
         return section, False
     module_name, _, function = functions[section.name].partition(":")
     shrink = getattr(importlib.import_module(module_name), function)
-    arguments = shrink(section.arguments, num_stages=plan.layout.pp * (plan.v or 1), ep=plan.layout.ep)
-    return ModelSection(name=section.name, **arguments), True
+    return ModelSection(name=section.name, **shrink(section.arguments, **sizes)), True
 
 
 def _random_batches(section: ModelSection, plan: Plan, recipe: Recipe, steps: int) -> list[dict[str, Tensor]]:
     """Random tokens with some ignored labels; few samples, but enough microbatches for any schedule. No sample starts
     with the same token twice, since a router of experts cannot distinguish those two positions."""
-    vocabulary = int(section.arguments["vocabulary"])
+    sizes = section.arguments
+    vocabulary = int(sizes["vocabulary"] if "vocabulary" in sizes else sizes["vocab_size"])
     requested = plan.num_microbatches(recipe.data.global_batch)
     few = max(4, 2 * plan.layout.pp)
     num_microbatches = min(requested, few)
@@ -404,18 +422,6 @@ def legal_cases(recipe: Recipe, world_size: int, settings: RecipeSettings) -> It
 
 
 # ---- ranks and tokens ------------------------------------------------------------------------------------------------
-
-
-def claimed_ranks(plan: Plan) -> int:
-    """The product of the plan's degrees."""
-    degrees = (plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp, plan.pp)
-    if not any(degrees):
-        what = f"the plan must have a degree, or nproc must be set, got plan '{plan}'"
-        raise ShoalError(what, fix="verify(..., nproc=4), or a plan such as tp=2", code="V004")
-    number = 1
-    for degree in degrees:
-        number *= degree or 1
-    return number
 
 
 def _num_tokens(batch: Any) -> int | None:

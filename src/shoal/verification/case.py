@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from shoal.blueprint.plan import Plan, Precision
-from shoal.errors import Problem, raise_if
-
-TOLERANCES = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
-"""Precision → the largest relative difference that counts as rounding. In float64 the difference of a wrong layout is
-about 1e-2 and that of a right one 1e-13, so 1e-10 separates them. In lower precision, sums in another order differ by
-the rounding of the precision, amplified by the model."""
+from shoal.errors import raise_if
+from shoal.verification.options import check_verified_precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,15 +48,8 @@ class Case:
 def in_precision(plan: Plan, precision: str | None, device: str) -> Plan:
     """The plan in the precision of the verification: float64 on the CPU, the plan's own on a GPU."""
     chosen = precision or ("fp64" if device == "cpu" else plan.precision)
-    raise_if(check_precision(chosen))
+    raise_if(check_verified_precision(chosen))
     return Plan.of({**plan.to_mapping(), "precision": chosen})
-
-
-def check_precision(precision: str | None) -> Iterator[Problem]:
-    """The problem of a precision that has no tolerance. None: the plan's, or float64."""
-    if precision is not None and precision not in TOLERANCES:
-        known = ", ".join(TOLERANCES)
-        yield Problem("R050", f"--precision must be one of {known}, got {precision!r}", "--precision fp64")
 
 
 def replaced_precision(requested: Plan, plan: Plan) -> Precision | None:

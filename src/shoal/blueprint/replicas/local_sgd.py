@@ -12,6 +12,7 @@ learning rate 1 and no momentum, which takes the mean.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -79,18 +80,17 @@ def due(step: int, every: int, fragments: int) -> list[int]:
     return [one for one in range(fragments) if (step - (one + 1) * every // fragments) % every == 0]
 
 
-def check_fragments(fragments: int, delay: int, every: int) -> Problem | None:
-    """Check that all fragments can be exchanged between two exchanges of the first; None: they can."""
+def check_fragments(fragments: int, delay: int, every: int) -> Iterator[Problem]:
+    """Check that all fragments can be exchanged between two exchanges of the first."""
     if not 1 <= fragments <= every:
-        return Problem(
+        yield Problem(
             "P026",
             f"comm.fragments must be from 1 to {every}, the local steps of sync=, got {fragments}",
             f"--comm.fragments {listed(n for n in (1, 2, 4, 8) if n <= every)}",
         )
     if not 0 <= delay < every:
-        return Problem(
+        yield Problem(
             "P027",
             f"comm.outer_delay must be below {every}, the local steps of sync=, got {delay}",
             f"--comm.outer_delay {listed(dict.fromkeys((0, every - 1)))}",
         )
-    return None

@@ -7,12 +7,13 @@ plan and the model's description. Each axis has a file.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from shoal.blueprint.description import Description
-from shoal.blueprint.plan import Plan
+from shoal.blueprint.plan import DEGREES, Plan
+from shoal.blueprint.plan_parser import read_mapping, read_words
 from shoal.blueprint.validation.batch import check_batch
 from shoal.blueprint.validation.context import check_context
 from shoal.blueprint.validation.description import (
@@ -28,6 +29,13 @@ from shoal.blueprint.validation.pipeline import check_compile, check_pipeline, c
 from shoal.blueprint.validation.tensor import check_tensor
 from shoal.blueprint.validation.unsupported import check_unsupported
 from shoal.errors import Problem
+
+OTHER_PLAN_VALUES: Mapping[str, Any] = {
+    **dict.fromkeys(DEGREES, 2),
+    **{"zero": 3, "schedule": "gpipe", "v": 2, "context": "ulysses", "sp": True},
+    **{"mb": 1, "precision": "bf16", "compress": "int8", "sync": "local:8"},
+}
+"""Key → a valid value that leads to other problems than the default does. Problems under both do not depend on it."""
 
 
 def check_plan(
@@ -83,3 +91,17 @@ def check_ranks(plan: Plan, world_size: int, *, batch: int | None = None, has_to
     found = [*plan.check(world_size), *check_unsupported(filled)]
     for_any_layout = has_to_change or bool(found)
     return [*found, *(check_batch(filled, batch or 0, for_any_layout=for_any_layout) if is_known else ())]
+
+
+def check_unread(value: object, world_size: int) -> list[Problem]:
+    """Further problems of a plan of which `Plan.of` could not read all words, on a number of ranks.
+
+    A problem that depends on the value of an unread word is left out.
+    """
+    if not isinstance(value, Mapping | str):
+        return []
+    read = read_mapping(value) if isinstance(value, Mapping) else read_words(value)
+    found = check_ranks(Plan(**read.values), world_size)
+    instead = {key: OTHER_PLAN_VALUES[key] for key in read.unread if key in OTHER_PLAN_VALUES}
+    certain = {problem.what for problem in check_ranks(Plan(**read.values, **instead), world_size)}
+    return [problem for problem in found if problem.what in certain]

@@ -36,7 +36,7 @@ def check_pipeline(plan: Plan, description: Description) -> Iterator[Problem]:
         yield Problem(
             "P042",
             f"{what} are more than the {num_blocks} block{'s' * (num_blocks != 1)} of the model",
-            ", or ".join([*fixes, f"a model of at least {pp * v} blocks"]),
+            ", or ".join([*fixes, f"--model.num_layers {pp * v}"]),
         )
     if plan.recompute != "none" and plan.schedule in SPLIT_BACKWARD:
         yield Problem(
@@ -66,12 +66,12 @@ def check_compile(plan: Plan, description: Description) -> Iterator[Problem]:
         yield Problem(
             "P045",
             f"{plan.schedule} splits each backward in two, but a compiled block computes all of it each time",
-            "--run.compile false (compile=False of a Run), or 1f1b, interleaved, looped or gpipe",
+            "--run.compile false, or 1f1b, interleaved, looped or gpipe",
         )
     if plan.recompute != "none" and plan.layout.pp > 1 and description.num_experts:
         yield Problem(
             "P046",
             f"torch.compile cannot capture recompute={plan.recompute} of blocks with experts in a pipeline, since each"
             " router needs the auxiliary loss of its own microbatch again",
-            "--run.compile false (compile=False of a Run), or recompute=none, or pp=1",
+            "--run.compile false, or recompute=none, or pp=1",
         )

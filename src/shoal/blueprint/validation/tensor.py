@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shoal.blueprint.description import Description, Split, supports_sequence_parallel
+from shoal.blueprint.placement import CUT_DIMS
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.validation.description import Shapes, as_pattern, split_of_parameter
 from shoal.errors import Problem, listed
@@ -77,7 +78,7 @@ def _rules_of_features(description: Description, features: Shapes) -> Iterator[_
     seen = set()
     for name, shape in features.items():
         pattern, split = split_of_parameter(name, description)
-        dim = {Split.COLUMN: 0, Split.VOCABULARY: 0, Split.ROW: 1}.get(split) if split else None
+        dim = CUT_DIMS.get(split, {}).get(name.rpartition(".")[2]) if split else None
         if dim is None or dim >= len(shape) or (pattern, shape[dim]) in seen:  # the bias of a row is not split
             continue
         seen.add((pattern, size := shape[dim]))

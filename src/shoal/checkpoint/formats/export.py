@@ -1,5 +1,5 @@
-"""Export a step: to one safetensors file, a Hugging Face folder, a folder of torch.distributed.checkpoint, or a state
-dict of torch.
+"""Export a step: to one safetensors file, a Hugging Face folder, a folder of torch.distributed.checkpoint, a state dict
+of torch, or a folder of PEFT.
 
 Every value is checked when it is read, and only a box of one tensor is in memory. The output has the name of a draft
 until all of it is on the disk: a process that dies before leaves nothing under the requested name.
@@ -20,17 +20,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.formats import dcp, huggingface, safetensors
+from shoal.checkpoint.formats import adapter, dcp, huggingface, safetensors
 from shoal.checkpoint.formats.lazy_tensor import LazyTensor
 from shoal.checkpoint.full_tensor import FullTensors
+from shoal.checkpoint.state.base_fingerprint import BASE
 from shoal.checkpoint.storage.filesystem import Filesystem
 from shoal.checkpoint.storage.locate import SavedStep
 from shoal.checkpoint.storage.manifest import SIZES
 from shoal.checkpoint.storage.shard_file import DTYPES
 from shoal.errors import RunFailed, ShoalError
 
-FORMATS = ("safetensors", "huggingface", "dcp", "torch")
-_OF_AN_EXPORT = ("model*.safetensors", huggingface.INDEX, huggingface.CONFIG, dcp.METADATA, "*.distcp")
+FORMATS = ("safetensors", "huggingface", "dcp", "torch", "peft")
+_OF_AN_EXPORT = (
+    adapter.WEIGHTS,
+    adapter.CONFIG,
+    "model*.safetensors",
+    huggingface.INDEX,
+    huggingface.CONFIG,
+    *huggingface.COPIED,
+    dcp.METADATA,
+    "*.distcp",
+)
 """Patterns of the files in a folder that an export writes."""
 
 
@@ -65,19 +75,53 @@ def export(
     if how.optimizer and how.format == "huggingface":
         raise ShoalError(
             "--format huggingface has weights alone, and cannot be combined with --optimizer",
-            fix="--format dcp or --format safetensors, or leave out --optimizer",
+            fix="--format dcp",
             code="R044",
         )
-    disk = disk or Filesystem()
     with FullTensors(step) as full:
         tensors = _named(full, how)
-        size = sum(tensor.num_bytes for tensor in tensors.values())
-        config = None
+        extra = huggingface.Extra()
         if how.format == "huggingface":
-            config = huggingface.config_of(how.model or model_in(step), tensors)
-        with _target(to, disk, overwrite=how.overwrite, needs=size * (2 if how.format == "torch" else 1)) as draft:
-            _write(draft, tensors, how, config, progress, disk)
-    return Exported(len(tensors), size, config is not None)
+            _reject_adapters_alone(step)
+            tensors, extra = huggingface.for_export(how.model or model_in(step), tensors)
+        elif how.format == "peft":
+            extra = huggingface.Extra(_adapter_config(step))
+        return write_tensors(tensors, to, how, extra, progress, disk)
+
+
+def write_tensors(
+    tensors: Mapping[str, LazyTensor],
+    to: Path,
+    how: ExportSettings,
+    extra: huggingface.Extra,
+    progress: Callable[[int], None],
+    disk: Filesystem | None = None,
+) -> Exported:
+    """Write tensors to a new file or folder; `extra` is what a folder has beside them."""
+    disk = disk or Filesystem()
+    size = sum(tensor.num_bytes for tensor in tensors.values())
+    with _target(to, disk, overwrite=how.overwrite, needs=size * (2 if how.format == "torch" else 1)) as draft:
+        _write(draft, tensors, how, extra, progress, disk)
+    return Exported(len(tensors), size, extra.config is not None)
+
+
+def _reject_adapters_alone(step: SavedStep) -> None:
+    if BASE in step.manifest.state:
+        raise ShoalError(
+            f"{step.path} must hold a whole model for --format huggingface, got adapters alone",
+            fix="--format peft for the adapters; or shoal checkpoint merge RUN TO for the base with its updates",
+            code="L014",
+        )
+
+
+def _adapter_config(step: SavedStep) -> dict[str, Any]:
+    settings = step.manifest.state.get("lora")
+    if not isinstance(settings, dict):
+        raise ShoalError(
+            f"{step.path} must hold adapters for --format peft, got none", fix="--format safetensors", code="L014"
+        )
+    name = model_in(step).get("name")
+    return adapter.config_of(settings, base=name.removeprefix("hf:") if isinstance(name, str) else None)
 
 
 def model_in(step: SavedStep) -> Mapping[str, Any]:
@@ -105,7 +149,7 @@ def _write(
     draft: Path,
     tensors: Mapping[str, LazyTensor],
     how: ExportSettings,
-    config: Mapping[str, Any] | None,
+    extra: huggingface.Extra,
     progress: Callable[[int], None],
     disk: Filesystem,
 ) -> None:
@@ -116,7 +160,10 @@ def _write(
     else:
         disk.make_draft(draft)
         if how.format == "huggingface":
-            huggingface.write(draft, tensors, disk, progress, shard_bytes=how.shard_bytes, config=config)
+            huggingface.write(draft, tensors, disk, progress, shard_bytes=how.shard_bytes, extra=extra)
+        elif how.format == "peft":
+            assert extra.config is not None
+            adapter.write(draft, tensors, disk, progress, config=extra.config)
         else:
             dcp.write(draft, tensors, progress)
             for name in disk.names(draft):
@@ -202,7 +249,9 @@ def _sync(to: Path, disk: Filesystem) -> None:
         disk.sync(to.parent)
     except OSError as error:
         raise RunFailed(
-            f"{to} is written, but the disk has not confirmed it: {error.strerror}", fix="check the disk", code="C038"
+            f"{to} is written, but the disk has not confirmed it: {error.strerror}",
+            fix=f"df -h {to.parent}, and then the same command with --overwrite",
+            code="C038",
         ) from error
 
 

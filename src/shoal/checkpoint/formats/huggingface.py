@@ -53,8 +53,22 @@ DEFAULTS = {
 }  # fmt: skip
 """Defaults of a llama's config.json."""
 
+COPIED = (
+    *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json"),
+    *("added_tokens.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja"),
+)
+"""Files of a folder that an export copies from the folder that training began with."""
+
 DTYPE_WORDS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Extra:
+    """What a folder has beside tensors."""
+
+    config: Mapping[str, Any] | None = None
+    copies: tuple[Path, ...] = ()
 
 
 def write(
@@ -64,7 +78,7 @@ def write(
     progress: Callable[[int], None],
     *,
     shard_bytes: float,
-    config: Mapping[str, Any] | None,
+    extra: Extra,
 ) -> list[str]:
     """Write a folder; return the names of its files."""
     groups = split(tensors, shard_bytes)
@@ -73,16 +87,25 @@ def write(
     for name, group in zip(names, groups, strict=True):
         safetensors.write(folder / name, {key: tensors[key] for key in group}, disk, progress, format="pt")
     texts: dict[str, Any] = {}
+    copies = {path.name: _content(path) for path in extra.copies}
     if len(groups) > 1:
         total = sum(tensor.num_bytes for tensor in tensors.values())
         where = {key: name for name, group in zip(names, groups, strict=True) for key in group}
         texts[INDEX] = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-    if config is not None:
-        texts[CONFIG] = config
-    for name, text in texts.items():
+    if extra.config is not None:
+        texts[CONFIG] = extra.config
+    copies |= {name: (json.dumps(text, indent=2) + "\n").encode() for name, text in texts.items()}
+    for name, data in copies.items():
         with safetensors.new_file(folder / name, disk) as file:
-            disk.write(file, (json.dumps(text, indent=2) + "\n").encode())
-    return [*names, *texts]
+            disk.write(file, data)
+    return [*names, *copies]
+
+
+def _content(path: Path) -> bytes:
+    data = read_regular(path, MOST_JSON)
+    if len(data) > MOST_JSON:
+        raise ShoalError(f"{path} must have at most {MOST_JSON:,} bytes", fix=f"mv {path} elsewhere", code="C043")
+    return data
 
 
 def split(tensors: Mapping[str, LazyTensor], most_bytes: float) -> list[list[str]]:
@@ -111,6 +134,13 @@ def read(folder: Path) -> dict[str, LazyTensor]:
                 raise ShoalError(
                     f"{folder / INDEX} names a file {name[:80]!r}", fix="plain names, without a path", code="C041"
                 )
+        raise_if(
+            Problem(
+                "C041", f"{folder / INDEX} names the file {name}, which is not there", "the files that were written"
+            )
+            for name in sorted(set(where.values()))
+            if not (folder / name).exists()
+        )
         files = {name: safetensors.read(folder / name) for name in sorted(set(where.values()))}
         raise_if(
             Problem("C041", f"{name} is not in {file}, where {INDEX} lists it", "the files that were written")
@@ -151,6 +181,23 @@ def read_json(path: Path) -> dict[str, Any]:
 # ---- the configuration of a llama -----------------------------------------------------------------------------------
 
 
+def for_export(model: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], Extra]:
+    """Return the tensors under the names of a folder, and what else belongs there, for a recipe's model section."""
+    exporters: Mapping[str, str] = import_module("shoal.models").EXPORTERS
+    for prefix, place in exporters.items():
+        if str(model.get("name")).startswith(prefix):
+            module_name, _, function = place.partition(":")
+            found: tuple[dict[str, LazyTensor], Extra] = getattr(import_module(module_name), function)(model, tensors)
+            return found
+    return dict(tensors), Extra(config_of(model, tensors))
+
+
+def dtype_word(tensors: Mapping[str, LazyTensor]) -> str:
+    """Return the dtype of most tensors, as a config.json names it."""
+    dtypes = [tensor.dtype for tensor in tensors.values()]
+    return DTYPE_WORDS.get(max(set(dtypes), key=dtypes.count), "float32")
+
+
 def config_of(model: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> dict[str, Any] | None:
     """Return the `config.json` of a recipe's model section; None if it is not a llama."""
     if model.get("name") != "llama":
@@ -160,8 +207,6 @@ def config_of(model: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> di
     llama = known.build_config("llama", known.PRESETS, known.LlamaConfig(), arguments)
     said = dataclasses.asdict(llama)
     _reject_other_architecture(said, tensors)
-    dtypes = [tensor.dtype for tensor in tensors.values()]
-    word = DTYPE_WORDS.get(max(set(dtypes), key=dtypes.count), "float32")
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -173,7 +218,7 @@ def config_of(model: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> di
         "attention_dropout": 0.0,
         "mlp_bias": False,
         "use_cache": True,
-        "torch_dtype": word,
+        "torch_dtype": dtype_word(tensors),
     }
 
 

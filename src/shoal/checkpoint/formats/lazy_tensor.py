@@ -43,6 +43,12 @@ class LazyTensor:
         return prod(self.shape) * SIZES[self.dtype]
 
 
+def in_memory(dtype: str, tensor: Tensor) -> LazyTensor:
+    """Make a lazy tensor of one that is there. `dtype`: safetensors' name of its dtype."""
+    shape = tuple(tensor.shape)
+    return LazyTensor(dtype, shape, (Box((0,) * len(shape), shape, lambda: tensor),))
+
+
 def by_rows(dtype: str, shape: Sequence[int], rows: Callable[[int, int], Tensor]) -> LazyTensor:
     """Make a tensor from a function that reads rows; one without dims is read by `rows(0, 1)`."""
     rest = tuple(shape[1:])
@@ -69,3 +75,23 @@ def row_blocks(dtype: str, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield 0, 0
     for begin in range(0, num_rows, many):
         yield begin, min(num_rows, begin + many)
+
+
+def part_of(tensor: LazyTensor, begin: Shape, shape: Shape) -> LazyTensor:
+    """A box of a tensor, without the first dim, which has length 1 there."""
+    assert shape[0] == 1
+    boxes = []
+    for box in tensor.boxes:
+        first = [max(own, other) for own, other in zip(begin, box.begin, strict=True)]
+        sizes = zip(begin, shape, box.begin, box.shape, first, strict=True)
+        extent = [min(own + length, other + size) - at for own, length, other, size, at in sizes]
+        if all(size > 0 for size in extent):
+            there = [at - other for at, other in zip(first, box.begin, strict=True)]
+            where = tuple(slice(at, at + size) for at, size in zip(there, extent, strict=True))
+            here = tuple(at - own for at, own in zip(first, begin, strict=True))
+            boxes.append(Box(here[1:], tuple(extent[1:]), partial(_cut, box, (where[0].start, *where[1:]))))
+    return LazyTensor(tensor.dtype, shape[1:], tuple(boxes))
+
+
+def _cut(box: Box, where: tuple[int | slice, ...]) -> Tensor:
+    return box.read()[where]

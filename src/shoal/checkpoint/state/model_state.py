@@ -4,7 +4,8 @@ A layout divides a parameter into boxes (`ParallelModel.shard_box`), and the opt
 checkpoint stores no layout: it stores full tensors and the box of each piece. So any layout can read a checkpoint that
 any other layout wrote: each rank reads its own boxes.
 
-    model/NAME                 parameters, and the biases and running statistics that a run learns
+    model/NAME                 parameters, and the biases and running statistics that a run learns; of a model with
+                               LoRA, without the frozen ones below it
     optimizer/STATE/NAME       the optimizer's state for a parameter, such as exp_avg
 
 Tensors that differ between replicas are stored once per replica (`shoal.checkpoint.state.replica_state`). Replicas
@@ -59,11 +60,24 @@ class Holder:
         return self.copies.get(parameter, parameter)
 
 
+def base_shards(holder: Holder) -> Iterator[LocalShard]:
+    """Yield the frozen parameters below adapters, which are read and never saved."""
+    composed = holder.composed
+    firsts = {second: first for first, second in composed.tied}
+    for name in (name for name in composed.named if name in composed.base):
+        value = to_local(composed.named[name]).detach()
+        begin, _ = composed.shard_box(name)
+        yield LocalShard(f"model/{firsts.get(name, name)}", composed.shapes[name], begin, value, is_saved=False)
+
+
 def local_shards(holder: Holder) -> Iterator[LocalShard]:
     """Yield all tensors of a run on this rank, with optimizer states if there are any."""
     composed = holder.composed
     firsts = {second: first for first, second in composed.tied}
+    base = composed.base
     for name, parameter in composed.named.items():
+        if name in base:
+            continue
         full_shape, (begin, shape), is_saved = composed.shapes[name], composed.shard_box(name), composed.is_owner(name)
         known = firsts.get(name, name)
         value = to_local(parameter).detach()

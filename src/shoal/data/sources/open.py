@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from shoal.config.recipe import DataSection
 from shoal.data.dataset import Dataset, split_last
+from shoal.data.sources.chat.encode import open_chat_tokenizer
+from shoal.data.sources.chat.examples import Examples
+from shoal.data.sources.chat.rows import is_chat, read_rows
 from shoal.data.sources.digest import Tokens
 from shoal.data.sources.files import existing, kind_of
 from shoal.data.sources.huggingface import hugging_face
@@ -39,7 +43,23 @@ def open_datasets(section: DataSection, seed: int) -> tuple[Dataset, Dataset]:
     if kind == "images":
         images = ImageFolder(path, section.image_size)
         return split_last(images, section.validation, images.describe())
+    if kind == "chat" or (kind == "jsonl" and section.format == "auto" and is_chat(path)):
+        return _chat(section, path)
     return _text(section, jsonl_files(path, section.text_field) if kind == "jsonl" else text_files(path))
+
+
+def _chat(section: DataSection, path: Path) -> tuple[Dataset, Dataset]:
+    chat = open_chat_tokenizer(section.tokenizer)
+    rows = list(read_rows(path))
+    whole = Examples(
+        map(chat.encode, rows),
+        sequence=section.seq_len,
+        vocabulary=chat.tokenizer.vocabulary,
+        end_token=chat.tokenizer.end_token,
+        pack=section.pack,
+        origin=f"{len(rows):,} conversations in {path}",
+    )
+    return split_last(whole, section.validation, whole.describe())
 
 
 def _text(section: DataSection, corpus: Corpus) -> tuple[Dataset, Dataset]:

@@ -5,7 +5,9 @@ Both end every document with an end token, which separates documents in packed s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,8 +15,10 @@ import numpy as np
 from shoal.data.sources.digest import Tokens
 from shoal.data.sources.files import existing, reject_irregular
 from shoal.errors import ShoalError, needs
+from shoal.files import read_regular
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
+MOST_CONFIG = 2**24
 DOCUMENTS_AT_ONCE = 1024  # bounds the memory of encodings, which are far larger than their ids
 
 
@@ -26,6 +30,12 @@ class Tokenizer(Protocol):
 
     def encode(self, documents: Sequence[bytes]) -> Tokens:
         """All documents one after the other, each followed by the end token."""
+
+    def ids(self, text: str) -> list[int]:
+        """The tokens of a text, without an end token."""
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of tokens."""
 
 
 class Bytes:
@@ -44,13 +54,22 @@ class Bytes:
             stream[position - 1] = self.end_token
         return stream
 
+    def ids(self, text: str) -> list[int]:
+        """The bytes of a text."""
+        return list(text.encode("utf-8", errors="replace"))
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of bytes; others than bytes are left out."""
+        return bytes(token for token in ids if token < 256).decode("utf-8", errors="replace")
+
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json`. Without a known end token, one id is added after its last."""
+    """A `tokenizer.json`, or a folder with one. Without a known end token, one id is added after its last."""
 
     def __init__(self, path: str) -> None:
         tokenizers = needs("tokenizers", what="data.tokenizer", extra="hf")
         file = existing(path, words=["bytes"], setting="data.tokenizer")
+        file = file / "tokenizer.json" if file.is_dir() else file
         reject_irregular(file)
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(file))
@@ -58,7 +77,7 @@ class HuggingFaceTokenizer:
             what = f"data.tokenizer must be a tokenizer.json, got {file}: {error}"
             raise ShoalError(what, fix="--data.tokenizer PATH/tokenizer.json", code="D020") from error
         size = int(self._tokenizer.get_vocab_size())
-        known = [self._tokenizer.token_to_id(token) for token in END_TOKENS]
+        known = [self._tokenizer.token_to_id(token) for token in (*_end_tokens_beside(file), *END_TOKENS)]
         self.end_token = next((number for number in known if number is not None), size)
         self.vocabulary = max(size, self.end_token + 1)
 
@@ -72,7 +91,31 @@ class HuggingFaceTokenizer:
                 parts.append(np.array([*encoding.ids, self.end_token], dtype=np.uint32))
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint32)
 
+    def ids(self, text: str) -> list[int]:
+        """The tokens of a text, without special ones around it."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of tokens, without special ones."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def _end_tokens_beside(file: Path) -> Iterator[str]:
+    """The end token that the tokenizer_config.json in the same folder names."""
+    beside = file.with_name("tokenizer_config.json")
+    if not beside.is_file():
+        return
+    try:
+        data = read_regular(beside, MOST_CONFIG)
+        said = json.loads(data) if len(data) <= MOST_CONFIG else None
+    except (OSError, ValueError, RecursionError):
+        return  # the tokenizer.json alone decides
+    token = said.get("eos_token") if isinstance(said, dict) else None
+    token = token.get("content") if isinstance(token, dict) else token
+    if isinstance(token, str):
+        yield token
+
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """`bytes`, or the path of a tokenizer.json."""
-    return Bytes() if name == "bytes" else HuggingFaceTokenizer(name)
+    """`bytes`, or the path of a tokenizer.json or of a folder with one."""
+    return Bytes() if name in ("bytes", "auto") else HuggingFaceTokenizer(name)

@@ -7,5 +7,6 @@ from shoal.models.huggingface.adapt import adapt
 from shoal.models.huggingface.describe import describe
 from shoal.models.huggingface.experts import written_out
 from shoal.models.huggingface.labels import shifts_labels
+from shoal.models.huggingface.pretrained.weights import weights_of
 
-__all__ = ["adapt", "describe", "shifts_labels", "written_out"]
+__all__ = ["adapt", "describe", "shifts_labels", "weights_of", "written_out"]

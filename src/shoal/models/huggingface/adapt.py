@@ -1,4 +1,4 @@
-"""Make a model of transformers fit for a layout, in place: its attention, its cache, its masks and positions."""
+"""Make a model of transformers fit for a layout, in place: its attention, cache, masks, positions and layers."""
 
 from __future__ import annotations
 
@@ -7,28 +7,35 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.blueprint.description import Description
 from shoal.blueprint.placement import splits_tokens
 from shoal.blueprint.plan import Plan
 from shoal.errors import ShoalError
 from shoal.models.huggingface import attention, experts
+from shoal.models.huggingface.fast import swap_layers
+from shoal.parallel.context.attention import positions_in_documents
 
 MARK = "_is_adapted_for_shoal"
+DOCUMENTS = "documents"
+"""The entry of a batch with the document of each token."""
 
 
-def adapt(model: Any, description: Description, plan: Plan | None) -> None:
+def adapt(model: Any, description: Description, plan: Plan | None, *, fused: bool = False) -> str | None:
     """Prepare a model for a plan; None: for a trace on the meta device. Names and parameters stay.
 
-    Without pp, cp and divided tokens attention stays that of transformers.
+    Without pp, cp and divided tokens attention stays that of transformers. `fused`: swap in layers that compute the
+    same faster, and return one line about them. Under tp no layer is swapped.
     """
     if getattr(model, MARK, None) is not None:
-        return
+        return None
     experts.install(model)
     divides = plan is None or plan.layout.cp > 1 or plan.layout.pp > 1 or splits_tokens(plan, description)
     is_able = "cp" not in description.why_not
-    if divides and is_able:
+    is_fused = fused and plan is not None and plan.layout.tp == 1
+    before = getattr(model.config, "_attn_implementation", None)
+    if is_able and (divides or (is_fused and before == "sdpa")):
         attention.install(model)
         model.base_model.register_forward_pre_hook(_padding_of_four_dims, with_kwargs=True)
     context = 1 if plan is None else plan.layout.cp
@@ -38,9 +45,12 @@ def adapt(model: Any, description: Description, plan: Plan | None) -> None:
         needs_positions=plan is not None and splits_tokens(plan, description) and context == 1,
         checks_positions=divides and is_able,
         cp=context,
+        why_not_packed=description.why_not.get("cp"),
+        packed_attention=before if is_able and is_fused and not divides and before == "sdpa" else None,
     )
     model.register_forward_pre_hook(inputs, with_kwargs=True)
     setattr(model, MARK, True)
+    return swap_layers(model, description.blocks) if is_fused else None
 
 
 @dataclass(frozen=True)
@@ -52,16 +62,31 @@ class Inputs:
     needs_positions: bool
     checks_positions: bool
     cp: int
+    why_not_packed: str | None = None
+    """Why a token could see other documents of its sample; None: it cannot."""
+    packed_attention: str | None = None
+    """The attention for samples that may be packed, which transformers finds in position_ids; None: no other one."""
 
-    def __call__(self, _model: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def __call__(self, model: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Turn the cache off, which a recomputed block would fill twice; and pass positions where tokens are divided,
         since a model counts those that it sees."""
+        if options.get(DOCUMENTS) is not None and self.why_not_packed is not None:
+            raise ShoalError(
+                f"packed samples cannot be kept apart in this model: {self.why_not_packed}",
+                fix="--data.pack false",
+                code="L016",
+            )
+        options = with_positions(options)
         if self.takes_cache:
             options = {"use_cache": False, **options}
         positions = options.get("position_ids")
         is_plain = options.get("attention_mask") is None and options.get("past_key_values") is None
         if positions is not None and is_plain and self.checks_positions:  # else transformers does not look for packing
             self._check(positions)
+        if self.packed_attention is not None:
+            wanted = self.packed_attention if positions is not None and is_plain else attention.NAME
+            if model.config._attn_implementation != wanted:
+                model.set_attn_implementation(wanted)
         if positions is None and self.needs_positions:
             tokens = next((x for x in (*arguments, *options.values()) if isinstance(x, Tensor)), None)
             if tokens is not None:
@@ -72,21 +97,31 @@ class Inputs:
         if self.cp > 1:
             raise ShoalError(
                 f"under cp={self.cp} positions are passed by shoal, got position_ids in the batch",
-                fix="a batch without position_ids",
+                fix="a batch without position_ids (--data.pack false)",
                 code="M064",
             )
         if not positions.is_meta and not bool((positions.diff(dim=-1) == 1).all()):
             raise ShoalError(
                 "position_ids must count up by one, got others, as of packed samples",
-                fix="a batch without position_ids and with one document in each sample, or cp=1, pp=1 and sp=off",
+                fix="a batch without position_ids and with one document in each sample (--data.pack false), or cp=1,"
+                " pp=1 and sp=off",
                 code="M064",
             )
 
 
-def _padding_of_four_dims(_model: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def with_positions(options: dict[str, Any]) -> dict[str, Any]:
+    """Arguments with positions that start over in each document, by which transformers knows packed samples."""
+    documents = options.get(DOCUMENTS)
+    others = {name: value for name, value in options.items() if name != DOCUMENTS}
+    if documents is None:
+        return others
+    return {**others, "position_ids": positions_in_documents(documents), "use_cache": False}  # a cache has no documents
+
+
+def _padding_of_four_dims(model: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """(B, keys) → (B, 1, 1, keys), which transformers passes to attention as it is. None, if nothing is padded."""
     mask = options.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.dim() != 2:
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or model.config._attn_implementation != attention.NAME:
         return arguments, options
     keys = mask.to(torch.bool)
     is_empty = not keys.is_meta and bool(keys.all())

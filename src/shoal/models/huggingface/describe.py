@@ -16,7 +16,6 @@ only saves nothing. Everything with parameters outside of regions is whole, too.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -24,8 +23,10 @@ from torch import nn
 
 from shoal.blueprint.description import Description, Split, matches
 from shoal.blueprint.placement import is_inside
+from shoal.models.huggingface.logits import LogitRule, logit_rule
 from shoal.models.huggingface.modules import attentions, experts_in, mixes_tokens, name_of, pattern_of
 from shoal.models.huggingface.order import Order, order_of
+from shoal.parallel.lora.layers import LoRALinear
 
 STYLES = {"colwise": Split.COLUMN, "rowwise": Split.ROW, "replicated_with_grad_allreduce": Split.HEADS}
 """Words of a tp_plan that mean the same here. `_gather_output` and `_split_input` gather activations: not followed."""
@@ -48,6 +49,7 @@ def describe(model: Any) -> Description:
     if len(numbers) > 1:
         why_not["ep"] = f"{type(model).__name__} has layers of {' and '.join(map(str, sorted(numbers)))} experts"
     head = model.get_output_embeddings()
+    rule = _logit_rule(model, head)
     return Description(
         blocks=order.blocks,
         before_blocks=order.before,
@@ -55,7 +57,9 @@ def describe(model: Any) -> Description:
         costs=order.costs,
         splits=splits,
         tied=tuple(_tied(model, order)),
-        head=name_of(model, head) if _returns_head(model, head) else None,
+        head=None if rule is None else name_of(model, head),
+        logit_scale=1.0 if rule is None else rule.scale,
+        logit_softcap=None if rule is None else rule.softcap,
         num_heads=getattr(config, "num_attention_heads", None),
         num_kv_heads=getattr(config, "num_key_value_heads", None),
         num_experts=min(numbers, default=None),
@@ -153,7 +157,7 @@ def _declared(plan: Mapping[str, str], name: str, module: nn.Module) -> Split | 
     """The split of a module by the words of a tp_plan; None: not declared, or not one that is followed."""
     style = next((style for pattern, style in plan.items() if matches(pattern, name)), None)
     how = STYLES.get(style or "")
-    is_linear = type(module) is nn.Linear
+    is_linear = type(module) in (nn.Linear, LoRALinear)
     return how if is_linear or how is Split.HEADS else None
 
 
@@ -168,12 +172,9 @@ def _tied(model: nn.Module, order: Order) -> Iterator[tuple[str, str]]:
     yield from ((first[key], name) for key, name in second.items())
 
 
-def _returns_head(model: Any, head: Any) -> bool:
-    """Whether logits are the output of the last layer as it is. Every setting that scales or caps them has one of these
-    words in its name."""
+def _logit_rule(model: Any, head: Any) -> LogitRule | None:
+    """What becomes of the output of the last layer; None: not known, or the layer is not a plain product."""
     is_plain = type(head) is nn.Linear and getattr(head, "bias", None) is None
     if not is_plain or getattr(model.config, "is_encoder_decoder", False):  # that needs labels, and computes a loss
-        return False
-    words = re.compile(r"logit_scale|logits_scal|logit_softcap|lm_head_multiplier")
-    settings = _text_config(model).to_dict()
-    return not any(words.search(name) and value not in (None, 1, 1.0, False) for name, value in settings.items())
+        return None
+    return logit_rule(model, head)

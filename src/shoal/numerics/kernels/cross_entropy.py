@@ -24,10 +24,17 @@ _TILE = 64
 _TILE_WARPS = 4
 
 
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _capped(x, cap):  # type: ignore[no-untyped-def]
+    """cap · tanh(x / cap), where tanh(u) = 1 - 2 / (1 + exp(2 u))."""
+    return cap - 2.0 * cap / (1.0 + tl.exp(2.0 * x / cap))
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _rows(  # type: ignore[no-untyped-def]
-    logits, labels, losses, lses, stride, vocabulary, ignore, with_gradient: tl.constexpr, block: tl.constexpr
-):
+    logits, labels, losses, lses, stride, vocabulary, ignore, cap,
+    with_gradient: tl.constexpr, has_cap: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
     start = logits + row * stride
@@ -41,12 +48,16 @@ def _rows(  # type: ignore[no-untyped-def]
             here = first + columns < vocabulary
             x = tl.load(start + first + columns, mask=here, other=-float("inf"), eviction_policy="evict_last")
             x = x.to(tl.float32)
+            if has_cap:
+                x = tl.where(here, _capped(x, cap), -float("inf"))
             new = tl.maximum(largest, tl.max(x, axis=0))
             sums = sums * tl.exp(largest - new) + tl.exp(x - new)
             largest = new
         lse = largest + tl.log(tl.sum(sums, axis=0))
         is_word = (label >= 0) & (label < vocabulary)
         target = tl.load(start + label, mask=is_word, other=float("nan")).to(tl.float32)
+        if has_cap:
+            target = _capped(target, cap)
         tl.store(losses + row, lse - target)
         tl.store(lses + row, lse)
         if with_gradient:
@@ -57,7 +68,12 @@ def _rows(  # type: ignore[no-untyped-def]
                 first = (num_blocks - 1 - done) * block
                 here = first + columns < vocabulary
                 x = tl.load(start + first + columns, mask=here, other=-float("inf"), eviction_policy="evict_first")
-                gradient = tl.exp(x.to(tl.float32) - lse) - tl.where(first + columns == label, 1.0, 0.0) + poison
+                x = x.to(tl.float32)
+                if has_cap:
+                    x = tl.where(here, _capped(x, cap), -float("inf"))
+                gradient = tl.exp(x - lse) - tl.where(first + columns == label, 1.0, 0.0) + poison
+                if has_cap:
+                    gradient *= 1.0 - (x / cap) * (x / cap)
                 gradient = gradient.to(logits.dtype.element_ty)
                 tl.store(start + first + columns, gradient, mask=here, eviction_policy="evict_first")
     else:
@@ -71,8 +87,9 @@ def _rows(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _exponentials(  # type: ignore[no-untyped-def]
-    logits, labels, losses, factors, stride, vocabulary, ignore, factor, highest: tl.constexpr, block: tl.constexpr
-):
+    logits, labels, losses, factors, stride, vocabulary, ignore, factor, cap,
+    has_cap: tl.constexpr, highest: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
     """Compute Σ exp(x - level), and write each exponential in place of its logit. The level is the maximum of the first
     block: it must be known before the rest is read. If a later logit is so far above it that numbers would overflow,
     the level is raised, and what was written before is read again."""
@@ -83,11 +100,15 @@ def _exponentials(  # type: ignore[no-untyped-def]
     if label != ignore:
         is_word = (label >= 0) & (label < vocabulary)
         target = tl.load(start + label, mask=is_word, other=float("nan")).to(tl.float32)
+        if has_cap:
+            target = _capped(target, cap)
         level = tl.full([], -1e30, tl.float32)
         sums = tl.zeros([block], dtype=tl.float32)
         following = tl.load(start + columns, mask=columns < vocabulary, other=-float("inf"))
         for first in range(0, vocabulary, block):
             x = following.to(tl.float32)
+            if has_cap:
+                x = tl.where(first + columns < vocabulary, _capped(x, cap), -float("inf"))
             beyond = first + block + columns  # loaded while these are summed
             following = tl.load(start + beyond, mask=beyond < vocabulary, other=-float("inf"))
             largest = tl.max(x, axis=0)
@@ -101,12 +122,16 @@ def _exponentials(  # type: ignore[no-untyped-def]
                 level = largest
             exponentials = tl.exp(x - level)
             sums += tl.where(first + columns == label, 0.0, exponentials)
+            if has_cap:
+                exponentials *= 1.0 - (x / cap) * (x / cap)
             exponentials = exponentials.to(logits.dtype.element_ty)
             tl.store(start + first + columns, exponentials, mask=first + columns < vocabulary)
         others = tl.sum(sums, axis=0)
         total = others + tl.exp(target - level)  # NaN if the label is invalid: no finite step must follow
         tl.store(losses + row, tl.log(total) + level - target)
         tl.store(factors + row, factor / total)
+        if has_cap:
+            others *= 1.0 - (target / cap) * (target / cap)
         tl.debug_barrier()  # another thread has written the label's element
         tl.store(start + label, (-others).to(logits.dtype.element_ty), mask=is_word)  # the label: its own less all
     else:
@@ -167,7 +192,9 @@ def times(x: Tensor, factors: Tensor, dtype: torch.dtype, *, is_in_place: bool =
     return product
 
 
-def exponentials_(logits: Tensor, labels: Tensor, *, ignore: int, factor: float) -> tuple[Tensor, Tensor]:
+def exponentials_(
+    logits: Tensor, labels: Tensor, *, ignore: int, factor: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the loss of each row in float32, as `cross_entropy_rows_` does, and a factor per row. The gradient of a
     row without that factor replaces its logits."""
     assert logits.stride(-1) == 1
@@ -175,20 +202,22 @@ def exponentials_(logits: Tensor, labels: Tensor, *, ignore: int, factor: float)
     launch: Any = _exponentials[(logits.shape[0],)]
     launch(
         logits, labels.contiguous(), losses, factors, logits.stride(0), logits.shape[1], ignore, factor,
-        highest=_HIGHEST, block=_BLOCK // 2, num_warps=_WARPS // 2,
+        float(softcap or 1.0), has_cap=softcap is not None, highest=_HIGHEST, block=_BLOCK // 2, num_warps=_WARPS // 2,
     )  # fmt: skip
     return losses, factors
 
 
-def cross_entropy_rows_(logits: Tensor, labels: Tensor, *, ignore: int, with_gradient: bool) -> tuple[Tensor, Tensor]:
+def cross_entropy_rows_(
+    logits: Tensor, labels: Tensor, *, ignore: int, with_gradient: bool, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the loss and the log of the sum of exponentials of each row, in float32. The loss is 0 where the label is
     `ignore`, and NaN where it is invalid. The gradient replaces the logits, and is NaN alike."""
     assert logits.stride(-1) == 1
     losses, lses = torch.empty(2, logits.shape[0], dtype=torch.float32, device=logits.device)
     launch: Any = _rows[(logits.shape[0],)]
     launch(
-        logits, labels.contiguous(), losses, lses, logits.stride(0), logits.shape[1], ignore,
-        with_gradient=with_gradient, block=_BLOCK, num_warps=_WARPS,
+        logits, labels.contiguous(), losses, lses, logits.stride(0), logits.shape[1], ignore, float(softcap or 1.0),
+        with_gradient=with_gradient, has_cap=softcap is not None, block=_BLOCK, num_warps=_WARPS,
     )  # fmt: skip
     return losses, lses
 

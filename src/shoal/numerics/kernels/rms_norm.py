@@ -21,7 +21,7 @@ _WARPS = 32
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _backward(  # type: ignore[no-untyped-def]
     first, second, of_x, x, scale, inverse, d_x, normed, d_scales, num_rows, width,
-    has_second: tl.constexpr, block: tl.constexpr,
+    has_second: tl.constexpr, has_beside: tl.constexpr, recompute: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, block)
     here = columns < width
@@ -33,37 +33,42 @@ def _backward(  # type: ignore[no-untyped-def]
         d = tl.load(first + places, mask=here, other=0.0).to(tl.float32)
         if has_second:
             d += tl.load(second + places, mask=here, other=0.0).to(tl.float32)
-        beside = tl.load(of_x + places, mask=here, other=0.0).to(tl.float32)
+        if has_beside:
+            beside = tl.load(of_x + places, mask=here, other=0.0).to(tl.float32)
         root = tl.load(inverse + row)
         unscaled = values * root
         d_scale += d * unscaled
         d_unscaled = d * s
         mean = tl.sum(d_unscaled * unscaled, axis=0) / width
-        gradient = root * (d_unscaled - unscaled * mean) + beside
+        gradient = root * (d_unscaled - unscaled * mean)
+        if has_beside:
+            gradient += beside
         tl.store(d_x + places, gradient.to(d_x.dtype.element_ty), mask=here)
-        tl.store(normed + places, (unscaled * s).to(normed.dtype.element_ty), mask=here)
+        if recompute:
+            tl.store(normed + places, (unscaled * s).to(normed.dtype.element_ty), mask=here)
     tl.store(d_scales + tl.program_id(0) * width + columns, d_scale, mask=here)
 
 
 def norm_backward_in_one_pass(
-    d_normed: list[Tensor], of_x: Tensor, x: Tensor, scale: Tensor, inverse: Tensor
+    d_normed: list[Tensor], of_x: Tensor | None, x: Tensor, scale: Tensor, inverse: Tensor, *, recompute: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `ops.rms_norm.norm_backward`."""
     *others, last = (part.contiguous() for part in d_normed)
     while len(others) > 1:
         others = [others[0] + others[1], *others[2:]]
-    x, of_x = x.contiguous(), of_x.contiguous()
+    x = x.contiguous()
+    beside = x if of_x is None else of_x.contiguous()
     width = x.shape[-1]
     num_rows = x.numel() // width
     block = triton.next_power_of_2(width)
     warps = max(1, min(_WARPS, block // 256))
     multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
     programs = max(1, min(num_rows, multiprocessors * (_WARPS // warps)))
-    d_x, normed = torch.empty_like(x), torch.empty_like(x, dtype=last.dtype)
+    d_x, normed = torch.empty_like(x), x.new_empty(x.shape if recompute else (0,), dtype=last.dtype)
     d_scales = torch.empty((programs, width), dtype=torch.float32, device=x.device)
     launch: Any = _backward[(programs,)]
     launch(
-        last, others[0] if others else last, of_x, x, scale, inverse, d_x, normed, d_scales, num_rows, width,
-        has_second=bool(others), block=block, num_warps=warps,
+        last, others[0] if others else last, beside, x, scale, inverse, d_x, normed, d_scales, num_rows, width,
+        has_second=bool(others), has_beside=of_x is not None, recompute=recompute, block=block, num_warps=warps,
     )  # fmt: skip
     return d_x, d_scales.sum(0).to(scale.dtype), normed

@@ -7,13 +7,13 @@ needs the lse of all keys:
     out = Σ_parts  out_p · exp(lse_p - lse)          lse = log Σ_parts exp(lse_p)
 
 torch's kernels compute the lse but do not return it in the public API: the names below are private to torch. Only this
-file uses them, and a test compares each with attention written out in full.
+file and `window_attention` use them, and a test compares each with attention written out in full.
 """
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -54,6 +54,10 @@ class AttentionRule:
     def scale_for(self, q: Tensor) -> float:
         """The factor for queries with these features."""
         return q.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+    def within(self, num_keys: int) -> AttentionRule:
+        """The same rule for so many keys: a window that holds all of them is none."""
+        return replace(self, window=None) if self.window is not None and self.window >= num_keys else self
 
 
 PLAIN = AttentionRule()

@@ -19,28 +19,29 @@ from shoal.numerics.precision import compute_dtype, narrowed
 
 def embedded(tokens: Tensor, layer: nn.Module) -> Tensor:
     """Look up tokens in `layer`, in bfloat16 if products are computed in it."""
-    if isinstance(layer, nn.Embedding) and _has_kernel(layer):
-        rows: Tensor = _Embedded.apply(tokens, layer.weight)  # type: ignore[no-untyped-call]
-        return rows
-    return narrowed(layer(tokens))
+    rows = looked_up(tokens, layer) if type(layer) is nn.Embedding and is_plain(layer) else None
+    return narrowed(layer(tokens)) if rows is None else rows
 
 
-def _has_kernel(layer: nn.Embedding) -> bool:
-    """Whether the layer is a plain lookup in weights that are cast to bfloat16."""
+def looked_up(tokens: Tensor, layer: nn.Embedding) -> Tensor | None:
+    """The rows of a layer that is a plain lookup, in bfloat16; None: they are not cast to it, or have a rule that the
+    kernel does not know."""
     weight = layer.weight
-    is_lookup = type(layer) is nn.Embedding and is_plain(layer)
-    has_rules = layer.padding_idx is not None or layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse
+    has_rules = layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse
     is_cast = weight.is_cuda and weight.dtype.itemsize <= 4 and compute_dtype(weight) == torch.bfloat16
-    return is_lookup and not has_rules and is_cast
+    if has_rules or not is_cast:
+        return None
+    rows: Tensor = _Embedded.apply(tokens, weight, layer.padding_idx)  # type: ignore[no-untyped-call]
+    return rows
 
 
 class _Embedded(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, padding: int | None) -> Tensor:
         from shoal.numerics.kernels.embedding import gathered  # Triton, which CPUs do not have
 
         ctx.save_for_backward(tokens)
-        ctx.like = weight.shape, weight.dtype
+        ctx.like, ctx.padding = (weight.shape, weight.dtype), padding
         return gathered(tokens, weight)
 
     @staticmethod
@@ -49,4 +50,7 @@ class _Embedded(torch.autograd.Function):
         from shoal.numerics.kernels.embedding import scattered
 
         (tokens,) = ctx.saved_tensors
-        return None, scattered(tokens, grads[0], *ctx.like)
+        gradient = scattered(tokens, grads[0], *ctx.like)
+        if ctx.padding is not None:
+            gradient[ctx.padding] = 0.0
+        return None, gradient, None

@@ -16,6 +16,9 @@ Z is the sum of exponentials of a token's logits, known only when all of them ha
 meanwhile is not divided by Z. The division is left to smaller tensors: one row of h, and of dh. So logits are read
 once. In float16 such numbers would overflow, and the gradient is computed in a second pass.
 
+Some models scale their logits, or cap them: c tanh(logits / c). A scale is one of h. With a cap, the gradient of a
+logit is also multiplied by the slope of the cap, 1 - (capped / c)², where it is written.
+
 In fp8 the logits, and with them the loss, are as exact as before; the two products of the backward are of 8-bit floats.
 The gradient of a logit is between -1 and 1 for any model, so its scale is known before it is computed.
 """
@@ -51,21 +54,27 @@ def linear_cross_entropy(
     ignore: int,
     fp8: bool = False,
     factor: float | Callable[[], float] = 1.0,
+    scale: float = 1.0,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return the cross-entropy of `h @ weight.T` with the labels, summed over those that are not `ignore`.
 
     h is (tokens, features), weight (vocabulary, features), labels (tokens). Under autocast the products use its
     precision. The softmax, and the sum of the weight's gradients, are in at least float32. `fp8`: the products of the
     backward are of 8-bit floats, where sizes allow it. `factor`: the expected gradient of the loss, or a function that
-    returns it; if it is right, the backward has nothing to do.
+    returns it; if it is right, the backward has nothing to do. Logits l are `scale` · l, or, with a `softcap`,
+    softcap · tanh(scale · l / softcap).
     """
     if not torch.is_grad_enabled():  # the function below cannot see this
         h, weight = h.detach(), weight.detach()
     dtype = compute_dtype(h)
+    h = h if scale == 1.0 else h * scale
     factor = factor() if callable(factor) else factor
     factor = 1.0 if dtype == torch.float16 else factor  # float16 would lose numbers multiplied by a small factor
     with torch.autocast(h.device.type, enabled=False):
-        loss: Tensor = _LinearCrossEntropy.apply(h.to(dtype).contiguous(), weight, labels, ignore, fp8, factor)  # type: ignore[no-untyped-call]
+        loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            h.to(dtype).contiguous(), weight, labels, ignore, fp8 and softcap is None, factor, softcap
+        )
     return loss
 
 
@@ -83,7 +92,16 @@ def tokens_of_chunk(num_tokens: int, vocabulary: int, size_bytes: int) -> int:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, h: Tensor, weight: Tensor, labels: Tensor, ignore: int, fp8: bool, factor: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        h: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        ignore: int,
+        fp8: bool,
+        factor: float,
+        softcap: float | None,
+    ) -> Tensor:
         needs_h, needs_weight = ctx.needs_input_grad[:2]
         is_narrow = fp8 and all(size % MULTIPLE == 0 for size in (*h.shape, len(weight)))
         w = weight.to(h.dtype)
@@ -98,7 +116,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part, keep = slice(start, start + size), float(start > 0)
             logits = h[part] @ w.T  # [1]
             if not (needs_h or needs_weight):
-                loss = cross_entropy_(logits, labels[part], ignore=ignore, with_gradient=False)
+                loss = cross_entropy_(logits, labels[part], ignore=ignore, with_gradient=False, softcap=softcap)
             elif is_narrow:
                 loss, gradient, gradient_transposed = cross_entropy_in_fp8(  # [2]
                     logits, labels[part], ignore=ignore, factor=factor
@@ -111,7 +129,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     del share
                 del gradient, gradient_transposed
             else:
-                loss, rows = gradient_(logits, labels[part], ignore=ignore, factor=factor)  # [2] rows: factor / Z
+                loss, rows = gradient_(  # [2] rows: factor / Z
+                    logits, labels[part], ignore=ignore, factor=factor, softcap=softcap
+                )
                 if dh is not None:
                     torch.mm(logits, w, out=dh[part])  # [3]
                     if rows is not None:
@@ -134,11 +154,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if grads[0].device.type == "cpu" and float(grads[0]) == _rounded(ctx.factor, grads[0].dtype):  # as expected
             used = [one for one in (dh, dw) if one is not None]
             torch.autograd.graph.increment_version(used)  # makes autograd reject a second backward
-            return dh, None if dw is None else dw.to(ctx.weight_dtype), *[None] * 4
+            return dh, None if dw is None else dw.to(ctx.weight_dtype), *[None] * 5
         rest = grads[0] / torch.full_like(grads[0], ctx.factor)  # a Python number would be rounded twice: not quite 1
         if dw is not None:
             dw = _times_(dw, rest) if dw.dtype == ctx.weight_dtype else _times(dw, rest, ctx.weight_dtype)
-        return None if dh is None else _times_(dh, rest), dw, *[None] * 4
+        return None if dh is None else _times_(dh, rest), dw, *[None] * 5
 
 
 def _rounded(number: float, dtype: torch.dtype) -> float:
@@ -175,42 +195,58 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, *, keep: float) -> None:
         total.copy_(product if not keep else total + product)
 
 
-def cross_entropy_(logits: Tensor, labels: Tensor, *, ignore: int, with_gradient: bool) -> Tensor:
+def cross_entropy_(
+    logits: Tensor, labels: Tensor, *, ignore: int, with_gradient: bool, softcap: float | None = None
+) -> Tensor:
     """Return the sum of the losses of rows of logits, and replace the logits by its gradient."""
     if logits.is_cuda and logits.dtype.itemsize < 8:
         from shoal.numerics.kernels.cross_entropy import cross_entropy_rows_  # Triton, which CPUs do not have
 
-        losses, _ = cross_entropy_rows_(logits, labels, ignore=ignore, with_gradient=with_gradient)
+        losses, _ = cross_entropy_rows_(logits, labels, ignore=ignore, with_gradient=with_gradient, softcap=softcap)
         return losses.sum()
-    exact = logits.to(wide(logits.dtype))
+    exact = capped(logits.to(wide(logits.dtype)), softcap)
     total = F.cross_entropy(exact, labels, ignore_index=ignore, reduction="sum")
     if with_gradient:
         counts = (labels != ignore)[:, None].to(exact.dtype)
         gradient = exact.softmax(-1).mul_(counts)
         gradient.scatter_add_(-1, labels.clamp(min=0)[:, None], -counts)
-        logits.copy_(gradient)
+        logits.copy_(gradient if softcap is None else gradient.mul_(_slope(exact, softcap)))
     return total
 
 
-def gradient_(logits: Tensor, labels: Tensor, *, ignore: int, factor: float) -> tuple[Tensor, Tensor | None]:
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """softcap · tanh(logits / softcap)."""
+    return logits if softcap is None else (logits / softcap).tanh_().mul_(softcap)
+
+
+def _slope(capped_logits: Tensor, softcap: float) -> Tensor:
+    """The derivative of a capped logit by the logit."""
+    return 1.0 - (capped_logits / softcap).square_()
+
+
+def gradient_(
+    logits: Tensor, labels: Tensor, *, ignore: int, factor: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Return the sum of the losses, and replace the logits by their gradient without a factor per row.
 
     Also return those factors, times `factor`. None: the gradient is complete, as on a CPU, where it includes `factor`,
     and in float16, where `factor` is 1."""
     if logits.dtype == torch.float16:
-        return cross_entropy_(logits, labels, ignore=ignore, with_gradient=True), None
+        return cross_entropy_(logits, labels, ignore=ignore, with_gradient=True, softcap=softcap), None
     if logits.is_cuda and logits.dtype.itemsize < 8:
         from shoal.numerics.kernels.cross_entropy import exponentials_  # Triton, which CPUs do not have
 
-        losses, factors = exponentials_(logits, labels, ignore=ignore, factor=factor)
+        losses, factors = exponentials_(logits, labels, ignore=ignore, factor=factor, softcap=softcap)
         return losses.sum(), factors
     # Few operators: on a CPU the calls of a small step take longer than the arithmetic.
-    log_p = torch.log_softmax(logits.to(wide(logits.dtype)), -1)
+    exact = capped(logits.to(wide(logits.dtype)), softcap)
+    log_p = torch.log_softmax(exact, -1)
     total = F.nll_loss(log_p, labels, ignore_index=ignore, reduction="sum")
     label, p = labels.clamp(min=0)[:, None], log_p.exp_()
     others = p.scatter_(-1, label, 0.0).sum(-1, keepdim=True)
     gradient = p.scatter_(-1, label, -others)  # not p - 1, which cancels when p is nearly 1
-    logits.copy_(gradient.mul_((labels != ignore).to(p.dtype).mul_(factor)[:, None]))
+    gradient.mul_((labels != ignore).to(p.dtype).mul_(factor)[:, None])
+    logits.copy_(gradient if softcap is None else gradient.mul_(_slope(exact, softcap)))
     return total, None
 
 

@@ -7,6 +7,7 @@ fewer):
     rms_norm_linear   x ─ norm ─▶ n ─ W ─▶ y                    saves x and one number per token; recomputes n      1
                         └─▶ x, for the residual sum with y: so one pass computes both gradients of x
     swiglu_linear     gate, up ─ silu(gate)·up ─▶ g ─ W ─▶ y    saves gate and up; recomputes g                   F/D
+    linears           x ─ norm ─▶ n;  n ─ W ─▶ y                saves x, as the norm does; recomputes n             1
 
 The price is one or two multiplications per element, in a backward that reads and writes those elements anyway. The
 recomputation multiplies in another order than the forward: else a compiler would notice that it is the same, and save
@@ -27,8 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.comm.autograd_function import differentiable_once
-from shoal.numerics.ops.rms_norm import norm_backward
-from shoal.numerics.ops.swiglu import swiglu_backward
+from shoal.numerics.ops.rms_norm import NormSource, norm_backward, normed_again
+from shoal.numerics.ops.swiglu import Activation, activated, swiglu_backward
 from shoal.numerics.ops.transposed_matmul import times_transposed
 from shoal.numerics.precision import compute_dtype, narrowed, wide
 
@@ -64,45 +65,71 @@ def rms_norm_linear(
         return x, tuple(layer(normed) for layer in layers)
     eps = torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps
     weights, dtype = [layer.weight for layer in layers], compute_dtype(x)
-    is_cheap = weights[0].dtype != dtype or all(layer.out_features <= layer.in_features for layer in layers)
-    is_one = together and x.is_cuda and is_cheap
-    with _without_autocast(x):
+    is_one = together and x.is_cuda and _is_cheap(layers, dtype)
+    with without_autocast(x):
         passed, *products = _RMSNormLinears.apply(x, norm.weight, eps, dtype, is_one, *weights)  # type: ignore[no-untyped-call]
     return passed, tuple(products)
 
 
+def linears(
+    normed: Tensor, source: NormSource | None, *layers: nn.Linear, together: bool = False
+) -> tuple[Tensor, ...]:
+    """Return the output of each layer for the output of a norm, which the backward computes again from its source.
+    Without a source it is saved. `together`: see `rms_norm_linear`. The layers may have biases."""
+    if not torch.is_grad_enabled() or not all(map(is_linear, layers)):
+        return tuple(layer(normed) for layer in layers)
+    dtype, has_bias = compute_dtype(normed), {layer.bias is not None for layer in layers}
+    is_one = together and normed.is_cuda and _is_cheap(layers, dtype) and len(has_bias) == 1
+    with without_autocast(normed):
+        weights = [layer.weight for layer in layers]
+        products = _Linears.apply(normed.to(dtype), is_one, *(source or (None, None, None)), *weights)  # type: ignore[no-untyped-call]
+        if not any(has_bias):
+            return tuple(products)
+        biases = _cast([layer.bias for layer in layers], dtype, is_one) if is_one else [layer.bias for layer in layers]
+        return tuple(y if bias is None else y + bias.to(dtype) for y, bias in zip(products, biases, strict=True))
+
+
+def _is_cheap(layers: Sequence[nn.Linear], dtype: torch.dtype) -> bool:
+    """Whether joining the weights costs little: they are cast anyway, or narrow."""
+    is_cast = layers[0].weight.dtype != dtype
+    return is_cast or all(layer.out_features <= layer.in_features for layer in layers)
+
+
 def linear(x: Tensor, layer: nn.Linear) -> Tensor:
     """Apply a layer; the gradient of its weight is computed directly in the precision of the weight."""
-    if not is_product(layer) or not torch.is_grad_enabled():
+    if not is_linear(layer) or not torch.is_grad_enabled():
         called: Tensor = layer(x)
         return called
     dtype = compute_dtype(x)
-    with _without_autocast(x):
+    with without_autocast(x):
         y: Tensor = _Linear.apply(x.to(dtype), layer.weight)  # type: ignore[no-untyped-call]
-    return y
+        return y if layer.bias is None else y + layer.bias.to(dtype)
 
 
-def swiglu_linear(parts: Sequence[Tensor], layer: nn.Linear, *, recompute: bool = True) -> Tensor:
+def swiglu_linear(
+    parts: Sequence[Tensor], layer: nn.Linear, *, recompute: bool = True, activation: Activation = "silu"
+) -> Tensor:
     """Apply a layer to silu(gate) · up: the second half of a gated feed-forward. `parts` are gate and up, or one joint
-    tensor.
+    tensor. `activation`: a function in place of silu.
 
     `recompute`: compute the input of the layer again in the backward. Else it is saved: F/D more memory, no more time.
     """
-    if not is_product(layer) or not torch.is_grad_enabled():
+    if not is_linear(layer) or not torch.is_grad_enabled():
         gate, up = _gate_and_up(parts)
-        called: Tensor = layer(F.silu(gate) * up)
+        called: Tensor = layer(activated(gate, activation) * up)
         return called
     dtype = compute_dtype(parts[0])
-    with _without_autocast(parts[0]):
-        y: Tensor = _SwigluLinear.apply(layer.weight, recompute, *(part.to(dtype) for part in parts))  # type: ignore[no-untyped-call]
-    return y
+    with without_autocast(parts[0]):
+        cast = (part.to(dtype) for part in parts)
+        y: Tensor = _SwigluLinear.apply(layer.weight, recompute, activation, *cast)  # type: ignore[no-untyped-call]
+        return y if layer.bias is None else y + layer.bias.to(dtype)
 
 
 def _gate_and_up(parts: Sequence[Tensor]) -> Sequence[Tensor]:
     return parts if len(parts) == 2 else parts[0].chunk(2, -1)
 
 
-def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Disable autocast: every cast here is explicit."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
@@ -114,7 +141,12 @@ def _is_rms(norm: nn.Module) -> bool:
 
 def is_product(layer: nn.Module) -> bool:
     """Whether this is exactly a product with a weight."""
-    return type(layer) is nn.Linear and getattr(layer, "bias", None) is None and is_plain(layer)
+    return is_linear(layer) and layer.bias is None
+
+
+def is_linear(layer: nn.Module) -> bool:
+    """Whether this is exactly a product with a weight, and perhaps a bias."""
+    return type(layer) is nn.Linear and is_plain(layer)
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -166,6 +198,7 @@ class _RMSNormLinears(torch.autograd.Function):
         cast = _cast(weights, grads[0].dtype, ctx.is_one)
         d_normed = [grad @ weight for grad, weight in zip(grads, cast, strict=True)]
         d_x, d_scale, normed = norm_backward(d_normed, of_x, x, scale, inverse)
+        assert normed is not None
         needed = ctx.needs_input_grad[5:]
         d_weights: list[Tensor | None] = [None] * len(weights)
         if ctx.is_one and any(needed):
@@ -177,13 +210,54 @@ class _RMSNormLinears(torch.autograd.Function):
         return d_x, d_scale, None, None, None, *d_weights
 
 
+class _Linears(torch.autograd.Function):
+    """The product of a norm's output with every weight, or with all of them joined."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        normed: Tensor,
+        is_one: bool,
+        x: Tensor | None,
+        scale: Tensor | None,
+        inverse: Tensor | None,
+        *weights: Tensor,
+    ) -> Any:
+        kept = [normed] if x is None else [x, scale, inverse]
+        ctx.save_for_backward(*weights, *kept)
+        ctx.is_one, ctx.num_weights = is_one, len(weights)
+        return tuple(F.linear(normed, weight) for weight in _cast(weights, normed.dtype, is_one))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        differentiable_once()
+        saved = ctx.saved_tensors  # read once: a recomputed block gives them once
+        weights, kept = saved[: ctx.num_weights], saved[ctx.num_weights :]
+        dtype, needed = grads[0].dtype, ctx.needs_input_grad[5:]
+        d_normed = None
+        if ctx.needs_input_grad[0]:
+            first, *others = (
+                grad @ weight for grad, weight in zip(grads, _cast(weights, dtype, ctx.is_one), strict=True)
+            )
+            d_normed = sum(others, start=first)
+        d_weights: list[Tensor | None] = [None] * len(weights)
+        if any(needed):
+            normed = kept[0] if len(kept) == 1 else normed_again(NormSource(*kept), dtype)
+            products = [
+                _product(grad, normed, weights[0].dtype) if ctx.is_one or is_needed else None
+                for grad, is_needed in zip(grads, [True] if ctx.is_one else needed, strict=True)
+            ]
+            d_weights = list(products[0].split([len(weight) for weight in weights])) if ctx.is_one else products  # type: ignore[union-attr]
+        return d_normed, None, None, None, None, *d_weights
+
+
 class _SwigluLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, recompute: bool, *parts: Tensor) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, recompute: bool, activation: Activation, *parts: Tensor) -> Tensor:
         gate, up = _gate_and_up(parts)
-        gated = F.silu(gate) * up
+        gated = activated(gate, activation) * up
         ctx.save_for_backward(weight, *parts, *([] if recompute else [gated]))
-        ctx.recompute = recompute
+        ctx.recompute, ctx.activation = recompute, activation
         return F.linear(gated, weight.to(gated.dtype))
 
     @staticmethod
@@ -192,10 +266,11 @@ class _SwigluLinear(torch.autograd.Function):
         (grad,) = grads
         weight, *saved = ctx.saved_tensors
         parts = saved if ctx.recompute else saved[:-1]
-        d_parts, gated = swiglu_backward(parts, times_transposed(grad, weight), recompute=ctx.recompute)
+        d_gated = times_transposed(grad, weight)
+        d_parts, gated = swiglu_backward(parts, d_gated, recompute=ctx.recompute, activation=ctx.activation)
         gated = saved[-1] if gated is None else gated
         d_weight = _product(grad, gated, weight.dtype) if ctx.needs_input_grad[0] else None
-        return d_weight, None, *d_parts
+        return d_weight, None, None, *d_parts
 
 
 def _product(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:

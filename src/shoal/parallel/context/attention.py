@@ -29,6 +29,7 @@ from shoal.blueprint.description import Description
 from shoal.comm.collectives import all_gather
 from shoal.errors import ShoalError
 from shoal.numerics.ops.attention import PLAIN, AttentionRule, for_every_head, written_out
+from shoal.numerics.ops.window_attention import attended_in_window, has_window_kernel
 from shoal.parallel.context.ring import ring_attention
 from shoal.parallel.context.ulysses import ulysses_attention
 
@@ -219,6 +220,10 @@ def attended(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend with every query head to the key/value head that it shares."""
+    rule = rule.within(k_BKSH.shape[2])
+    is_plain = causal and mask is None and sinks is None and backend in ("auto", "flash")
+    if is_plain and has_window_kernel(q_BNTH, k_BKSH.shape[2], rule):
+        return attended_in_window(q_BNTH, k_BKSH, v_BKSH, rule)
     mask_B1TS = seen_keys(mask, q_BNTH.shape[2], k_BKSH.shape[2], q_BNTH.device, causal=causal, window=rule.window)
     if rule.softcap is not None or sinks is not None:
         if mask_B1TS is None and causal:

@@ -137,7 +137,6 @@ def explain_unused(error: RuntimeError) -> None:
     if "find_unused_parameters" in str(error):
         raise ShoalError(
             "every parameter must take part in the loss of a step, got some without a gradient in the last step",
-            fix="find_unused_parameters=True (--run.find_unused_parameters true),"
-            " or requires_grad_(False) for what is never used",
+            fix="--run.find_unused_parameters true, or requires_grad_(False) for what is never used",
             code="T034",
         ) from error

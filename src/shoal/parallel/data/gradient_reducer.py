@@ -111,8 +111,7 @@ class GradientReducer(GradientSync):
         if not self.finds_unused:
             raise ShoalError(
                 "every parameter must take part in the loss of a step, got some without a gradient on this replica",
-                fix="find_unused_parameters=True (--run.find_unused_parameters true),"
-                " or requires_grad_(False) for what is never used",
+                fix="--run.find_unused_parameters true, or requires_grad_(False) for what is never used",
                 code="T034",
             )
         comm_threads = self.averager.comm_threads

@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import cast
 
@@ -31,7 +31,8 @@ from shoal.blueprint.replicas.local_sgd import SyncSpec, check_fragments, due
 from shoal.comm.compression.reduce import Average
 from shoal.comm.mesh import Mesh
 from shoal.comm.replicas.overlap import Overlap
-from shoal.errors import raise_if
+from shoal.config.check_arguments import BOTH, check_choice, check_number, check_whole
+from shoal.errors import Problem, raise_if
 from shoal.numerics.local_tensor import gradient_of, to_local
 from shoal.parallel.data.bucket_averager import BucketAverager, CommThreads, InFlightBucket
 from shoal.parallel.data.gradient_sync import GradientSync
@@ -55,6 +56,18 @@ class OuterOptimizer:
     fragments: int = 1
     delay: int = 0
     rescale: bool = True
+
+    def problems(self) -> Iterator[Problem]:
+        """Find values that no optimizer can have. `sync=` bounds fragments and delay further."""
+        found = [
+            *check_number("lr", self.lr, above=0, usual=0.7),
+            *check_number("momentum", self.momentum, least=0, most=0.999999, usual=0.9),
+            *check_whole("fragments", self.fragments, least=1, usual=1),
+            *check_whole("delay", self.delay, least=0, usual=0),
+            *check_choice("rescale", self.rescale, BOTH),
+        ]
+        for problem in found:
+            yield replace(problem.within("outer"), fix=f"outer=shoal.OuterOptimizer({problem.fix})")
 
 
 DEFAULT_OUTER = OuterOptimizer()
@@ -90,7 +103,7 @@ class LocalSGD(GradientSync):
     """With a delay: the mean of θ - θᵢ, until it is applied."""
 
     def __post_init__(self) -> None:
-        raise_if(filter(None, [check_fragments(self.outer.fragments, self.outer.delay, self.sync.every)]))
+        raise_if(check_fragments(self.outer.fragments, self.outer.delay, self.sync.every))
         trained = {name: p for name, p in self.named.items() if p.requires_grad}
         self.fragments = [
             BucketAverager(part, self.comm_threads, self.average, self.bucket_bytes, self.seed, self.kind_of)

@@ -29,7 +29,7 @@ nothing to put there; optimizer state has only the rows that are there.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
@@ -60,7 +60,9 @@ def memory(
 ) -> Memory:
     """What a rank will hold under a resolved plan. `optimizer_states`: tensors as large as a parameter that the
     optimizer keeps for it: 2 for Adam, 1 for momentum, 0 for plain SGD. Its numbers per parameter are left out."""
-    return memory_of(plan, held(plan, shapes, rank=rank), sizes or Sizes.of(plan), optimizer_states)
+    sizes = sizes or Sizes.of(plan)
+    sizes = replace(sizes, frozen=sizes.compute) if shapes.has_adapters else sizes
+    return memory_of(plan, held(plan, shapes, rank=rank), sizes, optimizer_states)
 
 
 def memory_of(plan: Plan, stages: Sequence[Sequence[Alike]], sizes: Sizes, optimizer_states: float) -> Memory:
@@ -74,8 +76,9 @@ def memory_of(plan: Plan, stages: Sequence[Sequence[Alike]], sizes: Sizes, optim
         gradients = sum(kind.number * kind.whole for kind in trained) * sizes.reduce
     else:
         gradients = sum(kind.number * kind.shard for kind in trained) * sizes.weight
+    frozen = sizes.weight if sizes.frozen is None else sizes.frozen
     return Memory(
-        parameters=sum(kind.number * kind.shard for kind in pieces) * sizes.weight
+        parameters=sum(kind.number * kind.shard * (sizes.weight if kind.is_trained else frozen) for kind in pieces)
         + stays_gathered * _gathered(stages) * sizes.compute,
         gradients=gradients,
         # [3] of the rows that are there: padding has no optimizer state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from shoal.config.pretrained_folder import CONFIG, PREFIX, folder_of
 from shoal.errors import ShoalError, nearest
 from shoal.predict.huggingface_config import workload_from_config
 from shoal.predict.workload import Block, Latent, Workload
@@ -142,11 +143,13 @@ MODELS = {model.name: model for model in _MODELS}
 
 
 def find_model(what: str) -> Workload:
-    """By the name of a preset, or the path of a Hugging Face config.json."""
+    """By the name of a preset, the path of a Hugging Face config.json, or `hf:FOLDER`."""
     if what in MODELS:
         return MODELS[what]
+    if what.startswith(PREFIX):
+        return workload_from_config(folder_of(what) / CONFIG)
     if what.endswith(".json"):
         return workload_from_config(Path(what))
     near = nearest(what.lower(), MODELS)
-    fix = near or f"one of {', '.join(MODELS)}; a config.json; plain dimensions; or file.py:function"
+    fix = near or f"one of {', '.join(MODELS)}; a config.json; hf:FOLDER; plain dimensions; or file.py:function"
     raise ShoalError(f"there is no model {what!r}", fix=fix, code="Q023")

@@ -23,10 +23,12 @@ from shoal.data.batch import IGNORE, length, weight_of
 from shoal.errors import Problem, ShoalError
 from shoal.numerics.precision import wide
 from shoal.parallel.fused_loss_head import LossHead
-from shoal.parallel.tensor import TensorParallel, vocabulary_cross_entropy
+from shoal.parallel.tensor import TensorParallel
+from shoal.safe_parsing import short
 from shoal.train.loss.call_recorder import CallRecorder, Unrecorded
 from shoal.train.loss.counting import Kind, Loss, kind_of, read_loss
 from shoal.train.loss.labels import OWN_LOSS, is_shifting, needs_labels, reject_shifted_twice, shifted, takes_labels
+from shoal.train.loss.vocabulary_loss import vocabulary_cross_entropy
 
 LossFunction = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | float]]
 
@@ -92,10 +94,12 @@ class CrossEntropy:
         if self.rule.is_shifted is None:
             return self._with_own_rule(model, batch)
         labels = shifted(_labels(batch)) if self.rule.is_shifted else _labels(batch)
+        if self.rule.is_shifted and self.num_classes is None:  # of the first batch
+            reject_shifted_twice(_inputs(batch), _labels(batch))
         if self.head is not None:
             self._note_classes(labels, self.head.layer.out_features)
             with self.head.takes(labels):
-                total: Tensor = _logits(_output(model, batch, passes_labels=self.rule.needs))
+                total: Tensor = self.head.restored(_logits(_output(model, batch, passes_labels=self.rule.needs)))
             if not self.head.has_returned(total):
                 raise ShoalError(
                     "the forward must return the output of the head that describe() names",
@@ -173,9 +177,10 @@ def objective_of(loss: LossFunction | Objective | None) -> Objective:
     """The objective of `Run(loss=...)`."""
     if loss is None:
         return CrossEntropy()
-    if isinstance(loss, str):
+    is_objective = not isinstance(loss, type) and hasattr(loss, "weight") and hasattr(loss, "loss_sum")
+    if isinstance(loss, str) or not (callable(loss) or is_objective):
         raise ShoalError(
-            f"loss must be a function, got {loss!r}",
+            f"loss must be a function, got {short(loss)}",
             fix="loss=lambda model, batch: ...; or fused_loss=True, False or None",
             code="T018",
         )

@@ -11,11 +11,11 @@ from shoal.observe.run_directory import RunDirectory
 from shoal.train.recipe.preflight import Job
 from shoal.train.recipe.saving.autosave import (
     nothing_to_resume,
-    reject_bad_start_from,
     reject_other_data,
     reject_other_recipe,
 )
 from shoal.train.recipe.saving.run_storage import may_resume
+from shoal.train.recipe.saving.start_weights import reject_bad_start_from
 
 
 def dry_run(job: Job, resume: str) -> None:

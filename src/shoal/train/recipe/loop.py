@@ -26,7 +26,8 @@ from shoal.train.build_model import build_for_layout, describe
 from shoal.train.recipe.build_run import build_loader, build_run
 from shoal.train.recipe.fault_injection import inject_faults
 from shoal.train.recipe.preflight import Job, first_call, reject_unlike_data, steps_of, units
-from shoal.train.recipe.saving.run_storage import NoStorage, open_storage, start_with_weights
+from shoal.train.recipe.saving.run_storage import NoStorage, load_first_weights, open_storage
+from shoal.train.recipe.saving.start_weights import expect_weights
 from shoal.train.recipe.step_metrics import StepMetrics
 from shoal.train.recipe.stop_signals import StopRequest, stop_on_signals
 from shoal.train.recipe.sync_autotune import advice, algorithm_chosen, bucket_chosen, resolve_sync
@@ -62,6 +63,7 @@ def train(placement: Placement | None, store: Store | None, job: Job, invocation
         run.replica_check.every = recipe.run.check_replicas.steps(**units(recipe, job.training)) or 0
         line = _progress_line(run, job, quiet=invocation.quiet)
         model = build_for_layout(recipe.model, recipe.run.seed)
+        expect_weights(recipe, model)
         attach_blocks(model, run.plan.layout.pp, functools.partial(first_call, job.training))
         description = describe(model)
         run.prepare(model)
@@ -81,7 +83,7 @@ def train(placement: Placement | None, store: Store | None, job: Job, invocation
             say=line.say,
         )
         storage.save_also(lambda: {"history": step_metrics.history()})
-        choices = [text for text in (sync_chosen, algorithm_chosen(run), bucket_chosen(run)) if text]
+        choices = [text for text in (sync_chosen, algorithm_chosen(run), bucket_chosen(run), run.fused_layers) if text]
         line.note(_headline(run, job, lr, choices, storage))
         loader = build_loader(job, run, workers=recipe.data.workers)
         try:
@@ -112,7 +114,7 @@ def _progress_line(run: Run, job: Job, *, quiet: bool) -> ProgressLine:
 
 def _storage(run: Run, job: Job, invocation: RunInvocation, line: ProgressLine) -> NoStorage:
     if not invocation.save:
-        start_with_weights(run, job, line)
+        load_first_weights(run, job, line)
         return NoStorage()
     generation, memory_root = invocation.generation, invocation.memory_root
     return open_storage(run, job, line, resume=invocation.resume, generation=generation, memory_root=memory_root)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,19 +14,22 @@ from shoal.blueprint.description import Description
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.validation.check import check_plan
 from shoal.comm.world import World
+from shoal.config.check_durations import no_step
 from shoal.config.check_settings import check_settings
-from shoal.config.recipe import DataSection, Recipe
+from shoal.config.recipe import Recipe
 from shoal.data.dataset import Dataset
 from shoal.data.fingerprint import Fingerprint
 from shoal.data.sources.open import open_datasets
 from shoal.data.sources.packing import PackedTokens
-from shoal.errors import Findings, Problem, ShoalError, needs, raise_if, to_install
+from shoal.errors import Findings, Problem, ShoalError, raise_if
 from shoal.parallel.checks import check_model
 from shoal.parallel.pipeline.skeleton import Call
 from shoal.parallel.pipeline.stage_io import traced
 from shoal.parallel.policies import Policies
-from shoal.train.build_model import adapt, build_model, describe, without_memory
+from shoal.train.build_model import adapt, adapter_of, build_model, describe, without_memory
 from shoal.train.loss.objective import CrossEntropy, call_of, uncallable
+from shoal.train.model_prefix import value_for
+from shoal.train.recipe.saving.start_weights import check_weights
 from shoal.train.recipe.settings import settings_of
 from shoal.train.trace.find_blocks import attach_blocks
 
@@ -84,34 +86,38 @@ def check_recipe(
     *,
     tries_other_syncs: bool = False,
     check_size: ModelCheck | None = None,
-    opened: dict[tuple[DataSection, int], Datasets] | None = None,
 ) -> Checked:
     """Find all problems of a recipe on this many ranks, without starting or writing anything.
 
     A check that needs the result of a failed one is skipped; all others run. So a model is checked against every degree
     of a plan that does not fit the ranks. `tries_other_syncs`: the caller will also try other `sync` and `compress`
-    values, which `comm.*` may be set for. `check_size` is called where plan and model are known. `opened` holds data
-    that earlier checks of the caller have opened, since that may take long.
+    values, which `comm.*` may be set for. `check_size` is called where plan and model are known.
     """
     plan, of_model, of_data = recipe.plan.fill(world_size), Findings(), Findings()
+    recipe = of_model.of(with_tokenizer, recipe) or recipe
     model = of_model.of(without_memory, lambda: build_model(recipe.model))
-    opened, source = {} if opened is None else opened, (recipe.data, recipe.run.seed)
-    datasets = opened.get(source) or of_data.of(open_datasets, *source)
-    if datasets is not None:
-        opened[source] = datasets
+    datasets = of_data.of(open_datasets, recipe.data, recipe.run.seed)
     data = None if datasets is None else datasets[0]
     if model is not None:
-        of_model += _check_model(plan, model, recipe, data)
+        of_model += [*check_weights(recipe, model), *_check_model(plan, model, recipe, data)]
     found = Findings()
     found += check_settings(
         recipe, world_size, tries_other_syncs=tries_other_syncs, has_to_change=bool(of_model.problems)
     )
-    found += [*_check_packages(recipe), *_check_durations(recipe, data), *of_model.problems, *of_data.problems]
+    found += [*(() if data is None else _check_num_steps(recipe, data)), *of_model.problems, *of_data.problems]
     if model is not None and data is not None:
         found += _check_data(plan, model, data, is_checked=not of_model.problems)
     if model is not None and check_size is not None and not recipe.plan.check(world_size):
         found += check_size(recipe.model_copy(update={"plan": plan}), model)
     return Checked(recipe, world_size, found.problems, datasets)
+
+
+def with_tokenizer(recipe: Recipe) -> Recipe:
+    """The recipe with the tokenizer of its model in place of `auto`; bytes, if the model has none."""
+    if recipe.data.tokenizer != "auto":
+        return recipe
+    name = value_for("TOKENIZERS", recipe.model) or "bytes"
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"tokenizer": name})})
 
 
 def reject_unlike_data(world: World, job: Job) -> None:
@@ -131,24 +137,6 @@ def reject_shortened_data(job: Job) -> None:
     for data in (job.training, job.validation):
         if isinstance(data, PackedTokens):
             data.reject_shortened()
-
-
-def _check_packages(recipe: Recipe) -> Iterator[Problem]:
-    """Find packages that the recipe needs and this machine lacks."""
-    for tracker in recipe.run.trackers:
-        try:
-            needs(tracker, what=f"the tracker {tracker}", extra=tracker)
-        except ShoalError as error:
-            yield from error.problems
-    if recipe.plan.precision == "fp8" and recipe.run.fp8 == "rowwise":
-        yield from _check_torchao()
-
-
-def _check_torchao() -> Iterator[Problem]:
-    """Find torchao without importing it: the import takes seconds and prints warnings."""
-    if importlib.util.find_spec("torchao") is None:
-        what = "rowwise fp8 needs the package torchao, which is not installed"
-        yield Problem("R027", what, f"{to_install('fp8')}, or --run.fp8 tensorwise")
 
 
 def _check_model(plan: Plan, model: nn.Module, recipe: Recipe, data: Dataset | None) -> list[Problem]:
@@ -183,7 +171,7 @@ def _num_tokens(recipe: Recipe, description: Description, data: Dataset | None) 
 
 def _check_data(plan: Plan, model: nn.Module, data: Dataset, *, is_checked: bool) -> Iterator[Problem]:
     """Find where the model does not fit the data. `is_checked`: the plan can distribute the model."""
-    found = list(_check_sizes(model, data))
+    found = list(check_sizes(model, data))
     call = first_call(data)
     assert call is not None
     found += uncallable(model, call)
@@ -195,7 +183,7 @@ def _check_data(plan: Plan, model: nn.Module, data: Dataset, *, is_checked: bool
             yield from error.problems
 
 
-def _check_sizes(model: nn.Module, data: Dataset) -> Iterator[Problem]:
+def check_sizes(model: nn.Module, data: Dataset) -> Iterator[Problem]:
     """Find labels and tokens that the model has no room for."""
     description = describe(model)
     outputs, vocabulary = description.num_outputs, data.vocabulary
@@ -203,7 +191,9 @@ def _check_sizes(model: nn.Module, data: Dataset) -> Iterator[Problem]:
         yield Problem(
             "D033",
             f"the model must have at least {vocabulary} outputs for the labels of the data, got {outputs}",
-            f"--model.vocabulary {vocabulary} (--model.num_classes {vocabulary} of a classifier), or other data",
+            f"--model.vocabulary {vocabulary} (--model.num_classes {vocabulary} of a classifier), or other data"
+            if adapter_of(model) is None
+            else "--data.tokenizer PATH/tokenizer.json, the tokenizer of this model, or other data",
         )
     tokens, most = data.tokens_per_sample, description.max_tokens
     if tokens is not None and most is not None and tokens > most:
@@ -214,25 +204,10 @@ def _check_sizes(model: nn.Module, data: Dataset) -> Iterator[Problem]:
         )
 
 
-def _check_durations(recipe: Recipe, data: Dataset | None) -> Iterator[Problem]:
-    """Find durations of no step, and times where steps are expected: neither can be converted to the other."""
-    optim, run, checkpoint = recipe.optim, recipe.run, recipe.checkpoint
-    no_step = run.duration.amount == 0 if data is None else run.duration.steps(**units(recipe, data)) == 0
-    if run.duration.seconds == 0 or no_step:
-        yield Problem("R028", f"run.duration must be at least one step, got {run.duration}", "--run.duration 100step")
-    in_steps = (
-        ("run.evaluate_every", run.evaluate_every, 100),
-        ("run.check_replicas", run.check_replicas, 100),
-        ("checkpoint.memory_every", checkpoint.memory_every, 1),
-    )
-    for name, value, steps in in_steps:
-        if value.seconds is not None:
-            yield Problem("R029", f"{name} must be a number of steps, got the time {value}", f"--{name} {steps}step")
-    if not checkpoint.mtbf.seconds:
-        yield Problem("R030", f"checkpoint.mtbf must be a time, got {checkpoint.mtbf}", "--checkpoint.mtbf 24h")
-    if optim.warmup.seconds and run.duration.seconds is None and not run.fast_dev_run:
-        what = f"optim.warmup must be in steps where run.duration is {run.duration}, got the time {optim.warmup}"
-        yield Problem("R031", what, "--optim.warmup 20step, or a time as --run.duration, such as 10min")
+def _check_num_steps(recipe: Recipe, data: Dataset) -> Iterator[Problem]:
+    """Find a duration in epochs or tokens of so little data that it is no step."""
+    if recipe.run.duration.steps(**units(recipe, data)) == 0:
+        yield no_step(recipe)
 
 
 def steps_of(job: Job) -> int | None:

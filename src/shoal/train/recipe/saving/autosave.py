@@ -22,8 +22,9 @@ from typing import Any, BinaryIO
 
 from shoal.checkpoint.async_saver import AsyncSaver
 from shoal.checkpoint.load import load_newest, load_step
+from shoal.checkpoint.state.base_fingerprint import reject_other_base
 from shoal.checkpoint.storage.manifest import Manifest
-from shoal.checkpoint.storage.store import Store, find
+from shoal.checkpoint.storage.store import Store
 from shoal.comm.all_or_none import on_main
 from shoal.config.duration import Duration
 from shoal.config.recipe import Recipe
@@ -124,6 +125,7 @@ class Autosaver:
             raise nothing_to_resume(store)
         if manifest is not None:
             reject_other_recipe(manifest, self.job.recipe, store)
+            reject_other_base(self.run.composed, world, manifest, store.where)
             self._compare_data(manifest)
             restore(self.run, manifest)
             self._archive(after=manifest.step)
@@ -181,9 +183,9 @@ class Autosaver:
     def _expected_bytes(self) -> int:
         """Bytes that this rank will save: its parameters, and two moments of each trained one."""
         composed, total = self.run.composed, 0
-        trained = {id(parameter) for parameter in self.run.trained_parameters()}
+        trained, base = {id(parameter) for parameter in self.run.trained_parameters()}, composed.base
         for name, parameter in composed.named.items():
-            if composed.is_owner(name):
+            if composed.is_owner(name) and name not in base:
                 size = math.prod(composed.shard_box(name)[1]) * parameter.element_size()
                 total += size * (1 + 2 * (id(parameter) in trained))
         return total
@@ -278,7 +280,7 @@ def nothing_to_resume(store: Store) -> ShoalError:
     """The error of `--resume latest` where there is no checkpoint."""
     return ShoalError(
         f"there is no checkpoint in {store.where} to resume from",
-        fix="--resume auto, or the --run.dir of a run",
+        fix="--resume auto, or --run.dir RUN_DIRECTORY",
         code="C001",
     )
 
@@ -310,42 +312,6 @@ def memory_folder_prefix(directory: Path) -> str:
     command finds the folder again."""
     name = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:16]
     return f"shoal-run-{os.geteuid()}-{name}-"
-
-
-def load_start_weights(run: Run, where: str) -> int:
-    """Load the weights of a step of another run, or imported ones; returns that step. Every rank calls it."""
-    store, step = find(where)
-    newest = on_main(run.world, lambda: store.steps()[-1], failed=f"{where!r} cannot be read")
-    return load_step(store, run.world, holder_of(run), newest if step is None else step, only_weights=True).step
-
-
-def check_start_from(run: Run, recipe: Recipe, *, is_fresh: bool) -> None:
-    """Raise if `run.start_from` has no weights, or if starting over would remove them. Every rank calls it."""
-    failed = f"{recipe.run.start_from!r} cannot be read"
-    on_main(
-        run.world,
-        lambda: reject_bad_start_from(recipe, is_fresh=is_fresh),
-        failed=failed,
-        fix="--run.start_from RUN_DIRECTORY",
-    )
-
-
-def reject_bad_start_from(recipe: Recipe, *, is_fresh: bool) -> None:
-    """Raise as `check_start_from` does, in one process."""
-    where, directory = str(recipe.run.start_from), recipe.run.dir
-    if is_fresh and directory and Path(where).resolve().is_relative_to(Path(directory).resolve()):
-        raise ShoalError(
-            f"starting over in {directory!r} would remove {where!r}, which run.start_from names",
-            fix="--run.dir OTHER_DIRECTORY",
-            code="C029",
-        )
-    if not find(where)[0].steps():
-        raise ShoalError(
-            f"there is no checkpoint in {where!r} to start from",
-            fix="--run.start_from RUN_DIRECTORY, or one of its steps; for other formats, shoal checkpoint import"
-            f" {where} imported, and then --run.start_from imported",
-            code="C001",
-        )
 
 
 def _memory_root(given: Path | None, memory_dir: str, directory: Path, saves_to: str, say: Say) -> Path:

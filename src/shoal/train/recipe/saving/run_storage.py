@@ -14,7 +14,8 @@ from shoal.errors import ShoalError
 from shoal.observe.progress import ProgressLine
 from shoal.observe.run_directory import RunDirectory
 from shoal.train.recipe.preflight import Job, steps_of
-from shoal.train.recipe.saving.autosave import Autosaver, check_start_from, load_start_weights
+from shoal.train.recipe.saving.autosave import Autosaver
+from shoal.train.recipe.saving.start_weights import check_start_from, start_with_weights
 from shoal.train.run import Run
 
 
@@ -110,10 +111,13 @@ def open_storage(
         autosaver.check_free_space()
         autosaver.claim_store()
         resumes = may_resume(resume, directory, job.recipe)
+        has_base = bool(run.composed.base)
+        if has_base:  # which no checkpoint of this run has
+            load_first_weights(run, job, line)
         manifest = autosaver.resume(resume) if resumes else None
         _reject_shorter_duration(run, job, directory)
-        if manifest is None:
-            start_with_weights(run, job, line)
+        if manifest is None and not has_base:
+            load_first_weights(run, job, line)
         if not resumes:
             autosaver.reset()
         # All checks have passed. No file of metrics is opened before this.
@@ -139,11 +143,11 @@ def may_resume(resume: str, directory: RunDirectory, recipe: Recipe) -> bool:
     return True
 
 
-def start_with_weights(run: Run, job: Job, line: ProgressLine) -> None:
-    """Load the weights that `run.start_from` names, if it is set."""
-    where = job.recipe.run.start_from
+def load_first_weights(run: Run, job: Job, line: ProgressLine) -> None:
+    """Load the weights that the run starts with, unless they are drawn from the seed."""
+    where = start_with_weights(run, job.recipe)
     if where is not None:
-        line.note(f"start  from the weights of step {load_start_weights(run, where)} of {where}")
+        line.note(f"start  from the weights of {where}")
 
 
 def _reject_shorter_duration(run: Run, job: Job, directory: RunDirectory) -> None:

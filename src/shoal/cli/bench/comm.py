@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-import tyro
-
 from shoal.bench.timings import BUILTIN, CHOICES
 from shoal.blueprint.collectives.algorithms import KINDS, Kind
-from shoal.cli import bench_compress
+from shoal.cli.bench.compress import main as compress_main
+from shoal.cli.options import parse_options
 from shoal.cli.reports import bench as report
 from shoal.cli.reports.console import WIDTH, show
 from shoal.comm.rendezvous.environment import Placement, read_environment
@@ -90,22 +89,14 @@ def main(arguments: Sequence[str]) -> int:
         print(_help(), end="")
         return 0
     if action == "compress":  # it takes a recipe and its settings
-        return bench_compress.main(arguments[1:])
+        return compress_main(arguments[1:])
     if action not in ACTIONS:
         near = nearest(action, ABOUT)
         fix = f"shoal bench {near or ' | '.join(ABOUT)}"
         raise ShoalError(f"unknown benchmark {action!r}", fix=fix, code="R001")
     kind, act = ACTIONS[action]
     prog = f"shoal bench {action}"
-    options, rest = tyro.cli(
-        kind,
-        args=list(arguments[1:]),
-        prog=prog,
-        return_unknown_args=True,
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
-    raise_if(Problem("R002", f"unknown argument {word!r}", f"`{prog} --help` lists all options") for word in rest)
-    return act(options)
+    return act(parse_options(kind, arguments[1:], prog=prog))
 
 
 def _help() -> str:

@@ -18,6 +18,7 @@ from rich.table import Table
 from shoal.cli.overrides import parse
 from shoal.cli.reports.console import WIDTH, show
 from shoal.comm.rendezvous.environment import Placement, read_environment
+from shoal.config.check_settings import check_incomplete
 from shoal.config.recipe import Recipe
 from shoal.errors import Findings, Problem, ShoalError, raise_if
 
@@ -65,14 +66,14 @@ def main(arguments: Sequence[str]) -> int:
         what = f"--steps must be 2 or more, since the first is not timed, got {options.steps}"
         wrong += [Problem("R036", what, "--steps 20")]
     place = read_environment(os.environ)
+    for note in reading.notes if place is None or place.rank == 0 else ():
+        print(f"shoal: {note}", file=sys.stderr)
 
     def num_ranks(recipe: Recipe) -> int:
         return place.world_size if place is not None else recipe.launch.nproc or DEFAULT_NPROC
 
     def check(recipe: Recipe) -> list[Problem]:
-        from shoal.train.recipe.preflight import check_recipe
-
-        return check_recipe(recipe, num_ranks(recipe), tries_other_syncs=True).problems
+        return check_incomplete(recipe, num_ranks(recipe), tries_other_syncs=True)
 
     recipe = reading.with_problems(wrong.problems).complete(check)
     ranks = num_ranks(recipe)

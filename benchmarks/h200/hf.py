@@ -1,0 +1,131 @@
+"""One way to train a model of transformers on one GPU, in a process of its own: prints speed and memory as JSON.
+
+python benchmarks/h200/hf.py shoal --family llama      or liger, compiled, plain; families llama, qwen3, gemma3
+
+The same for all: random weights in float32, random tokens with labels, AdamW in float32, products in bfloat16. `liger`
+has all kernels of Liger for the family, with its fused loss, and is not compiled, as its authors recommend; `compiled`
+is torch.compile of the whole model. `shoal` is the unmodified model under `shoal.Run`, its blocks compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from report import arguments
+from systems import DEVICE, Shape, measured
+
+MORE: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": False},
+    "qwen3": {"tie_word_embeddings": True, "head_dim": 128},
+    "gemma3": {"tie_word_embeddings": True, "head_dim": 256, "sliding_window": 512},
+    "tiny": {"tie_word_embeddings": True},
+}
+SHAPES = {
+    "llama": Shape(2048, 16, 32, 8, 8192),
+    "qwen3": Shape(2048, 26, 16, 8, 6144, 151936),
+    "gemma3": Shape(1536, 26, 6, 2, 8192, 262144),
+    "tiny": Shape(64, 2, 4, 2, 128, 1024),
+}
+"""1.50 B, 1.62 B and 1.55 B parameters. Five of six layers of Gemma 3 see 512 tokens."""
+CLASSES = {"llama": "Llama", "qwen3": "Qwen3", "gemma3": "Gemma3", "tiny": "Llama"}
+
+
+def built(family: str, sequence: int) -> Any:
+    import transformers
+
+    shape, name = SHAPES[family], CLASSES[family]
+    config = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")(
+        hidden_size=shape.hidden, num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads, intermediate_size=shape.ffn, vocab_size=shape.vocabulary,
+        max_position_embeddings=sequence, attn_implementation="sdpa", use_cache=False,
+        pad_token_id=None, bos_token_id=None, eos_token_id=None, **MORE[family],
+    )  # fmt: skip
+    with torch.device(DEVICE):
+        return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+def shoal(asked: argparse.Namespace) -> None:
+    from shoal.config.recipe import OptimSection
+    from shoal.numerics.optim.build import build_optimizer
+    from shoal.train.run import Run
+
+    words = f"mb={asked.micro_batch} {asked.precision}"
+    with Run(words, compile=not asked.eager, **asked.options) as run:
+        run.prepare(built(asked.family, asked.sequence))
+        run.prepare(build_optimizer(run.parameters, OptimSection(), lr=1e-4))
+
+        def given(tokens: Tensor) -> dict[str, Tensor]:
+            whole = {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, :-1].contiguous()}
+            return {name: x.pin_memory() for name, x in whole.items()} if DEVICE == "cuda" else whole
+
+        def step(batch: dict[str, Tensor]) -> None:
+            run.step(batch)
+
+        said = {"parameters": run.composed.num_parameters, "layers": run.fused_layers}
+        measured("shoal", SHAPES[asked.family], asked, step, given, **said)
+
+
+def by_hand(asked: argparse.Namespace, wrap: Callable[[Any], Any]) -> None:
+    """A loop of plain torch with autocast."""
+    model = built(asked.family, asked.sequence)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=DEVICE == "cuda")
+    called = wrap(model)
+
+    def step(tokens: Tensor) -> None:
+        with torch.autocast(DEVICE, torch.bfloat16):
+            loss = called(input_ids=tokens[:, :-1], labels=tokens[:, :-1]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    total = sum(parameter.numel() for parameter in model.parameters())
+    measured(asked.system, SHAPES[asked.family], asked, step, parameters=total)
+
+
+def liger(asked: argparse.Namespace) -> None:
+    import liger_kernel.transformers as kernels
+
+    names = {"llama": "llama", "qwen3": "qwen3", "gemma3": "gemma3_text"}
+    getattr(kernels, f"apply_liger_kernel_to_{names[asked.family]}")(fused_linear_cross_entropy=True)
+    by_hand(asked, lambda model: model)
+
+
+SYSTEMS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "shoal": shoal,
+    "liger": liger,
+    "compiled": lambda asked: by_hand(asked, torch.compile),
+    "plain": lambda asked: by_hand(asked, lambda model: model),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("system", choices=SYSTEMS)
+    parser.add_argument("--family", choices=SHAPES, default="llama")
+    parser.add_argument("--micro-batch", type=int, default=8)
+    parser.add_argument("--sequence", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--options", type=json.loads, default={}, help="more options of shoal's Run, as JSON")
+    parser.add_argument("--eager", action="store_true", help="of shoal")
+    parser.add_argument("--turns", action="store_true", help="make as many steps as each line of the input says")
+    parser.add_argument("--profile", default="", help="where to write a trace of three more steps")
+    asked = arguments(
+        parser, family="tiny", micro_batch=2, sequence=16, steps=2, warmup=1, precision="fp32", eager=True
+    )
+    torch.set_float32_matmul_precision("high")
+    SYSTEMS[asked.system](asked)
+
+
+if __name__ == "__main__":
+    main()

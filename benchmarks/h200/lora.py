@@ -1,0 +1,130 @@
+"""One way to train LoRA on a Llama of 8.0 B parameters on one GPU, in a process of its own: prints speed and memory.
+
+python benchmarks/h200/lora.py shoal      or peft, peft-liger
+
+The same for all: random weights, frozen and in bfloat16; LoRA of rank 16 in float32 on the seven linear layers of each
+block; AdamW in float32, products in bfloat16; 2 x 4096 random tokens. No activation is recomputed by request. `peft`
+and `peft-liger` are transformers with PEFT in a loop of plain torch, the latter with all kernels of Liger for Llama and
+its fused loss. `shoal` is the unmodified model of transformers with `shoal.lora` under `shoal.Run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from report import arguments
+from systems import DEVICE, Shape, measured
+
+SHAPES = {"8b": Shape(4096, 32, 32, 8, 14336), "tiny": Shape(64, 2, 4, 2, 128, 1024)}
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+RANK, ALPHA = 16, 32
+
+
+def built(size: str, sequence: int) -> Any:
+    """The base, in bfloat16 from the start: 8 B parameters in float32 would be half of an H200."""
+    import transformers
+
+    shape = SHAPES[size]
+    config = transformers.LlamaConfig(
+        hidden_size=shape.hidden, num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads, intermediate_size=shape.ffn, vocab_size=shape.vocabulary,
+        max_position_embeddings=sequence, attn_implementation="sdpa", tie_word_embeddings=False, use_cache=False,
+        pad_token_id=None, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(DEVICE):
+            return transformers.LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def sizes_of(model: Any) -> dict[str, int]:
+    named = list(model.parameters())
+    trained = sum(parameter.numel() for parameter in named if parameter.requires_grad)
+    return {"parameters": sum(parameter.numel() for parameter in named), "trained": trained}
+
+
+def with_shoal(asked: argparse.Namespace) -> None:
+    import shoal
+    from shoal.config.recipe import OptimSection
+    from shoal.numerics.optim.build import build_optimizer
+
+    model = shoal.lora(built(asked.size, asked.sequence), rank=RANK, alpha=ALPHA, targets=TARGETS)
+    said = sizes_of(model)
+    with shoal.Run(f"mb={asked.micro_batch} {asked.precision}", compile=not asked.eager, **asked.options) as run:
+        run.prepare(model)
+        run.prepare(build_optimizer(run.parameters, OptimSection(weight_decay=0.01), lr=1e-4))
+
+        def given(tokens: Tensor) -> dict[str, Tensor]:
+            whole = {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, :-1].contiguous()}
+            return {name: x.pin_memory() for name, x in whole.items()} if DEVICE == "cuda" else whole
+
+        def step(batch: dict[str, Tensor]) -> None:
+            run.step(batch)
+
+        measured("shoal", SHAPES[asked.size], asked, step, given, **said)
+
+
+def with_peft(asked: argparse.Namespace) -> None:
+    """A loop of plain torch with autocast, as in PEFT's examples."""
+    from peft import LoraConfig, get_peft_model
+
+    settings = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS, task_type="CAUSAL_LM")
+    model: Any = get_peft_model(built(asked.size, asked.sequence), settings)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=DEVICE == "cuda")
+
+    def step(tokens: Tensor) -> None:
+        with torch.autocast(DEVICE, torch.bfloat16):
+            loss = model(input_ids=tokens[:, :-1], labels=tokens[:, :-1]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    measured(asked.system, SHAPES[asked.size], asked, step, **sizes_of(model))
+
+
+def with_peft_and_liger(asked: argparse.Namespace) -> None:
+    import liger_kernel.transformers as kernels
+
+    kernels.apply_liger_kernel_to_llama(fused_linear_cross_entropy=True)
+    with_peft(asked)
+
+
+SYSTEMS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "shoal": with_shoal,
+    "peft": with_peft,
+    "peft-liger": with_peft_and_liger,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("system", choices=SYSTEMS)
+    parser.add_argument("--size", choices=SHAPES, default="8b")
+    parser.add_argument("--micro-batch", type=int, default=2)
+    parser.add_argument("--sequence", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--options", type=json.loads, default={}, help="more options of shoal's Run, as JSON")
+    parser.add_argument("--eager", action="store_true", help="of shoal")
+    parser.add_argument("--turns", action="store_true", help="make as many steps as each line of the input says")
+    parser.add_argument("--profile", default="", help="where to write a trace of three more steps")
+    asked = arguments(parser, size="tiny", micro_batch=2, sequence=16, steps=2, warmup=1, precision="fp32", eager=True)
+    torch.set_float32_matmul_precision("high")
+    SYSTEMS[asked.system](asked)
+
+
+if __name__ == "__main__":
+    main()

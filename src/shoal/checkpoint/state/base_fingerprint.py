@@ -1,0 +1,129 @@
+"""What a checkpoint of adapters knows of the frozen weights below them, which it does not hold.
+
+The fingerprint is a sum over up to `SAMPLES` values of every frozen parameter, at places that its shape decides. Each
+rank adds the values that it holds, so the sum is the same on every layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.checkpoint.storage.manifest import Manifest
+from shoal.comm.world import World
+from shoal.errors import ShoalError
+from shoal.numerics.checksum import MULTIPLIER
+from shoal.numerics.init import key
+from shoal.numerics.local_tensor import to_local
+from shoal.parallel.lora.layers import A, adapted_layers, is_adapter
+from shoal.parallel.parallel_model import ParallelModel
+
+BASE = "base"
+"""The key of the fingerprint in the state of a checkpoint."""
+SAMPLES = 1024
+
+
+def adapter_state(composed: ParallelModel, world: World) -> dict[str, Any]:
+    """The fingerprint of the base and the settings of LoRA; empty: there is none. Every rank calls it."""
+    if not any(map(is_adapter, composed.shapes)):
+        return {}
+    return {BASE: fingerprint(composed, world), "lora": lora_settings(composed)}
+
+
+def lora_settings(composed: ParallelModel) -> dict[str, Any]:
+    """Rank, alpha, dropout and targets, as `adapter_config.json` has them."""
+    layer = next(iter(layer for part in composed.parts for layer in adapted_layers(part.model).values()))
+    return {
+        "rank": layer.rank,
+        "alpha": layer.lora_scale * layer.rank,
+        "dropout": layer.lora_dropout,
+        "targets": targets_of(composed.shapes),
+    }
+
+
+def targets_of(parameters: Any) -> list[str]:
+    """The last parts of the names of layers with LoRA, if no other module ends so; else their whole names.
+
+    >>> targets_of(["a.up.weight", "a.up.lora_A", "b.up.weight", "b.up.lora_A", "a.down.weight"])
+    ['up']
+    >>> targets_of(["a.up.weight", "a.up.lora_A", "b.up.weight"])
+    ['a.up']
+    """
+    modules = {name.rpartition(".")[0] for name in parameters}
+    adapted = {name.rpartition(".")[0] for name in parameters if name.endswith(f".{A}")}
+    last = {name.rpartition(".")[2] for name in adapted}
+    is_exact = adapted == {name for name in modules if name.rpartition(".")[2] in last}
+    return sorted(last if is_exact else adapted)
+
+
+@torch.no_grad()
+def fingerprint(composed: ParallelModel, world: World) -> str:
+    """The fingerprint of the frozen parameters of all ranks. Every rank calls it."""
+    if composed.base_fingerprint:
+        return composed.base_fingerprint
+    total = 0
+    for name in (name for name in composed.base if composed.is_owner(name)):
+        begin, _ = composed.shard_box(name)
+        total += _of_piece(name, to_local(composed.named[name]), composed.shapes[name], begin)
+    composed.base_fingerprint = _joined(world.all_gather_object(total % 2**64), composed.shapes)
+    return composed.base_fingerprint
+
+
+@torch.no_grad()
+def fingerprint_of_whole(model: nn.Module) -> str:
+    """The same of a whole model in one process."""
+    named = {name: parameter for name, parameter in model.named_parameters() if not is_adapter(name)}
+    total = sum(_of_piece(name, p, tuple(p.shape), (0,) * p.dim()) for name, p in named.items())
+    every = model.named_parameters(remove_duplicate=False)
+    return _joined([total], {name: tuple(parameter.shape) for name, parameter in every})
+
+
+def _joined(totals: list[int], shapes: Mapping[str, tuple[int, ...]]) -> str:
+    names = sum(key(0, name, *shape) for name, shape in shapes.items() if not is_adapter(name))
+    return f"{(sum(totals) + names) % 2**64:016x}"
+
+
+def _of_piece(name: str, piece: Tensor, shape: tuple[int, ...], begin: tuple[int, ...]) -> int:
+    return (key(0, name, *shape) | 1) * _sampled(piece, shape, begin)
+
+
+def _sampled(piece: Tensor, shape: tuple[int, ...], begin: tuple[int, ...]) -> int:
+    """The sum of bits · weight over those sampled places of the whole tensor that are in this piece."""
+    size = torch.Size(shape).numel()
+    count = min(size, SAMPLES)
+    if not count or not piece.numel():
+        return 0
+    flat = torch.arange(count) * size // count
+    rest, places = flat, []
+    for extent, first, own in zip(reversed(shape), reversed(begin), reversed(piece.shape), strict=True):
+        places.append((rest % extent - first, own))
+        rest = rest // extent
+    is_here = torch.ones(count, dtype=torch.bool)
+    for place, own in places:
+        is_here &= (place >= 0) & (place < own)
+    index = tuple(place[is_here].to(piece.device) for place, _ in reversed(places))
+    values = piece[index] if index else piece.reshape(1)
+    bits = values.to("cpu", torch.float64).view(torch.int64)
+    weights = (flat[is_here] + 1) * (MULTIPLIER >> 1) | 1
+    return int((bits * weights).sum()) % 2**64
+
+
+def reject_other_base(composed: ParallelModel, world: World, manifest: Manifest, where: str) -> None:
+    """Raise if a step of adapters was trained on other frozen weights. Every rank calls it."""
+    if BASE in manifest.state:
+        compare(manifest, fingerprint(composed, world), where)
+
+
+def compare(manifest: Manifest, here: str, where: str) -> None:
+    """Raise if this is not the fingerprint that a step of adapters was saved with."""
+    saved = manifest.state[BASE]
+    if here != saved:
+        raise ShoalError(
+            f"the adapters of step {manifest.step} of {where} were trained on other frozen weights: their fingerprint"
+            f" was {saved}, and is {here}",
+            fix="--run.start_from with the base of that run, or the same model and seed",
+            code="L010",
+        )

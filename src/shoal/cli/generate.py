@@ -1,0 +1,134 @@
+"""`shoal generate RUN --prompt TEXT`: print how the model of a run continues a text."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from shoal.cli.options import parse_options
+from shoal.config.recipe import DataSection
+from shoal.errors import Problem, ShoalError, raise_if
+
+if TYPE_CHECKING:
+    from shoal.data.sources.tokenizer import Tokenizer
+    from shoal.train.inference.trained_model import TrainedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate:
+    """Load a step of a run in one process and print how its model continues a prompt. A run that was trained on
+    conversations gets the prompt as a user's message.
+
+    shoal generate runs/finetune --prompt "What is the capital of France?"
+    """
+
+    directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """The directory of a run, of its checkpoints, or of one step."""
+
+    prompt: str
+    """The text to continue."""
+
+    step: int | None = None
+    """The step. None: the newest."""
+
+    max_tokens: int = 64
+    """The largest number of new tokens."""
+
+    temperature: float = 0.0
+    """0: always the most likely token. Else a token is drawn; higher is more varied."""
+
+    top_p: float = 1.0
+    """Draw from the smallest set of tokens whose probability is at least this."""
+
+    seed: int = 0
+    """The seed of the draws."""
+
+    tokenizer: str | None = None
+    """`bytes`, a tokenizer.json or a folder with one. None: that of the run's recipe."""
+
+    raw: bool = False
+    """Continue the prompt as plain text, also after conversations."""
+
+    device: str = "cpu"
+    """cpu or cuda."""
+
+    json: bool = False
+    """Print one JSON object and nothing else on stdout."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the continuation."""
+    options = parse_options(Generate, arguments, prog="shoal generate")
+    raise_if(_problems(options))
+    from shoal.train.inference.generate import Sampling, generate
+    from shoal.train.inference.trained_model import trained_model
+
+    trained = trained_model(options.directory, options.step)
+    prompt, tokenizer = _tokens(options, trained)
+    made: list[int] = []
+    sampling = Sampling(temperature=options.temperature, top_p=options.top_p, seed=options.seed)
+    for token in generate(
+        trained.model.to(options.device),
+        prompt,
+        end_token=tokenizer.end_token,
+        max_tokens=options.max_tokens,
+        sampling=sampling,
+    ):
+        made.append(token)
+    text = tokenizer.text(made)
+    result = {
+        "step": trained.step.manifest.step,
+        "prompt": options.prompt,
+        "text": text,
+        "tokens": made,
+        "stopped": "length" if len(made) == options.max_tokens else "end",
+    }
+    sys.stdout.write(f"{json.dumps(result) if options.json else text}\n")
+    return 0
+
+
+def _problems(options: Generate) -> Iterator[Problem]:
+    if options.max_tokens < 1:
+        yield Problem("L021", f"--max-tokens must be 1 or more, got {options.max_tokens}", "--max-tokens 64")
+    if options.temperature < 0:
+        yield Problem("L021", f"--temperature must be 0 or more, got {options.temperature}", "--temperature 0.7")
+    if not 0 < options.top_p <= 1:
+        yield Problem("L021", f"--top-p must be greater than 0 and at most 1, got {options.top_p}", "--top-p 0.9")
+
+
+def _tokens(options: Generate, trained: TrainedModel) -> tuple[list[int], Tokenizer]:
+    """The tokens of the prompt, as the run's data would have them, and the tokenizer."""
+    from shoal.data.sources.chat.encode import open_chat_tokenizer
+    from shoal.data.sources.chat.rows import Turn
+
+    data = trained.recipe.data
+    name = options.tokenizer or data.tokenizer
+    if options.tokenizer is None and (data.source == "synthetic" or data.format in ("tokens", "images")):
+        raise ShoalError(
+            f"the run was trained on {data.source} data, which has no text",
+            fix="--tokenizer PATH of the tokenizer that made its tokens",
+            code="L022",
+        )
+    chat = open_chat_tokenizer(name)
+    role = "user" if is_of_conversations(data) and not options.raw else ""
+    turn = (Turn(role, options.prompt, is_trained=False),)
+    tokens = chat.prompt(turn)
+    if not tokens:
+        raise ShoalError("--prompt must have at least one token, got none", fix='--prompt "The"', code="L021")
+    return tokens, chat.tokenizer
+
+
+def is_of_conversations(data: DataSection) -> bool:
+    """Whether a run was trained on conversations."""
+    from shoal.data.sources.chat.rows import is_chat
+
+    path = Path(data.source).expanduser()
+    return data.format == "chat" or (
+        data.format == "auto" and path.suffix == ".jsonl" and path.is_file() and is_chat(path)
+    )

@@ -1,0 +1,232 @@
+"""From `hf:PATH` to a model that a recipe can train: its config alone decides its shapes.
+
+    forward           takes the batch of a recipe: `tokens`, and logits are compared with labels outside of the model
+    init_parameter    weights from the seed and the name, by transformers' own rules, whatever rank draws them
+    init_buffer       buffers such as rotary frequencies, which no file has, as the class computes them
+
+A model that is built on the meta device needs the last two. They come from a twin: the same model with real buffers and
+without parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shoal.config.pretrained_folder import folder_of
+from shoal.errors import ShoalError, listed, nearest, needs
+from shoal.models.huggingface.adapt import DOCUMENTS, with_positions
+from shoal.models.huggingface.pretrained.folder import config_of
+
+INITS = ("weights", "random")
+
+
+def builder(name: str) -> Callable[..., nn.Module]:
+    """The function that builds the model of `hf:PATH`."""
+    return partial(build, name)
+
+
+def build(name: str, *, init: str = "weights", trust_remote_code: Any = False, **changes: Any) -> nn.Module:
+    """Build the model of a folder, with random weights or without memory. Its weights are loaded when it is laid out.
+
+    `changes` replace values of its config.json.
+    """
+    if init not in INITS:
+        raise ShoalError(f"model.init must be {listed(INITS)}, got {init!r}", fix="--model.init weights", code="M077")
+    if not isinstance(trust_remote_code, bool):
+        what = f"model.trust_remote_code must be true or false, got {trust_remote_code!r}"
+        raise ShoalError(what, fix="--model.trust_remote_code true", code="M077")
+    needs("transformers", what=f"model.name {name}", extra="hf")
+    folder = folder_of(name, with_code=trust_remote_code)
+    config = _config(folder, changes, trusts=trust_remote_code)
+    construct = partial(_construct, folder, config, trusts=trust_remote_code)
+    model = construct()
+    with _parameters_on_meta():
+        twin = Twin(construct())
+    kind: Any = type(model)
+    model.__class__ = for_recipes(kind)
+    model.twin = twin
+    return model  # type: ignore[no-any-return]
+
+
+def _config(folder: Path, changes: dict[str, Any], *, trusts: bool) -> Any:
+    transformers = needs("transformers", what="a model of transformers", extra="hf")
+    said = config_of(folder)
+    kind = said.get("model_type")
+    known = kind in transformers.CONFIG_MAPPING
+    if not known and not trusts:
+        raise _needs_code(folder, said, f"has the model_type {str(kind)[:80]!r}, which transformers does not know")
+    try:
+        with torch.device("cpu"):
+            if known:
+                config = transformers.CONFIG_MAPPING[kind].from_dict(said)
+            else:
+                config = transformers.AutoConfig.from_pretrained(str(folder), trust_remote_code=True)
+    except Exception as error:
+        raise _wrong(folder, error) from error
+    for key, value in changes.items():
+        if not hasattr(config, key):
+            near = nearest(key, config.to_dict())
+            raise ShoalError(
+                f"the config of {str(folder)!r} has no {key!r}, which is set under `model:`",
+                fix=f"--model.{near} {value}" if near else f"leave out --model.{key}",
+                code="M077",
+            )
+        setattr(config, key, value)
+    return config
+
+
+def _construct(folder: Path, config: Any, *, trusts: bool) -> Any:
+    """The model, in float32 whatever the config says: precision is a matter of the plan."""
+    transformers = needs("transformers", what="a model of transformers", extra="hf")
+    names = [name for name in config.architectures or () if isinstance(name, str)]
+    kinds: list[Any] = [getattr(transformers, name) for name in names if hasattr(transformers, name)]
+    try:
+        for kind in kinds:
+            is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+            if is_model and kind.config_class is type(config):
+                return kind(copy.deepcopy(config))
+        return transformers.AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), trust_remote_code=trusts, dtype=torch.float32
+        )
+    except ShoalError:
+        raise
+    except Exception as error:
+        if not trusts and "trust_remote_code" in str(error):
+            raise _needs_code(folder, config.to_dict(), f"needs the class {listed(names or ['?'])}") from None
+        raise _wrong(folder, error) from error
+
+
+def _needs_code(folder: Path, said: dict[str, Any], what: str) -> ShoalError:
+    has_own = isinstance(said.get("auto_map"), dict)
+    fix = "read its .py files, and if you trust them: --model.trust_remote_code true"
+    return ShoalError(
+        f"{str(folder / 'config.json')!r} {what}" + ("; it brings code of its own, which was not run" * has_own),
+        fix=fix if has_own else "a newer transformers, or another model",
+        code="M072",
+    )
+
+
+def _wrong(folder: Path, error: Exception) -> ShoalError:
+    reason = str(error).strip().partition("\n")[0][:200]
+    return ShoalError(
+        f"no model can be built from {str(folder / 'config.json')!r}: {type(error).__name__}: {reason}",
+        fix="the config.json as save_pretrained writes it",
+        code="M073",
+    )
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Build modules whose parameters have no memory, and whose buffers do."""
+    original = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:  # one that is tied is there already
+            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        original(module, name, parameter)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
+    try:
+        with torch.device("cpu"), _EmptyOnMeta():
+            yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Make tensors without values on the meta device: even for a moment, those of some experts fit in no memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return func(*args, **({**kwargs, "device": "meta"} if func is torch.empty else kwargs))
+
+
+class Twin:
+    """The whole model, with buffers and without parameters. Copies of a model, such as its stages, share it."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        both = model.named_parameters(remove_duplicate=False)
+        self.firsts = {name: names[id(p)] for name, p in both if names[id(p)] != name}
+        """Second name of a parameter → its first."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Twin:
+        return self
+
+    def draw(self, name: str, into: Tensor, generator: torch.Generator) -> None:
+        """Fill a parameter as transformers initialises the module that owns it."""
+        path, _, own = name.rpartition(".")
+        module = self.model.get_submodule(path)
+        memo: dict[int, Any] = {id(p): p for p in module.parameters()}  # of others, which stay without memory
+        memo[id(getattr(module, own))] = fresh = nn.Parameter(into.new_full(into.shape, torch.nan))
+        copied = copy.deepcopy(module, memo)
+        author = self._author_of(path)
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+            torch.default_generator.manual_seed(generator.initial_seed())
+            author._init_weights(copied)
+        if into.numel() and bool(fresh.flatten()[0].isnan()):
+            raise ShoalError(
+                f"transformers does not say how {name} starts", fix="a folder with weights to start from", code="M078"
+            )
+        into.copy_(fresh)
+
+    def _author_of(self, path: str) -> Any:
+        """The nearest model of transformers around a module; others are parts of it."""
+        names = [path, *(path[:at] for at in range(len(path) - 1, 0, -1) if path[at] == "."), ""]
+        modules = (self.model.get_submodule(name) for name in names)
+        return next(module for module in modules if hasattr(module, "_init_weights"))
+
+
+@cache
+def for_recipes(kind: Any) -> Any:
+    """A class of transformers that takes the batches of recipes. Its names and parameters are those of the class."""
+
+    def forward(self: Any, *arguments: Any, **options: Any) -> Any:
+        if "tokens" in options:
+            options["input_ids"] = options.pop("tokens")
+        return kind.forward(self, *arguments, **with_positions(options))
+
+    def init_parameter(self: Any, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+        if self.is_loaded_later:
+            parameter.fill_(torch.nan)
+        else:
+            self.twin.draw(name, parameter, generator)
+
+    def init_buffer(self: Any, name: str) -> Tensor:
+        buffer: Tensor = self.twin.model.get_buffer(name)
+        return torch.zeros_like(buffer, device="cpu") if buffer.is_meta else buffer  # one that a file has to fill
+
+    forward.__signature__ = _signature(kind)  # type: ignore[attr-defined]
+    members = {
+        "__module__": kind.__module__,
+        "__doc__": kind.__doc__,
+        "forward": forward,
+        "init_parameter": init_parameter,
+        "init_buffer": init_buffer,
+        "is_loaded_later": False,
+        "first_names": property(lambda self: self.twin.firsts),
+    }
+    return type(kind.__name__, (kind,), members)
+
+
+def _signature(kind: Any) -> inspect.Signature:
+    """That of the class, with `tokens` and `documents`, without labels, and without names that it only passes on."""
+    given = inspect.signature(kind.forward).parameters.values()
+    named = [p for p in given if p.kind is not p.VAR_KEYWORD and p.name != "labels"]
+    takes = [p.replace(name="tokens") if p.name == "input_ids" else p for p in named]
+    makes_masks = hasattr(sys.modules[kind.__module__], "create_causal_mask")  # by documents, from positions
+    packs = makes_masks and any(p.name == "position_ids" for p in named)
+    documents = [inspect.Parameter(DOCUMENTS, inspect.Parameter.KEYWORD_ONLY, default=None)] if packs else []
+    return inspect.Signature([*takes, *documents])

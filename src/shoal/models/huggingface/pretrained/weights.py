@@ -1,0 +1,87 @@
+"""The weights of a folder, under the names of a model, checked against it. Only headers of files are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from shoal.checkpoint.formats.huggingface import read
+from shoal.checkpoint.formats.lazy_tensor import LazyTensor
+from shoal.config.pretrained_folder import folder_of
+from shoal.errors import Problem, ShoalError, raise_if
+from shoal.models.huggingface.pretrained.conversion import ignored, to_model
+from shoal.models.huggingface.pretrained.folder import config_of, has_weights, no_weights
+
+FLOATS = ("F64", "F32", "BF16", "F16")
+MOST_SHOWN = 4
+
+
+def folder_to_start_from(name: str, *, init: str = "weights", trust_remote_code: bool = False, **_: Any) -> str | None:
+    """The folder whose weights a model of a recipe starts with; None: it starts with random ones."""
+    if init == "random":
+        return None
+    folder = folder_of(name, with_code=trust_remote_code)
+    if not has_weights(folder):
+        raise no_weights(folder)
+    return str(folder)
+
+
+def weights_of(model: Any, folder: Path) -> dict[str, LazyTensor]:
+    """The tensors of a folder under the names of the model's parameters and buffers. Raises if some are missing, have
+    other shapes, or belong to no module."""
+    if not has_weights(folder):
+        raise no_weights(folder)
+    if (folder / "config.json").is_file():
+        config_of(folder)  # rejects quantized weights
+    in_files = read(folder)
+    try:
+        found, unexpected = to_model(model, in_files)
+    except ShoalError:
+        raise
+    except Exception as error:  # transformers' operations, on tensors of other shapes
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:160]}"
+        raise ShoalError(
+            f"the tensors in {str(folder)!r} cannot be converted to those of {type(model).__name__}: {reason}",
+            fix=_FIX,
+            code="M075",
+        ) from None
+    found = _with_tied(model, found)
+    strange = sorted(set(unexpected) - set(ignored(model, unexpected)))
+    raise_if(_misfits(model, folder, found, strange))
+    return found
+
+
+_FIX = "the weights of this config.json; or --model.init random"
+
+
+def _with_tied(model: Any, found: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Give a tied parameter, which files have once, all of its names."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    out = dict(found)
+    for alike in names.values():
+        known = next((found[name] for name in alike if name in found), None)
+        if known is not None:
+            out.update(dict.fromkeys(alike, known))
+    return out
+
+
+def _misfits(model: Any, folder: Path, found: Mapping[str, LazyTensor], strange: list[str]) -> Iterator[Problem]:
+    """One problem with all differences between the files and the model."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    said: list[str] = []
+    for name, tensor in model.state_dict().items():
+        if name not in found:
+            said += [f"{name} is missing"] if name in parameters else []
+        elif found[name].shape != tuple(tensor.shape):
+            said.append(f"{name} has the shape {list(found[name].shape)} there and {list(tensor.shape)} in the model")
+        elif name in parameters and found[name].dtype not in FLOATS:
+            said.append(f"{name} has the dtype {found[name].dtype}, which is not one of {', '.join(FLOATS)}")
+    said += [f"{name} belongs to no module" for name in strange]
+    if said:
+        more = f"; and {len(said) - MOST_SHOWN} more" if len(said) > MOST_SHOWN else ""
+        kind = type(model).__name__
+        what = f"the weights in {str(folder)!r} are not those of this {kind}: {'; '.join(said[:MOST_SHOWN])}{more}"
+        yield Problem("M075", what, _FIX)

@@ -1,0 +1,1 @@
+"""LoRA: small trained matrices beside the frozen weights of linear layers."""

@@ -1,0 +1,140 @@
+"""Give linear layers of a model LoRA, in place, and freeze everything else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from shoal.errors import Problem, ShoalError, nearest, raise_if
+from shoal.numerics.init import init_adapters
+from shoal.parallel.lora.layers import A, B, LoRALinear, adapted_layers
+
+ALL_LINEAR = "all-linear"
+"""Every linear layer except the head."""
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def lora(
+    model: Model,
+    *,
+    rank: int = 16,
+    alpha: float | None = None,
+    targets: str | Sequence[str] = ALL_LINEAR,
+    dropout: float = 0.0,
+    seed: int = 0,
+) -> Model:
+    """Add LoRA to linear layers of a model, in place, and freeze all other parameters. Returns the model.
+
+    Call it before `run.prepare`, and before the optimizer is built over `model.parameters()`.
+
+    rank     columns of the update, as PEFT's `r`
+    alpha    the update is scaled by alpha / rank; None: twice the rank
+    targets  last parts of names (`["q_proj", "v_proj"]`), a regular expression that matches whole names, or
+             "all-linear": every linear layer except the head
+    dropout  of the input of the update
+    seed     decides the initial values; the update is zero at first
+
+    >>> from torch import nn
+    >>> model = lora(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), rank=2, targets=["0"])
+    >>> [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    ['0.lora_A', '0.lora_B']
+    """
+    alpha = 2.0 * rank if alpha is None else alpha
+    raise_if(_problems(model, rank, alpha, dropout), title="shoal.lora")
+    layers = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear}
+    chosen = _chosen(model, layers, targets)
+    model.requires_grad_(False)
+    for layer in chosen.values():
+        _adapt(layer, rank, alpha / rank, dropout)
+    init_adapters(model, seed)
+    return model
+
+
+def _problems(model: nn.Module, rank: int, alpha: float, dropout: float) -> Iterator[Problem]:
+    if not isinstance(rank, int) or rank < 1:
+        yield Problem("L001", f"rank must be an integer of at least 1, got {rank}", "rank=16")
+    if not alpha > 0:
+        yield Problem("L001", f"alpha must be greater than 0, got {alpha}", "alpha=32")
+    if not 0 <= dropout < 1:
+        yield Problem("L001", f"dropout must be at least 0 and less than 1, got {dropout}", "dropout=0.05")
+    if adapted_layers(model):
+        yield Problem(
+            "L002", f"{type(model).__name__} has LoRA already", "call shoal.lora once, with all targets in one list"
+        )
+
+
+def _chosen(model: nn.Module, layers: dict[str, nn.Linear], targets: str | Sequence[str]) -> dict[str, nn.Linear]:
+    """The layers that the targets name, without any that share their weight with another module."""
+    head = _head_of(model)
+    if targets == ALL_LINEAR:
+        found = {name: layer for name, layer in layers.items() if name != head and layer is not head}
+    elif isinstance(targets, str):
+        found = {name: layer for name, layer in layers.items() if re.fullmatch(targets, name)}
+    else:
+        unknown = [target for target in targets if not any(_ends_with(name, target) for name in layers)]
+        if unknown:
+            raise _without_target(unknown[0], layers)
+        found = {name: layer for name, layer in layers.items() if any(_ends_with(name, one) for one in targets)}
+    if not found:
+        raise _without_target(str(targets), layers)
+    for name, layer in found.items():
+        if name == head or layer is head:
+            raise ShoalError(
+                f"{name} is the head of {type(model).__name__}, which computes the loss and gets no LoRA",
+                fix=f"targets without {name.rpartition('.')[2]!r}",
+                code="L004",
+            )
+    return found
+
+
+def _head_of(model: Any) -> Any:
+    """The name of the head, or the head itself; None: the model does not say which layer it is."""
+    if callable(describe := getattr(model, "describe", None)):
+        return getattr(describe(), "head", None)
+    getter = getattr(model, "get_output_embeddings", None)  # of transformers
+    return getter() if callable(getter) else None
+
+
+def _ends_with(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _without_target(target: str, layers: dict[str, nn.Linear]) -> ShoalError:
+    known = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
+    some = ", ".join(known[:8]) or "none"
+    near = nearest(target, known) or next(iter(known), None)
+    return ShoalError(
+        f"LoRA targets must name linear layers of the model ({some}), got {target!r}",
+        fix=f'targets=["{near}"], or targets="all-linear"' if near else "a model with nn.Linear layers",
+        code="L003",
+    )
+
+
+def _adapt(layer: nn.Linear, rank: int, scale: float, dropout: float) -> None:
+    """Make one layer a layer with LoRA, in place: names, hooks and references to it stay."""
+    weight = layer.weight
+    made: Any = layer
+    made.__class__ = LoRALinear
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    for name, shape in ((A, (rank, layer.in_features)), (B, (layer.out_features, rank))):
+        made.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=dtype, device=weight.device)))
+    made.lora_scale, made.lora_dropout = float(scale), float(dropout)
+
+
+@torch.no_grad()
+def merge_lora(model: Model) -> Model:
+    """Add the updates of LoRA to the weights below them, in place, and make the layers plain ones again."""
+    for layer in adapted_layers(model).values():
+        update = layer.lora_B.double() @ layer.lora_A.double() * layer.lora_scale
+        layer.weight.copy_(layer.weight.double() + update.to(layer.weight.device))
+        made: Any = layer
+        for name in (A, B):
+            delattr(made, name)
+        del made.lora_scale, made.lora_dropout
+        made.__class__ = nn.Linear
+    return model

@@ -1,0 +1,142 @@
+"""Conversations: rows, tokens, which of them are trained, and samples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shoal.config.recipe import DataSection
+from shoal.data.batch import IGNORE
+from shoal.data.sources.chat.encode import open_chat_tokenizer
+from shoal.data.sources.chat.rows import Turn
+from shoal.data.sources.open import open_datasets
+from tests.rejects import rejects
+
+END = 256
+CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}
+ROWS: list[dict[str, Any]] = [
+    CHAT,
+    {"instruction": "a", "input": "b", "output": "cd"},
+    {"prompt": "x", "completion": "yz"},
+]
+
+
+def written(folder: Path, *rows: object) -> str:
+    path = folder / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def text_of(tokens: Any) -> str:
+    return "".join("$" if token == END else chr(token) for token in tokens)
+
+
+def trained_text(batch: Any, row: int) -> str:
+    labels = batch["labels"][row].tolist()
+    assert all(label in (IGNORE, following) for label, following in zip(labels, batch["tokens"][row, 1:], strict=False))
+    return text_of(label for label in labels if label != IGNORE)
+
+
+def test_only_answers_are_trained(tmp_path: Path) -> None:
+    data, held_out = open_datasets(DataSection(source=written(tmp_path, *ROWS), seq_len=48, validation=0), 0)
+    assert (len(data), len(held_out)) == (3, 0)
+    batch = data.batch(np.arange(3))
+    assert set(batch) == {"tokens", "labels"}
+    assert [trained_text(batch, row) for row in range(3)] == ["yo$", "cd$", "yz$"]
+    assert text_of(batch["tokens"][0]).rstrip("$") == "<|user|>\nhi\n<|assistant|>\nyo"
+    assert text_of(batch["tokens"][1]).rstrip("$") == "<|user|>\na\n\nb\n<|assistant|>\ncd"
+    assert text_of(batch["tokens"][2]).rstrip("$") == "xyz"
+
+
+def test_packed_examples_have_documents_of_their_own(tmp_path: Path) -> None:
+    section = DataSection(source=written(tmp_path, *ROWS), seq_len=48, validation=0, pack=True)
+    batch = open_datasets(section, 0)[0].batch(np.arange(2))
+    assert [trained_text(batch, row) for row in range(2)] == ["yo$", "cd$yz$"]
+    for row, numbers in enumerate(([29, 19], [31, 4, 13])):
+        assert np.unique(batch["documents"][row], return_counts=True)[1].tolist() == numbers
+
+
+def test_several_answers_and_a_long_one(tmp_path: Path) -> None:
+    two = {"messages": [*CHAT["messages"], {"role": "user", "content": "more"}, {"role": "assistant", "content": "no"}]}
+    section = DataSection(source=written(tmp_path, two, CHAT), seq_len=40, validation=0)
+    data = open_datasets(section, 0)[0]
+    assert trained_text(data.batch(np.arange(1)), 0) == "yo$"  # the second answer is cut off
+    assert "1 examples cut at 40 tokens" in data.describe()
+
+
+@pytest.mark.parametrize(
+    ("code", "row", "value"),
+    [
+        ("D070", {"text": "x"}, "got text"),
+        ("D070", {"messages": []}, "list of messages"),
+        ("D070", {"messages": [{"content": "x"}]}, "role"),
+        ("D070", {"prompt": "x", "completion": 3}, "int"),
+        ("D071", {"messages": [{"role": "user", "content": "x"}]}, "line 2"),
+    ],
+)
+def test_rejected_rows(tmp_path: Path, code: str, row: object, value: str) -> None:
+    with rejects(code, value, "line 2"):
+        open_datasets(DataSection(source=written(tmp_path, CHAT, row), format="chat", validation=0), 0)
+
+
+def test_answers_after_the_end_of_a_sample_are_rejected(tmp_path: Path) -> None:
+    with rejects("D074", "--data.seq_len 29"):
+        open_datasets(DataSection(source=written(tmp_path, CHAT), seq_len=16, validation=0), 0)
+
+
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<e>{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}[assistant]{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer folder of transformers: every character is a token, and <e> ends a message."""
+    tokenizers = pytest.importorskip("tokenizers")
+    path = tmp_path_factory.mktemp("tokenizer")
+    characters = sorted(set("[]abcdefghijklmnopqrstuvwxyz "))
+    vocabulary = {"<e>": 0, **{one: number for number, one in enumerate(characters, 1)}}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<e>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    made.add_special_tokens(["<e>"])
+    made.save(str(path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<e>", "chat_template": TEMPLATE}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_the_template_of_a_folder(folder: Path) -> None:
+    pytest.importorskip("transformers")
+    chat = open_chat_tokenizer(str(folder))
+    row = (
+        Turn("user", "hi", False),
+        Turn("assistant", "yo", True),
+        Turn("user", "so", False),
+        Turn("assistant", "ok", True),
+    )
+    example = chat.encode(row)
+    text = chat.tokenizer.text
+    assert "".join(text([int(t)]) or "$" for t in example.tokens) == "[user]hi$[assistant]yo$[user]so$[assistant]ok$"
+    kept = example.tokens[example.is_trained.astype(bool)]
+    assert "".join(text([int(t)]) or "$" for t in kept) == "yo$ok$"
+    assert "".join(text([t]) or "$" for t in chat.prompt(row[:1])) == "[user]hi$[assistant]"
+    assert chat.tokenizer.end_token == 0
+
+
+def test_a_template_that_changes_earlier_messages_is_rejected(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((folder / name).read_text())
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    last_only = "{% for m in messages[-1:] %}{{ m.content }}{% endfor %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": last_only}))
+    with rejects("D073", str(tmp_path)):
+        open_chat_tokenizer(str(tmp_path)).encode((Turn("assistant", "a", True), Turn("assistant", "b", True)))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({**config, "chat_template": "{{ raise_exception('no') }}"})
+    )
+    with rejects("D072", "no"):
+        open_chat_tokenizer(str(tmp_path)).encode((Turn("assistant", "a", True),))

@@ -1,0 +1,117 @@
+"""LoRA on one device: the formula in plain torch, which layers get it, and what is rejected."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.models.llama import build
+from shoal.numerics.init import can_fill, initialise, materialise
+from shoal.parallel.lora.layers import LoRALinear, adapted_layers
+from tests.rejects import rejects
+
+SIZES = {"vocabulary": 11, "hidden": 8, "ffn": 12, "num_layers": 2, "num_heads": 2}
+
+
+def llama() -> nn.Module:
+    model = build(**SIZES)
+    initialise(model, seed=0)
+    return model.double()
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def test_gradients_are_those_of_the_formula() -> None:
+    torch.manual_seed(0)
+    layer = shoal.lora(nn.Sequential(nn.Linear(6, 5)).double(), rank=3, alpha=12)[0]
+    assert isinstance(layer, LoRALinear)
+    nn.init.normal_(layer.lora_B)
+    x = torch.randn(4, 7, 6, dtype=torch.float64, requires_grad=True)
+    weights = [layer.lora_A.detach().clone().requires_grad_(), layer.lora_B.detach().clone().requires_grad_()]
+    whole = layer.weight + 12 / 3 * weights[1] @ weights[0]
+    y = x.detach().requires_grad_()
+    expected = y @ whole.T + layer.bias
+    slope = torch.randn_like(expected)
+    found = layer(x)
+    found.backward(slope)
+    expected.backward(slope)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(x.grad, y.grad, rtol=1e-12, atol=1e-12)
+    for one, other in zip((layer.lora_A, layer.lora_B), weights, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-12)
+    assert layer.weight.grad is None
+    assert layer(x[0, 0]).shape == (5,)
+
+
+def test_the_first_forward_is_that_of_the_base_and_only_adapters_are_trained() -> None:
+    base, tokens = llama(), torch.randint(11, (2, 5))
+    expected = base(tokens)
+    model = shoal.lora(base, rank=4)
+    assert model is base
+    assert torch.equal(model(tokens), expected)
+    assert len(trained(model)) == 2 * 7 * 2
+    assert all(name.endswith(("lora_A", "lora_B")) for name in trained(model))
+    assert not any("lm_head" in name for name in trained(model))
+    model(tokens).sum().backward()
+    assert all(parameter.grad is None for name, parameter in model.named_parameters() if name not in trained(model))
+
+
+def test_initial_values_depend_on_seed_and_name_alone() -> None:
+    """Also where the model is built without values, and filled later."""
+    given = shoal.lora(build(**SIZES).float(), rank=2, seed=5)
+    with torch.device("meta"):
+        hollow = shoal.lora(build(**SIZES), rank=2)
+    assert can_fill(hollow)
+    materialise(hollow, "cpu")
+    initialise(hollow, 5)
+    filled = dict(hollow.named_parameters())
+    for name, parameter in trained(given).items():
+        assert torch.equal(parameter, filled[name]), name
+        assert bool(parameter.any()) == name.endswith("lora_A")
+    bound = SIZES["hidden"] ** -0.5
+    assert 0.5 * bound < filled["model.layers.0.self_attn.q_proj.lora_A"].abs().max() <= bound
+
+
+def test_targets_are_last_parts_of_names_or_an_expression() -> None:
+    assert set(adapted_layers(shoal.lora(llama(), targets=["q_proj", "layers.1.mlp.up_proj"]))) == {
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.1.mlp.up_proj",
+    }
+    assert set(adapted_layers(shoal.lora(llama(), targets=r"model\.layers\.0\.mlp\..*"))) == {
+        f"model.layers.0.mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")
+    }
+
+
+def test_dropout_is_of_training_alone() -> None:
+    layer = shoal.lora(nn.Sequential(nn.Linear(64, 4)), rank=2, dropout=0.5)[0]
+    nn.init.ones_(layer.lora_B)
+    x = torch.ones(3, 64)
+    assert not torch.equal(layer(x), layer(x))
+    layer.eval()
+    assert torch.equal(layer(x), layer(x))
+
+
+@pytest.mark.parametrize(
+    ("code", "options", "value"),
+    [
+        ("L001", {"rank": 0}, "got 0"),
+        ("L001", {"alpha": -1}, "alpha"),
+        ("L001", {"dropout": 1.0}, "dropout"),
+        ("L003", {"targets": ["q_porj"]}, 'targets=["q_proj"]'),
+        ("L003", {"targets": "nothing"}, "nothing"),
+        ("L004", {"targets": ["lm_head"]}, "lm_head"),
+    ],
+)
+def test_rejected(code: str, options: dict[str, object], value: str) -> None:
+    with rejects(code, value):
+        shoal.lora(llama(), **options)
+
+
+def test_a_second_call_is_rejected() -> None:
+    with rejects("L002", "Llama"):
+        shoal.lora(shoal.lora(llama()))
