@@ -193,7 +193,6 @@ def _mlp(rng: random.Random, plan: Words) -> Words:
     tp = plan.get("tp", 1)
     num_layers = max(2, _num_stages(plan) + rng.choice((0, 1, 2)))
     hidden = [tp * rng.choice((4, 5, 7)) for _ in range(num_layers - 1)]
-    hidden = hidden[:1] * len(hidden) if "pp" in plan else hidden  # a pipeline sends one shape
     sizes = [48, *hidden, tp * rng.choice((3, 5))]
     return {
         "model.name": "mlp",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.cli import main
-from shoal.config import memory_check
+from shoal.config.checks import memory as memory_check
 from shoal.config.load import load_recipe
 from shoal.config.recipe import ModelSection, Recipe
 from shoal.models.llama_config import PRESETS
@@ -38,6 +38,7 @@ def test_a_preset_that_cannot_fit_is_rejected_with_all_other_problems(
     problems = json.loads(capsys.readouterr().out)["error"]["problems"]
     assert [problem["code"] for problem in problems] == ["R028", "D001", "Q012"]
     assert "8.03 B parameters take 119.7 GiB on 1 rank of" in problems[-1]["what"]
+    assert "parameters 29.9, gradients 29.9, optimizer state 59.8" in problems[-1]["what"]
     assert "--overcommit" in problems[-1]["fix"]
     assert not list(tmp_path.iterdir())
 
@@ -47,10 +48,10 @@ def test_any_model_that_cannot_fit_is_rejected_and_a_dry_run_says_so(host: Host,
     words = ["--model.hidden", "8192", "--model.num_layers", "64", "--model.ffn", "32768", "--device", "cpu"]
     ended = host.run("train", *words, cwd=tmp_path)
     assert ended.code == 2
-    assert "optimizer state of" in ended.said
+    assert "optimizer state " in ended.said
     ended = host.run("train", *words, "--dry-run", cwd=tmp_path)
     assert ended.code == 0
-    assert "optimizer state of" in ended.said
+    assert "optimizer state " in ended.said
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name in MODELS])
@@ -77,7 +78,13 @@ def test_presets_have_as_many_parameters_on_paper_as_in_a_run(name: str) -> None
 )
 def test_states_are_counted(words: tuple[str, ...], ranks: int, bytes_each: int) -> None:
     recipe = recipe_of(*words)
-    assert memory_check.bytes_of_states(recipe, recipe.plan.resolve(4), 1000, ranks=ranks) == 1000 * bytes_each
+    assert sum(memory_check.bytes_of_states(recipe, recipe.plan.resolve(4), 1000, ranks=ranks)) == 1000 * bytes_each
+
+
+def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
+    recipe = recipe_of("plan", "zero=0")
+    found = memory_check.bytes_of_states(recipe, recipe.plan.resolve(1), 10, frozen=1000, ranks=1)
+    assert found == (4040, 40, 80)
 
 
 def test_what_fits_to_the_byte_is_not_rejected() -> None:
@@ -95,4 +102,4 @@ def test_memory_is_that_of_this_machine() -> None:
 
 def test_overcommit_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--overcommit", "--dry-run", "--device", "cpu"]) == 0
-    assert "optimizer state of" not in capsys.readouterr().err
+    assert "optimizer state " not in capsys.readouterr().err

@@ -251,7 +251,12 @@ def test_dry_run_shows_the_plan_and_touches_nothing(here: Here) -> None:
     assert ended.code == 0
     assert "dp_replicate=2" in ended.out
     assert "num_layers: 1" in ended.out
+    assert re.search(r"memory +[\d.]+ GiB on the fullest rank, predicted: .*optimizer [\d.]+ MiB", ended.out)
     as_json = here("--dry-run", "--nproc", "2", "--json").json
+    predicted = as_json["predicted"]
+    assert predicted["parameters"] == predicted["trained_parameters"] > 0
+    assert predicted["memory"]["optimizer"] == 8 * predicted["parameters"]
+    assert predicted["flops"] >= 6 * 4 * 32 * (predicted["parameters"] - 256 * 32)  # all but the embedding
     assert (as_json["ranks"], as_json["recipe"]["data"]["global_batch"]) == (2, 4)
     assert list(Path().iterdir()) == []
 

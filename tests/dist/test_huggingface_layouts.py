@@ -119,7 +119,9 @@ def test_what_is_derived() -> None:
     assert description.after_blocks == ("model.norm", "lm_head")
     assert description.tied == (("model.embed_tokens.weight", "lm_head.weight"),)
     assert description.head == "lm_head"
-    assert describe(huggingface.build("granite")).head is None  # it scales logits afterwards
+    granite, gemma = (describe(huggingface.build(kind)) for kind in ("granite", "gemma2"))
+    assert (granite.head, granite.logit_scale, granite.logit_softcap) == ("lm_head", 0.5, None)
+    assert (gemma.head, gemma.logit_scale, gemma.logit_softcap) == ("lm_head", 1.0, 3.0)
 
 
 @pytest.mark.parametrize("words", ["pp=2 1f1b mb=2", wide("tp=2")])

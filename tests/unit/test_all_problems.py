@@ -192,8 +192,8 @@ def test_each_problem_is_reported_once(names: tuple[str, ...], problems: Any) ->
     assert_each_once(problems(Command.with_mistakes(*names).words()), reported(names))
 
 
-NO_SETTING = {"tracker", "argument"}
-"""Their fixes are a command of pip, and a name without its value."""
+NO_SETTING = {"tracker"}
+"""Its fix is a command of pip."""
 
 
 @pytest.mark.parametrize("names", [names for names in ROWS if not NO_SETTING & set(names)], ids="-".join)

@@ -32,14 +32,15 @@ def test_anywhere_else_its_packages_are_named(tmp_path: Path) -> None:
     package.mkdir(parents=True)
     record.mkdir()
     (package / "__init__.py").write_text("")
-    (package / "errors.py").write_text((CLONE / "src/shoal/errors.py").read_text())
+    for name in ("errors.py", "script_fixes.py"):
+        (package / name).write_text((CLONE / "src/shoal" / name).read_text())
     needed = [f"Requires-Dist: {text}; extra == '{extra}'\n" for extra, all_of in EXTRAS.items() for text in all_of]
     (record / "METADATA").write_text(f"Metadata-Version: 2.1\nName: shoal\nVersion: 1.0\n{''.join(needed)}")
     code = "from shoal.errors import to_install; print(to_install('hf'))"
     environment = {"PYTHONPATH": str(tmp_path / "site")}
     words = [sys.executable, "-S", "-c", code]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "pip install 'tokenizers>=0.19' 'datasets>=2.19'"
+    assert done.stdout.strip() == "pip install 'tokenizers>=0.19' 'datasets>=2.19' 'transformers>=5.21'"
 
 
 def test_no_message_names_a_registry() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
+from shoal.models.huggingface import written_out
 from shoal.models.huggingface.fast import swap_layers
 from shoal.models.huggingface.fast.attention import swap_attention
 from shoal.models.huggingface.fast.embedding import FastRotary
@@ -25,6 +26,7 @@ from tests.cover import wide
 def drawn_model(kind: str) -> Any:
     """With norms and biases that are not those of the start, which would hide an error."""
     model = huggingface.build(kind).double()
+    written_out(model)  # experts, which transformers computes in float32 at most
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         if parameter.dim() == 1:
@@ -156,6 +158,37 @@ def test_a_run_has_the_loss_of_the_model_itself(kind: str) -> None:
             optimizer.zero_grad()
     for name, weight in plain.named_parameters():
         assert_same(weights[name], weight.detach(), name)
+
+
+@pytest.mark.parametrize("words", ["recompute=full", wide("recompute=selective"), wide("mb=2")])
+def test_blocks_that_are_recomputed(words: str) -> None:
+    found = []
+    for fused in (True, False):
+        with keeping_float64("fp64", is_foreign=True), Run(f"fp64 {words}", fused_layers=fused) as run:
+            run.prepare(drawn_model("qwen3"))
+            run.prepare(torch.optim.SGD(run.parameters, lr=0.5))
+            losses = [float(run.step(batch_of("qwen3"))) for _ in range(2)]
+            found.append((losses, run.weights()))
+    (losses, weights), (expected, theirs) = found
+    assert losses == pytest.approx(expected, rel=1e-12)
+    for name, weight in theirs.items():
+        assert_same(weights[name], weight, name)
+
+
+def test_a_packed_batch_has_the_attention_of_transformers() -> None:
+    """Positions that start anew separate samples, which shoal's own attention does not see."""
+    model, batch = drawn_model("llama"), batch_of("llama")
+    batch["position_ids"] = torch.arange(huggingface.TOKENS).remainder(5).expand(huggingface.BATCH, -1)
+    expected = float(copy.deepcopy(model)(**batch, use_cache=False).loss.detach())
+    with keeping_float64("fp64", is_foreign=True), Run("fp64", fused_layers=True) as run:
+        run.prepare(model)
+        run.prepare(torch.optim.SGD(run.parameters, lr=0.0))
+        assert model.config._attn_implementation == "shoal"
+        assert float(run.step(batch)) == pytest.approx(expected, rel=1e-6)  # in float32, outside
+        assert model.config._attn_implementation == "sdpa"
+        del batch["position_ids"]
+        assert float(run.step(batch)) != pytest.approx(expected, rel=1e-6)
+        assert model.config._attn_implementation == "shoal"
 
 
 def test_no_layer_is_swapped_unless_it_is_wanted() -> None:

@@ -296,7 +296,7 @@ def test_mistakes_are_named_with_a_way_out() -> None:
         build(hidden=100, num_heads=8, num_kv_heads=3)
     assert "hidden=100 is not divisible by num_heads=8" in str(caught.value)
     assert "num_heads=8 is not divisible by num_kv_heads=3" in str(caught.value)
-    assert "num_kv_heads: 1, 2, 4 or 8" in str(caught.value)
+    assert "num_kv_heads=1, 2, 4 or 8" in str(caught.value)
     with rejects("M010"):
         build(hidden=60)
     with pytest.raises(ShoalError) as caught:

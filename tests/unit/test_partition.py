@@ -63,8 +63,8 @@ def test_equal_blocks(num_blocks: int, num_stages: int, first: float, last: floa
 @pytest.mark.parametrize(
     ("costs", "num_stages", "code", "values"),
     [
-        ([1, 1], 3, "P042", ("2 blocks", "3 stages", "pp x v = 1 or 2")),
-        ([1] * 32, 64, "P042", ("32 blocks", "64 stages", "pp x v = 1 to 32")),
+        ([1, 1], 3, "P042", ("2 blocks", "3 stages", "pp=1 or 2")),
+        ([1] * 32, 64, "P042", ("32 blocks", "64 stages", "pp=1 to 32")),
         ([1, 1], 0, "P042", ("2 blocks", "0 stages")),
         ([], 1, "P041", ("blocks",)),
         ([1, -1], 1, "P054", ("block 1", "-1")),

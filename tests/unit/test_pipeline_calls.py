@@ -16,7 +16,9 @@ from shoal.blueprint.model_shapes import ModelShapes
 from shoal.blueprint.placement import stage_bounds
 from shoal.parallel.pipeline.calls import Forward, trace_calls
 from shoal.parallel.pipeline.skeleton import skeleton_of
-from shoal.parallel.pipeline.stage_io import live, traced
+from shoal.parallel.pipeline.stage_io import Boundaries, live, traced
+from shoal.parallel.pipeline.tape import Tape
+from shoal.parallel.tensor import TensorParallel
 
 X = torch.zeros(2, 4)
 
@@ -83,6 +85,23 @@ def test_what_stages_cannot_compute(how: Callable[[Any, Tensor], Tensor], code: 
     assert [problem.code for problem in error.value.problems] == [code]
 
 
+class Leaves(nn.Linear):
+    """Leaves a loss behind."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.loss = y.square().mean()
+        return y
+
+
+def test_a_value_that_a_module_does_not_return() -> None:
+    model = Chain(lambda m, x: m.l2(m.l1(m.l0(x))) + m.l0.loss)
+    model.l0 = Leaves(4, 4)
+    with pytest.raises(ShoalError) as error:
+        traced(skeleton_of(model), model.describe(), ((X,), {}))
+    assert [problem.code for problem in error.value.problems] == ["M114"]
+
+
 def test_a_change_in_place_is_noted_where_it_happens() -> None:
     def forward_of(how: Callable[[Any, Tensor], Tensor]) -> Forward:
         model = Chain(how)
@@ -92,6 +111,30 @@ def test_a_change_in_place_is_noted_where_it_happens() -> None:
     assert (between.changed_between, between.changed_inside) == ({(0, 0)}, set())
     inside = forward_of(lambda m, x: m.l2(m.l1(F.relu(m.l0(x)))))
     assert (inside.changed_between, inside.changed_inside) == (set(), set())
+
+
+def test_a_stage_that_ends_with_a_part_of_the_features() -> None:
+    """As under tp, after a layer that is split by columns."""
+    model = Chain(lambda m, x: m.l2(m.l1(m.l0(x))))
+    boundaries = Boundaries(skeleton_of(model), model.describe(), [(0, 1), (1, 3)], TensorParallel())
+    tape, routes = Tape(), boundaries(((X,), {}), is_training=True)[0]
+    for width, sent in ((4, X), (2, None)):
+        tape.begin(routes, None, None, torch.device("cpu"))
+        tape.returned(tape.next("l0"), torch.zeros(2, width))
+        if sent is not None:
+            assert tape.packed(torch.device("cpu"), None).shape == sent.shape
+            continue
+        with pytest.raises(ShoalError, match=r"l0 must return the shape \[2, 4\] to the next stage, got \[2, 2\]"):
+            tape.packed(torch.device("cpu"), None)
+
+
+def test_a_forward_that_calls_other_modules() -> None:
+    model = Chain(lambda m, x: m.l2(m.l1(m.l0(x))))
+    tape = Tape()
+    boundaries = Boundaries(skeleton_of(model), model.describe(), [(0, 1), (1, 3)], TensorParallel())
+    tape.begin(boundaries(((X,), {}), is_training=True)[0], None, None, torch.device("cpu"))
+    with pytest.raises(ShoalError, match="the forward calls l1 where a run without memory"):
+        tape.next("l1")
 
 
 def test_values_from_inputs_alone_are_known() -> None:

@@ -56,7 +56,7 @@ def _problems(costs: Sequence[float], num_stages: int, first: float, last: float
         raise ShoalError("stages need blocks, but the model describes none", fix="pp=1", code="P041")
     if not 1 <= num_stages <= len(costs):
         legal = range(1, len(costs) + 1)
-        fix = f"pp x v = {listed(legal) if len(costs) <= 4 else f'1 to {len(costs)}'}"
+        fix = f"v=1 with pp={listed(legal) if len(costs) <= 4 else f'1 to {len(costs)}'}"
         problems.append(
             Problem("P042", f"{len(costs)} blocks cannot be cut into {num_stages} stages of at least one", fix)
         )

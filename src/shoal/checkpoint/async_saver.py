@@ -143,7 +143,7 @@ class AsyncSaver:
             failure = error  # [4]
         except Exception as error:
             what = f"the checkpoint of step {snapshot.step} was not finished: {type(error).__name__}: {error}"
-            failure = RunFailed(what, code="C015")
+            failure = RunFailed(what, fix="--checkpoint.dir OTHER_DIRECTORY", code="C015")
         else:
             if self.world.is_main and self.on_saved is not None:
                 self.on_saved(snapshot.step)

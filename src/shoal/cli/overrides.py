@@ -17,7 +17,7 @@ from shoal.blueprint.aliases import OTHER_SYSTEMS
 from shoal.cli.options import check_words, run_tyro, unknown_option
 from shoal.config.duration import Duration
 from shoal.config.flag_aliases import instead_of
-from shoal.config.load import Reading, read_recipe
+from shoal.config.load import RecipeReading, read_recipe
 from shoal.config.recipe import LoraSection, ModelSection, Recipe
 from shoal.errors import Problem, nearest
 
@@ -27,10 +27,10 @@ Options = TypeVar("Options")
 SHORT = {"nproc": "launch.nproc", "device": "launch.device", "plan": "plan"}
 
 
-def parse(kind: type[Options], arguments: Sequence[str], *, prog: str) -> tuple[Options, Reading]:
+def parse(kind: type[Options], arguments: Sequence[str], *, prog: str) -> tuple[Options, RecipeReading]:
     """A verb's options and the recipe, from `[RECIPE] [--option ...] [--section.key value ...]`.
 
-    Problems of the command line are in the reading. `Reading.complete` raises them together with those of the recipe.
+    Problems of the command line are in the reading. `RecipeReading.complete` raises them with those of the recipe.
     """
     if "--help" in arguments or "-h" in arguments:
         _print_help(kind, prog)

@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import tyro
 
-from shoal.blueprint.layout_drawing import draw_layout
 from shoal.blueprint.plan import Plan
 from shoal.cli.overrides import parse
 from shoal.comm.rendezvous.environment import Placement, read_environment
-from shoal.config.check_settings import check_incomplete
-from shoal.config.load import Reading, dump_recipe
-from shoal.config.memory_check import check_memory, has_no_accelerator, host_memory
+from shoal.config.checks.memory import check_memory, has_no_accelerator, host_memory
+from shoal.config.checks.settings import check_incomplete
+from shoal.config.load import RecipeReading
 from shoal.config.recipe import Recipe
 from shoal.errors import Findings, Problem, RunFailed, ShoalError, raise_if
 from shoal.predict.cluster_parser import is_measured_here
@@ -53,7 +52,7 @@ class Train:
     """Show no progress."""
 
     dry_run: bool = False
-    """Check everything, print the resolved recipe and the layout, and stop."""
+    """Check everything, print the resolved recipe, the layout, memory and arithmetic of a step, and stop."""
 
     overcommit: bool = False
     """Start even if parameters, gradients and optimizer state exceed this machine's memory."""
@@ -73,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
         return _train(options, reading, start_time, out)
 
 
-def _train(options: Train, reading: Reading, start_time: float, out: TextIO) -> int:
+def _train(options: Train, reading: RecipeReading, start_time: float, out: TextIO) -> int:
     placement = read_environment(os.environ)
     is_main = placement is None or placement.rank == 0
     for note in reading.notes if is_main else ():
@@ -88,10 +87,13 @@ def _train(options: Train, reading: Reading, start_time: float, out: TextIO) -> 
 
     world_size = job.recipe.plan.layout.world_size
     if options.dry_run:
+        from shoal.cli.reports.dry_run import show_dry_run
+        from shoal.train.recipe.predict_step import predict_step  # the planner, which few runs need
+
         if is_main:
             if not job.recipe.run.fast_dev_run:  # which has no directory
                 dry_run(job, options.resume)
-            _show_plan(job, options, out)
+            show_dry_run(job.recipe, predict_step(job.recipe), as_json=options.json, out=out)
         return 0
     summary = _run(job, options, placement, world_size, start_time)
     is_written = _write_summary(summary) if is_main else True
@@ -107,7 +109,7 @@ def _train(options: Train, reading: Reading, start_time: float, out: TextIO) -> 
     return 130 if summary["was_stopped"] else 0
 
 
-def _checked_job(options: Train, reading: Reading, placement: Placement | None) -> Job:
+def _checked_job(options: Train, reading: RecipeReading, placement: Placement | None) -> Job:
     """The job of a command without problems; else raise all of them."""
     reading = reading.with_problems(_check_resume(options.resume))
     recipe = reading.complete(lambda each: check_incomplete(each, _known_ranks(each, placement)))
@@ -186,8 +188,9 @@ def _check_size(options: Train, ranks: int, recipe: Recipe, model: nn.Module) ->
     on_gpu = recipe.launch.device != "cpu" and torch.cuda.is_available() and recipe.plan.offload == "none"
     devices = range(min(ranks, torch.cuda.device_count()) if on_gpu else 0)
     memory = sum(torch.cuda.get_device_properties(n).total_memory for n in devices) if on_gpu else host_memory()
-    parameters = sum(each.numel() for each in model.parameters() if each.requires_grad)
-    problems = check_memory(recipe, recipe.plan, parameters, ranks=ranks, memory=memory)
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    frozen = sum(each.numel() for each in model.parameters()) - trained
+    problems = check_memory(recipe, recipe.plan, trained, frozen=frozen, ranks=ranks, memory=memory)
     if not options.dry_run:
         return problems
     for problem in problems:
@@ -331,14 +334,6 @@ def _train_here(
         failure = failure_of(rank, error)
         text = f"rank {rank} of {size} failed: {failure.what}\n{failure.details}"
         raise RunFailed(text, fix=failure.fix, code=failure.code) from error
-
-
-def _show_plan(job: Job, options: Train, out: TextIO) -> None:
-    layout = job.recipe.plan.layout
-    if options.json:
-        print(json.dumps({"recipe": job.recipe.model_dump(mode="json"), "ranks": layout.world_size}), file=out)
-    else:
-        print(dump_recipe(job.recipe) + "\n" + draw_layout(layout), file=out)
 
 
 def _write_summary(summary: dict[str, Any]) -> bool:

@@ -73,7 +73,7 @@ def _check_launcher_and_plan(options: Verify, arguments: Sequence[str]) -> Itera
             f"shoal verify --nproc {place.world_size} ..., without {place.source}",
         )
     if options.matrix and any(word.startswith("--plan") for word in arguments):
-        yield Problem("R044", "--matrix verifies every valid plan and takes no --plan", "--matrix, or --plan")
+        yield Problem("R044", "--matrix verifies every valid plan and takes no --plan", "shoal verify --matrix")
 
 
 def _check(options: Verify, recipe: Recipe) -> list[Problem]:

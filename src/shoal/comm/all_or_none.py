@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+from shoal.comm.shared_board import ON_EVERY_RANK
 from shoal.comm.world import World
 from shoal.errors import LostPeer, Problem, RunFailed, ShoalError
 
@@ -77,6 +78,6 @@ def _lost_peer(world: World, failed: str, why: str) -> LostPeer:
     what = f"waited {world.timeout:g} s for the other ranks" if is_late else "lost the connection to another rank"
     return LostPeer(
         f"{failed}: rank {world.rank} {what}",
-        fix=f"--launch.timeout {2 * world.timeout:g}, if a rank is slow but still runs",
+        fix=f"--launch.timeout {2 * world.timeout:g}, if a rank is slow but still runs; {ON_EVERY_RANK}",
         code="N012",
     )

@@ -19,7 +19,7 @@ def differentiable_once() -> None:
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # the compiler rejects it by itself
         raise ShoalError(
             "create_graph=True needs a second derivative, which shoal's layers and losses do not have",
-            fix="fused_loss=False, on one device, with a model of torch's own layers",
+            fix="fused_loss=False and fused_layers=False, on one device, with a model of torch's own layers",
             code="T038",
         )
 

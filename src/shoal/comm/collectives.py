@@ -115,7 +115,9 @@ def all_gather_plain(value: T, group: Group, kinds: Sequence[type] = ()) -> list
     sizes = all_gather(torch.tensor([len(data)], device=device), 0, group).tolist()
     if not all(0 < size <= plain_data.LIMIT + 1 for size in sizes):
         raise RunFailed(
-            f"values sent between ranks must have at most {plain_data.LIMIT:,} bytes, got {sizes}", code="N019"
+            f"values sent between ranks must have at most {plain_data.LIMIT:,} bytes, got {sizes}",
+            fix="torch.distributed.all_gather of a tensor, for values of this size",
+            code="N019",
         )
     mine = torch.zeros(max(sizes), dtype=torch.uint8)
     mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -129,7 +131,8 @@ def _arrived(data: memoryview, rank: int, kinds: Sequence[type]) -> Any:
     try:
         value = plain_data.from_bytes(data[1:], kinds)
     except ValueError as error:
-        raise RunFailed(f"rank {rank} of a group sent malformed data: {error}", code="N020") from None
+        what = f"rank {rank} of a group sent malformed data: {error}"
+        raise RunFailed(what, fix="shoal --version on every host, which must be the same", code="N020") from None
     if data[0] != 1:
         raise ShoalError(
             f"rank {rank} of a group has a value that cannot be sent to the others: {value}",

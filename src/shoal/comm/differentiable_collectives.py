@@ -5,6 +5,7 @@ enter        identity                                  sum over the group
 leave        sum over the group                        identity
 gather       the tokens of all ranks                   sum, of which each rank keeps its own tokens
 scatter      sum, of which each rank keeps its tokens  the tokens of all ranks
+scatter_last my features of a replicated tensor        the features of all ranks
 """
 
 from __future__ import annotations
@@ -45,6 +46,11 @@ def scatter_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def gather_last(x: Tensor, group: dist.ProcessGroup, total: int) -> Tensor:
     """Gather the features of all ranks, `total` in all."""
     return _applied(_GatherLast, x, group, total)
+
+
+def scatter_last(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return my features of a replicated tensor."""
+    return _applied(_ScatterLast, x, group)
 
 
 def _applied(function: Any, *arguments: Any) -> Tensor:
@@ -118,3 +124,17 @@ class _GatherLast(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         differentiable_once()
         return my_part(grads[0], -1, ctx.group), None, None
+
+
+class _ScatterLast(torch.autograd.Function):
+    """Forward: my features of all. Backward: the gradients of the features of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, ctx.total = group, x.shape[-1]
+        return my_part(x, -1, group).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        differentiable_once()
+        return join(grads[0], -1, ctx.group, ctx.total), None

@@ -25,6 +25,7 @@ import numpy as np
 
 from shoal.errors import LostPeer
 
+ON_EVERY_RANK = "or, in a script, run.save(...) and run.sum(...) on every rank, without `if run.is_main:`"
 WIDTH = 16
 MOST_VALUES = WIDTH - 2
 _PAUSE = 5e-5
@@ -75,7 +76,7 @@ class Board:
             time.sleep(_PAUSE)
 
     def _fix(self) -> str:
-        return f"--launch.timeout {2 * self._timeout:g}, if that rank is slow but still runs"
+        return f"--launch.timeout {2 * self._timeout:g}, if that rank is slow but still runs; {ON_EVERY_RANK}"
 
 
 def _check(exchange: int, row: np.ndarray[Any, np.dtype[np.float64]]) -> float:

@@ -45,14 +45,14 @@ def build_config(model: str, presets: Mapping[str, Config], default: Config, arg
     overrides = dict(arguments)
     preset = overrides.pop("preset", None)
     hints = get_type_hints(type(default))
-    problems = [] if preset is None or preset in presets else [_unknown("preset", str(preset), presets)]
-    problems += [_unknown("setting", name, hints) for name in overrides if name not in hints]
+    problems = [] if preset is None or preset in presets else [_unknown_preset(str(preset), presets)]
+    problems += [_unknown_setting(name, value, hints) for name, value in overrides.items() if name not in hints]
     for name in overrides.keys() & hints.keys():
         try:
             overrides[name] = _fitted(overrides[name], hints[name])
         except ValueError:
             what = f"{name} must be {_in_words(hints[name])}, got {overrides[name]!r}"
-            problems.append(Problem("M007", what, f"{name}: {_in_words(hints[name])}"))
+            problems.append(Problem("M007", what, f"--model.{name} {getattr(default, name)}"))
     problems += check_bounds(overrides.items())
     raise_if(sorted(problems, key=str), title=f"model {model!r}")
     base: Any = default if preset is None else presets[preset]
@@ -64,14 +64,19 @@ def not_positive(config: Any, *names: str) -> list[Problem]:
     """A problem for each named field that is zero or less."""
     values = ((name, getattr(config, name)) for name in names)
     return [
-        Problem("M008", f"{name} must be above 0, got {value}", f"{name}: 1") for name, value in values if not value > 0
+        Problem("M008", f"{name} must be above 0, got {value}", f"--model.{name} 1")
+        for name, value in values
+        if not value > 0
     ]
 
 
-def _unknown(kind: str, word: str, known: Mapping[str, Any]) -> Problem:
-    close = nearest(word, known)
-    hint = f"{close} (known: {', '.join(known)})" if close else listed(known)
-    return Problem("M006", f"unknown {kind} {word!r}", hint)
+def _unknown_preset(word: str, known: Mapping[str, Any]) -> Problem:
+    return Problem("M006", f"unknown preset {word!r}", f"--model.preset {nearest(word, known) or listed(known)}")
+
+
+def _unknown_setting(name: str, value: Any, known: Mapping[str, Any]) -> Problem:
+    fix = f"--model.{close} {value}" if (close := nearest(name, known)) else f"one of --model.{listed(known)}"
+    return Problem("M006", f"unknown setting {name!r}", fix)
 
 
 def _fitted(value: Any, hint: Any) -> Any:

@@ -61,16 +61,16 @@ class LlamaConfig:
         """Find fields that do not divide each other; called for positive numbers only."""
         problems = []
         if self.head_dim is None and self.hidden % self.num_heads:
-            fix = f"num_heads: {listed(_divisors(self.hidden))}, or set head_dim"
+            fix = f"--model.num_heads {listed(_divisors(self.hidden))}, or --model.head_dim 64"
             problems.append(
                 Problem("M009", f"hidden={self.hidden} is not divisible by num_heads={self.num_heads}", fix)
             )
         elif self.dim_of_head % 2:
             why = f"the head dim must be even for rotary positions, got {self.dim_of_head}"
-            problems.append(Problem("M010", why, f"head_dim: {self.dim_of_head + 1}"))
+            problems.append(Problem("M010", why, f"--model.head_dim {self.dim_of_head + 1}"))
         if self.num_heads % self.num_kv_heads:
             what = f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}"
-            problems.append(Problem("M009", what, f"num_kv_heads: {listed(_divisors(self.num_heads))}"))
+            problems.append(Problem("M009", what, f"--model.num_kv_heads {listed(_divisors(self.num_heads))}"))
         return problems
 
     @property

@@ -34,11 +34,13 @@ class MLPConfig:
         problems = []
         if len(self.sizes) < 2 or min(self.sizes, default=0) < 1:
             problems.append(
-                Problem("M008", f"sizes must be two or more above 0, got {list(self.sizes)}", "sizes: [64, 10]")
+                Problem(
+                    "M008", f"sizes must be two or more above 0, got {list(self.sizes)}", "--model.sizes '[64, 10]'"
+                )
             )
         if self.activation not in ACTIVATIONS:
             problems.append(
-                Problem("M008", f"unknown activation {self.activation!r}", f"activation: {listed(ACTIVATIONS)}")
+                Problem("M008", f"unknown activation {self.activation!r}", f"--model.activation {listed(ACTIVATIONS)}")
             )
         raise_if(problems, title="model 'mlp'")
 

@@ -71,7 +71,7 @@ class MoeConfig(LlamaConfig):
         own += [_negative(name, getattr(self, name)) for name in _NOT_NEGATIVE if getattr(self, name) < 0]
         if self.num_dense_layers >= self.num_layers:
             what = f"num_dense_layers={self.num_dense_layers} of num_layers={self.num_layers} leave no layer to experts"
-            own.append(Problem("M011", what, f"num_dense_layers below {self.num_layers}, or the model llama"))
+            own.append(Problem("M011", what, f"--model.num_dense_layers {self.num_layers - 1}, or --model.name llama"))
         raise_if([*problems, *own], title="model 'moe'")
 
     @property
@@ -108,7 +108,7 @@ _NOT_NEGATIVE = ("num_shared_experts", "num_dense_layers", "auxiliary_coefficien
 
 
 def _negative(name: str, value: float) -> Problem:
-    return Problem("M008", f"{name} must be 0 or more, got {value}", f"{name}: 0")
+    return Problem("M008", f"{name} must be 0 or more, got {value}", f"--model.{name} 0")
 
 
 PRESETS = {

@@ -42,7 +42,11 @@ class ResNetConfig:
         problems = not_positive(self, "num_classes", "width")
         if self.depth not in NUM_BLOCKS:
             problems.append(
-                Problem("M008", f"depth must be {listed(NUM_BLOCKS)}, got {self.depth}", f"depth: {listed(NUM_BLOCKS)}")
+                Problem(
+                    "M008",
+                    f"depth must be {listed(NUM_BLOCKS)}, got {self.depth}",
+                    f"--model.depth {listed(NUM_BLOCKS)}",
+                )
             )
         raise_if(problems, title="model 'resnet'")
 

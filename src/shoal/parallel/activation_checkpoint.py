@@ -39,6 +39,7 @@ EXPENSIVE = {
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._flash_attention_forward.default,
 }
 
 

@@ -12,11 +12,6 @@ w-: half the rows; sums are over tp):
 
 With `sp` everything between two such regions (norms, residual stream) sees half the tokens. Weights that are used there
 get the gradient of those tokens only. They are called *partial* and are summed over tp once a step, all together.
-
-Cross-entropy with each rank's part of the logits, l over V/2 words, needs two all-reduces of one number per token:
-
-    m = max over ranks of max l [1]     Z = sum over ranks of Σ exp(l - m), t = l[label] of the rank that has it [2]
-    loss = log Z + m - t [3]            gradient of the own part: exp(l - m)/Z - onehot, without communication [4]
 """
 
 from __future__ import annotations
@@ -26,16 +21,22 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any, ClassVar
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.blueprint.description import Split, matches
 from shoal.blueprint.layout import divisors
-from shoal.comm.autograd_function import differentiable_once
-from shoal.comm.collectives import Group, all_reduce, my_part, part
-from shoal.comm.differentiable_collectives import TOKENS, enter, gather_last, gather_tokens, leave, scatter_tokens
+from shoal.comm.collectives import Group, my_part, part
+from shoal.comm.differentiable_collectives import (
+    TOKENS,
+    enter,
+    gather_last,
+    gather_tokens,
+    leave,
+    scatter_last,
+    scatter_tokens,
+)
 from shoal.errors import ShoalError, listed
 from shoal.numerics.precision import in_autocast_dtype
 
@@ -114,6 +115,11 @@ class TensorParallel:
             return x
         return gather_last(x, self.group, self.num_logits)
 
+    def leave_features(self, x: Tensor, size: int) -> Tensor:
+        """Join the features of all ranks, `size` in all."""
+        self._outside = self._inside = None
+        return x if self.group is None else gather_last(x, self.group, size)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
         """Return the same object: all parts of a model share it, and groups cannot be copied."""
         return self
@@ -155,8 +161,9 @@ def _check_tokens(x: Tensor) -> None:
 class ColumnParallelLinear(nn.Linear):
     """A linear layer whose output features are split over the tensor-parallel ranks.
 
-    It takes all input features and returns this rank's part of the output features, for a `RowParallelLinear`.
-    `in_features` and `out_features` are those of the full layer; `tensor` is `run.tensor`.
+    It takes all input features and returns this rank's part of the output features, for a `RowParallelLinear`; with
+    `gather_output=True` all of them. `in_features` and `out_features` are those of the full layer; `tensor` is
+    `run.tensor`.
 
         self.up = shoal.ColumnParallelLinear(hidden, ffn, tensor=run.tensor)
         self.down = shoal.RowParallelLinear(ffn, hidden, tensor=run.tensor)
@@ -166,36 +173,59 @@ class ColumnParallelLinear(nn.Linear):
     cut: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
     """Parameter → the dim along which tp cuts it."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, *, tensor: TensorParallel) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        tensor: TensorParallel,
+        gather_output: bool = False,
+    ) -> None:
         super().__init__(in_features, out_features, bias)
+        self.gather_output = gather_output
         _become(self, type(self), tensor, {})
 
     tensor: TensorParallel
+    gather_output = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Map a replicated tensor to this rank's features."""
         check_features(self, x, "all")
-        return F.linear(self.tensor.enter(x), self.weight, self.bias)
+        y = F.linear(self.tensor.enter(x), self.weight, self.bias)
+        return self.tensor.leave_features(y, self.out_features) if self.gather_output else y
 
 
 class RowParallelLinear(nn.Linear):
     """A linear layer whose input features are split over the tensor-parallel ranks.
 
-    It takes this rank's part of the input features, as a `ColumnParallelLinear` returns them, and returns the sum over
-    all ranks. Arguments as there.
+    It takes this rank's part of the input features, as a `ColumnParallelLinear` returns them; with
+    `input_is_parallel=False` all of them, and reads its part. It returns the sum over all ranks. Arguments as there.
     """
 
     cut: ClassVar[dict[str, int]] = {"weight": 1}
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, *, tensor: TensorParallel) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        tensor: TensorParallel,
+        input_is_parallel: bool = True,
+    ) -> None:
         super().__init__(in_features, out_features, bias)
+        self.input_is_parallel = input_is_parallel
         _become(self, type(self), tensor, {})
 
     tensor: TensorParallel
+    input_is_parallel = True
 
     def forward(self, x: Tensor) -> Tensor:
         """Map this rank's features to a replicated tensor. The bias is added once, after the sum."""
-        check_features(self, x, "this rank's part of the")
+        if not self.input_is_parallel and self.tensor.group is not None and x.shape[-1] == self.in_features:
+            x = scatter_last(x, self.tensor.group)
+        check_features(self, x, "this rank's part of the" if self.input_is_parallel else "all, then this rank's,")
         total = self.tensor.leave(F.linear(x, self.weight))
         return total if self.bias is None else total + self.bias.to(total.dtype)
 
@@ -303,41 +333,8 @@ def _check_enough(module: nn.Module, name: str, size: int, tensor: TensorParalle
             f"the {size} {'rows' if is_vocabulary else 'features'} of {type(module).__name__}.{name} cannot be divided"
             f" over tp={tensor.degree} ranks",
             fix=f"tp={listed(divisors(size)[:8])}",
-            code="P030",
+            code="P067",
         )
-
-
-def vocabulary_cross_entropy(logits: Tensor, labels: Tensor, tensor: TensorParallel, *, ignore: int) -> Tensor:
-    """Return the cross-entropy, summed over labels that count, from this rank's part of the logits."""
-    loss: Tensor = _VocabularyCrossEntropy.apply(logits, labels, tensor, ignore)  # type: ignore[no-untyped-call]
-    return loss
-
-
-class _VocabularyCrossEntropy(torch.autograd.Function):
-    """The steps [1] to [4] of the module's docstring."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, tensor: TensorParallel, ignore: int) -> Tensor:
-        counts = labels != ignore
-        local = labels - tensor.first_of(tensor.num_logits)
-        is_here = (local >= 0) & (local < logits.shape[-1]) & counts
-        is_label = (labels >= 0) & (labels < tensor.num_logits)  # any other label raises, as on one device
-        index = local.masked_fill((is_label & ~is_here) | ~counts, 0)[:, None]
-        largest = all_reduce(logits.amax(-1), tensor.group, dist.ReduceOp.MAX)  # [1] no rank's exp may overflow
-        exponentials = (logits - largest[:, None]).exp_()
-        target = logits.gather(-1, index)[:, 0].masked_fill(~is_here, 0.0)  # one rank has it, the others add 0
-        total, target = all_reduce(torch.stack([exponentials.sum(-1), target]), tensor.group)  # [2]
-        ctx.save_for_backward(exponentials.div_(total[:, None]), index, is_here, counts)
-        loss: Tensor = ((total.log() + largest - target) * counts).sum()  # [3]
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        differentiable_once()
-        softmax, index, is_here, counts = ctx.saved_tensors
-        grad = softmax * counts[:, None]  # [4]
-        grad.scatter_add_(-1, index, -is_here[:, None].to(grad.dtype))
-        return grad.mul_(grads[0]), None, None, None
 
 
 # ---- from a description to layers -----------------------------------------------------------------------------------
@@ -415,10 +412,27 @@ def note_split_layers(model: nn.Module, tensor: TensorParallel) -> dict[str, tup
                     fix="build it on the CPU, after the same torch.manual_seed on every rank",
                     code="M050",
                 )
+            _check_features_only(layer, name, tensor)
             _note(layer, name, tensor)
             full = (layer.out_features, layer.in_features)
             full_shapes |= {f"{name}.{own}": full[: p.dim()] for own, p in layer.named_parameters(recurse=False)}
     return full_shapes
+
+
+def _check_features_only(layer: Any, name: str, tensor: TensorParallel) -> None:
+    """Reject a layer that gathers or cuts features under sp, where a rank has only its tokens outside of the layer."""
+    used = [word for word in ("gather_output=True", "input_is_parallel=False") if _is_set(layer, word)]
+    if tensor.splits_tokens and used:
+        raise ShoalError(
+            f"{name} has {used[0]}, which needs all tokens on every rank, and sp=on divides them",
+            fix=f"sp=off in the plan, or {name} without {used[0]}",
+            code="T050",
+        )
+
+
+def _is_set(layer: Any, word: str) -> bool:
+    name, value = word.split("=")
+    return str(getattr(layer, name, None)) == value
 
 
 def _note(layer: Any, name: str, tensor: TensorParallel) -> None:

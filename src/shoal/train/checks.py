@@ -26,7 +26,7 @@ from shoal.train.step.report import OpenStep
 
 # ---- words of other systems -----------------------------------------------------------------------------------------
 
-ELSEWHERE = {  # arguments of Accelerate, Fabric, DeepSpeed and the Trainer of transformers → what to type here
+ARGUMENTS_ELSEWHERE = {  # of Accelerate, Fabric, DeepSpeed and the Trainer of transformers → what to type here
     "mixed_precision": "Run('bf16')",
     "precision": "Run('bf16')",
     "dtype": "Run('bf16')",
@@ -71,7 +71,9 @@ def check_options(unknown: Mapping[str, Any], known: Iterable[str]) -> Iterator[
     """Arguments that a run does not have; `known` are those that it has."""
     for name, value in unknown.items():
         near = nearest(name, set(known))
-        fix = ELSEWHERE.get(name) or (f"Run({near}={value!r})" if near else "help(shoal.Run), which lists them")
+        fix = ARGUMENTS_ELSEWHERE.get(name) or (
+            f"Run({near}={value!r})" if near else "help(shoal.Run), which lists them"
+        )
         yield Problem("R046", f"Run has no argument {name} (={value!r})", fix)
 
 

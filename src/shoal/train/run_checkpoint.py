@@ -144,7 +144,9 @@ def load_run(run: RunState, directory: str | Path, step: int | None, *, only_wei
     known = on_main(run.world, store.steps, failed=f"{store.where} was not read")
     if not known:
         raise ShoalError(
-            f"there is no checkpoint in {store.where}", fix="the directory that a run was saved to", code="C001"
+            f"there is no checkpoint in {store.where}",
+            fix="run.save(directory) first, or run.load(OTHER_DIRECTORY)",
+            code="C001",
         )
     if only_weights:
         newest = known[-1] if step is None else step

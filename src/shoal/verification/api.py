@@ -20,7 +20,7 @@ from shoal.blueprint.replicas.local_sgd import AUTO
 from shoal.blueprint.validation.check import check_plan, check_ranks, check_unread
 from shoal.blueprint.validation.context import num_chunks
 from shoal.blueprint.validation.enumerate import legal_plans
-from shoal.config.check_arguments import check_device, check_number, check_whole
+from shoal.config.checks.arguments import check_device, check_number, check_whole
 from shoal.config.recipe import ModelSection, Recipe
 from shoal.data.batch import length, rows
 from shoal.data.dataset import Dataset
@@ -109,8 +109,7 @@ def verify(
     settings = ModelSettings(**known)
     found += [*check_options(settings), *_check_values(settings, device, nproc), *_check_given(build_model, batch)]
     found.of(objective_of, loss)
-    is_several = isinstance(batch, list) and not any(isinstance(part, Tensor) for part in batch)
-    first = batch[0] if is_several and batch else batch
+    first = next(iter(several := _batches(batch)), batch)
     size_of_batch = None if isinstance(first, list) and not first else found.of(length, first)
     open_plan = found.of(Plan.of, plan)
     if open_plan is not None and (open_plan.pp or 1) > 1 and callable(build) and size_of_batch is not None:
@@ -121,7 +120,6 @@ def verify(
     if open_plan is not None and isinstance(size, int) and size_of_batch is not None and callable(build):
         found += check_built(build, open_plan.fill(size), _num_tokens(first))
     raise_if((_with_nproc(problem) for problem in found.problems), title=f"plan '{plan}'")
-    batches = (batch * settings.steps)[: settings.steps] if is_several else [batch] * settings.steps
     assert open_plan is not None
     assert size is not None
     requested = open_plan.resolve(size)
@@ -129,7 +127,7 @@ def verify(
     exact = without_compression(resolved)
     case = Case(
         build=build,
-        batches=batches,
+        batches=(several * settings.steps)[: settings.steps],
         plan=exact,
         compressed=None if exact == resolved else resolved,
         loss=loss,
@@ -142,6 +140,12 @@ def verify(
     )
     reject_uncallable(case)
     return verify_case(case)
+
+
+def _batches(batch: Any) -> list[Any]:
+    """Global batches, of which one may be a list of tensors."""
+    is_several = isinstance(batch, list) and not any(isinstance(part, Tensor) for part in batch)
+    return batch if is_several else [batch]
 
 
 def _check_values(settings: ModelSettings, device: Any, nproc: Any) -> Iterator[Problem]:

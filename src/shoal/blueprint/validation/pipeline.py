@@ -36,7 +36,7 @@ def check_pipeline(plan: Plan, description: Description) -> Iterator[Problem]:
         yield Problem(
             "P042",
             f"{what} are more than the {num_blocks} block{'s' * (num_blocks != 1)} of the model",
-            ", or ".join([*fixes, f"a model of at least {pp * v} blocks"]),
+            ", or ".join([*fixes, f"--model.num_layers {pp * v}"]),
         )
     if plan.recompute != "none" and plan.schedule in SPLIT_BACKWARD:
         yield Problem(

@@ -75,7 +75,7 @@ def export(
     if how.optimizer and how.format == "huggingface":
         raise ShoalError(
             "--format huggingface has weights alone, and cannot be combined with --optimizer",
-            fix="--format dcp or --format safetensors, or leave out --optimizer",
+            fix="--format dcp",
             code="R044",
         )
     with FullTensors(step) as full:
@@ -249,7 +249,9 @@ def _sync(to: Path, disk: Filesystem) -> None:
         disk.sync(to.parent)
     except OSError as error:
         raise RunFailed(
-            f"{to} is written, but the disk has not confirmed it: {error.strerror}", fix="check the disk", code="C038"
+            f"{to} is written, but the disk has not confirmed it: {error.strerror}",
+            fix=f"df -h {to.parent}, and then the same command with --overwrite",
+            code="C038",
         ) from error
 
 

@@ -87,7 +87,7 @@ def write(
     for name, group in zip(names, groups, strict=True):
         safetensors.write(folder / name, {key: tensors[key] for key in group}, disk, progress, format="pt")
     texts: dict[str, Any] = {}
-    copies = {path.name: path.read_bytes() for path in extra.copies}
+    copies = {path.name: _content(path) for path in extra.copies}
     if len(groups) > 1:
         total = sum(tensor.num_bytes for tensor in tensors.values())
         where = {key: name for name, group in zip(names, groups, strict=True) for key in group}
@@ -99,6 +99,13 @@ def write(
         with safetensors.new_file(folder / name, disk) as file:
             disk.write(file, data)
     return [*names, *copies]
+
+
+def _content(path: Path) -> bytes:
+    data = read_regular(path, MOST_JSON)
+    if len(data) > MOST_JSON:
+        raise ShoalError(f"{path} must have at most {MOST_JSON:,} bytes", fix=f"mv {path} elsewhere", code="C043")
+    return data
 
 
 def split(tensors: Mapping[str, LazyTensor], most_bytes: float) -> list[list[str]]:

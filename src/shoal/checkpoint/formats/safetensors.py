@@ -134,5 +134,5 @@ def _rows(path: Path, dtype: str, shape: Shape, start: int, begin: int, end: int
 
 def _wrong(path: Path, what: str) -> ShoalError:
     return ShoalError(
-        f"{path} {what}", fix="the file as it was written: this one is damaged, or not safetensors", code="C049"
+        f"{path} {what}", fix=f"cp ORIGINAL {path}, since this file is damaged or not safetensors", code="C049"
     )

@@ -176,6 +176,6 @@ def _reject_non_directory(path: Path) -> None:
 def _nothing_in(path: Path) -> ShoalError:
     return ShoalError(
         f"there is no checkpoint in {path}",
-        fix="the directory of a run (which has checkpoints/), of its checkpoints, or of one step",
+        fix="shoal checkpoint ls RUN_DIRECTORY, which has the folder checkpoints",
         code="C001",
     )

@@ -64,10 +64,22 @@ def render(console: Console, answer: Answer) -> None:
     console.print(f"\n{answer.command}", highlight=False, soft_wrap=True)  # in one line, to be copied
 
 
+def in_words(number: float) -> str:
+    """A count in the unit that suits it.
+
+    >>> in_words(8.03e9), in_words(77_100), in_words(640)
+    ('8.03 B', '77.1 thousand', '640')
+    """
+    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "thousand")):
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
+    return f"{number:.0f}"
+
+
 def _render_title(console: Console, answer: Answer) -> None:
     """The model, the cluster, and where the numbers come from."""
     task = answer.task
-    size = f"{task.workload.parameters / 1e9:.3g} B parameters"
+    size = f"{in_words(task.workload.parameters)} parameters"
     what = f" of {task.sequence:,} tokens" if task.sequence > 1 else ""
     console.print(
         f"[bold]{task.workload.name}[/bold], {size}, on {task.cluster.num_devices} x {task.cluster.device.name},"

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from shoal.comm.rendezvous.handshake import TAG, mac
 from shoal.errors import RunFailed
 
+PRIVATE_INTERFACE = "export GLOO_SOCKET_IFNAME=<a private interface>"
 GRACE_PERIOD = timedelta(seconds=60)
 """Time for a connected peer to authenticate."""
 
@@ -58,13 +59,15 @@ class Session:
                 work.wait(timeout)
             except RuntimeError as error:
                 raise RunFailed(
-                    f"{_who(group, peer)} did not prove that it is part of this run: {error}", code="N010"
+                    f"{_who(group, peer)} did not prove that it is part of this run: {error}",
+                    fix=PRIVATE_INTERFACE,
+                    code="N010",
                 ) from error
         for peer in peers:
             if not hmac.compare_digest(arrived[peer].numpy().tobytes(), mac(self.key, "pair", number, peer, me)):
                 raise RunFailed(
                     f"the connection to {_who(group, peer)} was taken by a process that is not part of this run",
-                    fix="export GLOO_SOCKET_IFNAME=<a private interface>",
+                    fix=PRIVATE_INTERFACE,
                     code="N010",
                 )
 

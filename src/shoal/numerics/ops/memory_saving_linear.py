@@ -231,7 +231,8 @@ class _Linears(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         differentiable_once()
-        weights, kept = ctx.saved_tensors[: ctx.num_weights], ctx.saved_tensors[ctx.num_weights :]
+        saved = ctx.saved_tensors  # read once: a recomputed block gives them once
+        weights, kept = saved[: ctx.num_weights], saved[ctx.num_weights :]
         dtype, needed = grads[0].dtype, ctx.needs_input_grad[5:]
         d_normed = None
         if ctx.needs_input_grad[0]:

@@ -72,6 +72,8 @@ class Forward:
     """For each random operation between modules: the calls that read its result; -1 is the output of the model."""
     loose: set[str] = field(default_factory=set)
     """Parameters of placed modules that code between modules reads."""
+    hidden: set[str] = field(default_factory=set)
+    """Placed modules of which others read a trained value that they do not return, as an auxiliary loss."""
 
     def leaf(self, source: Source) -> Leaf:
         """The shape of a tensor."""
@@ -163,6 +165,7 @@ class _Tracer(TorchDispatchMode):
         self.forward, self.after, self.parameters = Forward(), after, parameters
         self.sources: dict[int, set[Source]] = {}
         self.draws: dict[int, set[int]] = {}
+        self.inner: dict[int, str] = {}
         self.alive: list[Tensor] = []  # or another storage would get the identity of a freed one
         self.inside: ModuleCall | None = None
 
@@ -174,9 +177,10 @@ class _Tracer(TorchDispatchMode):
             self.forward.calls.append(self.inside)
 
         def leave(_module: nn.Module, _given: object, output: object) -> object:
-            one, self.inside = self.inside, None
-            assert one is not None
-            return self._returned(one, output)
+            assert self.inside is not None
+            returned = self._returned(self.inside, output)
+            self.inside = None
+            return returned
 
         return enter, leave
 
@@ -198,6 +202,7 @@ class _Tracer(TorchDispatchMode):
         for number, tensor in enumerate(fresh):
             if isinstance(tensor, Tensor):
                 self.alive.append(tensor)
+                self.inner.pop(_key(tensor), None)
                 self.sources[_key(tensor)] = {(len(self.forward.calls) - 1, number)}
         return tree_unflatten(fresh, one.spec)
 
@@ -215,7 +220,11 @@ class _Tracer(TorchDispatchMode):
         written = {_key(x) for x in _tensors(list(_written(func, args, kwargs)))}
         changed = {source for key in written for source in self.sources.get(key, ())}
         result = func(*args, **kwargs)
+        here = self.inside.module if self.inside is not None else ""
+        inner = {self.inner[_key(x)] for x in given if x.requires_grad and _key(x) in self.inner}
+        self.forward.hidden |= inner - {here}
         if self.inside is not None:
+            self._computed_inside(self.inside, keys, result)
             self.inside.reads |= read
             self.forward.changed_inside |= changed
             for tensor in given:
@@ -224,6 +233,13 @@ class _Tracer(TorchDispatchMode):
         self.forward.loose |= {self.parameters[key] for key in keys if key in self.parameters}
         self._pass_on(func, read, changed, keys, result)
         return result
+
+    def _computed_inside(self, call: ModuleCall, keys: set[int], result: Any) -> None:
+        """Note new storages of a placed module. It returns others, so who reads these did not get them from it."""
+        for tensor in _tensors(result) if call.position is not None else ():
+            if _key(tensor) not in keys:
+                self.alive.append(tensor)
+                self.inner[_key(tensor)] = call.module
 
     def _pass_on(self, func: Any, read: set[Source], changed: set[Source], keys: set[int], result: Any) -> None:
         """An operation between modules: its results depend on all that it reads."""

@@ -102,7 +102,15 @@ def shapes_of(call: Call) -> tuple[object, ...]:
 def traced(model: nn.Module, description: Description, call: Call) -> Forward:
     """The calls of a model, run without memory. Rejects a model that stages would compute otherwise than one device."""
     forward = trace_calls(model, description, call)
-    raise_if([*_order(forward, description), *_unrun(forward, description), *_loose(forward), *_drawn(forward)])
+    raise_if(
+        [
+            *_order(forward, description),
+            *_unrun(forward, description),
+            *_loose(forward),
+            *_drawn(forward),
+            *_hidden(forward),
+        ]
+    )
     return forward
 
 
@@ -162,6 +170,13 @@ def _drawn(forward: Forward) -> Iterator[Problem]:
             what = f"{names[0]} and later modules read one random result that is drawn between modules"
             yield Problem("M112", what, "nn.Dropout as a submodule in place of F.dropout, or pp=1")
             return
+
+
+def _hidden(forward: Forward) -> Iterator[Problem]:
+    for name in sorted(forward.hidden):
+        what = f"the forward reads a value that {name} computes and does not return"
+        yield Problem("M114", what, f"return it from {name}, beside the activation, or pp=1")
+        return
 
 
 def _unfit(forward: Forward, sources: Sequence[Source]) -> Iterator[Problem]:

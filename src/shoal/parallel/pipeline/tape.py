@@ -49,15 +49,21 @@ class Tape:
             flat = x.split([torch.Size(shape).numel() for shape in shapes])
             pieces = [piece.view(shape) for piece, shape in zip(flat, shapes, strict=True)]
         for source, piece in zip(routes.receives, pieces, strict=True):
-            value = piece if routes.forward.leaf(source).requires_grad else piece.detach()
-            if source in routes.forward.changed_inside:  # a received tensor may not be changed in place
-                value = value.clone()
+            value = piece.clone() if source in routes.forward.changed_inside else piece  # a leaf may not be changed
             self._values[source] = value
             self._given[source] = value.clone() if source in routes.forward.changed_between else value
 
     def packed(self, device: torch.device, dtype: torch.dtype | None) -> Tensor:
         """The tensor that is sent to the next stage."""
         assert self._routes is not None
+        for source in self._routes.sends:
+            if (shape := tuple(self._values[source].shape)) != self._routes.shape(source):
+                module, expected = self._routes.forward.calls[source[0]].module, list(self._routes.shape(source))
+                raise ShoalError(
+                    f"{module} must return the shape {expected} to the next stage, got {list(shape)}",
+                    fix="another pp or v; under tp, stages that end after a layer that is split by ROW",
+                    code="M043",
+                )
         values = [self._values[source].to(device, dtype) for source in self._routes.sends]
         return values[0] if len(values) == 1 else torch.cat([value.flatten() for value in values])
 
@@ -106,9 +112,7 @@ class Tape:
             raise StopForward
         call = self._routes.forward.calls[number]
         leaves = [
-            self._given.get((number, place), None)
-            if (number, place) in self._given
-            else self._without_values(number, place)
+            self._given[number, place] if (number, place) in self._given else self._without_values(number, place)
             for place in range(len(call.leaves))
         ]
         return rebuilt(call, leaves)

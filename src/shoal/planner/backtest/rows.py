@@ -99,14 +99,16 @@ def _read(path: Path) -> list[Row]:
             rows = [Row(dict(cells), f"{path.name}:{line}") for line, cells in enumerate(reader, 2)]
     except OSError as error:
         raise ShoalError(
-            f"{path} cannot be read: {error.strerror}", fix="the path of a CSV table", code="Q026"
+            f"{path} cannot be read: {error.strerror}", fix="shoal backtest RUNS.csv", code="Q026"
         ) from error
     except (UnicodeDecodeError, csv.Error) as error:
         raise ShoalError(
-            f"{path} is not a CSV table: {error}", fix="text in UTF-8, one run a line", code="Q026"
+            f"{path} is not a CSV table: {error}",
+            fix="shoal backtest RUNS.csv, a text in UTF-8 with one run a line",
+            code="Q026",
         ) from error
     if not rows:
-        raise ShoalError(f"{path} has no rows", fix="one run a line", code="Q026")
+        raise ShoalError(f"{path} has no rows", fix="shoal backtest RUNS.csv, a text with one run a line", code="Q026")
     return rows
 
 

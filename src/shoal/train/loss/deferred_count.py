@@ -87,7 +87,9 @@ def agree(step: OpenStep, loss: Tensor, *, estimate: float, is_owner_of_loss: bo
     total, count, num_shifted, num_unshifted = numbers
     if not count.is_cuda and not count:
         raise ShoalError(
-            "nothing of this global batch counts: the loss's counts are all 0", fix="mask less", code="T013"
+            "nothing of this global batch counts: the loss's counts are all 0",
+            fix="return (loss_sum, count), with a count above 0, from the loss function",
+            code="T013",
         )
     correction = estimate / count
     return Agreed((total * correction).to(loss.dtype), correction, num_shifted, num_unshifted)

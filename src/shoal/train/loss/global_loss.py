@@ -40,7 +40,7 @@ class GlobalLoss:
         if total == 0:
             raise ShoalError(
                 "not one label of this global batch counts: all are -100",
-                fix="mask less, or enlarge --data.global_batch",
+                fix=f"--data.global_batch {2 * int(num_samples)}",
                 code="T013",
             )
         return total * self.state.gradient_degree / self.state.world.size

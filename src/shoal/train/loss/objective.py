@@ -23,11 +23,12 @@ from shoal.data.batch import IGNORE, length, weight_of
 from shoal.errors import Problem, ShoalError
 from shoal.numerics.precision import wide
 from shoal.parallel.fused_loss_head import LossHead
-from shoal.parallel.tensor import TensorParallel, vocabulary_cross_entropy
+from shoal.parallel.tensor import TensorParallel
 from shoal.safe_parsing import short
 from shoal.train.loss.call_recorder import CallRecorder, Unrecorded
 from shoal.train.loss.counting import Kind, Loss, kind_of, read_loss
 from shoal.train.loss.labels import OWN_LOSS, is_shifting, needs_labels, reject_shifted_twice, shifted, takes_labels
+from shoal.train.loss.vocabulary_loss import vocabulary_cross_entropy
 
 LossFunction = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | float]]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.validation.bf16_weights import check_bf16_weights
-from shoal.config.check_settings import KEPT_BY_THE_PLANNER
+from shoal.config.checks.settings import KEPT_BY_THE_PLANNER
 from shoal.config.recipe import Recipe
 from shoal.errors import Problem, ShoalError, raise_if
 from shoal.planner.backtest.rows import append
@@ -43,7 +43,7 @@ def with_best_plan(recipe: Recipe, num_ranks: int, per_node: int) -> tuple[Recip
     model = model_of(recipe)
     workload = workload_for(recipe, model)
     cluster = replace(cluster_for(recipe.launch.device), per_node=per_node, nodes=-(-num_ranks // per_node))
-    task = replace(_task(recipe, workload, cluster), description=describe(model))
+    task = replace(task_of(recipe, workload, cluster), description=describe(model))
     reject_contradictions(task, recipe.plan)
     best = search(task, recipe.plan, keep=1).best
     if not best:
@@ -91,7 +91,7 @@ def append_measurement(recipe: Recipe, summary: Mapping[str, Any], path: Path) -
     workload = Workload(name=recipe.model.name, **dimensions)
     cluster = replace(cluster_for(recipe.launch.device), per_node=summary["ranks"], nodes=1)
     is_measured = cluster.is_measured
-    task = _task(recipe, workload, cluster)
+    task = task_of(recipe, workload, cluster)
     predicted = task.predict(recipe.plan)
     append(
         path,
@@ -110,7 +110,8 @@ def append_measurement(recipe: Recipe, summary: Mapping[str, Any], path: Path) -
     )  # fmt: skip
 
 
-def _task(recipe: Recipe, workload: Workload, cluster: Cluster) -> Task:
+def task_of(recipe: Recipe, workload: Workload, cluster: Cluster) -> Task:
+    """The task of the planner for a recipe, its model and a cluster."""
     return Task(
         workload=workload,
         cluster=cluster,

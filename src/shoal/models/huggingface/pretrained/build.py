@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from shoal.config.pretrained_folder import folder_of
 from shoal.errors import ShoalError, listed, nearest, needs
@@ -137,10 +138,18 @@ def _parameters_on_meta() -> Iterator[None]:
 
     nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
     try:
-        with torch.device("cpu"):
+        with torch.device("cpu"), _EmptyOnMeta():
             yield
     finally:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Make tensors without values on the meta device: even for a moment, those of some experts fit in no memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return func(*args, **({**kwargs, "device": "meta"} if func is torch.empty else kwargs))
 
 
 class Twin:
@@ -197,7 +206,7 @@ def for_recipes(kind: Any) -> Any:
 
     def init_buffer(self: Any, name: str) -> Tensor:
         buffer: Tensor = self.twin.model.get_buffer(name)
-        return buffer
+        return torch.zeros_like(buffer, device="cpu") if buffer.is_meta else buffer  # one that a file has to fill
 
     forward.__signature__ = _signature(kind)  # type: ignore[attr-defined]
     members = {

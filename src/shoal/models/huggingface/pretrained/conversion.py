@@ -29,6 +29,7 @@ from torch import Tensor
 
 from shoal.checkpoint.formats.lazy_tensor import Box, LazyTensor, part_of
 from shoal.checkpoint.storage.shard_file import DTYPES
+from shoal.errors import ShoalError, to_install
 
 Tensors = dict[str, LazyTensor]
 
@@ -46,7 +47,7 @@ class _Group:
 def to_model(model: Any, tensors: Mapping[str, LazyTensor]) -> tuple[Tensors, list[str]]:
     """The tensors of files under the names of the model; and the names of those that it has no place for."""
     core = _core()
-    mapping = import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
+    mapping = _mapping(model)
     renamings = [one for one in mapping if isinstance(one, core.WeightRenaming)]
     converters = [one for one in mapping if isinstance(one, core.WeightConverter)]
     known, prefix = model.state_dict(), model.base_model_prefix
@@ -70,7 +71,7 @@ def to_model(model: Any, tensors: Mapping[str, LazyTensor]) -> tuple[Tensors, li
 def to_files(model: Any, tensors: Mapping[str, LazyTensor]) -> Tensors:
     """The tensors of a model under the names, and with the cuts, of files."""
     core = _core()
-    mapping = import_module("transformers.conversion_mapping").get_model_conversion_mapping(model, add_legacy=False)
+    mapping = _mapping(model, add_legacy=False)
     back = [one.reverse_transform() for one in mapping[::-1] if not isinstance(one, core.PrefixChange)]
     renamings = [one for one in back if isinstance(one, core.WeightRenaming)]
     converters = [one for one in back if isinstance(one, core.WeightConverter)]
@@ -92,8 +93,20 @@ def ignored(model: Any, names: Sequence[str]) -> list[str]:
     return [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
 
 
+def _mapping(model: Any, **options: Any) -> Any:
+    return import_module("transformers.conversion_mapping").get_model_conversion_mapping(model, **options)
+
+
 def _core() -> Any:
-    return import_module("transformers.core_model_loading")
+    try:
+        core = import_module("transformers.core_model_loading")
+        import_module("transformers.conversion_mapping")
+    except ImportError:
+        version = import_module("transformers").__version__
+        raise ShoalError(
+            f"the weights of a folder need transformers 5.21 or later, got {version}", fix=to_install("hf"), code="R027"
+        ) from None
+    return core
 
 
 def _with_pattern(converters: Sequence[Any], pattern: str) -> Any:

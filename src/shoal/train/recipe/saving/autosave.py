@@ -280,7 +280,7 @@ def nothing_to_resume(store: Store) -> ShoalError:
     """The error of `--resume latest` where there is no checkpoint."""
     return ShoalError(
         f"there is no checkpoint in {store.where} to resume from",
-        fix="--resume auto, or the --run.dir of a run",
+        fix="--resume auto, or --run.dir RUN_DIRECTORY",
         code="C001",
     )
 

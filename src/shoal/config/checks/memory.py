@@ -6,6 +6,7 @@ Activations, buffers and data are not counted, so that no run is rejected that m
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 from shoal.blueprint.plan import Plan
 from shoal.config.recipe import Recipe
@@ -16,14 +17,27 @@ CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_b
 ACCELERATORS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd")
 
 
-def bytes_of_states(recipe: Recipe, plan: Plan, parameters: int, *, ranks: int) -> int:
+class States(NamedTuple):
+    """Bytes by cause."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+
+def bytes_of_states(recipe: Recipe, plan: Plan, trained: int, *, frozen: int = 0, ranks: int) -> States:
     """Bytes of parameters, gradients and optimizer state on this many ranks of a resolved plan, together."""
     layout, optim = plan.layout, recipe.optim
     copies = layout.dp_replicate * (1 if plan.zero else layout.dp_shard * layout.cp)
     weight = 8 if plan.precision == "fp64" else 2 if optim.param_dtype == "bf16" else 4
-    moment = 2 if optim.state_dtype == "bf16" else max(4, weight)
-    moments = 2 * moment if optim.name == "adamw" else moment * bool(optim.momentum)
-    return parameters * (2 * weight + moments) * copies * ranks // layout.world_size
+    of_one_copy = ((trained + frozen) * weight, trained * weight, trained * optimizer_bytes(recipe, weight))
+    return States(*(size * copies * ranks // layout.world_size for size in of_one_copy))
+
+
+def optimizer_bytes(recipe: Recipe, weight: int = 4) -> int:
+    """Bytes that the optimizer of a recipe holds for each trained parameter, whose value takes `weight` bytes."""
+    moment = 2 if recipe.optim.state_dtype == "bf16" else max(4, weight)
+    return 2 * moment if recipe.optim.name == "adamw" else moment * bool(recipe.optim.momentum)
 
 
 def host_memory() -> int:
@@ -41,20 +55,25 @@ def has_no_accelerator() -> bool:
     return not any(Path(path).exists() for path in ACCELERATORS)
 
 
-def check_memory(recipe: Recipe, plan: Plan, parameters: int, *, ranks: int, memory: int) -> list[Problem]:
+def check_memory(
+    recipe: Recipe, plan: Plan, trained: int, *, frozen: int = 0, ranks: int, memory: int
+) -> list[Problem]:
     """The problem, if the state of `ranks` ranks does not fit into `memory` bytes. 0: the memory is unknown."""
-    needed = bytes_of_states(recipe, plan, parameters, ranks=ranks)
+    states = bytes_of_states(recipe, plan, trained, frozen=frozen, ranks=ranks)
+    needed = sum(states)
     if not memory or needed <= memory:
         return []
     where = f"{ranks} rank{'s' * (ranks > 1)} of {plan.brief()}"
+    parameters, gradients, optimizer = (size / GIB for size in states)
     what = (
-        f"parameters, gradients and optimizer state of {parameters / 1e9:.2f} B parameters take"
-        f" {needed / GIB:.1f} GiB on {where} (counted), but there are {memory / GIB:.1f} GiB of memory"
+        f"{(trained + frozen) / 1e9:.2f} B parameters take {needed / GIB:.1f} GiB on {where} (counted: parameters"
+        f" {parameters:.1f}, gradients {gradients:.1f}, optimizer state {optimizer:.1f}), but there are"
+        f" {memory / GIB:.1f} GiB of memory"
     )
-    return [Problem("Q012", what, _fix(recipe, plan, parameters, ranks=ranks, memory=memory))]
+    return [Problem("Q012", what, _fix(recipe, plan, trained, frozen=frozen, ranks=ranks, memory=memory))]
 
 
-def _fix(recipe: Recipe, plan: Plan, parameters: int, *, ranks: int, memory: int) -> str:
+def _fix(recipe: Recipe, plan: Plan, trained: int, *, frozen: int, ranks: int, memory: int) -> str:
     """Settings that would fit; a smaller model, if there is none."""
     bf16_moments = recipe.model_copy(update={"optim": recipe.optim.model_copy(update={"state_dtype": "bf16"})})
     tried = []
@@ -64,7 +83,9 @@ def _fix(recipe: Recipe, plan: Plan, parameters: int, *, ranks: int, memory: int
     if recipe.optim.name == "adamw" and recipe.optim.state_dtype == "fp32":
         tried.append(("--optim.state_dtype bf16", bf16_moments, plan))
     fitting = [
-        flag for flag, other, its_plan in tried if bytes_of_states(other, its_plan, parameters, ranks=ranks) <= memory
+        flag
+        for flag, other, its_plan in tried
+        if sum(bytes_of_states(other, its_plan, trained, frozen=frozen, ranks=ranks)) <= memory
     ]
     smaller = "a smaller --model.preset, or a machine with more memory"
     return f"{', or '.join(fitting) or smaller}; --overcommit starts the run anyway, --dry-run shows its layout"

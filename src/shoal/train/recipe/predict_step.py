@@ -1,0 +1,48 @@
+"""Parameters, memory and arithmetic of a step, before anything is allocated; for `shoal train --dry-run`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from shoal.config.checks.memory import optimizer_bytes
+from shoal.config.recipe import Recipe
+from shoal.errors import ShoalError
+from shoal.train.build_model import build_model, without_memory
+from shoal.train.recipe.auto_plan import cluster_for, task_of, workload_for
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def predict_step(recipe: Recipe) -> dict[str, Any]:
+    """The figures of a recipe whose plan is resolved, as JSON has them; a figure that is not known is left out.
+
+    parameters, trained_parameters  counted
+    memory                          bytes on the fullest rank at its fullest moment, by cause: predicted
+    flops                           floating-point operations of a step on all ranks, without recomputation: predicted
+    not_predicted                   why memory and flops are missing
+    """
+    model = without_memory(lambda: build_model(recipe.model))
+    if model is None:
+        return {"not_predicted": "the model cannot be built on the meta device"}
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    counted = {
+        "parameters": sum(size for size, _ in sizes),
+        "trained_parameters": sum(size for size, is_trained in sizes if is_trained),
+    }
+    try:
+        return {**counted, **_predicted(recipe, model)}
+    except ShoalError as error:
+        return {**counted, "not_predicted": error.problems[0].what}
+
+
+def _predicted(recipe: Recipe, model: nn.Module) -> dict[str, Any]:
+    workload = workload_for(recipe, model)
+    cluster = cluster_for(recipe.launch.device)
+    task = task_of(recipe, workload, replace(cluster, per_node=recipe.plan.layout.world_size, nodes=1))
+    profile = replace(task.profile, moments=optimizer_bytes(recipe))
+    found = replace(task, profile=profile).memory(recipe.plan)
+    by_cause = {cause: round(size) for cause, size in asdict(found).items() if cause != "stage" and size >= 1}
+    flops = workload.flops_per_token(task.sequence) * task.sequence * task.global_batch
+    return {"memory": {**by_cause, "total": round(found.total)}, "flops": round(flops)}
