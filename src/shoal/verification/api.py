@@ -369,16 +369,19 @@ def _not_verified(recipe: Recipe) -> Iterator[str]:
 def smaller_model(section: ModelSection, plan: Plan) -> tuple[ModelSection, bool]:
     """The model section of a small copy with the same structure, and whether there is one."""
     sizes = {"num_stages": plan.layout.pp * (plan.v or 1), "ep": plan.layout.ep}
+    lora = section.lora and section.lora.model_copy(update={"adapter": None})  # whose matrices have other sizes
     by_prefix = function_for("SMALLER_BY_PREFIX", section.name)
     if by_prefix is not None:
         arguments = by_prefix(section.name, section.arguments, **sizes)
-        return (section, False) if arguments is None else (ModelSection(name=section.name, **arguments), True)
+        return (
+            (section, False) if arguments is None else (ModelSection(name=section.name, lora=lora, **arguments), True)
+        )
     functions: dict[str, str] = importlib.import_module("shoal.models").SMALLER
     if section.name not in functions:
         return section, False
     module_name, _, function = functions[section.name].partition(":")
     shrink = getattr(importlib.import_module(module_name), function)
-    return ModelSection(name=section.name, **shrink(section.arguments, **sizes)), True
+    return ModelSection(name=section.name, lora=lora, **shrink(section.arguments, **sizes)), True
 
 
 def _random_batches(section: ModelSection, plan: Plan, recipe: Recipe, steps: int) -> list[dict[str, Tensor]]:
