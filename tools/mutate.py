@@ -92,7 +92,7 @@ MUTATIONS = [
     ),
     M(
         "a setting without effect is accepted",
-        "config/no_effect.py",
+        "config/checks/no_effect.py",
         "and not plan.sync and not plan.compress:",
         "and not plan.sync and plan.compress:",
         "tests/cli/test_bad_input.py::test_refused[exact first steps of all]",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.cli import main
-from shoal.config import memory_check
+from shoal.config.checks import memory as memory_check
 from shoal.config.load import load_recipe
 from shoal.config.recipe import ModelSection, Recipe
 from shoal.models.llama_config import PRESETS

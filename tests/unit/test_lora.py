@@ -7,9 +7,12 @@ import torch
 from torch import nn
 
 import shoal
+from shoal.blueprint.plan import Plan
+from shoal.config.recipe import Recipe
 from shoal.models.llama import build
 from shoal.numerics.init import can_fill, initialise, materialise
 from shoal.parallel.lora.layers import LoRALinear, adapted_layers
+from shoal.verification.api import smaller_model
 from tests.rejects import rejects
 
 SIZES = {"vocabulary": 11, "hidden": 8, "ffn": 12, "num_layers": 2, "num_heads": 2}
@@ -110,6 +113,29 @@ def test_dropout_is_of_training_alone() -> None:
 def test_rejected(code: str, options: dict[str, object], value: str) -> None:
     with rejects(code, value):
         shoal.lora(llama(), **options)
+
+
+class Quantized(nn.Linear):
+    """As of bitsandbytes."""
+
+
+def test_layers_that_would_lose_the_update_are_rejected() -> None:
+    with rejects("L007", "0", "Quantized"):
+        shoal.lora(nn.Sequential(Quantized(4, 4)))
+    whole = nn.Sequential(nn.Linear(4, 4))
+    whole[0].weight = nn.Parameter(whole[0].weight.detach().to(torch.int8), requires_grad=False)
+    with rejects("L007", "torch.int8"):
+        shoal.lora(whole)
+    with rejects("L007", "linear1"):
+        shoal.lora(nn.TransformerEncoderLayer(8, 2, 8), targets=["linear1"])
+
+
+def test_the_small_copy_of_verify_has_lora_too() -> None:
+    recipe = Recipe.model_validate({"model": {"name": "llama", "preset": "tiny", "lora": {"rank": 3, "adapter": "x"}}})
+    small, is_small = smaller_model(recipe.model, Plan.parse("zero=3").resolve(2))
+    assert is_small
+    assert small.lora is not None
+    assert (small.lora.rank, small.lora.adapter) == (3, None)
 
 
 def test_a_second_call_is_rejected() -> None:

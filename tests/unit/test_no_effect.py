@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.blueprint.plan import Plan
-from shoal.config.no_effect import no_effect, without_no_effect
+from shoal.config.checks.no_effect import no_effect, without_no_effect
 from shoal.config.recipe import CommSection, Recipe
 
 

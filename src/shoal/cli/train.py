@@ -21,9 +21,9 @@ import tyro
 from shoal.blueprint.plan import Plan
 from shoal.cli.overrides import parse
 from shoal.comm.rendezvous.environment import Placement, read_environment
-from shoal.config.check_settings import check_incomplete
+from shoal.config.checks.memory import check_memory, has_no_accelerator, host_memory
+from shoal.config.checks.settings import check_incomplete
 from shoal.config.load import RecipeReading
-from shoal.config.memory_check import check_memory, has_no_accelerator, host_memory
 from shoal.config.recipe import Recipe
 from shoal.errors import Findings, Problem, RunFailed, ShoalError, raise_if
 from shoal.predict.cluster_parser import is_measured_here

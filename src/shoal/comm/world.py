@@ -33,7 +33,7 @@ from shoal.comm.rendezvous.key import key_of
 from shoal.comm.rendezvous.network_interface import interface_towards, listening_socket, loopback
 from shoal.comm.rendezvous.session import Session
 from shoal.comm.shared_board import Board
-from shoal.config.check_arguments import check_device
+from shoal.config.checks.arguments import check_device
 from shoal.errors import ShoalError, raise_if
 
 T = TypeVar("T")

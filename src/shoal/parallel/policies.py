@@ -18,7 +18,7 @@ from typing import Any, Literal, TypedDict, Unpack, get_args
 import torch
 
 from shoal.comm.replicas.transport import Chosen
-from shoal.config.check_arguments import BOTH, check_choice, check_number, check_whole
+from shoal.config.checks.arguments import BOTH, check_choice, check_number, check_whole
 from shoal.errors import Problem, listed, raise_if
 from shoal.numerics.fp8.convert import FromHead, Scaling
 from shoal.numerics.precision import Weights

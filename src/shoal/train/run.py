@@ -21,7 +21,7 @@ from shoal.blueprint.validation.bf16_weights import check_bf16_weights
 from shoal.blueprint.validation.check import check_ranks, check_unread
 from shoal.comm.rendezvous.environment import Placement, read_environment
 from shoal.comm.world import World, reject_spawned_alone, use_device
-from shoal.config.check_arguments import check_start
+from shoal.config.checks.arguments import check_start
 from shoal.data.loader import Loader
 from shoal.data.sharded_dataloader import ShardedDataLoader
 from shoal.errors import Findings, Problem

@@ -20,7 +20,7 @@ from shoal.blueprint.replicas.local_sgd import AUTO
 from shoal.blueprint.validation.check import check_plan, check_ranks, check_unread
 from shoal.blueprint.validation.context import num_chunks
 from shoal.blueprint.validation.enumerate import legal_plans
-from shoal.config.check_arguments import check_device, check_number, check_whole
+from shoal.config.checks.arguments import check_device, check_number, check_whole
 from shoal.config.recipe import ModelSection, Recipe
 from shoal.data.batch import length, rows
 from shoal.data.dataset import Dataset
@@ -109,8 +109,7 @@ def verify(
     settings = ModelSettings(**known)
     found += [*check_options(settings), *_check_values(settings, device, nproc), *_check_given(build_model, batch)]
     found.of(objective_of, loss)
-    is_several = isinstance(batch, list) and not any(isinstance(part, Tensor) for part in batch)
-    first = batch[0] if is_several and batch else batch
+    first = next(iter(several := _batches(batch)), batch)
     size_of_batch = None if isinstance(first, list) and not first else found.of(length, first)
     open_plan = found.of(Plan.of, plan)
     size = nproc if nproc is not None or open_plan is None else found.of(claimed_ranks, open_plan)
@@ -127,7 +126,7 @@ def verify(
     exact = without_compression(resolved)
     case = Case(
         build=build,
-        batches=(batch * settings.steps)[: settings.steps] if is_several else [batch] * settings.steps,
+        batches=(several * settings.steps)[: settings.steps],
         plan=exact,
         compressed=None if exact == resolved else resolved,
         loss=loss,
@@ -140,6 +139,12 @@ def verify(
     )
     reject_uncallable(case)
     return verify_case(case)
+
+
+def _batches(batch: Any) -> list[Any]:
+    """Global batches, of which one may be a list of tensors."""
+    is_several = isinstance(batch, list) and not any(isinstance(part, Tensor) for part in batch)
+    return batch if is_several else [batch]
 
 
 def _check_values(settings: ModelSettings, device: Any, nproc: Any) -> Iterator[Problem]:
@@ -363,16 +368,19 @@ def _not_verified(recipe: Recipe) -> Iterator[str]:
 def smaller_model(section: ModelSection, plan: Plan) -> tuple[ModelSection, bool]:
     """The model section of a small copy with the same structure, and whether there is one."""
     sizes = {"num_stages": plan.layout.pp * (plan.v or 1), "ep": plan.layout.ep}
+    lora = section.lora and section.lora.model_copy(update={"adapter": None})  # whose matrices have other sizes
     by_prefix = function_for("SMALLER_BY_PREFIX", section.name)
     if by_prefix is not None:
         arguments = by_prefix(section.name, section.arguments, **sizes)
-        return (section, False) if arguments is None else (ModelSection(name=section.name, **arguments), True)
+        return (
+            (section, False) if arguments is None else (ModelSection(name=section.name, lora=lora, **arguments), True)
+        )
     functions: dict[str, str] = importlib.import_module("shoal.models").SMALLER
     if section.name not in functions:
         return section, False
     module_name, _, function = functions[section.name].partition(":")
     shrink = getattr(importlib.import_module(module_name), function)
-    return ModelSection(name=section.name, **shrink(section.arguments, **sizes)), True
+    return ModelSection(name=section.name, lora=lora, **shrink(section.arguments, **sizes)), True
 
 
 def _random_batches(section: ModelSection, plan: Plan, recipe: Recipe, steps: int) -> list[dict[str, Tensor]]:

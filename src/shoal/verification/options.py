@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.validation.check import check_ranks
-from shoal.config.check_arguments import check_number, check_whole
+from shoal.config.checks.arguments import check_number, check_whole
 from shoal.config.recipe import Recipe
 from shoal.errors import Problem, ShoalError
 from shoal.safe_parsing import short

@@ -31,7 +31,7 @@ from shoal.blueprint.replicas.local_sgd import SyncSpec, check_fragments, due
 from shoal.comm.compression.reduce import Average
 from shoal.comm.mesh import Mesh
 from shoal.comm.replicas.overlap import Overlap
-from shoal.config.check_arguments import BOTH, check_choice, check_number, check_whole
+from shoal.config.checks.arguments import BOTH, check_choice, check_number, check_whole
 from shoal.errors import Problem, raise_if
 from shoal.numerics.local_tensor import gradient_of, to_local
 from shoal.parallel.data.bucket_averager import BucketAverager, CommThreads, InFlightBucket

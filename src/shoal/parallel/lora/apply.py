@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +13,8 @@ from shoal.errors import Problem, ShoalError, nearest, raise_if
 from shoal.numerics.init import init_adapters
 from shoal.parallel.lora.layers import A, B, LoRALinear, adapted_layers
 
+UNCALLED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+"""Modules of torch that may read the weights of their layers without calling them."""
 ALL_LINEAR = "all-linear"
 """Every linear layer except the head."""
 
@@ -46,7 +48,7 @@ def lora(
     """
     alpha = 2.0 * rank if alpha is None else alpha
     raise_if(_problems(model, rank, alpha, dropout), title="shoal.lora")
-    layers = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear}
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     chosen = _chosen(model, layers, targets)
     model.requires_grad_(False)
     for layer in chosen.values():
@@ -89,7 +91,27 @@ def _chosen(model: nn.Module, layers: dict[str, nn.Linear], targets: str | Seque
                 fix=f"targets without {name.rpartition('.')[2]!r}",
                 code="L004",
             )
+    _reject_other_layers(model, found)
     return found
+
+
+def _reject_other_layers(model: nn.Module, found: Mapping[str, nn.Linear]) -> None:
+    """Reject layers whose product is not computed by `nn.Linear` itself, so that an update would be lost."""
+    uncalled = [name for name, module in model.named_modules() if isinstance(module, UNCALLED)]
+    for name, layer in found.items():
+        why = None
+        if type(layer) is not nn.Linear:
+            why = f"is a {type(layer).__name__}"
+        elif type(layer.weight) is not nn.Parameter or not layer.weight.is_floating_point():
+            why = f"has a weight of {layer.weight.dtype}, as a {type(layer.weight.data).__name__}"
+        elif name.rpartition(".")[0] in uncalled:
+            why = "is in a module of torch that reads its weight without calling it"
+        if why is not None:
+            raise ShoalError(
+                f"LoRA needs plain nn.Linear layers in floating point, and {name} {why}",
+                fix=f"a base that is not quantized, or targets without {name.rpartition('.')[2]!r}",
+                code="L007",
+            )
 
 
 def _head_of(model: Any) -> Any:

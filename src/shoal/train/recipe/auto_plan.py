@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.validation.bf16_weights import check_bf16_weights
-from shoal.config.check_settings import KEPT_BY_THE_PLANNER
+from shoal.config.checks.settings import KEPT_BY_THE_PLANNER
 from shoal.config.recipe import Recipe
 from shoal.errors import Problem, ShoalError, raise_if
 from shoal.planner.backtest.rows import append

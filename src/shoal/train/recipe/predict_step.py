@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from shoal.config.memory_check import optimizer_bytes
+from shoal.config.checks.memory import optimizer_bytes
 from shoal.config.recipe import Recipe
 from shoal.errors import ShoalError
 from shoal.train.build_model import build_model, without_memory

@@ -14,8 +14,8 @@ from shoal.blueprint.description import Description
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.validation.check import check_plan
 from shoal.comm.world import World
-from shoal.config.check_durations import no_step
-from shoal.config.check_settings import check_settings
+from shoal.config.checks.durations import no_step
+from shoal.config.checks.settings import check_settings
 from shoal.config.recipe import Recipe
 from shoal.data.dataset import Dataset
 from shoal.data.fingerprint import Fingerprint

@@ -16,7 +16,7 @@ from shoal.blueprint.validation.unsupported import check_unsupported
 from shoal.comm.replicas.link_probe import codec_seconds, link_of
 from shoal.comm.replicas.transport import Transport
 from shoal.comm.world import World
-from shoal.config.no_effect import without_no_effect
+from shoal.config.checks.no_effect import without_no_effect
 from shoal.config.recipe import Recipe
 from shoal.numerics.local_tensor import to_local
 from shoal.numerics.optim.build import build_optimizer

@@ -14,9 +14,9 @@ from shoal.blueprint.plan import Plan
 from shoal.blueprint.replicas.local_sgd import check_fragments
 from shoal.blueprint.validation.bf16_weights import check_bf16_weights
 from shoal.blueprint.validation.check import check_ranks
-from shoal.config.check_durations import check_durations
-from shoal.config.check_packages import check_packages
-from shoal.config.no_effect import no_effect
+from shoal.config.checks.durations import check_durations
+from shoal.config.checks.no_effect import no_effect
+from shoal.config.checks.packages import check_packages
 from shoal.config.recipe import Recipe, RunSection
 from shoal.errors import Problem
 

@@ -1,0 +1,1 @@
+"""Checks of settings that need neither a model nor data."""
