@@ -112,12 +112,11 @@ def verify(
     first = next(iter(several := _batches(batch)), batch)
     size_of_batch = None if isinstance(first, list) and not first else found.of(length, first)
     open_plan = found.of(Plan.of, plan)
-    if open_plan is not None and (open_plan.pp or 1) > 1 and callable(build) and size_of_batch is not None:
-        build = functools.partial(with_blocks, build, rows(first, 0, 2), loss, open_plan.pp)
     size = nproc if nproc is not None or open_plan is None else found.of(claimed_ranks, open_plan)
     if isinstance(size, int) and size > 0:
         found += check_unread(plan, size) if open_plan is None else check_ranks(open_plan, size, batch=size_of_batch)
     if open_plan is not None and isinstance(size, int) and size_of_batch is not None and callable(build):
+        build = functools.partial(with_blocks, build, rows(first, 0, 2), loss, open_plan.pp)
         found += check_built(build, open_plan.fill(size), _num_tokens(first))
     raise_if((_with_nproc(problem) for problem in found.problems), title=f"plan '{plan}'")
     assert open_plan is not None
