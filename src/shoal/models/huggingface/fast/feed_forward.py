@@ -7,10 +7,12 @@ from typing import Any, get_args
 
 from torch import Tensor, nn
 
+from shoal.models.huggingface.fast.lora_feed_forward import FastLoRAFeedForward
 from shoal.models.huggingface.fast.norms import Recall
 from shoal.models.huggingface.fast.probe import Swapped, become, computes, drawn, has_linears, is_free, small_copy
 from shoal.numerics.ops.memory_saving_linear import linears, swiglu_linear
 from shoal.numerics.ops.swiglu import Activation
+from shoal.parallel.lora.layers import LoRALinear
 
 NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("gate", "up", "down"))
 """Names of the gate, the other product and the last one. Whether they are that is found by computing."""
@@ -35,9 +37,10 @@ class FastFeedForward(Swapped):
 
 def swap_feed_forward(module: nn.Module) -> bool:
     """Replace the forward of a module, if it is a gated feed-forward."""
-    names = next((names for names in NAMES if has_linears(module, names)), None)
+    names = next((names for names in NAMES if has_linears(module, names, (nn.Linear, LoRALinear))), None)
     if names is None or not is_free(module):
         return False
+    kind = FastFeedForward if has_linears(module, names) else FastLoRAFeedForward
     features, inner = getattr(module, names[0]).in_features, getattr(module, names[0]).out_features
     shapes = [(getattr(module, name).in_features, getattr(module, name).out_features) for name in names]
     if shapes != [(features, inner), (features, inner), (inner, features)]:
@@ -45,7 +48,7 @@ def swap_feed_forward(module: nn.Module) -> bool:
     probe = small_copy(module, dict(zip(names, [(6, 10), (6, 10), (10, 6)], strict=True)))
     for activation in get_args(Activation):
         if computes(probe, probe, partial(_ours, probe, names, activation), drawn(2, 3, 6)):
-            become(module, FastFeedForward, layer_names=names, gate_activation=activation)
+            become(module, kind, layer_names=names, gate_activation=activation)
             return True
     return False
 

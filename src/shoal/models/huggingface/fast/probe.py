@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.numerics.ops.memory_saving_linear import has_hooks, is_linear
+from shoal.numerics.ops.memory_saving_linear import has_hooks, is_plain
 from shoal.verification.exact_casts import keeping_float64
 
 TOLERANCE = 1e-12
@@ -99,10 +99,10 @@ def _is_same(found: Tensor | None, expected: Tensor | None) -> bool:
     return bool((found - expected).norm() <= TOLERANCE * expected.norm())
 
 
-def has_linears(module: nn.Module, names: Sequence[str]) -> bool:
-    """Whether a module has plain linear layers of these names."""
+def has_linears(module: nn.Module, names: Sequence[str], kinds: Sequence[type] = (nn.Linear,)) -> bool:
+    """Whether a module has layers of these names that are exactly of one of these kinds, without hooks."""
     layers = [getattr(module, name, None) for name in names]
-    return all(isinstance(layer, nn.Module) and is_linear(layer) for layer in layers)
+    return all(isinstance(layer, nn.Module) and type(layer) in kinds and is_plain(layer) for layer in layers)
 
 
 def become(module: nn.Module, mixin: type, **attributes: Any) -> None:
