@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shoal.errors import ShoalError as ShoalError
     from shoal.numerics.ops.attention import AttentionRule as AttentionRule
     from shoal.numerics.optim.adamw import AdamW as AdamW
+    from shoal.numerics.optim.lion import Lion as Lion
     from shoal.parallel.context.attention import Attention as Attention
     from shoal.parallel.context.attention import DocumentMask as DocumentMask
     from shoal.parallel.data.local_sgd import OuterOptimizer as OuterOptimizer
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from shoal.parallel.tensor import ColumnParallelLinear as ColumnParallelLinear
     from shoal.parallel.tensor import RowParallelLinear as RowParallelLinear
     from shoal.planner.answer import plan as plan
+    from shoal.train.ema import EMA as EMA
     from shoal.train.run import Run as Run
     from shoal.train.trace.find_blocks import trace_blocks as trace_blocks
     from shoal.verification.api import verify as verify
@@ -46,8 +48,10 @@ _HOMES = {
     "ColumnParallelLinear": "shoal.parallel.tensor",
     "Description": "shoal.blueprint.description",
     "DocumentMask": "shoal.parallel.context.attention",
+    "EMA": "shoal.train.ema",
     "Experts": "shoal.parallel.expert.experts",
     "Layout": "shoal.blueprint.layout",
+    "Lion": "shoal.numerics.optim.lion",
     "plan": "shoal.planner.answer",
     "Plan": "shoal.blueprint.plan",
     "Recipe": "shoal.config.recipe",

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from shoal.checkpoint.load_tensors import load_tensors
 from shoal.checkpoint.state.model_state import local_shards
 from shoal.comm.world import World
 from shoal.config.recipe import ModelSection
+from shoal.numerics.init import initialise
 from shoal.train.build_model import build_for_layout, build_model, without_memory
 from shoal.train.run import Run
 from shoal.train.run_checkpoint import holder_of
@@ -28,26 +30,50 @@ def differing(world: World, folder: str, plans: list[str]) -> list[str]:
     """Names of shards of a rank that differ from the tensors of `from_pretrained`."""
     from shoal.models.huggingface import weights_of
 
-    section = ModelSection(name=f"hf:{folder}")
-    whole = without_memory(lambda: build_model(section))
+    whole = without_memory(lambda: build_model(ModelSection(name=f"hf:{folder}")))
     assert whole is not None
-    kind = type(whole).__mro__[1]
-    expected = kind.from_pretrained(folder, dtype=torch.float32).state_dict()  # type: ignore[attr-defined]
-    wrong, seen = [], 0
+    kind: Any = type(whole).__mro__[1]
+    expected = kind.from_pretrained(folder, dtype=torch.float32).state_dict()
+    wrong = []
     for plan in plans:
-        run = Run(plan, world=world)  # not closed: the world is the next test's
-        model = build_for_layout(section, 0)
-        model.is_loaded_later = True
-        run.prepare(model)
-        run.prepare(torch.optim.SGD(run.parameters, lr=0.1))
+        run = laid_out(world, folder, plan, is_loaded_later=True)
         load_tensors(world, holder_of(run), weights_of(whole, Path(folder)), folder)
-        for shard in local_shards(holder_of(run)):
-            full = expected[shard.name.removeprefix("model/")]
-            box = tuple(slice(b, b + s) for b, s in zip(shard.begin, shard.value.shape, strict=True))
-            wrong += [] if torch.equal(shard.value, full[box]) else [f"{plan} {shard.name}"]
-            seen += shard.value.numel()
-    assert seen > sum(tensor.numel() for tensor in expected.values())
+        wrong += [f"{plan} {name}" for name in other_shards(run, expected)]
     return wrong
+
+
+def drawn_otherwise(world: World, folder: str, plans: list[str]) -> list[str]:
+    """Names of shards of a rank that differ from the random weights of one process."""
+    whole = build_model(ModelSection(name=f"hf:{folder}"))
+    initialise(whole, 0)
+    runs = {plan: laid_out(world, folder, plan, is_loaded_later=False) for plan in plans}
+    return [f"{plan} {name}" for plan, run in runs.items() for name in other_shards(run, whole.state_dict())]
+
+
+def laid_out(world: World, folder: str, plan: str, *, is_loaded_later: bool) -> Run:
+    run = Run(plan, world=world)  # not closed: the world is the next test's
+    model: Any = build_for_layout(ModelSection(name=f"hf:{folder}"), 0)
+    model.is_loaded_later = is_loaded_later
+    run.prepare(model)
+    run.prepare(torch.optim.SGD(run.parameters, lr=0.1))
+    return run
+
+
+def other_shards(run: Run, expected: dict[str, Tensor]) -> list[str]:
+    wrong, seen = [], 0
+    for shard in local_shards(holder_of(run)):
+        full = expected[shard.name.removeprefix("model/")]
+        box = tuple(slice(b, b + s) for b, s in zip(shard.begin, shard.value.shape, strict=True))
+        wrong += [] if torch.equal(shard.value, full[box]) else [shard.name]
+        seen += shard.value.numel()
+    assert seen >= sum(tensor.numel() for tensor in expected.values()) // 3
+    return wrong
+
+
+def test_a_tied_weight_is_drawn_alike_on_both_stages(pool: Pool, tmp_path: Path) -> None:
+    model: Any = huggingface.build("llama tied")
+    model.config.save_pretrained(tmp_path)
+    assert pool.run(drawn_otherwise, 2, str(tmp_path), ["pp=2 1f1b", "zero=3"]) == [[], []]
 
 
 @pytest.mark.parametrize("kind", ["llama tied", "mixtral", wide("gpt2"), wide("deepseek-v3")])

@@ -19,6 +19,8 @@ from shoal.parallel.pipeline.skeleton import skeleton_of
 from shoal.parallel.pipeline.stage_io import Boundaries, live, traced
 from shoal.parallel.pipeline.tape import Tape
 from shoal.parallel.tensor import TensorParallel
+from shoal.train.build_model import describe
+from shoal.train.trace.find_blocks import attach_blocks
 
 X = torch.zeros(2, 4)
 
@@ -162,3 +164,20 @@ def test_a_model_that_has_no_order_says_why() -> None:
     found = shoal.trace_blocks(Chain(lambda m, x: m.l0(m.l1(m.l0(x))) + m.l2(x)), X)
     assert found.blocks == ()
     assert "l0 reads what l1 has computed" in found.why_not["pp"]
+
+
+def test_a_model_that_reads_values_says_so() -> None:
+    model = nn.Sequential(Reads(4, 4), nn.Linear(4, 4))
+    attach_blocks(model, 2, lambda: ((X,), {}))
+    assert "Sequential cannot be run without memory (RuntimeError" in describe(model).why_not["pp"]
+    other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    attach_blocks(other, 2, lambda: ((), {"tokens": X}))  # of other data
+    assert describe(other) == Description()
+
+
+class Reads(nn.Linear):
+    """Looks at what it has computed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if y.sum() > 0 else -y

@@ -101,6 +101,8 @@ def filled(model: Any) -> Any:
 def test_random_weights_depend_on_seed_and_name_alone(tmp_path: Path) -> None:
     reference = type(loaded := saved(tmp_path, "mixtral"))(loaded.config)  # with first weights of its own
     first = filled(build_for_layout(ModelSection(name=f"hf:{tmp_path}", init="random"), 0))
+    layers = first.model.layers
+    assert not torch.equal(layers[0].self_attn.q_proj.weight, layers[1].self_attn.q_proj.weight)
     torch.manual_seed(7)
     second = build_model(ModelSection(name=f"hf:{tmp_path}", init="random"))
     initialise(second, 0)

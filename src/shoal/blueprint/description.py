@@ -44,7 +44,7 @@ class Description:
 
     blocks, before_blocks, after_blocks       what sharding, recompute and pipelines cut (`zero=3`, `recompute`, `pp`)
     costs                                     what they cost to compute, where stages are to be balanced (`pp`)
-    splits, num_heads, num_kv_heads           how tensor parallelism splits layers (`tp`)
+    splits, per_rank, num_heads, num_kv_heads how tensor parallelism splits layers (`tp`)
     positions, documents, positions_restart   arguments of `forward` under context parallelism (`cp`)
     num_experts, active_experts               of a mixture of experts (`ep`)
     tied, head, num_outputs                   parameters with two names; the layer of the logits; its labels
@@ -72,6 +72,10 @@ class Description:
 
     splits: Mapping[str, Split] = field(default_factory=dict)
     """Pattern of submodule names → its tensor-parallel split."""
+
+    per_rank: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Pattern of submodule names → its attributes that count heads or features and that its code reads: tp divides
+    them. `config.num_heads` is divided in a copy of `module.config`."""
 
     tied: tuple[tuple[str, str], ...] = ()
     """Pairs of names of one shared parameter; the first name of a pair is its key."""

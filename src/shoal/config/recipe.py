@@ -169,17 +169,17 @@ class DataSection(Section):
 class OptimSection(Section):
     """The optimizer, its learning rate schedule, gradient clipping and loss scaling."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    """The optimizer."""
+    name: Literal["adamw", "sgd", "lion"] = "adamw"
+    """The optimizer. Each updates every element by itself, on every layout."""
 
     lr: PositiveFloat = 3e-4
     """Peak learning rate."""
 
     weight_decay: NotNegative = 0.1
-    """Decoupled weight decay (adamw) or L2 penalty (sgd) of every parameter with at least two dimensions."""
+    """Decoupled weight decay (adamw, lion) or L2 penalty (sgd) of every parameter with at least two dimensions."""
 
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
-    """Decay of the first and second moment (adamw)."""
+    """Decay of the first and second moment (adamw); of the update and of the moment (lion, usually 0.9 and 0.99)."""
 
     eps: PositiveFloat = 1e-8
     """Added to the denominator (adamw)."""

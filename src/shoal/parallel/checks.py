@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch.distributed as dist
 from torch import nn
 
-from shoal.blueprint.description import Description, matches
+from shoal.blueprint.description import Description, Split, matches
 from shoal.blueprint.placement import is_inside
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.validation.check import check_plan
@@ -215,13 +215,18 @@ def _ties_that_break(model: nn.Module, plan: Plan, description: Description) -> 
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     layout, sides = plan.layout, (description.before_blocks, description.after_blocks)
-    is_cut = layout.tp > 1 or layout.pp > 1 or (plan.is_sharded and bool(description.blocks))
-    for shared in (shared for shared in names.values() if len(shared) > 1 and is_cut):
-        if layout.tp == 1 and _is_on_one_side(shared, description):
+    is_divided = layout.pp > 1 or (plan.is_sharded and bool(description.blocks))
+    for shared in (shared for shared in names.values() if len(shared) > 1):
+        kinds = {description.split_of(name.rpartition(".")[0]) for name in shared} if layout.tp > 1 else set()
+        is_cut = bool(kinds - {*WHOLE})
+        is_one_vocabulary = kinds == {Split.VOCABULARY}  # `split` makes one piece of it
+        if (not is_cut or is_one_vocabulary) and _is_on_one_side(shared, description):
+            continue
+        if not is_cut and not is_divided:
             continue
         before, after = ([n for n in shared if is_inside(n, part)] for part in sides)
         is_known = (*before[:1], *after[:1]) in description.tied and shared[:1] == before[:1]
-        if not is_known or len(before) + len(after) < len(shared) or (layout.tp > 1 and len(shared) > 2):
+        if not is_known or len(before) + len(after) < len(shared) or (is_cut and len(shared) > 2):
             yield Problem(
                 "M022",
                 f"{' and '.join(shared)} are one parameter, and this plan would make several of it",

@@ -152,7 +152,7 @@ def _lay_out(part: StageModule, setup: _Setup) -> None:
     for unit in _units(model, description):
         _fill(model, unit, setup.compute.seed)
         if not unit.is_rest:
-            split(model, unit.names, description.splits, setup.tensor)
+            split(model, unit.names, description, setup.tensor)
         experts = _divide_experts(model, unit, setup)
         _place(model, unit, setup)
         if setup.is_fused and description.head is not None and unit.holds(description.head):

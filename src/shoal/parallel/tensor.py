@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.blueprint.description import Split, matches
+from shoal.blueprint.description import Description, Split, matches
 from shoal.blueprint.layout import divisors
 from shoal.comm.collectives import Group, my_part, part
 from shoal.comm.differentiable_collectives import (
@@ -39,6 +39,7 @@ from shoal.comm.differentiable_collectives import (
 )
 from shoal.errors import ShoalError, listed
 from shoal.numerics.precision import in_autocast_dtype
+from shoal.parallel.tensor_parts.attributes import divide_attributes
 
 
 class TensorParallel:
@@ -351,16 +352,32 @@ WHOLE = (Split.SEQUENCE, Split.HEADS, Split.EXPERTS)
 """Layers that tp does not cut; with sequence parallelism each rank uses them for its own tokens."""
 
 
-def split(model: nn.Module, names: Iterable[str], splits: Mapping[str, Split], tensor: TensorParallel) -> None:
+def split(model: nn.Module, names: Iterable[str], description: Description, tensor: TensorParallel) -> None:
     """Convert the layers inside some submodules of a model into the forms that its description allows, in place."""
     if tensor.group is None:
         return
     pieces: dict[nn.Parameter, nn.Parameter] = {}
     for name in names:
         for inner, layer in list(model.get_submodule(name).named_modules(prefix=name)):
-            how = next((kind for pattern, kind in splits.items() if matches(pattern, inner)), None)
+            how = description.split_of(inner)
             if how is not None:
                 _split_layer(layer, inner, how, tensor, pieces)
+            for pattern, numbers in description.per_rank.items():
+                if matches(pattern, inner):
+                    divide_attributes(layer, numbers, tensor.degree)
+    _share_pieces(model, names, pieces, tensor)
+
+
+def _share_pieces(
+    model: nn.Module, names: Iterable[str], pieces: Mapping[nn.Parameter, nn.Parameter], tensor: TensorParallel
+) -> None:
+    """Replace a parameter by its piece where a module around the split layer has another name for it."""
+    for name in names:
+        for inner, module in model.get_submodule(name).named_modules(prefix=name):
+            for own, parameter in list(module.named_parameters(recurse=False)):
+                if parameter in pieces:
+                    setattr(module, own, pieces[parameter])
+                    tensor.cuts[f"{inner}.{own}"] = 0  # only a vocabulary has two names
 
 
 def _split_layer(
@@ -373,8 +390,8 @@ def _split_layer(
         _become(layer, PositionEmbedding, tensor, pieces)
     if how is Split.REGION:
         layer.register_forward_pre_hook(tensor.enter_region, with_kwargs=True)
-        layer.register_forward_hook(tensor.leave_region)
-    if how in (*WHOLE, Split.REGION):
+        layer.register_forward_hook(tensor.leave_region, always_call=True)  # recompute stops inside of a region
+    if how in (*WHOLE, Split.REGION) or (how is Split.VOCABULARY and next(layer.children(), None) is not None):
         return
     if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
         return  # split by the model's author

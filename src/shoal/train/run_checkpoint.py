@@ -34,7 +34,8 @@ LR = ("lr", "initial_lr")
 def holder_of(run: RunState) -> Holder:
     """What holds the tensors of a run."""
     copies = run.host_copies
-    return Holder(run.composed, run.optimizer, dict(copies.pairs) if copies is not None else {})
+    averages = run.ema.averages if run.ema is not None else {}
+    return Holder(run.composed, run.optimizer, dict(copies.pairs) if copies is not None else {}, averages)
 
 
 def state_of(run: RunState) -> dict[str, Any]:
@@ -55,6 +56,7 @@ def state_of(run: RunState) -> dict[str, Any]:
         **saved_schedulers(run.schedulers, run.optimizer),
         **_local_sgd(run),
         **adapter_state(run.composed, run.world),
+        **({"ema": run.ema.num_updates} if run.ema is not None else {}),
     }
 
 
@@ -215,6 +217,9 @@ def restore(run: RunState, manifest: Manifest) -> None:
         squares = [float(one) for one in saved.get("step_scale", (0.0, 0.0))]
         local_sgd.step_scale.squares = local_sgd.step_scale.squares.new_tensor(squares)
         local_sgd.step_scale.begins_equal = "step_scale" not in saved
+    run.saved_ema = int(state.get("ema", 0))
+    if run.ema is not None:
+        run.ema.num_updates, run.saved_ema = run.saved_ema, 0  # 0: the next update starts from the loaded weights
     run.extra = dict(state.get("extra", {}))
     run.steps_done = manifest.step
     run.replicas_agreed_at = None

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -39,6 +39,9 @@ from shoal.train.checks import reject_open
 from shoal.train.loss.objective import CrossEntropy, Objective, shifted_batch
 from shoal.train.step.optimizer_step import Updates
 from shoal.train.step.report import OpenStep, StepReport
+
+if TYPE_CHECKING:
+    from shoal.train.ema import EMA
 
 
 class RunState:
@@ -84,6 +87,10 @@ class RunState:
         self.prepared_optimizer: Optimizer | None = None
         """None: no optimizer is prepared yet. `optimizer` raises then."""
         self.host_copies: HostCopies | None = None
+        self.ema: EMA | None = None
+        """The average of the weights, if there is one."""
+        self.saved_ema = 0
+        """Updates of the average in the checkpoint that was loaded; 0: it has none, or `ema` has taken it."""
         self.loaders: list[ShardedDataLoader] = []
         self.schedulers: list[Any] = []
         """Prepared schedulers of learning rates, which the script steps."""

@@ -298,7 +298,7 @@ def case_of(recipe: Recipe, world_size: int, settings: RecipeSettings) -> Case:
     )
     exact = without_compression(plan)
     case = Case(
-        build=functools.partial(build_model, section),
+        build=_builder(section, datasets, plan),
         batches=batches,
         plan=exact,
         compressed=None if exact == plan else plan,
@@ -332,12 +332,21 @@ def check_case(
     else:
         tokens = None if datasets is None else datasets[0].tokens_per_sample
     if settings.real or small is not None:
-        build = functools.partial(build_model, section)
+        build = _builder(section, datasets, plan)
         found += found.of(check_built, build, plan, tokens) or ()
         model = None if datasets is None else found.of(without_memory, build)
         if model is not None and datasets is not None:
             found += check_sizes(model, datasets[0])
     return found.problems, section, datasets
+
+
+def _builder(section: ModelSection, datasets: tuple[Dataset, Dataset] | None, plan: Plan) -> Callable[[], nn.Module]:
+    """A function that builds the model of a recipe."""
+    build = functools.partial(build_model, section)
+    if datasets is None or (plan.pp or 1) == 1:
+        return build
+    two = datasets[0].batch(sample_ids(0, len(datasets[0]), 0, 2))
+    return functools.partial(with_blocks, build, two, None, plan.pp)
 
 
 def _not_verified(recipe: Recipe) -> Iterator[str]:

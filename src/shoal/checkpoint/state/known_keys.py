@@ -52,6 +52,7 @@ KNOWN: dict[str, Check] = {
     "lr": _list(_mapping(_number)),
     "loaders": _list(_loader),
     "local_sgd": _local_sgd,
+    "ema": _count,
     "ranks": _count,
     "num_calls": _count,
     "plan": _text,

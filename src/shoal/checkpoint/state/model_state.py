@@ -7,6 +7,7 @@ any other layout wrote: each rank reads its own boxes.
     model/NAME                 parameters, and the biases and running statistics that a run learns; of a model with
                                LoRA, without the frozen ones below it
     optimizer/STATE/NAME       the optimizer's state for a parameter, such as exp_avg
+    ema/NAME                   the moving average of a parameter
 
 Tensors that differ between replicas are stored once per replica (`shoal.checkpoint.state.replica_state`). Replicas
 differ if they compress what they exchange, or exchange it every few steps.
@@ -54,6 +55,8 @@ class Holder:
     optimizer: Optimizer
     copies: Mapping[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     """Parameters that the optimizer updates through copies in host memory (`offload=optimizer`)."""
+    averages: Mapping[str, Tensor] = field(default_factory=dict)
+    """Name → the moving average of this rank's piece of a parameter."""
 
     def updated(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the tensor that the optimizer updates for a parameter."""
@@ -85,6 +88,8 @@ def local_shards(holder: Holder) -> Iterator[LocalShard]:
         local_sgd = composed.local_sgd
         own = local_sgd.shared.get(name, value) if local_sgd is not None else value
         yield LocalShard(f"model/{known}", full_shape, begin, own, is_saved)
+        if name in holder.averages:
+            yield LocalShard(f"ema/{known}", full_shape, begin, holder.averages[name], is_saved, is_needed=False)
         for kind, state in holder.optimizer.state.get(holder.updated(parameter), {}).items():
             if isinstance(state, Tensor) and state.dim():
                 own = to_local(state)

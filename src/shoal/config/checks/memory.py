@@ -37,7 +37,8 @@ def bytes_of_states(recipe: Recipe, plan: Plan, trained: int, *, frozen: int = 0
 def optimizer_bytes(recipe: Recipe, weight: int = 4) -> int:
     """Bytes that the optimizer of a recipe holds for each trained parameter, whose value takes `weight` bytes."""
     moment = 2 if recipe.optim.state_dtype == "bf16" else max(4, weight)
-    return 2 * moment if recipe.optim.name == "adamw" else moment * bool(recipe.optim.momentum)
+    moments = {"adamw": 2, "lion": 1, "sgd": int(bool(recipe.optim.momentum))}
+    return moment * moments[recipe.optim.name]
 
 
 def host_memory() -> int:

@@ -7,6 +7,7 @@
     tp_plan: colwise, rowwise                      Split.COLUMN, Split.ROW
     tp_plan: embedding_rowwise; the output head    Split.VOCABULARY
     tp_plan: replicated_with_grad_allreduce        Split.HEADS
+    no tp_plan                                     splits that a numeric trial of each kind of block has proven
 
 A *region* is the parent of the layers that are split together: an attention or a feed-forward. If some layer of it is
 of an unknown style, or is covered by nothing, all of the region stays whole on every rank of tp. It is then right, and
@@ -17,17 +18,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 from shoal.blueprint.description import Description, Split, matches
 from shoal.blueprint.placement import is_inside
+from shoal.models.huggingface.found_splits import FoundSplits, found_splits, heads_of, vocabulary_of
 from shoal.models.huggingface.logits import LogitRule, logit_rule
 from shoal.models.huggingface.modules import attentions, experts_in, mixes_tokens, name_of, pattern_of
 from shoal.models.huggingface.order import Order, order_of
 from shoal.parallel.lora.layers import LoRALinear
 
+T = TypeVar("T")
 STYLES = {"colwise": Split.COLUMN, "rowwise": Split.ROW, "replicated_with_grad_allreduce": Split.HEADS}
 """Words of a tp_plan that mean the same here. `_gather_output` and `_split_input` gather activations: not followed."""
 
@@ -36,12 +39,17 @@ def describe(model: Any) -> Description:
     """What can be derived of a model. `why_not` says what cannot, and why."""
     order = order_of(model)
     why_not = dict(_why_not(model, order.blocks))
-    splits, whole = ({}, None) if "tp" in why_not else _splits(model)
-    if whole is not None:
+    found = FoundSplits() if getattr(model, "tp_plan", None) else found_splits(model)
+    if not getattr(model, "tp_plan", None) and not found.splits:
+        why_not["tp"] = f"{type(model).__name__} declares no tp_plan, and no layers were found that may be split"
+    splits, whole = ({}, None) if "tp" in why_not else _splits(model, found)
+    if "cp" in why_not:
+        why_not["sp"] = why_not["cp"]
+    elif whole is not None:
         what = f"tp leaves {pattern_of(whole)} whole, and that needs all tokens"
         why_not["sp"] = f"{type(model).__name__}: {what}"
-    elif "cp" in why_not:
-        why_not["sp"] = why_not["cp"]
+    elif "tp" not in why_not and (around := _around_embedding(model, order)) is not None:
+        why_not["sp"] = f"{type(model).__name__} looks tokens up inside {around}, whose other code sees all tokens"
     config = _text_config(model)
     experts = experts_in(model)
     splits |= _as_patterns(dict.fromkeys(experts, Split.EXPERTS), model)
@@ -56,11 +64,12 @@ def describe(model: Any) -> Description:
         after_blocks=order.after,
         costs=order.costs,
         splits=splits,
+        per_rank=_as_patterns(found.per_rank, model),
         tied=tuple(_tied(model, order)),
         head=None if rule is None else name_of(model, head),
         logit_scale=1.0 if rule is None else rule.scale,
         logit_softcap=None if rule is None else rule.softcap,
-        num_heads=getattr(config, "num_attention_heads", None),
+        num_heads=heads_of(model, getattr(config, "num_attention_heads", None)),
         num_kv_heads=getattr(config, "num_key_value_heads", None),
         num_experts=min(numbers, default=None),
         active_experts=getattr(config, "num_experts_per_tok", None) if experts else None,
@@ -92,8 +101,6 @@ def _why_not(model: Any, blocks: tuple[str, ...]) -> Iterator[tuple[str, str]]:
             yield "tp", f"{kind} has an encoder and a decoder, and splits are derived for one of them alone"
     if not blocks:
         yield "pp", f"{kind} has no blocks that run one after the other, with all else before or after them"
-    if not (getattr(model, "tp_plan", None) or {}):
-        yield "tp", f"{kind} declares no tp_plan, so it is not known how its layers may be split"
     if not is_pair and (why := _why_not_context(model, blocks)) is not None:
         yield "cp", f"{kind} {why}"
 
@@ -118,7 +125,7 @@ def _why_not_context(model: Any, blocks: tuple[str, ...]) -> str | None:
 # ---- splits ---------------------------------------------------------------------------------------------------------
 
 
-def _splits(model: Any) -> tuple[dict[str, Split], str | None]:
+def _splits(model: Any, proven: FoundSplits) -> tuple[dict[str, Split], str | None]:
     """Pattern → split, for every region, norm and module that has parameters of its own; and a region that stays whole
     and mixes tokens."""
     owners = {
@@ -126,6 +133,12 @@ def _splits(model: Any) -> tuple[dict[str, Split], str | None]:
         for name, module in model.named_modules()
         if next(iter(module.parameters(recurse=False)), None) is not None or "Norm" in type(module).__name__
     }
+    if proven.splits:
+        found = {**dict.fromkeys(owners, Split.SEQUENCE), **dict.fromkeys(vocabulary_of(model), Split.VOCABULARY)}
+        found |= proven.splits
+        return _as_patterns(found, model), next(
+            (name for name in attentions(model) if name not in proven.gathers), None
+        )
     declared = {name: _declared(model.tp_plan, name, module) for name, module in owners.items()}
     vocabulary = [model.get_input_embeddings(), model.get_output_embeddings()]
     regions = {name.rpartition(".")[0] for name, style in declared.items() if style in (Split.COLUMN, Split.ROW)}
@@ -138,9 +151,15 @@ def _splits(model: Any) -> tuple[dict[str, Split], str | None]:
     return _as_patterns(found, model), next((name for name in attentions(model) if name not in split), None)
 
 
-def _as_patterns(found: Mapping[str, Split], model: nn.Module) -> dict[str, Split]:
+def _around_embedding(model: Any, order: Order) -> str | None:
+    """The part before the blocks that holds the embedding of tokens, if it is not that itself."""
+    name = name_of(model, model.get_input_embeddings())
+    return next((part for part in order.before if name is not None and name.startswith(f"{part}.")), None)
+
+
+def _as_patterns(found: Mapping[str, T], model: nn.Module) -> dict[str, T]:
     """One pattern for all layers, where all modules of that pattern are split alike."""
-    alike: dict[str, set[Split | None]] = {}
+    alike: dict[str, set[T | None]] = {}
     for name, _ in model.named_modules():
         alike.setdefault(pattern_of(name), set()).add(found.get(name))
     return {pattern_of(name) if len(alike[pattern_of(name)]) == 1 else name: how for name, how in found.items()}

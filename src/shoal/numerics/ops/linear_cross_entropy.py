@@ -216,7 +216,7 @@ def cross_entropy_(
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
     """softcap · tanh(logits / softcap)."""
-    return logits if softcap is None else (logits / softcap).tanh_().mul_(softcap)
+    return logits if softcap is None else (logits / softcap).tanh() * softcap
 
 
 def _slope(capped_logits: Tensor, softcap: float) -> Tensor:

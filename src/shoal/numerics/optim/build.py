@@ -15,12 +15,13 @@ from shoal.config.recipe import OptimSection
 from shoal.errors import ShoalError
 from shoal.numerics.local_tensor import is_dtensor
 from shoal.numerics.optim.adamw import AdamW as OwnAdamW
+from shoal.numerics.optim.lion import Lion
 
 
 def build_optimizer(
     parameters: Iterable[nn.Parameter], section: OptimSection, *, lr: float, seed: int = 0, offload: str = "none"
 ) -> Optimizer:
-    """Build AdamW or SGD over two groups: weight decay for matrices, none for norms, biases and other vectors."""
+    """Build the optimizer over two groups: weight decay for matrices, none for norms, biases and other vectors."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained:
         raise ShoalError(
@@ -38,6 +39,8 @@ def build_optimizer(
         return OwnAdamW(filled, lr=lr, betas=section.betas, eps=section.eps, state_dtype=section.state_dtype, seed=seed)
     if section.name == "adamw":
         return AdamW(filled, lr=lr, betas=section.betas, eps=section.eps, fused=fused, foreach=foreach)
+    if section.name == "lion":
+        return Lion(filled, lr=lr, betas=section.betas)
     return SGD(filled, lr=lr, momentum=section.momentum, fused=fused, foreach=foreach)
 
 

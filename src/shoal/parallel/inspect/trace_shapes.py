@@ -217,7 +217,8 @@ def _trace(model: nn.Module, description: Description, call: Call) -> _Trace:
     modules = dict(model.named_modules())
     with ExitStack() as stack:
         for name, module in modules.items():
-            if split_of(description, name) in (Split.COLUMN, Split.ROW, Split.VOCABULARY):
+            is_layer = next(module.children(), None) is None
+            if is_layer and split_of(description, name) in (Split.COLUMN, Split.ROW, Split.VOCABULARY):
                 stack.callback(module.register_forward_pre_hook(_before(trace, name)).remove)
                 stack.callback(module.register_forward_hook(_after(trace, name)).remove)
             if isinstance(module, Router):

@@ -20,6 +20,7 @@ from shoal.parallel.pipeline.calls import Forward, trace_calls
 from shoal.parallel.pipeline.skeleton import Call, skeleton_of
 from shoal.parallel.pipeline.stage_io import traced
 from shoal.train.build_model import adapter_of
+from shoal.train.loss.objective import uncallable
 from shoal.train.trace.block_structure import found_blocks
 
 
@@ -106,6 +107,17 @@ class Described:
         return self.description
 
 
+def _traced_or_why_not(model: nn.Module, call: Call) -> Description:
+    try:
+        return trace_blocks(model, *call[0], **call[1])
+    except ShoalError:
+        raise
+    except Exception as error:  # the user's code, which may need values
+        first_line = next(iter(str(error).splitlines()), "")
+        why = f"{type(model).__name__} cannot be run without memory ({type(error).__name__}: {first_line})"
+        return Description(why_not={"pp": why})
+
+
 def attach_blocks(model: nn.Module, pp: int | None, call: Callable[[], Call | None]) -> None:
     """Give a model that does not describe itself a description of its blocks, if a pipeline is to cut it.
 
@@ -115,8 +127,10 @@ def attach_blocks(model: nn.Module, pp: int | None, call: Callable[[], Call | No
     if not is_needed or next(model.parameters(), None) is None:
         return
     known = call()
+    if known is not None and any(uncallable(model, known)):
+        return  # reported where the model and the data are compared
     if known is not None:
-        model.describe = Described(trace_blocks(model, *known[0], **known[1]))  # type: ignore[assignment]
+        model.describe = Described(_traced_or_why_not(model, known))  # type: ignore[assignment]
     elif type(model) is nn.Sequential:
         names = [n for n, module in found_blocks(model).items() if next(module.parameters(), None) is not None]
         model.describe = Described(Description(blocks=tuple(names)))  # type: ignore[assignment]

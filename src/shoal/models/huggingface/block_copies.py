@@ -1,0 +1,117 @@
+"""One block of each kind of a model of transformers, with values and with the arguments of one call of it.
+
+A copy of the model without memory is run once. The arguments of a block have shapes then, and are filled with random
+numbers. So what a block computes can be tried in one process, without the model.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from shoal.models.huggingface import experts
+from shoal.models.huggingface.modules import pattern_of
+from shoal.models.huggingface.order import inputs_of, takes
+from shoal.parallel.pipeline.known_values import KnownValues
+from shoal.parallel.pipeline.skeleton import Call, skeleton_of
+
+TOKENS = 4
+SETTINGS = (bool, int, float, str, type(None))
+WITHOUT_EFFECT = ("layer_idx", "layer_id", "training")
+"""Settings of a module that number it."""
+
+
+@dataclass(frozen=True)
+class BlockCopy:
+    """A block with random values in float64, and the arguments of one call of it."""
+
+    module: nn.Module
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    names: tuple[str, ...]
+    """The blocks of the model that are alike."""
+
+    def run(self) -> Any:
+        """What the block returns."""
+        return self.module(*self.arguments, **self.options)
+
+
+def block_copies(model: Any, blocks: tuple[str, ...]) -> Iterator[BlockCopy]:
+    """A copy of each kind of block; none, if the model cannot be run without values."""
+    skeleton = skeleton_of(model)
+    calls = _calls(skeleton, blocks)
+    kinds: dict[Any, list[str]] = {}
+    for name in calls:
+        kinds.setdefault(_kind(name, skeleton.get_submodule(name)), []).append(name)
+    for names in kinds.values():
+        generator = torch.Generator().manual_seed(0)
+        module = copy.deepcopy(skeleton.get_submodule(names[0])).to_empty(device="cpu").double().eval()
+        with torch.no_grad():
+            for tensor in (*module.parameters(), *module.buffers()):
+                tensor.copy_(_values(tensor, generator) / max(1, tensor.shape[-1] if tensor.dim() > 1 else 1) ** 0.5)
+        arguments, options = tree_map_only(Tensor, lambda x, g=generator: _values(x, g), calls[names[0]])
+        yield BlockCopy(module, arguments, options, tuple(names))
+
+
+def _calls(skeleton: Any, blocks: tuple[str, ...]) -> dict[str, Call]:
+    inputs = inputs_of(skeleton)
+    if inputs is None:
+        return {}
+    found: dict[str, Call] = {}
+
+    def note(name: str) -> Any:
+        def hook(_module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+            found.setdefault(name, (arguments, dict(options)))
+
+        return hook
+
+    experts.install(skeleton)
+    for name in blocks:
+        skeleton.get_submodule(name).register_forward_pre_hook(note(name), with_kwargs=True)
+    known = KnownValues()
+    options: dict[str, Any] = {name: known.input_of(torch.float32)(x) for name, x in _short(inputs).items()}
+    try:
+        with torch.enable_grad(), torch.device("meta"), known:
+            skeleton(**options, **({"use_cache": False} if takes(skeleton, "use_cache") else {}))
+    except Exception:  # it needs other inputs, or real values
+        return {}
+    return found
+
+
+def _short(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x[:, :TOKENS] if not x.is_floating_point() else x for name, x in inputs.items()}
+
+
+def _kind(name: str, block: nn.Module) -> Any:
+    """The same for blocks that compute the same with other values."""
+    settings = tuple(
+        (
+            inner,
+            type(module),
+            *sorted((key, repr(value)) for key, value in vars(module).items() if _is_setting(key, value)),
+        )
+        for inner, module in block.named_modules()
+    )
+    return pattern_of(name), settings, tuple((inner, tuple(p.shape)) for inner, p in block.named_parameters())
+
+
+def _is_setting(key: str, value: Any) -> bool:
+    return isinstance(value, SETTINGS) and key not in WITHOUT_EFFECT
+
+
+def _values(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Random numbers; every token may be seen by a mask, and has the number 0."""
+    if like.is_floating_point():
+        made = torch.randn(like.shape, dtype=torch.float64, generator=generator)
+        return made.requires_grad_(like.requires_grad and not isinstance(like, nn.Parameter))
+    return (
+        torch.ones(like.shape, dtype=like.dtype)
+        if like.dtype == torch.bool
+        else torch.zeros(like.shape, dtype=like.dtype)
+    )

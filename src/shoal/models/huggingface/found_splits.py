@@ -1,0 +1,92 @@
+"""The splits of a model of transformers that declares none: what its blocks compute shows them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from shoal.blueprint.description import Split
+from shoal.models.huggingface.block_copies import block_copies
+from shoal.models.huggingface.modules import attentions, blocks_without_plan
+from shoal.models.huggingface.regions import Region, regions_of
+
+
+@dataclass
+class FoundSplits:
+    """What was found. Names are those of submodules of the model."""
+
+    splits: dict[str, Split] = field(default_factory=dict)
+    """Of layers and regions; all else is whole."""
+    per_rank: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    gathers: set[str] = field(default_factory=set)
+    """Attentions whose input may be gathered as one, which divided tokens need."""
+
+
+_known: WeakKeyDictionary[nn.Module, FoundSplits] = WeakKeyDictionary()
+
+
+def found_splits(model: Any) -> FoundSplits:
+    """The regions of all blocks that were proven."""
+    if model not in _known:
+        found = _known[model] = FoundSplits()
+        for block in block_copies(model, tuple(blocks_without_plan(model))):
+            for region in regions_of(block):
+                for name in block.names:
+                    _add(found, name, region, attentions(model))
+    return _known[model]
+
+
+def _add(found: FoundSplits, block: str, region: Region, known: Mapping[str, nn.Module]) -> None:
+    found.splits |= {f"{block}.{name}": Split.COLUMN for name in region.columns}
+    found.splits[f"{block}.{region.row}"] = Split.ROW
+    home = f"{block}.{region.home}".removesuffix(".")
+    if region.reads_home:
+        found.splits[home] = Split.REGION
+        found.gathers |= {home} & set(known)
+    if region.divided:
+        found.per_rank[home] = region.divided
+
+
+def vocabulary_of(model: Any) -> dict[str, nn.Module]:
+    """The embedding of tokens and the layer of logits, with all modules that share their parameters. None, if one of
+    these is of another kind, or if the model needs labels and computes a loss of whole logits itself."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        return {}
+    layers = [one for one in _ends(model) if isinstance(one, nn.Embedding) or type(one) is nn.Linear]
+    shared = {id(p) for layer in layers for p in layer.parameters(recurse=False)}
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if any(id(p) in shared for p in module.parameters(recurse=False))
+    }
+    return found if all(_may_share(module, shared) for module in found.values()) else {}
+
+
+def _ends(model: Any) -> Iterator[Any]:
+    for method in (model.get_input_embeddings, model.get_output_embeddings):
+        try:
+            yield method()
+        except NotImplementedError:  # a model of images has none
+            continue
+
+
+def _may_share(module: nn.Module, shared: set[int]) -> bool:
+    """Whether a module looks up, multiplies, or only has another name for the bias of a layer inside it."""
+    if isinstance(module, nn.Embedding) or type(module) is nn.Linear:
+        return True
+    own = {id(p) for p in module.parameters(recurse=False)}
+    inside = {id(p) for one in module.children() for p in one.parameters(recurse=False)}
+    return own <= shared and own <= inside
+
+
+def heads_of(model: Any, declared: int | None) -> int | None:
+    """A number of heads that divides those of all attentions."""
+    names = ("num_heads", "num_attention_heads", "n_heads")
+    counts = [getattr(one, name, None) for one in attentions(model).values() for name in names]
+    found = [count for count in (*counts, declared) if isinstance(count, int)]
+    return math.gcd(*found) if found else None
