@@ -23,7 +23,8 @@ from shoal.parallel.expert.router import routers
 from shoal.parallel.fused_loss_head import why_not_fused
 from shoal.parallel.lora.checks import check_adapters
 from shoal.parallel.policies import ComputePolicy, SyncPolicy
-from shoal.parallel.tensor import WHOLE, TensorParallel
+from shoal.parallel.split_layers import WHOLE
+from shoal.parallel.tensor import TensorParallel
 
 
 def validate_model(

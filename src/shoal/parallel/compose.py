@@ -42,7 +42,8 @@ from shoal.parallel.pipeline.skeleton import skeleton_of
 from shoal.parallel.pipeline.stage_io import Boundaries
 from shoal.parallel.policies import ComputePolicy, SyncPolicy
 from shoal.parallel.replica_sync import ReplicaGroup, build_gradient_sync, uses_own_reducer, with_buckets
-from shoal.parallel.tensor import TensorParallel, note_split_layers, split
+from shoal.parallel.split_layers import note_split_layers, split
+from shoal.parallel.tensor import TensorParallel
 
 
 def compose(

@@ -30,7 +30,8 @@ from shoal.checkpoint.storage.manifest import SIZES
 from shoal.checkpoint.storage.shard_file import DTYPES
 from shoal.errors import RunFailed, ShoalError
 
-FORMATS = ("safetensors", "huggingface", "dcp", "torch", "peft")
+FORMATS = ("safetensors", "huggingface", "dcp", "torch")
+"""Formats of a whole model. `peft` is that of adapters."""
 _OF_AN_EXPORT = (
     adapter.WEIGHTS,
     adapter.CONFIG,

@@ -1,0 +1,141 @@
+"""From a description to split layers: convert the layers of a model into the forms of `shoal.parallel.tensor`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from shoal.blueprint.description import Description, Split, matches
+from shoal.errors import ShoalError
+from shoal.parallel.tensor import (
+    ColumnParallelLinear,
+    PositionEmbedding,
+    RowParallelLinear,
+    TensorParallel,
+    VocabularyParallelEmbedding,
+    VocabularyParallelHead,
+    become,
+    vocabulary_parallel,
+)
+from shoal.parallel.tensor_parts.attributes import divide_attributes
+
+SPLIT_LAYERS: Mapping[tuple[Split, type[nn.Module]], type[nn.Module]] = {
+    (Split.COLUMN, nn.Linear): ColumnParallelLinear,
+    (Split.ROW, nn.Linear): RowParallelLinear,
+    (Split.VOCABULARY, nn.Embedding): VocabularyParallelEmbedding,
+    (Split.VOCABULARY, nn.Linear): VocabularyParallelHead,
+}
+
+
+WHOLE = (Split.SEQUENCE, Split.HEADS, Split.EXPERTS)
+"""Layers that tp does not cut; with sequence parallelism each rank uses them for its own tokens."""
+
+
+def split(model: nn.Module, names: Iterable[str], description: Description, tensor: TensorParallel) -> None:
+    """Convert the layers inside some submodules of a model into the forms that its description allows, in place."""
+    if tensor.group is None:
+        return
+    pieces: dict[nn.Parameter, nn.Parameter] = {}
+    for name in names:
+        for inner, layer in list(model.get_submodule(name).named_modules(prefix=name)):
+            how = description.split_of(inner)
+            if how is not None:
+                _split_layer(layer, inner, how, tensor, pieces)
+            for pattern, numbers in description.per_rank.items():
+                if matches(pattern, inner):
+                    divide_attributes(layer, numbers, tensor.degree)
+    _share_pieces(model, names, pieces, tensor)
+
+
+def _share_pieces(
+    model: nn.Module, names: Iterable[str], pieces: Mapping[nn.Parameter, nn.Parameter], tensor: TensorParallel
+) -> None:
+    """Replace a parameter by its piece where a module around the split layer has another name for it."""
+    for name in names:
+        for inner, module in model.get_submodule(name).named_modules(prefix=name):
+            for own, parameter in list(module.named_parameters(recurse=False)):
+                if parameter in pieces:
+                    setattr(module, own, pieces[parameter])
+                    tensor.cuts[f"{inner}.{own}"] = 0  # only a vocabulary has two names
+
+
+def _split_layer(
+    layer: Any, name: str, how: Split, tensor: TensorParallel, pieces: dict[nn.Parameter, nn.Parameter]
+) -> None:
+    names = [f"{name}.{own}" for own, _ in layer.named_parameters(recurse=how in WHOLE)]
+    if how is Split.HEADS or (how in WHOLE and tensor.splits_tokens):
+        tensor.partial.update(names)
+    if how is Split.SEQUENCE and tensor.splits_tokens and type(layer) is nn.Embedding:
+        become(layer, PositionEmbedding, tensor, pieces)
+    if how is Split.REGION:
+        layer.register_forward_pre_hook(tensor.enter_region, with_kwargs=True)
+        layer.register_forward_hook(tensor.leave_region, always_call=True)  # recompute stops inside of a region
+    if how in (*WHOLE, Split.REGION) or (how is Split.VOCABULARY and next(layer.children(), None) is not None):
+        return
+    if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+        return  # split by the model's author
+    if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse):
+        raise ShoalError(
+            f"{name} has max_norm, scale_grad_by_freq or sparse, which need the full embedding on one rank",
+            fix="leave them out of that nn.Embedding, or tp=1",
+            code="M048",
+        )
+    own: Any = type(layer)
+    kind: Any = SPLIT_LAYERS.get((how, own)) or getattr(own, "split_forms", {}).get(how)
+    if kind is None and how is Split.VOCABULARY and isinstance(layer, nn.Embedding):
+        kind = vocabulary_parallel(own)
+    if kind is None:
+        able = " or ".join(sorted({f"nn.{of.__name__}" for split_how, of in SPLIT_LAYERS if split_how is how}))
+        raise ShoalError(
+            f"{name} is a {type(layer).__name__}, which tensor parallelism cannot split by {how.value}",
+            fix=f"make it an {able}, or write it with shoal.parallel.tensor.ColumnParallelLinear and RowParallelLinear",
+            code="M049",
+        )
+    become(layer, kind, tensor, pieces)
+    _note(layer, name, tensor)
+    if kind is VocabularyParallelHead:
+        tensor.num_logits = layer.out_features
+
+
+def note_split_layers(model: nn.Module, tensor: TensorParallel) -> dict[str, tuple[int, ...]]:
+    """Record layers that the model's author has split; return their full shapes."""
+    full_shapes: dict[str, tuple[int, ...]] = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+            if layer.weight.is_meta:
+                raise ShoalError(
+                    f"{name} is a {type(layer).__name__} on the meta device: it was cut before it had values",
+                    fix="build it on the CPU, after the same torch.manual_seed on every rank",
+                    code="M050",
+                )
+            _check_features_only(layer, name, tensor)
+            _note(layer, name, tensor)
+            full = (layer.out_features, layer.in_features)
+            full_shapes |= {f"{name}.{own}": full[: p.dim()] for own, p in layer.named_parameters(recurse=False)}
+    return full_shapes
+
+
+def _check_features_only(layer: Any, name: str, tensor: TensorParallel) -> None:
+    """Reject a layer that gathers or cuts features under sp, where a rank has only its tokens outside of the layer."""
+    used = [word for word in ("gather_output=True", "input_is_parallel=False") if _is_set(layer, word)]
+    if tensor.splits_tokens and used:
+        raise ShoalError(
+            f"{name} has {used[0]}, which needs all tokens on every rank, and sp=on divides them",
+            fix=f"sp=off in the plan, or {name} without {used[0]}",
+            code="T050",
+        )
+
+
+def _is_set(layer: Any, word: str) -> bool:
+    name, value = word.split("=")
+    return str(getattr(layer, name, None)) == value
+
+
+def _note(layer: Any, name: str, tensor: TensorParallel) -> None:
+    layer.full_name = name
+    tensor.cuts |= {f"{name}.{own}": dim for own, dim in layer.cut.items() if getattr(layer, own, None) is not None}
+    tensor.partial |= {f"{name}.{own}" for own in getattr(layer, "partial", ())}
+    if isinstance(layer, RowParallelLinear) and tensor.splits_tokens and layer.bias is not None:
+        tensor.partial.add(f"{name}.bias")
