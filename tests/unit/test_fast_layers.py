@@ -16,6 +16,7 @@ from shoal.models.huggingface.fast.attention import swap_attention
 from shoal.models.huggingface.fast.embedding import FastRotary
 from shoal.models.huggingface.fast.feed_forward import swap_feed_forward
 from shoal.models.huggingface.fast.norms import FastNorm, swap_norm
+from shoal.parallel.lora.apply import lora
 from shoal.train.build_model import describe
 from shoal.train.run import Run
 from shoal.verification.exact_casts import keeping_float64
@@ -197,3 +198,27 @@ def test_no_layer_is_swapped_unless_it_is_wanted() -> None:
         with Run("fp64 mb=4", device="cpu", fused_layers=wanted) as run:
             run.prepare(huggingface.build("llama"))
             assert run.fused_layers is None
+
+
+def test_a_feed_forward_with_lora_does_not_save_the_input_of_its_last_layer() -> None:
+    """And computes the same, forward and every gradient."""
+    plain = lora(drawn_model("llama"), rank=2, targets="all-linear")
+    for name, parameter in plain.named_parameters():
+        if name.endswith("lora_B"):
+            nn.init.normal_(parameter, generator=torch.Generator().manual_seed(len(name)))
+    swapped = copy.deepcopy(plain)
+    feed_forward = swapped.model.layers[0].mlp
+    assert swap_feed_forward(feed_forward)
+    x = torch.randn(2, 3, feed_forward.gate_proj.in_features, dtype=torch.float64)
+    inner = feed_forward.gate_proj.out_features
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one) or one, lambda one: one):
+        found = feed_forward(x.requires_grad_())
+    assert sum(one.shape == (2, 3, inner) for one in saved) == 2, "gate and up alone"
+    assert_same(found, plain.model.layers[0].mlp(x), "output")
+    assert swap_layers(swapped, describe(swapped).blocks) is not None
+    (loss, gradients), (expected, theirs) = (loss_and_gradients(one, batch_of("llama")) for one in (swapped, plain))
+    assert_same(loss, expected, "loss")
+    assert gradients.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        assert_same(gradients[name], gradient, name)
