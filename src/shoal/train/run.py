@@ -237,6 +237,10 @@ class Run(RunState):
         is_owner_of_loss = place["tp"] == place["pp"] == 0
         return self.world.all_reduce_host(numbers if is_owner_of_loss else [0.0] * len(numbers)).wait()
 
+    def any(self, flag: bool) -> bool:
+        """Return whether the flag is true on any rank, such as a reason to stop. Every rank calls it."""
+        return self.world.all_reduce_host([float(bool(flag))]).wait()[0] > 0
+
     def close(self) -> None:
         """Finish saves and leave the process groups. `with shoal.Run(...) as run:` calls it."""
         try:
