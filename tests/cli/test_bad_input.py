@@ -562,3 +562,28 @@ def test_an_unknown_key_in_a_process(folder: Path) -> None:
         "      fix: --optim.lr 1",
         "shoal explain R011 says more",
     ]
+
+
+OWN = """
+from torch import nn
+class Own(nn.Module):
+    def __init__(self, rows, outputs):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(rows, 8), nn.Linear(8, outputs)
+    def forward(self, tokens):
+        return self.head(self.embed(tokens))
+"""
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "codes"),
+    [(257, 257, []), (50, 257, ["T056"]), (257, 100, ["D033"]), (50, 100, ["T056", "D033"])],
+)
+def test_a_model_of_ones_own_that_is_too_small(
+    folder: Path, capsys: pytest.CaptureFixture[str], rows: int, outputs: int, codes: list[str]
+) -> None:
+    Path("own.py").write_text(OWN)
+    words = ["--model.name", "own.py:Own", f"--model.rows={rows}", f"--model.outputs={outputs}", "--device", "cpu"]
+    assert main(["train", *words, "--dry-run", "--json"]) == (2 if codes else 0)
+    found = json.loads(capsys.readouterr().out)
+    assert [problem["code"] for problem in found.get("error", {"problems": []})["problems"]] == codes

@@ -54,6 +54,9 @@ def test_every_flag_is_answered_with_its_proposal(flag: str) -> None:
         ("--training.seq_len 4096", "--data.seq_len 4096"),
         ("--zero_stage 2", "--plan.zero 2"),
         ("--nnodes 4", "torchrun --nnodes 4"),
+        ("--limit_all_gathers true", "--plan zero=3  # the next unit is gathered while one computes"),
+        ("--fsdp_auto_wrap_policy SIZE_BASED_WRAP", "--plan zero=3  # units are the blocks of the model"),
+        ("--run.reduce_dtype fp32", "--plan 'zero=3 bf16'  # units are gathered in bfloat16"),
     ],
 )
 def test_what_a_newcomer_types(capsys: pytest.CaptureFixture[str], words: str, fix: str) -> None:

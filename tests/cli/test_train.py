@@ -261,6 +261,19 @@ def test_dry_run_shows_the_plan_and_touches_nothing(here: Here) -> None:
     assert list(Path().iterdir()) == []
 
 
+def test_an_average_is_evaluated_and_resumed(here: Here) -> None:
+    words = [*MADE_UP, *["--optim.lr", "0.05", "--optim.schedule", "constant", "--data.validation", "0.2", "--json"]]
+    averaged = [*words, "--run.ema", "0.5"]
+    expected = here(*averaged, "--run.duration", "4step", "--run.dir", "one").json["eval_loss"]
+    assert here(*words, "--run.duration", "4step", "--run.dir", "other").json["eval_loss"] != expected
+    here(*averaged, "--run.duration", "2step", "--run.dir", "two")
+    again = here(*averaged, "--run.duration", "4step", "--run.dir", "two", "--resume", "latest").json
+    assert (again["resumed_from"], again["eval_loss"]) == (2, expected)
+    refused = here(*averaged, "--plan", "sync=local:2", "--nproc", "2")
+    assert refused.code == 2
+    assert [problem["code"] for problem in refused.json["error"]["problems"]] == ["T053"]
+
+
 @pytest.mark.parametrize(("duration", "steps"), [("5step", 5), ("2epoch", 32), ("300tok", 3), ("17sample", 5)])
 def test_durations_that_count_work(here: Here, duration: str, steps: int) -> None:
     ended = here(*MADE_UP, "--run.duration", duration, "--json")  # 64 samples of 32 tokens, 4 a step

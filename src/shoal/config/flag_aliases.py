@@ -11,13 +11,31 @@ import re
 _INSTEAD = {
     "--plan zero=3  # FSDP2; zero=1 and zero=2 share less": (
         "fsdp use_fsdp fsdp_config fsdp_sharding_strategy fully_shard use_torch_fsdp2 deepspeed use_deepspeed "
-        "deepspeed_config strategy"
+        "deepspeed_config strategy sharding_strategy"
+    ),
+    "--plan zero=3  # units are the blocks of the model; of a model without blocks, submodules by size": (
+        "auto_wrap_policy fsdp_auto_wrap_policy wrap_policy transformer_layer_cls_to_wrap min_num_params "
+        "fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params use_orig_params fsdp_use_orig_params"
+    ),
+    "--plan zero=3  # the next unit is gathered while one computes, and never more than two": (
+        "limit_all_gathers forward_prefetch backward_prefetch fsdp_forward_prefetch fsdp_backward_prefetch "
+        "fsdp_backward_prefetch_policy overlap_param_gather"
+    ),
+    "--plan zero=2  # keeps parameters gathered until the backward; zero=3 does not": (
+        "reshard_after_forward fsdp_reshard_after_forward"
+    ),
+    "--plan 'zero=3 bf16'  # units are gathered in bfloat16, and gradients are reduced in float32": (
+        "reduce_dtype mp_policy fsdp_mixed_precision mixed_precision_reduce grad_reduce_in_fp32 "
+        "accumulate_allreduce_grads_in_fp32"
+    ),
+    "--plan zero=3  # every rank starts with the same weights anyway": (
+        "sync_module_states fsdp_sync_module_states cpu_ram_efficient_loading fsdp_cpu_ram_efficient_loading"
     ),
     "--plan.zero {3}": "zero_stage zero",
     "--plan zero=0  # copies on all ranks, which is DDP, and the default": "ddp multi_gpu",
     "--plan zero=1": "use_distributed_optimizer",
     "--plan.offload optimizer": "offload_optimizer_device cpu_offload",
-    "--plan.offload parameters": "offload_param_device",
+    "--plan.offload parameters": "offload_param_device offload_params fsdp_offload_params",
     "--plan.dp_shard {8}": "data_parallel_shard_degree",
     "--plan.dp_replicate {2}": "data_parallel_replicate_degree",
     "--plan.tp {2}": "tensor_model_parallel_size tensor_parallel_degree tensor_parallel_size tp_size tp",
@@ -43,7 +61,7 @@ _INSTEAD = {
     "--plan.precision bf16  # or fp32, fp16, fp8": "mixed_precision precision dtype torch_dtype amp",
     "--plan.recompute full  # or selective": (
         "gradient_checkpointing activation_checkpointing activation_checkpoint recompute_activations "
-        "recompute_granularity"
+        "recompute_granularity fsdp_activation_checkpointing"
     ),
     "--run.compile true": "compile torch_compile",
     "--run.attention auto": "attn_implementation use_flash_attn",

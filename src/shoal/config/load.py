@@ -19,6 +19,7 @@ from shoal.blueprint.aliases import OTHER_SYSTEMS
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.plan_parser import read_mapping, read_words
 from shoal.blueprint.validation.check import OTHER_PLAN_VALUES
+from shoal.config.flag_aliases import instead_of
 from shoal.config.recipe import Recipe
 from shoal.config.recipe_file import Tree, read_yaml
 from shoal.errors import Findings, Problem, RecipeError, ShoalError, listed, nearest
@@ -286,6 +287,9 @@ def unknown_key(key: str, value: object = "VALUE") -> Problem:
     known = known_keys()
     by_last = {name.rpartition(".")[2]: name for name in known}
     namesakes = [name for name in known if name.rpartition(".")[2] == last]
+    is_named = last in OTHER_SYSTEMS or len(namesakes) == 1
+    if not is_named and (instead := instead_of(last, str(value))) is not None:
+        return Problem("R011", f"unknown key {key!r}", instead)
     match = OTHER_SYSTEMS.get(last) or (namesakes[0] if len(namesakes) == 1 else nearest(key, known))
     match = match or by_last.get(nearest(last, by_last) or "")
     fix = _setting(match, value) if match else "shoal train --help, which lists all keys"

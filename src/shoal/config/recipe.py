@@ -364,6 +364,10 @@ class RunSection(Section):
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
     """Trackers for metrics beside metrics.jsonl; each needs the extra of its name."""
 
+    ema: BelowOne | None = None
+    """The decay of a moving average of the weights, such as 0.999. Evaluations use the average, and checkpoints hold it
+    beside the weights. None: no average."""
+
     on_nan: Literal["stop", "skip", "ignore"] = "stop"
     """When the gradient is not finite: stop the run, skip the update of this step, or ignore it. stop and skip report
     the rank and the microbatch."""

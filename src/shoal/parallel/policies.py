@@ -37,6 +37,7 @@ class StepPolicy:
 
     clip              the largest global gradient norm; None: no clipping
     on_nan            when a gradient is not finite: "stop" the run, "skip" the update, or "ignore" it
+    ema               the decay of a moving average of the weights, `run.ema`, which each update changes; None: none
     check_replicas    steps between two comparisons of the checksums of all tensors that several ranks hold; a flipped
                       bit ends the run, with its tensor and rank; 0: never
     loss_scale        the first loss scale under fp16
@@ -45,6 +46,7 @@ class StepPolicy:
 
     clip: float | None = None
     on_nan: OnNan = "stop"
+    ema: float | None = None
     check_replicas: int = 0
     loss_scale: float = 65536.0
     loss_scale_window: int = 2000
@@ -54,6 +56,8 @@ class StepPolicy:
         yield from check_choice("on_nan", self.on_nan, get_args(OnNan))
         if self.clip is not None:
             yield from check_number("clip", self.clip, above=0, usual=None if self.clip == 0 else 1.0)
+        if self.ema is not None and not (isinstance(self.ema, float) and 0.0 <= self.ema < 1.0):
+            yield Problem("T052", f"ema must be a number from 0 to below 1, got {short(self.ema)}", "ema=0.999")
         yield from check_whole("check_replicas", self.check_replicas, least=0, usual=100)
         yield from check_number("loss_scale", self.loss_scale, above=0, usual=65536.0)
         yield from check_number("loss_scale_window", self.loss_scale_window, above=0, usual=2000)
@@ -160,6 +164,7 @@ class Settings(TypedDict, total=False):
 
     clip: float | None
     on_nan: OnNan
+    ema: float | None
     check_replicas: int
     loss_scale: float
     loss_scale_window: int

@@ -43,6 +43,17 @@ ARGUMENTS_ELSEWHERE = {  # of Accelerate, Fabric, DeepSpeed and the Trainer of t
     "gradient_clip_val": "Run(clip=1.0)",
     "max_grad_norm": "Run(clip=1.0)",
     "strategy": "Run('zero=3'), or another plan",
+    **dict.fromkeys(("sharding_strategy", "fsdp", "fully_shard"), "Run('zero=3'); zero=2 is SHARD_GRAD_OP"),
+    **dict.fromkeys(
+        ("auto_wrap_policy", "wrap_policy"), "Run('zero=3'): units are the blocks of describe(), or by size"
+    ),
+    **dict.fromkeys(
+        ("limit_all_gathers", "forward_prefetch", "backward_prefetch"), "Run('zero=3'), which prefetches one unit"
+    ),
+    "reshard_after_forward": "Run('zero=3'); zero=2 keeps parameters gathered until the backward",
+    **dict.fromkeys(("reduce_dtype", "mp_policy"), "Run('zero=3 bf16'), which reduces gradients in float32"),
+    **dict.fromkeys(("cpu_offload", "offload_policy"), "Run('zero=3 offload=parameters')"),
+    **dict.fromkeys(("sync_module_states", "use_orig_params"), "Run('zero=3'), which needs no such setting"),
     "weights": "Run(param_dtype='bf16')",
     "states": "shoal.AdamW(..., state_dtype='bf16')",
     "state_dtype": "shoal.AdamW(..., state_dtype='bf16')",

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.errors import ShoalError
+from shoal.config.checks.settings import no_common_average
+from shoal.errors import ShoalError, raise_if
 from shoal.numerics.local_tensor import to_local
 from shoal.train.run_state import RunState
 
@@ -112,11 +113,7 @@ def _wide(weight: Tensor) -> Tensor:
 def _reject(run: RunState) -> None:
     """Raise where a run cannot have an average."""
     if run.composed.local_sgd is not None:
-        raise ShoalError(
-            f"sync={run.plan.sync} leaves each replica weights of its own between two exchanges, whose averages differ",
-            fix="a plan without sync=, or no EMA",
-            code="T053",
-        )
+        raise_if([no_common_average(run.plan)])
     if run.ema is not None:
         raise ShoalError("this run has an EMA already", fix="run.ema, which is the first one", code="T054")
     if run.saved_ema:

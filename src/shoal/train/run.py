@@ -22,12 +22,14 @@ from shoal.blueprint.validation.check import check_ranks, check_unread
 from shoal.comm.rendezvous.environment import Placement, read_environment
 from shoal.comm.world import World, reject_spawned_alone, use_device
 from shoal.config.checks.arguments import check_start
+from shoal.config.checks.settings import no_common_average
 from shoal.data.loader import Loader
 from shoal.data.sharded_dataloader import ShardedDataLoader
 from shoal.errors import Findings, Problem
 from shoal.numerics.determinism import make_deterministic
 from shoal.parallel.policies import Policies, Settings, setting_names, settings_help
 from shoal.train.checks import check_options, reject_several, reject_unprepared
+from shoal.train.ema import EMA
 from shoal.train.evaluate import evaluate
 from shoal.train.loss.objective import CrossEntropy, LossFunction, Objective, objective_of
 from shoal.train.replica_check import ReplicaCheck
@@ -101,6 +103,8 @@ class Run(RunState):
         same thing on any number of ranks. A scheduler is saved and loaded with the run; the script steps it.
         """
         prepared = prepare(self.engine, things)
+        if self.policies.step.ema is not None and self.ema is None and self.parallel_model is not None:
+            EMA(self, self.policies.step.ema)
         return prepared[0] if len(prepared) == 1 else prepared
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
@@ -138,6 +142,8 @@ class Run(RunState):
     def update(self) -> StepReport:
         """Clip, apply the optimizer and clear the gradients; or skip the update if a gradient is not finite."""
         report = self.engine.update()
+        if self.policies.step.ema is not None and self.ema is not None:
+            self.ema.update()
         self.replica_check.after(self, self.steps_done)
         return report
 
@@ -237,6 +243,10 @@ class Run(RunState):
         is_owner_of_loss = place["tp"] == place["pp"] == 0
         return self.world.all_reduce_host(numbers if is_owner_of_loss else [0.0] * len(numbers)).wait()
 
+    def any(self, flag: bool) -> bool:
+        """Return whether the flag is true on any rank, such as a reason to stop. Every rank calls it."""
+        return self.world.all_reduce_host([float(bool(flag))]).wait()[0] > 0
+
     def close(self) -> None:
         """Finish saves and leave the process groups. `with shoal.Run(...) as run:` calls it."""
         try:
@@ -286,6 +296,8 @@ def _check_together(plan: Plan | None, policies: Policies | None, objective: Obj
             "a loss function of yours cannot be computed inside the model's last layer",
             "fused_loss=None; or no loss=, which is the cross-entropy of batches with labels",
         )
+    if plan is not None and plan.sync and policies is not None and policies.step.ema is not None:
+        yield no_common_average(plan)
     if plan is not None and plan.sync == "auto":
         yield Problem("P064", "sync=auto is chosen by `shoal train`", "sync=diloco:50, compress=int8, or neither")
     if plan is not None and policies is not None and policies.compute.param_dtype == "bf16":

@@ -35,10 +35,10 @@ def bytes_of_states(recipe: Recipe, plan: Plan, trained: int, *, frozen: int = 0
 
 
 def optimizer_bytes(recipe: Recipe, weight: int = 4) -> int:
-    """Bytes that the optimizer of a recipe holds for each trained parameter, whose value takes `weight` bytes."""
+    """Bytes of the optimizer, and of a moving average, for each trained parameter of `weight` bytes."""
     moment = 2 if recipe.optim.state_dtype == "bf16" else max(4, weight)
     moments = {"adamw": 2, "lion": 1, "sgd": int(bool(recipe.optim.momentum))}
-    return moment * moments[recipe.optim.name]
+    return moment * moments[recipe.optim.name] + (0 if recipe.run.ema is None else max(4, weight))
 
 
 def host_memory() -> int:

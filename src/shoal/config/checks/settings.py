@@ -84,6 +84,8 @@ def check_optimizer(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("R025", what, "--optim.state_dtype fp32, or another --plan.precision")
     if optim.param_dtype == "bf16":
         yield from check_bf16_weights(recipe.plan)
+    if recipe.run.ema is not None and recipe.plan.sync:
+        yield no_common_average(recipe.plan)
 
 
 def check_fp8(recipe: Recipe) -> Iterator[Problem]:
@@ -96,3 +98,12 @@ def check_fp8(recipe: Recipe) -> Iterator[Problem]:
         what = f"{names} {'needs' if len(changed) == 1 else 'need'} the precision fp8, got {precision}"
         back = " ".join(f"--run.{name} {'null' if defaults[name] is None else defaults[name]}" for name in changed)
         yield Problem("R026", what, f"--plan.precision fp8, or {back}")
+
+
+def no_common_average(plan: Plan) -> Problem:
+    """The problem of an average under a plan with `sync=`."""
+    return Problem(
+        "T053",
+        f"sync={plan.sync} leaves each replica weights of its own between two exchanges, whose averages differ",
+        "a plan without sync=, or no EMA",
+    )

@@ -6,7 +6,7 @@ import functools
 import itertools
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -231,7 +231,8 @@ def _evaluate(run: Run, job: Job, step_metrics: StepMetrics, line: ProgressLine,
             line.evaluating(number * size, total)
             yield batch
 
-    loss = run.evaluate(shown(), stop=lambda: bool(stop_request))
+    with nullcontext() if run.ema is None else run.ema.applied():
+        loss = run.evaluate(shown(), stop=lambda: bool(stop_request))
     if loss is None:
         line.say("stopping without the rest of the evaluation; press Ctrl-C again to end at once")
         return False

@@ -29,6 +29,7 @@ from shoal.parallel.policies import Policies
 from shoal.train.build_model import adapt, adapter_of, build_model, describe, without_memory
 from shoal.train.loss.objective import CrossEntropy, call_of, uncallable
 from shoal.train.model_prefix import value_for
+from shoal.train.recipe.check_own_model import check_own_model
 from shoal.train.recipe.saving.start_weights import check_weights
 from shoal.train.recipe.settings import settings_of
 from shoal.train.trace.find_blocks import attach_blocks
@@ -175,6 +176,8 @@ def _check_data(plan: Plan, model: nn.Module, data: Dataset, *, is_checked: bool
     call = first_call(data)
     assert call is not None
     found += uncallable(model, call)
+    if not found and data.vocabulary is not None and describe(model).num_outputs is None:
+        found += check_own_model(model, call, data.vocabulary)
     yield from found
     if is_checked and plan.pp != 1 and not found:
         try:
