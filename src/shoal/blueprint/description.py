@@ -22,6 +22,7 @@ class Split(Enum):
     SEQUENCE    not split; it works on each position alone, so positions may be divided (norms)
     HEADS       not split; it works on each head alone, inside attention (norms of queries and keys)
     REGION      a module whose COLUMN layers all read its input; the input enters once, before the module runs
+    ALL_TOKENS  not split; it mixes positions, so positions that are divided are gathered before it, and cut after it
     EXPERTS     divided over ep along dim 0, not split by tp; it works on each position alone
     """
 
@@ -31,6 +32,7 @@ class Split(Enum):
     SEQUENCE = "sequence"
     HEADS = "heads"
     REGION = "region"
+    ALL_TOKENS = "all_tokens"
     EXPERTS = "experts"
 
 

@@ -38,6 +38,7 @@ from shoal.comm.collectives import Group, all_reduce, my_part, part
 from shoal.comm.differentiable_collectives import TOKENS, enter, gather_last, gather_tokens, leave, scatter_tokens
 from shoal.errors import ShoalError, listed
 from shoal.numerics.precision import in_autocast_dtype
+from shoal.parallel.tensor_parts.all_tokens import gather_around
 from shoal.parallel.tensor_parts.attributes import divide_attributes
 
 
@@ -349,7 +350,7 @@ SPLIT_LAYERS: Mapping[tuple[Split, type[nn.Module]], type[nn.Module]] = {
 }
 
 
-WHOLE = (Split.SEQUENCE, Split.HEADS, Split.EXPERTS)
+WHOLE = (Split.SEQUENCE, Split.HEADS, Split.ALL_TOKENS, Split.EXPERTS)
 """Layers that tp does not cut; with sequence parallelism each rank uses them for its own tokens."""
 
 
@@ -389,6 +390,9 @@ def _split_layer(
         tensor.partial.update(names)
     if how is Split.SEQUENCE and tensor.splits_tokens and type(layer) is nn.Embedding:
         _become(layer, PositionEmbedding, tensor, pieces)
+    if how is Split.ALL_TOKENS and tensor.splits_tokens:
+        assert tensor.group is not None
+        gather_around(layer, tensor.group)
     if how is Split.REGION:
         layer.register_forward_pre_hook(tensor.enter_region, with_kwargs=True)
         layer.register_forward_hook(tensor.leave_region, always_call=True)  # recompute stops inside of a region

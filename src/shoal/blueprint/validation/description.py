@@ -116,7 +116,7 @@ def split_of_parameter(parameter: str, description: Description) -> tuple[str, S
     around = [
         (pattern, split)
         for pattern, split in description.splits.items()
-        if split in (Split.SEQUENCE, Split.EXPERTS)
+        if split in (Split.SEQUENCE, Split.ALL_TOKENS, Split.EXPERTS)
         and _matches(pattern, ".".join(module.split(".")[: pattern.count(".") + 1]))
     ]
     return next(iter([*own, *around]), ("", None))

@@ -41,12 +41,11 @@ def describe(model: Any) -> Description:
     found = FoundSplits() if getattr(model, "tp_plan", None) else found_splits(model)
     if not getattr(model, "tp_plan", None) and not found.splits:
         why_not["tp"] = f"{type(model).__name__} declares no tp_plan, and no layers were found that may be split"
-    splits, whole = ({}, None) if "tp" in why_not else _splits(model, found)
+    splits = {} if "tp" in why_not else _splits(model, found)
     if "cp" in why_not:
         why_not["sp"] = why_not["cp"]
-    elif whole is not None:
-        what = f"tp leaves {pattern_of(whole)} whole, and that needs all tokens"
-        why_not["sp"] = f"{type(model).__name__}: {what}"
+    elif (home := found.why_no_sequence(attentions(model))) is not None:
+        why_not["sp"] = f"{type(model).__name__}: split layers in {pattern_of(home)} do not all read its input"
     elif "tp" not in why_not and (around := _around_embedding(model, order)) is not None:
         why_not["sp"] = f"{type(model).__name__} looks tokens up inside {around}, whose other code sees all tokens"
     config = _text_config(model)
@@ -121,9 +120,9 @@ def _why_not_context(model: Any, blocks: tuple[str, ...]) -> str | None:
 # ---- splits ---------------------------------------------------------------------------------------------------------
 
 
-def _splits(model: Any, proven: FoundSplits) -> tuple[dict[str, Split], str | None]:
-    """Pattern → split, for every region, norm and module that has parameters of its own; and a region that stays whole
-    and mixes tokens."""
+def _splits(model: Any, proven: FoundSplits) -> dict[str, Split]:
+    """Pattern → split, for every region, norm, attention that stays whole, and module that has parameters of its
+    own."""
     owners = {
         name: module
         for name, module in model.named_modules()
@@ -131,10 +130,8 @@ def _splits(model: Any, proven: FoundSplits) -> tuple[dict[str, Split], str | No
     }
     if proven.splits:
         found = {**dict.fromkeys(owners, Split.SEQUENCE), **dict.fromkeys(vocabulary_of(model), Split.VOCABULARY)}
-        found |= proven.splits
-        return _as_patterns(found, model), next(
-            (name for name in attentions(model) if name not in proven.gathers), None
-        )
+        found |= dict.fromkeys(attentions(model).keys() - proven.homes.keys(), Split.ALL_TOKENS) | proven.splits
+        return _as_patterns(found, model)
     declared = {name: _declared(model.tp_plan, name, module) for name, module in owners.items()}
     vocabulary = [model.get_input_embeddings(), model.get_output_embeddings()]
     regions = {name.rpartition(".")[0] for name, style in declared.items() if style in (Split.COLUMN, Split.ROW)}
@@ -144,7 +141,8 @@ def _splits(model: Any, proven: FoundSplits) -> tuple[dict[str, Split], str | No
         how = declared[name] if any(name.startswith(f"{region}.") for region in split) else Split.SEQUENCE
         assert how is not None
         found[name] = Split.VOCABULARY if any(module is one for one in vocabulary) else how
-    return _as_patterns(found, model), next((name for name in attentions(model) if name not in split), None)
+    found |= dict.fromkeys(attentions(model).keys() - split, Split.ALL_TOKENS)
+    return _as_patterns(found, model)
 
 
 def _around_embedding(model: Any, order: Order) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,8 +23,19 @@ class FoundSplits:
     splits: dict[str, Split] = field(default_factory=dict)
     """Of layers and regions; all else is whole."""
     per_rank: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    gathers: set[str] = field(default_factory=set)
-    """Attentions whose input may be gathered as one, which divided tokens need."""
+    homes: dict[str, bool] = field(default_factory=dict)
+    """The innermost module around the columns of each region → whether they read its input."""
+
+    def why_no_sequence(self, known: Iterable[str]) -> str | None:
+        """A region whose code may read the shape of divided tokens. An attention must be the home of a region, or have
+        nothing to do with one."""
+        around = [
+            (home, attention)
+            for home in self.homes
+            for attention in known
+            if home != attention and (f"{attention}.".startswith(f"{home}.") or home.startswith(f"{attention}."))
+        ]
+        return next((home for home, is_read in self.homes.items() if not is_read), around[0][0] if around else None)
 
 
 _known: WeakKeyDictionary[nn.Module, FoundSplits] = WeakKeyDictionary()
@@ -37,17 +48,17 @@ def found_splits(model: Any) -> FoundSplits:
         for block in block_copies(model, tuple(blocks_without_plan(model))):
             for region in regions_of(block):
                 for name in block.names:
-                    _add(found, name, region, attentions(model))
+                    _add(found, name, region)
     return _known[model]
 
 
-def _add(found: FoundSplits, block: str, region: Region, known: Mapping[str, nn.Module]) -> None:
+def _add(found: FoundSplits, block: str, region: Region) -> None:
     found.splits |= {f"{block}.{name}": Split.COLUMN for name in region.columns}
     found.splits[f"{block}.{region.row}"] = Split.ROW
     home = f"{block}.{region.home}".removesuffix(".")
+    found.homes[home] = region.reads_home
     if region.reads_home:
         found.splits[home] = Split.REGION
-        found.gathers |= {home} & set(known)
     if region.divided:
         found.per_rank[home] = region.divided
 
