@@ -21,7 +21,7 @@ Cross-entropy with each rank's part of the logits, l over V/2 words, needs two a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, ClassVar
@@ -34,12 +34,14 @@ from torch import Tensor, nn
 from shoal.blueprint.description import Description, Split, matches
 from shoal.blueprint.layout import divisors
 from shoal.comm.autograd_function import differentiable_once
-from shoal.comm.collectives import Group, all_reduce, my_part, part
+from shoal.comm.collectives import Group, all_reduce, my_part
 from shoal.comm.differentiable_collectives import TOKENS, enter, gather_last, gather_tokens, leave, scatter_tokens
 from shoal.errors import ShoalError, listed
 from shoal.numerics.precision import in_autocast_dtype
 from shoal.parallel.tensor_parts.all_tokens import gather_around
 from shoal.parallel.tensor_parts.attributes import divide_attributes
+from shoal.parallel.tensor_parts.packed import cut
+from shoal.parallel.tensor_parts.shared_pieces import share_pieces
 
 
 class TensorParallel:
@@ -53,6 +55,8 @@ class TensorParallel:
         self.index = 0 if group is None else dist.get_rank(group)
         self.cuts: dict[str, int] = {}
         """Full name of a parameter that is cut → the dim along which it is cut."""
+        self.parts: dict[str, tuple[int, ...]] = {}
+        """Full name of a parameter of which each part is cut → the sizes of its parts along that dim."""
         self.partial: set[str] = set()
         """Full names of parameters whose gradients must be summed over tp."""
         self.num_logits = 0
@@ -276,7 +280,13 @@ def _check_features(layer: nn.Linear, x: Tensor, which: str) -> None:
         )
 
 
-def _become(module: Any, kind: Any, tensor: TensorParallel, pieces: dict[nn.Parameter, nn.Parameter]) -> None:
+def _become(
+    module: Any,
+    kind: Any,
+    tensor: TensorParallel,
+    pieces: dict[nn.Parameter, nn.Parameter],
+    parts: Sequence[int] = (),
+) -> None:
     """Convert a full layer into its split form, in place: names, attributes and hooks stay.
 
     `pieces` maps full parameters to their pieces, so that two layers which share a parameter share its piece.
@@ -289,7 +299,7 @@ def _become(module: Any, kind: Any, tensor: TensorParallel, pieces: dict[nn.Para
             continue
         if full not in pieces:
             _check_enough(module, name, full.shape[dim], tensor)
-            own = part(full.detach(), dim, index=tensor.index, degree=tensor.degree).clone()
+            own = cut(full.detach(), dim, parts, index=tensor.index, degree=tensor.degree)
             pieces[full] = nn.Parameter(own, requires_grad=full.requires_grad)
         setattr(module, name, pieces[full])
 
@@ -362,24 +372,15 @@ def split(model: nn.Module, names: Iterable[str], description: Description, tens
     for name in names:
         for inner, layer in list(model.get_submodule(name).named_modules(prefix=name)):
             how = description.split_of(inner)
+            parts = next((sizes for pattern, sizes in description.parts.items() if matches(pattern, inner)), ())
+            if parts:
+                tensor.parts |= {f"{inner}.{own}": parts for own, _ in layer.named_parameters(recurse=False)}
             if how is not None:
                 _split_layer(layer, inner, how, tensor, pieces)
             for pattern, numbers in description.per_rank.items():
                 if matches(pattern, inner):
                     divide_attributes(layer, numbers, tensor.degree)
-    _share_pieces(model, names, pieces, tensor)
-
-
-def _share_pieces(
-    model: nn.Module, names: Iterable[str], pieces: Mapping[nn.Parameter, nn.Parameter], tensor: TensorParallel
-) -> None:
-    """Replace a parameter by its piece where a module around the split layer has another name for it."""
-    for name in names:
-        for inner, module in model.get_submodule(name).named_modules(prefix=name):
-            for own, parameter in list(module.named_parameters(recurse=False)):
-                if parameter in pieces:
-                    setattr(module, own, pieces[parameter])
-                    tensor.cuts[f"{inner}.{own}"] = 0  # only a vocabulary has two names
+    share_pieces(model, names, pieces, tensor.cuts)
 
 
 def _split_layer(
@@ -417,7 +418,7 @@ def _split_layer(
             fix=f"make it an {able}, or write it with shoal.parallel.tensor.ColumnParallelLinear and RowParallelLinear",
             code="M049",
         )
-    _become(layer, kind, tensor, pieces)
+    _become(layer, kind, tensor, pieces, tensor.parts.get(f"{name}.weight", ()))
     _note(layer, name, tensor)
     if kind is VocabularyParallelHead:
         tensor.num_logits = layer.out_features
