@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shoal import ShoalError
 from shoal.blueprint.placement import chunk
 from shoal.parallel.full_tensors import _placed
 from shoal.parallel.tensor_parts.packed import cut, in_order, ranges
@@ -27,3 +28,9 @@ def test_boxes_are_where_a_rank_has_its_piece(dim: int, parts: tuple[int, ...], 
             found = [whole[b0 : b0 + s0, b1 : b1 + s1] for (b0, b1), (s0, s1) in boxes]
             assert torch.equal(torch.cat(found, dim), piece[first : first + rows])
             first += rows
+
+
+@pytest.mark.parametrize("parts", [(8, 4), (9, 7)])
+def test_parts_that_do_not_fit_are_rejected(parts: tuple[int, ...]) -> None:
+    with pytest.raises(ShoalError, match="M131"):
+        cut(torch.zeros(16, 2), 0, parts, index=0, degree=2)

@@ -13,10 +13,17 @@ import torch
 from torch import Tensor
 
 from shoal.comm.collectives import part
+from shoal.errors import ShoalError
 
 
 def cut(full: Tensor, dim: int, parts: Sequence[int], *, index: int, degree: int) -> Tensor:
     """A rank's piece of a tensor, part by part. Without parts it has one."""
+    if parts and (sum(parts) != full.shape[dim] or any(size % degree for size in parts)):
+        raise ShoalError(
+            f"parts must be numbers that tp={degree} divides, {full.shape[dim]} together, got {list(parts)}",
+            fix="the sizes of the layer's parts in Description(parts=...), or tp=1",
+            code="M131",
+        )
     whole = full.split(list(parts), dim) if parts else (full,)
     return torch.cat([part(one, dim, index=index, degree=degree) for one in whole], dim)
 
