@@ -114,9 +114,8 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 ALL = DENSE | EXPERTS | PACKED | OTHERS
 REJECTED = {
-    **dict.fromkeys(("olmo2", "phi3", "gpt-oss", "deepseek-v3"), ("sp=on",)),
-    **dict.fromkeys(("modernbert", "gpt2"), ("tp=2",)),
-    "bert": ("sp=on",),
+    **dict.fromkeys(("bert", "modernbert"), ("sp=on",)),
+    "gpt2": ("tp=2",),
     **dict.fromkeys(("vit", "clip", "t5", "whisper"), ("sp=on", "cp=2")),
     "mamba": ("tp=2", "cp=2"),
 }

@@ -22,6 +22,7 @@ class Split(Enum):
     SEQUENCE    not split; it works on each position alone, so positions may be divided (norms)
     HEADS       not split; it works on each head alone, inside attention (norms of queries and keys)
     REGION      a module whose COLUMN layers all read its input; the input enters once, before the module runs
+    ALL_TOKENS  not split; it mixes positions, so positions that are divided are gathered before it, and cut after it
     EXPERTS     divided over ep along dim 0, not split by tp; it works on each position alone
     """
 
@@ -31,6 +32,7 @@ class Split(Enum):
     SEQUENCE = "sequence"
     HEADS = "heads"
     REGION = "region"
+    ALL_TOKENS = "all_tokens"
     EXPERTS = "experts"
 
 
@@ -44,7 +46,8 @@ class Description:
 
     blocks, before_blocks, after_blocks       what sharding, recompute and pipelines cut (`zero=3`, `recompute`, `pp`)
     costs                                     what they cost to compute, where stages are to be balanced (`pp`)
-    splits, per_rank, num_heads, num_kv_heads how tensor parallelism splits layers (`tp`)
+    splits, parts, per_rank                   how tensor parallelism splits layers (`tp`)
+    num_heads, num_kv_heads                   what its degree must divide (`tp`)
     positions, documents, positions_restart   arguments of `forward` under context parallelism (`cp`)
     num_experts, active_experts               of a mixture of experts (`ep`)
     tied, head, num_outputs                   parameters with two names; the layer of the logits; its labels
@@ -76,6 +79,10 @@ class Description:
     per_rank: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Pattern of submodule names → its attributes that count heads or features and that its code reads: tp divides
     them. `config.num_heads` is divided in a copy of `module.config`."""
+
+    parts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Pattern of a COLUMN layer that holds several in one, as queries, keys and values → the sizes of its parts, in the
+    order of its output features. tp cuts each of them."""
 
     tied: tuple[tuple[str, str], ...] = ()
     """Pairs of names of one shared parameter; the first name of a pair is its key."""

@@ -25,8 +25,8 @@ class TPBoundary:
 
     module: str
     """The split layer at this boundary."""
-    way: Literal["enter", "leave", "logits"]
-    """logits: it leaves a head that is split by vocabulary."""
+    way: Literal["enter", "leave", "logits", "gather"]
+    """logits: it leaves a head that is split by vocabulary. gather: it enters a whole module that needs all tokens."""
     shape: Shape
     """The whole activation of one sample."""
     has_backward: bool = True

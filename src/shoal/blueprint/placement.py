@@ -278,7 +278,7 @@ def is_partial(description: Description, name: str, *, splits_tokens: bool) -> b
     around = {split_of(description, outer) for outer in modules_around(name)}
     how = split_of(description, module)
     is_late_bias = own == "bias" and how is Split.ROW  # added after the sum
-    is_of_tokens = bool(around & {Split.SEQUENCE, Split.EXPERTS}) or is_late_bias
+    is_of_tokens = bool(around & {Split.SEQUENCE, Split.ALL_TOKENS, Split.EXPERTS}) or is_late_bias
     return Split.HEADS in around or (how, own) in PARTIAL or (splits_tokens and is_of_tokens)
 
 

@@ -17,6 +17,7 @@ from shoal.comm.mesh import Mesh
 from shoal.numerics.local_tensor import to_local
 from shoal.numerics.precision import wide
 from shoal.parallel.tensor import TensorParallel
+from shoal.parallel.tensor_parts.packed import in_order, ranges
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Where a piece begins in the whole tensor, and its shape."""
@@ -36,7 +37,7 @@ class TensorPlacement:
     """Every parameter's whole shape; one that has two names is there twice."""
     copies: Collection[str] = ()
     """Second names of tied parameters, of which another stage has a copy of its own."""
-    _boxes: dict[str, Box] = field(default_factory=dict)
+    _boxes: dict[str, tuple[Box, ...]] = field(default_factory=dict)
 
     def is_replicated(self, name: str, axis: str) -> bool:
         """Whether all ranks along an axis hold the same piece of a parameter."""
@@ -51,29 +52,42 @@ class TensorPlacement:
         others = [axis for axis in axes if self.mesh.coordinate[axis] and self.is_replicated(name, axis)]
         return not others and (and_copies or name not in self.copies)
 
-    def shard_box(self, name: str) -> Box:
-        """Where this rank's piece of a parameter begins in the whole, and its shape."""
+    def shard_boxes(self, name: str) -> tuple[Box, ...]:
+        """Where this rank's piece of a parameter begins in the whole, and its shape. The piece of a packed layer is
+        several boxes, one after the other along the dim that tp cuts."""
         if name not in self._boxes:
-            self._boxes[name] = self._cut(name)
+            self._boxes[name] = tuple(self._cut(name))
         return self._boxes[name]
 
-    def _cut(self, name: str) -> Box:
+    def boxes_of(self, name: str, piece: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """A rank's piece of a parameter, or a tensor of its shape, box by box: where it begins in the whole, and a
+        view."""
+        first, dim = 0, self.tensor.cuts.get(name, 0)
+        boxes = self.shard_boxes(name)
+        for begin, shape in boxes:
+            yield begin, piece if len(boxes) == 1 else piece.narrow(dim, first, shape[dim])
+            first += shape[dim] if shape else 0
+
+    def _cut(self, name: str) -> Iterator[Box]:
         layout, rank, whole = self.plan.layout, self.mesh.rank, self.shapes[name]
+        dim, parts = self.tensor.cuts.get(name), self.tensor.parts.get(name, ())
         begin, shape = [0] * len(whole), list(whole)
+        own = [(0, whole[dim or 0])] if whole else [(0, 1)]
+        if dim is not None:
+            own = list(ranges(whole[dim], parts, index=self.tensor.index, degree=self.tensor.degree))
+            shape[dim] = sum(size for _, size in own)
 
-        def cut(dim: int, index: int, degree: int) -> None:
-            size = shape[dim]
-            begin[dim] += min(size, -(-size // degree) * index)
-            shape[dim] = chunk(size, index=index, degree=degree)
+        def cut(index: int, degree: int) -> None:
+            size = shape[0]
+            begin[0] += min(size, -(-size // degree) * index)
+            shape[0] = chunk(size, index=index, degree=degree)
 
-        if (dim := self.tensor.cuts.get(name)) is not None:
-            cut(dim, self.tensor.index, self.tensor.degree)
         if name in self.experts:
-            cut(0, layout.place(rank, "ep"), layout.ep)
+            cut(layout.place(rank, "ep"), layout.ep)
         if self.is_sharded:
             axis = "edp" if name in self.experts else self.plan.shard_axis
-            cut(0, layout.place(rank, axis), layout.degree(axis))
-        return tuple(begin), tuple(shape)
+            cut(layout.place(rank, axis), layout.degree(axis))
+        yield from _placed(begin, shape, dim, own)
 
     def joined(self, name: str, piece: Tensor) -> Tensor:
         """The pieces of the dp_shard, ep and tp ranks put together, on the CPU."""
@@ -89,7 +103,25 @@ class TensorPlacement:
             plain = join(plain, 0, mesh.groups["ep"], shape[0])
         if dim is not None:
             plain = join(plain, dim, tensor.group, shape[dim])
+            plain = in_order(plain, dim, tensor.parts.get(name, ()), tensor.degree)
         return plain.to("cpu", copy=True)
+
+
+def _placed(begin: list[int], shape: list[int], dim: int | None, own: list[tuple[int, int]]) -> Iterator[Box]:
+    """Boxes of a shard of a piece. `own`: the ranges of the whole that the piece has along a dim, one after the other;
+    `begin` and `shape` are those inside the piece."""
+    if dim is None:
+        yield tuple(begin), tuple(shape)
+        return
+    first, found = 0, []
+    for start, size in own:
+        low, high = max(begin[dim], first), min(begin[dim] + shape[dim], first + size)
+        if low < high or len(own) == 1:
+            at, sizes = list(begin), list(shape)
+            at[dim], sizes[dim] = start + low - first, max(0, high - low)
+            found.append((tuple(at), tuple(sizes)))
+        first += size
+    yield from found or [(tuple(begin), tuple(shape))]
 
 
 def full_tensors(

@@ -246,9 +246,13 @@ class ParallelModel:
         """Whether this rank is the first that holds this very piece of a parameter; see `TensorPlacement`."""
         return self.placement.is_owner(name, besides, and_copies=and_copies)
 
-    def shard_box(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Where this rank's piece of a parameter begins in the whole, and its shape."""
-        return self.placement.shard_box(name)
+    def boxes_of(self, name: str, piece: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """A piece of a parameter, or a tensor of its shape, box by box of the whole; see `TensorPlacement`."""
+        return self.placement.boxes_of(name, piece)
+
+    def shard_boxes(self, name: str) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+        """Where this rank's piece of a parameter begins in the whole, and its shape, box by box."""
+        return self.placement.shard_boxes(name)
 
     @torch.no_grad()
     def full_tensors(self, what: str) -> Iterator[tuple[str, Tensor | None]]:

@@ -19,7 +19,9 @@ from shoal.parallel.tensor import (
     become,
     vocabulary_parallel,
 )
+from shoal.parallel.tensor_parts.all_tokens import gather_around
 from shoal.parallel.tensor_parts.attributes import divide_attributes
+from shoal.parallel.tensor_parts.shared_pieces import share_pieces
 
 SPLIT_LAYERS: Mapping[tuple[Split, type[nn.Module]], type[nn.Module]] = {
     (Split.COLUMN, nn.Linear): ColumnParallelLinear,
@@ -29,7 +31,7 @@ SPLIT_LAYERS: Mapping[tuple[Split, type[nn.Module]], type[nn.Module]] = {
 }
 
 
-WHOLE = (Split.SEQUENCE, Split.HEADS, Split.EXPERTS)
+WHOLE = (Split.SEQUENCE, Split.HEADS, Split.ALL_TOKENS, Split.EXPERTS)
 """Layers that tp does not cut; with sequence parallelism each rank uses them for its own tokens."""
 
 
@@ -41,24 +43,15 @@ def split(model: nn.Module, names: Iterable[str], description: Description, tens
     for name in names:
         for inner, layer in list(model.get_submodule(name).named_modules(prefix=name)):
             how = description.split_of(inner)
+            parts = next((sizes for pattern, sizes in description.parts.items() if matches(pattern, inner)), ())
+            if parts:
+                tensor.parts |= {f"{inner}.{own}": parts for own, _ in layer.named_parameters(recurse=False)}
             if how is not None:
                 _split_layer(layer, inner, how, tensor, pieces)
             for pattern, numbers in description.per_rank.items():
                 if matches(pattern, inner):
                     divide_attributes(layer, numbers, tensor.degree)
-    _share_pieces(model, names, pieces, tensor)
-
-
-def _share_pieces(
-    model: nn.Module, names: Iterable[str], pieces: Mapping[nn.Parameter, nn.Parameter], tensor: TensorParallel
-) -> None:
-    """Replace a parameter by its piece where a module around the split layer has another name for it."""
-    for name in names:
-        for inner, module in model.get_submodule(name).named_modules(prefix=name):
-            for own, parameter in list(module.named_parameters(recurse=False)):
-                if parameter in pieces:
-                    setattr(module, own, pieces[parameter])
-                    tensor.cuts[f"{inner}.{own}"] = 0  # only a vocabulary has two names
+    share_pieces(model, names, pieces, tensor.cuts)
 
 
 def _split_layer(
@@ -69,6 +62,9 @@ def _split_layer(
         tensor.partial.update(names)
     if how is Split.SEQUENCE and tensor.splits_tokens and type(layer) is nn.Embedding:
         become(layer, PositionEmbedding, tensor, pieces)
+    if how is Split.ALL_TOKENS and tensor.splits_tokens:
+        assert tensor.group is not None
+        gather_around(layer, tensor.group)
     if how is Split.REGION:
         layer.register_forward_pre_hook(tensor.enter_region, with_kwargs=True)
         layer.register_forward_hook(tensor.leave_region, always_call=True)  # recompute stops inside of a region
@@ -93,7 +89,7 @@ def _split_layer(
             fix=f"make it an {able}, or write it with shoal.parallel.tensor.ColumnParallelLinear and RowParallelLinear",
             code="M049",
         )
-    become(layer, kind, tensor, pieces)
+    become(layer, kind, tensor, pieces, tensor.parts.get(f"{name}.weight", ()))
     _note(layer, name, tensor)
     if kind is VocabularyParallelHead:
         tensor.num_logits = layer.out_features

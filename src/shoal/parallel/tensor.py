@@ -16,7 +16,7 @@ get the gradient of those tokens only. They are called *partial* and are summed 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, ClassVar
@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.blueprint.layout import divisors
-from shoal.comm.collectives import Group, my_part, part
+from shoal.comm.collectives import Group, my_part
 from shoal.comm.differentiable_collectives import (
     TOKENS,
     enter,
@@ -38,6 +38,7 @@ from shoal.comm.differentiable_collectives import (
 )
 from shoal.errors import ShoalError, listed
 from shoal.numerics.precision import in_autocast_dtype
+from shoal.parallel.tensor_parts.packed import cut
 
 
 class TensorParallel:
@@ -51,6 +52,8 @@ class TensorParallel:
         self.index = 0 if group is None else dist.get_rank(group)
         self.cuts: dict[str, int] = {}
         """Full name of a parameter that is cut → the dim along which it is cut."""
+        self.parts: dict[str, tuple[int, ...]] = {}
+        """Full name of a parameter of which each part is cut → the sizes of its parts along that dim."""
         self.partial: set[str] = set()
         """Full names of parameters whose gradients must be summed over tp."""
         self.num_logits = 0
@@ -305,7 +308,13 @@ def check_features(layer: nn.Linear, x: Tensor, which: str) -> None:
         )
 
 
-def become(module: Any, kind: Any, tensor: TensorParallel, pieces: dict[nn.Parameter, nn.Parameter]) -> None:
+def become(
+    module: Any,
+    kind: Any,
+    tensor: TensorParallel,
+    pieces: dict[nn.Parameter, nn.Parameter],
+    parts: Sequence[int] = (),
+) -> None:
     """Convert a full layer into its split form, in place: names, attributes and hooks stay.
 
     `pieces` maps full parameters to their pieces, so that two layers which share a parameter share its piece.
@@ -318,7 +327,7 @@ def become(module: Any, kind: Any, tensor: TensorParallel, pieces: dict[nn.Param
             continue
         if full not in pieces:
             _check_enough(module, name, full.shape[dim], tensor)
-            own = part(full.detach(), dim, index=tensor.index, degree=tensor.degree).clone()
+            own = cut(full.detach(), dim, parts, index=tensor.index, degree=tensor.degree)
             pieces[full] = nn.Parameter(own, requires_grad=full.requires_grad)
         setattr(module, name, pieces[full])
 

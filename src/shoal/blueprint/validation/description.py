@@ -39,6 +39,10 @@ def check_names(description: Description, modules: Collection[str]) -> Iterator[
                 what = f"describe() names {name!r} in {home[name]} and in {part}"
                 yield Problem("M014", what, f"remove {name!r} from {part}")
             home[name] = part
+    for pattern in (*description.parts, *description.per_rank):
+        if not any(matches(pattern, name) for name in modules):
+            what = f"describe() names {pattern!r} in parts or per_rank, but no submodule has such a name"
+            yield Problem("M013", what, "a name from dict(model.named_modules())")
     for pattern, split in description.splits.items():
         if split not in list(Split):  # for example a string
             kinds = listed([f"Split.{kind.name}" for kind in Split])
@@ -116,7 +120,7 @@ def split_of_parameter(parameter: str, description: Description) -> tuple[str, S
     around = [
         (pattern, split)
         for pattern, split in description.splits.items()
-        if split in (Split.SEQUENCE, Split.EXPERTS)
+        if split in (Split.SEQUENCE, Split.ALL_TOKENS, Split.EXPERTS)
         and _matches(pattern, ".".join(module.split(".")[: pattern.count(".") + 1]))
     ]
     return next(iter([*own, *around]), ("", None))

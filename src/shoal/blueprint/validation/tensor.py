@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from shoal.blueprint.description import Description, Split, supports_sequence_parallel
+from shoal.blueprint.description import Description, Split, matches, supports_sequence_parallel
 from shoal.blueprint.placement import CUT_DIMS
 from shoal.blueprint.plan import Plan
 from shoal.blueprint.validation.description import Shapes, as_pattern, split_of_parameter
@@ -82,6 +82,8 @@ def _rules_of_features(description: Description, features: Shapes) -> Iterator[_
         if dim is None or dim >= len(shape) or (pattern, shape[dim]) in seen:  # the bias of a row is not split
             continue
         seen.add((pattern, size := shape[dim]))
+        parts = next((sizes for key, sizes in description.parts.items() if matches(key, name.rpartition(".")[0])), ())
+        yield from (_Rule(one, f"the {one} features of a part of {pattern}") for one in dict.fromkeys(parts))
         if split is Split.VOCABULARY:
             yield _Rule(size, f"the {size} of {pattern}", uneven=True)
         else:

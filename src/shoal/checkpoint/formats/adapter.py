@@ -127,9 +127,10 @@ def fill_adapter(composed: ParallelModel, folder: str | Path) -> None:
     _reject_others({name: shape for name, shape in composed.shapes.items() if is_adapter(name)}, tensors, path)
     for name in own:
         whole = torch.cat([box.read() for box in tensors[name].boxes])
-        begin, shape = composed.shard_box(name)
-        box = tuple(slice(first, first + size) for first, size in zip(begin, shape, strict=True))
-        to_local(composed.named[name]).copy_(whole[box])
+        for begin, piece in composed.boxes_of(name, to_local(composed.named[name])):  # views
+            piece.copy_(
+                whole[tuple(slice(first, first + size) for first, size in zip(begin, piece.shape, strict=True))]
+            )
 
 
 def _own_name(path: Path, name: str) -> str:

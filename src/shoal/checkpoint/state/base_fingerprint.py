@@ -66,8 +66,8 @@ def fingerprint(composed: ParallelModel, world: World) -> str:
         return composed.base_fingerprint
     total = 0
     for name in (name for name in composed.base if composed.is_owner(name)):
-        begin, _ = composed.shard_box(name)
-        total += _of_piece(name, to_local(composed.named[name]), composed.shapes[name], begin)
+        for begin, piece in composed.boxes_of(name, to_local(composed.named[name])):
+            total += _of_piece(name, piece, composed.shapes[name], begin)
     composed.base_fingerprint = _joined(world.all_gather_object(total % 2**64), composed.shapes)
     return composed.base_fingerprint
 

@@ -1,6 +1,6 @@
 """The tensors of a run as a checkpoint stores them, under the names that they have on one device.
 
-A layout divides a parameter into boxes (`ParallelModel.shard_box`), and the optimizer's state for it alike. A
+A layout divides a parameter into boxes (`ParallelModel.shard_boxes`), and the optimizer's state for it alike. A
 checkpoint stores no layout: it stores full tensors and the box of each piece. So any layout can read a checkpoint that
 any other layout wrote: each rank reads its own boxes.
 
@@ -15,6 +15,7 @@ differ if they compress what they exchange, or exchange it every few steps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,8 +70,8 @@ def base_shards(holder: Holder) -> Iterator[LocalShard]:
     firsts = {second: first for first, second in composed.tied}
     for name in (name for name in composed.named if name in composed.base):
         value = to_local(composed.named[name]).detach()
-        begin, _ = composed.shard_box(name)
-        yield LocalShard(f"model/{firsts.get(name, name)}", composed.shapes[name], begin, value, is_saved=False)
+        for begin, box in composed.boxes_of(name, value):
+            yield LocalShard(f"model/{firsts.get(name, name)}", composed.shapes[name], begin, box, is_saved=False)
 
 
 def local_shards(holder: Holder) -> Iterator[LocalShard]:
@@ -81,15 +82,15 @@ def local_shards(holder: Holder) -> Iterator[LocalShard]:
     for name, parameter in composed.named.items():
         if name in base:
             continue
-        full_shape, (begin, shape), is_saved = composed.shapes[name], composed.shard_box(name), composed.is_owner(name)
         known = firsts.get(name, name)
         value = to_local(parameter).detach()
-        assert tuple(value.shape) == shape, f"{name} has the box {shape} and the shape {tuple(value.shape)}"
+        num_elements = sum(math.prod(shape) for _, shape in composed.shard_boxes(name))
+        assert value.numel() == num_elements, f"{name} has {num_elements} elements and the shape {tuple(value.shape)}"
         local_sgd = composed.local_sgd
         own = local_sgd.shared.get(name, value) if local_sgd is not None else value
-        yield LocalShard(f"model/{known}", full_shape, begin, own, is_saved)
+        yield from _boxes(composed, name, f"model/{known}", own)
         if name in holder.averages:
-            yield LocalShard(f"ema/{known}", full_shape, begin, holder.averages[name], is_saved, is_needed=False)
+            yield from _boxes(composed, name, f"ema/{known}", holder.averages[name], is_needed=False)
         for kind, state in holder.optimizer.state.get(holder.updated(parameter), {}).items():
             if isinstance(state, Tensor) and state.dim():
                 own = to_local(state)
@@ -101,10 +102,19 @@ def local_shards(holder: Holder) -> Iterator[LocalShard]:
                         code="C013",
                     )
                 if local_sgd is None:
-                    yield LocalShard(f"optimizer/{kind}/{known}", full_shape, begin, own, is_saved)
+                    yield from _boxes(composed, name, f"optimizer/{kind}/{known}", own)
     is_first = all(not place for axis, place in composed.mesh.coordinate.items() if axis != "pp")
     for name, buffer in _buffers(composed):
         yield LocalShard(f"model/{name}", tuple(buffer.shape), (0,) * buffer.dim(), buffer, is_first, is_needed=False)
+
+
+def _boxes(
+    composed: ParallelModel, name: str, path: str, piece: Tensor, *, is_needed: bool = True
+) -> Iterator[LocalShard]:
+    """Yield a piece of a parameter, or a tensor of its shape; that of a packed layer is several boxes."""
+    is_saved = composed.is_owner(name)
+    for begin, value in composed.boxes_of(name, piece):
+        yield LocalShard(path, composed.shapes[name], begin, value, is_saved, is_needed=is_needed)
 
 
 def _buffers(composed: ParallelModel) -> Iterator[tuple[str, Tensor]]:

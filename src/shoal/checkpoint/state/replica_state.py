@@ -33,21 +33,21 @@ def replica_shards(holder: Holder) -> Iterator[LocalShard]:
     composed = holder.composed
     firsts = {second: first for first, second in composed.tied}
 
-    def shard(kind: str, name: str, value: Tensor, *, is_own: bool) -> LocalShard:
+    def shards(kind: str, name: str, piece: Tensor, *, is_own: bool) -> Iterator[LocalShard]:
         known = firsts.get(name, name)
-        begin, _ = composed.shard_box(name)
         comm_threads = _averagers(composed)[0].comm_threads
         path = f"replica/{comm_threads.rank}/{kind}/{known}" if is_own else f"{kind}/{known}"
         is_saved = composed.is_owner(name, besides=composed.sync_axes if is_own else ())
-        return LocalShard(
-            path, composed.shapes[name], begin, value, is_saved, is_needed=False, replicas=comm_threads.size
-        )
+        for begin, value in composed.boxes_of(name, piece):
+            yield LocalShard(
+                path, composed.shapes[name], begin, value, is_saved, is_needed=False, replicas=comm_threads.size
+            )
 
     for averager in _averagers(composed):
         for name, residual in averager.residuals():
-            yield _residual(composed, name, residual, averager)
+            yield from _residual(composed, name, residual, averager)
         for name, matrix in averager.q_factors():
-            begin, _ = composed.shard_box(name)
+            begin, _ = composed.shard_boxes(name)[0]
             path = f"narrow/{','.join(map(str, begin))}/{firsts.get(name, name)}"
             is_saved = composed.is_owner(name)
             yield LocalShard(path, tuple(matrix.shape), (0, 0), matrix, is_saved, is_needed=False)
@@ -56,28 +56,27 @@ def replica_shards(holder: Holder) -> Iterator[LocalShard]:
         return
     for name in local_sgd.shared:
         parameter = composed.named[name]
-        yield shard("model", name, to_local(parameter).detach(), is_own=True)
+        yield from shards("model", name, to_local(parameter).detach(), is_own=True)
         for kind, state in holder.optimizer.state.get(holder.updated(parameter), {}).items():
             if isinstance(state, Tensor) and state.dim():
-                yield shard(f"optimizer/{kind}", name, to_local(state), is_own=True)
-        yield shard("outer/momentum", name, local_sgd.momentum[name], is_own=False)
+                yield from shards(f"optimizer/{kind}", name, to_local(state), is_own=True)
+        yield from shards("outer/momentum", name, local_sgd.momentum[name], is_own=False)
         if local_sgd.outer.delay:
-            yield shard("sent", name, local_sgd.sent[name], is_own=True)
-            yield shard("outer/arrived", name, local_sgd.arrived[name], is_own=False)
+            yield from shards("sent", name, local_sgd.sent[name], is_own=True)
+            yield from shards("outer/arrived", name, local_sgd.arrived[name], is_own=False)
 
 
-def _residual(composed: ParallelModel, name: str, residual: Tensor, averager: BucketAverager) -> LocalShard:
-    """Return the residual of a parameter as a shard. Copies whose gradients are summed only after averaging have one
+def _residual(composed: ParallelModel, name: str, residual: Tensor, averager: BucketAverager) -> Iterator[LocalShard]:
+    """Yield the residual of a parameter. Copies whose gradients are summed only after averaging have one
     residual each: tp ranks of a partial weight, and two stages that share a parameter."""
     is_partial = composed.local_sgd is None and name in composed.tensor.partial
     kind = f"residual.tp{composed.tensor.index}" if is_partial else "residual"
     own = composed.sync_axes + (("tp",) if is_partial else ())
     is_saved = composed.is_owner(name, besides=own, and_copies=True)
-    begin, _ = composed.shard_box(name)
     path = f"replica/{averager.comm_threads.rank}/{kind}/{name}"
-    return LocalShard(
-        path, composed.shapes[name], begin, residual, is_saved, is_needed=False, replicas=averager.comm_threads.size
-    )
+    num_replicas = averager.comm_threads.size
+    for begin, value in composed.boxes_of(name, residual):
+        yield LocalShard(path, composed.shapes[name], begin, value, is_saved, is_needed=False, replicas=num_replicas)
 
 
 def _averagers(composed: ParallelModel) -> list[BucketAverager]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def block_copies(model: Any, blocks: tuple[str, ...]) -> Iterator[BlockCopy]:
         with torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers()):
                 tensor.copy_(_values(tensor, generator) / max(1, tensor.shape[-1] if tensor.dim() > 1 else 1) ** 0.5)
-        arguments, options = tree_map_only(Tensor, lambda x, g=generator: _values(x, g), calls[names[0]])
+        arguments, options = tree_map_only(Tensor, partial(_values, generator=generator), calls[names[0]])
         yield BlockCopy(module, arguments, options, tuple(names))
 
 

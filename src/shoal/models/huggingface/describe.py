@@ -39,15 +39,18 @@ def describe(model: Any) -> Description:
     """What can be derived of a model. `why_not` says what cannot, and why."""
     order = order_of(model)
     why_not = dict(_why_not(model, order.blocks))
-    found = FoundSplits() if getattr(model, "tp_plan", None) else found_splits(model)
+    owners = _owners(model)
+    declared = {name: _declared(getattr(model, "tp_plan", None) or {}, name, one) for name, one in owners.items()}
+    regions = {name.rpartition(".")[0] for name, style in declared.items() if style in (Split.COLUMN, Split.ROW)}
+    followed = {region for region in regions if _is_split_whole(region, declared)}
+    found = FoundSplits() if "tp" in why_not else found_splits(model, followed)
     if not getattr(model, "tp_plan", None) and not found.splits:
         why_not["tp"] = f"{type(model).__name__} declares no tp_plan, and no layers were found that may be split"
-    splits, whole = ({}, None) if "tp" in why_not else _splits(model, found)
+    splits = {} if "tp" in why_not else _splits(model, declared, followed, found)
     if "cp" in why_not:
         why_not["sp"] = why_not["cp"]
-    elif whole is not None:
-        what = f"tp leaves {pattern_of(whole)} whole, and that needs all tokens"
-        why_not["sp"] = f"{type(model).__name__}: {what}"
+    elif (home := found.why_no_sequence(attentions(model))) is not None:
+        why_not["sp"] = f"{type(model).__name__}: split layers in {pattern_of(home)} do not all read its input"
     elif "tp" not in why_not and (around := _around_embedding(model, order)) is not None:
         why_not["sp"] = f"{type(model).__name__} looks tokens up inside {around}, whose other code sees all tokens"
     config = _text_config(model)
@@ -64,6 +67,7 @@ def describe(model: Any) -> Description:
         after_blocks=order.after,
         costs=order.costs,
         splits=splits,
+        parts=_as_patterns(found.parts, model),
         per_rank=_as_patterns(found.per_rank, model),
         tied=tuple(_tied(model, order)),
         head=None if rule is None else name_of(model, head),
@@ -125,30 +129,25 @@ def _why_not_context(model: Any, blocks: tuple[str, ...]) -> str | None:
 # ---- splits ---------------------------------------------------------------------------------------------------------
 
 
-def _splits(model: Any, proven: FoundSplits) -> tuple[dict[str, Split], str | None]:
-    """Pattern → split, for every region, norm and module that has parameters of its own; and a region that stays whole
-    and mixes tokens."""
-    owners = {
+def _owners(model: nn.Module) -> dict[str, nn.Module]:
+    """Norms, and modules that have parameters of their own."""
+    return {
         name: module
         for name, module in model.named_modules()
         if next(iter(module.parameters(recurse=False)), None) is not None or "Norm" in type(module).__name__
     }
-    if proven.splits:
-        found = {**dict.fromkeys(owners, Split.SEQUENCE), **dict.fromkeys(vocabulary_of(model), Split.VOCABULARY)}
-        found |= proven.splits
-        return _as_patterns(found, model), next(
-            (name for name in attentions(model) if name not in proven.gathers), None
-        )
-    declared = {name: _declared(model.tp_plan, name, module) for name, module in owners.items()}
-    vocabulary = [model.get_input_embeddings(), model.get_output_embeddings()]
-    regions = {name.rpartition(".")[0] for name, style in declared.items() if style in (Split.COLUMN, Split.ROW)}
-    split = {region for region in regions if _is_split_whole(region, declared)}
-    found = dict.fromkeys(split, Split.REGION)
-    for name, module in owners.items():
-        how = declared[name] if any(name.startswith(f"{region}.") for region in split) else Split.SEQUENCE
-        assert how is not None
-        found[name] = Split.VOCABULARY if any(module is one for one in vocabulary) else how
-    return _as_patterns(found, model), next((name for name in attentions(model) if name not in split), None)
+
+
+def _splits(
+    model: Any, declared: Mapping[str, Split | None], followed: set[str], proven: FoundSplits
+) -> dict[str, Split]:
+    """Pattern → split, for every region, norm, attention that stays whole, and module that has parameters of its
+    own. `followed`: the regions that are split as the tp_plan declares."""
+    found = dict.fromkeys(declared, Split.SEQUENCE)
+    found |= {name: how for name, how in declared.items() if how is not None and is_inside(name, followed)}
+    found |= dict.fromkeys(followed, Split.REGION) | dict.fromkeys(vocabulary_of(model), Split.VOCABULARY)
+    found |= dict.fromkeys(attentions(model).keys() - followed - proven.homes.keys(), Split.ALL_TOKENS)
+    return _as_patterns(found | proven.splits, model)
 
 
 def _around_embedding(model: Any, order: Order) -> str | None:

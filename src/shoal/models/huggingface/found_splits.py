@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,9 +11,10 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from shoal.blueprint.description import Split
+from shoal.blueprint.placement import is_inside
 from shoal.models.huggingface.block_copies import block_copies
 from shoal.models.huggingface.modules import attentions, blocks_without_plan
-from shoal.models.huggingface.regions import Region, regions_of
+from shoal.models.huggingface.regions import Region, linears, regions_of
 
 
 @dataclass
@@ -23,31 +24,54 @@ class FoundSplits:
     splits: dict[str, Split] = field(default_factory=dict)
     """Of layers and regions; all else is whole."""
     per_rank: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    gathers: set[str] = field(default_factory=set)
-    """Attentions whose input may be gathered as one, which divided tokens need."""
+    parts: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    homes: dict[str, bool] = field(default_factory=dict)
+    """The innermost module around the columns of each region → whether they read its input."""
+
+    def why_no_sequence(self, known: Iterable[str]) -> str | None:
+        """A region whose code may read the shape of divided tokens. An attention must be the home of a region, or have
+        nothing to do with one."""
+        around = [
+            (home, attention)
+            for home in self.homes
+            for attention in known
+            if home != attention and (f"{attention}.".startswith(f"{home}.") or home.startswith(f"{attention}."))
+        ]
+        return next((home for home, is_read in self.homes.items() if not is_read), around[0][0] if around else None)
 
 
 _known: WeakKeyDictionary[nn.Module, FoundSplits] = WeakKeyDictionary()
 
 
-def found_splits(model: Any) -> FoundSplits:
-    """The regions of all blocks that were proven."""
+def found_splits(model: Any, except_for: Collection[str]) -> FoundSplits:
+    """The regions of all blocks that were proven, without those that are known."""
     if model not in _known:
         found = _known[model] = FoundSplits()
+        if not _are_left(model, except_for):
+            return found
         for block in block_copies(model, tuple(blocks_without_plan(model))):
             for region in regions_of(block):
                 for name in block.names:
-                    _add(found, name, region, attentions(model))
+                    if not is_inside(f"{name}.{region.row}", except_for):
+                        _add(found, name, region)
     return _known[model]
 
 
-def _add(found: FoundSplits, block: str, region: Region, known: Mapping[str, nn.Module]) -> None:
+def _are_left(model: Any, known: Collection[str]) -> bool:
+    """Whether some linear layer of a block is in no region that is known."""
+    inside = (f"{block}.{name}" for block in blocks_without_plan(model) for name in linears(model.get_submodule(block)))
+    return any(not is_inside(name, known) for name in inside)
+
+
+def _add(found: FoundSplits, block: str, region: Region) -> None:
     found.splits |= {f"{block}.{name}": Split.COLUMN for name in region.columns}
     found.splits[f"{block}.{region.row}"] = Split.ROW
     home = f"{block}.{region.home}".removesuffix(".")
+    found.homes[home] = region.reads_home
     if region.reads_home:
         found.splits[home] = Split.REGION
-        found.gathers |= {home} & set(known)
+    if region.parts:
+        found.parts[f"{block}.{region.columns[0]}"] = region.parts
     if region.divided:
         found.per_rank[home] = region.divided
 

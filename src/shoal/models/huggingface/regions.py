@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.models.huggingface.block_copies import BlockCopy
 from shoal.parallel.tensor_parts.attributes import divide_attributes
+from shoal.parallel.tensor_parts.packed import cut
 
 TOLERANCE = 1e-5
 """Relative. Code of transformers casts to float32 here and there; a wrong cut differs by about 1."""
@@ -42,6 +43,8 @@ class Region:
     """Whether all columns read the first argument of it, or its `hidden_states`."""
     divided: tuple[str, ...] = ()
     """Attributes of `home` of which a rank has its part."""
+    parts: tuple[int, ...] = ()
+    """The sizes of what a single column holds, as queries, keys and values; none: it holds one thing."""
 
 
 def regions_of(block: BlockCopy) -> Iterator[Region]:
@@ -53,6 +56,11 @@ def regions_of(block: BlockCopy) -> Iterator[Region]:
             yield proven
 
 
+def linears(block: nn.Module) -> dict[str, nn.Linear]:
+    """The linear layers inside a block."""
+    return {name: one for name, one in block.named_modules() if type(one) is nn.Linear}
+
+
 # ---- by gradients ---------------------------------------------------------------------------------------------------
 
 
@@ -60,7 +68,7 @@ class _Flow:
     """One run of a block in which the output of every linear layer is cut from what it was computed of."""
 
     def __init__(self, block: BlockCopy) -> None:
-        self.linears = {name: one for name, one in block.module.named_modules() if type(one) is nn.Linear}
+        self.linears = linears(block.module)
         self.inputs: dict[str, Tensor] = {}
         self.outputs: dict[str, Tensor] = {}
         self.homes: dict[str, Tensor] = {}
@@ -153,14 +161,36 @@ def _proven(block: BlockCopy, region: Region) -> Region | None:
     if whole is None:
         return None
     home = block.module.get_submodule(region.home)
-    for divided in _attributes(home, block.module.get_submodule(region.columns[0])):
-        halves = []
-        for index in range(HALVES):
-            with _cut(block.module, region, index), _divided(home, divided, HALVES):
-                halves.append(_result(block, region, whole.row))
-        if _are_parts([half for half in halves if half is not None], whole):
-            return replace(region, divided=divided)
+    for parts in _parts(block.module, region):
+        for divided in _attributes(home, parts or (_features(block.module, region),)):
+            tried = replace(region, divided=divided, parts=parts)
+            halves = []
+            for index in range(HALVES):
+                with _cut(block.module, tried, index), _divided(home, divided, HALVES):
+                    halves.append(_result(block, tried, whole.row))
+            if _are_parts([half for half in halves if half is not None], whole):
+                return tried
     return None
+
+
+def _features(block: nn.Module, region: Region) -> int:
+    column: Any = block.get_submodule(region.columns[0])
+    return int(column.out_features)
+
+
+def _parts(block: nn.Module, region: Region) -> Iterator[tuple[int, ...]]:
+    """What one column may hold: one thing; a gate and its values; queries, keys and values, of as many heads or not."""
+    yield ()
+    if len(region.columns) > 1:
+        return
+    row: Any = block.get_submodule(region.row)
+    size, queries = _features(block, region), int(row.in_features)
+    for number in (2, 3):
+        if size % (number * HALVES) == 0:
+            yield (size // number,) * number
+    keys = (size - queries) // 2
+    if keys > 0 and (size - queries) % (2 * HALVES) == 0 and keys != queries:
+        yield queries, keys, keys
 
 
 def _are_parts(halves: list[_Result], whole: _Result) -> bool:
@@ -177,12 +207,12 @@ def _is_close(one: Tensor, other: Tensor) -> bool:
     return is_alike and bool((one - other).abs().amax() <= TOLERANCE * other.abs().amax())
 
 
-def _attributes(home: nn.Module, column: Any) -> Iterator[tuple[str, ...]]:
+def _attributes(home: nn.Module, sizes: tuple[int, ...]) -> Iterator[tuple[str, ...]]:
     """What may count heads or features: nothing; numbers of heads; all features, too; those of the configuration."""
     yield ()
     own = {name: value for name, value in vars(home).items() if type(value) is int and value % HALVES == 0 and value}
     heads = tuple(name for name in own if _counts_heads(name))
-    features = tuple(name for name, value in own.items() if value == column.out_features and name not in heads)
+    features = tuple(name for name, value in own.items() if value in sizes and name not in heads)
     if heads:
         yield heads
     if features:
@@ -229,9 +259,10 @@ def _cut(block: nn.Module, region: Region, index: int) -> Iterator[None]:
     try:
         for name, dim in dims.items():
             layer: Any = block.get_submodule(name)
-            layer.weight = nn.Parameter(layer.weight.detach().chunk(HALVES, dim)[index])
+            parts = region.parts if dim == 0 else ()
+            layer.weight = nn.Parameter(cut(layer.weight.detach(), dim, parts, index=index, degree=HALVES))
             if dim == 0 and layer.bias is not None:
-                layer.bias = nn.Parameter(layer.bias.detach().chunk(HALVES)[index])
+                layer.bias = nn.Parameter(cut(layer.bias.detach(), 0, parts, index=index, degree=HALVES))
         yield
     finally:
         for name, (weight, bias) in before.items():

@@ -113,6 +113,9 @@ class _Trace:
             self._entered = x
             self._cross("enter", name, x)
 
+    def before_all_tokens(self, name: str, x: Tensor) -> None:
+        self._cross("gather", name, x)
+
     def after_layer(self, name: str, output: Tensor, *, is_lookup: bool) -> None:
         how = split_of(self.description, name)
         if how is Split.ROW or (how is Split.VOCABULARY and is_lookup):
@@ -167,7 +170,7 @@ class _Trace:
         self.seen.append(_Event(way, name, tuple(x.shape[1:]), x.requires_grad))
 
     def tp_boundaries(self) -> Iterator[TPBoundary]:
-        for place, event in self._of("enter", "leave", "logits"):
+        for place, event in self._of("enter", "leave", "logits", "gather"):
             way: Any = event.what
             yield TPBoundary(
                 module=event.module,
@@ -221,6 +224,9 @@ def _trace(model: nn.Module, description: Description, call: Call) -> _Trace:
             if is_layer and split_of(description, name) in (Split.COLUMN, Split.ROW, Split.VOCABULARY):
                 stack.callback(module.register_forward_pre_hook(_before(trace, name)).remove)
                 stack.callback(module.register_forward_hook(_after(trace, name)).remove)
+            if split_of(description, name) is Split.ALL_TOKENS:
+                hook = module.register_forward_pre_hook(_before_all_tokens(trace, name), with_kwargs=True)
+                stack.callback(hook.remove)
             if isinstance(module, Router):
                 module.attach_aux_loss = trace.aux_loss_attached
             if isinstance(module, Attention | Experts | Dispatch | Router):
@@ -240,6 +246,13 @@ def _trace(model: nn.Module, description: Description, call: Call) -> _Trace:
 
 def _before(trace: _Trace, name: str) -> Any:
     return lambda module, arguments: trace.before_layer(name, arguments[0])
+
+
+def _before_all_tokens(trace: _Trace, name: str) -> Any:
+    def hook(_module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        trace.before_all_tokens(name, arguments[0] if arguments else options["hidden_states"])
+
+    return hook
 
 
 def _after(trace: _Trace, name: str) -> Any:

@@ -209,7 +209,9 @@ def _at_boundary(step: Step, boundary: TPBoundary, *, splits_logits: bool) -> It
     size = step.samples * prod(boundary.shape) // step.plan.layout.cp * _size_of(step, boundary)
     forwards = step.num_forwards(boundary.module, is_repeated=boundary.is_repeated)
     backwards = step.num_microbatches * boundary.has_backward
-    enters = boundary.way == "enter"
+    enters = boundary.way in ("enter", "gather")
+    if boundary.way == "gather" and not step.splits_tokens:
+        return
     if step.splits_tokens:
         yield "tp", "all_gather", forwards if enters else backwards, size
         yield "tp", "reduce_scatter", backwards if enters else forwards, size

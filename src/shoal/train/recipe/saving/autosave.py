@@ -186,7 +186,7 @@ class Autosaver:
         trained, base = {id(parameter) for parameter in self.run.trained_parameters()}, composed.base
         for name, parameter in composed.named.items():
             if composed.is_owner(name) and name not in base:
-                size = math.prod(composed.shard_box(name)[1]) * parameter.element_size()
+                size = sum(math.prod(shape) for _, shape in composed.shard_boxes(name)) * parameter.element_size()
                 total += size * (1 + 2 * (id(parameter) in trained))
         return total
 
