@@ -86,6 +86,7 @@ def test_padding_is_not_attended_to(pool: Pool, kind: str) -> None:
         (2, "olmo2", "tp=2 sp=on mb=2"),  # whole attention gathers tokens that are divided around it
         wide(4, "whisper", "tp=2 pp=2 1f1b mb=2"),
         wide(4, "bert", "tp=2 zero=3 mb=1"),
+        wide(4, "phi3", "tp=2 zero=3 mb=1"),
         wide(2, "gemma2", "zero=2 mb=1 recompute=full"),
         wide(4, "qwen3-moe", "cp=2 tp=2 mb=2"),
         wide(4, "qwen3-moe", "tp=2 pp=2 1f1b mb=2"),
