@@ -25,6 +25,8 @@ from tests.cover import wide
 from tests.dist.pool import Pool
 
 pytest.importorskip("transformers")
+import transformers
+
 from tests import huggingface
 
 LAYOUTS = ["zero=3 mb=1", "tp=2 sp=off mb=2", "tp=2 sp=on mb=2", "pp=2 1f1b mb=2", "cp=2 mb=2", "cp=2 ulysses mb=2"]
@@ -124,6 +126,12 @@ def test_what_is_derived() -> None:
     assert description.tied == (("model.embed_tokens.weight", "lm_head.weight"),)
     assert description.head == "lm_head"
     assert describe(huggingface.build("granite")).head is None  # it scales logits afterwards
+
+
+def test_positions_that_do_not_count_from_0() -> None:
+    sizes = {"vocab_size": 41, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    config = transformers.RobertaConfig(**sizes, num_attention_heads=4, max_position_embeddings=16)
+    assert "counts positions from its padding token" in describe(transformers.RobertaForMaskedLM(config)).why_not["cp"]
 
 
 @pytest.mark.parametrize("words", ["pp=2 1f1b mb=2", wide("tp=2")])
