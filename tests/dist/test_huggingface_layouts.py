@@ -26,6 +26,8 @@ from tests.cover import wide
 from tests.dist.pool import Pool
 
 pytest.importorskip("transformers")
+import transformers
+
 from tests import huggingface
 
 LAYOUTS = ["zero=3 mb=1", "tp=2 sp=off mb=2", "tp=2 sp=on mb=2", "pp=2 1f1b mb=2", "cp=2 mb=2", "cp=2 ulysses mb=2"]
@@ -127,6 +129,12 @@ def test_what_is_derived() -> None:
     granite, gemma = (describe(huggingface.build(kind)) for kind in ("granite", "gemma2"))
     assert (granite.head, granite.logit_scale, granite.logit_softcap) == ("lm_head", 0.5, None)
     assert (gemma.head, gemma.logit_scale, gemma.logit_softcap) == ("lm_head", 1.0, 3.0)
+
+
+def test_positions_that_do_not_count_from_0() -> None:
+    sizes = {"vocab_size": 41, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    config = transformers.RobertaConfig(**sizes, num_attention_heads=4, max_position_embeddings=16)
+    assert "counts positions from its padding token" in describe(transformers.RobertaForMaskedLM(config)).why_not["cp"]
 
 
 @pytest.mark.parametrize("words", ["pp=2 1f1b mb=2", wide("tp=2")])

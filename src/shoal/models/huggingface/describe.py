@@ -114,6 +114,10 @@ def _why_not_context(model: Any, blocks: tuple[str, ...]) -> str | None:
         return "has no blocks that could be found"
     if not _takes(model, "position_ids"):
         return "takes no position_ids, which tokens of a divided sequence need"
+    tables = ((name, one) for name, one in model.named_modules() if isinstance(one, nn.Embedding))
+    counted = next((name for name, one in tables if "position" in name and one.padding_idx is not None), None)
+    if counted is not None:  # RoBERTa
+        return f"counts positions from its padding token ({counted}), where shoal would count from 0"
     if not getattr(model, "_supports_flash_attn", False):
         return (
             "declares that flash attention cannot compute its attention, so that needs more than a scale and a window"
