@@ -43,6 +43,7 @@ OWN_PROCESS = {
 DEAR = {
     "benchmarks/h200/images.py",
     "benchmarks/planner/run.py",
+    "benchmarks/pretrained/run.py",
     "benchmarks/replica_sync/run.py",
     "benchmarks/verify/huggingface.py",
     "benchmarks/verify/run.py",
