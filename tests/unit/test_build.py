@@ -75,7 +75,7 @@ def test_what_a_model_says_of_itself_is_heard_if_it_is_a_description() -> None:
     ("name", "what", "fix"),
     [
         ("lama", "there is no model 'lama'", "did you mean llama"),
-        ("xyz", "there is no model 'xyz'", "--model.name llama, moe, resnet or mlp, or path/to/file.py:function"),
+        ("xyz", "there is no model 'xyz'", "moe, resnet or mlp, or path/to/file.py:function, or hf:FOLDER"),
         ("missing.py:build", "there is no file 'missing.py'", "path/to/file.py:function"),
         ("file.txt:build", "there is no model 'file.txt:build'", "path/to/file.py:function"),
     ],

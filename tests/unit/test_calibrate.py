@@ -284,7 +284,7 @@ def test_one_rank_has_no_link_to_measure() -> None:
         ("--out nowhere/cluster.yaml", "nowhere/cluster.yaml cannot be written"),
         ("--out .", ". cannot be written"),
         ("--out cluster.txt", "must end in .yaml, got cluster.txt"),
-        ("--ranks 2", "unknown argument '--ranks'"),
+        ("--ranks 2", "unknown option --ranks"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_measured(

@@ -201,4 +201,4 @@ except ShoalError as error:
 def test_a_user_without_a_home() -> None:
     ended = subprocess.run([sys.executable, "-c", NO_HOME], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    assert "--cluster h100:8" in ended.stdout
+    assert "cluster='h100:8'" in ended.stdout

@@ -288,9 +288,9 @@ def test_from_meta_it_is_the_same_model(tied: bool) -> None:
 
 
 def test_mistakes_are_named_with_a_way_out() -> None:
-    with rejects("M006", match=r"unknown preset 'llama3-8B'[\s\S]*fix: llama3-8b"):
+    with rejects("M006", match=r"unknown preset 'llama3-8B'[\s\S]*fix: --model.preset llama3-8b"):
         build(preset="llama3-8B")
-    with rejects("M006", match=r"unknown setting 'num_layer'[\s\S]*fix: num_layers \(known: vocabulary, hidden"):
+    with rejects("M006", match=r"unknown setting 'num_layer'[\s\S]*fix: --model.num_layers 2"):
         build(num_layer=2)
     with pytest.raises(ShoalError) as caught:
         build(hidden=100, num_heads=8, num_kv_heads=3)

@@ -92,8 +92,8 @@ class Interrupted(nn.Module):
         self.embedding, self.head, self.at_step, self.calls = nn.Embedding(256, 8), nn.Linear(8, 256), at_step, 0
 
     def forward(self, tokens):
-        self.calls += 1
-        if self.calls == self.at_step:
+        self.calls += not tokens.is_meta  # checks call it without memory
+        if self.calls == self.at_step and not tokens.is_meta:
             os.kill(os.getpid(), signal.SIGINT)
             print("still in the forward", file=sys.stderr)
         return self.head(self.embedding(tokens))

@@ -244,10 +244,10 @@ def test_tp_by_hand_needs_no_declaration_but_cp_does() -> None:
 def test_there_is_a_block_for_every_stage() -> None:
     problem = only("P042", found("pp=4 mb=1", 4))
     assert all(value in problem.what for value in ("pp=4 stages", "2 blocks"))
-    assert problem.fix == "pp=1 or 2, or a model of at least 4 blocks"
+    assert problem.fix == "pp=1 or 2, or --model.num_layers 4"
     problem = only("P042", found("pp=2 interleaved mb=1", 2))
     assert all(value in problem.what for value in ("pp=2 x v=2 = 4 stages", "2 blocks"))
-    assert problem.fix == "pp=1, or v=1 with 1f1b or gpipe, or a model of at least 4 blocks"
+    assert problem.fix == "pp=1, or v=1 with 1f1b or gpipe, or --model.num_layers 4"
 
 
 def test_every_parameter_is_on_a_stage() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,7 +24,9 @@ from shoal.files import read_regular
 from shoal.numerics.local_tensor import to_local
 from shoal.parallel.lora.apply import lora
 from shoal.parallel.lora.layers import adapted_layers, is_adapter
-from shoal.parallel.parallel_model import ParallelModel
+
+if TYPE_CHECKING:
+    from shoal.parallel.parallel_model import ParallelModel  # it loads torch's sharding, which a start need not
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX, SUFFIX = "base_model.model.", ".weight"

@@ -7,7 +7,7 @@ rank adds the values that it holds, so the sum is the same on every layout.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,9 @@ from shoal.numerics.checksum import MULTIPLIER
 from shoal.numerics.init import key
 from shoal.numerics.local_tensor import to_local
 from shoal.parallel.lora.layers import A, adapted_layers, is_adapter
-from shoal.parallel.parallel_model import ParallelModel
+
+if TYPE_CHECKING:
+    from shoal.parallel.parallel_model import ParallelModel  # it loads torch's sharding, which a start need not
 
 BASE = "base"
 """The key of the fingerprint in the state of a checkpoint."""

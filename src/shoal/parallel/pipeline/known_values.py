@@ -33,7 +33,7 @@ class KnownValues(TorchDispatchMode):
             there = torch.empty_like(value, dtype=dtype if value.is_floating_point() else None, device="meta")
             if not value.is_meta and not value.is_floating_point():
                 self._note(there, value.detach().cpu())
-            return there
+            return there.requires_grad_(value.requires_grad)
 
         return without_memory
 

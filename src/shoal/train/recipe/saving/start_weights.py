@@ -13,8 +13,6 @@ from torch import nn
 
 from shoal.checkpoint.formats.adapter import fill_adapter
 from shoal.checkpoint.formats.huggingface import INDEX
-from shoal.checkpoint.formats.import_ import ImportSettings, detect
-from shoal.checkpoint.formats.import_ import read as read_foreign
 from shoal.checkpoint.formats.lazy_tensor import LazyTensor
 from shoal.checkpoint.load import load_step
 from shoal.checkpoint.load_tensors import load_tensors
@@ -41,6 +39,8 @@ def is_foreign(where: str) -> bool:
     path = Path(where)
     if "://" in where or not path.exists():
         return False
+    from shoal.checkpoint.formats.import_ import detect  # it loads torch's own checkpoints: a second
+
     with suppress(ShoalError):
         return (path / INDEX).is_file() or bool(detect(path))
     return False
@@ -98,11 +98,13 @@ def load_start_weights(run: Run, where: str) -> int:
 
 def foreign_tensors(model: nn.Module, where: str) -> Mapping[str, LazyTensor]:
     """The tensors of foreign files under the names of a model without memory."""
+    from shoal.checkpoint.formats import import_ as formats
+
     adapter, path = adapter_of(model), Path(where)
-    if adapter is not None and path.is_dir() and ((path / INDEX).is_file() or detect(path) != "dcp"):
+    if adapter is not None and path.is_dir() and ((path / INDEX).is_file() or formats.detect(path) != "dcp"):
         of_adapter: Mapping[str, LazyTensor] = adapter.weights_of(model, path)
         return of_adapter
-    found = read_foreign(path, ImportSettings()).model
+    found = formats.read(path, formats.ImportSettings()).model
     for name, parameter in model.named_parameters():
         there = found[name].shape if name in found else None
         if there != tuple(parameter.shape):
