@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import shoal
@@ -18,6 +20,14 @@ from shoal.numerics.init import initialise
 from shoal.parallel.lora.apply import merge_lora
 from shoal.train.run import Run
 from tests.rejects import rejects
+
+
+@pytest.fixture(autouse=True)
+def _no_group_is_left() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
 
 SIZES = {"vocabulary": 11, "hidden": 8, "ffn": 12, "num_layers": 2, "num_heads": 2}
 TOKENS = torch.arange(10).view(2, 5)
