@@ -265,7 +265,7 @@ def test_it_is_rejected_where_it_makes_no_sense(world: World) -> None:
     refused("pp=2 mb=1", Net(), "pp=2")
     refused("sync=local:2", Net(), "sync=local:2")
     refused("", nn.Sequential(OwnNorm(3)), "0 is a OwnNorm")
-    with pytest.raises(ShoalError, match="sync_batch_norm is 'yes'"):
+    with pytest.raises(ShoalError, match="sync_batch_norm must be True or False, got 'yes'"):
         Run("fp64", world=world, sync_batch_norm="yes")  # type: ignore[arg-type]
     run = own_run(world, "", sync_batch_norm=True)
     assert isinstance(run.module.first, nn.BatchNorm1d)  # type: ignore[union-attr]

@@ -42,7 +42,7 @@ NEEDS: dict[str, tuple[str, list[str]]] = {
 }
 # A matrix takes minutes: on one rank it is the same command with one layout.
 SHORTER = {"takes minutes": ["--nproc", "1"]}
-WRONG = "train recipes/tiny.yaml --optim.learning_rate 1e-3 --data.global_batch -1 --plan tp=3 --nproc 3"
+WRONG = "train recipes/tiny.yaml --optim.learning_rate 1e-3 --data.global_batch -1 --plan tp=3 --nproc 4"
 
 
 @dataclass(frozen=True)

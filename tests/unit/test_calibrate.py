@@ -193,6 +193,7 @@ def test_tables_show_every_reading() -> None:
 # ---- this machine ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.alone
 def test_two_ranks_measure_this_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "cluster.yaml"
     assert verb.main(["--nproc", "2", "--device", "cpu", "--seconds", "1", "--out", str(path), "--json"]) == 0

@@ -255,7 +255,9 @@ class Autosaver:
         for saved in self.disk.take_results():
             if saved.failure is not None:
                 self.num_failed += 1
-                self.say(f"NOT SAVED{'' if self._is_over else ', training continues'}: {saved.failure}")
+                self.say(
+                    f"NOT SAVED{'' if self._is_over else ', training continues'}: {saved.failure.on_command_line()}"
+                )
             else:
                 self.num_saved += 1
                 self.saved = saved.step
@@ -263,7 +265,7 @@ class Autosaver:
                     self.say(saved.note)
         for saved in self.memory.take_results() if self.memory is not None else ():
             if saved.failure is not None:
-                self.say(f"NOT SAVED TO MEMORY, training continues: {saved.failure}")
+                self.say(f"NOT SAVED TO MEMORY, training continues: {saved.failure.on_command_line()}")
 
     def summary(self) -> dict[str, Any]:
         """The part of the run's summary that is about saves."""
