@@ -41,7 +41,9 @@ OWN_PROCESS = {
 
 
 DEAR = {
+    "benchmarks/h200/hf.py",
     "benchmarks/h200/images.py",
+    "benchmarks/h200/lora.py",
     "benchmarks/planner/run.py",
     "benchmarks/pretrained/run.py",
     "benchmarks/replica_sync/run.py",
