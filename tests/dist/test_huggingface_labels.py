@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shoal import ShoalError
 from shoal.blueprint.plan import Plan
 from shoal.comm.world import World
+from shoal.train.build_model import describe
 from shoal.train.checks import rule_under
 from shoal.train.loss.objective import LabelRule
 from shoal.train.run import Run
@@ -197,3 +198,10 @@ def test_where_the_models_own_loss_cannot_be_seen_it_is_rejected(words: str) -> 
     with pytest.raises(ShoalError, match=words.partition(" ")[0]):
         rule_under(plan, LabelRule.of(build("gpt2")))
     assert rule_under(plan, LabelRule.of(nn.Linear(2, 2))).is_shifted is False
+
+
+def test_what_is_computed_from_one_token_is_rejected_under_cp() -> None:
+    """Each rank would take its own first token for the first one of the sequence."""
+    assert "computes logits from some tokens" in describe(build("bert sequence")).why_not["cp"]
+    assert "cp" not in describe(build("bert tokens")).why_not
+    assert "cp" not in describe(build("bert mlm")).why_not

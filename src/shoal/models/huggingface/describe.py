@@ -28,6 +28,7 @@ from shoal.models.huggingface.found_splits import FoundSplits, found_splits, hea
 from shoal.models.huggingface.logits import LogitRule, logit_rule
 from shoal.models.huggingface.modules import attentions, experts_in, mixes_tokens, name_of, pattern_of
 from shoal.models.huggingface.order import Order, order_of
+from shoal.models.huggingface.pooled import pooled_output
 from shoal.parallel.lora.layers import LoRALinear
 
 T = TypeVar("T")
@@ -127,7 +128,12 @@ def _why_not_context(model: Any, blocks: tuple[str, ...]) -> str | None:
     if without is not None:
         return f"has no attention in {without}"
     mixing = next((name for name in mixes_tokens(model, blocks)), None)
-    return None if mixing is None else f"mixes tokens in {mixing}, outside of attention"
+    if mixing is not None:
+        return f"mixes tokens in {mixing}, outside of attention"
+    pooled = pooled_output(model)
+    return (
+        None if pooled is None else f"computes {pooled or 'its output'} from some tokens of a sequence, not from each"
+    )
 
 
 # ---- splits ---------------------------------------------------------------------------------------------------------
