@@ -10,7 +10,6 @@ is torch.compile of the whole model. `shoal` is the unmodified model under `shoa
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import arguments
-from systems import DEVICE, Shape, measured
+from systems import DEVICE, Shape, add_measurement, measured
 
 MORE: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": False},
@@ -111,15 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("system", choices=SYSTEMS)
     parser.add_argument("--family", choices=SHAPES, default="llama")
-    parser.add_argument("--micro-batch", type=int, default=8)
-    parser.add_argument("--sequence", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=14)
-    parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--precision", default="bf16")
-    parser.add_argument("--options", type=json.loads, default={}, help="more options of shoal's Run, as JSON")
-    parser.add_argument("--eager", action="store_true", help="of shoal")
-    parser.add_argument("--turns", action="store_true", help="make as many steps as each line of the input says")
-    parser.add_argument("--profile", default="", help="where to write a trace of three more steps")
+    add_measurement(parser, micro_batch=8)
     asked = arguments(
         parser, family="tiny", micro_batch=2, sequence=16, steps=2, warmup=1, precision="fp32", eager=True
     )

@@ -11,7 +11,6 @@ its fused loss. `shoal` is the unmodified model of transformers with `shoal.lora
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import arguments
-from systems import DEVICE, Shape, measured
+from systems import DEVICE, Shape, add_measurement, measured
 
 SHAPES = {"8b": Shape(4096, 32, 32, 8, 14336), "tiny": Shape(64, 2, 4, 2, 128, 1024)}
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -112,15 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("system", choices=SYSTEMS)
     parser.add_argument("--size", choices=SHAPES, default="8b")
-    parser.add_argument("--micro-batch", type=int, default=2)
-    parser.add_argument("--sequence", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=14)
-    parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--precision", default="bf16")
-    parser.add_argument("--options", type=json.loads, default={}, help="more options of shoal's Run, as JSON")
-    parser.add_argument("--eager", action="store_true", help="of shoal")
-    parser.add_argument("--turns", action="store_true", help="make as many steps as each line of the input says")
-    parser.add_argument("--profile", default="", help="where to write a trace of three more steps")
+    add_measurement(parser, micro_batch=2)
     asked = arguments(parser, size="tiny", micro_batch=2, sequence=16, steps=2, warmup=1, precision="fp32", eager=True)
     torch.set_float32_matmul_precision("high")
     SYSTEMS[asked.system](asked)

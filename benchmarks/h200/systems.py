@@ -322,28 +322,34 @@ def refuse_unheard(parser: argparse.ArgumentParser, arguments: argparse.Namespac
         parser.error(f"{arguments.system} is measured without {words}")
 
 
+def add_measurement(parser: argparse.ArgumentParser, *, micro_batch: int) -> None:
+    """Add the options that all scripts of this folder with peers share; 14 steps, of which 5 warm up."""
+    parser.add_argument("--micro-batch", type=int, default=micro_batch)
+    parser.add_argument("--sequence", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--precision", default="bf16", help="fp8: of shoal and of torchtitan")
+    parser.add_argument("--options", type=json.loads, default={}, help="more options of shoal's Run, as JSON")
+    parser.add_argument("--eager", action="store_true", help="of shoal")
+    parser.add_argument("--turns", action="store_true", help="make as many steps as each line of the input says")
+    parser.add_argument("--profile", default="", help="where to write a trace of three more steps")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("system", choices=SYSTEMS)
     parser.add_argument("--shape", choices=SHAPES, default="1.5b")
-    parser.add_argument("--micro-batch", type=int, default=8)
-    parser.add_argument("--sequence", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--warmup", type=int, default=4)
-    parser.add_argument("--precision", default="bf16", help="fp8: of shoal and of torchtitan")
+    add_measurement(parser, micro_batch=8)
+    parser.set_defaults(steps=10, warmup=4)
     parser.add_argument("--recompute", default="none", help="selective or full: of shoal")
     parser.add_argument("--states", default=None, help="bf16: the optimizer's states, and for a peer all it holds")
     parser.add_argument("--weights", default="fp32", help="bf16: shoal's weights and gradients, rounded at random")
     parser.add_argument("--words", default="", help="more words of shoal's plan")
-    parser.add_argument("--options", type=json.loads, default={}, help="more options of shoal's Run, as JSON")
     parser.add_argument("--clip", type=float, default=None, help="of shoal")
-    parser.add_argument("--eager", action="store_true", help="of shoal")
     parser.add_argument("--plugin", action="store_true", help="Accelerate compiles by its own plugin")
     parser.add_argument(
         "--states-first", action="store_true", help="make shoal's optimizer states before the first step"
     )
-    parser.add_argument("--turns", action="store_true", help="make as many steps as each line of the input says")
-    parser.add_argument("--profile", default="", help="where to write a trace of three more steps")
     asked = arguments(parser, shape="tiny", micro_batch=1, sequence=16, steps=2, warmup=1, precision="fp32", eager=True)
     refuse_unheard(parser, asked)
     torch.set_float32_matmul_precision("high")

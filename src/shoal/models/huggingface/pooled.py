@@ -21,8 +21,8 @@ OF_TOKENS = ("start_logits", "end_logits")
 
 
 def pooled_output(model: Any) -> str | None:
-    """The name of an output without a row for every token; "" if that cannot be found; None: there is none. Models
-    with a head over the vocabulary and nothing beside it have none, and are not run."""
+    """Return the name of an output without a row for every token; "" if that cannot be found; None: there is none.
+    Models whose only head is over the vocabulary have none, and are not run."""
     names = [name for name, _ in model.named_modules()]
     if model.get_output_embeddings() is not None and not any("pool" in name or "seq_rel" in name for name in names):
         return None

@@ -56,7 +56,7 @@ class AttentionRule:
         return q.shape[-1] ** -0.5 if self.scale is None else self.scale
 
     def within(self, num_keys: int) -> AttentionRule:
-        """The same rule for so many keys: a window that holds all of them is none."""
+        """Return the rule for this number of keys: a window that holds all of them is no window."""
         return replace(self, window=None) if self.window is not None and self.window >= num_keys else self
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -38,7 +39,7 @@ class StageRoutes:
     divided: int = 1
     """Ranks of tp that share the tokens of what is received and sent."""
 
-    @property
+    @cached_property
     def last_call(self) -> int:
         """The number of its own last call."""
         return max(n for n, call in enumerate(self.forward.calls) if call.position in self.positions)

@@ -49,7 +49,7 @@ def trained_model(directory: Path, step: int | None = None) -> TrainedModel:
 
 
 def recipe_of(saved: SavedStep) -> Recipe:
-    """The recipe in a checkpoint, or beside it in its run directory."""
+    """Return the recipe of a checkpoint: that in its manifest, else the file in its run directory."""
     known = saved.manifest.state.get("recipe")
     if isinstance(known, dict):
         return Recipe.model_validate(known)
