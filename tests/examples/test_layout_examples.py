@@ -50,6 +50,7 @@ def test_what_does_not_fit_replicated_trains_sharded(once: Callable[..., Any]) -
     assert losses_in(losses)[-1] < 0.1 * losses_in(losses)[0]
 
 
+@pytest.mark.wide
 def test_a_pipeline_equals_one_process_under_two_schedules(once: Callable[..., Any]) -> None:
     ran = once(pipeline)
     assert ran.code == 0, ran.stderr[-3000:]
