@@ -61,7 +61,7 @@ class _Cluster:
         self.repairs: list[float] = []
         """When lost hosts come back."""
         self.pause = 0.0
-        """Seconds until training goes on; 0: it does."""
+        """Seconds until training continues; 0: it trains."""
         self.trained = 0.0
         """Seconds of training since the last restart."""
 
